@@ -1,0 +1,1 @@
+"""Plan and run multimodal-LLM training around the data."""

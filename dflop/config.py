@@ -1,0 +1,393 @@
+"""The experiment config: its keys, their defaults, and the one place where it is loaded and checked.
+
+A config is a stack of YAML files, JSON texts or dicts, merged left to right over the defaults below.
+`load_config` refuses unknown keys, wrong types and impossible values with the key's name, its value and
+what would be right. What comes out is a tree of frozen dataclasses. `config/README.md` explains each key.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError, safe_load
+
+from dflop.errors import UserError
+
+__all__ = [
+    "ClusterConfig",
+    "Config",
+    "CostsConfig",
+    "DataConfig",
+    "FixedGrid",
+    "FixedPlan",
+    "ModelConfig",
+    "PlanConfig",
+    "ScheduleConfig",
+    "SourceConfig",
+    "TrainConfig",
+    "VideoConfig",
+    "load_config",
+    "select_keys",
+]
+
+_section = dataclass(frozen=True, kw_only=True, slots=True)
+
+
+@_section
+class SourceConfig:
+    """One manifest. `media_root` defaults to the manifest's folder, `name` to its file name."""
+
+    path: str = ""
+    media_root: Optional[str] = None
+    sampling: str = "all"
+    name: Optional[str] = None
+
+
+@_section
+class VideoConfig:
+    fps: float = 1.0
+    max_frames: int = 32
+
+
+@_section
+class DataConfig:
+    sources: list[SourceConfig] = field(default_factory=list)
+    samples_per_shard: int = 50_000
+    max_llm_tokens: int = 8192
+    video: VideoConfig = field(default_factory=VideoConfig)
+
+
+@_section
+class ModelConfig:
+    family: str = "llava_onevision"
+    preset: str = "tiny"
+    path: Optional[str] = None
+    tokenizer: Optional[str] = None
+    freeze: list[str] = field(default_factory=list)
+
+
+@_section
+class ClusterConfig:
+    device: str = "cpu"
+    num_nodes: int = 1
+    devices_per_node: int = 2
+    memory_gib: float = 4.0
+    intra_node_gbps: float = 100.0
+    inter_node_gbps: float = 50.0
+    device_model: str = "cpu"
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+
+@_section
+class CostsConfig:
+    source: str = "measured"
+    tp_sizes: list[int] = field(default_factory=lambda: [1])
+    repeats: int = 5
+
+
+@_section
+class FixedGrid:
+    """A pinned part of a module's grid; null leaves it to the search."""
+
+    tp: Optional[int] = None
+    pp: Optional[int] = None
+    dp: Optional[int] = None
+
+    @property
+    def least_ranks(self) -> int:
+        return (self.tp or 1) * (self.pp or 1) * (self.dp or 1)
+
+
+@_section
+class FixedPlan:
+    placement: Optional[str] = None
+    vision: Optional[FixedGrid] = None
+    llm: Optional[FixedGrid] = None
+    num_microbatches: Optional[int] = None
+    checkpointing: Optional[bool] = None
+    schedule: Optional[str] = None
+
+
+@_section
+class PlanConfig:
+    placements: list[str] = field(default_factory=lambda: ["disjoint"])
+    search_batches: int = 16
+    fixed: Optional[FixedPlan] = None
+
+
+@_section
+class ScheduleConfig:
+    policy: str = "ilp"
+    lookahead_steps: int = 8
+    time_limit_s: float = 1.0
+    correction: str = "auto"
+
+
+@_section
+class TrainConfig:
+    global_batch_size: int = 16
+    steps: int = 20
+    lr: float = 1.0e-4
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    warmup_steps: int = 0
+    precision: str = "fp32"
+    checkpoint_every: int = 10
+    resume: str = "auto"
+    loader_workers: int = 1
+
+
+@_section
+class Config:
+    run: str = "demo"
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    costs: CostsConfig = field(default_factory=CostsConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+# Keys with a closed list of values. The second list is known to the design but cannot be had yet: it is
+# refused with its own sentence, so that nobody believes a choice is in effect when it is not.
+_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "model.family": (("llava_onevision",), ("internvl",)),
+    "cluster.device": (("cpu", "cuda"), ()),
+    "costs.source": (("measured",), ("analytic",)),
+    "plan.placements": (("disjoint",), ("colocated", "monolithic")),
+    "plan.fixed.placement": (("disjoint",), ("colocated", "monolithic")),
+    "plan.fixed.schedule": (("1f1b",), ("gpipe", "interleaved_1f1b", "zb_h1")),
+    "schedule.policy": (("random", "lpt", "ilp"), ("search",)),
+    "schedule.correction": (("off", "auto"), ("on",)),
+    "train.precision": (("fp32", "bf16", "fp64"), ()),
+    "train.resume": (("auto", "never"), ()),
+    "model.freeze": (("vision", "llm"), ()),
+}
+
+_AT_LEAST_ONE = (
+    "data.samples_per_shard",
+    "data.max_llm_tokens",
+    "data.video.max_frames",
+    "cluster.num_nodes",
+    "cluster.devices_per_node",
+    "costs.tp_sizes",
+    "costs.repeats",
+    "plan.search_batches",
+    "plan.fixed.vision.tp",
+    "plan.fixed.vision.pp",
+    "plan.fixed.vision.dp",
+    "plan.fixed.llm.tp",
+    "plan.fixed.llm.pp",
+    "plan.fixed.llm.dp",
+    "plan.fixed.num_microbatches",
+    "schedule.lookahead_steps",
+    "train.global_batch_size",
+    "train.steps",
+    "train.checkpoint_every",
+)
+_ABOVE_ZERO = (
+    "data.video.fps",
+    "cluster.memory_gib",
+    "cluster.intra_node_gbps",
+    "cluster.inter_node_gbps",
+    "schedule.time_limit_s",
+    "train.lr",
+    "train.grad_clip",
+)
+_NOT_NEGATIVE = ("seed", "train.weight_decay", "train.warmup_steps", "train.loader_workers")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SAMPLING = re.compile(r"all|(first|end|random):\d+(\.\d+)?%?")
+
+
+def load_config(*layers: Path | str | Mapping[str, Any]) -> Config:
+    """Merge the layers over the defaults and check the result.
+
+    A layer is a path to a YAML file, a JSON text (it starts with `{`), or a mapping.
+
+    Raises:
+        UserError: naming the key, its value and what would be right.
+    """
+    node = OmegaConf.structured(Config)
+    for layer in layers:
+        values, where = _read_layer(layer)
+        _refuse_unknown_keys(Config, values, where)
+        try:
+            node = OmegaConf.merge(node, values)
+        except OmegaConfBaseException as error:
+            raise UserError(_type_message(error, values, where)) from None
+    config: Config = OmegaConf.to_object(node)
+    _check_values(config)
+    return config
+
+
+def select_keys(config: Config, keys: Iterable[str]) -> dict[str, Any]:
+    """The part of a config under the given dotted keys, as plain dicts and lists (for JSON and digests)."""
+    whole = dataclasses.asdict(config)
+    part: dict[str, Any] = {}
+    for key in keys:
+        value, target = whole, part
+        *path, leaf = key.split(".")
+        for name in path:
+            value = value[name]
+            target = target.setdefault(name, {})
+        target[leaf] = value[leaf]
+    return part
+
+
+def _read_layer(layer: Path | str | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    if isinstance(layer, Mapping):
+        return dict(layer), "config"
+    if isinstance(layer, str) and layer.lstrip().startswith("{"):
+        try:
+            return json.loads(layer), "config text"
+        except json.JSONDecodeError as error:
+            raise UserError(f"config text is not JSON: {error}") from None
+    path = Path(layer)
+    try:
+        values = safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"config file {path} does not exist; config/config.yaml is the one to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path} cannot be read: {error}") from None
+    except YAMLError as error:
+        raise UserError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}, str(path)
+    if not isinstance(values, dict):
+        raise UserError(f"config file {path} holds a {type(values).__name__}; it must hold `key: value` pairs")
+    return values, str(path)
+
+
+def _refuse_unknown_keys(section: type, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
+    hints = typing.get_type_hints(section)
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            way_out = f"did you mean `{prefix}{near[0]}`?" if near else f"known here: {', '.join(hints)}"
+            raise UserError(f"{where}: unknown key `{name}` (value {value!r}); {way_out}")
+        nested, is_list = _nested_section(hints[key])
+        if nested is None or value is None:
+            continue
+        if is_list:
+            if not isinstance(value, list):
+                raise UserError(f"{where}: `{name}` is {value!r}; it must be a list, each entry with {_keys_of(nested)}")
+            for index, entry in enumerate(value):
+                if not isinstance(entry, Mapping):
+                    raise UserError(f"{where}: `{name}[{index}]` is {entry!r}; it must hold {_keys_of(nested)}")
+                _refuse_unknown_keys(nested, entry, where, f"{name}[{index}].")
+        elif isinstance(value, Mapping):
+            _refuse_unknown_keys(nested, value, where, f"{name}.")
+        else:
+            raise UserError(f"{where}: `{name}` is {value!r}; it must hold the keys {_keys_of(nested)}")
+
+
+def _keys_of(section: type) -> str:
+    return ", ".join(item.name for item in dataclasses.fields(section))
+
+
+def _nested_section(hint: Any) -> tuple[type | None, bool]:
+    """The dataclass inside `X`, `Optional[X]` or `list[X]`, and whether it was a list."""
+    arguments = [item for item in typing.get_args(hint) if item is not types.NoneType]
+    candidate = arguments[0] if arguments else hint
+    return (candidate if dataclasses.is_dataclass(candidate) else None), typing.get_origin(hint) is list
+
+
+def _type_message(error: OmegaConfBaseException, values: Mapping[str, Any], where: str) -> str:
+    key = getattr(error, "full_key", None) or "?"
+    value: Any = values
+    for name in key.replace("[", ".").replace("]", "").split("."):
+        try:
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return f"{where}: `{key}`: {str(error).splitlines()[0]}"
+    wanted = re.search(r"(Integer|Float|Boolean|String|Bool)", str(error).splitlines()[0])
+    kind = {"Integer": "a whole number", "Float": "a number", "String": "a text"}.get(
+        wanted.group(1) if wanted else "", "true or false" if wanted else "another type"
+    )
+    if value is None:
+        return f"{where}: `{key}` is null; it must be {kind if wanted else 'given'}"
+    return f"{where}: `{key}` is {value!r}; it must be {kind}"
+
+
+def _values_at(config: Config, key: str) -> list[tuple[str, Any]]:
+    """The values at a dotted key: none where an optional section is null, several where it is a list."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+        if value is None:
+            return []
+    if isinstance(value, (list, tuple)):
+        return [(f"{key}[{index}]", entry) for index, entry in enumerate(value)]
+    return [(key, value)]
+
+
+def _check_values(config: Config) -> None:
+    for key, (choices, later) in _CHOICES.items():
+        for name, value in _values_at(config, key):
+            if value in later:
+                raise UserError(f"`{name}` is {value!r}, which this version cannot do yet; use {' or '.join(choices)}")
+            if value not in choices:
+                raise UserError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}")
+    for keys, holds, wanted in (
+        (_AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
+        (_ABOVE_ZERO, lambda number: number > 0, "above 0"),
+        (_NOT_NEGATIVE, lambda number: number >= 0, "0 or more"),
+    ):
+        for key in keys:
+            for name, value in _values_at(config, key):
+                if not holds(value):
+                    raise UserError(f"`{name}` is {value}; it must be {wanted}")
+    if not _RUN_NAME.fullmatch(config.run):
+        raise UserError(
+            f"`run` is {config.run!r}; it names a folder under results/: use letters, digits, dot, dash and underscore"
+        )
+    _check_sources(config.data.sources)
+    _check_devices(config)
+
+
+def _check_sources(sources: list[SourceConfig]) -> None:
+    for index, source in enumerate(sources):
+        if not source.path:
+            raise UserError(f"`data.sources[{index}].path` is empty; it must name a manifest (a JSON file)")
+        if not _SAMPLING.fullmatch(source.sampling):
+            raise UserError(
+                f"`data.sources[{index}].sampling` is {source.sampling!r}; it must be all, first:30%, first:1000, "
+                "end:… or random:…"
+            )
+        if source.name is not None and not _RUN_NAME.fullmatch(source.name):
+            raise UserError(
+                f"`data.sources[{index}].name` is {source.name!r}; use letters, digits, dot, dash and underscore"
+            )
+
+
+def _check_devices(config: Config) -> None:
+    fixed, cluster = config.plan.fixed, config.cluster
+    if fixed is None:
+        return
+    needed = sum(grid.least_ranks if grid else 1 for grid in (fixed.vision, fixed.llm))
+    if needed > cluster.num_devices:
+        raise UserError(
+            f"`plan.fixed` needs {needed} devices (each module its own), but `cluster` has {cluster.num_devices} "
+            f"({cluster.num_nodes} x {cluster.devices_per_node}); ask for fewer ranks or raise `cluster.devices_per_node`"
+        )
+    microbatches = fixed.num_microbatches
+    if microbatches and microbatches > config.train.global_batch_size:
+        raise UserError(
+            f"`plan.fixed.num_microbatches` is {microbatches}, more than the {config.train.global_batch_size} samples "
+            "of `train.global_batch_size`; every microbatch needs at least one sample"
+        )

@@ -1,0 +1,92 @@
+"""Sizes of media files, read from their headers; nothing is decoded.
+
+A truncated or foreign file raises `RecordError("unreadable_media")`.
+"""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import av
+import imagesize
+import soundfile
+from av.error import FFmpegError
+from PIL import Image
+
+from dflop.config import VideoConfig
+from dflop.data.records import RecordError
+
+__all__ = ["ImageSize", "VideoHeader", "audio_seconds", "frame_indices", "image_size", "video_header"]
+
+
+class ImageSize(NamedTuple):
+    width: int
+    height: int
+
+
+class VideoHeader(NamedTuple):
+    num_frames: int
+    fps: float
+    width: int
+    height: int
+
+
+_ORIENTATION_TAG = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)
+
+
+def image_size(path: Path) -> ImageSize:
+    """Width and height in pixels as the training path sees them: after the EXIF orientation is applied."""
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            sideways = image.getexif().get(_ORIENTATION_TAG) in _SIDEWAYS
+    except Image.DecompressionBombError:
+        width, height = imagesize.get(str(path))
+        sideways = False
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RecordError("unreadable_media", f"{path.name}: {error}") from None
+    if width <= 0 or height <= 0:
+        raise RecordError("unreadable_media", f"{path.name}: no image size in its header")
+    return ImageSize(height, width) if sideways else ImageSize(width, height)
+
+
+def video_header(path: Path) -> VideoHeader:
+    """Frame count, rate and size of a clip's first video stream."""
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise RecordError("unreadable_media", f"{path.name}: it has no video stream")
+            stream = container.streams.video[0]
+            fps = float(stream.average_rate or stream.base_rate or 0)
+            num_frames = stream.frames
+            if not num_frames and container.duration:
+                num_frames = round(container.duration / av.time_base * fps)
+            header = VideoHeader(num_frames, fps, stream.width, stream.height)
+    except (FFmpegError, OSError) as error:
+        raise RecordError("unreadable_media", f"{path.name}: {error}") from None
+    if header.num_frames <= 0 or header.fps <= 0:
+        raise RecordError("unreadable_media", f"{path.name}: no frames or no frame rate in its header")
+    return header
+
+
+def audio_seconds(path: Path) -> float:
+    try:
+        info = soundfile.info(str(path))
+    except (soundfile.SoundFileError, OSError) as error:
+        raise RecordError("unreadable_media", f"{path.name}: {error}") from None
+    if info.frames <= 0:
+        raise RecordError("unreadable_media", f"{path.name}: it is zero seconds long")
+    return info.frames / info.samplerate
+
+
+def frame_indices(header: VideoHeader, video: VideoConfig) -> list[int]:
+    """Which frames are taken: one every 1/fps seconds, spread evenly over the clip once that exceeds the cap."""
+    step = max(1, round(header.fps / video.fps))
+    indices = list(range(0, header.num_frames, step))
+    if len(indices) <= video.max_frames:
+        return indices
+    if video.max_frames == 1:
+        return [0]
+    last = header.num_frames - 1
+    return [math.floor(index * last / (video.max_frames - 1)) for index in range(video.max_frames)]

@@ -1,0 +1,127 @@
+"""One record of a manifest, read into one form: its media and its turns.
+
+Read are LLaVA's `conversations` (`from`, `value`) and the chat form `messages` (`role`, `content`). Each
+medium has one placeholder in the text; `<image>` may stand for a video, as LLaVA's own files have it.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MEDIA_KINDS", "Medium", "Record", "RecordError", "Turn", "parse_record", "resolve_medium"]
+
+MEDIA_KINDS = ("image", "video", "audio")
+
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
+
+
+class RecordError(Exception):
+    """Why one record cannot be used: `reason` is one of the closed list in `store.REJECT_REASONS`."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    kind: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record whose media stand in the order of their placeholders; every placeholder names its kind."""
+
+    sample_id: str | None
+    media: tuple[Medium, ...]
+    turns: tuple[Turn, ...]
+
+
+def parse_record(raw: Any) -> Record:
+    """Read one record.
+
+    Raises:
+        RecordError: bad_record, empty or placeholder_mismatch.
+    """
+    if not isinstance(raw, dict):
+        raise RecordError("bad_record", f"a record is an object, this is a {type(raw).__name__}")
+    by_kind = {kind: _media_paths(raw, kind) for kind in MEDIA_KINDS}
+    turns, media = _match_placeholders(_turns(raw), by_kind)
+    sample_id = raw.get("id")
+    return Record(None if sample_id is None else str(sample_id), tuple(media), tuple(turns))
+
+
+def resolve_medium(media_root: Path, medium: Medium) -> Path:
+    """The file of a medium, which must lie inside `media_root` after all links are followed.
+
+    Raises:
+        RecordError: path_escape or missing_media.
+    """
+    root = media_root.resolve()
+    try:
+        path = (root / medium.path).resolve()
+    except (OSError, ValueError) as error:
+        raise RecordError("missing_media", f"{medium.path!r}: {error}") from None
+    if not path.is_relative_to(root):
+        raise RecordError("path_escape", f"{medium.path} lies outside the media root {media_root}")
+    if not path.is_file():
+        raise RecordError("missing_media", f"{medium.path} is not a file under {media_root}")
+    return path
+
+
+def _media_paths(raw: dict[str, Any], kind: str) -> list[str]:
+    value = raw.get(kind, raw.get(f"{kind}s"))
+    if value is None or value == "":
+        return []
+    paths = value if isinstance(value, list) else [value]
+    for path in paths:
+        if not isinstance(path, str):
+            raise RecordError("bad_record", f"`{kind}` holds {path!r}; it must be a path or a list of paths")
+    return paths
+
+
+def _turns(raw: dict[str, Any]) -> list[Turn]:
+    for key, role_key, text_key in (("conversations", "from", "value"), ("messages", "role", "content")):
+        if key in raw:
+            break
+    else:
+        raise RecordError("bad_record", "a record needs `conversations` or `messages`")
+    if not isinstance(raw[key], list):
+        raise RecordError("bad_record", f"`{key}` must be a list of turns")
+    turns = []
+    for entry in raw[key]:
+        if not isinstance(entry, dict) or not isinstance(entry.get(text_key), str):
+            raise RecordError("bad_record", f"a turn of `{key}` needs `{role_key}` and a text in `{text_key}`")
+        role = _ROLES.get(entry.get(role_key))
+        if role is None:
+            raise RecordError("bad_record", f"unknown speaker {entry.get(role_key)!r}; known: {', '.join(_ROLES)}")
+        turns.append(Turn(role, entry[text_key]))
+    if not any(turn.role == "assistant" and turn.content.strip() for turn in turns):
+        raise RecordError("empty", "no turn of the assistant holds any text: there is nothing to learn")
+    return turns
+
+
+def _match_placeholders(turns: list[Turn], by_kind: dict[str, list[str]]) -> tuple[list[Turn], list[Medium]]:
+    """Pair placeholders with media, in order; `<image>` becomes `<video>` where only that makes them match."""
+    found = [kind[1:-1] for turn in turns for kind in _PLACEHOLDER.findall(turn.content)]
+    have = {kind: len(paths) for kind, paths in by_kind.items()}
+    if found.count("image") == have["video"] > 0 == have["image"] == found.count("video"):
+        turns = [Turn(turn.role, turn.content.replace("<image>", "<video>")) for turn in turns]
+        found = ["video" if kind == "image" else kind for kind in found]
+    for kind in MEDIA_KINDS:
+        if found.count(kind) != have[kind]:
+            raise RecordError(
+                "placeholder_mismatch", f"{have[kind]} {kind} file(s) but {found.count(kind)} <{kind}> in the text"
+            )
+    remaining = {kind: iter(paths) for kind, paths in by_kind.items()}
+    return turns, [Medium(kind, next(remaining[kind])) for kind in found]

@@ -1,0 +1,170 @@
+"""Text as the LLM sees it: chat template, tokens, which of them are learned, and where media go.
+
+Shape profiling and training share this file, so that their token counts agree by construction. Only the
+`tokenizers` library and a Jinja template are needed; transformers is not imported.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from dflop.data.records import MEDIA_KINDS, Turn
+from dflop.errors import UserError
+
+__all__ = ["BUNDLED_TOKENIZER", "ChatTokenizer", "TokenizedText"]
+
+BUNDLED_TOKENIZER = Path(__file__).parent / "tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """Tokens of one sample before media are put in.
+
+    `token_ids` [num_tokens] holds one placeholder id per medium; `is_target` [num_tokens] marks the
+    assistant's tokens, end-of-turn included; `placeholders` are the positions of the media, in order.
+    """
+
+    token_ids: np.ndarray
+    is_target: np.ndarray
+    placeholders: np.ndarray
+
+
+class ChatTokenizer:
+    """A Hugging Face tokenizer directory: `tokenizer.json` and its chat template."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Load from `folder`, or the bundled tokenizer.
+
+        Raises:
+            UserError: when the folder is not a tokenizer directory.
+        """
+        self.folder = Path(folder) if folder else BUNDLED_TOKENIZER
+        tokenizer_file = self.folder / "tokenizer.json"
+        if not tokenizer_file.is_file():
+            raise UserError(
+                f"{self.folder} is not a tokenizer directory: it has no tokenizer.json; "
+                "write one with `AutoTokenizer.from_pretrained(…).save_pretrained(folder)`"
+            )
+        self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        missing = [f"<{kind}>" for kind in MEDIA_KINDS if self._tokenizer.token_to_id(f"<{kind}>") is None]
+        self._tokenizer.add_special_tokens(missing)
+        self.placeholder_ids = {kind: self._tokenizer.token_to_id(f"<{kind}>") for kind in MEDIA_KINDS}
+        self._template = _compile_template(_read_template(self.folder))
+        self._wants_parts = self._template_wants_parts()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[TokenizedText]:
+        """Tokenise conversations; the turns' placeholders become one token each."""
+        rendered = [self._render_with_targets(turns) for turns in conversations]
+        encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        media_ids = list(self.placeholder_ids.values())
+        texts = []
+        for (text, spans), encoding in zip(rendered, encodings, strict=True):
+            token_ids = np.asarray(encoding.ids, dtype=np.int64)
+            is_target = np.zeros(len(token_ids), dtype=bool)
+            for start, end in spans:
+                first = _token_at(encoding, text, start)
+                last = _token_at(encoding, text, end)
+                is_target[first:last] = True
+            placeholders = np.flatnonzero(np.isin(token_ids, media_ids))
+            texts.append(TokenizedText(token_ids, is_target, placeholders))
+        return texts
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids))
+
+    def _render(self, turns: Sequence[Turn], *, prompt: bool) -> str:
+        messages = [
+            {"role": turn.role, "content": _as_parts(turn.content) if self._wants_parts else turn.content}
+            for turn in turns
+        ]
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=prompt)
+        except TemplateError as error:
+            raise UserError(f"the chat template of {self.folder} fails: {error}") from None
+
+    def _render_with_targets(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
+        """The whole text and the character spans that are learned: each answer with its end-of-turn token."""
+        whole = self._render(turns, prompt=False)
+        spans = []
+        for index, turn in enumerate(turns):
+            if turn.role != "assistant":
+                continue
+            before = self._render(turns[:index], prompt=True)
+            until = self._render(turns[: index + 1], prompt=False)
+            if not (whole.startswith(before) and whole.startswith(until.rstrip())):
+                raise UserError(
+                    f"the chat template of {self.folder} changes earlier turns when later ones follow, "
+                    "so that the learned tokens cannot be told; use a template that only appends"
+                )
+            spans.append((len(before), len(until.rstrip())))
+        return whole, spans
+
+    def _template_wants_parts(self) -> bool:
+        """Whether message content must be a list of parts (multimodal processors) instead of a text."""
+        try:
+            return "probe" not in self._template.render(
+                messages=[{"role": "user", "content": "probe"}], add_generation_prompt=False
+            )
+        except TemplateError:
+            return True
+
+
+def _as_parts(content: str) -> list[dict[str, str]]:
+    parts = []
+    for piece in re.split("(" + "|".join(f"<{kind}>" for kind in MEDIA_KINDS) + ")", content):
+        if piece[1:-1] in MEDIA_KINDS:
+            parts.append({"type": piece[1:-1]})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _token_at(encoding, text: str, position: int) -> int:
+    """Index of the first token that begins at or after a character position."""
+    while position < len(text):
+        token = encoding.char_to_token(position)
+        if token is not None:
+            return token
+        position += 1
+    return len(encoding.ids)
+
+
+def _read_template(folder: Path) -> str:
+    plain = folder / "chat_template.jinja"
+    if plain.is_file():
+        return plain.read_text(encoding="utf-8")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        path = folder / name
+        if path.is_file():
+            template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+            if isinstance(template, str):
+                return template
+    raise UserError(
+        f"{folder} has no chat template: put one into chat_template.jinja or `chat_template` of tokenizer_config.json"
+    )
+
+
+def _compile_template(source: str):
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise UserError(f"the chat template is not valid Jinja: {error}") from None

@@ -1,0 +1,77 @@
+"""Attention over packed sequences: several samples in one row, none of which sees another.
+
+Registered with transformers under `PACKED`, so that unmodified Hugging Face layers use it. The caller
+passes `segment_ends` (a list of end positions) through the layers' keyword arguments. On GPUs torch's
+variable-length kernel runs; elsewhere one exact scaled-dot-product attention a segment.
+"""
+
+import itertools
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+__all__ = ["PACKED", "packed_causal_attention"]
+
+PACKED = "dflop_packed"
+
+
+def packed_causal_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    segment_ends: list[int],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each segment.
+
+    `query` is [1, num_heads, num_tokens, head_dim], `key` and `value` [1, num_kv_heads, …]; returns
+    [1, num_tokens, num_heads, head_dim].
+    """
+    assert attention_mask is None, "packed sequences carry no mask: the segments are the mask"
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, segment_ends, scaling), None
+    starts = [0, *segment_ends[:-1]]
+    attended = [
+        scaled_dot_product_attention(
+            query[:, :, start:end],
+            key[:, :, start:end],
+            value[:, :, start:end],
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        for start, end in zip(starts, segment_ends, strict=True)
+    ]
+    return torch.cat(attended, dim=2).transpose(1, 2), None
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ends: list[int], scaling: float | None
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds = torch.tensor([0, *segment_ends], dtype=torch.int32, device=query.device)
+    longest = max(end - start for start, end in itertools.pairwise([0, *segment_ends]))
+    attended = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )
+    return attended.unsqueeze(0)
+
+
+AttentionInterface.register(PACKED, packed_causal_attention)

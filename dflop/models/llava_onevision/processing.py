@@ -1,0 +1,42 @@
+"""Pixels for LLaVA-OneVision's encoder, through transformers' own image processor.
+
+Frames go through the same resize, rescale and normalise as `LlavaOnevisionVideoProcessor` applies, which
+itself needs torchvision.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+__all__ = ["LlavaOnevisionPixels"]
+
+
+class LlavaOnevisionPixels:
+    """From decoded pictures to the encoder's items."""
+
+    def __init__(self, hf_config: dict[str, Any], image_size: int, checkpoint: Path | None = None) -> None:
+        if checkpoint is not None and (checkpoint / "preprocessor_config.json").is_file():
+            self.processor = LlavaOnevisionImageProcessorPil.from_pretrained(checkpoint)
+        else:
+            self.processor = LlavaOnevisionImageProcessorPil(size={"height": image_size, "width": image_size})
+        if hf_config.get("image_grid_pinpoints"):
+            self.processor.image_grid_pinpoints = hf_config["image_grid_pinpoints"]
+        self.image_size = image_size
+
+    def images(self, images: list[Image.Image]) -> list[np.ndarray]:
+        """Crops of each of a sample's pictures, float32 [num_items, 3, image_size, image_size]."""
+        return list(self.processor([images], do_pad=False, return_tensors=None)["pixel_values"])
+
+    def frames(self, frames: list[Image.Image]) -> np.ndarray:
+        """One item a frame, float32 [num_frames, 3, image_size, image_size]."""
+        size = self.processor.size
+        processor = self.processor
+        items = []
+        for frame in frames:
+            pixels = processor.resize(np.asarray(frame).transpose(2, 0, 1), size=size, resample=processor.resample)
+            pixels = processor.rescale(pixels, scale=processor.rescale_factor)
+            items.append(processor.normalize(pixels, mean=processor.image_mean, std=processor.image_std))
+        return np.stack(items).astype(np.float32)

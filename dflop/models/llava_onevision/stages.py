@@ -1,0 +1,195 @@
+"""LLaVA-OneVision cut into stages: the Hugging Face model with what other ranks own left out.
+
+A stage keeps the parameter names of the whole model, so that checkpoints of any layout are unions of the
+stages' state dicts and the final weights are an ordinary Hugging Face checkpoint.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+
+from dflop.errors import UserError
+from dflop.models.attention import PACKED
+from dflop.models.batches import TextBatch, VisualBatch
+
+__all__ = ["LlmStage", "Stage", "VisionStage", "build_stage", "make_hf_config"]
+
+
+def make_hf_config(fields: dict[str, Any], placeholder_ids: dict[str, int], vocab_size: int) -> LlavaOnevisionConfig:
+    """The Hugging Face config for a tokenizer: its placeholder ids, and a vocabulary that holds all its tokens."""
+    text = dict(fields["text_config"])
+    text["vocab_size"] = max(text.get("vocab_size", 0), vocab_size)
+    config = LlavaOnevisionConfig(
+        **{key: value for key, value in fields.items() if key not in ("model_type", "text_config")},
+        text_config=text,
+    )
+    config.image_token_id = placeholder_ids["image"]
+    config.video_token_id = placeholder_ids["video"]
+    return config
+
+
+class Stage(nn.Module):
+    """Common to all stages: the partial Hugging Face model, under its own parameter names."""
+
+    def __init__(self, hf: LlavaOnevisionForConditionalGeneration) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def hf_state_dict(self) -> dict[str, torch.Tensor]:
+        return self.hf.state_dict()
+
+    def named_hf_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.hf.named_parameters())
+
+
+class VisionStage(Stage):
+    """Encoder and projector: items in, the LLM's visual tokens out."""
+
+    def forward(self, batch: VisualBatch) -> list[torch.Tensor]:
+        """Features of each sample, [kept_tokens, hidden_size]."""
+        model, config = self.hf.model, self.hf.config
+        outputs = model.vision_tower(batch.items, output_hidden_states=True)
+        layers = config.vision_feature_layer
+        chosen = [outputs.hidden_states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+        hidden = torch.cat(chosen, dim=-1)
+        if config.vision_feature_select_strategy == "default":
+            hidden = hidden[:, 1:]
+        per_item = model.multi_modal_projector(hidden)
+        features, start = [], 0
+        for media, kept in zip(batch.media, batch.kept_tokens, strict=True):
+            parts = []
+            for medium in media:
+                part = per_item[start : start + medium.num_items]
+                start += medium.num_items
+                if medium.kind == "video":
+                    parts += [model.apply_pooling(part).flatten(0, 1), model.image_newline[None].to(part.dtype)]
+                else:
+                    packed, _ = model.pack_image_features(
+                        [part],
+                        [(medium.height, medium.width)],
+                        image_newline=model.image_newline,
+                        vision_aspect_ratio=config.vision_aspect_ratio,
+                    )
+                    parts.append(packed[0])
+            features.append(torch.cat(parts)[:kept])
+        return features
+
+
+class LlmStage(Stage):
+    """A run of the LLM's layers, with the embedding if it is the first and the head and loss if it is the last."""
+
+    def __init__(
+        self, hf: LlavaOnevisionForConditionalGeneration, layers: range, *, is_first: bool, is_last: bool
+    ) -> None:
+        super().__init__(hf)
+        self.layers, self.is_first, self.is_last = layers, is_first, is_last
+
+    def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
+        """Token embeddings [1, num_tokens, hidden_size] with the visual features put in their places."""
+        hidden = self.hf.model.language_model.embed_tokens(batch.token_ids)
+        for positions, values in zip(batch.visual_positions, features, strict=True):
+            if len(positions):
+                hidden = hidden.index_copy(0, positions, values.to(hidden.dtype))
+        return hidden.unsqueeze(0)
+
+    def forward(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
+        """Hidden states [1, num_tokens, hidden_size]; on the last stage the summed loss over all target tokens."""
+        language_model = self.hf.model.language_model
+        rotary = language_model.rotary_emb(hidden, batch.position_ids[None])
+        for index in self.layers:
+            hidden = language_model.layers[index](
+                hidden, attention_mask=None, position_embeddings=rotary, segment_ends=batch.segment_ends
+            )
+        if not self.is_last:
+            return hidden
+        at_targets = language_model.norm(hidden[0, batch.target_positions])
+        logits = self.hf.lm_head(at_targets).float() if hidden.dtype != torch.float64 else self.hf.lm_head(at_targets)
+        return cross_entropy(logits, batch.target_ids, reduction="sum")
+
+
+def build_stage(
+    config: LlavaOnevisionConfig,
+    module: str,
+    *,
+    layers: range,
+    seed: int,
+    checkpoint: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    checkpointing: bool = False,
+) -> VisionStage | LlmStage:
+    """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
+
+    Random weights depend on the seed and the parameter's name only: every layout starts from the same model.
+    """
+    config.text_config._attn_implementation = PACKED
+    config.vision_config._attn_implementation = "sdpa"
+    num_layers = config.text_config.num_hidden_layers
+    is_first, is_last = layers.start == 0, layers.stop == num_layers
+    with torch.device("meta"):
+        hf = LlavaOnevisionForConditionalGeneration(config)
+    if module == "vision":
+        hf.model.language_model, hf.lm_head = None, None
+        stage: VisionStage | LlmStage = VisionStage(hf)
+    else:
+        if config.tie_word_embeddings and not (is_first and is_last):
+            raise UserError(
+                "this model ties its embedding to its head, which pipeline stages of the LLM cannot share yet; "
+                "use `plan.fixed.llm.pp: 1`"
+            )
+        language_model = hf.model.language_model
+        hf.model.vision_tower, hf.model.multi_modal_projector, hf.model.image_newline = None, None, None
+        for index in range(num_layers):
+            if index not in layers:
+                language_model.layers[index] = nn.Identity()
+        if not is_first:
+            language_model.embed_tokens = None
+        if not is_last:
+            language_model.norm, hf.lm_head = None, None
+        stage = LlmStage(hf, layers, is_first=is_first, is_last=is_last)
+    hf.to_empty(device="cpu")
+    _draw_weights(hf, hf, "", seed)
+    if is_first and is_last and config.tie_word_embeddings and module == "llm":
+        hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
+    if checkpoint is not None:
+        _load_weights(hf, checkpoint)
+    if checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    return stage.to(device=device, dtype=dtype).train()
+
+
+@torch.no_grad()
+def _draw_weights(module: nn.Module, owner: PreTrainedModel, name: str, seed: int) -> None:
+    """transformers' own initialisation of each submodule, seeded by the submodule's name."""
+    for child_name, child in module.named_children():
+        child_owner = child if isinstance(child, PreTrainedModel) else owner
+        _draw_weights(child, child_owner, f"{name}.{child_name}" if name else child_name, seed)
+    torch.manual_seed(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF))
+    if name == "model" and getattr(module, "image_newline", None) is None:
+        return
+    owner._init_weights(module)
+
+
+def _load_weights(hf: nn.Module, checkpoint: Path) -> None:
+    """Load this stage's tensors from the checkpoint's safetensors files.
+
+    Raises:
+        UserError: naming the first tensor that the checkpoint lacks.
+    """
+    files = sorted(checkpoint.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"`model.path` {checkpoint} holds no *.safetensors file; save the model with `save_pretrained`")
+    wanted = set(hf.state_dict())
+    found: set[str] = set()
+    for file in files:
+        weights = {name: tensor for name, tensor in load_state_dict(str(file)).items() if name in wanted}
+        hf.load_state_dict(weights, strict=False)
+        found |= set(weights)
+    if missing := sorted(wanted - found):
+        raise UserError(f"`model.path` {checkpoint} lacks {len(missing)} tensors of this model, e.g. {missing[0]}")
