@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import av
-import imagesize
 import soundfile
 from av.error import FFmpegError
 from PIL import Image
@@ -41,10 +40,7 @@ def image_size(path: Path) -> ImageSize:
         with Image.open(path) as image:
             width, height = image.size
             sideways = image.getexif().get(_ORIENTATION_TAG) in _SIDEWAYS
-    except Image.DecompressionBombError:
-        width, height = imagesize.get(str(path))
-        sideways = False
-    except (OSError, SyntaxError, ValueError) as error:
+    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise RecordError("unreadable_media", f"{path.name}: {error}") from None
     if width <= 0 or height <= 0:
         raise RecordError("unreadable_media", f"{path.name}: no image size in its header")

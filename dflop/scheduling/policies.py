@@ -16,7 +16,7 @@ __all__ = ["descend", "lpt_buckets", "random_buckets"]
 NO_CAP = np.iinfo(np.int64).max
 # A gain must exceed rounding noise, or two equal states could alternate for ever.
 MIN_GAIN = 1e-9
-# Work limit of one descent in pairs of samples compared, about 2 ns each: a count and not a clock keeps results equal
+# Work limit of one descent in pairs of samples compared, about 5 ns each: a count and not a clock keeps results equal
 # on every rank and machine.
 MAX_COMPARISONS = 20_000_000
 
@@ -54,8 +54,15 @@ def descend(problem: BatchProblem, bucket: np.ndarray) -> np.ndarray:
     The largest bucket never gets larger. Returns a new array.
     """
     bucket = np.array(bucket, dtype=np.int64)
-    _descend(problem.loads_s, _module_weights(problem), problem.llm_tokens, bucket, problem.num_buckets,
-             _token_cap(problem), MAX_COMPARISONS)
+    _descend(
+        problem.loads_s,
+        _module_weights(problem),
+        problem.llm_tokens,
+        bucket,
+        problem.num_buckets,
+        _token_cap(problem),
+        MAX_COMPARISONS,
+    )
     return _checked(problem, bucket)
 
 
@@ -117,8 +124,7 @@ def _place(loads_s, weight, llm_tokens, order, num_buckets, cap):
                 peak = max(peak, after)
                 squares += after * after - (load[b, k] * weight[k]) ** 2
             if peak < best_peak or (
-                peak == best_peak
-                and (squares < best_squares or (squares == best_squares and count[b] < count[best]))
+                peak == best_peak and (squares < best_squares or (squares == best_squares and count[b] < count[best]))
             ):
                 best, best_peak, best_squares = b, peak, squares
         if best < 0:

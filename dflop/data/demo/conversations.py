@@ -1,8 +1,8 @@
 """Conversations about scenes: question and answer pairs, in plain regular English.
 
-Each `discuss_*` function takes one scene (or several pictures), a seeded `random.Random` and the number of turns wanted, and
-gives at most that many turns, each on another topic. Answers follow one pattern per topic, so that a tiny model can learn
-them from the picture; questions vary. An answer never names a colour that the scene does not show.
+Each `discuss_*` function takes one scene (or several pictures), a seeded `random.Random` and the number of turns
+wanted, and gives at most that many turns, each on another topic. Answers follow one pattern per topic, so that a tiny
+model can learn them from the picture; questions vary. An answer never names a colour that the scene does not show.
 """
 
 from __future__ import annotations

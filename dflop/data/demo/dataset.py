@@ -26,7 +26,7 @@ AUDIO_MANIFEST = "audio.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoData:
-    """What was drawn: `num_records` counts by modality (image, multi_image, video, text, audio); `total_bytes` of all files."""
+    """What was drawn; `num_records` counts by modality: image, multi_image, video, text, audio."""
 
     train_manifest: Path
     audio_manifest: Path

@@ -1,7 +1,7 @@
 """Figures: draws a `Picture` or one frame of a `Clip` with Pillow.
 
-Plain pictures are anti-aliased RGB; ruled scans are drawn in palette mode, where a page of 1240 x 3508 pixels takes a few
-kilobytes. Noise comes from a generator that the caller seeds.
+Plain pictures are anti-aliased RGB; ruled scans are drawn in palette mode, where a page of 1240 x 3508 pixels takes
+a few kilobytes. Noise comes from a generator that the caller seeds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Records: the demo dataset as a list, each record with its scenes and its conversation, nothing drawn yet.
 
-`imagine_records` fixes the mix of modalities and gives every record its own random stream; `manifest_entry` is a record's
-LLaVA form; `conversation_texts` gives the bare text of a whole dataset, which is what a tokenizer is trained on.
+`imagine_records` fixes the mix of modalities and gives every record its own random stream; `manifest_entry` is a
+record's LLaVA form; `conversation_texts` gives the bare text of a dataset, which is what a tokenizer is trained on.
 """
 
 from __future__ import annotations

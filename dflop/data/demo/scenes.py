@@ -1,8 +1,8 @@
 """Scenes: what the demo's pictures, clips and melodies show, before anything is drawn.
 
-Each `imagine_*` function takes a seeded `random.Random` and returns a frozen description that holds every number needed to
-draw it. Conversations are written from these descriptions (`conversations.py`) and files are drawn from them (`media.py`),
-so an answer and its pixels cannot disagree, and the text can be had without drawing.
+Each `imagine_*` function takes a seeded `random.Random` and returns a frozen description that holds every number
+needed to draw it. Conversations are written from these descriptions (`conversations.py`) and files are drawn from
+them (`media.py`), so an answer and its pixels cannot disagree, and the text can be had without drawing.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ PHOTO_SIZES = ((1920, 1080), (1600, 1200), (2048, 1365), (1080, 1920))
 THUMBNAIL_SIZES = ((320, 240), (240, 320), (200, 200), (256, 192), (336, 336))
 CLIP_SIZES = ((96, 64), (128, 96), (160, 120), (192, 108), (240, 180), (320, 240))
 
-LOW_NOTES = range(43, 58)
-HIGH_NOTES = range(72, 88)
+# Minor thirds apart, so that neighbours can be told even when a tone lasts a fifth of a second.
+LOW_NOTES = range(40, 61, 3)
+HIGH_NOTES = range(72, 94, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
-    """One figure that moves across the frame, or grows, at a constant pace; `motion` is left, right, up, down or grow."""
+    """One figure that moves across the frame, or grows, at a steady pace; `motion` is left, right, up, down or grow."""
 
     width: int
     height: int
@@ -113,7 +114,7 @@ class Clip:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Melody:
-    """Tones of equal length, as MIDI note numbers, strictly rising or falling; all `low` (bass) or all `high` (treble)."""
+    """Tones of equal length, as MIDI note numbers, strictly rising or falling; `register` is low or high for all."""
 
     notes: tuple[int, ...]
     seconds: float

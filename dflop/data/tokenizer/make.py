@@ -1,7 +1,8 @@
 """Make the shipped tokenizer: `python -m dflop.data.tokenizer.make` writes its two JSON files beside this one.
 
-It is trained on the project's own text alone: the demo dataset's conversations and `corpus.txt`, a few pages of plain
-English captions, questions and numbers. Any UTF-8 text round-trips, for every byte is a token; the text is not normalised.
+Run it after any change to the demo's wording or to `corpus.txt`; a test says when it was forgotten. It is
+trained on the project's own text alone: the demo dataset's conversations and `corpus.txt`, a few pages of plain English
+captions, questions and numbers. Any UTF-8 text round-trips, for every byte is a token; the text is not normalised.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ SPLIT = (
 )
 DEMO_SEEDS = range(4)
 DEMO_RECORDS = 400
-# The demo's few hundred words repeat endlessly; counted once each way they are phrased, and beside several copies of the
-# corpus, they leave room for the words of ordinary captions.
+# The demo's few hundred words repeat endlessly. Each of its sentences is counted once, and several copies of the corpus
+# stand beside them, so that there is room for the words of ordinary captions.
 CORPUS_COPIES = 8
+# Every message of a chat opens with one of these, so each becomes one token.
+ROLES = "system\nuser\nassistant\n"
 
 
 def train_tokenizer() -> Tokenizer:
@@ -61,13 +64,15 @@ def write_tokenizer(folder: Path) -> None:
         "extra_special_tokens": {f"{kind}_token": f"<{kind}>" for kind in ("image", "video", "audio")},
         "clean_up_tokenization_spaces": False,
     }
-    _write(folder / "tokenizer.json", train_tokenizer().to_str())
+    _write(folder / "tokenizer.json", train_tokenizer().to_str() + "\n")
     _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _training_texts() -> Iterator[str]:
     demo_texts = {text for seed in DEMO_SEEDS for text in conversation_texts(DEMO_RECORDS, seed)}
-    yield from sorted(demo_texts)
+    for text in sorted(demo_texts):
+        yield text
+        yield ROLES
     corpus = (HERE / "corpus.txt").read_text(encoding="utf-8")
     for _ in range(CORPUS_COPIES):
         yield corpus

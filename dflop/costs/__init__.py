@@ -1,0 +1,9 @@
+"""Costs: measuring modules on a device, fitting, and the model that predicts time and memory.
+
+`measure` needs torch and is imported by `dflop profile-costs` alone.
+"""
+
+from dflop.costs.fit import fit_costs
+from dflop.costs.model import CostModel, Loads
+
+__all__ = ["CostModel", "Loads", "fit_costs"]

@@ -1,0 +1,205 @@
+"""What a training rank feeds on: the media it encodes, or the packed text it learns, one microbatch at a time.
+
+Indices move, pixels do not: a rank opens only the files of the samples that the schedule gives it. A
+`MicrobatchLoader` is a torch dataset whose items are microbatches, so that torch's DataLoader prefetches
+them in worker processes.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import av
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch.utils.data import Dataset
+
+from dflop.config import VideoConfig
+from dflop.data.manifest import Source, read_manifest
+from dflop.data.media import frame_indices, image_size, video_header
+from dflop.data.profile import expand_text
+from dflop.data.records import Medium, Record, parse_record, resolve_medium
+from dflop.data.text import ChatTokenizer
+from dflop.models import ShapeRules
+from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
+
+__all__ = ["LoadedVisual", "MicrobatchJob", "MicrobatchLoader", "PixelRules", "SampleRef", "TrainingRecords"]
+
+
+class PixelRules(Protocol):
+    """A family's way from decoded pictures to encoder items (see `models/<family>/processing.py`)."""
+
+    image_size: int
+
+    def images(self, images: list[Image.Image]) -> list[np.ndarray]: ...
+
+    def frames(self, frames: list[Image.Image]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRef:
+    """Where a sample's record lies."""
+
+    source: str
+    row: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicrobatchJob:
+    """One microbatch of one worker: its samples, the visual tokens that each keeps, and who encodes them."""
+
+    samples: tuple[SampleRef, ...]
+    kept_vision_tokens: tuple[int, ...]
+    encoder_rank: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedVisual:
+    batch: VisualBatch
+    unreadable: tuple[str, ...]
+
+
+@dataclass
+class TrainingRecords:
+    """Random access to the records of all sources."""
+
+    sources: list[Source]
+    seed: int
+    _raw: dict[str, list[Any]] = field(default_factory=dict, repr=False)
+
+    def record(self, ref: SampleRef) -> tuple[Record, Path]:
+        source = next(source for source in self.sources if source.name == ref.source)
+        if ref.source not in self._raw:
+            self._raw[ref.source] = read_manifest(source, self.seed)
+        return parse_record(self._raw[ref.source][ref.row]), source.media_root
+
+
+@dataclass
+class MicrobatchLoader(Dataset):
+    """`loader[job]` is a `LoadedVisual` for encoder ranks (`pixels` given) and a `TextBatch` for LLM ranks."""
+
+    records: TrainingRecords
+    rules: ShapeRules
+    video: VideoConfig
+    tokenizer_folder: Path
+    max_llm_tokens: int
+    num_encoder_ranks: int
+    pixels: PixelRules | None
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        return ChatTokenizer(self.tokenizer_folder)
+
+    def __getitem__(self, job: MicrobatchJob) -> LoadedVisual | TextBatch:
+        return self._text(job) if self.pixels is None else self._visual(job, self.pixels)
+
+    def _visual(self, job: MicrobatchJob, pixels: PixelRules) -> LoadedVisual:
+        items: list[np.ndarray] = []
+        layouts: list[tuple[MediumLayout, ...]] = []
+        unreadable: list[str] = []
+        for ref in job.samples:
+            record, media_root = self.records.record(ref)
+            sample_items, layout = self._encode_media(record, media_root, pixels, unreadable)
+            items += sample_items
+            layouts.append(layout)
+        side = pixels.image_size
+        stacked = np.concatenate(items) if items else np.zeros((0, 3, side, side), dtype=np.float32)
+        batch = VisualBatch(
+            items=torch.from_numpy(stacked), media=tuple(layouts), kept_tokens=tuple(job.kept_vision_tokens)
+        )
+        return LoadedVisual(batch=batch, unreadable=tuple(unreadable))
+
+    def _encode_media(
+        self, record: Record, media_root: Path, pixels: PixelRules, unreadable: list[str]
+    ) -> tuple[list[np.ndarray], tuple[MediumLayout, ...]]:
+        """Items of one sample's media. A medium whose header was fine but whose body is not becomes blank items."""
+        pictures = [medium for medium in record.media if medium.kind == "image"]
+        decoded = [_decode_image(resolve_medium(media_root, medium), unreadable) for medium in pictures]
+        crops = iter(pixels.images(decoded)) if decoded else iter(())
+        sizes = iter(decoded)
+        items, layout = [], []
+        for medium in record.media:
+            if medium.kind == "image":
+                items.append(next(crops))
+                width, height = next(sizes).size
+            else:
+                frames = _decode_frames(resolve_medium(media_root, medium), self.video, unreadable)
+                items.append(pixels.frames(frames))
+                width, height = frames[0].size
+            layout.append(MediumLayout(medium.kind, len(items[-1]), height, width))
+        return items, tuple(layout)
+
+    def _text(self, job: MicrobatchJob) -> TextBatch:
+        records = [self.records.record(ref) for ref in job.samples]
+        texts = self.tokenizer.encode([record.turns for record, _ in records])
+        ids, positions, targets, is_visual, encoders = [], [], [], [], []
+        for (record, media_root), text, encoder_rank in zip(records, texts, job.encoder_rank, strict=True):
+            counts = [self._num_tokens(medium, record, media_root) for medium in record.media]
+            token_ids, is_target = expand_text(text, counts, self.max_llm_tokens)
+            ids.append(token_ids)
+            targets.append(is_target)
+            positions.append(np.arange(len(token_ids)))
+            is_visual.append(np.isin(token_ids, list(self.tokenizer.placeholder_ids.values())))
+            encoders.append(np.full(len(token_ids), encoder_rank))
+        token_ids, is_target = np.concatenate(ids), np.concatenate(targets)
+        visual, encoder = np.concatenate(is_visual), np.concatenate(encoders)
+        # The token at position i is predicted from position i - 1; a segment's first token is never a target.
+        learned = np.flatnonzero(is_target)
+        return TextBatch(
+            token_ids=torch.from_numpy(token_ids),
+            position_ids=torch.from_numpy(np.concatenate(positions)),
+            segment_ends=list(itertools.accumulate(len(part) for part in ids)),
+            visual_positions=tuple(
+                torch.from_numpy(np.flatnonzero(visual & (encoder == rank))) for rank in range(self.num_encoder_ranks)
+            ),
+            target_positions=torch.from_numpy(learned - 1),
+            target_ids=torch.from_numpy(token_ids[learned]),
+        )
+
+    def _num_tokens(self, medium: Medium, record: Record, media_root: Path) -> int:
+        path = resolve_medium(media_root, medium)
+        if medium.kind == "image":
+            num_images = sum(other.kind == "image" for other in record.media)
+            return self.rules.image(*image_size(path), num_images).num_tokens
+        return self.rules.video(len(frame_indices(video_header(path), self.video))).num_tokens
+
+
+def _decode_image(path: Path, unreadable: list[str]) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+        unreadable.append(f"{path}: {error}")
+        return Image.new("RGB", tuple(image_size(path)))
+
+
+def _decode_frames(path: Path, video: VideoConfig, unreadable: list[str]) -> list[Image.Image]:
+    """Exactly the frames that the header promises; where decoding ends early the last one is repeated."""
+    header = video_header(path)
+    wanted = frame_indices(header, video)
+    frames: list[Image.Image] = []
+    try:
+        with av.open(str(path)) as container:
+            container.streams.video[0].thread_type = "AUTO"
+            pending = iter(wanted)
+            for image in _frames_at(container, pending):
+                frames.append(image)
+    except (av.error.FFmpegError, OSError) as error:
+        unreadable.append(f"{path}: {error}")
+    if not frames:
+        frames.append(Image.new("RGB", (header.width, header.height)))
+    return frames + [frames[-1]] * (len(wanted) - len(frames))
+
+
+def _frames_at(container: Any, indices: Iterator[int]) -> Iterator[Image.Image]:
+    wanted = next(indices, None)
+    for number, frame in enumerate(container.decode(video=0)):
+        while wanted == number:
+            yield frame.to_image()
+            wanted = next(indices, None)
+        if wanted is None:
+            return

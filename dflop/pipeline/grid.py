@@ -1,0 +1,56 @@
+"""Grids: which ranks a module owns and how it splits them.
+
+A plan has one grid per module. `num_ranks`, `tp` and `pp` are given; `dp` follows from them and is never
+stored, so a grid cannot contradict itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflop.errors import UserError
+
+__all__ = ["Grid", "tile_world"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Layout of one module over consecutive ranks, ordered (pp, dp, tp), tp fastest."""
+
+    module: str
+    num_ranks: int
+    tp: int = 1
+    pp: int = 1
+    rank_offset: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_ranks % (self.tp * self.pp):
+            raise UserError(
+                f"{self.module}: {self.num_ranks} ranks cannot be split into tp={self.tp} x pp={self.pp}; "
+                f"use a multiple of {self.tp * self.pp}"
+            )
+
+    @property
+    def dp(self) -> int:
+        return self.num_ranks // (self.tp * self.pp)
+
+    def first_rank(self, pp_stage: int, dp_rank: int) -> int:
+        """Global rank of tp rank 0 of one stage replica."""
+        return self.rank_offset + (pp_stage * self.dp + dp_rank) * self.tp
+
+
+def tile_world(grids: Sequence[Grid], world_size: int) -> None:
+    """Check that the grids cover ranks [0, world_size) without gap or overlap.
+
+    Raises:
+        UserError: naming the first rank that no module, or more than one, owns.
+    """
+    owners: list[list[str]] = [[] for _ in range(world_size)]
+    for grid in grids:
+        for rank in range(grid.rank_offset, grid.rank_offset + grid.num_ranks):
+            if rank >= world_size:
+                raise UserError(f"{grid.module} owns rank {rank}, but there are only {world_size} ranks")
+            owners[rank].append(grid.module)
+    for rank, modules in enumerate(owners):
+        if len(modules) != 1:
+            who = " and ".join(modules) if modules else "no module"
+            raise UserError(f"rank {rank} is owned by {who}; every rank belongs to exactly one module")

@@ -1,0 +1,171 @@
+"""The child process that runs CBC: reads one problem a line on stdin, writes one answer a line on stdout, both JSON.
+
+It is run as a file, not imported: nothing but NumPy and python-mip is loaded, so it starts in a fraction of a second.
+CBC prints from C and may overrun its time limit; the first goes to /dev/null, the second is for the parent, who kills
+this process. When stdin closes, because the parent closed it or is gone, the process ends, even amid a solve.
+
+A min-max model of hundreds of samples and tens of buckets is beyond CBC in a second: warm-started, it returns the
+start. So CBC searches a neighbourhood at a time: it redistributes the samples of the largest bucket and a few others,
+exactly, then takes the next few, and takes more buckets at once where that goes fast. Small problems are one
+neighbourhood, and their optimum is proven.
+"""
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+
+import numpy as np
+
+# Neighbourhoods that CBC usually solves within a few hundredths of a second.
+FIRST_VARIABLES = 40
+MIN_SOLVE_S = 0.005
+# The longest that one neighbourhood may take, as a part of the whole limit.
+SLICE = 1 / 8
+MIN_GAIN = 1e-9
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    requests = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    try:
+        import mip
+
+        mip.Model(solver_name=mip.CBC)
+    except Exception as error:  # A missing library shows up as ImportError, NameError or OSError.
+        _answer(answers, {"error": f"{type(error).__name__}: {error}"})
+        return
+    _answer(answers, {"ready": True})
+    while True:
+        request = requests.get()
+        try:
+            bucket, proven = improve(**request)
+            _answer(answers, {"bucket": bucket.tolist(), "proven": proven})
+        except Exception as error:  # The parent counts it and says it; the next problem may be fine.
+            _answer(answers, {"error": f"{type(error).__name__}: {error}"})
+
+
+def improve(loads, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_limit_s):
+    """Lower the largest bucket until the time is over or the optimum is proven.
+
+    Args:
+        loads: `[num_samples][num_modules]` in units of the lower bound of the largest bucket; equal within a kind.
+        kind: equal for samples that may stand for each other, `[num_samples]`.
+        bucket: the start, `[num_samples]`.
+
+    Returns:
+        (bucket, whether no assignment is better)
+    """
+    deadline = time.monotonic() + time_limit_s
+    loads, tokens, kind, bucket = np.asarray(loads), np.asarray(tokens), np.asarray(kind), np.asarray(bucket)
+    rng = np.random.default_rng(0)
+    num_chosen = min(num_buckets, max(2, round((FIRST_VARIABLES * num_buckets / len(bucket)) ** 0.5)))
+    while True:
+        peaks = _peaks(loads, bucket, num_buckets)
+        largest = int(peaks.argmax())
+        if peaks[largest] <= 1 + MIN_GAIN:
+            return bucket, True
+        others = rng.permutation(np.delete(np.arange(num_buckets), largest))
+        gained, cut_short = False, False
+        for first in range(0, len(others), num_chosen - 1):
+            seconds = min(deadline - time.monotonic(), time_limit_s * SLICE)
+            if seconds < MIN_SOLVE_S:
+                return bucket, False
+            chosen = np.append(others[first : first + num_chosen - 1], largest)
+            members = np.flatnonzero(np.isin(bucket, chosen))
+            regrouped, proven = _redistribute(
+                loads[members], tokens[members], kind[members], bucket[members], max_bucket_tokens, seconds
+            )
+            cut_short |= not proven
+            if _peaks(loads[members], regrouped, num_buckets).max() < peaks[largest] * (1 - MIN_GAIN):
+                bucket = bucket.copy()
+                bucket[members] = regrouped
+                gained = True
+                break
+        if num_chosen == num_buckets and not cut_short:
+            return bucket, True
+        if not gained:
+            num_chosen = max(2, num_chosen - 1) if cut_short else min(num_buckets, num_chosen + 1)
+
+
+def _redistribute(loads, tokens, kind, bucket, max_bucket_tokens, time_limit_s):
+    """Solve the buckets of these samples as one integer program, started from `bucket`.
+
+    Samples of a kind are one row of integer counts. Buckets are interchangeable, so they are renamed in the order in
+    which they first appear among the samples, large ones first; the samples up to a kind then need no more buckets
+    than there are samples, and the other variables are left out.
+
+    Returns:
+        (bucket, whether it is the optimum)
+    """
+    import mip
+
+    labels = np.unique(bucket)
+    bound = max((loads.sum(axis=0) / len(labels)).max(), loads.max())
+    if bound >= _peaks(loads, bucket, labels[-1] + 1).max() * (1 - MIN_GAIN):
+        return bucket, True
+    kinds = [np.flatnonzero(kind == value) for value in np.unique(kind)]
+    kinds.sort(key=lambda samples: -loads[samples].max())
+    labels = list(dict.fromkeys(int(label) for samples in kinds for label in bucket[samples]))
+
+    model = mip.Model(solver_name=mip.CBC)
+    model.verbose = 0
+    model.threads = 1
+    model.seed = 1
+    model.max_mip_gap = 1e-6
+    peak = model.add_var(lb=bound)
+    model.objective = peak
+    start, columns, num_seen = [], [[] for _ in labels], 0
+    for samples in kinds:
+        num_seen += len(samples)
+        row = [model.add_var(var_type=mip.INTEGER, ub=len(samples)) for _ in labels[:num_seen]]
+        model += mip.xsum(row) == len(samples)
+        for column, label, var in zip(columns, labels, row, strict=False):
+            column.append((var, samples))
+            start.append((var, float((bucket[samples] == label).sum())))
+    for column in columns:
+        for module in range(loads.shape[1]):
+            model += mip.xsum(float(loads[samples[0], module]) * var for var, samples in column) <= peak
+        model += mip.xsum(var for var, _ in column) >= 1
+        if max_bucket_tokens is not None:
+            model += mip.xsum(float(tokens[samples[0]] / max_bucket_tokens) * var for var, samples in column) <= 1
+    model.start = [*start, (peak, float(_peaks(loads, bucket, max(labels) + 1).max()))]
+    status = model.optimize(max_seconds=time_limit_s)
+    if model.num_solutions == 0:
+        return bucket, False
+
+    answer = np.full_like(bucket, -1)
+    dealt = {int(samples[0]): 0 for samples in kinds}
+    for column, label in zip(columns, labels, strict=True):
+        for var, samples in column:
+            begin = dealt[int(samples[0])]
+            end = begin + round(var.x)
+            answer[samples[begin:end]] = label
+            dealt[int(samples[0])] = end
+    if (answer < 0).any():
+        raise ArithmeticError(f"CBC left {(answer < 0).sum()} of {len(answer)} samples out")
+    return answer, status == mip.OptimizationStatus.OPTIMAL
+
+
+def _peaks(loads, bucket, num_buckets):
+    modules = [np.bincount(bucket, weights=column, minlength=num_buckets) for column in loads.T]
+    return np.max(modules, axis=0)
+
+
+def _read_requests(requests) -> None:
+    for line in sys.stdin:
+        requests.put(json.loads(line))
+    os._exit(0)
+
+
+def _answer(answers, message) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The integer-programming policy: improves an assignment with CBC, in a process that can be killed.
+
+Takes a `BatchProblem` and a valid assignment, gives back one whose largest bucket is strictly smaller, or the very
+start with a status that says why. CBC may overrun its time limit, crash or be missing; none of this raises here. The
+model and the search are in `cbc_worker.py`. With a time limit that ends the search, equal calls may give different
+answers: decide in one place and hand the result to every rank.
+"""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dflop.scheduling.policies import MIN_GAIN, descend
+from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, lower_bound_s
+
+__all__ = ["MAX_VARIABLES", "CbcProcess", "IlpResult", "ilp_buckets"]
+
+# Kinds of samples times buckets. Beyond it LPT is within a thousandth of the bound and CBC's second is wasted.
+MAX_VARIABLES = 40_000
+# Samples whose loads agree to this part of a mean sample are interchangeable: a mean bucket errs by half of it at most.
+KIND_TOLERANCE = 1e-3
+START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class IlpResult:
+    """An assignment and how it came about.
+
+    Args:
+        bucket: int64 `[num_samples]`; `start` itself unless something better was found.
+        objective_s: seconds of the largest bucket over all modules.
+        status: `optimal` (nothing is better, to within `KIND_TOLERANCE`), `improved` (better than the start, not
+            proven best), `no_gain` (the limit ended without a better one), `too_large` (not tried), `timeout` (CBC
+            overran and was killed), `died` (the process ended by itself), `failed` (an error or an invalid answer),
+            `unavailable` (CBC cannot be loaded; it is not tried again).
+        detail: the error's text where there was one.
+    """
+
+    bucket: np.ndarray
+    objective_s: float
+    status: str
+    detail: str = ""
+
+
+def ilp_buckets(problem: BatchProblem, start: np.ndarray, *, time_limit_s: float) -> IlpResult:
+    """Improve one assignment. For many in a row keep a `CbcProcess`: starting one takes a few tenths of a second."""
+    with CbcProcess() as cbc:
+        return cbc.solve(problem, start, time_limit_s=time_limit_s)
+
+
+class CbcProcess:
+    """A child process with CBC: started by the first solve, killed when it overruns, then started anew.
+
+    Use it as a context manager and from one thread. The child ends with its parent.
+    """
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen | None = None
+        self._unavailable: str | None = None
+
+    def __enter__(self) -> "CbcProcess":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running child, None where there is none."""
+        return None if self._child is None else self._child.pid
+
+    def solve(self, problem: BatchProblem, start: np.ndarray, *, time_limit_s: float) -> IlpResult:
+        """Search `time_limit_s` for a smaller largest bucket; back after 1.5 of it plus half a second at the latest.
+
+        The first solve, and the one after a kill, also wait for the child to start.
+        """
+        check_assignment(problem, start)
+        start_s, bound_s = float(bucket_loads(problem, start).max()), lower_bound_s(problem)
+        if start_s <= bound_s * (1 + MIN_GAIN):
+            return IlpResult(bucket=start, objective_s=start_s, status="optimal")
+        kind, loads_s = _kinds(problem)
+        if (kind.max() + 1) * problem.num_buckets > MAX_VARIABLES:
+            return IlpResult(bucket=start, objective_s=start_s, status="too_large")
+        request = {
+            "loads": (loads_s / bound_s).tolist(),
+            "tokens": problem.llm_tokens.tolist(),
+            "kind": kind.tolist(),
+            "bucket": start.tolist(),
+            "num_buckets": problem.num_buckets,
+            "max_bucket_tokens": problem.max_bucket_tokens,
+            "time_limit_s": time_limit_s,
+        }
+        try:
+            self._start()
+            answer = self._exchange(json.dumps(request).encode() + b"\n", 1.5 * time_limit_s + 0.5)
+            bucket = np.array(answer["bucket"], dtype=np.int64)
+            check_assignment(problem, bucket)
+        except _ChildError as error:
+            return IlpResult(bucket=start, objective_s=start_s, status=error.status, detail=error.detail)
+        except ValueError as error:
+            return IlpResult(bucket=start, objective_s=start_s, status="failed", detail=str(error))
+        # CBC sees the largest bucket only; the descent keeps its gain and evens out the other modules.
+        bucket = descend(problem, bucket)
+        found_s = float(bucket_loads(problem, bucket).max())
+        if found_s < start_s * (1 - MIN_GAIN):
+            status = "optimal" if answer["proven"] else "improved"
+            return IlpResult(bucket=bucket, objective_s=found_s, status=status)
+        return IlpResult(bucket=start, objective_s=start_s, status="optimal" if answer["proven"] else "no_gain")
+
+    def close(self) -> None:
+        """End the child, whatever it does. A later solve starts another."""
+        if self._child is None:
+            return
+        self._child.kill()
+        self._child.wait()
+        self._child.stdin.close()
+        self._child.stdout.close()
+        self._child = None
+
+    def _start(self) -> None:
+        if self._unavailable is None and self._child is None:
+            # -P keeps this folder's modules from shadowing the standard library's in the child.
+            command = [sys.executable, "-P", str(Path(__file__).with_name("cbc_worker.py"))]
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+            try:
+                self._child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    bufsize=0,
+                    env=environment,
+                )
+                os.set_blocking(self._child.stdin.fileno(), False)
+                self._exchange(b"", START_TIMEOUT_S)
+            except OSError as error:
+                self._unavailable = str(error)
+            except _ChildError as error:
+                self.close()
+                self._unavailable = error.detail or f"the CBC process {error.status} while it started"
+        if self._unavailable is not None:
+            raise _ChildError("unavailable", self._unavailable)
+
+    def _exchange(self, request: bytes, timeout_s: float) -> dict:
+        """Write the request and read one line, both within the timeout: a stopped child does not drain its pipe."""
+        deadline = time.monotonic() + timeout_s
+        stdin, stdout = self._child.stdin.fileno(), self._child.stdout.fileno()
+        answer = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            if request:
+                selector.register(stdin, selectors.EVENT_WRITE)
+            while not answer.endswith(b"\n"):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    self.close()
+                    raise _ChildError("timeout")
+                for key, _ in ready:
+                    if key.fd == stdout:
+                        received = os.read(stdout, 1 << 16)
+                        if not received:
+                            self.close()
+                            raise _ChildError("died")
+                        answer += received
+                    else:
+                        try:
+                            request = request[os.write(stdin, request) :]
+                        except BrokenPipeError:
+                            self.close()
+                            raise _ChildError("died") from None
+                        if not request:
+                            selector.unregister(stdin)
+        message = json.loads(answer)
+        if "error" in message:
+            raise _ChildError("failed", message["error"])
+        return message
+
+
+class _ChildError(Exception):
+    """What went wrong between us and the child, as the status to report."""
+
+    def __init__(self, status: str, detail: str = "") -> None:
+        super().__init__(status, detail)
+        self.status = status
+        self.detail = detail
+
+
+def _kinds(problem: BatchProblem) -> tuple[np.ndarray, np.ndarray]:
+    """Which samples are interchangeable: their kind `[num_samples]`, counted from 0, and the mean loads of their kind.
+
+    Samples of a kind have equal LLM tokens where those are capped.
+    """
+    grain_s = problem.loads_s.mean() * KIND_TOLERANCE
+    rounded = np.rint(problem.loads_s / grain_s)
+    if problem.max_bucket_tokens is not None:
+        rounded = np.column_stack([rounded, problem.llm_tokens])
+    _, kind, count = np.unique(rounded, axis=0, return_inverse=True, return_counts=True)
+    kind = kind.reshape(-1)
+    mean_s = np.stack([np.bincount(kind, weights=column) / count for column in problem.loads_s.T], axis=1)
+    return kind, mean_s[kind]

@@ -1,0 +1,280 @@
+"""Pricing an assignment: from who computes which samples to the times of every stage, by the cost model.
+
+This is where a plan, a model's costs and a batch's shapes meet. Planning and scheduling both ask here.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflop.config import ClusterConfig
+from dflop.costs import CostModel, Loads
+from dflop.data import SampleShapes
+from dflop.errors import UserError
+from dflop.models import ModelSpec
+from dflop.pipeline import (
+    Plan,
+    StageTimes,
+    Timeline,
+    compile_program,
+    make_program,
+    simulate,
+    simulate_step_s,
+    split_layers,
+)
+from dflop.scheduling.problem import BatchProblem
+
+__all__ = ["Assignment", "Pricer"]
+
+_BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp64": 8}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Where each sample of a batch goes; every array is [num_samples].
+
+    `encoder_rank` is the dp rank of the encoder that computes the sample's media.
+    """
+
+    llm_dp_rank: np.ndarray
+    microbatch: np.ndarray
+    encoder_rank: np.ndarray
+
+
+class Pricer:
+    """Stage times, step times and memory of one plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        costs: CostModel,
+        spec: ModelSpec,
+        cluster: ClusterConfig,
+        *,
+        frozen: Collection[str] = (),
+        precision: str = "fp32",
+    ) -> None:
+        assert len(plan.grids) == 2, "one encoder and the LLM"
+        self.plan, self.costs, self.spec, self.cluster, self.frozen = plan, costs, spec, cluster, frozenset(frozen)
+        self.program = make_program(plan, self.frozen)
+        self._compiled = compile_program(self.program)
+        self._bytes_per_value = _BYTES_PER_VALUE[precision]
+        self._layers = {
+            grid.module: [len(part) for part in split_layers(spec.module(grid.module).num_layers, grid.pp)]
+            for grid in plan.grids
+        }
+
+    @property
+    def encoder(self) -> str:
+        return self.plan.grids[0].module
+
+    def problem(self, shapes: SampleShapes) -> BatchProblem:
+        """The batch as a balancing problem: what each sample adds to its bucket, on each module's slowest stage.
+
+        All buckets of a microbatch share the encoder's replicas, so an encoder's load counts by the ratio of
+        the LLM's replicas to its own.
+        """
+        encoder, llm = self.plan.grids
+        share = llm.dp / encoder.dp
+        loads = _loads(shapes)
+        per_module = [self._slowest_stage(self.encoder, loads) * share, self._slowest_stage("llm", loads)]
+        return BatchProblem(
+            loads_s=np.column_stack(per_module),
+            llm_tokens=shapes.llm_tokens,
+            num_dp_ranks=llm.dp,
+            num_microbatches=self.plan.num_microbatches,
+            max_bucket_tokens=self.max_bucket_tokens(),
+        )
+
+    def assign(self, shapes: SampleShapes, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> Assignment:
+        """Complete an assignment: give each microbatch's media to the encoder's replicas, largest first."""
+        num_encoders = self.plan.grids[0].dp
+        encoder_rank = np.zeros(len(shapes), dtype=np.int64)
+        if num_encoders > 1:
+            load = np.zeros((self.plan.num_microbatches, num_encoders))
+            for sample in np.argsort(-shapes.num_items, kind="stable"):
+                replica = int(np.argmin(load[microbatch[sample]]))
+                encoder_rank[sample] = replica
+                load[microbatch[sample], replica] += shapes.num_items[sample]
+        return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=encoder_rank)
+
+    def stage_times(self, shapes: SampleShapes, assignment: Assignment) -> StageTimes:
+        """Predicted seconds of every computation, transfer and gradient sync of the step."""
+        plan, num_microbatches = self.plan, self.plan.num_microbatches
+        llm = plan.grid("llm")
+        encoder_loads = self._summed(shapes, assignment.encoder_rank, assignment.microbatch, plan.grids[0].dp)
+        llm_loads = self._summed(shapes, assignment.llm_dp_rank, assignment.microbatch, llm.dp)
+        forward_s = np.zeros((len(self.program.workers), num_microbatches))
+        backward_s = np.zeros_like(forward_s)
+        sync_s = np.zeros(len(self.program.workers))
+        for index, worker in enumerate(self.program.workers):
+            loads = _only(worker.module, llm_loads if worker.module == "llm" else encoder_loads, worker.dp_rank)
+            layers = self._layers[worker.module]
+            with_rest = worker.pp_stage == len(layers) - 1
+            forward_s[index], backward_s[index] = self.costs.stage_time(
+                worker.module,
+                plan.grid(worker.module).tp,
+                layers[worker.pp_stage],
+                loads,
+                with_rest=with_rest,
+                checkpointing=plan.checkpointing,
+            )
+            if worker.module in self.frozen and worker.module != "llm":
+                backward_s[index] = 0.0
+            sync_s[index] = self._sync_s(worker.module, worker.pp_stage)
+        return StageTimes(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            transfer_s=self._transfer_s(shapes, assignment, llm_loads),
+            sync_s=sync_s,
+        )
+
+    def step_s(self, shapes: SampleShapes, assignment: Assignment) -> float:
+        return simulate_step_s(self._compiled, self.stage_times(shapes, assignment))
+
+    def timeline(self, times: StageTimes) -> Timeline:
+        return simulate(self._compiled, times)
+
+    def lower_bound_s(self, shapes: SampleShapes) -> float:
+        """No schedule of this batch is faster: each module's work over its replicas, and its largest sample."""
+        problem = self.problem(shapes)
+        per_bucket = problem.loads_s.sum(axis=0) / problem.num_dp_ranks
+        return float(max(per_bucket.max(), problem.loads_s.max()))
+
+    def memory_bytes(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, float]:
+        """Predicted peak of each module's fullest rank: what is resident, and the microbatches in flight."""
+        plan = self.plan
+        peaks = {}
+        for grid in plan.grids:
+            replica = assignment.llm_dp_rank if grid.module == "llm" else assignment.encoder_rank
+            loads = _only(grid.module, self._summed(shapes, replica, assignment.microbatch, grid.dp), slice(None))
+            layers = self._layers[grid.module]
+            stages = [
+                self._stage_peak(grid.module, stage, loads, min(plan.num_microbatches, self._in_flight(grid.module, stage)))
+                for stage in range(len(layers))
+            ]
+            peaks[grid.module] = max(stages)
+        return peaks
+
+    def max_bucket_tokens(self) -> int:
+        """LLM tokens that a bucket may hold so that the fullest LLM stage stays within the device's memory.
+
+        Raises:
+            UserError: when the parameters alone exceed it.
+        """
+        budget = self.cluster.memory_gib * 2**30
+        llm, tp = "llm", self.plan.grid("llm").tp
+        caps = []
+        for stage, num_layers in enumerate(self._layers[llm]):
+            with_rest = stage == len(self._layers[llm]) - 1
+            probe = Loads(*(np.array([0.0, value]) for value in (0, 1000, 1000**2 / 4, 250)))
+            memory = self.costs.stage_memory(
+                llm, tp, num_layers, probe, with_rest=with_rest, checkpointing=self.plan.checkpointing
+            )
+            free = (budget - memory.resident_bytes) / min(self.plan.num_microbatches, self._in_flight(llm, stage))
+            if free <= 0:
+                raise UserError(
+                    f"{self.plan}: the LLM's parameters, gradients and optimiser state take "
+                    f"{memory.resident_bytes / 2**30:.1f} GiB a device, `cluster.memory_gib` is {self.cluster.memory_gib}; "
+                    "use more pipeline stages or devices with more memory"
+                )
+            per_token = (memory.activation_bytes[1] - memory.activation_bytes[0]) / 1000
+            caps.append(int((free - memory.activation_bytes[0]) / max(per_token, 1e-9)))
+        return min(caps)
+
+    def _in_flight(self, module: str, stage: int) -> int:
+        depth = self.plan.grid("llm").pp
+        return depth - stage if module == "llm" else depth + 1
+
+    def _stage_peak(self, module: str, stage: int, loads: Loads, in_flight: int) -> float:
+        layers = self._layers[module]
+        memory = self.costs.stage_memory(
+            module,
+            self.plan.grid(module).tp,
+            layers[stage],
+            loads,
+            with_rest=stage == len(layers) - 1,
+            checkpointing=self.plan.checkpointing,
+        )
+        fullest = np.sort(memory.activation_bytes, axis=-1)[..., -in_flight:].sum(axis=-1)
+        return float(memory.resident_bytes + fullest.max())
+
+    def _slowest_stage(self, module: str, loads: Loads) -> np.ndarray:
+        layers, tp = self._layers[module], self.plan.grid(module).tp
+        return np.max(
+            [
+                self.costs.additive_loads_s(
+                    module, tp, count, _only(module, loads, slice(None)), with_rest=stage == len(layers) - 1
+                )
+                for stage, count in enumerate(layers)
+            ],
+            axis=0,
+        )
+
+    def _summed(self, shapes: SampleShapes, replica: np.ndarray, microbatch: np.ndarray, num_replicas: int) -> Loads:
+        """Loads of each (replica, microbatch), arrays [num_replicas, num_microbatches]."""
+        num_microbatches = self.plan.num_microbatches
+        cell = replica * num_microbatches + microbatch
+        return Loads(
+            *(
+                np.bincount(cell, weights=load, minlength=num_replicas * num_microbatches).reshape(num_replicas, -1)
+                for load in _loads(shapes)
+            )
+        )
+
+    def _transfer_s(self, shapes: SampleShapes, assignment: Assignment, llm_loads: Loads) -> np.ndarray:
+        """[num_edges, num_microbatches]: bytes over bandwidth; NaN where a bridge carries nothing."""
+        plan, num_microbatches = self.plan, self.plan.num_microbatches
+        num_encoders, num_llms = plan.grids[0].dp, plan.grid("llm").dp
+        cell = (assignment.encoder_rank * num_llms + assignment.llm_dp_rank) * num_microbatches + assignment.microbatch
+        bridged = np.bincount(
+            cell, weights=shapes.kept_vision_tokens, minlength=num_encoders * num_llms * num_microbatches
+        ).reshape(num_encoders, num_llms, num_microbatches)
+        bytes_per_token = self.spec.module("llm").hidden_size * self._bytes_per_value
+        workers = self.program.workers
+        transfer_s = np.zeros((len(self.program.edges), num_microbatches))
+        for index, edge in enumerate(self.program.edges):
+            source, target = workers[edge.source], workers[edge.target]
+            tokens = bridged[source.dp_rank, target.dp_rank] if edge.is_bridge else llm_loads.num_tokens[source.dp_rank]
+            bandwidth = self._bytes_per_s(
+                plan.grid(source.module).first_rank(source.pp_stage, source.dp_rank),
+                plan.grid(target.module).first_rank(target.pp_stage, target.dp_rank),
+            )
+            transfer_s[index] = tokens * bytes_per_token / bandwidth
+            if edge.is_bridge:
+                transfer_s[index, tokens == 0] = np.nan
+        return transfer_s
+
+    def _sync_s(self, module: str, stage: int) -> float:
+        """Ring all-reduce of the stage's fp32 gradients over its replicas."""
+        grid, layers = self.plan.grid(module), self._layers[module]
+        if grid.dp == 1 or module in self.frozen:
+            return 0.0
+        size = layers[stage] * self.costs.parameter_bytes[module, grid.tp, "layer"]
+        if stage == len(layers) - 1:
+            size += self.costs.parameter_bytes[module, grid.tp, "rest"]
+        bandwidth = self._bytes_per_s(grid.first_rank(stage, 0), grid.first_rank(stage, grid.dp - 1))
+        return 2 * (grid.dp - 1) / grid.dp * size / bandwidth
+
+    def _bytes_per_s(self, rank: int, other: int) -> float:
+        same_node = rank // self.cluster.devices_per_node == other // self.cluster.devices_per_node
+        return (self.cluster.intra_node_gbps if same_node else self.cluster.inter_node_gbps) * 1e9 / 8
+
+
+def _loads(shapes: SampleShapes) -> Loads:
+    return Loads(
+        num_items=shapes.num_items.astype(float),
+        num_tokens=shapes.llm_tokens.astype(float),
+        sum_sq_tokens=shapes.llm_tokens.astype(float) ** 2,
+        num_targets=shapes.target_tokens.astype(float),
+    )
+
+
+def _only(module: str, loads: Loads, index: object) -> Loads:
+    """The loads that a module sees: items for encoders, text for the LLM."""
+    chosen = Loads(*(load[index] for load in loads))
+    nothing = np.zeros_like(chosen.num_items)
+    if module == "llm":
+        return chosen._replace(num_items=nothing)
+    return Loads(chosen.num_items, nothing, nothing, nothing)

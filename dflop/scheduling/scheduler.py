@@ -1,0 +1,174 @@
+"""The scheduler: one step's global batch, regrouped by a policy and kept if the simulator says so.
+
+A schedule depends on the seed, the step, the data, the plan and the costs alone (and, for `ilp`, on how far
+CBC gets within its time limit). It holds all that a rank needs to load and compute its part.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from dflop.config import ScheduleConfig
+from dflop.data import SampleShapes
+from dflop.scheduling.batches import GlobalBatches
+from dflop.scheduling.ilp import CbcProcess
+from dflop.scheduling.policies import lpt_buckets, random_buckets
+from dflop.scheduling.pricing import Assignment, Pricer
+from dflop.scheduling.problem import BatchProblem, check_assignment
+
+__all__ = ["BatchScheduler", "StepSchedule"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepSchedule:
+    """One step. Arrays are [num_samples], sorted by (LLM dp rank, microbatch, position); times are predictions.
+
+    `forward_s` and `backward_s` are [num_workers, num_microbatches] in the order of `Plan.workers`.
+    """
+
+    step: int
+    sample_id: np.ndarray
+    source: np.ndarray
+    row: np.ndarray
+    llm_dp_rank: np.ndarray
+    microbatch: np.ndarray
+    position: np.ndarray
+    encoder_rank: np.ndarray
+    num_items: np.ndarray
+    kept_vision_tokens: np.ndarray
+    llm_tokens: np.ndarray
+    target_tokens: np.ndarray
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    step_s: float
+    idle: float
+    lower_bound_s: float
+    policy: str
+    status: str
+    deciding_s: float
+
+    def to_json(self) -> str:
+        """One line; numpy arrays become lists."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return json.dumps(
+            {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "StepSchedule":
+        values = json.loads(text)
+        return cls(**{name: np.array(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+class BatchScheduler:
+    """`schedule(step)` for every step of a run. Close it (or use it as a context) to end the CBC process."""
+
+    def __init__(self, samples: SampleShapes, pricer: Pricer, batches: GlobalBatches, config: ScheduleConfig, seed: int):
+        self.samples, self.pricer, self.batches, self._config, self._seed = samples, pricer, batches, config, seed
+        self._cbc: CbcProcess | None = None
+
+    def schedule(self, step: int, policy: str | None = None) -> StepSchedule:
+        """Decide one step, by the configured policy or the named one."""
+        started = time.perf_counter()
+        policy = policy or self._config.policy
+        shapes = self.samples.take(self.batches[step])
+        assignment, step_s, status = self._decide(shapes, self.pricer.problem(shapes), step, policy)
+        times = self.pricer.stage_times(shapes, assignment)
+        timeline = self.pricer.timeline(times)
+        order = np.lexsort((np.arange(len(shapes)), assignment.microbatch, assignment.llm_dp_rank))
+        sorted_shapes = shapes.take(order)
+        cell = (assignment.llm_dp_rank * self.pricer.plan.num_microbatches + assignment.microbatch)[order]
+        return StepSchedule(
+            step=step,
+            sample_id=sorted_shapes.sample_id,
+            source=sorted_shapes.source,
+            row=sorted_shapes.row,
+            llm_dp_rank=assignment.llm_dp_rank[order],
+            microbatch=assignment.microbatch[order],
+            position=np.arange(len(cell)) - np.searchsorted(cell, cell),
+            encoder_rank=assignment.encoder_rank[order],
+            num_items=sorted_shapes.num_items,
+            kept_vision_tokens=sorted_shapes.kept_vision_tokens,
+            llm_tokens=sorted_shapes.llm_tokens,
+            target_tokens=sorted_shapes.target_tokens,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            step_s=timeline.step_s,
+            idle=timeline.idle,
+            lower_bound_s=self.pricer.lower_bound_s(shapes),
+            policy=policy,
+            status=status,
+            deciding_s=time.perf_counter() - started,
+        )
+
+    def close(self) -> None:
+        if self._cbc is not None:
+            self._cbc.close()
+            self._cbc = None
+
+    @contextmanager
+    def open(self) -> Iterator["BatchScheduler"]:
+        try:
+            yield self
+        finally:
+            self.close()
+
+    def _decide(
+        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
+    ) -> tuple[Assignment, float, str]:
+        if policy == "random":
+            buckets = random_buckets(problem, np.random.default_rng([self._seed, step]))
+            check_assignment(problem, buckets)
+            assignment = self._split(shapes, problem, buckets)
+            return assignment, self.pricer.step_s(shapes, assignment), "random"
+        balanced = lpt_buckets(problem)
+        best = (*self._best_order(shapes, problem, balanced), "lpt")
+        if policy == "ilp":
+            if self._cbc is None:
+                self._cbc = CbcProcess()
+            result = self._cbc.solve(problem, balanced, time_limit_s=self._config.time_limit_s)
+            assignment, step_s = self._best_order(shapes, problem, result.bucket)
+            kept = "kept" if step_s < best[1] else "not better"
+            best = (assignment, step_s, f"ilp {result.status}") if step_s < best[1] else best
+            best = (best[0], best[1], best[2] if kept == "kept" else f"lpt (ilp {result.status}, {kept})")
+        return best
+
+    def _best_order(
+        self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray
+    ) -> tuple[Assignment, float]:
+        """The order of microbatches, as they come or small ones at both ends, with the shorter step."""
+        check_assignment(problem, buckets)
+        priced = []
+        for order in (np.arange(problem.num_microbatches), *_small_at_both_ends(problem, buckets)):
+            assignment = self._split(shapes, problem, _reordered(problem, buckets, order))
+            priced.append((self.pricer.step_s(shapes, assignment), assignment))
+        step_s, assignment = min(priced, key=lambda entry: entry[0])
+        return assignment, step_s
+
+    def _split(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray) -> Assignment:
+        llm_dp_rank, microbatch = np.divmod(buckets, problem.num_microbatches)
+        return self.pricer.assign(shapes, llm_dp_rank, microbatch)
+
+
+def _small_at_both_ends(problem: BatchProblem, buckets: np.ndarray) -> Iterator[np.ndarray]:
+    """Orders in which fill and drain meet small microbatches: by all modules' load, and by each one's.
+
+    `order[place]` is the microbatch that runs at that place.
+    """
+    num_microbatches = problem.num_microbatches
+    per_microbatch = np.zeros((num_microbatches, problem.num_modules))
+    np.add.at(per_microbatch, buckets % num_microbatches, problem.loads_s)
+    for load in (per_microbatch.sum(axis=1), *per_microbatch.T):
+        ascending = np.argsort(load, kind="stable")
+        yield np.concatenate([ascending[::2], ascending[1::2][::-1]])
+
+
+def _reordered(problem: BatchProblem, buckets: np.ndarray, order: np.ndarray) -> np.ndarray:
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    llm_dp_rank, microbatch = np.divmod(buckets, problem.num_microbatches)
+    return llm_dp_rank * problem.num_microbatches + place[microbatch]
