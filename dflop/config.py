@@ -236,16 +236,21 @@ def load_config(*layers: Path | str | Mapping[str, Any]) -> Config:
 
 def select_keys(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     """The part of a config under the given dotted keys, as plain dicts and lists (for JSON and digests)."""
-    whole = dataclasses.asdict(config)
     part: dict[str, Any] = {}
     for key in keys:
-        value, target = whole, part
+        value, target = config, part
         *path, leaf = key.split(".")
         for name in path:
-            value = value[name]
+            value = getattr(value, name)
             target = target.setdefault(name, {})
-        target[leaf] = value[leaf]
+        target[leaf] = _plain(getattr(value, leaf))
     return part
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
 def _read_layer(layer: Path | str | Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -4,7 +4,7 @@
 """
 
 from dflop.pipeline.grid import Grid, tile_world
-from dflop.pipeline.instructions import Edge, Instruction, Op, Program, make_program
+from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, make_program
 from dflop.pipeline.plan import Plan, Worker, load_plan, plan_from_dict, split_layers
 from dflop.pipeline.simulate import (
     CompiledProgram,
@@ -23,6 +23,7 @@ __all__ = [
     "Op",
     "Plan",
     "Program",
+    "Span",
     "StageTimes",
     "Timeline",
     "Worker",

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from dflop.pipeline.plan import Plan, Worker
 
-__all__ = ["Edge", "Instruction", "Op", "Program", "make_program"]
+__all__ = ["Edge", "Instruction", "Op", "Program", "Span", "make_program"]
 
 
 class Op(StrEnum):
@@ -38,6 +38,20 @@ class Instruction:
     def __str__(self) -> str:
         where = f"@{self.edge}" if self.edge >= 0 else ""
         return f"{self.microbatch if self.microbatch >= 0 else ''}{self.op}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An instruction that was carried out; times are seconds on the host's monotonic clock."""
+
+    op: Op
+    microbatch: int
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from dflop.pipeline.instructions import Edge, Instruction, Op
+from dflop.pipeline.instructions import Edge, Instruction, Op, Span
 
-__all__ = ["Links", "Span", "StageWork", "run_instructions"]
+__all__ = ["Links", "StageWork", "run_instructions"]
 
 
 class StageWork(Protocol):
@@ -23,6 +23,9 @@ class StageWork(Protocol):
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
         """Shape of what travels over an edge, the same in both directions; None where nothing does."""
+
+    def prepare(self, microbatch: int) -> None:
+        """Have the microbatch's own inputs at hand; waiting for them is not part of the computation."""
 
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Compute, and return what to send over each outgoing edge."""
@@ -46,20 +49,6 @@ class Links:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A computation of this rank; times are seconds on the host's monotonic clock."""
-
-    op: Op
-    microbatch: int
-    start_s: float
-    end_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end_s - self.start_s
-
-
 def run_instructions(instructions: Sequence[Instruction], work: StageWork, links: Links) -> list[Span]:
     """Carry out one step's instructions; returns the computations with their times."""
     clock = _Clock(links.device)
@@ -69,6 +58,8 @@ def run_instructions(instructions: Sequence[Instruction], work: StageWork, links
     for item in instructions:
         if item.op in (Op.FORWARD, Op.BACKWARD):
             compute = work.forward if item.op is Op.FORWARD else work.backward
+            if item.op is Op.FORWARD:
+                work.prepare(item.microbatch)
             with clock.span(item):
                 made[item.op, item.microbatch] = compute(item.microbatch, received.pop((item.op, item.microbatch), {}))
         elif item.op is Op.SYNC_GRADIENTS:

@@ -50,15 +50,15 @@ def main() -> None:
 
 
 def improve(loads, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_limit_s):
-    """Lower the largest bucket until the time is over or the optimum is proven.
+    """Lower the largest bucket until it is at most 1, no assignment is better, or the time is over.
 
     Args:
-        loads: `[num_samples][num_modules]` in units of the lower bound of the largest bucket; equal within a kind.
+        loads: `[num_samples][num_modules]` in units of a largest bucket that is small enough; equal within a kind.
         kind: equal for samples that may stand for each other, `[num_samples]`.
         bucket: the start, `[num_samples]`.
 
     Returns:
-        (bucket, whether no assignment is better)
+        (bucket, whether it is proven that no assignment is better)
     """
     deadline = time.monotonic() + time_limit_s
     loads, tokens, kind, bucket = np.asarray(loads), np.asarray(tokens), np.asarray(kind), np.asarray(bucket)
@@ -67,8 +67,8 @@ def improve(loads, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_li
     while True:
         peaks = _peaks(loads, bucket, num_buckets)
         largest = int(peaks.argmax())
-        if peaks[largest] <= 1 + MIN_GAIN:
-            return bucket, True
+        if peaks[largest] <= 1:
+            return bucket, False
         others = rng.permutation(np.delete(np.arange(num_buckets), largest))
         gained, cut_short = False, False
         for first in range(0, len(others), num_chosen - 1):

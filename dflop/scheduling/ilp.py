@@ -1,7 +1,7 @@
 """The integer-programming policy: improves an assignment with CBC, in a process that can be killed.
 
 Takes a `BatchProblem` and a valid assignment, gives back one whose largest bucket is strictly smaller, or the very
-start with a status that says why. CBC may overrun its time limit, crash or be missing; none of this raises here. The
+start with a status that says why. It pays where buckets hold a few samples each; with more, packing meets the goal. CBC may overrun its time limit, crash or be missing; none of this raises here. The
 model and the search are in `cbc_worker.py`. With a time limit that ends the search, equal calls may give different
 answers: decide in one place and hand the result to every rank.
 """
@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from dflop.scheduling.policies import MIN_GAIN, descend
-from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, lower_bound_s
+from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, goal_s
 
 __all__ = ["MAX_VARIABLES", "CbcProcess", "IlpResult", "ilp_buckets"]
 
-# Kinds of samples times buckets. Beyond it LPT is within a thousandth of the bound and CBC's second is wasted.
+# Kinds of samples times buckets: beyond it CBC's second is better spent elsewhere.
 MAX_VARIABLES = 40_000
 # Samples whose loads agree to this part of a mean sample are interchangeable: a mean bucket errs by half of it at most.
 KIND_TOLERANCE = 1e-3
@@ -36,10 +36,11 @@ class IlpResult:
     Args:
         bucket: int64 `[num_samples]`; `start` itself unless something better was found.
         objective_s: seconds of the largest bucket over all modules.
-        status: `optimal` (nothing is better, to within `KIND_TOLERANCE`), `improved` (better than the start, not
-            proven best), `no_gain` (the limit ended without a better one), `too_large` (not tried), `timeout` (CBC
-            overran and was killed), `died` (the process ended by itself), `failed` (an error or an invalid answer),
-            `unavailable` (CBC cannot be loaded; it is not tried again).
+        status: `good_enough` (the start meets `goal_s`, CBC was not asked), `optimal` (nothing is better, to within
+            `KIND_TOLERANCE`), `improved` (better than the start, not proven best), `no_gain` (the limit ended without
+            a better one), `too_large` (not tried), `timeout` (CBC overran and was killed), `died` (the process ended
+            by itself), `failed` (an error or an invalid answer), `unavailable` (CBC cannot be loaded; it is not tried
+            again).
         detail: the error's text where there was one.
     """
 
@@ -82,14 +83,14 @@ class CbcProcess:
         The first solve, and the one after a kill, also wait for the child to start.
         """
         check_assignment(problem, start)
-        start_s, bound_s = float(bucket_loads(problem, start).max()), lower_bound_s(problem)
-        if start_s <= bound_s * (1 + MIN_GAIN):
-            return IlpResult(bucket=start, objective_s=start_s, status="optimal")
+        start_s = float(bucket_loads(problem, start).max())
+        if start_s <= goal_s(problem):
+            return IlpResult(bucket=start, objective_s=start_s, status="good_enough")
         kind, loads_s = _kinds(problem)
         if (kind.max() + 1) * problem.num_buckets > MAX_VARIABLES:
             return IlpResult(bucket=start, objective_s=start_s, status="too_large")
         request = {
-            "loads": (loads_s / bound_s).tolist(),
+            "loads": (loads_s / goal_s(problem)).tolist(),
             "tokens": problem.llm_tokens.tolist(),
             "kind": kind.tolist(),
             "bucket": start.tolist(),
@@ -106,7 +107,7 @@ class CbcProcess:
             return IlpResult(bucket=start, objective_s=start_s, status=error.status, detail=error.detail)
         except ValueError as error:
             return IlpResult(bucket=start, objective_s=start_s, status="failed", detail=str(error))
-        # CBC sees the largest bucket only; the descent keeps its gain and evens out the other modules.
+        # CBC sees the largest bucket only; the descent keeps that gain, down to the goal, and evens out the modules.
         bucket = descend(problem, bucket)
         found_s = float(bucket_loads(problem, bucket).max())
         if found_s < start_s * (1 - MIN_GAIN):

@@ -138,9 +138,12 @@ class Pricer:
 
     def lower_bound_s(self, shapes: SampleShapes) -> float:
         """No schedule of this batch is faster: each module's work over its replicas, and its largest sample."""
-        problem = self.problem(shapes)
-        per_bucket = problem.loads_s.sum(axis=0) / problem.num_dp_ranks
-        return float(max(per_bucket.max(), problem.loads_s.max()))
+        loads = _loads(shapes)
+        bounds = []
+        for grid in self.plan.grids:
+            work_s = self._slowest_stage(grid.module, loads)
+            bounds += [work_s.sum() / grid.dp, work_s.max()]
+        return float(max(bounds))
 
     def memory_bytes(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, float]:
         """Predicted peak of each module's fullest rank: what is resident, and the microbatches in flight."""

@@ -20,7 +20,7 @@ from dflop.scheduling.policies import lpt_buckets, random_buckets
 from dflop.scheduling.pricing import Assignment, Pricer
 from dflop.scheduling.problem import BatchProblem, check_assignment
 
-__all__ = ["BatchScheduler", "StepSchedule"]
+__all__ = ["BatchScheduler", "PricedBatch", "StepSchedule"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,6 +64,16 @@ class StepSchedule:
         return cls(**{name: np.array(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PricedBatch:
+    """What one scheduled batch would take; `busy_s` is [num_workers]."""
+
+    step_s: float
+    idle: float
+    busy_s: np.ndarray
+    memory_bytes: dict[str, float]
+
+
 class BatchScheduler:
     """`schedule(step)` for every step of a run. Close it (or use it as a context) to end the CBC process."""
 
@@ -105,6 +115,19 @@ class BatchScheduler:
             deciding_s=time.perf_counter() - started,
         )
 
+    def price(self, step: int) -> PricedBatch:
+        """Decide one step by the configured policy and say what it takes."""
+        shapes = self.samples.take(self.batches[step])
+        assignment, _, _ = self._decide(shapes, self.pricer.problem(shapes), step, self._config.policy)
+        times = self.pricer.stage_times(shapes, assignment)
+        timeline = self.pricer.timeline(times)
+        return PricedBatch(
+            step_s=timeline.step_s,
+            idle=timeline.idle,
+            busy_s=(1 - timeline.idle_of_worker) * timeline.step_s,
+            memory_bytes=self.pricer.memory_bytes(shapes, assignment),
+        )
+
     def close(self) -> None:
         if self._cbc is not None:
             self._cbc.close()
@@ -132,9 +155,9 @@ class BatchScheduler:
                 self._cbc = CbcProcess()
             result = self._cbc.solve(problem, balanced, time_limit_s=self._config.time_limit_s)
             assignment, step_s = self._best_order(shapes, problem, result.bucket)
-            kept = "kept" if step_s < best[1] else "not better"
-            best = (assignment, step_s, f"ilp {result.status}") if step_s < best[1] else best
-            best = (best[0], best[1], best[2] if kept == "kept" else f"lpt (ilp {result.status}, {kept})")
+            if step_s < best[1]:
+                return assignment, step_s, f"ilp {result.status}"
+            return best[0], best[1], f"lpt, ilp {result.status}"
         return best
 
     def _best_order(

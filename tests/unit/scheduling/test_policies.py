@@ -1,5 +1,6 @@
 """The fast policies always give a valid assignment, and the packing is as balanced as it promises."""
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -14,6 +15,7 @@ from dflop.scheduling import (
     bucket_loads,
     check_assignment,
     descend,
+    goal_s,
     lower_bound_s,
     lpt_buckets,
     random_buckets,
@@ -26,7 +28,7 @@ properties = settings(deadline=None, max_examples=60)
 @st.composite
 def problems(draw, max_samples=24, max_modules=3):
     num_dp_ranks = draw(st.integers(1, 3))
-    num_microbatches = draw(st.integers(1, 4))
+    num_microbatches = draw(st.integers(1, min(4, max_samples // num_dp_ranks)))
     num_samples = draw(st.integers(num_dp_ranks * num_microbatches, max_samples))
     num_modules = draw(st.integers(1, max_modules))
     load = st.one_of(st.just(0.0), st.floats(1e-4, 10.0))
@@ -93,14 +95,15 @@ def test_random_buckets_differ_by_one_sample_at_most(problem, seed):
 
 @properties
 @given(problem=problems(), seed=st.integers(0, 100))
-def test_the_descent_never_enlarges_the_largest_bucket(problem, seed):
+def test_the_descent_enlarges_no_bucket_beyond_the_goal_or_the_largest(problem, seed):
     start = random_buckets(problem, np.random.default_rng(seed))
-    assert largest_s(problem, descend(problem, start)) <= largest_s(problem, start) * (1 + 1e-9)
+    allowed_s = max(largest_s(problem, start), goal_s(problem))
+    assert largest_s(problem, descend(problem, start)) <= allowed_s * (1 + 1e-9)
 
 
 @properties
 @given(problem=problems(), seed=st.integers(0, 100))
-def test_no_single_exchange_improves_what_the_descent_leaves(problem, seed):
+def test_a_bucket_above_the_goal_is_one_that_no_swap_improves(problem, seed):
     bucket = descend(problem, random_buckets(problem, np.random.default_rng(seed)))
     load = bucket_loads(problem, bucket)
     largest = int(load.max(axis=1).argmax())
@@ -109,7 +112,7 @@ def test_no_single_exchange_improves_what_the_descent_leaves(problem, seed):
             swapped = bucket.copy()
             swapped[[i, j]] = bucket[[j, i]]
             after = bucket_loads(problem, swapped)[[largest, bucket[j]]].max()
-            assert after >= load.max() * (1 - 1e-8)
+            assert after >= load.max() * (1 - 1e-8) or load.max() <= goal_s(problem) * (1 + 1e-9)
 
 
 @properties
@@ -119,30 +122,30 @@ def test_a_token_cap_is_kept_or_said_to_be_unreachable(problem, slack, seed):
     longest = int(problem.llm_tokens.max())
     capped = with_token_cap(problem, max(mean_tokens, longest) + slack)
     for policy in (lpt_buckets, lambda p: random_buckets(p, np.random.default_rng(seed))):
-        try:
+        if slack >= min(mean_tokens, longest):  # A mean bucket then has room for any sample.
             check_assignment(capped, policy(capped))
-        except UserError as error:
-            # With room for one more longest sample in a mean bucket there is always a way.
-            assert slack < min(mean_tokens, longest), error
+        else:
+            with contextlib.suppress(UserError):
+                check_assignment(capped, policy(capped))
 
 
 @settings(deadline=None, max_examples=25)
 @given(problem=problems(max_samples=6, max_modules=1))
 def test_for_one_module_the_packing_is_within_a_third_of_the_optimum(problem):
-    if problem.num_buckets**problem.num_samples <= 4096:
+    if problem.num_buckets <= 4:
         assert largest_s(problem, lpt_buckets(problem)) <= smallest_possible_s(problem) * 4 / 3 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_realistic_batch_is_packed_within_a_thousandth_of_the_bound(seed):
+def test_a_realistic_batch_meets_the_goal(seed):
     problem = realistic_problem(seed)
-    assert largest_s(problem, lpt_buckets(problem)) <= lower_bound_s(problem) * 1.001
+    assert largest_s(problem, lpt_buckets(problem)) <= goal_s(problem)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_lighter_module_is_balanced_too(seed):
     load = bucket_loads(problem := realistic_problem(seed), lpt_buckets(problem))
-    assert (load.max(axis=0) <= load.mean(axis=0) * 1.05).all()
+    assert (load.max(axis=0) <= load.mean(axis=0) * 1.02).all()
 
 
 @pytest.mark.parametrize(("num_samples", "num_microbatches"), [(64, 4), (64, 16), (256, 16), (512, 16)])
@@ -150,7 +153,8 @@ def test_a_packed_batch_is_never_worse_than_a_random_one(num_samples, num_microb
     for seed in range(10):
         problem = realistic_problem(seed, num_samples=num_samples, num_microbatches=num_microbatches)
         unscheduled = random_buckets(problem, np.random.default_rng(seed))
-        assert largest_s(problem, lpt_buckets(problem)) <= largest_s(problem, unscheduled) * (1 + 1e-9)
+        allowed_s = max(largest_s(problem, unscheduled), goal_s(problem))
+        assert largest_s(problem, lpt_buckets(problem)) <= allowed_s * (1 + 1e-9)
 
 
 def test_equal_problems_give_equal_answers():

@@ -37,7 +37,7 @@ def test_too_few_samples_say_which_numbers_would_do():
 
 
 def test_fewer_samples_than_dp_ranks_leave_only_the_batch_size_as_a_way_out():
-    with pytest.raises(UserError, match="use train.global_batch_size >= 8"):
+    with pytest.raises(UserError, match=r"use train\.global_batch_size >= 8"):
         make_problem(np.ones((3, 1)), num_dp_ranks=4, num_microbatches=2)
 
 

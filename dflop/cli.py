@@ -1,0 +1,431 @@
+"""The `dflop` command: one subcommand a stage, each reading files and writing files.
+
+A mistake of the user's is one line on stderr and exit code 2. Heavy imports stand inside the commands
+that need them, so that `dflop --help` answers at once.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from dflop.errors import UserError
+
+__all__ = ["main"]
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="dflop")
+def cli() -> None:
+    """Plan and run multimodal-LLM training around the data.
+
+    The workflow runs these commands in this order: demo-data (for the demo), profile-shapes, merge-shapes,
+    profile-costs, fit-costs, plan, schedule, train, report. Each can also be run by hand.
+    """
+
+
+def _config_option(function):
+    return click.option(
+        "--config",
+        "configs",
+        multiple=True,
+        metavar="FILE|JSON",
+        help="A config file, or its text as JSON; later ones win. Repeatable.",
+    )(function)
+
+
+def _load(stage: str, configs: tuple[str, ...]):
+    from dflop.config import load_config
+    from dflop.stages import STAGES, restrict
+
+    if not configs:
+        raise UserError(f"`dflop {stage}` needs a config: --config config/config.yaml")
+    layers = [text if text.lstrip().startswith("{") else Path(text) for text in configs]
+    return restrict(load_config(*layers), STAGES[stage].reads)
+
+
+def _meta(stage: str, config) -> dict[str, str]:
+    """What a DuckDB file says of its making."""
+    from dflop.stages import STAGES
+
+    return {"config_digest": _config_digest(stage, config), "code_digest": STAGES[stage].code_digest}
+
+
+def _config_digest(stage: str, config) -> str:
+    from dflop.config import select_keys
+    from dflop.stages import STAGES
+
+    keys = json.dumps(select_keys(config, STAGES[stage].reads), sort_keys=True)
+    return hashlib.sha256(keys.encode()).hexdigest()[:16]
+
+
+@cli.command("demo-data")
+@click.option("--out", type=_FOLDER, required=True, help="Folder for train.json, audio.json and their media.")
+@click.option("--records", type=click.IntRange(min=10), default=400, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+def demo_data(out: Path, records: int, seed: int) -> None:
+    """Draw a small LLaVA-style dataset: pictures, clips, texts and sounds, with questions and answers."""
+    from tqdm import tqdm
+
+    from dflop.data.demo import make_demo_data
+
+    with tqdm(total=records, unit="record", mininterval=1) as bar:
+        made = make_demo_data(out, num_records=records, seed=seed, progress=lambda done: bar.update(done - bar.n))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in made.num_records.items())
+    click.echo(f"{out}: {kinds}; {made.total_bytes / 1e6:.1f} MB")
+
+
+@cli.command("profile-shapes")
+@_config_option
+@click.option("--shard", required=True, help="Name of the shard (`dflop list-shards` prints them).")
+@click.option("--out", type=_FILE, required=True, help="Parquet file to write.")
+def profile_shapes(configs: tuple[str, ...], shard: str, out: Path) -> None:
+    """Read the shapes of one shard's samples from media headers and text."""
+    from tqdm import tqdm
+
+    from dflop.artifacts import written_whole
+    from dflop.data import ChatTokenizer, list_shards, list_sources, profile_records, read_manifest
+    from dflop.models import load_model_spec
+
+    config = _load("profile-shapes", configs)
+    data = config.data
+    for source in list_sources(data):
+        found = [entry for entry in list_shards(source, data.samples_per_shard, config.seed) if entry.name == shard]
+        if found:
+            break
+    else:
+        raise UserError(f"no source has a shard `{shard}`; `dflop list-shards` prints their names")
+    records = read_manifest(source, config.seed)[found[0].start :][: found[0].num_records]
+    tokenizer = ChatTokenizer(_tokenizer_folder(config))
+    with tqdm(total=len(records), unit="record", desc=shard, mininterval=1) as bar:
+        frame = profile_records(
+            records,
+            media_root=source.media_root,
+            rules=load_model_spec(config.model).rules,
+            tokenizer=tokenizer,
+            video=data.video,
+            max_llm_tokens=data.max_llm_tokens,
+            progress=bar.update,
+        )
+    with written_whole(out) as path:
+        frame.write_parquet(path)
+    num_rejected = frame["reason"].is_not_null().sum()
+    click.echo(f"{out}: {len(frame) - num_rejected} samples, {num_rejected} rejected")
+    if tokenizer.is_bundled:
+        click.echo(
+            "dflop: text was counted with the small bundled tokenizer; for the counts of a real model set "
+            "`model.tokenizer` to its tokenizer directory",
+            err=True,
+        )
+
+
+@cli.command("list-shards")
+@_config_option
+def list_shards_command(configs: tuple[str, ...]) -> None:
+    """Print the shards of all sources: name, first record, number of records."""
+    from dflop.data import list_shards, list_sources
+
+    config = _load("merge-shapes", configs)
+    for source in list_sources(config.data):
+        for shard in list_shards(source, config.data.samples_per_shard, config.seed):
+            click.echo(f"{shard.name}\t{shard.start}\t{shard.num_records}")
+
+
+@cli.command("merge-shapes")
+@_config_option
+@click.option("--shapes", type=_FOLDER, required=True, help="Folder with the shards' Parquet files.")
+@click.option("--out", type=_FILE, required=True, help="DuckDB file to write.")
+def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
+    """Merge the shards into one database: samples, rejects, sources, shape_summary."""
+    import polars as pl
+
+    from dflop.data import list_shards, list_sources
+    from dflop.store import ShardFile, read_table, write_shapes
+
+    config = _load("merge-shapes", configs)
+    files, source_rows = [], []
+    for source in list_sources(config.data):
+        shards = list_shards(source, config.data.samples_per_shard, config.seed)
+        files += [ShardFile(shapes / f"{shard.name}.parquet", shard.name, source.name, shard.start) for shard in shards]
+        source_rows.append(
+            {
+                "name": source.name,
+                "path": str(source.path),
+                "media_root": str(source.media_root),
+                "sampling": source.sampling,
+                "digest": hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest(),
+                "num_records": sum(shard.num_records for shard in shards),
+            }
+        )
+    for file in files:
+        if not file.path.is_file():
+            raise UserError(f"{file.path} does not exist; make it with `dflop profile-shapes --shard {file.name}`")
+    write_shapes(out, files, pl.DataFrame(source_rows), _meta("merge-shapes", config))
+    samples, rejects = (read_table(out, table, made_by="merge-shapes") for table in ("samples", "rejects"))
+    click.echo(f"{out}: {len(samples)} samples, {len(rejects)} rejects")
+    for reason, count in rejects.group_by("reason").len().sort("len", descending=True).rows():
+        example = rejects.filter(pl.col("reason") == reason).row(0, named=True)
+        click.echo(f"  {count} {reason}, e.g. {example['sample_id']}: {example['detail']}")
+
+
+@cli.command("profile-costs")
+@_config_option
+@click.option("--module", required=True, help="vision or llm.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--out", type=_FILE, required=True, help="Parquet file to write; sizes go beside it as *.parameters.parquet.")
+def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> None:
+    """Measure a module's layers on this device: forward, backward and memory at several sizes."""
+    import torch
+    from tqdm import tqdm
+
+    from dflop.artifacts import written_whole
+    from dflop.costs.measure import measure_module
+    from dflop.data import ChatTokenizer
+    from dflop.models import load_model_spec
+    from dflop.training import threads_per_rank
+
+    config = _load("profile-costs", configs)
+    if tp != 1:
+        raise UserError(f"tp={tp}: only tp=1 can be measured yet; set `costs.tp_sizes: [1]`")
+    if config.cluster.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("`cluster.device` is cuda, but torch finds no GPU here; run on a GPU node or set it to cpu")
+    spec = load_model_spec(config.model)
+    spec.module(module)
+    torch.set_num_threads(threads_per_rank(config.cluster))
+    tokenizer = ChatTokenizer(_tokenizer_folder(config))
+    with tqdm(unit="point", mininterval=1) as bar:
+
+        def progress(text: str) -> None:
+            bar.set_description(text)
+            bar.update()
+
+        measured = measure_module(
+            spec,
+            module,
+            placeholder_ids=tokenizer.placeholder_ids,
+            vocab_size=tokenizer.vocab_size,
+            repeats=config.costs.repeats,
+            device=torch.device(config.cluster.device),
+            precision=config.train.precision,
+            seed=config.seed,
+            progress=progress,
+        )
+    for path, frame in (
+        (out, measured.measurements),
+        (out.with_suffix(".parameters.parquet"), measured.parameters),
+        (out.with_suffix(".device.parquet"), _device_frame(config)),
+    ):
+        with written_whole(path) as beside:
+            frame.write_parquet(beside)
+    click.echo(f"{out}: {len(measured.measurements)} measurements")
+
+
+@cli.command("fit-costs")
+@click.argument("measurements", nargs=-1, required=True, type=_FILE)
+@click.option("--out", type=_FILE, required=True, help="DuckDB file to write.")
+def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
+    """Fit the time and memory model to measurements, with its error on points kept out of the fit."""
+    import polars as pl
+
+    from dflop.costs import fit_costs
+    from dflop.store import write_costs
+
+    for path in measurements:
+        if not path.is_file():
+            raise UserError(f"{path} does not exist; make it with `dflop profile-costs`")
+    measured, parameters, device = (
+        pl.concat([pl.read_parquet(path.with_suffix(suffix)) for path in measurements], how="vertical_relaxed")
+        for suffix in (".parquet", ".parameters.parquet", ".device.parquet")
+    )
+    tables = fit_costs(measured, parameters)
+    write_costs(
+        out,
+        {"measurements": measured, "device": device.unique(maintain_order=True), **tables},
+        {"source": "measured", "config_digest": "", "code_digest": ""},
+    )
+    click.echo(f"{out}: error on points kept out of the fit")
+    for row in tables["fit_error"].iter_rows(named=True):
+        click.echo(
+            f"  {row['module']} tp{row['tp']} {row['pass']}: median {row['median_error']:.1%}, "
+            f"p95 {row['p95_error']:.1%} of {row['num_held_out']} points"
+        )
+
+
+@cli.command("plan")
+@_config_option
+@click.option("--shapes", type=_FILE, required=True)
+@click.option("--costs", type=_FILE, required=True)
+@click.option("--out", type=_FILE, required=True, help="plan.yaml to write.")
+@click.option("--candidates", type=_FILE, required=True, help="Parquet file of all priced plans to write.")
+def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path, candidates: Path) -> None:
+    """Search the layouts and choose the one with the shortest expected step."""
+    from tqdm import tqdm
+
+    from dflop.artifacts import written_whole
+    from dflop.costs import CostModel
+    from dflop.data import load_samples
+    from dflop.models import load_model_spec
+    from dflop.planning import candidates_frame, describe_choice, search_plans
+
+    config = _load("plan", configs)
+    samples, num_left_out = load_samples(shapes)
+    if num_left_out:
+        click.echo(f"dflop: {num_left_out} samples with audio are left out: the model has no audio encoder", err=True)
+    with tqdm(unit="plan", mininterval=1) as bar:
+
+        def progress(text: str) -> None:
+            bar.set_description(text)
+            bar.update()
+
+        found = search_plans(config, load_model_spec(config.model), CostModel.load(costs), samples, progress)
+    with written_whole(candidates) as path:
+        candidates_frame(found).write_parquet(path)
+    with written_whole(out) as path:
+        path.write_text(describe_choice(found, config), encoding="utf-8")
+    click.echo(f"{out}: {found[0].plan}; expected step {found[0].step_s:.3g} s, idle {found[0].idle:.0%}")
+
+
+@cli.command("schedule")
+@_config_option
+@click.option("--shapes", type=_FILE, required=True)
+@click.option("--costs", type=_FILE, required=True)
+@click.option("--plan", "plan_path", type=_FILE, required=True)
+@click.option("--batches", type=click.IntRange(min=1), default=8, show_default=True, help="Global batches to preview.")
+@click.option("--out", type=_FILE, required=True, help="Parquet file to write; stage times go to *_stages.parquet.")
+def schedule_command(
+    configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, batches: int, out: Path
+) -> None:
+    """Preview how the first global batches are regrouped, and what that saves."""
+    import statistics
+
+    from dflop.artifacts import written_whole
+    from dflop.scheduling import preview_frames
+    from dflop.scheduling.service import open_scheduler
+
+    config = _load("schedule", configs)
+    with open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).open() as scheduler:
+        schedules = [scheduler.schedule(step) for step in range(batches)]
+        random_s = [scheduler.schedule(step, "random").step_s for step in range(batches)]
+        samples, stages = preview_frames(schedules, scheduler.pricer.program.workers)
+    for path, frame in ((out, samples), (out.with_name(f"{out.stem}_stages.parquet"), stages)):
+        with written_whole(path) as beside:
+            frame.write_parquet(beside)
+    step_s = statistics.fmean(schedule.step_s for schedule in schedules)
+    bound_s = statistics.fmean(schedule.lower_bound_s for schedule in schedules)
+    click.echo(
+        f"{out}: {batches} batches by {config.schedule.policy}: predicted step {step_s:.3g} s, "
+        f"{statistics.fmean(random_s) / step_s:.2f}x faster than random, {step_s / bound_s:.2f}x the lower bound, "
+        f"decided in {statistics.fmean(schedule.deciding_s for schedule in schedules) * 1e3:.0f} ms each"
+    )
+
+
+@cli.command("train")
+@_config_option
+@click.option("--shapes", type=_FILE, required=True)
+@click.option("--costs", type=_FILE, required=True)
+@click.option("--plan", "plan_path", type=_FILE, required=True)
+@click.option("--out", type=_FOLDER, required=True, help="Folder for metrics, checkpoints, the model and summary.json.")
+def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
+    """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
+    from dflop.artifacts import written_whole
+    from dflop.reporting.trace import chrome_trace
+    from dflop.store import read_meta, read_table
+    from dflop.training import launch_ranks, merge_observations, summarise
+
+    config = _load("train", configs)
+    data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
+    read_meta(costs, made_by="fit-costs")
+    out.mkdir(parents=True, exist_ok=True)
+    launch_ranks(
+        config,
+        plan=plan_path,
+        arguments={
+            "shapes": str(shapes),
+            "costs": str(costs),
+            "plan": str(plan_path),
+            "out": str(out),
+            "run_digest": _run_digest(config, data_digests),
+        },
+    )
+    observations = merge_observations(out / "observations", out / "observations.duckdb", _meta("train", config))
+    with written_whole(out / "trace.json") as path:
+        path.write_text(json.dumps(chrome_trace(observations)), encoding="utf-8")
+    summary = summarise(config, out, observations)
+    click.echo(
+        f"{out / 'summary.json'}: loss {summary['first_loss']:.3f} -> {summary['final_loss']:.3f}, "
+        f"{summary['tokens_per_s']:,.0f} tokens/s, idle {summary['idle']:.0%}, model in {out / 'model'}"
+    )
+
+
+@cli.command("report")
+@_config_option
+@click.option("--run", "run_folder", type=_FOLDER, required=True, help="results/<run>, with all earlier artifacts.")
+@click.option("--out", type=_FOLDER, required=True, help="Folder for the plots and summary.json.")
+def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
+    """Draw what the run found: shapes, costs, plans, one step's timeline, loss and throughput."""
+    from dflop.reporting import write_report
+
+    config = _load("report", configs)
+    for path in write_report(config, run_folder, out):
+        click.echo(str(path))
+
+
+def _tokenizer_folder(config) -> Path | None:
+    """The configured tokenizer directory, else the checkpoint's; None for the bundled one."""
+    folder = config.model.tokenizer or config.model.path
+    return Path(folder) if folder else None
+
+
+def _run_digest(config, data_digests: list[str]) -> str:
+    """What a checkpoint must agree on to be resumed: the data, the model and all of `train` but its length."""
+    from dflop.config import select_keys
+
+    keys = select_keys(config, ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train"))
+    for free in ("steps", "checkpoint_every", "resume", "loader_workers"):
+        keys["train"].pop(free)
+    text = json.dumps([keys, data_digests], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _device_frame(config):
+    import platform
+
+    import polars as pl
+    import torch
+
+    is_cuda = config.cluster.device == "cuda"
+    return pl.DataFrame(
+        {
+            "device": [torch.cuda.get_device_name() if is_cuda else platform.processor() or platform.machine()],
+            "device_model": [config.cluster.device_model],
+            "threads": [torch.get_num_threads()],
+            "precision": [config.train.precision],
+            "torch": [torch.__version__],
+        }
+    )
+
+
+def main() -> None:
+    """Entry point of the `dflop` command."""
+    try:
+        cli(standalone_mode=False)
+    except UserError as error:
+        click.echo(f"dflop: {error}", err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("dflop: interrupted", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The search: every plan priced by what its scheduled batches would take, the shortest one chosen.
+
+The price is the mean step time over global batches drawn from the data and regrouped by `lpt`, not the
+step time of a mean batch: the variance is the point.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import yaml
+
+from dflop.config import Config, ScheduleConfig
+from dflop.costs import CostModel
+from dflop.data import SampleShapes
+from dflop.errors import UserError
+from dflop.models import ModelSpec
+from dflop.pipeline import Plan
+from dflop.planning.space import enumerate_plans
+from dflop.scheduling import BatchScheduler, GlobalBatches, Pricer
+
+__all__ = ["Candidate", "candidates_frame", "describe_choice", "search_plans"]
+
+_FIRST_LOOK_BATCHES = 2
+_FINALISTS = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A priced plan; times are means over the batches it was priced on, memory is the highest of them."""
+
+    plan: Plan
+    num_batches: int
+    step_s: float
+    idle: float
+    memory_bytes: dict[str, float]
+    busy_s: dict[str, float]
+    bottleneck: str
+
+
+def search_plans(
+    config: Config,
+    spec: ModelSpec,
+    costs: CostModel,
+    samples: SampleShapes,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Candidate]:
+    """All plans that fit in memory, best first. The first `_FINALISTS` are priced on all `search_batches`.
+
+    Activation checkpointing costs time and saves memory: it is tried only where a plan does not fit without.
+
+    Raises:
+        UserError: when nothing fits, naming the nearest miss.
+    """
+    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    budget_bytes = config.cluster.memory_gib * 2**30
+    fitting: list[Candidate] = []
+    fits_without: set[str] = set()
+    nearest: tuple[float, str] | None = None
+    for plan in enumerate_plans(config, spec):
+        layout = str(plan).removesuffix(", checkpointing")
+        if layout in fits_without:
+            continue
+        progress(str(plan))
+        try:
+            candidate = _price(config, spec, costs, samples, batches, plan, _FIRST_LOOK_BATCHES)
+            needed = max(candidate.memory_bytes.values())
+        except UserError as error:
+            nearest = nearest or (np.inf, str(error))
+            continue
+        if needed <= budget_bytes:
+            fitting.append(candidate)
+            fits_without.add(layout)
+        elif nearest is None or needed < nearest[0]:
+            nearest = (needed, f"{plan} needs {needed / 2**30:.2f} GiB a device")
+    if not fitting:
+        raise UserError(
+            f"no plan fits into `cluster.memory_gib` = {config.cluster.memory_gib}; the nearest: "
+            f"{nearest[1] if nearest else 'none'}. Raise the memory or the number of devices, or lower "
+            "`train.global_batch_size` or `data.max_llm_tokens`"
+        )
+    fitting.sort(key=_rank_key)
+    finalists = []
+    for candidate in fitting[:_FINALISTS]:
+        progress(str(candidate.plan))
+        finalists.append(
+            _price(config, spec, costs, samples, batches, candidate.plan, config.plan.search_batches)
+        )
+    within = [candidate for candidate in finalists if max(candidate.memory_bytes.values()) <= budget_bytes]
+    return sorted(within or finalists, key=_rank_key) + fitting[_FINALISTS:]
+
+
+def candidates_frame(candidates: Sequence[Candidate]) -> pl.DataFrame:
+    """The table `candidates.parquet`."""
+    rows = []
+    for rank, candidate in enumerate(candidates, start=1):
+        plan = candidate.plan
+        vision, llm = plan.grid("vision"), plan.grid("llm")
+        rows.append(
+            {
+                "rank": rank,
+                "placement": plan.placement,
+                **{f"vision_{key}": getattr(vision, key) for key in ("tp", "pp", "dp")},
+                **{f"llm_{key}": getattr(llm, key) for key in ("tp", "pp", "dp")},
+                "num_microbatches": plan.num_microbatches,
+                "checkpointing": plan.checkpointing,
+                "schedule": plan.schedule,
+                "step_s": candidate.step_s,
+                "idle": candidate.idle,
+                "vision_memory_bytes": candidate.memory_bytes["vision"],
+                "llm_memory_bytes": candidate.memory_bytes["llm"],
+                "bottleneck": candidate.bottleneck,
+                "num_batches": candidate.num_batches,
+            }
+        )
+    return pl.DataFrame(rows)
+
+
+def _rank_key(candidate: Candidate) -> tuple[float, float]:
+    return candidate.step_s, max(candidate.memory_bytes.values())
+
+
+def _price(
+    config: Config,
+    spec: ModelSpec,
+    costs: CostModel,
+    samples: SampleShapes,
+    batches: GlobalBatches,
+    plan: Plan,
+    num_batches: int,
+) -> Candidate:
+    pricer = Pricer(
+        plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
+    )
+    scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="lpt"), config.seed)
+    priced = [scheduler.price(step) for step in range(num_batches)]
+    busy_s = {
+        grid.module: float(np.mean([_busiest(pricer, grid.module, entry.busy_s) for entry in priced]))
+        for grid in plan.grids
+    }
+    step_s = float(np.mean([entry.step_s for entry in priced]))
+    memory_bytes = {
+        grid.module: max(entry.memory_bytes[grid.module] for entry in priced) for grid in plan.grids
+    }
+    return Candidate(
+        plan=plan,
+        num_batches=num_batches,
+        step_s=step_s,
+        idle=float(np.mean([entry.idle for entry in priced])),
+        memory_bytes=memory_bytes,
+        busy_s=busy_s,
+        bottleneck=_bottleneck(step_s, busy_s),
+    )
+
+
+def _busiest(pricer: Pricer, module: str, busy_s: np.ndarray) -> float:
+    workers = [index for index, worker in enumerate(pricer.program.workers) if worker.module == module]
+    return float(busy_s[workers].max())
+
+
+def _bottleneck(step_s: float, busy_s: dict[str, float]) -> str:
+    """The module that computes longest, unless its ranks wait for more than half of the step."""
+    module, seconds = max(busy_s.items(), key=lambda entry: entry[1])
+    return f"{module} compute" if seconds >= step_s / 2 else "bubble"
+
+
+def describe_choice(candidates: Sequence[Candidate], config: Config) -> str:
+    """`plan.yaml`: the best plan, what was predicted for it, and why it won."""
+    best = candidates[0]
+    values = {
+        "plan": best.plan.to_dict(),
+        "predicted": {
+            "step_s": float(f"{best.step_s:.6g}"),
+            "idle": round(best.idle, 4),
+            "samples_per_s": round(config.train.global_batch_size / best.step_s, 3),
+            "memory_bytes": {module: round(size) for module, size in best.memory_bytes.items()},
+            "num_batches": best.num_batches,
+        },
+        "why": _why(candidates),
+        "num_candidates": len(candidates),
+        "costs": config.cluster.device_model + ", measured",
+    }
+    return yaml.safe_dump(values, sort_keys=False, width=110)
+
+
+def _why(candidates: Sequence[Candidate]) -> str:
+    best = candidates[0]
+    why = (
+        f"Shortest expected step of {len(candidates)} plans that fit; bound by {best.bottleneck} "
+        f"(busiest rank: {', '.join(f'{module} {seconds:.3g} s' for module, seconds in best.busy_s.items())})."
+    )
+    if len(candidates) > 1:
+        second = candidates[1]
+        why += f" The next, {second.plan}, takes {second.step_s / best.step_s:.2f}x as long."
+    return why

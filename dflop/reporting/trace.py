@@ -1,0 +1,37 @@
+"""The timeline of training in Chrome's trace format, for Perfetto or chrome://tracing."""
+
+from typing import Any
+
+import polars as pl
+
+__all__ = ["chrome_trace"]
+
+_LAST_STEPS = 5
+
+
+def chrome_trace(observations: pl.DataFrame, num_steps: int = _LAST_STEPS) -> dict[str, Any]:
+    """The last steps, one after the other: a row a rank, a box a computation, times in microseconds."""
+    steps = observations["step"].unique().sort()[-num_steps:]
+    events: list[dict[str, Any]] = []
+    for rank, module, stage, replica in observations.select("rank", "module", "pp_stage", "dp_rank").unique().sort("rank").rows():
+        name = f"{module} stage {stage} replica {replica}"
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}})
+    offset_s = 0.0
+    for step in steps:
+        rows = observations.filter(pl.col("step") == step)
+        for row in rows.iter_rows(named=True):
+            label = row["pass"] if row["pass"] == "sync" else f"{row['pass']} {row['microbatch']}"
+            events.append(
+                {
+                    "name": label,
+                    "cat": row["pass"],
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": row["rank"],
+                    "ts": (offset_s + row["start_s"]) * 1e6,
+                    "dur": row["seconds"] * 1e6,
+                    "args": {"step": step, "predicted_s": row["predicted_s"]},
+                }
+            )
+        offset_s += (rows["start_s"] + rows["seconds"]).max()
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,125 @@
+"""The scheduler as a process of its own, ahead of training and out of its way.
+
+`ScheduleService` starts it and reads a `StepSchedule` a line; `python -m dflop.scheduling.service` is the
+process. It takes its request and then the trainer's progress on stdin, keeps `lookahead_steps` ahead of
+that, and ends when stdin closes, so that it cannot outlive the trainer.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from dflop.config import Config, load_config, select_keys
+from dflop.costs import CostModel
+from dflop.data import load_samples
+from dflop.models import load_model_spec
+from dflop.pipeline import load_plan
+from dflop.scheduling.batches import GlobalBatches
+from dflop.scheduling.pricing import Pricer
+from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+from dflop.stages import STAGES
+
+__all__ = ["ScheduleService", "open_scheduler"]
+
+
+def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
+    """The scheduler of a run, from its artifacts (read-only)."""
+    samples, _ = load_samples(shapes)
+    pricer = Pricer(
+        load_plan(plan),
+        CostModel.load(costs),
+        load_model_spec(config.model),
+        config.cluster,
+        frozen=config.model.freeze,
+        precision=config.train.precision,
+    )
+    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    return BatchScheduler(samples, pricer, batches, config.schedule, config.seed)
+
+
+class ScheduleService:
+    """Schedules of steps `[first_step, num_steps)`, one `next()` each, from the process beside training."""
+
+    def __init__(self, config: Config, *, shapes: Path, costs: Path, plan: Path, first_step: int) -> None:
+        request = {
+            "config": select_keys(config, STAGES["schedule"].reads),
+            "shapes": str(shapes),
+            "costs": str(costs),
+            "plan": str(plan),
+            "first_step": first_step,
+            "num_steps": config.train.steps,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "dflop.scheduling.service"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._send(json.dumps(request))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def next(self) -> StepSchedule | None:
+        """The next step's schedule; None when the process is gone."""
+        line = self._process.stdout.readline()
+        return StepSchedule.from_json(line) if line.endswith(b"\n") else None
+
+    def step_started(self, step: int) -> None:
+        """Tell how far training is; the service goes on to `step + lookahead_steps`."""
+        self._send(str(step))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+
+    def _send(self, line: str) -> None:
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `next` will tell that the process is gone
+
+
+def _serve() -> None:
+    request = json.loads(sys.stdin.readline())
+    config = load_config(request["config"])
+    progress = _Progress(request["first_step"])
+    threading.Thread(target=progress.follow_stdin, daemon=True).start()
+    scheduler = open_scheduler(config, **{name: Path(request[name]) for name in ("shapes", "costs", "plan")})
+    with scheduler.open():
+        for step in range(request["first_step"], request["num_steps"]):
+            if not progress.wait_until(step - config.schedule.lookahead_steps):
+                return
+            print(scheduler.schedule(step).to_json(), flush=True)
+
+
+class _Progress:
+    """The step that training is at, as told over stdin."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self._ended, self._changed = step, False, threading.Condition()
+
+    def follow_stdin(self) -> None:
+        for line in sys.stdin:
+            with self._changed:
+                self._step = int(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait_until(self, step: int) -> bool:
+        """Wait for the trainer to reach a step; False when it has gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._step >= step)
+            return not self._ended
+
+
+if __name__ == "__main__":
+    _serve()

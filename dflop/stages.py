@@ -1,0 +1,95 @@
+"""The stages of the workflow: which config keys each one reads, and which code makes its output.
+
+Both are the stage's rerun triggers: the workflow passes exactly these keys to the command and tracks them
+together with a digest of the code, so that an unrelated key or file reruns nothing. A command sees no
+other key, whatever it is given: reading one that is not listed here fails at once.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dflop.config import Config
+
+__all__ = ["STAGES", "Stage", "restrict"]
+
+_MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
+_BATCH = ("seed", "train.global_batch_size", "train.precision")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`reads` are dotted config keys; `code` are files and folders under `dflop/`."""
+
+    reads: tuple[str, ...]
+    code: tuple[str, ...]
+
+    @property
+    def code_digest(self) -> str:
+        return _digest(("config.py", "store.py", *self.code))
+
+
+STAGES: dict[str, Stage] = {
+    "demo-data": Stage((), ("data/demo",)),
+    "profile-shapes": Stage(
+        ("seed", "data", *_MODEL),
+        ("models/spec.py", "models/audio.py", "models/llava_onevision/shapes.py", "models/llava_onevision/presets.py")
+        + ("data/manifest.py", "data/media.py", "data/profile.py", "data/records.py", "data/text.py", "data/tokenizer"),
+    ),
+    "merge-shapes": Stage(("seed", "data.sources", "data.samples_per_shard"), ("data/manifest.py",)),
+    "profile-costs": Stage(
+        ("seed", *_MODEL, "cluster.device", "cluster.device_model", "cluster.devices_per_node")
+        + ("costs", "train.precision"),
+        ("models", "costs/measure.py"),
+    ),
+    "fit-costs": Stage((), ("costs/fit.py", "costs/model.py")),
+    "plan": Stage(
+        (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan"),
+        ("data/samples.py", "costs/model.py", "pipeline", "scheduling", "planning"),
+    ),
+    "schedule": Stage(
+        (*_BATCH, *_MODEL, "model.freeze", "cluster", "schedule"),
+        ("data/samples.py", "costs/model.py", "pipeline", "scheduling"),
+    ),
+    "train": Stage(
+        ("seed", "data", "model", "cluster", "schedule", "train"),
+        ("models", "data", "pipeline", "scheduling", "training"),
+    ),
+    "report": Stage(
+        ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule"),
+        ("reporting", "pipeline", "scheduling"),
+    ),
+}
+
+
+def restrict(config: Config, keys: Iterable[str]) -> Config:
+    """The config without any key but these: reading another raises AttributeError."""
+    return _without_others(config, [key.split(".") for key in keys])
+
+
+def _without_others(section: Any, wanted: list[list[str]]) -> Any:
+    restricted = dataclasses.replace(section)
+    for item in dataclasses.fields(section):
+        below = [path[1:] for path in wanted if path[0] == item.name]
+        if not below:
+            object.__delattr__(restricted, item.name)
+        elif all(below):
+            object.__setattr__(restricted, item.name, _without_others(getattr(section, item.name), below))
+    return restricted
+
+
+@cache
+def _digest(names: tuple[str, ...]) -> str:
+    package = Path(__file__).parent
+    running = hashlib.sha256()
+    for name in sorted(names):
+        path = package / name
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in files:
+            if file.is_file() and "__pycache__" not in file.parts:
+                running.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return running.hexdigest()[:16]

@@ -1,0 +1,91 @@
+"""The trained model as a Hugging Face directory: every stage writes its weights, the first rank the rest."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import GenerationConfig, LlavaOnevisionConfig
+
+from dflop.data.text import BUNDLED_TOKENIZER
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.models.llava_onevision.stages import Stage
+from dflop.pipeline import Plan, Worker
+
+__all__ = ["export_model"]
+
+_TOKENIZER_FILES = ("tokenizer*.json", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+
+
+def export_model(
+    folder: Path,
+    stage: Stage,
+    worker: Worker,
+    plan: Plan,
+    config: LlavaOnevisionConfig,
+    pixels: LlavaOnevisionPixels,
+    tokenizer_folder: Path,
+) -> None:
+    """Write `folder`, whole or not at all; every rank must call this.
+
+    Nothing is gathered: the shards are those of an ordinary sharded checkpoint, one a pipeline stage.
+    """
+    part = folder.with_name(f".{folder.name}.part")
+    is_main = dist.get_rank() == 0
+    if is_main:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    stages = [(grid.module, number) for grid in plan.grids for number in range(grid.pp)]
+    if worker.dp_rank == 0:
+        index = stages.index((worker.module, worker.pp_stage)) + 1
+        weights = {name: tensor.contiguous().cpu() for name, tensor in stage.hf_state_dict().items()}
+        if config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        save_file(weights, part / f"model-{index:05d}-of-{len(stages):05d}.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    if is_main:
+        _write_index(part)
+        config.architectures = ["LlavaOnevisionForConditionalGeneration"]
+        config.save_pretrained(part)
+        pixels.processor.save_pretrained(part)
+        for pattern in _TOKENIZER_FILES:
+            for file in (tokenizer_folder or BUNDLED_TOKENIZER).glob(pattern):
+                shutil.copy(file, part / file.name)
+        _generation_config(part).save_pretrained(part)
+        if folder.exists():
+            shutil.rmtree(folder)
+        part.rename(folder)
+    dist.barrier()
+
+
+def _write_index(folder: Path) -> None:
+    weight_map, total_size = {}, 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118  (safe_open is no dict)
+                weight_map[name] = file.name
+                part = weights.get_slice(name)
+                total_size += torch.Size(part.get_shape()).numel() * _bytes_of(part.get_dtype())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _bytes_of(dtype: str) -> int:
+    return {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8}[dtype]
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """Generation ends at the tokenizer's end of turn."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    ids = {token["content"]: token["id"] for token in vocabulary}
+
+    def id_of(key: str) -> int | None:
+        token = settings.get(key)
+        return ids.get(token["content"] if isinstance(token, dict) else token)
+
+    return GenerationConfig(eos_token_id=id_of("eos_token"), pad_token_id=id_of("pad_token"))

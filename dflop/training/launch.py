@@ -1,0 +1,135 @@
+"""Starting a training run: torchrun over the plan's ranks, and what is left to do when they are done.
+
+This file imports no torch. `python -m dflop.training.worker` is what torchrun starts on every rank.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+
+from dflop.artifacts import written_whole
+from dflop.config import ClusterConfig, Config, select_keys
+from dflop.errors import UserError
+from dflop.pipeline import Plan, load_plan
+from dflop.stages import STAGES
+
+__all__ = ["check_devices", "launch_ranks", "summarise"]
+
+_RENDEZVOUS_PORT = 29_400
+
+
+def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> None:
+    """Run torchrun to its end.
+
+    Raises:
+        UserError: when the plan is for other devices than the config's, or a rank failed.
+    """
+    loaded = load_plan(plan)
+    check_devices(config, loaded)
+    per_node = config.cluster.devices_per_node
+    if loaded.world_size < per_node:
+        per_node = loaded.world_size
+    request = json.dumps({"config": select_keys(config, STAGES["train"].reads), **arguments})
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads_per_rank(config.cluster)), "TOKENIZERS_PARALLELISM": "false"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={per_node}",
+        *_rendezvous(config.cluster.num_nodes),
+        "--module",
+        "dflop.training.worker",
+        request,
+    ]
+    process = subprocess.Popen(command, env=environment)
+    previous = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if code:
+        raise UserError(
+            f"training ended early (torchrun's exit code {code}); the reason stands above. "
+            "The same command goes on from the last checkpoint"
+        )
+
+
+def check_devices(config: Config, plan: Plan) -> None:
+    """The plan must be for the configured devices."""
+    if plan.world_size > config.cluster.num_devices:
+        raise UserError(
+            f"the plan needs {plan.world_size} devices, `cluster` has {config.cluster.num_devices} "
+            f"({config.cluster.num_nodes} x {config.cluster.devices_per_node}); run `dflop plan` again for this cluster"
+        )
+
+
+def threads_per_rank(cluster: ClusterConfig) -> int:
+    """CPU threads of a rank: on CPUs the ranks of a node share its cores, beside GPUs one is enough."""
+    if cluster.device != "cpu":
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // cluster.devices_per_node)
+
+
+def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str, object]:
+    """Write `summary.json`, the last file of a run; returns what it holds."""
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    total_s = sum(step["step_s"] for step in steps)
+    ends = sorted((out / "checkpoints").glob("step-*"))
+    run = json.loads((ends[-1] / "run.json").read_text(encoding="utf-8"))
+    steady = steps[2:] or steps
+    summary = {
+        "num_steps": len(steps),
+        "first_loss": statistics.fmean(step["loss"] for step in steps[:5]),
+        "final_loss": statistics.fmean(step["loss"] for step in steps[-5:]),
+        "train_s": total_s,
+        "samples_per_s": sum(step["num_samples"] for step in steps) / total_s,
+        "tokens_per_s": sum(step["num_tokens"] for step in steps) / total_s,
+        "step_s": statistics.median(step["step_s"] for step in steady),
+        "predicted_step_s": statistics.median(step["predicted_step_s"] for step in steady),
+        "idle": statistics.fmean(step["idle"] for step in steady),
+        "schedule_wait_s": sum(step["wait_s"] for step in steps),
+        "data_wait_s": sum(step["data_wait_s"] for step in steps),
+        "num_unreadable": sum(step["num_unreadable"] for step in steps),
+        "restarts": run["restarts"],
+        "measured_over_predicted": {
+            f"{module} {direction}": ratio
+            for module, direction, ratio in observations.filter(~pl.col("warmup") & (pl.col("pass") != "sync"))
+            .group_by("module", "pass")
+            .agg(pl.col("seconds").sum() / pl.col("predicted_s").sum())
+            .sort("module", "pass")
+            .rows()
+        },
+        "policy": config.schedule.policy,
+    }
+    with written_whole(out / "summary.json") as path:
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def _rendezvous(num_nodes: int) -> list[str]:
+    """How the nodes' torchruns meet: alone on one node, at the first node of the Slurm job on several."""
+    if num_nodes == 1:
+        return ["--standalone"]
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError(
+            f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
+            "profile does), or set `cluster.num_nodes: 1`"
+        )
+    head = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    return [
+        f"--nnodes={num_nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={head.stdout.split()[0]}:{_RENDEZVOUS_PORT}",
+        f"--rdzv-id={os.environ.get('SLURM_JOB_ID', 'dflop')}",
+    ]

@@ -1,0 +1,71 @@
+"""Observations: how long every computation took, beside what was predicted.
+
+Each rank writes Parquet parts while it trains, one up to every checkpoint; when training has ended they
+become `observations.duckdb`. Parts of steps that a resumed run repeats are written over.
+"""
+
+import shutil
+from pathlib import Path
+
+import polars as pl
+
+from dflop.pipeline import Op, Span, Worker
+from dflop.scheduling import StepSchedule
+from dflop.store import write_observations
+
+__all__ = ["Observations", "merge_observations"]
+
+# The first steps of a process warm caches and allocators; they are kept but not compared.
+_WARMUP_STEPS = 2
+_PASS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.SYNC_GRADIENTS: "sync"}
+
+
+class Observations:
+    """One rank's computations, buffered until `flush`."""
+
+    def __init__(self, folder: Path, rank: int, worker: Worker) -> None:
+        self._folder, self._rank, self._worker = folder, rank, worker
+        self._rows: list[dict[str, object]] = []
+        self._num_steps = 0
+
+    def add(self, step: int, schedule: StepSchedule, worker_index: int, spans: list[Span], zero_s: float) -> None:
+        """Note one step; `zero_s` is when its first instruction began on this rank."""
+        predicted = {
+            Op.FORWARD: schedule.forward_s[worker_index],
+            Op.BACKWARD: schedule.backward_s[worker_index],
+        }
+        for span in spans:
+            known = span.op in predicted
+            self._rows.append(
+                {
+                    "step": step,
+                    "rank": self._rank,
+                    "module": self._worker.module,
+                    "pp_stage": self._worker.pp_stage,
+                    "dp_rank": self._worker.dp_rank,
+                    "microbatch": span.microbatch,
+                    "pass": _PASS[span.op],
+                    "start_s": span.start_s - zero_s,
+                    "seconds": span.seconds,
+                    "predicted_s": float(predicted[span.op][span.microbatch]) if known else None,
+                    "warmup": self._num_steps < _WARMUP_STEPS,
+                }
+            )
+        self._num_steps += 1
+
+    def flush(self, num_steps: int) -> None:
+        """Write the buffered rows as the part that ends at `num_steps`."""
+        if self._rows:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            pl.DataFrame(self._rows).write_parquet(self._folder / f"rank-{self._rank:05d}.{num_steps:06d}.parquet")
+            self._rows = []
+
+    def clear(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def merge_observations(parts: Path, path: Path, meta: dict[str, str]) -> pl.DataFrame:
+    """All ranks' parts into `observations.duckdb`; returns the rows by (step, rank, start)."""
+    frame = pl.read_parquet(parts / "*.parquet").sort("step", "rank", "start_s")
+    write_observations(path, frame, meta)
+    return frame

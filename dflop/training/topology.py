@@ -1,0 +1,84 @@
+"""Who is who: this rank's place in the plan, and the process groups that its place needs."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dflop.pipeline import Plan, Program, Worker
+from dflop.pipeline.run import Links
+
+__all__ = ["Topology", "join_world"]
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """One rank's view. `replicas` joins the ranks that hold the same stage (the stage's dp group)."""
+
+    rank: int
+    world_size: int
+    worker_index: int
+    worker: Worker
+    device: torch.device
+    store: dist.Store
+    replicas: dist.ProcessGroup
+    num_replicas: int
+    links: Links
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtype) -> Topology:
+    """Join the process group that torchrun's environment describes; every rank must call this."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+    assert world_size == plan.world_size, f"{world_size} processes for a plan of {plan.world_size} ranks"
+    if device_kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    dist.init_process_group(
+        "nccl" if device_kind == "cuda" else "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+        device_id=device if device_kind == "cuda" else None,
+    )
+    forward_group, backward_group = dist.new_group(), dist.new_group()
+    worker_ranks = tuple(
+        plan.grid(worker.module).first_rank(worker.pp_stage, worker.dp_rank) for worker in program.workers
+    )
+    own_index = worker_ranks.index(rank)
+    own = program.workers[own_index]
+    replicas, num_replicas = None, 1
+    for grid in plan.grids:
+        for stage in range(grid.pp):
+            ranks = [grid.first_rank(stage, replica) for replica in range(grid.dp)]
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                replicas, num_replicas = group, len(ranks)
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        worker_index=own_index,
+        worker=own,
+        device=device,
+        store=dist.PrefixStore("dflop", store),
+        replicas=replicas,
+        num_replicas=num_replicas,
+        links=Links(
+            rank_of_worker=worker_ranks,
+            edges=program.edges,
+            forward_group=forward_group,
+            backward_group=backward_group,
+            device=device,
+            dtype=dtype,
+        ),
+    )

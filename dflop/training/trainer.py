@@ -1,0 +1,304 @@
+"""The training loop of one rank.
+
+A step: take the schedule, carry out the instructions, divide the summed gradients by the global number of
+target tokens, clip by the global norm, update. One small all-reduce a step tells everybody the loss, the
+norm and how busy the ranks were.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from dflop.config import Config
+from dflop.data import list_sources
+from dflop.data.loading import MicrobatchLoader, TrainingRecords
+from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer
+from dflop.errors import UserError
+from dflop.models import load_model_spec
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.models.llava_onevision.stages import build_stage, make_hf_config
+from dflop.pipeline import Span, load_plan, make_program, split_layers
+from dflop.pipeline.run import run_instructions
+from dflop.scheduling import StepSchedule
+from dflop.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, set_aside
+from dflop.training.export import export_model
+from dflop.training.feed import JobStream, ScheduleFeed, SchedulePublisher
+from dflop.training.observations import Observations
+from dflop.training.topology import join_world
+from dflop.training.work import make_work
+
+__all__ = ["RunFiles", "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFiles:
+    """What training reads, and the folder it writes to. `run_digest` tells whose checkpoints it may resume."""
+
+    shapes: Path
+    costs: Path
+    plan: Path
+    out: Path
+    run_digest: str
+
+
+class Trainer:
+    """One rank. Build it on every rank, then `train()`."""
+
+    def __init__(self, config: Config, files: RunFiles) -> None:
+        self.config, self.files = config, files
+        self.plan = load_plan(files.plan)
+        self.program = make_program(self.plan, config.model.freeze)
+        dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
+        self.topology = join_world(self.plan, self.program, config.cluster.device, dtype)
+        worker = self.topology.worker
+        spec = load_model_spec(config.model)
+        checkpoint = Path(config.model.path) if config.model.path else None
+        self.tokenizer_folder = find_tokenizer(config)
+        tokenizer = ChatTokenizer(self.tokenizer_folder)
+        self.hf_config = make_hf_config(spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
+        llm_layers = split_layers(spec.module("llm").num_layers, self.plan.grid("llm").pp)
+        self.stage = build_stage(
+            self.hf_config,
+            worker.module,
+            layers=llm_layers[worker.pp_stage] if worker.module == "llm" else range(spec.module("llm").num_layers),
+            seed=config.seed,
+            checkpoint=checkpoint,
+            dtype=dtype,
+            device=self.topology.device,
+            checkpointing=self.plan.checkpointing,
+        )
+        self.stage.requires_grad_(worker.module not in config.model.freeze)
+        self.pixels = LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size, checkpoint)
+        self.optimizer = _make_optimizer(self.stage, config)
+        self.parameters = self.stage.named_hf_parameters()
+        self.observations = Observations(files.out / "observations", self.topology.rank, worker)
+        self.first_step, self.restarts = self._resume()
+        self.feed = ScheduleFeed(self.topology.store)
+        self.publisher = self._start_publisher() if self.topology.is_main else None
+        loader = MicrobatchLoader(
+            records=TrainingRecords(list_sources(config.data), config.seed),
+            rules=spec.rules,
+            video=config.data.video,
+            tokenizer_folder=self.tokenizer_folder,
+            max_llm_tokens=config.data.max_llm_tokens,
+            num_encoder_ranks=self.plan.grids[0].dp,
+            pixels=None if worker.module == "llm" else self.pixels,
+        )
+        stream = JobStream(
+            self.feed, worker, self.plan.num_microbatches, range(self.first_step, config.train.steps)
+        )
+        self.work = make_work(
+            self.stage,
+            program=self.program,
+            worker_index=self.topology.worker_index,
+            loader=iter(_data_loader(loader, stream, config.train.loader_workers)),
+            autocast=torch.autocast(
+                self.topology.device.type, torch.bfloat16, enabled=config.train.precision == "bf16"
+            ),
+            replicas=self.topology.replicas,
+            num_replicas=self.topology.num_replicas,
+            hidden_size=spec.module("llm").hidden_size,
+        )
+
+    def train(self) -> None:
+        """Run the remaining steps, then write the model."""
+        config = self.config.train
+        try:
+            for step in range(self.first_step, config.steps):
+                self._step(step)
+                if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+                    self._save(step + 1)
+            export_model(
+                self.files.out / "model",
+                self.stage,
+                self.topology.worker,
+                self.plan,
+                self.hf_config,
+                self.pixels,
+                self.tokenizer_folder,
+            )
+        finally:
+            if self.publisher:
+                self.publisher.close()
+        dist.destroy_process_group()
+
+    def _step(self, step: int) -> None:
+        started = time.monotonic()
+        if self.publisher:
+            self.publisher.step_started(step)
+        schedule = self.feed.get(step)
+        self.work.begin_step(schedule)
+        zero_s = time.monotonic()
+        spans = run_instructions(
+            self.program.instructions[self.topology.worker_index], self.work, self.topology.links
+        )
+        totals = self._update(step, schedule, spans)
+        step_s = time.monotonic() - started
+        self.observations.add(step, schedule, self.topology.worker_index, spans, zero_s)
+        if self.topology.is_main:
+            self._log(step, schedule, totals, step_s)
+        self.feed.forget(step)
+
+    def _update(self, step: int, schedule: StepSchedule, spans: list[Span]) -> dict[str, float]:
+        """Normalise, clip and apply the gradients; returns sums over all ranks."""
+        num_targets = int(schedule.target_tokens.sum())
+        trainable = self.work.trainable
+        for parameter in trainable:
+            parameter.grad.div_(num_targets)
+        own_sq = sum(float(parameter.grad.double().pow(2).sum()) for parameter in trainable)
+        totals = _sum_over_ranks(
+            {
+                "loss": float(self.work.loss) / num_targets,
+                "grad_sq": own_sq / self.topology.num_replicas,
+                "busy_s": sum(span.seconds for span in spans),
+                "wait_s": self.feed.waited_s.get(step, 0.0),
+                "data_wait_s": self.work.data_wait_s,
+                "unreadable": len(self.work.unreadable),
+            },
+            self.topology.device,
+        )
+        totals["grad_norm"] = totals.pop("grad_sq") ** 0.5
+        if not all(map(_is_finite, (totals["loss"], totals["grad_norm"]))):
+            raise UserError(
+                f"step {step}: loss {totals['loss']} with gradient norm {totals['grad_norm']}; lower `train.lr` "
+                f"(now {self.config.train.lr}) or raise `train.warmup_steps`; the last checkpoint is intact"
+            )
+        scale = min(1.0, self.config.train.grad_clip / (totals["grad_norm"] + 1e-12))
+        for parameter in trainable:
+            parameter.grad.mul_(scale)
+        totals["lr"] = self.config.train.lr * min(1.0, (step + 1) / max(1, self.config.train.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = totals["lr"]
+        self.optimizer.step()
+        for line in self.work.unreadable:
+            print(f"dflop: trained on a blank in place of {line}", flush=True)
+        self.work.unreadable.clear()
+        return totals
+
+    def _log(self, step: int, schedule: StepSchedule, totals: dict[str, float], step_s: float) -> None:
+        # A rank's step is its computations plus its waits; ranks end the step together, at the all-reduce.
+        idle = 1 - totals["busy_s"] / (self.topology.world_size * step_s)
+        line: dict[str, Any] = {
+            "step": step,
+            "loss": totals["loss"],
+            "num_samples": len(schedule.sample_id),
+            "num_tokens": int(schedule.llm_tokens.sum()),
+            "num_items": int(schedule.num_items.sum()),
+            "step_s": step_s,
+            "predicted_step_s": schedule.step_s,
+            "idle": idle,
+            "predicted_idle": schedule.idle,
+            "wait_s": totals["wait_s"],
+            "data_wait_s": totals["data_wait_s"],
+            "grad_norm": totals["grad_norm"],
+            "lr": totals["lr"],
+            "policy": schedule.policy,
+            "policy_status": schedule.status,
+            "deciding_s": schedule.deciding_s,
+            "num_unreadable": int(totals["unreadable"]),
+        }
+        with (self.files.out / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(
+            f"step {step + 1}/{self.config.train.steps}  loss {totals['loss']:.3f}  {step_s:.2f} s  "
+            f"{line['num_tokens'] / step_s:,.0f} tokens/s  idle {idle:.0%}  schedule wait {totals['wait_s'] * 1e3:.1f} ms",
+            flush=True,
+        )
+
+    def _save(self, num_steps: int) -> None:
+        self.observations.flush(num_steps)
+        save_checkpoint(
+            self.files.out / "checkpoints",
+            num_steps,
+            self.parameters,
+            self.optimizer,
+            {"run_digest": self.files.run_digest, "restarts": self.restarts},
+        )
+
+    def _resume(self) -> tuple[int, int]:
+        """The step to go on with, and how often the run was taken up again."""
+        folder, metrics = self.files.out / "checkpoints", self.files.out / "metrics.jsonl"
+        found = find_checkpoint(folder) if self.config.train.resume == "auto" else None
+        usable = found is not None and found[1]["run_digest"] == self.files.run_digest
+        usable = usable and found[1]["step"] <= self.config.train.steps
+        dist.barrier()
+        if not usable:
+            if self.topology.is_main:
+                if folder.exists():
+                    aside = set_aside(folder)
+                    print(f"dflop: checkpoints of another run or of a longer one were moved to {aside}", flush=True)
+                metrics.unlink(missing_ok=True)
+                self.observations.clear()
+            dist.barrier()
+            return 0, 0
+        path, run = found
+        load_checkpoint(path, self.parameters, self.optimizer)
+        if self.topology.is_main:
+            lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+            kept = [line for line in lines if json.loads(line)["step"] < run["step"]]
+            metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            print(f"dflop: going on from {path}", flush=True)
+        dist.barrier()
+        return run["step"], run["restarts"] + 1
+
+    def _start_publisher(self) -> SchedulePublisher:
+        publisher = SchedulePublisher(
+            self.topology.store.clone(),
+            self.config,
+            shapes=self.files.shapes,
+            costs=self.files.costs,
+            plan=self.files.plan,
+            first_step=self.first_step,
+        )
+        publisher.start()
+        return publisher
+
+
+def find_tokenizer(config: Config) -> Path:
+    """The tokenizer directory: the configured one, else the checkpoint's, else the bundled one."""
+    if config.model.tokenizer:
+        return Path(config.model.tokenizer)
+    return Path(config.model.path) if config.model.path else BUNDLED_TOKENIZER
+
+
+def _make_optimizer(stage: torch.nn.Module, config: Config) -> torch.optim.AdamW:
+    """AdamW; norms, biases and other vectors do not decay."""
+    trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.train.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]] or [{"params": [torch.zeros(1)]}], lr=config.train.lr)
+
+
+def _data_loader(dataset: MicrobatchLoader, stream: JobStream, num_workers: int) -> DataLoader:
+    return DataLoader(
+        dataset,
+        sampler=stream,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        multiprocessing_context="forkserver" if num_workers else None,
+        prefetch_factor=8 if num_workers else None,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _as_it_is(batch: object) -> object:
+    return batch
+
+
+def _is_finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
+
+
+def _sum_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    summed = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(summed)
+    return dict(zip(values, summed.tolist(), strict=True))
