@@ -177,7 +177,9 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
 @_config_option
 @click.option("--module", required=True, help="vision or llm.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--out", type=_FILE, required=True, help="Parquet file to write; sizes go beside it as *.parameters.parquet.")
+@click.option(
+    "--out", type=_FILE, required=True, help="Parquet file to write; sizes go beside it as *.parameters.parquet."
+)
 def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> None:
     """Measure a module's layers on this device: forward, backward and memory at several sizes."""
     import torch

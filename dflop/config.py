@@ -290,7 +290,9 @@ def _refuse_unknown_keys(section: type, values: Mapping[str, Any], where: str, p
             continue
         if is_list:
             if not isinstance(value, list):
-                raise UserError(f"{where}: `{name}` is {value!r}; it must be a list, each entry with {_keys_of(nested)}")
+                raise UserError(
+                    f"{where}: `{name}` is {value!r}; it must be a list, each entry with {_keys_of(nested)}"
+                )
             for index, entry in enumerate(value):
                 if not isinstance(entry, Mapping):
                     raise UserError(f"{where}: `{name}[{index}]` is {entry!r}; it must hold {_keys_of(nested)}")
@@ -388,7 +390,8 @@ def _check_devices(config: Config) -> None:
     if needed > cluster.num_devices:
         raise UserError(
             f"`plan.fixed` needs {needed} devices (each module its own), but `cluster` has {cluster.num_devices} "
-            f"({cluster.num_nodes} x {cluster.devices_per_node}); ask for fewer ranks or raise `cluster.devices_per_node`"
+            f"({cluster.num_nodes} x {cluster.devices_per_node}); "
+            "ask for fewer ranks or raise `cluster.devices_per_node`"
         )
     microbatches = fixed.num_microbatches
     if microbatches and microbatches > config.train.global_batch_size:

@@ -36,15 +36,33 @@ class Stage:
 STAGES: dict[str, Stage] = {
     "demo-data": Stage((), ("data/demo",)),
     "profile-shapes": Stage(
-        ("seed", "data", *_MODEL),
-        ("models/spec.py", "models/audio.py", "models/llava_onevision/shapes.py", "models/llava_onevision/presets.py")
-        + ("data/manifest.py", "data/media.py", "data/profile.py", "data/records.py", "data/text.py", "data/tokenizer"),
+        reads=("seed", "data", *_MODEL),
+        code=(
+            "models/spec.py",
+            "models/audio.py",
+            "models/llava_onevision/presets.py",
+            "models/llava_onevision/shapes.py",
+            "data/manifest.py",
+            "data/media.py",
+            "data/profile.py",
+            "data/records.py",
+            "data/text.py",
+            "data/tokenizer",
+        ),
     ),
     "merge-shapes": Stage(("seed", "data.sources", "data.samples_per_shard"), ("data/manifest.py",)),
     "profile-costs": Stage(
-        ("seed", *_MODEL, "cluster.device", "cluster.device_model", "cluster.devices_per_node")
-        + ("costs", "train.precision"),
-        ("models", "costs/measure.py"),
+        reads=(
+            "seed",
+            *_MODEL,
+            "cluster.device",
+            "cluster.device_model",
+            "cluster.devices_per_node",
+            "costs.source",
+            "costs.repeats",
+            "train.precision",
+        ),
+        code=("models", "costs/measure.py"),
     ),
     "fit-costs": Stage((), ("costs/fit.py", "costs/model.py")),
     "plan": Stage(

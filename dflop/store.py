@@ -187,7 +187,9 @@ def _open(path: Path, made_by: str) -> duckdb.DuckDBPyConnection:
         connection = duckdb.connect(str(path), read_only=True)
         row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
     except duckdb.Error as error:
-        raise UserError(f"{path} is not a dflop database ({str(error).splitlines()[0]}); remake it: `dflop {made_by}`") from None
+        raise UserError(
+            f"{path} is not a dflop database ({str(error).splitlines()[0]}); remake it: `dflop {made_by}`"
+        ) from None
     if row is None or row[0] != str(SCHEMA_VERSION):
         connection.close()
         raise UserError(

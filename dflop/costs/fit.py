@@ -40,8 +40,8 @@ def fit_costs(measurements: pl.DataFrame, parameters: pl.DataFrame) -> dict[str,
         held_out[np.random.default_rng(0).permutation(len(frame))[: round(len(frame) * _HELD_OUT_SHARE)]] = True
         if (~held_out).sum() < 6 or frame["num_layers"].n_unique() < 2:
             raise UserError(
-                f"{module} tp={tp}: {len(frame)} {direction} points at {frame['num_layers'].n_unique()} depth(s) are too "
-                "few for a fit; run `dflop profile-costs` again"
+                f"{module} tp={tp}: {len(frame)} {direction} points at {frame['num_layers'].n_unique()} depth(s) are "
+                "too few for a fit; run `dflop profile-costs` again"
             )
         design, seconds = _design(frame), frame["seconds"].to_numpy()
         trial = _fit(design[~held_out], seconds[~held_out])

@@ -65,13 +65,20 @@ def measure_module(
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with autocast:
         for depth, stage in stages.items():
-            points = _vision_points(stage, spec, device, dtype) if module != "llm" else _llm_points(stage, device, dtype)
+            points = (
+                _vision_points(stage, spec, device, dtype) if module != "llm" else _llm_points(stage, device, dtype)
+            )
             limit = {}
             for loads, form, forward in points:
                 if form in limit:
                     continue
-                progress(f"{module}: {depth} layer(s), " + ", ".join(f"{name} {count}" for name, count in loads.items() if count))
-                seconds = _measure_point(rows, loads | {"module": module, "tp": 1, "num_layers": depth}, forward, stage, repeats)
+                progress(
+                    f"{module}: {depth} layer(s), "
+                    + ", ".join(f"{name} {count}" for name, count in loads.items() if count)
+                )
+                seconds = _measure_point(
+                    rows, loads | {"module": module, "tp": 1, "num_layers": depth}, forward, stage, repeats
+                )
                 if seconds > _LONGEST_RUN_S:
                     limit[form] = seconds
     return Measured(pl.DataFrame(rows), _parameter_sizes(stages, spec, module))

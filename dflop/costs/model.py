@@ -115,11 +115,10 @@ class CostModel:
         self._require(module, tp)
         parameters = num_layers * self.parameter_bytes[module, tp, "layer"]
         per_layer = self.activations[module, tp, "layer"](loads)
+        kept = num_layers * per_layer
         if checkpointing:
             # Every layer's input is kept, and one layer at a time is recomputed in full.
             kept = num_layers * self.layer_input[module, tp](loads) + per_layer
-        else:
-            kept = num_layers * per_layer
         if with_rest:
             parameters += self.parameter_bytes[module, tp, "rest"]
             kept = kept + self.activations[module, tp, "rest"](loads)

@@ -113,9 +113,7 @@ def _modality(media: Sequence[Medium]) -> str:
     return "multi_image" if kinds == {"image"} and len(media) > 1 else kinds.pop()
 
 
-def _token_columns(
-    record: Record, counts: list[ItemCount], text: TokenizedText, max_llm_tokens: int
-) -> dict[str, Any]:
+def _token_columns(record: Record, counts: list[ItemCount], text: TokenizedText, max_llm_tokens: int) -> dict[str, Any]:
     if len(text.placeholders) != len(counts):
         detail = "the tokenizer's chat template drops or repeats media placeholders of this record"
         return {"reason": "placeholder_mismatch", "detail": detail}

@@ -91,11 +91,11 @@ def _media_paths(raw: dict[str, Any], kind: str) -> list[str]:
 
 
 def _turns(raw: dict[str, Any]) -> list[Turn]:
-    for key, role_key, text_key in (("conversations", "from", "value"), ("messages", "role", "content")):
-        if key in raw:
-            break
-    else:
+    forms = {"conversations": ("from", "value"), "messages": ("role", "content")}
+    key = next((key for key in forms if key in raw), None)
+    if key is None:
         raise RecordError("bad_record", "a record needs `conversations` or `messages`")
+    role_key, text_key = forms[key]
     if not isinstance(raw[key], list):
         raise RecordError("bad_record", f"`{key}` must be a list of turns")
     turns = []

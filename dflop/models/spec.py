@@ -83,7 +83,8 @@ def load_model_spec(model: ModelConfig) -> ModelSpec:
     hf_config = read_hf_config(Path(model.path))
     if hf_config.get("model_type") != model.family:
         raise UserError(
-            f"`model.path` {model.path} holds a {hf_config.get('model_type')!r} model, but `model.family` is {model.family!r}"
+            f"`model.path` {model.path} holds a {hf_config.get('model_type')!r} model, "
+            f"but `model.family` is {model.family!r}"
         )
     return family.make_spec(Path(model.path).name, hf_config)
 

@@ -97,13 +97,10 @@ def make_program(plan: Plan, frozen: Collection[str] = ()) -> Program:
         ]
         forwards = [_forward(microbatch, inputs, outputs) for microbatch in range(plan.num_microbatches)]
         backwards = [
-            _backward(microbatch, outputs, owed) if has_backward else []
-            for microbatch in range(plan.num_microbatches)
+            _backward(microbatch, outputs, owed) if has_backward else [] for microbatch in range(plan.num_microbatches)
         ]
         programs.append((*_one_forward_one_backward(forwards, backwards, ahead), Instruction(Op.SYNC_GRADIENTS)))
-    return Program(
-        workers=workers, edges=edges, num_microbatches=plan.num_microbatches, instructions=tuple(programs)
-    )
+    return Program(workers=workers, edges=edges, num_microbatches=plan.num_microbatches, instructions=tuple(programs))
 
 
 def _edges(plan: Plan) -> tuple[Edge, ...]:

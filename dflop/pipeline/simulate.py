@@ -172,7 +172,4 @@ def _walk_compiled(
                 clocks[worker] = ready + duration
                 done[worker] += 1
                 moved = True
-    for worker in range(num_workers):
-        if done[worker] < counts[worker]:
-            return False
-    return True
+    return (done == counts).all()

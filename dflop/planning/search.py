@@ -84,9 +84,7 @@ def search_plans(
     finalists = []
     for candidate in fitting[:_FINALISTS]:
         progress(str(candidate.plan))
-        finalists.append(
-            _price(config, spec, costs, samples, batches, candidate.plan, config.plan.search_batches)
-        )
+        finalists.append(_price(config, spec, costs, samples, batches, candidate.plan, config.plan.search_batches))
     within = [candidate for candidate in finalists if max(candidate.memory_bytes.values()) <= budget_bytes]
     return sorted(within or finalists, key=_rank_key) + fitting[_FINALISTS:]
 
@@ -130,9 +128,7 @@ def _price(
     plan: Plan,
     num_batches: int,
 ) -> Candidate:
-    pricer = Pricer(
-        plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
-    )
+    pricer = Pricer(plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision)
     scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="lpt"), config.seed)
     priced = [scheduler.price(step) for step in range(num_batches)]
     busy_s = {
@@ -140,9 +136,7 @@ def _price(
         for grid in plan.grids
     }
     step_s = float(np.mean([entry.step_s for entry in priced]))
-    memory_bytes = {
-        grid.module: max(entry.memory_bytes[grid.module] for entry in priced) for grid in plan.grids
-    }
+    memory_bytes = {grid.module: max(entry.memory_bytes[grid.module] for entry in priced) for grid in plan.grids}
     return Candidate(
         plan=plan,
         num_batches=num_batches,

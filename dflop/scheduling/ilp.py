@@ -1,9 +1,10 @@
 """The integer-programming policy: improves an assignment with CBC, in a process that can be killed.
 
 Takes a `BatchProblem` and a valid assignment, gives back one whose largest bucket is strictly smaller, or the very
-start with a status that says why. It pays where buckets hold a few samples each; with more, packing meets the goal. CBC may overrun its time limit, crash or be missing; none of this raises here. The
-model and the search are in `cbc_worker.py`. With a time limit that ends the search, equal calls may give different
-answers: decide in one place and hand the result to every rank.
+start with a status that says why. It pays where buckets hold two or three samples; with more, packing meets the goal.
+CBC may overrun its time limit, crash or be missing; none of this raises here. The model and the search are in
+`cbc_worker.py`. A search that the time limit ends may give another answer next time: decide in one place and hand the
+result to every rank.
 """
 
 import json

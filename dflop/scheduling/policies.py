@@ -248,7 +248,7 @@ def _relieve_largest(loads_s, weight, llm_tokens, bucket, load, tokens, count, c
 
 @njit(cache=True)
 def _even_out(loads_s, weight, llm_tokens, bucket, load, tokens, count, cap, goal, budget):
-    """Take every exchange that lowers the squares and stays below the goal or the largest bucket, until a sweep finds none."""
+    """Take the exchanges that lower the squares and stay below goal or largest bucket, until a sweep finds none."""
     num_samples, num_buckets = len(bucket), len(load)
     ceiling = max(load.max(), goal) * (1 - MIN_GAIN)
     spent, evened, changed = 0, False, True

@@ -154,7 +154,9 @@ class Pricer:
             loads = _only(grid.module, self._summed(shapes, replica, assignment.microbatch, grid.dp), slice(None))
             layers = self._layers[grid.module]
             stages = [
-                self._stage_peak(grid.module, stage, loads, min(plan.num_microbatches, self._in_flight(grid.module, stage)))
+                self._stage_peak(
+                    grid.module, stage, loads, min(plan.num_microbatches, self._in_flight(grid.module, stage))
+                )
                 for stage in range(len(layers))
             ]
             peaks[grid.module] = max(stages)
@@ -179,8 +181,8 @@ class Pricer:
             if free <= 0:
                 raise UserError(
                     f"{self.plan}: the LLM's parameters, gradients and optimiser state take "
-                    f"{memory.resident_bytes / 2**30:.1f} GiB a device, `cluster.memory_gib` is {self.cluster.memory_gib}; "
-                    "use more pipeline stages or devices with more memory"
+                    f"{memory.resident_bytes / 2**30:.1f} GiB a device, `cluster.memory_gib` is "
+                    f"{self.cluster.memory_gib}; use more pipeline stages or devices with more memory"
                 )
             per_token = (memory.activation_bytes[1] - memory.activation_bytes[0]) / 1000
             caps.append(int((free - memory.activation_bytes[0]) / max(per_token, 1e-9)))

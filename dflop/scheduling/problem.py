@@ -13,8 +13,8 @@ from dflop.errors import UserError
 
 __all__ = ["BatchProblem", "bucket_loads", "check_assignment", "goal_s", "lower_bound_s"]
 
-# Predicted costs are coarser than this, and to chase the rest locks the samples in place: with 512 samples in 64 buckets
-# the lighter module's largest bucket would end up to 30 % above its mean instead of 1 %.
+# Predicted costs are coarser than this, and to chase the rest locks the samples in place: with 512 samples in 64
+# buckets the lighter module's largest bucket would end up to 30 % above its mean instead of 1 %.
 GOAL_SLACK = 0.01
 
 

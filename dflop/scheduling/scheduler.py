@@ -77,7 +77,9 @@ class PricedBatch:
 class BatchScheduler:
     """`schedule(step)` for every step of a run. Close it (or use it as a context) to end the CBC process."""
 
-    def __init__(self, samples: SampleShapes, pricer: Pricer, batches: GlobalBatches, config: ScheduleConfig, seed: int):
+    def __init__(
+        self, samples: SampleShapes, pricer: Pricer, batches: GlobalBatches, config: ScheduleConfig, seed: int
+    ):
         self.samples, self.pricer, self.batches, self._config, self._seed = samples, pricer, batches, config, seed
         self._cbc: CbcProcess | None = None
 
@@ -86,7 +88,7 @@ class BatchScheduler:
         started = time.perf_counter()
         policy = policy or self._config.policy
         shapes = self.samples.take(self.batches[step])
-        assignment, step_s, status = self._decide(shapes, self.pricer.problem(shapes), step, policy)
+        assignment, status = self._decide(shapes, self.pricer.problem(shapes), step, policy)
         times = self.pricer.stage_times(shapes, assignment)
         timeline = self.pricer.timeline(times)
         order = np.lexsort((np.arange(len(shapes)), assignment.microbatch, assignment.llm_dp_rank))
@@ -118,7 +120,7 @@ class BatchScheduler:
     def price(self, step: int) -> PricedBatch:
         """Decide one step by the configured policy and say what it takes."""
         shapes = self.samples.take(self.batches[step])
-        assignment, _, _ = self._decide(shapes, self.pricer.problem(shapes), step, self._config.policy)
+        assignment, _ = self._decide(shapes, self.pricer.problem(shapes), step, self._config.policy)
         times = self.pricer.stage_times(shapes, assignment)
         timeline = self.pricer.timeline(times)
         return PricedBatch(
@@ -142,27 +144,24 @@ class BatchScheduler:
 
     def _decide(
         self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
-    ) -> tuple[Assignment, float, str]:
+    ) -> tuple[Assignment, str]:
         if policy == "random":
             buckets = random_buckets(problem, np.random.default_rng([self._seed, step]))
             check_assignment(problem, buckets)
-            assignment = self._split(shapes, problem, buckets)
-            return assignment, self.pricer.step_s(shapes, assignment), "random"
+            return self._split(shapes, problem, buckets), "random"
         balanced = lpt_buckets(problem)
-        best = (*self._best_order(shapes, problem, balanced), "lpt")
-        if policy == "ilp":
-            if self._cbc is None:
-                self._cbc = CbcProcess()
-            result = self._cbc.solve(problem, balanced, time_limit_s=self._config.time_limit_s)
-            assignment, step_s = self._best_order(shapes, problem, result.bucket)
-            if step_s < best[1]:
-                return assignment, step_s, f"ilp {result.status}"
-            return best[0], best[1], f"lpt, ilp {result.status}"
-        return best
+        assignment, step_s = self._best_order(shapes, problem, balanced)
+        if policy == "lpt":
+            return assignment, "lpt"
+        if self._cbc is None:
+            self._cbc = CbcProcess()
+        result = self._cbc.solve(problem, balanced, time_limit_s=self._config.time_limit_s)
+        improved, improved_s = self._best_order(shapes, problem, result.bucket)
+        if improved_s < step_s:
+            return improved, f"ilp {result.status}"
+        return assignment, f"lpt, ilp {result.status}"
 
-    def _best_order(
-        self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray
-    ) -> tuple[Assignment, float]:
+    def _best_order(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray) -> tuple[Assignment, float]:
         """The order of microbatches, as they come or small ones at both ends, with the shorter step."""
         check_assignment(problem, buckets)
         priced = []

@@ -5,7 +5,9 @@ process. It takes its request and then the trainer's progress on stdin, keeps `l
 that, and ends when stdin closes, so that it cannot outlive the trainer.
 """
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -73,17 +75,13 @@ class ScheduleService:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
 
     def _send(self, line: str) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # `next` will tell that the process is gone
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # `next` will tell that the process is gone
 
 
 def _serve() -> None:
@@ -123,3 +121,6 @@ class _Progress:
 
 if __name__ == "__main__":
     _serve()
+    sys.stdout.flush()
+    # The thread that reads stdin is still blocked in it; an orderly exit would tear the interpreter down under it.
+    os._exit(0)

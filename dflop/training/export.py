@@ -17,7 +17,14 @@ from dflop.pipeline import Plan, Worker
 
 __all__ = ["export_model"]
 
-_TOKENIZER_FILES = ("tokenizer*.json", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+_TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+)
 
 
 def export_model(

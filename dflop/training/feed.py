@@ -56,7 +56,9 @@ class SchedulePublisher(threading.Thread):
 
     def _open_stand_in(self, step: int) -> BatchScheduler:
         print(
-            f"dflop: the schedule service ended before step {step}; going on with policy lpt", file=sys.stderr, flush=True
+            f"dflop: the schedule service ended before step {step}; going on with policy lpt",
+            file=sys.stderr,
+            flush=True,
         )
         lpt = dataclasses.replace(self._config.schedule, policy="lpt")
         return open_scheduler(dataclasses.replace(self._config, schedule=lpt), **self._artifacts)

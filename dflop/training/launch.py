@@ -36,7 +36,10 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> No
     if loaded.world_size < per_node:
         per_node = loaded.world_size
     request = json.dumps({"config": select_keys(config, STAGES["train"].reads), **arguments})
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads_per_rank(config.cluster)), "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads_per_rank(config.cluster)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     command = [
         sys.executable,
         "-m",

@@ -5,8 +5,10 @@ target tokens, clip by the global norm, update. One small all-reduce a step tell
 norm and how busy the ranks were.
 """
 
+import itertools
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ class Trainer:
         self.first_step, self.restarts = self._resume()
         self.feed = ScheduleFeed(self.topology.store)
         self.publisher = self._start_publisher() if self.topology.is_main else None
-        loader = MicrobatchLoader(
+        dataset = MicrobatchLoader(
             records=TrainingRecords(list_sources(config.data), config.seed),
             rules=spec.rules,
             video=config.data.video,
@@ -90,14 +92,12 @@ class Trainer:
             num_encoder_ranks=self.plan.grids[0].dp,
             pixels=None if worker.module == "llm" else self.pixels,
         )
-        stream = JobStream(
-            self.feed, worker, self.plan.num_microbatches, range(self.first_step, config.train.steps)
-        )
+        stream = JobStream(self.feed, worker, self.plan.num_microbatches, range(self.first_step, config.train.steps))
         self.work = make_work(
             self.stage,
             program=self.program,
             worker_index=self.topology.worker_index,
-            loader=iter(_data_loader(loader, stream, config.train.loader_workers)),
+            loader=_started(_data_loader(dataset, stream, config.train.loader_workers)),
             autocast=torch.autocast(
                 self.topology.device.type, torch.bfloat16, enabled=config.train.precision == "bf16"
             ),
@@ -105,6 +105,9 @@ class Trainer:
             num_replicas=self.topology.num_replicas,
             hidden_size=spec.module("llm").hidden_size,
         )
+        dist.barrier()
+        # Until here everybody started up; from here on a wait is a wait.
+        self.feed.waited_s.clear()
 
     def train(self) -> None:
         """Run the remaining steps, then write the model."""
@@ -135,9 +138,7 @@ class Trainer:
         schedule = self.feed.get(step)
         self.work.begin_step(schedule)
         zero_s = time.monotonic()
-        spans = run_instructions(
-            self.program.instructions[self.topology.worker_index], self.work, self.topology.links
-        )
+        spans = run_instructions(self.program.instructions[self.topology.worker_index], self.work, self.topology.links)
         totals = self._update(step, schedule, spans)
         step_s = time.monotonic() - started
         self.observations.add(step, schedule, self.topology.worker_index, spans, zero_s)
@@ -207,7 +208,8 @@ class Trainer:
             file.write(json.dumps(line) + "\n")
         print(
             f"step {step + 1}/{self.config.train.steps}  loss {totals['loss']:.3f}  {step_s:.2f} s  "
-            f"{line['num_tokens'] / step_s:,.0f} tokens/s  idle {idle:.0%}  schedule wait {totals['wait_s'] * 1e3:.1f} ms",
+            f"{line['num_tokens'] / step_s:,.0f} tokens/s  idle {idle:.0%}  "
+            f"schedule wait {totals['wait_s'] * 1e3:.1f} ms",
             flush=True,
         )
 
@@ -274,7 +276,9 @@ def _make_optimizer(stage: torch.nn.Module, config: Config) -> torch.optim.AdamW
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.train.weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]] or [{"params": [torch.zeros(1)]}], lr=config.train.lr)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]] or [{"params": [torch.zeros(1)]}], lr=config.train.lr
+    )
 
 
 def _data_loader(dataset: MicrobatchLoader, stream: JobStream, num_workers: int) -> DataLoader:
@@ -288,6 +292,13 @@ def _data_loader(dataset: MicrobatchLoader, stream: JobStream, num_workers: int)
         prefetch_factor=8 if num_workers else None,
         pin_memory=torch.cuda.is_available(),
     )
+
+
+def _started(loader: DataLoader) -> Iterator:
+    """The loader's batches, the first one loaded already: starting its processes takes seconds."""
+    batches = iter(loader)
+    first = next(batches, None)
+    return iter(()) if first is None else itertools.chain([first], batches)
 
 
 def _as_it_is(batch: object) -> object:

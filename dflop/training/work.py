@@ -98,7 +98,9 @@ class VisionWork(_Work):
         batch = loaded.batch
         dtype = next(self.stage.parameters()).dtype
         return VisualBatch(
-            items=batch.items.to(self.device, dtype, non_blocking=True), media=batch.media, kept_tokens=batch.kept_tokens
+            items=batch.items.to(self.device, dtype, non_blocking=True),
+            media=batch.media,
+            kept_tokens=batch.kept_tokens,
         )
 
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -158,7 +160,9 @@ class LlmWork(_Work):
 
     def _features(self, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """What each encoder replica sent, in the replicas' order; nothing where it had no sample."""
-        by_encoder = {self.program.workers[self.program.edges[edge].source].dp_rank: leaves.get(edge) for edge in self._incoming()}
+        by_encoder = {
+            self.program.workers[self.program.edges[edge].source].dp_rank: leaves.get(edge) for edge in self._incoming()
+        }
         nothing = torch.zeros(0, self._hidden_size, device=self.device)
         return [
             nothing if by_encoder.get(rank) is None else by_encoder[rank] for rank in range(len(batch.visual_positions))

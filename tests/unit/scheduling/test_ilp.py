@@ -18,8 +18,8 @@ from dflop.scheduling import (
     CbcProcess,
     bucket_loads,
     check_assignment,
+    goal_s,
     ilp_buckets,
-    lower_bound_s,
     lpt_buckets,
     random_buckets,
 )
@@ -33,10 +33,10 @@ def cbc():
         yield process
 
 
-def make_problem(seed, *, num_samples, num_microbatches, max_bucket_tokens=None, num_shapes=None):
+def make_problem(seed, *, num_samples, num_microbatches, spread=0.5, max_bucket_tokens=None, num_shapes=None):
     """Lognormal loads in two modules; with `num_shapes` the samples repeat that many shapes."""
     rng = np.random.default_rng(seed)
-    loads_s = np.exp(rng.normal(size=(num_samples, 2)) * 0.5) * [0.008, 0.01]
+    loads_s = np.exp(rng.normal(size=(num_samples, 2)) * spread) * [0.008, 0.01]
     if num_shapes is not None:
         loads_s = loads_s[rng.integers(num_shapes, size=num_samples)]
     return BatchProblem(
@@ -49,10 +49,10 @@ def make_problem(seed, *, num_samples, num_microbatches, max_bucket_tokens=None,
 
 
 def hard_problem(seed=0):
-    """Its packing stays above the bound and CBC cannot prove an optimum within seconds."""
-    problem = make_problem(seed, num_samples=64, num_microbatches=16)
+    """Its packing misses the goal, and CBC cannot prove an optimum within seconds."""
+    problem = make_problem(seed, num_samples=128, num_microbatches=64, spread=0.25)
     start = lpt_buckets(problem)
-    assert bucket_loads(problem, start).max() > lower_bound_s(problem) * 1.0005
+    assert bucket_loads(problem, start).max() > goal_s(problem)
     return problem, start
 
 
@@ -67,20 +67,28 @@ def smallest_possible_s(problem):
     return best
 
 
+def assert_solved(problem, result):
+    """The search stops at the optimum, or at the goal where that comes first."""
+    optimum_s = smallest_possible_s(problem)
+    if result.status == "optimal":
+        assert result.objective_s == pytest.approx(optimum_s, rel=1e-3)
+    else:
+        assert optimum_s <= result.objective_s * (1 + 1e-9)
+        assert result.objective_s <= goal_s(problem) * (1 + 1e-3)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_small_batch_is_solved_to_its_optimum(cbc, seed):
     problem = make_problem(seed, num_samples=7, num_microbatches=3)
     result = cbc.solve(problem, random_buckets(problem, np.random.default_rng(seed)), time_limit_s=5.0)
-    assert result.status == "optimal"
-    assert result.objective_s == pytest.approx(smallest_possible_s(problem), rel=1e-3)
+    assert_solved(problem, result)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_repeated_shapes_are_counted_and_still_solved_to_the_optimum(cbc, seed):
     problem = make_problem(seed, num_samples=8, num_microbatches=3, num_shapes=3)
     result = cbc.solve(problem, random_buckets(problem, np.random.default_rng(seed)), time_limit_s=5.0)
-    assert result.status == "optimal"
-    assert result.objective_s == pytest.approx(smallest_possible_s(problem), rel=1e-3)
+    assert_solved(problem, result)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -90,8 +98,7 @@ def test_the_optimum_under_a_token_cap_keeps_the_cap(cbc, seed):
     problem = make_problem(seed, num_samples=7, num_microbatches=3, max_bucket_tokens=cap)
     result = cbc.solve(problem, random_buckets(problem, np.random.default_rng(seed)), time_limit_s=5.0)
     check_assignment(problem, result.bucket)
-    assert result.status == "optimal"
-    assert result.objective_s == pytest.approx(smallest_possible_s(problem), rel=1e-3)
+    assert_solved(problem, result)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -121,11 +128,11 @@ def test_no_time_means_no_gain(cbc):
     assert (result.status, result.bucket is start) == ("no_gain", True)
 
 
-def test_a_start_at_the_lower_bound_needs_no_solver():
+def test_a_start_that_meets_the_goal_needs_no_solver():
     problem = make_problem(0, num_samples=3, num_microbatches=3)
     with CbcProcess() as cbc:
         result = cbc.solve(problem, np.array([0, 1, 2]), time_limit_s=1.0)
-        assert (result.status, cbc.pid) == ("optimal", None)
+        assert (result.status, cbc.pid) == ("good_enough", None)
 
 
 def test_an_oversized_batch_is_not_tried():
@@ -193,7 +200,7 @@ def test_a_python_that_does_not_start_is_unavailable(monkeypatch, tmp_path):
 def test_the_child_ends_with_its_parent_even_amid_a_solve():
     problem, start = hard_problem()
     request = {
-        "loads": (problem.loads_s / lower_bound_s(problem)).tolist(),
+        "loads": (problem.loads_s / goal_s(problem)).tolist(),
         "tokens": problem.llm_tokens.tolist(),
         "kind": list(range(problem.num_samples)),
         "bucket": start.tolist(),

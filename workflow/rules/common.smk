@@ -1,0 +1,109 @@
+"""What the rules share: the checked config, the shards of the sources, resources for GPU jobs."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from dflop.config import load_config, select_keys
+from dflop.data.manifest import list_shards, list_sources
+from dflop.errors import UserError
+from dflop.models.spec import load_model_spec
+from dflop.stages import STAGES
+
+
+def stop_with(error):
+    """A mistake in the config or the data's manifests: one line, no traceback."""
+    print(f"dflop: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+try:
+    CONFIG = load_config(dict(config))
+    SOURCES = list_sources(CONFIG.data)
+    MODULES = [module.name for module in load_model_spec(CONFIG.model).modules]
+except UserError as error:
+    stop_with(error)
+
+RESULTS = f"results/{CONFIG.run}"
+DEMO_DATA = "results/demo-data"
+
+# Rules named by `--cache` (or a profile's `cache:`) keep their outputs here for all runs of this checkout.
+os.environ.setdefault("SNAKEMAKE_OUTPUT_CACHE", str(Path(".snakemake/output-cache").absolute()))
+Path(os.environ["SNAKEMAKE_OUTPUT_CACHE"]).mkdir(parents=True, exist_ok=True)
+
+
+def config_for(stage, **replaced):
+    """The config keys that a stage reads, as JSON text for `--config`; `replaced` puts sections in place."""
+    return json.dumps(select_keys(CONFIG, STAGES[stage].reads) | replaced, sort_keys=True)
+
+
+def code_of(stage):
+    """Digest of the code behind a stage, for params: Snakemake itself sees only the shell text."""
+    return STAGES[stage].code_digest
+
+
+def is_demo(source):
+    return source.path.as_posix().startswith(f"{DEMO_DATA}/")
+
+
+def shards_of(source):
+    """A source's shards; the demo's manifests are made first."""
+    if is_demo(source):
+        checkpoints.demo_data.get()
+    try:
+        return list_shards(source, CONFIG.data.samples_per_shard, CONFIG.seed)
+    except UserError as error:
+        stop_with(error)
+
+
+def source_of_shard(name):
+    return next(source for source in SOURCES if any(shard.name == name for shard in shards_of(source)))
+
+
+def config_for_shard(wildcards):
+    """As `config_for`, with the shard's own source alone: other sources do not matter to it."""
+    source = source_of_shard(wildcards.shard)
+    part = json.loads(config_for("profile-shapes"))
+    part["data"]["sources"] = [
+        {
+            "name": source.name,
+            "path": str(source.path),
+            "media_root": str(source.media_root),
+            "sampling": source.sampling,
+        }
+    ]
+    return json.dumps(part, sort_keys=True)
+
+
+def all_shards(wildcards=None):
+    return [shard.name for source in SOURCES for shard in shards_of(source)]
+
+
+for source in SOURCES:
+    if not is_demo(source):
+        shards_of(source)  # a missing manifest stops here, before any job
+
+
+def one_device():
+    """Resources of a job on one device."""
+    if CONFIG.cluster.device == "cpu":
+        return {}
+    return {"gres": "gpu:1"}
+
+
+def all_devices():
+    """Resources of the training job: every node with all its devices."""
+    if CONFIG.cluster.device == "cpu" and CONFIG.cluster.num_nodes == 1:
+        return {}
+    per_node = {} if CONFIG.cluster.device == "cpu" else {"gres": f"gpu:{CONFIG.cluster.devices_per_node}"}
+    if CONFIG.cluster.num_nodes == 1:
+        return per_node
+    nodes = CONFIG.cluster.num_nodes
+    return per_node | {"nodes": nodes, "tasks": nodes, "tasks_per_gpu": 0, "mpi": "srun"}
+
+
+def launcher():
+    """Prefix of the training command: one task a node where there are several."""
+    nodes = CONFIG.cluster.num_nodes
+    return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1" if nodes > 1 else ""

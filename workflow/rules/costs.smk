@@ -1,0 +1,34 @@
+"""What a microbatch costs: each module's layers measured on the device, then fitted."""
+
+
+rule profile_costs:
+    output:
+        measurements=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parquet",
+        parameters=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parameters.parquet",
+        device=f"{RESULTS}/costs/{{module}}.tp{{tp}}.device.parquet",
+    log:
+        f"{RESULTS}/logs/profile_costs/{{module}}.tp{{tp}}.log",
+    cache: "omit-software"
+    # All cores, so that nothing else runs beside a measurement.
+    threads: workflow.cores or 1
+    resources:
+        **one_device(),
+    params:
+        config=config_for("profile-costs"),
+        code=code_of("profile-costs"),
+    shell:
+        "dflop profile-costs --config {params.config:q} --module {wildcards.module} --tp {wildcards.tp}"
+        " --out {output.measurements} > {log} 2>&1"
+
+
+rule fit_costs:
+    input:
+        [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in CONFIG.costs.tp_sizes],
+    output:
+        f"{RESULTS}/costs.duckdb",
+    log:
+        f"{RESULTS}/logs/fit_costs.log",
+    params:
+        code=code_of("fit-costs"),
+    shell:
+        "dflop fit-costs {input} --out {output} > {log} 2>&1"

@@ -1,0 +1,37 @@
+"""Which layout to use, and how it regroups the first batches."""
+
+
+rule search_plan:
+    input:
+        shapes=f"{RESULTS}/shapes.duckdb",
+        costs=f"{RESULTS}/costs.duckdb",
+    output:
+        plan=f"{RESULTS}/plan.yaml",
+        candidates=f"{RESULTS}/candidates.parquet",
+    log:
+        f"{RESULTS}/logs/search_plan.log",
+    cache: "omit-software"
+    params:
+        config=config_for("plan"),
+        code=code_of("plan"),
+    shell:
+        "dflop plan --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
+        " --out {output.plan} --candidates {output.candidates} > {log} 2>&1"
+
+
+rule preview_schedule:
+    input:
+        shapes=f"{RESULTS}/shapes.duckdb",
+        costs=f"{RESULTS}/costs.duckdb",
+        plan=f"{RESULTS}/plan.yaml",
+    output:
+        samples=f"{RESULTS}/schedule.parquet",
+        stages=f"{RESULTS}/schedule_stages.parquet",
+    log:
+        f"{RESULTS}/logs/preview_schedule.log",
+    params:
+        config=config_for("schedule"),
+        code=code_of("schedule"),
+    shell:
+        "dflop schedule --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
+        " --plan {input.plan} --out {output.samples} > {log} 2>&1"

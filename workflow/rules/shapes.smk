@@ -1,0 +1,41 @@
+"""What the data looks like: shapes of every sample, shard by shard, merged into one database."""
+
+
+checkpoint demo_data:
+    output:
+        train=f"{DEMO_DATA}/train.json",
+        audio=f"{DEMO_DATA}/audio.json",
+    log:
+        "results/logs/demo_data.log",
+    params:
+        code=code_of("demo-data"),
+    shell:
+        "dflop demo-data --out $(dirname {output.train}) > {log} 2>&1"
+
+
+rule profile_shapes:
+    output:
+        f"{RESULTS}/shapes/{{shard}}.parquet",
+    log:
+        f"{RESULTS}/logs/profile_shapes/{{shard}}.log",
+    params:
+        config=config_for_shard,
+        code=code_of("profile-shapes"),
+    shell:
+        "dflop profile-shapes --config {params.config:q} --shard {wildcards.shard} --out {output} > {log} 2>&1"
+
+
+rule merge_shapes:
+    input:
+        lambda wildcards: [f"{RESULTS}/shapes/{shard}.parquet" for shard in all_shards()],
+    output:
+        f"{RESULTS}/shapes.duckdb",
+    log:
+        f"{RESULTS}/logs/merge_shapes.log",
+    params:
+        config=config_for("merge-shapes"),
+        shards=lambda wildcards: all_shards(),
+        folder=f"{RESULTS}/shapes",
+        code=code_of("merge-shapes"),
+    shell:
+        "dflop merge-shapes --config {params.config:q} --shapes {params.folder} --out {output} > {log} 2>&1"
