@@ -8,6 +8,7 @@ what would be right. What comes out is a tree of frozen dataclasses. `config/REA
 import dataclasses
 import difflib
 import json
+import math
 import re
 import types
 import typing
@@ -209,6 +210,8 @@ _ABOVE_ZERO = (
     "train.grad_clip",
 )
 _NOT_NEGATIVE = ("seed", "train.weight_decay", "train.warmup_steps", "train.loader_workers")
+_NOT_EMPTY = ("costs.tp_sizes", "plan.placements")
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SAMPLING = re.compile(r"all|(first|end|random):\d+(\.\d+)?%?")
 
@@ -224,12 +227,15 @@ def load_config(*layers: Path | str | Mapping[str, Any]) -> Config:
     node = OmegaConf.structured(Config)
     for layer in layers:
         values, where = _read_layer(layer)
-        _refuse_unknown_keys(Config, values, where)
+        _refuse_misfits(Config, values, where)
         try:
             node = OmegaConf.merge(node, values)
         except OmegaConfBaseException as error:
             raise UserError(_type_message(error, values, where)) from None
-    config: Config = OmegaConf.to_object(node)
+    try:
+        config: Config = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:  # a `${…}` that leads nowhere
+        raise UserError(f"`{error.full_key}`: {str(error).splitlines()[0]}") from None
     _check_values(config)
     return config
 
@@ -277,7 +283,7 @@ def _read_layer(layer: Path | str | Mapping[str, Any]) -> tuple[dict[str, Any], 
     return values, str(path)
 
 
-def _refuse_unknown_keys(section: type, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
+def _refuse_misfits(section: type, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
     hints = typing.get_type_hints(section)
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -286,7 +292,13 @@ def _refuse_unknown_keys(section: type, values: Mapping[str, Any], where: str, p
             way_out = f"did you mean `{prefix}{near[0]}`?" if near else f"known here: {', '.join(hints)}"
             raise UserError(f"{where}: unknown key `{name}` (value {value!r}); {way_out}")
         nested, is_list = _nested_section(hints[key])
-        if nested is None or value is None:
+        if value is None:
+            if types.NoneType not in typing.get_args(hints[key]):
+                raise UserError(f"{where}: `{name}` is null; it must be {_kind_of(hints[key])}")
+            continue
+        if nested is None:
+            if isinstance(value, Mapping) or isinstance(value, list) != is_list:
+                raise UserError(f"{where}: `{name}` is {value!r}; it must be {_kind_of(hints[key])}")
             continue
         if is_list:
             if not isinstance(value, list):
@@ -296,9 +308,9 @@ def _refuse_unknown_keys(section: type, values: Mapping[str, Any], where: str, p
             for index, entry in enumerate(value):
                 if not isinstance(entry, Mapping):
                     raise UserError(f"{where}: `{name}[{index}]` is {entry!r}; it must hold {_keys_of(nested)}")
-                _refuse_unknown_keys(nested, entry, where, f"{name}[{index}].")
+                _refuse_misfits(nested, entry, where, f"{name}[{index}].")
         elif isinstance(value, Mapping):
-            _refuse_unknown_keys(nested, value, where, f"{name}.")
+            _refuse_misfits(nested, value, where, f"{name}.")
         else:
             raise UserError(f"{where}: `{name}` is {value!r}; it must hold the keys {_keys_of(nested)}")
 
@@ -322,13 +334,28 @@ def _type_message(error: OmegaConfBaseException, values: Mapping[str, Any], wher
             value = value[int(name)] if isinstance(value, list) else value[name]
         except (KeyError, IndexError, ValueError, TypeError):
             return f"{where}: `{key}`: {str(error).splitlines()[0]}"
-    wanted = re.search(r"(Integer|Float|Boolean|String|Bool)", str(error).splitlines()[0])
-    kind = {"Integer": "a whole number", "Float": "a number", "String": "a text"}.get(
-        wanted.group(1) if wanted else "", "true or false" if wanted else "another type"
-    )
-    if value is None:
-        return f"{where}: `{key}` is null; it must be {kind if wanted else 'given'}"
-    return f"{where}: `{key}` is {value!r}; it must be {kind}"
+    if isinstance(value, str) and "${" in value:
+        return f"{where}: `{key}` is {value!r}: {str(error).splitlines()[0]}"
+    return f"{where}: `{key}` is {value!r}; it must be {_kind_at(key)}"
+
+
+def _kind_at(key: str) -> str:
+    """What the value at a dotted key must be, in words."""
+    hint: Any = Config
+    for name in re.findall(r"[^.\[\]]+", key):
+        section, _ = _nested_section(hint)
+        hint = typing.get_args(hint)[0] if name.isdigit() or section is None else typing.get_type_hints(section)[name]
+    return _kind_of(hint)
+
+
+def _kind_of(hint: Any) -> str:
+    if typing.get_origin(hint) is list:
+        return "a list"
+    section, _ = _nested_section(hint)
+    if section is not None:
+        return f"a section with the keys {_keys_of(section)}"
+    arguments = [item for item in typing.get_args(hint) if item is not types.NoneType]
+    return _KINDS[arguments[0] if arguments else hint]
 
 
 def _values_at(config: Config, key: str) -> list[tuple[str, Any]]:
@@ -352,13 +379,16 @@ def _check_values(config: Config) -> None:
                 raise UserError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}")
     for keys, holds, wanted in (
         (_AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
-        (_ABOVE_ZERO, lambda number: number > 0, "above 0"),
-        (_NOT_NEGATIVE, lambda number: number >= 0, "0 or more"),
+        (_ABOVE_ZERO, lambda number: number > 0, "above 0 and finite"),
+        (_NOT_NEGATIVE, lambda number: number >= 0, "0 or more, and finite"),
     ):
         for key in keys:
             for name, value in _values_at(config, key):
-                if not holds(value):
+                if not (isinstance(value, (int, float)) and value < math.inf and holds(value)):
                     raise UserError(f"`{name}` is {value}; it must be {wanted}")
+    for key in _NOT_EMPTY:
+        if not _values_at(config, key):
+            raise UserError(f"`{key}` is empty; it must hold at least one value")
     if not _RUN_NAME.fullmatch(config.run):
         raise UserError(
             f"`run` is {config.run!r}; it names a folder under results/: use letters, digits, dot, dash and underscore"

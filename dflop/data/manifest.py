@@ -94,7 +94,8 @@ def read_manifest(source: Source, seed: int) -> list[Any]:
         raise UserError(f"the manifest {source.path} cannot be read: {error}") from None
     try:
         if source.path.suffix == ".jsonl":
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+            # Not splitlines(), which also cuts at U+2028 and others that JSON texts may hold.
+            records = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             records = json.loads(text)
     except json.JSONDecodeError as error:

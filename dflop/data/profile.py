@@ -12,7 +12,7 @@ import polars as pl
 
 from dflop.config import VideoConfig
 from dflop.data.media import audio_seconds, frame_indices, image_size, video_header
-from dflop.data.records import Medium, Record, RecordError, parse_record, resolve_medium
+from dflop.data.records import Medium, Record, RecordError, parse_record, record_id, resolve_medium
 from dflop.data.text import ChatTokenizer, TokenizedText
 from dflop.models import ItemCount, ShapeRules
 from dflop.store import SHARD_SCHEMA
@@ -40,7 +40,7 @@ def profile_records(
         usable = [outcome for outcome in outcomes if isinstance(outcome[1], dict)]
         texts = iter(tokenizer.encode([outcome[0].turns for outcome in usable]))
         for offset, (record, shape, counts) in enumerate(outcomes):
-            row = {"row": start + offset, "sample_id": record.sample_id if record else _raw_id(batch[offset])}
+            row = {"row": start + offset, "sample_id": record_id(batch[offset])}
             if isinstance(shape, RecordError):
                 row |= {"reason": shape.reason, "detail": shape.detail}
             else:
@@ -59,10 +59,6 @@ def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: 
     repeats[text.placeholders] = list(num_tokens)
     token_ids = np.repeat(text.token_ids, repeats)[:max_llm_tokens]
     return token_ids, np.repeat(text.is_target, repeats)[:max_llm_tokens]
-
-
-def _raw_id(raw: Any) -> str | None:
-    return str(raw["id"]) if isinstance(raw, dict) and raw.get("id") is not None else None
 
 
 def _read(raw: Any, media_root: Path, rules: ShapeRules, video: VideoConfig):

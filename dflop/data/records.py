@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MEDIA_KINDS", "Medium", "Record", "RecordError", "Turn", "parse_record", "resolve_medium"]
+__all__ = ["MEDIA_KINDS", "Medium", "Record", "RecordError", "Turn", "parse_record", "record_id", "resolve_medium"]
 
 MEDIA_KINDS = ("image", "video", "audio")
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
 
@@ -57,8 +58,13 @@ def parse_record(raw: Any) -> Record:
         raise RecordError("bad_record", f"a record is an object, this is a {type(raw).__name__}")
     by_kind = {kind: _media_paths(raw, kind) for kind in MEDIA_KINDS}
     turns, media = _match_placeholders(_turns(raw), by_kind)
-    sample_id = raw.get("id")
-    return Record(None if sample_id is None else str(sample_id), tuple(media), tuple(turns))
+    return Record(record_id(raw), tuple(media), tuple(turns))
+
+
+def record_id(raw: Any) -> str | None:
+    """The id that a raw record gives itself; half surrogate pairs, which JSON may hold, are written as escapes."""
+    given = raw.get("id") if isinstance(raw, dict) else None
+    return None if given is None else str(given).encode("utf-8", "backslashreplace").decode()
 
 
 def resolve_medium(media_root: Path, medium: Medium) -> Path:
@@ -70,11 +76,12 @@ def resolve_medium(media_root: Path, medium: Medium) -> Path:
     root = media_root.resolve()
     try:
         path = (root / medium.path).resolve()
-    except (OSError, ValueError) as error:
+        is_file = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that lead in a circle
         raise RecordError("missing_media", f"{medium.path!r}: {error}") from None
     if not path.is_relative_to(root):
         raise RecordError("path_escape", f"{medium.path} lies outside the media root {media_root}")
-    if not path.is_file():
+    if not is_file:
         raise RecordError("missing_media", f"{medium.path} is not a file under {media_root}")
     return path
 
@@ -85,7 +92,7 @@ def _media_paths(raw: dict[str, Any], kind: str) -> list[str]:
         return []
     paths = value if isinstance(value, list) else [value]
     for path in paths:
-        if not isinstance(path, str):
+        if not _is_text(path):
             raise RecordError("bad_record", f"`{kind}` holds {path!r}; it must be a path or a list of paths")
     return paths
 
@@ -100,15 +107,20 @@ def _turns(raw: dict[str, Any]) -> list[Turn]:
         raise RecordError("bad_record", f"`{key}` must be a list of turns")
     turns = []
     for entry in raw[key]:
-        if not isinstance(entry, dict) or not isinstance(entry.get(text_key), str):
+        if not isinstance(entry, dict) or not _is_text(entry.get(text_key)):
             raise RecordError("bad_record", f"a turn of `{key}` needs `{role_key}` and a text in `{text_key}`")
-        role = _ROLES.get(entry.get(role_key))
-        if role is None:
-            raise RecordError("bad_record", f"unknown speaker {entry.get(role_key)!r}; known: {', '.join(_ROLES)}")
-        turns.append(Turn(role, entry[text_key]))
+        speaker = entry.get(role_key)
+        if not isinstance(speaker, str) or speaker not in _ROLES:
+            raise RecordError("bad_record", f"unknown speaker {speaker!r}; known: {', '.join(_ROLES)}")
+        turns.append(Turn(_ROLES[speaker], entry[text_key]))
     if not any(turn.role == "assistant" and turn.content.strip() for turn in turns):
         raise RecordError("empty", "no turn of the assistant holds any text: there is nothing to learn")
     return turns
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a str without half surrogate pairs, which no tokenizer, table or file system takes."""
+    return isinstance(value, str) and not _HALF_PAIR.search(value)
 
 
 def _match_placeholders(turns: list[Turn], by_kind: dict[str, list[str]]) -> tuple[list[Turn], list[Medium]]:

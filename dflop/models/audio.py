@@ -20,6 +20,8 @@ def whisper_audio(seconds: float) -> ItemCount:
     num_tokens = 0
     for index in range(num_windows):
         window_s = min(_WINDOW_S, seconds - index * _WINDOW_S)
-        after_convolution = (max(1, round(window_s * _MEL_FRAMES_PER_S)) - 1) // 2 + 1
+        # A frame begins every 10 ms, the last one cut off; rounding keeps 1.1 * 100 from being 110.00000000000001.
+        mel_frames = max(1, math.ceil(round(window_s * _MEL_FRAMES_PER_S, 6)))
+        after_convolution = (mel_frames - 1) // 2 + 1
         num_tokens += max(1, (after_convolution - 2) // 2 + 1)
     return ItemCount(num_windows, num_tokens)

@@ -37,6 +37,7 @@ class Plan:
     schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
+        assert self.grids[-1].module == "llm", "the LLM's grid stands last"
         tile_world(self.grids, self.world_size)
         for encoder in self.grids[:-1]:
             if encoder.pp > 1:
@@ -101,7 +102,9 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
                 pp=grid["pp"],
                 rank_offset=grid["rank_offset"],
             )
-            for module, grid in values["grids"].items()
+            for module, grid in sorted(
+                values["grids"].items(), key=lambda entry: (entry[0] == "llm", entry[1]["rank_offset"])
+            )
         ),
         num_microbatches=values["num_microbatches"],
         checkpointing=values["checkpointing"],

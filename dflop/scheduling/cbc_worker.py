@@ -10,6 +10,7 @@ exactly, then takes the next few, and takes more buckets at once where that goes
 neighbourhood, and their optimum is proven.
 """
 
+import gc
 import json
 import os
 import queue
@@ -43,6 +44,8 @@ def main() -> None:
     while True:
         request = requests.get()
         try:
+            # python-mip's models are cycles that hold C memory, which the collector does not count.
+            gc.collect()
             bucket, proven = improve(**request)
             _answer(answers, {"bucket": bucket.tolist(), "proven": proven})
         except Exception as error:  # The parent counts it and says it; the next problem may be fine.

@@ -145,14 +145,24 @@ class CbcProcess:
             except OSError as error:
                 self._unavailable = str(error)
             except _ChildError as error:
-                self.close()
+                self.close()  # It may have answered that it has no CBC.
                 self._unavailable = error.detail or f"the CBC process {error.status} while it started"
         if self._unavailable is not None:
             raise _ChildError("unavailable", self._unavailable)
 
     def _exchange(self, request: bytes, timeout_s: float) -> dict:
         """Write the request and read one line, both within the timeout: a stopped child does not drain its pipe."""
-        deadline = time.monotonic() + timeout_s
+        try:
+            message = json.loads(self._converse(request, time.monotonic() + timeout_s))
+        except BaseException:
+            # Even after Ctrl-C: a late answer must not be taken for the next problem's.
+            self.close()
+            raise
+        if "error" in message:
+            raise _ChildError("failed", message["error"])
+        return message
+
+    def _converse(self, request: bytes, deadline: float) -> bytes:
         stdin, stdout = self._child.stdin.fileno(), self._child.stdout.fileno()
         answer = bytearray()
         with selectors.DefaultSelector() as selector:
@@ -160,29 +170,22 @@ class CbcProcess:
             if request:
                 selector.register(stdin, selectors.EVENT_WRITE)
             while not answer.endswith(b"\n"):
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                ready = {key.fd for key, _ in selector.select(max(0.0, deadline - time.monotonic()))}
                 if not ready:
-                    self.close()
                     raise _ChildError("timeout")
-                for key, _ in ready:
-                    if key.fd == stdout:
-                        received = os.read(stdout, 1 << 16)
-                        if not received:
-                            self.close()
-                            raise _ChildError("died")
-                        answer += received
-                    else:
-                        try:
-                            request = request[os.write(stdin, request) :]
-                        except BrokenPipeError:
-                            self.close()
-                            raise _ChildError("died") from None
-                        if not request:
-                            selector.unregister(stdin)
-        message = json.loads(answer)
-        if "error" in message:
-            raise _ChildError("failed", message["error"])
-        return message
+                if stdout in ready:
+                    received = os.read(stdout, 1 << 16)
+                    if not received:
+                        raise _ChildError("died")
+                    answer += received
+                if stdin in ready:
+                    try:
+                        request = request[os.write(stdin, request) :]
+                    except BrokenPipeError:
+                        raise _ChildError("died") from None
+                    if not request:
+                        selector.unregister(stdin)
+        return bytes(answer)
 
 
 class _ChildError(Exception):

@@ -15,11 +15,14 @@ import torch.distributed as dist
 
 from dflop.config import Config
 from dflop.data.loading import MicrobatchJob, SampleRef
+from dflop.errors import UserError
 from dflop.pipeline import Worker
 from dflop.scheduling import BatchScheduler, StepSchedule
 from dflop.scheduling.service import ScheduleService, open_scheduler
 
 __all__ = ["JobStream", "ScheduleFeed", "SchedulePublisher", "samples_of"]
+
+_FAILED = "failed: "
 
 
 class SchedulePublisher(threading.Thread):
@@ -40,9 +43,14 @@ class SchedulePublisher(threading.Thread):
             schedule = None if stand_in else self.service.next()
             if self._closed:
                 return
-            if schedule is None:
-                stand_in = stand_in or self._open_stand_in(step)
-                schedule = stand_in.schedule(step, "lpt")
+            try:
+                if schedule is None:
+                    stand_in = stand_in or self._open_stand_in(step)
+                    schedule = stand_in.schedule(step, "lpt")
+            except Exception as error:
+                # Every rank waits for this step: tell them, so that none waits for ever.
+                self._store.set(f"schedule/{step}", f"{_FAILED}{type(error).__name__}: {error}")
+                raise
             self._store.set(f"schedule/{step}", schedule.to_json())
 
     def step_started(self, step: int) -> None:
@@ -75,7 +83,10 @@ class ScheduleFeed:
     def get(self, step: int) -> StepSchedule:
         if step not in self._schedules:
             started = time.monotonic()
-            self._schedules[step] = StepSchedule.from_json(self._store.get(f"schedule/{step}"))
+            message = self._store.get(f"schedule/{step}").decode()
+            if message.startswith(_FAILED):
+                raise UserError(f"step {step} could not be scheduled: {message.removeprefix(_FAILED)}")
+            self._schedules[step] = StepSchedule.from_json(message)
             self.waited_s[step] = time.monotonic() - started
         return self._schedules[step]
 

@@ -29,8 +29,10 @@ RESULTS = f"results/{CONFIG.run}"
 DEMO_DATA = "results/demo-data"
 
 # Rules named by `--cache` (or a profile's `cache:`) keep their outputs here for all runs of this checkout.
-os.environ.setdefault("SNAKEMAKE_OUTPUT_CACHE", str(Path(".snakemake/output-cache").absolute()))
-Path(os.environ["SNAKEMAKE_OUTPUT_CACHE"]).mkdir(parents=True, exist_ok=True)
+OUTPUT_CACHE = "SNAKEMAKE_OUTPUT_CACHE"
+Path(os.environ.setdefault(OUTPUT_CACHE, str(Path(".snakemake/output-cache").absolute()))).mkdir(
+    parents=True, exist_ok=True
+)
 
 
 def config_for(stage, **replaced):

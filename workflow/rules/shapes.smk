@@ -35,7 +35,6 @@ rule merge_shapes:
     params:
         config=config_for("merge-shapes"),
         shards=lambda wildcards: all_shards(),
-        folder=f"{RESULTS}/shapes",
         code=code_of("merge-shapes"),
     shell:
-        "dflop merge-shapes --config {params.config:q} --shapes {params.folder} --out {output} > {log} 2>&1"
+        "dflop merge-shapes --config {params.config:q} --shapes $(dirname {output})/shapes --out {output} > {log} 2>&1"

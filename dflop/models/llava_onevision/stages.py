@@ -4,6 +4,7 @@ A stage keeps the parameter names of the whole model, so that checkpoints of any
 stages' state dicts and the final weights are an ordinary Hugging Face checkpoint.
 """
 
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ from dflop.models.attention import PACKED
 from dflop.models.batches import TextBatch, VisualBatch
 
 __all__ = ["LlmStage", "Stage", "VisionStage", "build_stage", "make_hf_config"]
+
+_FIRST_NAMES = (
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"^language_model\.(model\.)?", "model.language_model."),
+    (r"^(vision_tower|multi_modal_projector|image_newline)\b", r"model.\1"),
+    (r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),
+)
 
 
 def make_hf_config(fields: dict[str, Any], placeholder_ids: dict[str, int], vocab_size: int) -> LlavaOnevisionConfig:
@@ -186,10 +194,20 @@ def _load_weights(hf: nn.Module, checkpoint: Path) -> None:
     if not files:
         raise UserError(f"`model.path` {checkpoint} holds no *.safetensors file; save the model with `save_pretrained`")
     wanted = set(hf.state_dict())
+    if hf.config.tie_word_embeddings:
+        wanted.discard("lm_head.weight")  # it is the embedding, which checkpoints hold once
     found: set[str] = set()
     for file in files:
-        weights = {name: tensor for name, tensor in load_state_dict(str(file)).items() if name in wanted}
+        named = {_model_name(name): tensor for name, tensor in load_state_dict(str(file)).items()}
+        weights = {name: tensor for name, tensor in named.items() if name in wanted}
         hf.load_state_dict(weights, strict=False)
         found |= set(weights)
     if missing := sorted(wanted - found):
         raise UserError(f"`model.path` {checkpoint} lacks {len(missing)} tensors of this model, e.g. {missing[0]}")
+
+
+def _model_name(name: str) -> str:
+    """The model's name for a tensor of a checkpoint: the hub and `save_pretrained` keep the family's first names."""
+    for pattern, replacement in _FIRST_NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name

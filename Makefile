@@ -1,0 +1,40 @@
+# make demo   creates .venv, installs, and runs the whole workflow on the CPU with the demo data
+# make test   creates .venv, installs, and runs the tests
+# make lint   checks the code's and the workflow's form
+PYTHON ?= python3
+VENV ?= .venv
+CORES ?= 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export PATH := $(abspath $(BIN)):$(PATH)
+export HF_HUB_OFFLINE := 1
+
+.PHONY: setup demo test lint clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "dflop needs Python 3.11 or newer; name one with: make PYTHON=python3.11 …" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,slurm]'
+	touch $@
+
+demo: setup
+	snakemake --cores $(CORES)
+	snakemake --cores $(CORES) --report results/demo/report.html
+	@echo "Look at results/demo/report.html, or query: duckdb results/demo/shapes.duckdb 'from shape_summary'"
+
+test: setup
+	pytest -q -n $(CORES) --dist loadfile -m "not serial"
+	pytest -q -m serial
+
+lint: setup
+	ruff check
+	ruff format --check
+	snakefmt --check workflow
+	snakemake --lint
+
+clean:
+	rm -rf $(VENV) .snakemake results/demo results/demo-data

@@ -1,0 +1,137 @@
+"""The plot of the plans: the best ones side by side, with what bounds them, how idle they are and what they hold."""
+
+import numpy as np
+import polars as pl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from dflop.pipeline import Plan
+from dflop.reporting.style import INK, LIMIT, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
+
+__all__ = ["draw_plans", "plans_height_in"]
+
+_MOST_PLANS = 12
+
+
+def plans_height_in(candidates: pl.DataFrame) -> float:
+    return 1.9 + 0.33 * min(_MOST_PLANS, len(candidates))
+
+
+def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gib: float) -> None:
+    """`candidates` is the table `candidates.parquet`; `memory_gib` what a device has."""
+    candidates = candidates.sort("rank")
+    shown = candidates.head(_MOST_PLANS)
+    modules = [name.removesuffix("_memory_bytes") for name in shown.columns if name.endswith("_memory_bytes")]
+    places = np.arange(len(shown))
+    is_chosen = [_is(row, chosen, modules) for row in shown.iter_rows(named=True)]
+    steps, idle, memory = figure.subplots(1, 3, sharey=True, width_ratios=[3, 1.1, 1.3])
+
+    bounds = shown["bottleneck"].to_list()
+    seconds = shown["step_s"].to_numpy()
+    steps.barh(places, seconds, height=0.66, color=[_bound_colour(bound) for bound in bounds])
+    for place, (value, mark) in enumerate(zip(seconds, is_chosen, strict=True)):
+        ratio = "chosen" if mark else f"{value / seconds[0]:.2f}x"
+        _beside(steps, value, place, f"{format_seconds(value)} · {ratio}", "bold" if mark else "normal")
+    steps.set_xlim(0, 1.22 * seconds.max())
+    steps.set_yticks(places, _labels(candidates, shown, modules))
+    for label, mark in zip(steps.get_yticklabels(), is_chosen, strict=True):
+        label.set_fontweight("bold" if mark else "normal")
+    steps.tick_params(axis="y", length=0)
+    steps.set_ylim(len(shown) - 0.4, -0.6)
+    steps.set(xlabel="seconds", title="Expected step time (predicted), bound by")
+    kinds = list(dict.fromkeys(bounds))
+    legend_beside_title(steps, [Patch(color=_bound_colour(kind), label=kind) for kind in kinds])
+
+    shares = shown["idle"].to_numpy()
+    idle.barh(places, shares, height=0.66, color="#b9b9b9")
+    for place, share in zip(places, shares, strict=True):
+        _beside(idle, share, place, f"{share:.0%}")
+    idle.set(xlim=(0, 1.3 * max(0.05, shares.max())), title="Idle (predicted)")
+    idle.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+    for module, marker in zip(modules, "os^D", strict=False):
+        sizes = shown[f"{module}_memory_bytes"].to_numpy()
+        memory.plot(sizes / 2**30, places, marker, color=_shades(module)[1], markersize=6, label=module)
+    memory.set_xscale("log")
+    memory.axvline(memory_gib, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 2)))
+    memory.grid(True, axis="x")
+    low = min(shown[f"{module}_memory_bytes"].min() for module in modules) / 2**30
+    memory.set_xlim(low / 1.6, memory_gib * 1.6)
+    memory.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    memory.minorticks_off()
+    memory.set(xlabel=f"GiB a device; the dashed line is what it has, {memory_gib:g}", title="Peak memory (predicted)")
+    handles, _ = memory.get_legend_handles_labels()
+    legend_beside_title(memory, handles)
+    for axes in (idle, memory):
+        axes.tick_params(axis="y", length=0, labelleft=False)
+    heading(figure, _finding(candidates, shown, is_chosen), _note(candidates, shown))
+
+
+def _beside(axes: Axes, value: float, place: int, text: str, weight: str = "normal") -> None:
+    axes.annotate(text, (value, place), xytext=(4, 0), textcoords="offset points", va="center", fontweight=weight)
+
+
+def _is(row: dict, plan: Plan, modules: list[str]) -> bool:
+    same_grids = all(
+        (row[f"{module}_tp"], row[f"{module}_pp"], row[f"{module}_dp"])
+        == (plan.grid(module).tp, plan.grid(module).pp, plan.grid(module).dp)
+        for module in modules
+    )
+    rest = (row["placement"], row["num_microbatches"], row["checkpointing"], row["schedule"])
+    return same_grids and rest == (plan.placement, plan.num_microbatches, plan.checkpointing, plan.schedule)
+
+
+def _labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -> list[str]:
+    """Layouts in short: what is 1 everywhere, or the same in all plans, is left out."""
+    labels = []
+    for row in shown.iter_rows(named=True):
+        parts = []
+        for module in modules:
+            sizes = [f"dp{row[f'{module}_dp']}"]
+            if candidates[f"{module}_pp"].max() > 1:
+                sizes.insert(0, f"pp{row[f'{module}_pp']}")
+            if candidates[f"{module}_tp"].max() > 1:
+                sizes.insert(0, f"tp{row[f'{module}_tp']}")
+            parts.append(f"{module} {' '.join(sizes)}")
+        parts.append(f"{row['num_microbatches']} mb")
+        if row["checkpointing"]:
+            parts.append("ckpt")
+        if candidates["schedule"].n_unique() > 1:
+            parts.append(row["schedule"])
+        if candidates["placement"].n_unique() > 1:
+            parts.insert(0, row["placement"])
+        labels.append(" · ".join(parts))
+    return labels
+
+
+def _finding(candidates: pl.DataFrame, shown: pl.DataFrame, is_chosen: list[bool]) -> str:
+    if len(candidates) == 1:
+        return f"One plan fits; its expected step takes {format_seconds(shown['step_s'][0])}"
+    best = shown["step_s"][0]
+    finding = f"{len(candidates)} plans fit: "
+    finding += "the chosen one is" if is_chosen[0] else "the best one is"
+    slowest = candidates["step_s"].max()
+    return f"{finding} {shown['step_s'][1] / best:.2f}x faster than the next and {slowest / best:.2f}x than the slowest"
+
+
+def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:
+    note = "dp, pp, tp: data-parallel replicas, pipeline stages, tensor-parallel ranks; mb: microbatches"
+    if shown["checkpointing"].any():
+        note += "; ckpt: activation checkpointing"
+    note += "."
+    if "num_batches" in shown.columns:
+        counts = sorted(shown["num_batches"].unique())
+        note += f" Means over {' or '.join(str(count) for count in counts)} global batches, scheduled by lpt."
+    if len(shown) < len(candidates):
+        note += f" The best {len(shown)} of {len(candidates)} are drawn."
+    return note
+
+
+def _bound_colour(bottleneck: str) -> str:
+    module = bottleneck.split()[0]
+    return MODULE_SHADES[module][1] if module in MODULE_SHADES else MUTED
+
+
+def _shades(module: str) -> tuple[str, str]:
+    return MODULE_SHADES.get(module, (MUTED, INK))

@@ -1,0 +1,81 @@
+"""What schedules would take, priced for the report: the preview's batches, and one step's timeline.
+
+The preview is priced as it was written, so nothing is decided a second time; `random` is priced on the very
+same global batches.
+"""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from dflop.data import SampleShapes
+from dflop.errors import UserError
+from dflop.pipeline import StageTimes, Timeline
+from dflop.scheduling import Assignment, BatchScheduler, StepSchedule
+
+__all__ = ["PreviewPrices", "price_preview", "replay"]
+
+_MOST_BATCHES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreviewPrices:
+    """Means over the preview's batches; all are predictions."""
+
+    num_batches: int
+    step_s: float
+    idle: float
+    random_step_s: float
+    random_idle: float
+    lower_bound_s: float
+
+
+def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) -> PreviewPrices:
+    """Price the first batches of `schedule.parquet` (read from `path`) and the same batches under `random`.
+
+    Raises:
+        UserError: when it names a sample that is not in `shapes.duckdb`.
+    """
+    place = {sample_id: index for index, sample_id in enumerate(scheduler.samples.sample_id)}
+    steps = preview["step"].unique().sort().to_list()[:_MOST_BATCHES]
+    scheduled, randoms, bounds = [], [], []
+    for step in steps:
+        rows = preview.filter(pl.col("step") == step)
+        strangers = [sample_id for sample_id in rows["sample_id"] if sample_id not in place]
+        if strangers:
+            raise UserError(
+                f"{path} schedules sample {strangers[0]!r}, which is not in shapes.duckdb; "
+                "make it again with `dflop schedule`"
+            )
+        shapes = scheduler.samples.take(np.array([place[sample_id] for sample_id in rows["sample_id"]]))
+        cells = rows["llm_dp_rank"].to_numpy(), rows["microbatch"].to_numpy()
+        if "encoder_rank" in rows.columns:
+            assignment = Assignment(
+                llm_dp_rank=cells[0], microbatch=cells[1], encoder_rank=rows["encoder_rank"].to_numpy()
+            )
+        else:
+            assignment = scheduler.pricer.assign(shapes, *cells)
+        scheduled.append(scheduler.pricer.timeline(scheduler.pricer.stage_times(shapes, assignment)))
+        bounds.append(scheduler.pricer.lower_bound_s(shapes))
+        randoms.append(scheduler.schedule(step, "random"))
+    return PreviewPrices(
+        num_batches=len(steps),
+        step_s=statistics.fmean(timeline.step_s for timeline in scheduled),
+        idle=statistics.fmean(timeline.idle for timeline in scheduled),
+        random_step_s=statistics.fmean(schedule.step_s for schedule in randoms),
+        random_idle=statistics.fmean(schedule.idle for schedule in randoms),
+        lower_bound_s=statistics.fmean(bounds),
+    )
+
+
+def replay(scheduler: BatchScheduler, schedule: StepSchedule) -> tuple[StageTimes, Timeline]:
+    """Every start and end of a step that `scheduler` decided."""
+    shapes = SampleShapes(**{name: getattr(schedule, name) for name in SampleShapes.__dataclass_fields__})
+    assignment = Assignment(
+        llm_dp_rank=schedule.llm_dp_rank, microbatch=schedule.microbatch, encoder_rank=schedule.encoder_rank
+    )
+    times = scheduler.pricer.stage_times(shapes, assignment)
+    return times, scheduler.pricer.timeline(times)

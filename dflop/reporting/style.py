@@ -1,0 +1,132 @@
+"""The look that all plots share: size, palette, fonts, and how numbers are written.
+
+Plots are SVG with real text, and the same data gives the same bytes. Colours are of Okabe and Ito's palette,
+which colour-blind readers can tell apart; every module has a light shade for forward and a dark one for backward.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dflop.artifacts import written_whole
+
+__all__ = [
+    "INK",
+    "LIMIT",
+    "MEASURED",
+    "MODALITY_COLOURS",
+    "MODULE_SHADES",
+    "MUTED",
+    "PALE",
+    "PREDICTED",
+    "drawing",
+    "format_count",
+    "format_seconds",
+    "heading",
+    "legend_beside_title",
+    "say_instead",
+]
+
+# 12.5 inches are 1200 pixels in a browser.
+_WIDTH_IN = 12.5
+
+INK, MUTED, PALE = "#222222", "#767676", "#e9e9e9"
+MEASURED, PREDICTED, LIMIT = "#222222", "#D55E00", "#CC3311"
+
+# (forward, backward)
+MODULE_SHADES = {
+    "vision": ("#8EC1E3", "#0072B2"),
+    "audio": ("#8AD1BB", "#009E73"),
+    "llm": ("#F5B88A", "#C75300"),
+}
+
+MODALITY_COLOURS = {
+    "text": "#767676",
+    "image": "#0072B2",
+    "multi_image": "#56B4E9",
+    "video": "#D55E00",
+    "audio": "#009E73",
+    "mixed": "#CC79A7",
+}
+
+_STYLE = {
+    # Verdana is as wide as DejaVu Sans, by which the text is laid out.
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "font.size": 9.0,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9.0,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 7.0,
+    "axes.edgecolor": "#9a9a9a",
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": PALE,
+    "grid.linewidth": 0.7,
+    "xtick.color": "#9a9a9a",
+    "ytick.color": "#9a9a9a",
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "figure.facecolor": "white",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dflop",
+}
+
+
+@contextmanager
+def drawing(path: Path, height_in: float) -> Iterator[Figure]:
+    """An empty figure of the common width; it is saved at `path` when the block ends without an error."""
+    with rc_context(_STYLE), written_whole(path) as beside:
+        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        yield figure
+        figure.savefig(beside, format="svg", metadata={"Date": None})
+
+
+def heading(figure: Figure, finding: str, note: str) -> None:
+    """What the figure shows in one line above it, and below it how to read it."""
+    figure.suptitle(finding, x=0.008, ha="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(note, x=0.008, ha="left", fontsize=8.5, color=MUTED)
+
+
+def legend_beside_title(axes: Axes, handles: Sequence[Artist]) -> None:
+    """In the line of the panel's title, at its right end, where no data can be."""
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(handles),
+        borderpad=0.2,
+        borderaxespad=0.2,
+        handlelength=1.2,
+        handletextpad=0.5,
+        columnspacing=1.4,
+    )
+
+
+def say_instead(axes: Axes, text: str) -> None:
+    """A panel without data says why."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
+
+
+def format_seconds(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+
+
+def format_count(count: float) -> str:
+    return f"{count:,.0f}" if count >= 100 or count == round(count) else f"{count:.3g}"

@@ -1,0 +1,148 @@
+"""The plot of the training run: loss, throughput, and step time and idle beside what was predicted."""
+
+import statistics
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import polars as pl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from dflop.reporting.style import MEASURED, MUTED, PREDICTED, format_seconds, heading
+
+__all__ = ["draw_training"]
+
+# The first steps of a process load data and warm caches: they are drawn, but no figure is taken from them.
+_WARMUP_STEPS = 2
+_MOST_POINTS = 1500
+
+
+def draw_training(figure: Figure, metrics: pl.DataFrame) -> None:
+    """`metrics` has the fields of `metrics.jsonl`, one row a step."""
+    steady = metrics[_WARMUP_STEPS:] if len(metrics) > _WARMUP_STEPS else metrics
+    metrics = metrics.with_columns(tokens_per_s=pl.col("num_tokens") / pl.col("step_s"))
+    drawn, thinned = _thinned(metrics)
+    (loss, rate), (seconds, idle) = figure.subplots(2, 2, sharex=True)
+
+    first, last = _ends(metrics["loss"].to_list())
+    _measured_line(loss, drawn, "loss", "mean")
+    loss.set(title=f"Loss {first:.3g} → {last:.3g} (measured)", ylabel="nats a target token")
+
+    overall = steady["num_tokens"].sum() / steady["step_s"].sum()
+    _measured_line(rate, drawn, "tokens_per_s")
+    rate.set(title=f"Throughput: {overall:,.0f} tokens/s (measured)", ylabel="LLM tokens a second")
+    rate.set_ylim(0, _top(drawn["tokens_per_s"]))
+    rate.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+    took, expected = steady["step_s"].median(), steady["predicted_step_s"].median()
+    _measured_line(seconds, drawn, "step_s")
+    _predicted_line(seconds, drawn, "predicted_step_s")
+    _cut_off(seconds, drawn, ["step_s", "predicted_step_s"], format_seconds)
+    seconds.set(
+        title=f"Step time: median {format_seconds(took)} measured, {format_seconds(expected)} predicted",
+        xlabel="step",
+        ylabel="seconds a step",
+    )
+
+    share = steady["idle"].mean()
+    title = f"Idle: {share:.0%} measured"
+    _measured_line(idle, drawn, "idle")
+    if "predicted_idle" in drawn.columns:
+        _predicted_line(idle, drawn, "predicted_idle")
+        title += f", {steady['predicted_idle'].mean():.0%} predicted"
+    _cut_off(idle, drawn, ["idle", "predicted_idle"], lambda value: f"{value:.0%}")
+    idle.set(title=title, xlabel="step", ylabel="idle share of rank time")
+    idle.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+
+    for axes in (loss, rate, seconds, idle):
+        axes.grid(True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    for axes in (loss, seconds):
+        axes.legend(loc="best", handlelength=1.6)
+    heading(figure, f"{len(metrics):,} steps: a step takes {took / expected:.2f}x what was predicted", _note(thinned))
+
+
+def _measured_line(
+    axes: Axes, drawn: pl.DataFrame, column: str, smoothing: Literal["mean", "median"] = "median"
+) -> None:
+    """Raw values, and over enough of them a moving mean, or a median that lone slow steps do not bend."""
+    steps, values = drawn["step"].to_numpy(), drawn[column].to_numpy()
+    window = _window(len(drawn))
+    if window < 3:
+        axes.plot(steps, values, "o-", color=MEASURED, markersize=4, linewidth=1.2, label="measured")
+        return
+    rolling = drawn[column].rolling_mean if smoothing == "mean" else drawn[column].rolling_median
+    smooth = rolling(window, center=True, min_samples=window // 2 + 1).to_numpy()
+    axes.plot(steps, values, color="#b5b5b5", linewidth=0.9, label="measured")
+    axes.plot(steps, smooth, color=MEASURED, linewidth=1.6, label=f"measured, {smoothing} of {window} steps")
+
+
+def _predicted_line(axes: Axes, drawn: pl.DataFrame, column: str) -> None:
+    axes.plot(
+        drawn["step"].to_numpy(),
+        drawn[column].to_numpy(),
+        color=PREDICTED,
+        linewidth=1.1,
+        linestyle=(0, (4, 1.5)),
+        label="predicted",
+    )
+
+
+def _cut_off(axes: Axes, drawn: pl.DataFrame, columns: list[str], written: Callable[[float], str]) -> None:
+    """Start-up steps many times as long as the rest would flatten it: they leave the axis, and their value is said."""
+    values = np.concatenate([drawn[column].to_numpy() for column in columns if column in drawn.columns])
+    top = _top(values)
+    axes.set_ylim(0, top)
+    above = drawn.filter(pl.col(columns[0]) > top)
+    if len(above):
+        row = above.row(0, named=True)
+        more = f" (and {len(above) - 1} more)" if len(above) > 1 else ""
+        axes.annotate(
+            f"step {row['step']}: {written(row[columns[0]])}{more}",
+            (row["step"], 0.97),
+            xycoords=("data", "axes fraction"),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color=MUTED,
+        )
+
+
+def _top(values: pl.Series | np.ndarray) -> float:
+    """The axis' end: room above nearly all values, and above all if the largest is not far away."""
+    values = np.asarray(values)
+    usual = float(np.quantile(values, 0.95))
+    return 1.15 * (float(values.max()) if values.max() < 2 * usual else 1.25 * usual)
+
+
+def _window(num_points: int) -> int:
+    """Points under the moving median: a tenth, odd; 1 for runs too short to smooth."""
+    return 2 * (num_points // 20) + 1
+
+
+def _ends(values: list[float]) -> tuple[float, float]:
+    width = max(1, min(5, len(values) // 2))
+    return statistics.fmean(values[:width]), statistics.fmean(values[-width:])
+
+
+def _thinned(metrics: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Means of so many neighbouring steps that a long run stays a small file."""
+    width = -(-len(metrics) // _MOST_POINTS)
+    if width == 1:
+        return metrics, 1
+    numbers = [name for name, dtype in metrics.schema.items() if dtype.is_numeric() and name != "step"]
+    place = pl.int_range(pl.len()) // width
+    means = metrics.group_by(place.alias("place"), maintain_order=True).agg(
+        pl.col("step").min(), pl.col(numbers).mean()
+    )
+    return means, width
+
+
+def _note(thinned: int) -> str:
+    note = (
+        f"Figures leave out the first {_WARMUP_STEPS} steps, which warm up, but for the loss (mean of 5 at each end)."
+    )
+    return note + (f" Every point is the mean of {thinned} steps." if thinned > 1 else "")

@@ -1,0 +1,277 @@
+"""Training with process groups: that cutting a batch over ranks, replicas and stages changes nothing.
+
+The oracle is transformers' own model, run on one sample after the other in one process, in float64. (Its
+RMSNorm computes in float32 all the same, which bounds how close two orders of summation can come.) Every
+run here starts real gloo processes with torchrun.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+import yaml
+from transformers import LlavaOnevisionForConditionalGeneration
+
+from dflop.config import load_config
+from dflop.costs import fit_costs
+from dflop.costs.model import FEATURES, column_of
+from dflop.data import ChatTokenizer, list_sources, load_samples, profile_records, read_manifest
+from dflop.data.demo import make_demo_data
+from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.text import BUNDLED_TOKENIZER
+from dflop.models import load_model_spec
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.models.llava_onevision.stages import build_stage, make_hf_config
+from dflop.pipeline import Grid, Plan
+from dflop.scheduling import GlobalBatches
+from dflop.store import ShardFile, write_costs, write_shapes
+
+pytestmark = pytest.mark.serial
+
+_META = {"config_digest": "", "code_digest": ""}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder with a small dataset, its shapes, made-up costs, and a config in float64."""
+    folder = tmp_path_factory.mktemp("run")
+    make_demo_data(folder / "data", num_records=48)
+    config = {
+        "run": "test",
+        "data": {"sources": [{"path": str(folder / "data/train.json")}], "max_llm_tokens": 4096},
+        "model": {"family": "llava_onevision", "preset": "tiny"},
+        "cluster": {"devices_per_node": 4},
+        "schedule": {"policy": "lpt"},
+        "train": {
+            "global_batch_size": 8,
+            "steps": 2,
+            "lr": 1e-3,
+            "grad_clip": 1e9,
+            "precision": "fp64",
+            "checkpoint_every": 2,
+            "loader_workers": 0,
+        },
+    }
+    loaded = load_config(config)
+    (source,) = list_sources(loaded.data)
+    frame = profile_records(
+        read_manifest(source, 0),
+        media_root=source.media_root,
+        rules=load_model_spec(loaded.model).rules,
+        tokenizer=ChatTokenizer(),
+        video=loaded.data.video,
+        max_llm_tokens=4096,
+    )
+    frame.write_parquet(folder / "shard.parquet")
+    sources = pl.DataFrame(
+        {
+            "name": ["train"],
+            "path": [""],
+            "media_root": [""],
+            "sampling": ["all"],
+            "digest": ["d"],
+            "num_records": [len(frame)],
+        }
+    )
+    write_shapes(folder / "shapes.duckdb", [ShardFile(folder / "shard.parquet", "shard", "train", 0)], sources, _META)
+    _write_costs(folder / "costs.duckdb")
+    return folder, config
+
+
+def _write_costs(path: Path) -> None:
+    """Costs that rise with load: enough for a scheduler to have something to weigh."""
+    rows = [
+        {
+            "module": module,
+            "tp": 1,
+            "num_layers": depth,
+            **dict.fromkeys(FEATURES, 0),
+            load: size,
+            "pass": direction,
+            "seconds": 1e-3 + depth * 1e-4 * size * factor,
+            "peak_bytes": 1000 * depth * size,
+            "repeat": 0,
+        }
+        for module, load in (("vision", "num_items"), ("llm", "num_tokens"))
+        for depth in (1, 2)
+        for size in (1, 2, 4, 8, 16, 32)
+        for direction, factor in (("forward", 1), ("backward", 2))
+    ]
+    nothing = {"const_bytes": 0.0} | {column_of(feature, "bytes"): 0.0 for feature in FEATURES}
+    parameters = [
+        {"module": module, "tp": 1, "part": part, "parameter_bytes": 1000.0, **nothing}
+        for module in ("vision", "llm")
+        for part in ("layer", "rest", "layer_input")
+    ]
+    measured = pl.DataFrame(rows)
+    tables = fit_costs(measured, pl.DataFrame(parameters))
+    write_costs(path, {"measurements": measured, "device": pl.DataFrame({"device": ["none"]}), **tables}, _META)
+
+
+def _plan(folder: Path, *, vision_dp: int, llm_dp: int, llm_pp: int, num_microbatches: int = 2) -> Path:
+    plan = Plan(
+        placement="disjoint",
+        grids=(
+            Grid(module="vision", num_ranks=vision_dp),
+            Grid(module="llm", num_ranks=llm_dp * llm_pp, pp=llm_pp, rank_offset=vision_dp),
+        ),
+        num_microbatches=num_microbatches,
+    )
+    path = folder / f"plan-{vision_dp}-{llm_dp}-{llm_pp}.yaml"
+    path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
+    return path
+
+
+def _train(folder: Path, config: dict, plan: Path, out: Path, **train: object) -> list[dict]:
+    """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl."""
+    devices = yaml.safe_load(plan.read_text())["plan"]["grids"]
+    num_ranks = sum(grid["num_ranks"] for grid in devices.values())
+    whole = config | {"cluster": {"devices_per_node": num_ranks}, "train": config["train"] | train}
+    command = [
+        *(sys.executable, "-m", "dflop.cli", "train", "--config", json.dumps(whole), "--out", str(out)),
+        *("--shapes", str(folder / "shapes.duckdb"), "--costs", str(folder / "costs.duckdb"), "--plan", str(plan)),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=150)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reference(run):
+    """Losses, gradient norms and final weights of two steps, by transformers' model on one sample at a time."""
+    folder, config = run
+    loaded = load_config(config)
+    spec = load_model_spec(loaded.model)
+    tokenizer = ChatTokenizer()
+    hf_config = make_hf_config(spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    weights = {}
+    for module in ("vision", "llm"):
+        stage = build_stage(hf_config, module, layers=range(spec.module("llm").num_layers), seed=0)
+        weights |= stage.hf_state_dict()
+    hf_config.text_config._attn_implementation = "sdpa"
+    model = LlavaOnevisionForConditionalGeneration(hf_config)
+    model.load_state_dict(weights)
+    model = model.double().train()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3
+    )
+    samples, _ = load_samples(folder / "shapes.duckdb")
+    batches = GlobalBatches(len(samples), 8, 0)
+    results = []
+    for step in range(2):
+        batch = samples.take(batches[step])
+        num_targets = int(batch.target_tokens.sum())
+        optimizer.zero_grad()
+        loss = 0.0
+        for index in range(len(batch)):
+            part = _loss_of_sample(model, _loaders(loaded, spec), batch, index) / num_targets
+            part.backward()
+            loss += part.item()
+        norm = sum(p.grad.pow(2).sum().item() for p in model.parameters() if p.grad is not None) ** 0.5
+        optimizer.step()
+        results.append((loss, norm))
+    return results, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _loaders(config, spec) -> tuple[MicrobatchLoader, MicrobatchLoader]:
+    records = TrainingRecords(list_sources(config.data), config.seed)
+    common = {
+        "records": records,
+        "rules": spec.rules,
+        "video": config.data.video,
+        "tokenizer_folder": BUNDLED_TOKENIZER,
+        "max_llm_tokens": config.data.max_llm_tokens,
+        "num_encoder_ranks": 1,
+    }
+    pixels = LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size)
+    return MicrobatchLoader(**common, pixels=pixels), MicrobatchLoader(**common, pixels=None)
+
+
+def _loss_of_sample(model, loaders, batch, index: int) -> torch.Tensor:
+    """Summed loss of one sample through `LlavaOnevisionForConditionalGeneration.forward`, never packed."""
+    visual, text = loaders
+    job = MicrobatchJob(
+        samples=(SampleRef(str(batch.source[index]), int(batch.row[index])),),
+        kept_vision_tokens=(int(batch.kept_vision_tokens[index]),),
+        encoder_rank=(0,),
+    )
+    packed = text[job]
+    inputs = {}
+    if batch.num_items[index]:
+        loaded = visual[job].batch
+        (media,) = loaded.media
+        if media[0].kind == "video":
+            inputs["pixel_values_videos"] = loaded.items.double()[None]
+        else:
+            inputs["pixel_values"] = loaded.items.double()
+            inputs["image_sizes"] = torch.tensor([(medium.height, medium.width) for medium in media])
+            inputs["batch_num_images"] = torch.tensor([len(media)])
+    logits = model(input_ids=packed.token_ids[None], **inputs).logits[0, packed.target_positions]
+    return torch.nn.functional.cross_entropy(logits, packed.target_ids, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("vision_dp", "llm_dp", "llm_pp"),
+    [(1, 1, 1), (1, 2, 1), (2, 1, 2)],
+    ids=["two ranks", "llm dp 2", "vision dp 2, llm pp 2"],
+)
+def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(
+    run, reference, tmp_path, vision_dp, llm_dp, llm_pp
+):
+    folder, config = run
+    plan = _plan(folder, vision_dp=vision_dp, llm_dp=llm_dp, llm_pp=llm_pp)
+    steps = _train(folder, config, plan, tmp_path / "train")
+    expected, weights = reference
+    for step, (loss, norm) in zip(steps, expected, strict=True):
+        assert step["loss"] == pytest.approx(loss, rel=1e-7)
+        assert step["grad_norm"] == pytest.approx(norm, rel=1e-6)
+    trained = LlavaOnevisionForConditionalGeneration.from_pretrained(tmp_path / "train/model", dtype=torch.float64)
+    for name, tensor in trained.state_dict().items():
+        if tensor.is_floating_point():
+            # AdamW moves a weight by up to `lr` = 1e-3 a step, however small its gradient: rounding shows there.
+            difference = (tensor - weights[name]).abs()
+            assert difference.mean() < 1e-8, name
+            assert difference.max() < 1e-5, name
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(run, tmp_path):
+    folder, config = run
+    two_ranks = _plan(folder, vision_dp=1, llm_dp=1, llm_pp=1)
+    whole = _train(folder, config, two_ranks, tmp_path / "whole", steps=4)
+    _train(folder, config, two_ranks, tmp_path / "parts", steps=2)
+    resumed = _train(folder, config, _plan(folder, vision_dp=1, llm_dp=1, llm_pp=2), tmp_path / "parts", steps=4)
+    assert [step["step"] for step in resumed] == [0, 1, 2, 3]
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-7)
+    assert json.loads((tmp_path / "parts/summary.json").read_text())["restarts"] == 1
+
+
+def test_the_trained_directory_generates_text(run, tmp_path):
+    folder, config = run
+    _train(folder, config, _plan(folder, vision_dp=1, llm_dp=1, llm_pp=1), tmp_path / "train", precision="fp32")
+    from transformers import AutoTokenizer
+
+    model = LlavaOnevisionForConditionalGeneration.from_pretrained(tmp_path / "train/model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "train/model")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the opposite of hot?"}], add_generation_prompt=True, return_tensors="pt"
+    )
+    produced = model.generate(**prompt, max_new_tokens=5, do_sample=False)
+    new_tokens = produced[0, prompt["input_ids"].shape[1] :]
+    assert 1 <= len(new_tokens) <= 5
+    assert isinstance(tokenizer.decode(new_tokens), str)

@@ -1,0 +1,82 @@
+"""What several folders of unit tests need: the tiny model's spec, hand-made costs, drawn shapes, a drawn dataset."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflop.config import ModelConfig
+from dflop.costs import CostModel
+from dflop.costs.model import Coefficients
+from dflop.data import ChatTokenizer, SampleShapes
+from dflop.data.demo import DemoData, make_demo_data
+from dflop.models import ModelSpec, load_model_spec
+
+
+@pytest.fixture(scope="session")
+def tiny_spec() -> ModelSpec:
+    return load_model_spec(ModelConfig(preset="tiny"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> ChatTokenizer:
+    return ChatTokenizer()
+
+
+@pytest.fixture(scope="session")
+def demo_data(tmp_path_factory) -> DemoData:
+    return make_demo_data(tmp_path_factory.mktemp("demo") / "data", num_records=40, seed=5)
+
+
+@pytest.fixture(scope="session")
+def costs() -> CostModel:
+    """Round numbers of the tiny model's order: an item weighs as much as 20 tokens, backward twice forward."""
+    times, activations, parameter_bytes, layer_input = {}, {}, {}, {}
+    for module, layer, rest in (
+        ("vision", Coefficients(2e-4, (1e-4, 0, 0, 0)), Coefficients(3e-4, (2e-4, 0, 0, 0))),
+        ("llm", Coefficients(1e-4, (0, 5e-6, 1e-9, 0)), Coefficients(2e-4, (0, 1e-6, 0, 4e-6))),
+    ):
+        for part, forward in (("layer", layer), ("rest", rest)):
+            times[module, 1, part, "forward"] = forward
+            times[module, 1, part, "backward"] = Coefficients(
+                2 * forward.const, tuple(2 * value for value in forward.per_load)
+            )
+        per_load = (40_000.0, 0, 0, 0) if module == "vision" else (0, 3_000.0, 0, 0)
+        activations[module, 1, "layer"] = Coefficients(0.0, per_load)
+        activations[module, 1, "rest"] = Coefficients(0.0, (9_000.0, 0, 0, 0) if module == "vision" else (0, 0, 0, 8e3))
+        parameter_bytes |= {(module, 1, "layer"): 5e5, (module, 1, "rest"): 3e5}
+        layer_input[module, 1] = Coefficients(0.0, (13_000.0, 0, 0, 0) if module == "vision" else (0, 512.0, 0, 0))
+    return CostModel(
+        times=times, activations=activations, parameter_bytes=parameter_bytes, layer_input=layer_input
+    )
+
+
+@pytest.fixture(scope="session")
+def draw_samples() -> Callable[..., SampleShapes]:
+    """`draw_samples(num_samples, seed)`: skewed sizes, a fifth of the samples without media."""
+
+    def draw(num_samples: int, seed: int = 0) -> SampleShapes:
+        rng = np.random.default_rng(seed)
+        num_items = np.minimum(1 + rng.geometric(0.12, num_samples), 37)
+        num_items[rng.random(num_samples) < 0.2] = 0
+        kept_vision_tokens = num_items * rng.integers(20, 40, num_samples)
+        text_tokens = rng.integers(20, 300, num_samples)
+        return SampleShapes(
+            sample_id=np.array([f"s{index}" for index in range(num_samples)], dtype=object),
+            source=np.full(num_samples, "drawn", dtype=object),
+            row=np.arange(num_samples),
+            num_items=num_items,
+            kept_vision_tokens=kept_vision_tokens,
+            llm_tokens=kept_vision_tokens + text_tokens,
+            target_tokens=text_tokens // 3 + 1,
+        )
+
+    return draw
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder: caches and relative paths of a run lie below it."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

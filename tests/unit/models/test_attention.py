@@ -1,0 +1,77 @@
+"""Packed attention equals the textbook formula on each segment by itself."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AttentionInterface
+
+from dflop.models.attention import PACKED, packed_causal_attention
+
+
+def textbook_attention(query, key, value, scaling):
+    """softmax(QK'/sqrt(d) + causal mask) V of one segment, key and value heads repeated for grouped queries."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -math.inf).softmax(-1) @ value
+
+
+def draw(num_tokens, num_heads, num_kv_heads, head_dim, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(1, heads, num_tokens, head_dim, dtype=torch.float64, generator=generator, requires_grad=True)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    ]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
+    scaling=st.sampled_from([None, 0.3]),
+    seed=st.integers(0, 99),
+)
+def test_packed_segments_equal_separate_sequences_in_output_and_gradient(lengths, heads, scaling, seed):
+    packed = draw(sum(lengths), *heads, 8, seed)
+    alone = [tensor.detach().clone().requires_grad_() for tensor in packed]
+    ends = list(itertools.accumulate(lengths))
+
+    output, weights = packed_causal_attention(None, *packed, None, segment_ends=ends, scaling=scaling)
+    parts = [
+        textbook_attention(*(tensor[:, :, end - length : end] for tensor in alone), scaling or 8**-0.5)
+        for end, length in zip(ends, lengths, strict=True)
+    ]
+    expected = torch.cat(parts, dim=2).transpose(1, 2)
+    assert weights is None
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+    slope = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    output.backward(slope)
+    expected.backward(slope)
+    for mine, other in zip(packed, alone, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_no_segment_sees_another():
+    tensors = draw(7, 2, 2, 4, seed=0)
+    before, _ = packed_causal_attention(None, *tensors, None, segment_ends=[3, 7])
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor[:, :, 3:] += 1.0
+    after, _ = packed_causal_attention(None, *tensors, None, segment_ends=[3, 7])
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert not torch.equal(before[:, 3:], after[:, 3:])
+
+
+def test_a_mask_beside_the_segments_is_refused():
+    with pytest.raises(AssertionError, match="the segments are the mask"):
+        packed_causal_attention(None, *draw(4, 1, 1, 4, 0), torch.zeros(1, 1, 4, 4), segment_ends=[4])
+
+
+def test_transformers_knows_it_by_its_name():
+    assert AttentionInterface()[PACKED] is packed_causal_attention

@@ -1,0 +1,56 @@
+"""The audio rule gives the tokens that Whisper's features and Qwen2-Audio's encoder give."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import WhisperFeatureExtractor
+from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
+
+from dflop.models.audio import whisper_audio
+
+SAMPLE_RATE = 16_000
+
+
+@pytest.fixture(scope="module")
+def extractor() -> WhisperFeatureExtractor:
+    return WhisperFeatureExtractor(feature_size=4)
+
+
+def tokens_of_one_window(extractor: WhisperFeatureExtractor, num_samples: int) -> int:
+    features = extractor(
+        np.zeros(num_samples, dtype=np.float32),
+        sampling_rate=SAMPLE_RATE,
+        padding="max_length",
+        return_attention_mask=True,
+        return_tensors="np",
+    )
+    num_mel_frames = torch.tensor([int(features["attention_mask"].sum())])
+    return int(Qwen2AudioEncoder._get_feat_extract_output_lengths(None, num_mel_frames)[1])
+
+
+@settings(deadline=None, max_examples=40)
+@given(num_samples=st.integers(400, 30 * SAMPLE_RATE))
+def test_a_sound_within_one_window_takes_the_tokens_that_transformers_gives_it(extractor, num_samples):
+    count = whisper_audio(num_samples / SAMPLE_RATE)
+    assert count == (1, tokens_of_one_window(extractor, num_samples))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_windows", "num_tokens"),
+    [(30.0, 1, 750), (60.0, 2, 1500), (30.01, 2, 751), (45.0, 2, 1125), (0.001, 1, 1), (0.0, 1, 1)],
+)
+def test_a_long_sound_is_cut_into_windows_and_a_short_one_still_takes_a_token(seconds, num_windows, num_tokens):
+    """transformers gives sounds of less than 20 ms no token at all; here each has one, so that it has a place."""
+    assert whisper_audio(seconds) == (num_windows, num_tokens)
+
+
+@given(seconds=st.floats(0.0, 3600.0), more=st.floats(0.0, 60.0))
+def test_a_longer_sound_never_takes_less(seconds, more):
+    short, long = whisper_audio(seconds), whisper_audio(seconds + more)
+    assert long.num_items >= short.num_items
+    assert long.num_tokens >= short.num_tokens
+    assert short.num_items == max(1, math.ceil(seconds / 30))

@@ -1,0 +1,163 @@
+"""The shape rules are transformers' own: every number equals its image processor's, its processor's or its model's.
+
+Only headers are known when shapes are profiled, so the rules are written anew in plain Python. The oracles here are
+`LlavaOnevisionImageProcessorPil` (crops), `LlavaOnevisionProcessor` (placeholder tokens) and the model's
+`pack_image_features` (features), run on the meta device so that nothing is computed.
+"""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import LlavaOnevisionConfig, LlavaOnevisionProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
+
+from dflop.models.llava_onevision import PRESETS, LlavaOnevisionShapes, make_spec
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+
+# The geometry of the released models: SigLIP at 384 px in patches of 14, any grid up to 6x6.
+REAL = {
+    "model_type": "llava_onevision",
+    "vision_config": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14},
+    "text_config": PRESETS["tiny"]["text_config"],
+    "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
+}
+GEOMETRIES = {"tiny": PRESETS["tiny"], "real": REAL}
+
+sides = st.one_of(st.integers(1, 4000), st.integers(1, 120))
+properties = settings(deadline=None, max_examples=150)
+
+
+class Oracle:
+    """transformers' processor and model of one geometry."""
+
+    def __init__(self, fields: dict) -> None:
+        self.rules: LlavaOnevisionShapes = make_spec("a model", fields).rules
+        side = self.rules.image_size
+        self.image_processor = LlavaOnevisionImageProcessorPil(size={"height": side, "width": side})
+        self.image_processor.image_grid_pinpoints = fields["image_grid_pinpoints"]
+        # Built without its tokenizer and video processor, which would need files and torchvision.
+        self.processor = object.__new__(LlavaOnevisionProcessor)
+        self.processor.image_processor = self.image_processor
+        self.processor.num_image_tokens = self.rules.tokens_per_item
+        self.processor.vision_aspect_ratio = "anyres_max_9"
+        shallow = fields["vision_config"] | {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+        config = LlavaOnevisionConfig(**fields | {"vision_config": shallow, "text_config": fields["text_config"]})
+        with torch.device("meta"):
+            self.model = LlavaOnevisionModel(config)
+
+    def crops(self, width: int, height: int, num_images: int) -> int:
+        pictures = [Image.new("RGB", (width, height))] * num_images
+        return len(self.image_processor([pictures], do_pad=False, return_tensors=None)["pixel_values"][0])
+
+    def placeholder_tokens(self, width: int, height: int) -> int:
+        return self.processor._get_number_of_features(height, width, self.rules.image_size, self.rules.image_size)
+
+    def features(self, width: int, height: int, num_items: int) -> int:
+        per_item = torch.empty(num_items, self.rules.tokens_per_item, 1, device="meta")
+        newline = torch.empty(1, device="meta")
+        packed, _ = self.model.pack_image_features([per_item], [(height, width)], image_newline=newline)
+        return len(packed[0])
+
+
+@pytest.fixture(scope="module", params=GEOMETRIES)
+def oracle(request) -> Oracle:
+    return Oracle(GEOMETRIES[request.param])
+
+
+@properties
+@given(width=sides, height=sides)
+@example(width=4000, height=1)
+@example(width=1, height=4000)
+@example(width=1, height=1)
+@example(width=4000, height=4000)
+@example(width=2304, height=2304)
+def test_a_single_picture_takes_as_many_tokens_as_transformers_gives_it(oracle, width, height):
+    count = oracle.rules.image(width, height, 1)
+    assert count.num_tokens == oracle.placeholder_tokens(width, height)
+    assert count.num_tokens == oracle.features(width, height, count.num_items)
+
+
+@settings(deadline=None, max_examples=40)
+@given(width=st.integers(1, 300), height=st.integers(1, 300), num_images=st.integers(1, 3))
+@example(width=300, height=1, num_images=1)
+@example(width=1, height=300, num_images=1)
+def test_a_picture_becomes_as_many_crops_as_the_image_processor_cuts(oracle, width, height, num_images):
+    assert oracle.rules.image(width, height, num_images).num_items == oracle.crops(width, height, num_images)
+
+
+@properties
+@given(width=sides, height=sides, num_images=st.integers(2, 9))
+def test_a_picture_among_others_is_one_crop_and_a_newline(oracle, width, height, num_images):
+    count = oracle.rules.image(width, height, num_images)
+    assert count == (1, oracle.processor.num_image_tokens + 1)
+    assert count.num_tokens == oracle.features(width, height, 1)
+
+
+@given(num_frames=st.integers(1, 64))
+@settings(deadline=None, max_examples=20)
+def test_a_clip_takes_as_many_tokens_as_transformers_gives_it(oracle, num_frames):
+    clip = {"pixel_values_videos": [[None] * num_frames]}
+    oracle.processor.video_token = "v"
+    pooled = oracle.model.apply_pooling(torch.empty(num_frames, oracle.rules.tokens_per_item, 1, device="meta"))
+    count = oracle.rules.video(num_frames)
+    assert count == (num_frames, len(oracle.processor.replace_video_token(clip, 0)))
+    assert count.num_tokens == pooled.flatten(0, 1).shape[0] + 1
+
+
+@properties
+@given(width=sides, height=sides)
+def test_the_llm_never_sees_more_than_the_cap_of_crops_allows(oracle, width, height):
+    """Scaling begins only 1.1 times above the cap; the base crop and a newline a row come on top."""
+    rules = oracle.rules
+    rows = rules.patches_per_side * 6
+    most = rules.tokens_per_item * (1 + rules.max_crops * 1.1**2) + rows
+    assert rules.tokens_per_item <= rules.image(width, height, 1).num_tokens <= most
+
+
+@settings(deadline=None, max_examples=25)
+@given(sizes=st.lists(st.tuples(st.integers(1, 250), st.integers(1, 250)), min_size=1, max_size=3))
+def test_the_training_path_makes_the_items_that_the_rules_promise(sizes):
+    rules = make_spec("tiny", PRESETS["tiny"]).rules
+    pixels = LlavaOnevisionPixels(PRESETS["tiny"], rules.image_size)
+    crops = pixels.images([Image.new("RGB", size) for size in sizes])
+    assert [len(items) for items in crops] == [rules.image(*size, len(sizes)).num_items for size in sizes]
+    assert {items.shape[1:] for items in crops} == {(3, rules.image_size, rules.image_size)}
+
+
+def test_frames_pass_through_the_steps_of_a_picture_that_needs_no_cutting():
+    """A frame of the encoder's own size is only rescaled and normalised, as a single crop of a picture is."""
+    rules = make_spec("tiny", PRESETS["tiny"]).rules
+    pixels = LlavaOnevisionPixels(PRESETS["tiny"], rules.image_size)
+    noise = np.random.default_rng(0).integers(0, 256, (rules.image_size, rules.image_size, 3), dtype=np.uint8)
+    frame = Image.fromarray(noise)
+    (item,) = pixels.frames([frame])
+    np.testing.assert_allclose(item, pixels.images([frame])[0][0], atol=1e-5)
+    mean, std = np.array(pixels.processor.image_mean), np.array(pixels.processor.image_std)
+    np.testing.assert_allclose(item, ((noise / 255 - mean) / std).transpose(2, 0, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("table", ["coco_val2017", "math_v"])
+def test_the_published_shapes_of_real_pictures_are_met(shared_data, table):
+    """The tables' token counts include the newline that ends each row of patches, as transformers' do."""
+    rules = Oracle(REAL).rules
+    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    expected = [(int(row["ov_tiles"]), int(row["ov_visual_tokens"])) for row in rows]
+    assert len(expected) > 3000
+    assert [rules.image(int(row["width"]), int(row["height"]), 1) for row in rows] == expected
+
+
+def test_the_published_shapes_of_real_clips_are_met(shared_data):
+    """The table leaves out the one newline token that transformers puts after a clip."""
+    rules = Oracle(REAL).rules
+    with (shared_data / "shapes" / "nextqa_video.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [rules.video(int(row["ov_tiles"])).num_tokens - 1 for row in rows] == [
+        int(row["ov_visual_tokens"]) for row in rows
+    ]

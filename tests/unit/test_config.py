@@ -1,0 +1,320 @@
+"""The config refuses what it does not understand, and says which key, which value and what would be right."""
+
+import dataclasses
+import json
+import re
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflop.config import Config, load_config, select_keys
+from dflop.errors import UserError
+
+REPOSITORY = Path(__file__).parents[2]
+
+any_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("${data.fps}"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def refusal(*layers) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(*layers)
+    return str(caught.value)
+
+
+def nested(key: str, value: object) -> dict:
+    """`nested("a.b", 1)` is `{"a": {"b": 1}}`."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def leaf_keys(section: type, prefix: str = "") -> list[str]:
+    """Every dotted key; those of a list's entries have `[]` after the list's name."""
+    keys = []
+    for name, hint in typing.get_type_hints(section).items():
+        inner = [item for item in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(item)]
+        is_list = typing.get_origin(hint) is list
+        keys += leaf_keys(inner[0], f"{prefix}{name}{'[]' if is_list else ''}.") if inner else [f"{prefix}{name}"]
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "way_out"),
+    [
+        ({"trian": {"lr": 1}}, "`trian`", "did you mean `train`?"),
+        ({"train": {"learning_rate": 1}}, "`train.learning_rate`", "known here: global_batch_size, steps, lr"),
+        ({"train": {"step": 1}}, "`train.step`", "did you mean `train.steps`?"),
+        ({"data": {"video": {"max_frame": 3}}}, "`data.video.max_frame`", "did you mean `data.video.max_frames`?"),
+        ({"plan": {"fixed": {"vison": {"dp": 2}}}}, "`plan.fixed.vison`", "did you mean `plan.fixed.vision`?"),
+        ({"plan": {"fixed": {"llm": {"ranks": 2}}}}, "`plan.fixed.llm.ranks`", "known here: tp, pp, dp"),
+        (
+            {"data": {"sources": [{"path": "a.json"}, {"pth": "b.json"}]}},
+            "`data.sources[1].pth`",
+            "did you mean `data.sources[1].path`?",
+        ),
+        ({1: 2}, "`1`", "known here: run, seed"),
+    ],
+)
+def test_an_unknown_key_is_named_in_full_with_what_was_probably_meant(config, name, way_out):
+    message = refusal(config)
+    assert f"unknown key {name}" in message
+    assert way_out in message
+
+
+def test_an_unknown_key_is_reported_with_the_file_that_holds_it(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("train: {lrr: 1}")
+    assert f"{path}: unknown key `train.lrr` (value 1)" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("train.steps", 1.5, "a whole number"),
+        ("train.steps", "many", "a whole number"),
+        ("train.steps", True, "a whole number"),
+        ("train.steps", [3], "a whole number"),
+        ("train.lr", "fast", "a number"),
+        ("train.lr", {"a": 1}, "a number"),
+        ("plan.fixed.checkpointing", "maybe", "true or false"),
+        ("plan.fixed.vision.tp", "x", "a whole number"),
+        ("run", ["a"], "a text"),
+        ("model.path", ["a"], "a text"),
+        ("model.freeze", "vision", "a list"),
+        ("model.freeze", {"vision": True}, "a list"),
+        ("train", "x", "the keys global_batch_size, steps"),
+        ("train", [1], "the keys global_batch_size, steps"),
+        ("data.sources", {"path": "x"}, "a list, each entry with path, media_root"),
+    ],
+)
+def test_a_wrong_type_names_the_key_the_value_and_the_type(key, value, wanted):
+    message = refusal(nested(key, value))
+    assert f"`{key}` is {value!r}; it must " in message
+    assert wanted in message
+
+
+def test_a_wrong_type_in_a_list_names_the_entry():
+    assert "`costs.tp_sizes[1]` is 'two'; it must be a whole number" in refusal({"costs": {"tp_sizes": [1, "two"]}})
+    assert "`data.sources[0]` is None; it must hold path" in refusal({"data": {"sources": [None]}})
+
+
+@pytest.mark.parametrize(("key", "wanted"), [("train.steps", "a whole number"), ("data", "a section with the keys")])
+def test_null_where_something_must_stand_says_so(key, wanted):
+    assert f"`{key}` is null; it must be {wanted}" in refusal(nested(key, None))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("train.steps", 0, "at least 1"),
+        ("data.max_llm_tokens", -5, "at least 1"),
+        ("plan.fixed.llm.dp", 0, "at least 1"),
+        ("train.lr", 0.0, "above 0"),
+        ("train.lr", float("nan"), "above 0"),
+        ("train.lr", float("inf"), "above 0 and finite"),
+        ("data.video.fps", -1.0, "above 0"),
+        ("seed", -1, "0 or more"),
+        ("train.weight_decay", -0.1, "0 or more"),
+    ],
+)
+def test_an_impossible_number_names_the_key_the_value_and_the_bound(key, value, wanted):
+    assert f"`{key}` is {value}; it must be {wanted}" in refusal(nested(key, value))
+
+
+def test_an_impossible_number_in_a_list_names_the_entry():
+    assert "`costs.tp_sizes[1]` is 0; it must be at least 1" in refusal({"costs": {"tp_sizes": [1, 0]}})
+    assert "`costs.tp_sizes[0]` is [1]" in refusal({"costs": {"tp_sizes": [[1]]}})
+
+
+@pytest.mark.parametrize("key", ["costs.tp_sizes", "plan.placements"])
+def test_a_list_that_needs_a_value_may_not_be_empty(key):
+    assert f"`{key}` is empty" in refusal(nested(key, []))
+
+
+@pytest.mark.parametrize("run", ["", "../up", "a/b", ".hidden", "with space"])
+def test_a_run_name_that_is_no_folder_name_is_refused(run):
+    assert f"`run` is {run!r}" in refusal({"run": run})
+
+
+@pytest.mark.parametrize("sampling", ["firs:3", "first:", "first:-1", "30%", "random:x%"])
+def test_an_unknown_sampling_lists_the_forms(sampling):
+    message = refusal({"data": {"sources": [{"path": "a.json", "sampling": sampling}]}})
+    assert f"`data.sources[0].sampling` is {sampling!r}" in message
+    assert "first:30%" in message
+
+
+@pytest.mark.parametrize("sampling", ["all", "first:30%", "first:1000", "end:5", "random:12.5%"])
+def test_every_documented_sampling_is_accepted(sampling):
+    source = load_config({"data": {"sources": [{"path": "a.json", "sampling": sampling}]}}).data.sources[0]
+    assert source.sampling == sampling
+
+
+def test_a_source_without_a_path_is_refused():
+    assert "`data.sources[1].path` is empty" in refusal({"data": {"sources": [{"path": "a"}, {"name": "b"}]}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "choices"),
+    [
+        ("schedule.policy", "lptt", "random, lpt, ilp"),
+        ("train.precision", "fp8", "fp32, bf16, fp64"),
+        ("cluster.device", "tpu", "cpu, cuda"),
+    ],
+)
+def test_a_closed_choice_lists_its_values(key, value, choices):
+    assert f"`{key}` is {value!r}; it must be one of {choices}" in refusal(nested(key, value))
+
+
+def test_a_closed_choice_in_a_list_names_the_entry():
+    assert "`model.freeze[1]` is 'eyes'; it must be one of vision, llm" in refusal(
+        {"model": {"freeze": ["vision", "eyes"]}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("model.family", "internvl", "model.family"),
+        ("costs.source", "analytic", "costs.source"),
+        ("plan.fixed.schedule", "zb_h1", "plan.fixed.schedule"),
+        ("plan.placements", ["disjoint", "monolithic"], "plan.placements[1]"),
+    ],
+)
+def test_a_choice_that_is_planned_but_not_there_yet_is_refused_as_such(key, value, name):
+    message = refusal(nested(key, value))
+    assert f"`{name}` is " in message
+    assert "which this version cannot do yet; use " in message
+
+
+def test_a_fixed_plan_may_not_need_more_devices_than_there_are():
+    fixed = {"vision": {"dp": 2}, "llm": {"pp": 2, "dp": 2}}
+    message = refusal({"plan": {"fixed": fixed}, "cluster": {"num_nodes": 1, "devices_per_node": 4}})
+    assert "`plan.fixed` needs 6 devices" in message
+    assert "`cluster` has 4 (1 x 4)" in message
+    load_config({"plan": {"fixed": fixed}, "cluster": {"num_nodes": 3, "devices_per_node": 2}})
+
+
+def test_a_module_that_is_not_pinned_still_needs_a_device():
+    message = refusal({"plan": {"fixed": {"llm": {"dp": 2}}}, "cluster": {"devices_per_node": 2}})
+    assert "needs 3 devices" in message
+
+
+def test_more_microbatches_than_samples_are_refused():
+    message = refusal({"plan": {"fixed": {"num_microbatches": 9}}, "train": {"global_batch_size": 8}})
+    assert "`plan.fixed.num_microbatches` is 9, more than the 8 samples" in message
+
+
+def test_a_reference_that_leads_nowhere_names_the_key_that_holds_it():
+    assert "`run`: Interpolation key 'nowhere' not found" in refusal({"run": "${nowhere}"})
+    assert "`run` is '${'" in refusal({"run": "${"})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("run: [1, 2", "is not YAML"),
+        ("- run", "holds a list; it must hold `key: value` pairs"),
+        ("just words", "holds a str"),
+        ("run: demo\nrun : !!python/object:os.system {}", "is not YAML"),
+    ],
+)
+def test_a_file_that_holds_no_config_is_named(tmp_path, text, complaint):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    message = refusal(path)
+    assert f"config file {path} {complaint}" in message
+    assert "\n" not in message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "none.yaml")
+    assert "cannot be read" in refusal(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run: caf\xe9")
+    assert "cannot be read" in refusal(tmp_path / "latin.yaml")
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert load_config(tmp_path / "empty.yaml") == load_config() == Config()
+
+
+def test_a_layer_may_be_json():
+    assert load_config(' {"train": {"lr": 0.5}}').train.lr == 0.5
+    assert "config text is not JSON" in refusal('{"train": ')
+
+
+def test_later_layers_win_key_by_key_and_lists_are_replaced_whole(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text("train: {lr: 0.1, steps: 7}\ndata: {sources: [{path: a.json}, {path: b.json}]}")
+    config = load_config(path, '{"train": {"lr": 0.2}, "data": {"sources": [{"path": "c.json"}]}}', {"seed": 3})
+    assert (config.train.lr, config.train.steps, config.seed) == (0.2, 7, 3)
+    assert [source.path for source in config.data.sources] == ["c.json"]
+    assert load_config({"train": {"lr": 0.2}}, path).train.lr == 0.1
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config().train.lr = 1.0
+
+
+@settings(deadline=None, max_examples=300)
+@given(key=st.sampled_from([*leaf_keys(Config), "train", "data.video", "plan.fixed", "data.sources"]), value=any_json)
+def test_whatever_stands_at_a_key_is_taken_or_refused_with_a_message_of_one_line(key, value):
+    path, _, entry = key.partition("[].")
+    config = nested(path, [nested(entry, value)] if entry else value)
+    try:
+        loaded = load_config(config)
+    except UserError as error:
+        assert path.split(".")[0] in str(error)
+        assert "\n" not in str(error).replace(repr(value), "")
+    else:
+        assert load_config(select_keys(loaded, [item.name for item in dataclasses.fields(Config)])) == loaded
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "config").rglob("*.yaml")), ids=lambda path: path.name if path else None
+)
+def test_every_config_that_ships_is_valid_over_the_demos(path):
+    load_config(REPOSITORY / "config" / "config.yaml", path)
+
+
+def test_every_key_is_documented():
+    """The page names a key as `` `train.lr` ``, one in a list's entries as `` `data.sources[].path` ``."""
+    text = (REPOSITORY / "config" / "README.md").read_text(encoding="utf-8")
+    assert [key for key in leaf_keys(Config) if f"`{key}`" not in text] == []
+
+
+def test_the_documentation_names_no_key_that_does_not_exist():
+    text = (REPOSITORY / "config" / "README.md").read_text(encoding="utf-8")
+    sections = "|".join(item.name for item in dataclasses.fields(Config) if item.name not in ("run", "seed"))
+    named = set(re.findall(rf"`((?:{sections})\.[a-z_.\[\]]+)`", text))
+    known = set(leaf_keys(Config))
+    parents = {key.rsplit(".", depth)[0].removesuffix("[]") for key in known for depth in range(1, key.count(".") + 1)}
+    files = {name for name in named if name.endswith((".yaml", ".json", ".parquet", ".duckdb", ".md"))}
+    assert named - files <= known | parents
+
+
+def test_selected_keys_are_plain_and_load_again():
+    config = load_config({"data": {"sources": [{"path": "a.json"}]}, "train": {"lr": 0.5}, "plan": {"fixed": {}}})
+    part = select_keys(config, ["seed", "train.lr", "data.sources", "data.video", "plan.fixed"])
+    assert part == {
+        "seed": 0,
+        "train": {"lr": 0.5},
+        "data": {
+            "sources": [{"path": "a.json", "media_root": None, "sampling": "all", "name": None}],
+            "video": {"fps": 1.0, "max_frames": 32},
+        },
+        "plan": {
+            "fixed": dict.fromkeys(
+                ("placement", "vision", "llm", "num_microbatches", "checkpointing", "schedule"), None
+            )
+        },
+    }
+    assert load_config(json.dumps(part)) == config

@@ -1,0 +1,172 @@
+"""The rules of the house: who may import whom, what the light modules leave alone, and pins that agree.
+
+The way of the data orders the folders; a folder imports only from those above it.
+"""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import dflop
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = Path(dflop.__file__).parent
+
+FOLDERS = ("models", "data", "costs", "pipeline", "scheduling", "planning", "training", "reporting")
+ABOVE_ALL = ("errors", "artifacts", "config", "store", "stages")
+PLACES = {**dict.fromkeys(ABOVE_ALL, 0), **{name: place for place, name in enumerate(FOLDERS, start=1)}, "cli": 99}
+PACKAGE_ITSELF = 100  # dflop/__init__.py may offer anything, so nothing inside may import from it.
+
+IMPORTED_WITHOUT_TORCH = (
+    "dflop",
+    "dflop.config",
+    "dflop.store",
+    "dflop.stages",
+    "dflop.models",
+    "dflop.models.audio",
+    "dflop.models.llava_onevision.shapes",
+    "dflop.models.llava_onevision.presets",
+    "dflop.data",
+    "dflop.costs",
+    "dflop.costs.model",
+    "dflop.costs.fit",
+    "dflop.pipeline",
+    "dflop.pipeline.simulate",
+    "dflop.scheduling",
+    "dflop.scheduling.service",
+    "dflop.planning",
+    "dflop.training",
+    "dflop.cli",
+)
+
+
+def imports_of(source: str, package: str) -> set[str]:
+    """Dotted names of all that a module of `package` imports, wherever in it the import stands."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            names |= {f"{origin}.{alias.name}" for alias in node.names}
+    return names
+
+
+def place_of(dotted: str) -> int:
+    """Where in the house a name of the package lives; what is no module or folder is of the package itself."""
+    parts = dotted.split(".")
+    return PLACES.get(parts[1], PACKAGE_ITSELF) if len(parts) > 1 else PACKAGE_ITSELF
+
+
+def offences(own: str, source: str, package: str) -> list[str]:
+    """What a module of the folder or top-level module `own` imports against the order."""
+    found = []
+    for name in sorted(imports_of(source, package)):
+        if name.split(".")[0] == "dflop":
+            target = name.split(".")[1] if "." in name else ""
+            same_floor = target == own or (own in ABOVE_ALL and target in ABOVE_ALL)
+            if not same_floor and place_of(name) >= PLACES[own]:
+                found.append(name)
+    return found
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(folder or top-level module, file) of every module but the package's own __init__."""
+    listed = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        own = relative.parts[0] if len(relative.parts) > 1 else relative.stem
+        if own != "__init__":
+            listed.append((own, path))
+    return listed
+
+
+def package_of(path: Path) -> str:
+    return ".".join(("dflop", *path.relative_to(PACKAGE).parent.parts))
+
+
+def test_every_folder_and_top_level_module_has_its_place():
+    assert {own for own, _ in modules()} == set(PLACES)
+
+
+def test_the_walker_finds_every_form_of_import_and_judges_it():
+    source = """
+import dflop.planning.search as s
+from dflop import training, something
+from dflop.models import load_model_spec
+from ..costs import CostModel
+def late():
+    from dflop.reporting.trace import chrome_trace
+"""
+    assert offences("scheduling", source, "dflop.scheduling") == [
+        "dflop.planning.search",
+        "dflop.reporting.trace.chrome_trace",
+        "dflop.something",
+        "dflop.training",
+    ]
+    assert "dflop.costs.CostModel" in imports_of(source, "dflop.scheduling")
+
+
+@pytest.mark.parametrize(("own", "path"), modules(), ids=lambda value: value.name if isinstance(value, Path) else value)
+def test_a_folder_imports_only_from_folders_above_it(own, path):
+    assert offences(own, path.read_text(encoding="utf-8"), package_of(path)) == []
+
+
+def test_nothing_in_the_package_imports_snakemake():
+    guilty = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for name in imports_of(path.read_text(encoding="utf-8"), package_of(path))
+        if name.split(".")[0].startswith("snakemake")
+    ]
+    assert guilty == []
+
+
+def test_planning_and_scheduling_load_neither_torch_nor_transformers():
+    script = "import importlib, sys\n"
+    for name in IMPORTED_WITHOUT_TORCH:
+        script += f"importlib.import_module({name!r})\n"
+        script += f"assert not {{'torch', 'transformers'}} & set(sys.modules), {name!r}\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def pyproject() -> dict:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_the_conda_environment_is_python_and_the_package_with_its_extras():
+    environment = yaml.safe_load((REPOSITORY / "environment.yml").read_text(encoding="utf-8"))
+    project = pyproject()
+    assert environment["name"] == project["name"]
+    plain = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
+    (from_pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
+    assert sorted(plain) == ["pip", f"python{project['requires-python']}"]
+    (extras,) = [entry.removeprefix("-e .") for entry in from_pip if entry.startswith("-e .")]
+    assert Requirement(f"dflop{extras}").extras == {"dev", "slurm"} <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("group", ["dependencies", "dev", "slurm"])
+def test_every_direct_dependency_is_pinned_to_a_version_in_its_range(group):
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {}
+    for line in filter(None, (line.split("#")[0].strip() for line in lines)):
+        requirement = Requirement(line)
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", line
+        pins[canonicalize_name(requirement.name)] = specifier.version
+    project = pyproject()
+    wanted = project["dependencies"] if group == "dependencies" else project["optional-dependencies"][group]
+    for requirement in map(Requirement, wanted):
+        name = canonicalize_name(requirement.name)
+        assert name in pins, f"{name} is not in constraints.txt"
+        assert requirement.specifier.contains(pins[name]), f"{name}=={pins[name]} is outside {requirement.specifier}"

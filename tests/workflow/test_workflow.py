@@ -1,0 +1,252 @@
+"""The workflow as a user runs it: a small dataset from manifest to report, then what a change reruns.
+
+One whole run is shared by the tests, in a copy of the repository; Snakemake, torchrun and CBC are real.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import polars as pl
+import pytest
+import yaml
+
+from dflop.data.demo import make_demo_data
+from dflop.store import MODALITIES, REJECT_REASONS, read_meta, read_table
+
+pytestmark = pytest.mark.serial
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Checkout:
+    """A copy of the repository to run commands in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("workflow", "config"):
+            shutil.copytree(REPOSITORY / name, folder / name)
+        (folder / "slurm").symlink_to("workflow/profiles/slurm")
+
+    def snakemake(self, *arguments: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess:
+        return self.run("snakemake", *arguments, timeout=timeout, **environment)
+
+    def run(self, *command: str, timeout: int = 60, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command, cwd=self.folder, capture_output=True, text=True, timeout=timeout, env=os.environ | environment
+        )
+
+    def write_config(self, name: str, **sections: object) -> str:
+        (self.folder / name).write_text(yaml.safe_dump(sections))
+        return name
+
+    def jobs_of_dry_run(self, *arguments: str) -> list[str]:
+        """Names of the rules that a dry run lists, shards with their names."""
+        done = self.snakemake("-n", "--quiet", "rules", "--cores", "2", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        listed = self.snakemake("-n", "--cores", "2", *arguments).stdout
+        return [
+            line.split()[1].rstrip(":")
+            for line in listed.splitlines()
+            if line.startswith(("rule ", "localrule ", "checkpoint "))
+        ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A checkout with a finished run named `small`, and the name of its config file."""
+    checkout = Checkout(tmp_path_factory.mktemp("checkout"))
+    data = checkout.folder / "data"
+    make_demo_data(data, num_records=40)
+    records = json.loads((data / "train.json").read_text())
+    records[3] |= {"image": "images/nowhere.png", "conversations": _conversation("<image>\nWhat is it?", "A dog.")}
+    records[3].pop("video", None)
+    records.append({"id": "no-turns", "conversations": []})
+    (data / "train.json").write_text(json.dumps(records))
+    config = checkout.write_config(
+        "small.yaml",
+        run="small",
+        data={"sources": [{"path": "data/train.json"}, {"path": "data/audio.json"}], "samples_per_shard": 10},
+        costs={"repeats": 1},
+        plan={"search_batches": 2, "fixed": {"num_microbatches": 4}},
+        schedule={"time_limit_s": 0.1},
+        train={"global_batch_size": 8, "steps": 6, "checkpoint_every": 3, "loader_workers": 0},
+    )
+    done = checkout.snakemake("--cores", "2", "--configfile", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return checkout, config
+
+
+def _conversation(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+
+
+def test_shapes_hold_every_record_once_in_the_promised_columns(finished):
+    checkout, _ = finished
+    path = checkout.folder / "results/small/shapes.duckdb"
+    samples = read_table(path, "samples", made_by="")
+    assert samples.columns[:14] == [
+        *("sample_id", "source", "row", "shard", "modality", "num_images", "num_frames", "audio_s", "num_items"),
+        *("vision_tokens", "audio_tokens", "text_tokens", "llm_tokens", "truncated"),
+    ]
+    rejects = read_table(path, "rejects", made_by="")
+    assert rejects.columns == ["source", "row", "sample_id", "reason", "detail"]
+    assert rejects.select("reason", "sample_id").sort("reason").rows()[0] == ("empty", "no-turns")
+    assert rejects.filter(pl.col("row") == 3)["reason"].to_list() == ["missing_media"]
+    assert (len(samples), len(rejects)) == (39, 2)
+    assert set(samples["modality"]) <= set(MODALITIES)
+    assert set(rejects["reason"]) <= set(REJECT_REASONS)
+    summary = read_table(path, "shape_summary", made_by="")
+    assert {"source", "modality", "quantity", "p5", "p50", "p95", "p99", "max"} <= set(summary.columns)
+    assert {"schema_version", "dflop_version", "config_digest", "created"} <= set(read_meta(path, made_by=""))
+
+
+def test_costs_hold_measurements_and_the_models_fitted_to_them(finished):
+    path = finished[0].folder / "results/small/costs.duckdb"
+    measurements = read_table(path, "measurements", made_by="")
+    assert {
+        *("module", "tp", "num_layers", "num_items", "num_tokens", "sum_sq_tokens"),
+        *("pass", "seconds", "peak_bytes", "repeat"),
+    } <= set(measurements.columns)
+    assert set(measurements["module"]) == {"vision", "llm"}
+    assert set(measurements["pass"]) == {"forward", "backward"}
+    for table in ("time_model", "memory_model", "fit_error", "device"):
+        assert len(read_table(path, table, made_by="")), table
+
+
+def test_the_plan_is_the_best_of_the_candidates(finished):
+    folder = finished[0].folder / "results/small"
+    candidates = pl.read_parquet(folder / "candidates.parquet")
+    assert candidates.columns[:16] == [
+        *("rank", "placement", "vision_tp", "vision_pp", "vision_dp", "llm_tp", "llm_pp", "llm_dp"),
+        *("num_microbatches", "checkpointing", "schedule", "step_s", "idle"),
+        *("vision_memory_bytes", "llm_memory_bytes", "bottleneck"),
+    ]
+    assert candidates["step_s"].is_sorted()
+    chosen = yaml.safe_load((folder / "plan.yaml").read_text())
+    assert chosen["predicted"]["step_s"] == pytest.approx(candidates["step_s"][0], rel=1e-4)
+    assert chosen["plan"]["num_microbatches"] == candidates["num_microbatches"][0] == 4
+
+
+def test_the_preview_places_each_sample_of_a_batch_once(finished):
+    folder = finished[0].folder / "results/small"
+    schedule = pl.read_parquet(folder / "schedule.parquet")
+    assert schedule.columns[:7] == [
+        *("step", "sample_id", "llm_dp_rank", "microbatch", "position", "num_items", "llm_tokens"),
+    ]
+    assert set(schedule.group_by("step").len()["len"]) == {8}
+    cells = schedule.select("step", "llm_dp_rank", "microbatch", "position")
+    assert cells.is_unique().all()
+    stages = pl.read_parquet(folder / "schedule_stages.parquet")
+    assert stages.columns == ["step", "module", "dp_rank", "pp_stage", "microbatch", "forward_s", "backward_s"]
+
+
+def test_training_leaves_metrics_observations_a_trace_a_checkpoint_and_a_model(finished):
+    folder = finished[0].folder / "results/small/train"
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(6))
+    promised = {"step", "loss", "num_samples", "num_tokens", "step_s", "predicted_step_s", "idle", "wait_s"}
+    assert promised <= set(steps[0])
+    observations = read_table(folder / "observations.duckdb", "observations", made_by="")
+    assert len(observations.filter(pl.col("pass") == "forward")) == 6 * 4 * 2
+    assert len(read_table(folder / "observations.duckdb", "corrections", made_by=""))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    assert (folder / "checkpoints/step-000006/run.json").is_file()
+    assert (folder / "model/config.json").is_file()
+    assert json.loads((folder / "summary.json").read_text())["num_steps"] == 6
+
+
+def test_the_report_has_its_pictures(finished):
+    folder = finished[0].folder / "results/small/report"
+    for name in ("shapes", "costs", "plans", "timeline", "training"):
+        assert (folder / f"{name}.svg").read_text().lstrip().startswith("<?xml")
+    assert json.loads((folder / "summary.json").read_text())
+
+
+def test_a_finished_run_has_nothing_to_do(finished):
+    checkout, config = finished
+    again = checkout.snakemake("--cores", "2", "--configfile", config)
+    assert again.returncode == 0
+    assert "Nothing to be done" in again.stdout + again.stderr
+
+
+def test_a_key_reruns_only_the_stages_that_read_it(finished):
+    checkout, config = finished
+    assert set(checkout.jobs_of_dry_run("--configfile", config, "--config", "schedule={lookahead_steps: 3}")) == {
+        *("preview_schedule", "train", "report", "all"),
+    }
+    assert set(checkout.jobs_of_dry_run("--configfile", config, "--config", "train={lr: 0.002}")) == {
+        *("train", "report", "all"),
+    }
+
+
+def test_a_changed_record_reruns_its_shard_and_what_depends_on_it(finished):
+    checkout, config = finished
+    manifest = checkout.folder / "data/train.json"
+    before = manifest.read_text()
+    records = json.loads(before)
+    records[0]["conversations"][-1]["value"] += " Really."
+    try:
+        manifest.write_text(json.dumps(records))
+        jobs = checkout.jobs_of_dry_run("--configfile", config)
+    finally:
+        manifest.write_text(before)
+    assert jobs.count("profile_shapes") == 1
+    assert "profile_costs" not in jobs
+    assert "fit_costs" not in jobs
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"train": {"stepz": 3}}, ["train.stepz", "train.steps"]),
+        ({"train": {"steps": "many"}}, ["train.steps", "many", "whole number"]),
+        ({"data": {"sources": [{"path": "nowhere/train.json"}]}}, ["nowhere/train.json", "data.sources"]),
+        ({"plan": {"fixed": {"vision": {"dp": 4}, "llm": {"dp": 4}}}}, ["plan.fixed", "8 devices", "2"]),
+    ],
+    ids=["unknown key", "wrong type", "missing manifest", "too few devices"],
+)
+def test_a_bad_config_is_one_clear_line_and_exit_code_2(finished, config, said):
+    checkout, _ = finished
+    path = checkout.write_config("bad.yaml", **config)
+    done = checkout.snakemake("--cores", "2", "-n", "--configfile", path)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("dflop: ")]
+    assert len(lines) == 1, done.stderr
+    assert all(part in lines[0] for part in said), lines[0]
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_the_slurm_profile_is_found_from_a_fresh_checkout(finished):
+    checkout, config = finished
+    done = checkout.snakemake("--profile", "slurm", "-n", "--configfile", config, HOME=str(checkout.folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_snakemake_report_is_one_page(finished):
+    checkout, config = finished
+    done = checkout.snakemake("--configfile", config, "--report", "report.html")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (checkout.folder / "report.html").stat().st_size > 100_000
+
+
+def test_real_pictures_and_a_real_clip_go_the_whole_way(finished, shared_data):
+    checkout, _ = finished
+    config = checkout.write_config(
+        "real.yaml",
+        run="real",
+        data={"sources": [{"path": str(shared_data / "demo/demo_llava.json")}]},
+        costs={"repeats": 1},
+        plan={"search_batches": 2, "fixed": {"num_microbatches": 4}},
+        train={"global_batch_size": 8, "steps": 3, "checkpoint_every": 3, "loader_workers": 0},
+    )
+    done = checkout.snakemake("--cores", "2", "--configfile", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = checkout.folder / "results/real/shapes.duckdb"
+    samples, rejects = (read_table(path, table, made_by="") for table in ("samples", "rejects"))
+    assert len(samples) + len(rejects) == 71
+    assert set(samples["modality"]) == {"image", "multi_image", "video"}
+    assert (checkout.folder / "results/real/report/summary.json").is_file()
