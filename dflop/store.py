@@ -135,7 +135,12 @@ def write_shapes(path: Path, shards: Sequence[ShardFile], sources: pl.DataFrame,
     """Merge shard files into `samples`, `rejects`, `sources` and the view `shape_summary`.
 
     `sources` has the columns name, path, media_root, sampling, digest and num_records, one row a source.
+
+    Raises:
+        UserError: when there is no shard, that is, no record.
     """
+    if not shards:
+        raise UserError("no manifest of `data.sources` holds any record (after its `sampling`); add data")
     shard_frame = pl.DataFrame(
         [(index, str(shard.path), shard.name, shard.source, shard.start) for index, shard in enumerate(shards)],
         schema={"position": pl.Int64, "path": pl.String, "name": pl.String, "source": pl.String, "start": pl.Int64},

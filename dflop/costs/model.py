@@ -97,7 +97,7 @@ class CostModel:
         Raises:
             UserError: when the module was not measured at this tp.
         """
-        self._require(module, tp)
+        self.require(module, tp)
         layer_forward = num_layers * self.times[module, tp, "layer", "forward"](loads)
         forward_s, backward_s = layer_forward, num_layers * self.times[module, tp, "layer", "backward"](loads)
         if with_rest:
@@ -112,7 +112,7 @@ class CostModel:
         self, module: str, tp: int, num_layers: int, loads: Loads, *, with_rest: bool, checkpointing: bool = False
     ) -> StageMemory:
         """Parameters, gradients and AdamW's two moments (fp32 each), and activations of each microbatch."""
-        self._require(module, tp)
+        self.require(module, tp)
         parameters = num_layers * self.parameter_bytes[module, tp, "layer"]
         per_layer = self.activations[module, tp, "layer"](loads)
         kept = num_layers * per_layer
@@ -126,7 +126,7 @@ class CostModel:
 
     def additive_loads_s(self, module: str, tp: int, num_layers: int, loads: Loads, *, with_rest: bool) -> np.ndarray:
         """Forward plus backward seconds that samples add to a microbatch: `stage_time` without its constants."""
-        self._require(module, tp)
+        self.require(module, tp)
         total = np.zeros(np.shape(loads.num_items))
         for part, weight in (("layer", num_layers), ("rest", int(with_rest))):
             for direction in ("forward", "backward"):
@@ -134,7 +134,8 @@ class CostModel:
                 total = total + weight * (fit(loads) - fit.const)
         return total
 
-    def _require(self, module: str, tp: int) -> None:
+    def require(self, module: str, tp: int) -> None:
+        """Raise `UserError` when the module was not measured at this tp."""
         if (module, tp, "layer", "forward") not in self.times:
             known = sorted({f"{name} tp={size}" for name, size, _, _ in self.times})
             raise UserError(

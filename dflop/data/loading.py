@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from dflop.config import VideoConfig
 from dflop.data.manifest import Source, read_manifest
-from dflop.data.media import frame_indices, image_size, video_header
+from dflop.data.media import IMAGE_ERRORS, frame_indices, image_size, open_clip, video_header
 from dflop.data.profile import expand_text
 from dflop.data.records import Medium, Record, parse_record, resolve_medium
 from dflop.data.text import ChatTokenizer
@@ -172,7 +172,7 @@ def _decode_image(path: Path, unreadable: list[str]) -> Image.Image:
     try:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
-    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+    except IMAGE_ERRORS as error:
         unreadable.append(f"{path}: {error}")
         return Image.new("RGB", tuple(image_size(path)))
 
@@ -183,7 +183,7 @@ def _decode_frames(path: Path, video: VideoConfig, unreadable: list[str]) -> lis
     wanted = frame_indices(header, video)
     frames: list[Image.Image] = []
     try:
-        with av.open(str(path)) as container:
+        with open_clip(path) as container:
             container.streams.video[0].thread_type = "AUTO"
             pending = iter(wanted)
             for image in _frames_at(container, pending):

@@ -4,18 +4,29 @@ A truncated or foreign file raises `RecordError("unreadable_media")`.
 """
 
 import math
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
 import av
 import soundfile
+from av.container import InputContainer
 from av.error import FFmpegError
 from PIL import Image
 
 from dflop.config import VideoConfig
 from dflop.data.records import RecordError
 
-__all__ = ["ImageSize", "VideoHeader", "audio_seconds", "frame_indices", "image_size", "video_header"]
+__all__ = [
+    "IMAGE_ERRORS",
+    "ImageSize",
+    "VideoHeader",
+    "audio_seconds",
+    "frame_indices",
+    "image_size",
+    "open_clip",
+    "video_header",
+]
 
 
 class ImageSize(NamedTuple):
@@ -30,6 +41,9 @@ class VideoHeader(NamedTuple):
     height: int
 
 
+# What Pillow raises for damaged files, by format.
+IMAGE_ERRORS = (Image.DecompressionBombError, OSError, RuntimeError, SyntaxError, ValueError, struct.error)
+
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 
@@ -39,21 +53,29 @@ def image_size(path: Path) -> ImageSize:
     try:
         with Image.open(path) as image:
             width, height = image.size
-            sideways = image.getexif().get(_ORIENTATION_TAG) in _SIDEWAYS
-    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+            # Pillow gives a TIFF's size upright already.
+            sideways = image.format != "TIFF" and image.getexif().get(_ORIENTATION_TAG) in _SIDEWAYS
+    except IMAGE_ERRORS as error:
         raise RecordError("unreadable_media", f"{path.name}: {error}") from None
     if width <= 0 or height <= 0:
         raise RecordError("unreadable_media", f"{path.name}: no image size in its header")
     return ImageSize(height, width) if sideways else ImageSize(width, height)
 
 
+def open_clip(path: Path) -> InputContainer:
+    """A clip's container; titles and comments in other encodings than UTF-8 are no reason to refuse it."""
+    return av.open(str(path), metadata_errors="replace")
+
+
 def video_header(path: Path) -> VideoHeader:
     """Frame count, rate and size of a clip's first video stream."""
     try:
-        with av.open(str(path)) as container:
+        with open_clip(path) as container:
             if not container.streams.video:
                 raise RecordError("unreadable_media", f"{path.name}: it has no video stream")
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise RecordError("unreadable_media", f"{path.name}: its video is of an unknown codec")
             fps = float(stream.average_rate or stream.base_rate or 0)
             num_frames = stream.frames
             if not num_frames and container.duration:

@@ -54,6 +54,8 @@ def search_plans(
         UserError: when nothing fits, naming the nearest miss.
     """
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    for module in spec.modules:
+        costs.require(module.name, tp=1)
     budget_bytes = config.cluster.memory_gib * 2**30
     fitting: list[Candidate] = []
     fits_without: set[str] = set()

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -64,10 +65,10 @@ def draw_costs(
         for column, direction in enumerate(("forward", "backward")):
             _parity(grid[row, column], own.filter(pl.col("pass") == direction), errors.get((module, tp, direction)))
         _throughput(grid[row, 2], own, costs)
-    worst = max((row["median_error"] for row in fit_error.iter_rows(named=True)), default=None)
     finding = "Costs: nothing was measured"
-    if worst is not None:
-        finding = f"The cost model meets points it has not seen within {worst:.0%} (median error of the worst pass)"
+    if len(fit_error):
+        least, most = fit_error["median_error"].min(), fit_error["median_error"].max()
+        finding = f"On points it has not seen, the cost model is off by {least:.0%} to {most:.0%} (median of each pass)"
     heading(
         figure,
         finding,
@@ -174,7 +175,7 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
     axes.legend(loc="lower right", ncols=2 if len(forms) > 1 else 1, handletextpad=0.4, columnspacing=1.2)
 
 
-def _plain_seconds(axis) -> None:
+def _plain_seconds(axis: Axis) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

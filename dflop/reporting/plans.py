@@ -4,10 +4,10 @@ import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from dflop.pipeline import Plan
-from dflop.reporting.style import INK, LIMIT, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
+from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
 
 __all__ = ["draw_plans", "plans_height_in"]
 
@@ -25,7 +25,7 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
     modules = [name.removesuffix("_memory_bytes") for name in shown.columns if name.endswith("_memory_bytes")]
     places = np.arange(len(shown))
     is_chosen = [_is(row, chosen, modules) for row in shown.iter_rows(named=True)]
-    steps, idle, memory = figure.subplots(1, 3, sharey=True, width_ratios=[3, 1.1, 1.3])
+    steps, idle, memory = figure.subplots(1, 3, sharey=True, width_ratios=[3, 1.1, 1.5])
 
     bounds = shown["bottleneck"].to_list()
     seconds = shown["step_s"].to_numpy()
@@ -33,34 +33,38 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
     for place, (value, mark) in enumerate(zip(seconds, is_chosen, strict=True)):
         ratio = "chosen" if mark else f"{value / seconds[0]:.2f}x"
         _beside(steps, value, place, f"{format_seconds(value)} · {ratio}", "bold" if mark else "normal")
+        if value > 0.25 * seconds.max():
+            steps.annotate(
+                bounds[place], (0, place), xytext=(5, 0), textcoords="offset points", va="center", color="white"
+            )
     steps.set_xlim(0, 1.22 * seconds.max())
     steps.set_yticks(places, _labels(candidates, shown, modules))
     for label, mark in zip(steps.get_yticklabels(), is_chosen, strict=True):
         label.set_fontweight("bold" if mark else "normal")
     steps.tick_params(axis="y", length=0)
     steps.set_ylim(len(shown) - 0.4, -0.6)
-    steps.set(xlabel="seconds", title="Expected step time (predicted), bound by")
-    kinds = list(dict.fromkeys(bounds))
-    legend_beside_title(steps, [Patch(color=_bound_colour(kind), label=kind) for kind in kinds])
+    steps.set(xlabel="predicted seconds", title="Expected step time, and what bounds it")
 
     shares = shown["idle"].to_numpy()
     idle.barh(places, shares, height=0.66, color="#b9b9b9")
     for place, share in zip(places, shares, strict=True):
         _beside(idle, share, place, f"{share:.0%}")
-    idle.set(xlim=(0, 1.3 * max(0.05, shares.max())), title="Idle (predicted)")
+    idle.set(xlim=(0, 1.3 * max(0.05, shares.max())), title="Idle", xlabel="predicted share of rank time")
     idle.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
     for module, marker in zip(modules, "os^D", strict=False):
         sizes = shown[f"{module}_memory_bytes"].to_numpy()
         memory.plot(sizes / 2**30, places, marker, color=_shades(module)[1], markersize=6, label=module)
     memory.set_xscale("log")
-    memory.axvline(memory_gib, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 2)))
+    memory.axvline(memory_gib, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
     memory.grid(True, axis="x")
     low = min(shown[f"{module}_memory_bytes"].min() for module in modules) / 2**30
     memory.set_xlim(low / 1.6, memory_gib * 1.6)
+    ticks = LogLocator(subs=(1.0,) if memory_gib / low > 50 else (1.0, 2.0, 5.0)).tick_values(low, memory_gib)
+    memory.xaxis.set_major_locator(FixedLocator(ticks))
+    memory.xaxis.set_minor_locator(NullLocator())
     memory.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    memory.minorticks_off()
-    memory.set(xlabel=f"GiB a device; the dashed line is what it has, {memory_gib:g}", title="Peak memory (predicted)")
+    memory.set(xlabel=f"predicted peak, GiB of a device's {memory_gib:g}", title="Memory")
     handles, _ = memory.get_legend_handles_labels()
     legend_beside_title(memory, handles)
     for axes in (idle, memory):
@@ -111,8 +115,8 @@ def _finding(candidates: pl.DataFrame, shown: pl.DataFrame, is_chosen: list[bool
     best = shown["step_s"][0]
     finding = f"{len(candidates)} plans fit: "
     finding += "the chosen one is" if is_chosen[0] else "the best one is"
-    slowest = candidates["step_s"].max()
-    return f"{finding} {shown['step_s'][1] / best:.2f}x faster than the next and {slowest / best:.2f}x than the slowest"
+    to_next, to_slowest = candidates["step_s"][1] / best, candidates["step_s"].max() / best
+    return f"{finding} predicted {to_next:.2f}x faster than the next and {to_slowest:.2f}x than the slowest"
 
 
 def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:

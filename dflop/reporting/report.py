@@ -155,7 +155,7 @@ def _step_panels(
     slower = measured["step_s"] / measured["predicted_step_s"]
     titles = (
         f"{policy}, predicted: {format_seconds(ours.step_s)}, idle {ours.idle:.0%}",
-        f"random, predicted: {format_seconds(other.step_s)}, idle {other.idle:.0%}",
+        f"random, predicted: {format_seconds(other.step_s)}, idle {other.idle:.0%}, {faster:.2f}x as long",
         f"{measured.get('policy', policy)}, measured: {format_seconds(measured['step_s'])}, "
         f"idle {measured['idle']:.0%}, {slower:.2f}x its prediction"
         + ("" if is_same else f" of {format_seconds(measured['predicted_step_s'])} (not the assignment drawn above)"),

@@ -8,7 +8,6 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 
 from dflop.data import SampleShapes
@@ -39,18 +38,19 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
     Raises:
         UserError: when it names a sample that is not in `shapes.duckdb`.
     """
-    place = {sample_id: index for index, sample_id in enumerate(scheduler.samples.sample_id)}
     steps = preview["step"].unique().sort().to_list()[:_MOST_BATCHES]
+    known = pl.DataFrame({"sample_id": scheduler.samples.sample_id.tolist()}).with_row_index("place")
+    preview = preview.filter(pl.col("step").is_in(steps)).join(known, on="sample_id", how="left", maintain_order="left")
+    strangers = preview.filter(pl.col("place").is_null())
+    if len(strangers):
+        raise UserError(
+            f"{path} schedules sample {strangers['sample_id'][0]!r}, which is not in shapes.duckdb; "
+            "make it again with `dflop schedule`"
+        )
     scheduled, randoms, bounds = [], [], []
     for step in steps:
         rows = preview.filter(pl.col("step") == step)
-        strangers = [sample_id for sample_id in rows["sample_id"] if sample_id not in place]
-        if strangers:
-            raise UserError(
-                f"{path} schedules sample {strangers[0]!r}, which is not in shapes.duckdb; "
-                "make it again with `dflop schedule`"
-            )
-        shapes = scheduler.samples.take(np.array([place[sample_id] for sample_id in rows["sample_id"]]))
+        shapes = scheduler.samples.take(rows["place"].to_numpy())
         cells = rows["llm_dp_rank"].to_numpy(), rows["microbatch"].to_numpy()
         if "encoder_rank" in rows.columns:
             assignment = Assignment(

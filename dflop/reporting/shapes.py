@@ -5,10 +5,11 @@ from collections.abc import Mapping
 import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
-from dflop.reporting.style import INK, MODALITY_COLOURS, MUTED, format_count, heading, say_instead
+from dflop.reporting.style import INK, MODALITY_COLOURS, MUTED, format_count, heading
 from dflop.store import MODALITIES
 
 __all__ = ["draw_shapes", "items_tokens_correlation", "shapes_height_in"]
@@ -26,7 +27,8 @@ def shapes_height_in(samples: pl.DataFrame) -> float:
 def draw_shapes(figure: Figure, samples: pl.DataFrame, rejects: Mapping[str, int]) -> None:
     """`rejects` counts the rejected records by reason."""
     groups = _groups(samples)
-    left, right = figure.subfigures(1, 2, width_ratios=[1.75, 1])
+    has_items = bool(samples["num_items"].max())
+    left, right = figure.subfigures(1, 2, width_ratios=[1.75, 1]) if has_items else (figure, None)
     grid = left.subplots(len(groups), len(_QUANTITIES), sharex="col", squeeze=False)
     for column, (quantity, name) in enumerate(_QUANTITIES.items()):
         present = samples[quantity].filter(samples[quantity] > 0)
@@ -34,13 +36,16 @@ def draw_shapes(figure: Figure, samples: pl.DataFrame, rejects: Mapping[str, int
         for row, (group, frame) in enumerate(groups.items()):
             axes = grid[row, column]
             _histogram(axes, frame[quantity].to_numpy(), limits, MODALITY_COLOURS.get(group, "#444444"))
+            if not len(present):
+                axes.set_xticks([])
             if row == 0:
                 axes.set_title(f"{name} a sample")
             if column == 0:
                 axes.set_ylabel(
                     f"{group.replace('_', ' ')}\n{len(frame):,}", rotation=0, ha="right", va="center", labelpad=8
                 )
-    _scatter(right.subplots(), samples)
+    if right:
+        _scatter(right.subplots(), samples)
     heading(figure, _finding(samples), _note(samples, rejects))
 
 
@@ -84,9 +89,6 @@ def _histogram(axes: Axes, values: np.ndarray, limits: tuple[float, float], colo
 
 def _scatter(axes: Axes, samples: pl.DataFrame) -> None:
     correlation = items_tokens_correlation(samples)
-    if not samples["num_items"].max():
-        say_instead(axes, "no sample has encoder items")
-        return
     chosen = samples
     if len(samples) > _MOST_DOTS:
         chosen = samples[np.sort(np.random.default_rng(0).permutation(len(samples))[:_MOST_DOTS])]
@@ -122,17 +124,16 @@ def _scatter(axes: Axes, samples: pl.DataFrame) -> None:
     axes.legend(loc="best", handletextpad=0.2, labelspacing=0.35)
 
 
-def _count_axis(axis, zero_at: float | None = None) -> None:
+def _count_axis(axis: Axis, zero_at: float | None = None) -> None:
     """Ticks at 1, 2, 5, 10 …; on a logarithmic axis nothing is drawn at zero, so 0 stands at `zero_at`."""
-    low, high = axis.get_view_interval()
+    low, high = sorted(axis.get_view_interval())
     ticks = [tick for tick in LogLocator(subs=(1, 2, 5)).tick_values(max(low, 0.7), high) if tick >= 1]
     if high / max(low, 0.7) > 100:
         ticks = [tick for tick in ticks if f"{tick:.0e}"[0] == "1"]
-    axis.set_ticks([zero_at, *ticks] if zero_at and low <= zero_at else ticks)
+    axis.set_major_locator(FixedLocator([zero_at, *ticks] if zero_at and low <= zero_at else ticks))
     axis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == zero_at else f"{value:,.0f}"))
     axis.set_minor_formatter(NullFormatter())
     axis.set_tick_params(which="minor", length=0)
-    axis.set_view_interval(low, high, ignore=True)
 
 
 def _finding(samples: pl.DataFrame) -> str:
@@ -155,4 +156,6 @@ def _note(samples: pl.DataFrame, rejects: Mapping[str, int]) -> str:
     num_audio = int((samples["audio_tokens"] > 0).sum()) if "audio_tokens" in samples.columns else 0
     if num_audio:
         note += f" {num_audio:,} with audio are counted here but not trained on."
+    if not samples["num_items"].max():
+        note += " No sample has encoder items."
     return note + " Solid line: median (p50), dashed: 95th percentile (p95)."

@@ -17,7 +17,6 @@ from dflop.artifacts import written_whole
 
 __all__ = [
     "INK",
-    "LIMIT",
     "MEASURED",
     "MODALITY_COLOURS",
     "MODULE_SHADES",
@@ -36,7 +35,7 @@ __all__ = [
 _WIDTH_IN = 12.5
 
 INK, MUTED, PALE = "#222222", "#767676", "#e9e9e9"
-MEASURED, PREDICTED, LIMIT = "#222222", "#D55E00", "#CC3311"
+MEASURED, PREDICTED = "#222222", "#D55E00"
 
 # (forward, backward)
 MODULE_SHADES = {
@@ -125,8 +124,9 @@ def say_instead(axes: Axes, text: str) -> None:
 def format_seconds(seconds: float) -> str:
     if seconds >= 100:
         return f"{seconds:,.0f} s"
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+    value, unit = (seconds, "s") if seconds >= 0.1 else (seconds * 1e3, "ms")
+    return f"{value:#.3g} {unit}".replace(". ", " ")
 
 
 def format_count(count: float) -> str:
-    return f"{count:,.0f}" if count >= 100 or count == round(count) else f"{count:.3g}"
+    return f"{count:,.0f}" if count >= 10 or count == round(count) else f"{count:.3g}"

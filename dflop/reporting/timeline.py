@@ -20,7 +20,7 @@ from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, hea
 __all__ = ["StepPanel", "draw_timeline", "measured_boxes", "predicted_boxes", "timeline_height_in"]
 
 _MOST_ROWS = 20
-_SYNC_COLOUR = "#8a8a8a"
+_SYNC_COLOUR = "#CC79A7"
 # About what a digit takes of the 12.5 inches' time axis.
 _DIGIT_SHARE = 0.0062
 
@@ -86,10 +86,12 @@ def draw_timeline(figure: Figure, panels: Sequence[StepPanel], workers: Sequence
         for module in modules
         for shade, name in enumerate(("forward", "backward"))
     ]
-    if any((panel.boxes["pass"] == "sync").any() for panel in panels):
+    if any(_sync_is_visible(panel) for panel in panels):
         handles.append(Patch(color=_SYNC_COLOUR, label="gradient sync"))
     legend_beside_title(figure.axes[0], handles)
-    note = "Grey: waiting. Numbers are microbatches. Measured: each rank's clock starts at its own first instruction."
+    note = (
+        "Pale grey: waiting. Numbers are microbatches. Measured: each rank's clock starts at its own first instruction."
+    )
     if len(shown) < len(workers):
         note += f" The first replicas of every stage are drawn ({len(shown)} of {len(workers)} workers)."
     heading(figure, finding, note)
@@ -105,6 +107,11 @@ def _boxes(rows: list[tuple]) -> pl.DataFrame:
         "end_s": pl.Float64,
     }
     return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _sync_is_visible(panel: StepPanel) -> bool:
+    sync = panel.boxes.filter(pl.col("pass") == "sync")
+    return len(sync) > 0 and (sync["end_s"] - sync["start_s"]).max() > panel.step_s / 1000
 
 
 def _shown(workers: Sequence[Worker]) -> list[int]:

@@ -1,10 +1,8 @@
 """The plot of the training run: loss, throughput, and step time and idle beside what was predicted."""
 
-import statistics
 from collections.abc import Callable
 from typing import Literal
 
-import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,14 +24,15 @@ def draw_training(figure: Figure, metrics: pl.DataFrame) -> None:
     drawn, thinned = _thinned(metrics)
     (loss, rate), (seconds, idle) = figure.subplots(2, 2, sharex=True)
 
-    first, last = _ends(metrics["loss"].to_list())
+    width = max(1, min(5, len(metrics) // 2))
+    first, last = metrics["loss"].head(width).mean(), metrics["loss"].tail(width).mean()
     _measured_line(loss, drawn, "loss", "mean")
     loss.set(title=f"Loss {first:.3g} → {last:.3g} (measured)", ylabel="nats a target token")
 
     overall = steady["num_tokens"].sum() / steady["step_s"].sum()
     _measured_line(rate, drawn, "tokens_per_s")
     rate.set(title=f"Throughput: {overall:,.0f} tokens/s (measured)", ylabel="LLM tokens a second")
-    rate.set_ylim(0, _top(drawn["tokens_per_s"]))
+    rate.set_ylim(0, _top(drawn, "tokens_per_s"))
     rate.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
     took, expected = steady["step_s"].median(), steady["predicted_step_s"].median()
@@ -61,7 +60,11 @@ def draw_training(figure: Figure, metrics: pl.DataFrame) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     for axes in (loss, seconds):
         axes.legend(loc="best", handlelength=1.6)
-    heading(figure, f"{len(metrics):,} steps: a step takes {took / expected:.2f}x what was predicted", _note(thinned))
+    heading(
+        figure,
+        f"{len(metrics):,} steps: a step takes {took / expected:.2f}x what was predicted",
+        _note(len(metrics) - len(steady), width, thinned),
+    )
 
 
 def _measured_line(
@@ -92,40 +95,37 @@ def _predicted_line(axes: Axes, drawn: pl.DataFrame, column: str) -> None:
 
 def _cut_off(axes: Axes, drawn: pl.DataFrame, columns: list[str], written: Callable[[float], str]) -> None:
     """Start-up steps many times as long as the rest would flatten it: they leave the axis, and their value is said."""
-    values = np.concatenate([drawn[column].to_numpy() for column in columns if column in drawn.columns])
-    top = _top(values)
+    top = _top(drawn, *(column for column in columns if column in drawn.columns))
     axes.set_ylim(0, top)
     above = drawn.filter(pl.col(columns[0]) > top)
     if len(above):
         row = above.row(0, named=True)
         more = f" (and {len(above) - 1} more)" if len(above) > 1 else ""
+        is_late = row["step"] > drawn["step"].max() * 0.7
         axes.annotate(
             f"step {row['step']}: {written(row[columns[0]])}{more}",
             (row["step"], 0.97),
             xycoords=("data", "axes fraction"),
-            xytext=(8, 0),
+            xytext=(-8 if is_late else 8, 0),
             textcoords="offset points",
+            ha="right" if is_late else "left",
             va="top",
             fontsize=8,
             color=MUTED,
         )
 
 
-def _top(values: pl.Series | np.ndarray) -> float:
-    """The axis' end: room above nearly all values, and above all if the largest is not far away."""
-    values = np.asarray(values)
-    usual = float(np.quantile(values, 0.95))
-    return 1.15 * (float(values.max()) if values.max() < 2 * usual else 1.25 * usual)
+def _top(drawn: pl.DataFrame, *columns: str) -> float:
+    """The axis' end: room above nearly all warm steps, and above every step if the largest is not far away."""
+    warm = drawn[_WARMUP_STEPS:] if len(drawn) > _WARMUP_STEPS else drawn
+    usual = max(warm[column].quantile(0.95, "linear") for column in columns)
+    largest = max(drawn[column].max() for column in columns)
+    return 1.15 * (largest if largest <= 2 * usual else 1.25 * usual) or 1.0
 
 
 def _window(num_points: int) -> int:
     """Points under the moving median: a tenth, odd; 1 for runs too short to smooth."""
     return 2 * (num_points // 20) + 1
-
-
-def _ends(values: list[float]) -> tuple[float, float]:
-    width = max(1, min(5, len(values) // 2))
-    return statistics.fmean(values[:width]), statistics.fmean(values[-width:])
 
 
 def _thinned(metrics: pl.DataFrame) -> tuple[pl.DataFrame, int]:
@@ -141,8 +141,9 @@ def _thinned(metrics: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     return means, width
 
 
-def _note(thinned: int) -> str:
-    note = (
-        f"Figures leave out the first {_WARMUP_STEPS} steps, which warm up, but for the loss (mean of 5 at each end)."
-    )
+def _note(num_left_out: int, num_loss_steps: int, thinned: int) -> str:
+    ends = f"of the first and last {num_loss_steps} steps" if num_loss_steps > 1 else "of the first and last step"
+    note = f"Loss in the title: mean {ends}."
+    if num_left_out:
+        note += f" The other titles leave out the first {num_left_out} steps, which warm up."
     return note + (f" Every point is the mean of {thinned} steps." if thinned > 1 else "")

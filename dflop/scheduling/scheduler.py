@@ -142,9 +142,7 @@ class BatchScheduler:
         finally:
             self.close()
 
-    def _decide(
-        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
-    ) -> tuple[Assignment, str]:
+    def _decide(self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str) -> tuple[Assignment, str]:
         if policy == "random":
             buckets = random_buckets(problem, np.random.default_rng([self._seed, step]))
             check_assignment(problem, buckets)

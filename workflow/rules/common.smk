@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from snakemake.exceptions import WorkflowError
+
 from dflop.config import load_config, select_keys
 from dflop.data.manifest import list_shards, list_sources
 from dflop.errors import UserError
@@ -109,3 +111,11 @@ def launcher():
     """Prefix of the training command: one task a node where there are several."""
     nodes = CONFIG.cluster.num_nodes
     return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1" if nodes > 1 else ""
+
+
+def all_cores():
+    """All cores of this run, so that nothing else runs beside the job; 1 where nobody said how many there are."""
+    try:
+        return workflow.cores
+    except WorkflowError:
+        return 1

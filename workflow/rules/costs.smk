@@ -10,11 +10,14 @@ rule profile_costs:
         f"{RESULTS}/logs/profile_costs/{{module}}.tp{{tp}}.log",
     cache: "omit-software"
     # All cores, so that nothing else runs beside a measurement.
-    threads: workflow.cores or 1
+    threads: all_cores()
     resources:
         **one_device(),
     params:
         config=config_for("profile-costs"),
+        # Wildcards are no part of the between-workflow cache's key, params are.
+        module="{module}",
+        tp="{tp}",
         code=code_of("profile-costs"),
     shell:
         "dflop profile-costs --config {params.config:q} --module {wildcards.module} --tp {wildcards.tp}"

@@ -10,7 +10,7 @@ rule train:
         f"{RESULTS}/train/summary.json",
     log:
         f"{RESULTS}/logs/train.log",
-    threads: workflow.cores or 1
+    threads: all_cores()
     resources:
         **all_devices(),
     params:

@@ -46,6 +46,7 @@ class Oracle:
         self.processor.image_processor = self.image_processor
         self.processor.num_image_tokens = self.rules.tokens_per_item
         self.processor.vision_aspect_ratio = "anyres_max_9"
+        self.processor.video_token = "v"
         shallow = fields["vision_config"] | {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
         config = LlavaOnevisionConfig(**fields | {"vision_config": shallow, "text_config": fields["text_config"]})
         with torch.device("meta"):
@@ -103,7 +104,6 @@ def test_a_picture_among_others_is_one_crop_and_a_newline(oracle, width, height,
 @settings(deadline=None, max_examples=20)
 def test_a_clip_takes_as_many_tokens_as_transformers_gives_it(oracle, num_frames):
     clip = {"pixel_values_videos": [[None] * num_frames]}
-    oracle.processor.video_token = "v"
     pooled = oracle.model.apply_pooling(torch.empty(num_frames, oracle.rules.tokens_per_item, 1, device="meta"))
     count = oracle.rules.video(num_frames)
     assert count == (num_frames, len(oracle.processor.replace_video_token(clip, 0)))

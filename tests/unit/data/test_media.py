@@ -1,0 +1,202 @@
+"""Headers give what decoding would give, and a damaged file is one reason, never a crash."""
+
+import av
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from dflop.config import VideoConfig
+from dflop.data.media import VideoHeader, audio_seconds, frame_indices, image_size, video_header
+from dflop.data.records import RecordError
+
+# Pillow warns of what is wrong in a TIFF before it gives up.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
+
+READERS = {
+    **dict.fromkeys(("picture.jpg", "picture.png", "picture.tif"), image_size),
+    **dict.fromkeys(("clip.mp4", "clip.mkv"), video_header),
+    **dict.fromkeys(("sound.wav", "sound.flac"), audio_seconds),
+}
+
+
+def write_clip(path, num_frames=24, fps=8, size=(64, 48), title="A clip"):
+    with av.open(str(path), "w") as container:
+        container.metadata["title"] = title
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for number in range(num_frames):
+            shade = np.full((size[1], size[0], 3), number * 5 % 256, dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One small valid file of each kind."""
+    folder = tmp_path_factory.mktemp("media")
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 70, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    tone = np.sin(np.arange(20_000) / 20).astype(np.float32)
+    for name, reader in READERS.items():
+        if reader is image_size:
+            picture.save(folder / name, exif=exif)
+        elif reader is video_header:
+            write_clip(folder / name)
+        else:
+            soundfile.write(folder / name, tone, 16_000)
+    return folder
+
+
+def refusal(reader, path) -> str:
+    with pytest.raises(RecordError) as caught:
+        reader(path)
+    assert caught.value.reason == "unreadable_media"
+    assert caught.value.detail.startswith(path.name)
+    return caught.value.detail
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
+def test_a_picture_is_as_large_as_it_is_once_turned_upright(tmp_path, orientation, suffix):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"turned{suffix}"
+    Image.new("RGB", (30, 20)).save(path, exif=exif)
+    with Image.open(path) as image:
+        upright = ImageOps.exif_transpose(image)
+    assert image_size(path) == upright.size == ((20, 30) if orientation >= 5 else (30, 20))
+
+
+def test_a_picture_too_large_to_decode_is_only_measured(tmp_path):
+    path = tmp_path / "scan.png"
+    Image.new("1", (12_000, 9_000)).save(path)
+    with pytest.warns(Image.DecompressionBombWarning):
+        assert image_size(path) == (12_000, 9_000)
+
+
+@pytest.mark.parametrize(("num_frames", "fps"), [(1, 10), (24, 8), (50, 25)])
+def test_a_clips_header_agrees_with_its_decoded_frames(tmp_path, num_frames, fps):
+    path = tmp_path / "clip.mp4"
+    write_clip(path, num_frames, fps)
+    with av.open(str(path)) as container:
+        decoded = [frame.to_image().size for frame in container.decode(video=0)]
+    header = video_header(path)
+    assert header == (len(decoded), fps, *decoded[0])
+    assert header == (num_frames, fps, 64, 48)
+
+
+def test_a_clip_whose_header_counts_no_frames_is_counted_by_its_duration(tmp_path):
+    path = tmp_path / "clip.mkv"
+    write_clip(path, num_frames=30, fps=10)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].frames == 0
+    assert video_header(path)[:2] == (30, 10)
+
+
+def test_a_clip_whose_title_is_not_utf8_is_still_a_clip(tmp_path):
+    path = tmp_path / "clip.mp4"
+    write_clip(path, title="caf\u00e9")
+    content = path.read_bytes()
+    assert b"caf\xc3\xa9" in content
+    path.write_bytes(content.replace(b"caf\xc3\xa9", b"caf\xe9 "))
+    assert video_header(path) == (24, 8, 64, 48)
+
+
+@pytest.mark.parametrize("suffix", [".wav", ".flac", ".ogg"])
+@pytest.mark.parametrize("rate", [8_000, 44_100])
+def test_a_sound_lasts_as_many_seconds_as_it_has_samples(tmp_path, suffix, rate):
+    path = tmp_path / f"sound{suffix}"
+    soundfile.write(path, np.zeros((rate // 2, 2), dtype=np.float32), rate)
+    assert audio_seconds(path) == 0.5
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_an_empty_file_is_unreadable(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"")
+    refusal(READERS[name], path)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_of_another_kind_is_unreadable(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("<html>404 Not Found</html>" * 40)
+    refusal(READERS[name], path)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_cut_off_in_its_header_is_unreadable(folder, tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes((folder / name).read_bytes()[:20])
+    refusal(READERS[name], path)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_that_is_not_there_is_unreadable(tmp_path, name):
+    refusal(READERS[name], tmp_path / name)
+
+
+def test_a_sound_of_no_length_is_unreadable(tmp_path):
+    path = tmp_path / "silence.wav"
+    soundfile.write(path, np.zeros(0, dtype=np.float32), 16_000)
+    assert "zero seconds" in refusal(audio_seconds, path)
+
+
+def test_a_sound_is_no_clip(folder, tmp_path):
+    path = tmp_path / "sound.mp4"
+    path.write_bytes((folder / "sound.wav").read_bytes())
+    assert "no video stream" in refusal(video_header, path)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+@pytest.mark.parametrize("name", READERS)
+def test_however_a_file_is_damaged_it_is_measured_or_refused(folder, tmp_path_factory, name, data):
+    content = bytearray((folder / name).read_bytes())
+    header = min(len(content), 600)
+    for _ in range(data.draw(st.integers(1, 8), label="bytes changed")):
+        content[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
+    length = data.draw(st.integers(0, len(content)) | st.just(len(content)), label="length kept")
+    path = tmp_path_factory.getbasetemp() / f"damaged-{name}"
+    path.write_bytes(content[:length])
+    try:
+        READERS[name](path)
+    except RecordError as error:
+        assert error.reason == "unreadable_media"
+
+
+headers = st.builds(
+    VideoHeader, st.integers(1, 20_000), st.floats(0.5, 240.0), st.just(640), st.just(360)
+)
+
+
+@given(header=headers, fps=st.floats(0.1, 60.0), max_frames=st.integers(1, 64))
+def test_the_frames_taken_rise_lie_in_the_clip_and_respect_the_cap(header, fps, max_frames):
+    indices = frame_indices(header, VideoConfig(fps=fps, max_frames=max_frames))
+    assert 1 <= len(indices) <= max_frames
+    assert indices[0] == 0
+    assert indices == sorted(set(indices))
+    assert indices[-1] < header.num_frames
+
+
+@given(header=headers, fps=st.floats(0.1, 60.0), max_frames=st.integers(2, 64))
+def test_frames_below_the_cap_are_evenly_spaced_and_at_the_cap_span_the_clip(header, fps, max_frames):
+    indices = frame_indices(header, VideoConfig(fps=fps, max_frames=max_frames))
+    step = max(1, round(header.fps / fps))
+    wanted = -(-header.num_frames // step)
+    assert len(indices) == min(wanted, max_frames)
+    gaps = set(np.diff(indices))
+    if wanted <= max_frames:
+        assert gaps <= {step}
+    else:
+        assert max(gaps) - min(gaps) <= 1
+        assert indices[-1] == header.num_frames - 1
+
+
+def test_a_clip_of_thirty_seconds_gives_a_frame_a_second():
+    indices = frame_indices(VideoHeader(300, 10.0, 64, 48), VideoConfig(fps=1.0, max_frames=32))
+    assert indices == list(range(0, 300, 10))

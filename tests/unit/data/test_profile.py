@@ -1,0 +1,272 @@
+"""Profiled shapes are what training makes: the loader's microbatches have the very items and tokens, file by file."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import soundfile
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from dflop.config import DataConfig, SourceConfig, VideoConfig
+from dflop.data import ChatTokenizer, list_sources, profile_records
+from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.text import BUNDLED_TOKENIZER
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.models.llava_onevision.stages import build_stage, make_hf_config
+from dflop.store import MODALITIES, REJECT_REASONS, SHARD_SCHEMA
+
+VIDEO = VideoConfig(fps=1.0, max_frames=16)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one sample is for training."""
+
+    num_items: int
+    num_features: int
+    text: object
+
+
+@pytest.fixture(scope="module")
+def profile(tiny_spec, tokenizer):
+    def run(records: list, media_root: Path, max_llm_tokens: int = 100_000) -> pl.DataFrame:
+        return profile_records(
+            records,
+            media_root=media_root,
+            rules=tiny_spec.rules,
+            tokenizer=tokenizer,
+            video=VIDEO,
+            max_llm_tokens=max_llm_tokens,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def load(tiny_spec, tokenizer):
+    """Each sample alone in a microbatch, through both kinds of loader and the encoder itself."""
+    config = make_hf_config(tiny_spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    encoder = build_stage(config, "vision", layers=range(4), seed=0)
+    pixels = LlavaOnevisionPixels(tiny_spec.hf_config, tiny_spec.rules.image_size)
+
+    def run(manifest: Path, frame: pl.DataFrame, max_llm_tokens: int = 100_000) -> list[Loaded]:
+        sources = list_sources(DataConfig(sources=[SourceConfig(path=str(manifest), name="it")]))
+        arguments = {
+            "records": TrainingRecords(sources, 0),
+            "rules": tiny_spec.rules,
+            "video": VIDEO,
+            "tokenizer_folder": BUNDLED_TOKENIZER,
+            "max_llm_tokens": max_llm_tokens,
+            "num_encoder_ranks": 1,
+        }
+        media_loader = MicrobatchLoader(pixels=pixels, **arguments)
+        text_loader = MicrobatchLoader(pixels=None, **arguments)
+        loaded = []
+        for row in frame.iter_rows(named=True):
+            job = MicrobatchJob(
+                samples=(SampleRef("it", row["row"]),), kept_vision_tokens=(1 << 30,), encoder_rank=(0,)
+            )
+            num_items = num_features = 0
+            if row["num_items"]:
+                visual = media_loader[job]
+                assert visual.unreadable == ()
+                num_items = len(visual.batch.items)
+                with torch.no_grad():
+                    num_features = len(encoder(visual.batch)[0])
+            loaded.append(Loaded(num_items, num_features, text_loader[job]))
+        return loaded
+
+    return run
+
+
+def check_against_training(frame: pl.DataFrame, loaded: list[Loaded], max_llm_tokens: int) -> None:
+    for row, sample in zip(frame.iter_rows(named=True), loaded, strict=True):
+        assert row["num_items"] == sample.num_items, row
+        assert row["vision_tokens"] == sample.num_features, row
+        assert row["kept_vision_tokens"] == len(sample.text.visual_positions[0]), row
+        assert row["llm_tokens"] == len(sample.text.token_ids) == sample.text.segment_ends[0], row
+        assert row["target_tokens"] == len(sample.text.target_ids) == len(sample.text.target_positions), row
+        assert row["truncated"] == (row["text_tokens"] + row["vision_tokens"] > max_llm_tokens), row
+        assert torch.equal(sample.text.token_ids[sample.text.target_positions + 1], sample.text.target_ids)
+
+
+# 150 cuts most samples inside their media, 60 leaves many nothing to learn.
+@pytest.mark.parametrize("max_llm_tokens", [100_000, 400, 150, 60])
+def test_every_drawn_sample_is_for_training_what_its_shape_says(demo_data, profile, load, max_llm_tokens):
+    records = json.loads(demo_data.train_manifest.read_text())
+    frame = profile(records, demo_data.train_manifest.parent, max_llm_tokens)
+    assert set(frame["reason"].drop_nulls()) <= {"too_long"}
+    usable = frame.filter(pl.col("reason").is_null())
+    check_against_training(usable, load(demo_data.train_manifest, usable, max_llm_tokens), max_llm_tokens)
+    if max_llm_tokens == 100_000:
+        assert len(usable) == len(records)
+        assert set(usable["modality"]) == {"text", "image", "multi_image", "video"}
+    else:
+        assert usable["truncated"].any()
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+def test_every_real_sample_is_for_training_what_its_shape_says(shared_data, profile, load):
+    manifest = shared_data / "demo" / "demo_llava.json"
+    records = json.loads(manifest.read_text(encoding="utf-8"))
+    frame = profile(records, manifest.parent)
+    usable = frame.filter(pl.col("reason").is_null())
+    assert len(frame) == len(records) == 71
+    assert len(usable) + frame["reason"].is_not_null().sum() == 71
+    assert len(usable) >= 60
+    assert set(usable["modality"]) == {"image", "multi_image", "video"}
+    check_against_training(usable, load(manifest, usable), 100_000)
+
+
+def test_a_profile_has_one_row_a_record_in_the_declared_columns(demo_data, profile):
+    records = json.loads(demo_data.train_manifest.read_text()) + json.loads(demo_data.audio_manifest.read_text())
+    frame = profile(records, demo_data.train_manifest.parent)
+    assert frame.schema == SHARD_SCHEMA
+    assert frame["row"].to_list() == list(range(len(records)))
+    assert frame["sample_id"].to_list() == [record["id"] for record in records]
+    modalities = [record["id"].rsplit("-", 1)[0] for record in records]
+    assert frame["modality"].to_list() == modalities
+    assert set(modalities) <= set(MODALITIES)
+
+
+def test_sums_are_made_of_their_parts(demo_data, profile):
+    records = json.loads(demo_data.train_manifest.read_text()) + json.loads(demo_data.audio_manifest.read_text())
+    frame = profile(records, demo_data.train_manifest.parent)
+    parts = frame.select(pl.sum_horizontal("text_tokens", "vision_tokens", "audio_tokens")).to_series()
+    assert (frame["llm_tokens"] == parts).all()
+    assert (frame["target_tokens"] < frame["text_tokens"]).all()
+    sounds = frame.filter(pl.col("modality") == "audio")
+    assert (sounds["audio_s"] > 0.4).all()
+    assert (sounds["audio_tokens"] > 10).all()
+    assert (sounds["num_items"] == 0).all()
+    clips = frame.filter(pl.col("modality") == "video")
+    assert (clips["num_frames"] == clips["num_items"]).all()
+
+
+@pytest.fixture
+def media(tmp_path):
+    root = tmp_path / "media"
+    root.mkdir()
+    Image.new("RGB", (100, 50)).save(root / "good.png")
+    (root / "cut.png").write_bytes((root / "good.png").read_bytes()[:20])
+    soundfile.write(root / "tone.wav", np.zeros(16_000), 16_000)
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    return root
+
+
+def record(question: str, answer: str = "Yes.", **more) -> dict:
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}], **more}
+
+
+def test_a_bad_record_costs_its_row_and_none_of_its_neighbours(media, profile):
+    records = [
+        record("<image>", image="good.png", id="good"),
+        record("<image>", image="none.png", id="gone"),
+        record("<image>", image="../secret.png", id="spy"),
+        record("<image>", image="cut.png", id="cut"),
+        record("<audio>", audio="good.png", id="mute"),
+        record("look", image="good.png", id="unseen"),
+        record("hello", "", id="silent"),
+        "not a record",
+        record("hello", id="\ud83d"),
+        record("hello", "a long answer " * 200, id="long"),
+        record("word " * 600, id="late"),
+        record("<image> and <audio>", image="good.png", audio="tone.wav", id="both"),
+    ]
+    frame = profile(records, media, max_llm_tokens=400)
+    assert dict(zip(frame["sample_id"], frame["reason"], strict=True)) == {
+        "good": None,
+        "gone": "missing_media",
+        "spy": "path_escape",
+        "cut": "unreadable_media",
+        "mute": "unreadable_media",
+        "unseen": "placeholder_mismatch",
+        "silent": "empty",
+        None: "bad_record",
+        "\\ud83d": None,
+        "long": None,
+        "late": "too_long",
+        "both": None,
+    }
+    assert set(frame["reason"].drop_nulls()) <= set(REJECT_REASONS)
+    rejected = frame["reason"].is_not_null()
+    assert frame.filter(rejected)["detail"].is_not_null().all()
+    assert frame.filter(rejected)["llm_tokens"].is_null().all()
+    assert frame.filter(~rejected)["llm_tokens"].is_not_null().all()
+    long = frame.row(9, named=True)
+    assert long["truncated"]
+    assert long["llm_tokens"] == 400
+    both = frame.row(11, named=True)
+    assert (both["modality"], both["num_images"], both["audio_s"]) == ("mixed", 1, 1.0)
+
+
+def test_a_text_that_is_too_long_says_how_long_and_which_key_cut_it(media, profile):
+    detail = profile([record("word " * 150)], media, max_llm_tokens=100)["detail"][0]
+    assert "the first 100 (data.max_llm_tokens) hold nothing to learn" in detail
+    assert int(detail.split()[0]) > 150
+
+
+def test_a_chat_template_that_drops_media_costs_the_record(media, tiny_spec, tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((BUNDLED_TOKENIZER / "tokenizer.json").read_bytes())
+    template = (BUNDLED_TOKENIZER / "chat_template.jinja").read_text()
+    forgetful = template.replace("{{- message['content'] -}}", "{{- message['content']|replace('<image>', '') -}}")
+    assert forgetful != template
+    (folder / "chat_template.jinja").write_text(forgetful)
+    frame = profile_records(
+        [record("<image> what?", image="good.png"), record("hello")],
+        media_root=media,
+        rules=tiny_spec.rules,
+        tokenizer=ChatTokenizer(folder),
+        video=VIDEO,
+        max_llm_tokens=1000,
+    )
+    assert frame["reason"].to_list() == ["placeholder_mismatch", None]
+    assert "chat template drops or repeats" in frame["detail"][0]
+
+
+def test_a_shard_of_more_records_than_are_tokenised_at_once_keeps_their_order(media, profile):
+    records = [record(f"question {'x ' * (number % 7)}", id=number) for number in range(1100)]
+    records[600] = None
+    frame = profile(records, media)
+    alone = profile(records[:7], media)["text_tokens"].to_list()
+    assert frame["row"].to_list() == list(range(1100))
+    assert frame["sample_id"][599:602].to_list() == ["599", None, "601"]
+    assert frame["text_tokens"][1092:1099].to_list() == alone[0:7]
+
+
+def test_an_empty_shard_has_the_columns_too(media, profile):
+    assert profile([], media).schema == SHARD_SCHEMA
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(), max_size=6) | st.sampled_from(["good.png"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["from", "value", "id"]), inner),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    raw=st.fixed_dictionaries(
+        {"conversations": st.just(record("<image>")["conversations"]) | json_values},
+        optional={"id": json_values, "image": json_values, "video": json_values, "audio": json_values},
+    )
+    | json_values
+)
+def test_no_record_whatsoever_stops_a_shard(tmp_path_factory, profile, raw):
+    root = tmp_path_factory.getbasetemp() / "few"
+    root.mkdir(exist_ok=True)
+    if not (root / "good.png").exists():
+        Image.new("RGB", (10, 10)).save(root / "good.png")
+    frame = profile([raw, record("hello", id="after")], root)
+    assert frame["sample_id"][1] == "after"
+    assert frame["reason"][1] is None
+    assert frame["reason"][0] in (None, *REJECT_REASONS)

@@ -1,0 +1,217 @@
+"""Every record is read into one form, or refused with a reason from the closed list; nothing else ever happens."""
+
+import os
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dflop.data.records import MEDIA_KINDS, Medium, Record, RecordError, Turn, parse_record, resolve_medium
+from dflop.store import REJECT_REASONS
+
+speakers = st.sampled_from(["human", "gpt", "user", "assistant", "system", "narrator", None, 3])
+any_text = st.text(st.characters(), max_size=8)
+texts = st.lists(st.sampled_from(["<image>", "<video>", "<audio>", "look", "", " "]), max_size=4).map("".join) | any_text
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def listed_turns(role_key: str, text_key: str):
+    turn = st.fixed_dictionaries({}, optional={role_key: speakers | anything, text_key: texts | anything})
+    return st.lists(turn | anything, max_size=4) | anything
+
+
+nearly_records = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": anything,
+        "image": texts | st.lists(texts, max_size=3) | anything,
+        "images": anything,
+        "video": texts | anything,
+        "audio": anything,
+        "conversations": listed_turns("from", "value"),
+        "messages": listed_turns("role", "content"),
+    },
+)
+
+
+def conversation(question: str, answer: str = "Yes.", **more) -> dict:
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}], **more}
+
+
+def reason_of(raw: object) -> tuple[str, str]:
+    with pytest.raises(RecordError) as caught:
+        parse_record(raw)
+    return caught.value.reason, caught.value.detail
+
+
+def test_both_forms_of_a_conversation_are_read_alike():
+    turns = (Turn("system", "Be brief."), Turn("user", "Hello"), Turn("assistant", "Hi"))
+    llava = [("system", "Be brief."), ("human", "Hello"), ("gpt", "Hi")]
+    chat = [("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi")]
+    first = parse_record({"conversations": [{"from": role, "value": text} for role, text in llava]})
+    second = parse_record({"messages": [{"role": role, "content": text} for role, text in chat]})
+    assert first == second == Record(None, (), turns)
+
+
+def test_media_stand_in_the_order_of_their_placeholders():
+    record = parse_record(
+        conversation("<video>, <image> and <audio>, then <image>", image=["a.png", "b.png"], video="c.mp4", audio="d.wav")
+    )
+    assert record.media == (
+        Medium("video", "c.mp4"),
+        Medium("image", "a.png"),
+        Medium("audio", "d.wav"),
+        Medium("image", "b.png"),
+    )
+
+
+def test_a_list_under_the_plural_key_is_read_too():
+    assert parse_record(conversation("<image><image>", images=["a.png", "b.png"])).media == (
+        Medium("image", "a.png"),
+        Medium("image", "b.png"),
+    )
+
+
+@pytest.mark.parametrize("nothing", [None, "", []])
+def test_an_empty_media_key_is_a_record_without_media(nothing):
+    assert parse_record(conversation("hello", image=nothing)).media == ()
+
+
+def test_the_image_placeholder_may_stand_for_a_video_as_llava_writes_it():
+    record = parse_record(conversation("<image>\nWhat happens?", video="clip.mp4"))
+    assert record.media == (Medium("video", "clip.mp4"),)
+    assert record.turns[0] == Turn("user", "<video>\nWhat happens?")
+
+
+@pytest.mark.parametrize(
+    ("question", "media"),
+    [
+        ("<image>", {"image": "a.png", "video": "b.mp4"}),
+        ("<image><video>", {"video": "b.mp4"}),
+        ("<image><image>", {"video": "b.mp4"}),
+        ("<image>", {}),
+        ("look", {"image": "a.png"}),
+        ("<image>", {"image": ["a.png", "b.png"]}),
+        ("<audio>", {"video": "b.mp4"}),
+    ],
+)
+def test_media_and_placeholders_must_match_one_to_one(question, media):
+    reason, detail = reason_of(conversation(question, **media))
+    assert reason == "placeholder_mismatch"
+    assert "in the text" in detail
+
+
+def test_a_mismatch_says_how_many_there_are_of_each():
+    assert reason_of(conversation("<image>", image=["a.png", "b.png"]))[1] == "2 image file(s) but 1 <image> in the text"
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        (None, "a record is an object, this is a NoneType"),
+        ([1], "this is a list"),
+        ({"id": 1}, "needs `conversations` or `messages`"),
+        ({"conversations": "hello"}, "`conversations` must be a list of turns"),
+        ({"conversations": ["hello"]}, "a turn of `conversations` needs `from` and a text in `value`"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "needs `role` and a text in `content`"),
+        ({"conversations": [{"from": "narrator", "value": "Once"}]}, "unknown speaker 'narrator'"),
+        ({"conversations": [{"from": ["gpt"], "value": "Once"}]}, "unknown speaker ['gpt']"),
+        (conversation("<image>", image=3), "`image` holds 3"),
+        (conversation("<image>", image=["a.png", None]), "`image` holds None"),
+        (conversation("<image>", image={"path": "a.png"}), "it must be a path or a list of paths"),
+        (conversation("half a smile: \ud83d"), "needs `from` and a text in `value`"),
+        (conversation("<image>", image="\ud83d.png"), "`image` holds '\\ud83d.png'"),
+    ],
+)
+def test_a_record_of_another_form_says_what_is_wrong(raw, complaint):
+    reason, detail = reason_of(raw)
+    assert reason == "bad_record"
+    assert complaint in detail
+
+
+@pytest.mark.parametrize("answer", ["", "  \n"])
+def test_a_record_without_an_answer_is_empty(answer):
+    assert reason_of(conversation("hello", answer))[0] == "empty"
+    assert reason_of({"messages": []})[0] == "empty"
+
+
+@pytest.mark.parametrize(("given_id", "sample_id"), [("a", "a"), (7, "7"), (None, None), (0, "0"), ("\ud83d!", "\\ud83d!")])
+def test_an_id_becomes_text(given_id, sample_id):
+    assert parse_record(conversation("hello", id=given_id)).sample_id == sample_id
+
+
+@settings(max_examples=400)
+@given(raw=nearly_records | anything)
+@example(raw=conversation("<image>" * 3, images=["a"] * 3))
+def test_whatever_a_manifest_holds_is_a_record_or_a_record_error(raw):
+    try:
+        record = parse_record(raw)
+    except RecordError as error:
+        assert error.reason in REJECT_REASONS
+        error.detail.encode()
+        return
+    text = "".join(turn.content for turn in record.turns)
+    for kind in MEDIA_KINDS:
+        assert text.count(f"<{kind}>") == sum(medium.kind == kind for medium in record.media)
+    assert any(turn.role == "assistant" and turn.content.strip() for turn in record.turns)
+    for part in (record.sample_id or "", text, *(medium.path for medium in record.media)):
+        part.encode()
+
+
+def resolved(root, path):
+    return resolve_medium(root, Medium("image", path))
+
+
+def test_a_medium_is_found_below_its_root(tmp_path):
+    (tmp_path / "deep").mkdir()
+    file = tmp_path / "deep" / "a.png"
+    file.write_bytes(b"x")
+    assert resolved(tmp_path, "deep/a.png") == resolved(tmp_path, "deep/../deep/./a.png") == file.resolve()
+    assert resolved(tmp_path, str(file)) == file.resolve()
+
+
+def test_a_root_that_is_a_link_is_still_the_root(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.png").write_bytes(b"x")
+    (tmp_path / "root").symlink_to(tmp_path / "real")
+    assert resolved(tmp_path / "root", "a.png") == (tmp_path / "real" / "a.png").resolve()
+
+
+@pytest.mark.parametrize("path", ["../secret.png", "/etc/passwd", "in/../../secret.png", "link.png", "folder/secret.png"])
+def test_a_path_that_leaves_the_root_is_refused_even_through_a_link(tmp_path, path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "secret.png").write_bytes(b"x")
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    (root / "folder").symlink_to(tmp_path)
+    with pytest.raises(RecordError) as caught:
+        resolved(root, path)
+    assert caught.value.reason == "path_escape"
+    assert path in caught.value.detail
+
+
+@pytest.mark.parametrize("path", ["none.png", "folder", "", "a" * 300, "nul\0.png", "circle", "circle/a.png", "file/a.png"])
+def test_a_path_that_is_no_file_is_missing(tmp_path, path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(RecordError) as caught:
+        resolved(tmp_path, path)
+    assert caught.value.reason == "missing_media"
+
+
+@given(path=any_text | st.text("./a~\0", max_size=9))
+def test_no_path_leads_anywhere_but_into_the_root(tmp_path_factory, path):
+    root = tmp_path_factory.getbasetemp() / "root"
+    root.mkdir(exist_ok=True)
+    (root / "a").touch()
+    try:
+        found = resolved(root, path)
+    except RecordError as error:
+        assert error.reason in ("missing_media", "path_escape")
+    else:
+        assert os.path.samefile(found, root / "a")

@@ -1,0 +1,183 @@
+"""Learned tokens are the assistant's and no other, and templates that cannot tell them are refused."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from dflop.data.profile import expand_text
+from dflop.data.records import Turn
+from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer, TokenizedText
+from dflop.errors import UserError
+
+CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
+
+# As multimodal processors have it: content is a list of parts, text and placeholders.
+IN_PARTS = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}{{ '<' + part['type'] + '>' }}{% endif %}{% endfor %}{{ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
+
+# Any text that is not itself a special token.
+contents = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), min_size=1, max_size=30)
+pieces = st.lists(contents | st.sampled_from(["<image>", "<video>"]), min_size=1, max_size=4).map("".join)
+
+
+@st.composite
+def dialogues(draw) -> list[Turn]:
+    turns = [Turn("system", draw(contents))] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        turns += [Turn("user", draw(pieces)), Turn("assistant", draw(contents))]
+    return turns
+
+
+@pytest.fixture(scope="module")
+def plain() -> Tokenizer:
+    """The bundled tokenizer without our code around it."""
+    return Tokenizer.from_file(str(BUNDLED_TOKENIZER / "tokenizer.json"))
+
+
+def make_folder(path, *, template: str | None = CHATML, template_in_config: bool = False, **settings):
+    path.mkdir(exist_ok=True)
+    (path / "tokenizer.json").write_bytes((BUNDLED_TOKENIZER / "tokenizer.json").read_bytes())
+    if template_in_config:
+        settings["chat_template"] = template
+    elif template is not None:
+        (path / "chat_template.jinja").write_text(template)
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def learned_texts(plain: Tokenizer, text: TokenizedText) -> list[str]:
+    """The runs of target tokens as text, special tokens included."""
+    bounds = np.flatnonzero(np.diff(np.concatenate([[0], text.is_target, [0]])))
+    return [
+        plain.decode(text.token_ids[start:end].tolist(), skip_special_tokens=False)
+        for start, end in bounds.reshape(-1, 2)
+    ]
+
+
+@settings(deadline=None, max_examples=80)
+@given(turns=dialogues())
+def test_the_targets_are_each_answer_with_its_end_of_turn(tokenizer, plain, turns):
+    (text,) = tokenizer.encode([turns])
+    answers = [f"{turn.content}<|im_end|>" for turn in turns if turn.role == "assistant"]
+    assert learned_texts(plain, text) == answers
+
+
+@settings(deadline=None, max_examples=80)
+@given(turns=dialogues())
+def test_the_tokens_are_those_of_the_rendered_text_with_one_placeholder_a_medium(tokenizer, plain, turns):
+    (text,) = tokenizer.encode([turns])
+    rendered = "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in turns)
+    assert plain.decode(text.token_ids.tolist(), skip_special_tokens=False) == rendered
+    ids = {tokenizer.placeholder_ids[kind]: f"<{kind}>" for kind in ("image", "video")}
+    assert [ids[token] for token in text.token_ids[text.placeholders]] == re.findall("<image>|<video>", rendered)
+
+
+def test_transformers_makes_the_same_tokens_of_the_same_folder(tokenizer):
+    theirs = PreTrainedTokenizerFast.from_pretrained(BUNDLED_TOKENIZER)
+    turns = [Turn("system", "Be brief."), Turn("user", "<image>\nWhat colour, naïve one? 雪"), Turn("assistant", "Red.")]
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+    assert tokenizer.encode([turns])[0].token_ids.tolist() == expected
+
+
+def test_many_conversations_at_once_are_those_one_by_one(tokenizer):
+    dialogues = [[Turn("user", "a" * length), Turn("assistant", "b" * (40 - length))] for length in (1, 20, 39)]
+    for text, turns in zip(tokenizer.encode(dialogues), dialogues, strict=True):
+        (alone,) = tokenizer.encode([turns])
+        np.testing.assert_array_equal(text.token_ids, alone.token_ids)
+        np.testing.assert_array_equal(text.is_target, alone.is_target)
+    assert tokenizer.encode([]) == []
+
+
+@settings(deadline=None, max_examples=40)
+@given(turns=dialogues())
+def test_a_template_over_parts_gives_the_same_tokens(tmp_path_factory, tokenizer, turns):
+    in_parts = ChatTokenizer(make_folder(tmp_path_factory.getbasetemp() / "parts", template=IN_PARTS))
+    (text,), (expected,) = in_parts.encode([turns]), tokenizer.encode([turns])
+    np.testing.assert_array_equal(text.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(text.is_target, expected.is_target)
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_the_template_may_lie_in_a_file_or_in_the_config(tmp_path, in_config):
+    folder = make_folder(tmp_path / "mine", template_in_config=in_config)
+    mine = ChatTokenizer(folder)
+    assert not mine.is_bundled
+    assert mine.encode([[Turn("user", "a"), Turn("assistant", "b")]])[0].is_target.any()
+
+
+def test_the_tokenizers_own_truncation_and_padding_are_switched_off(tmp_path):
+    folder = make_folder(tmp_path / "short")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    settings["padding"] = {
+        "strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    turns = [Turn("user", "a word or two"), Turn("assistant", "many more words than eight tokens could ever hold")]
+    text = ChatTokenizer(folder).encode([turns])[0]
+    np.testing.assert_array_equal(text.token_ids, ChatTokenizer().encode([turns])[0].token_ids)
+
+
+def test_placeholders_that_a_tokenizer_lacks_are_added_at_its_end(tmp_path):
+    folder = make_folder(tmp_path / "without")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] != "<video>"]
+    settings["model"]["vocab"].pop("<video>", None)
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    before = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    without = ChatTokenizer(folder)
+    assert without.vocab_size == before + 1
+    (text,) = without.encode([[Turn("user", "<video>"), Turn("assistant", "b")]])
+    assert len(text.placeholders) == 1
+
+
+def test_a_folder_that_is_no_tokenizer_says_how_to_write_one(tmp_path):
+    with pytest.raises(UserError, match=r"is not a tokenizer directory: it has no tokenizer\.json; write one with"):
+        ChatTokenizer(tmp_path)
+    with pytest.raises(UserError, match="has no chat template: put one into"):
+        ChatTokenizer(make_folder(tmp_path / "bare", template=None))
+    with pytest.raises(UserError, match="not valid Jinja"):
+        ChatTokenizer(make_folder(tmp_path / "broken", template="{% for %}"))
+
+
+def test_a_template_that_refuses_a_conversation_is_named_with_its_own_words(tmp_path):
+    template = "{% if messages|length > 1 and messages[1]['role'] == 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    mine = ChatTokenizer(make_folder(tmp_path / "strict", template=template + CHATML))
+    with pytest.raises(UserError, match=r"the chat template of .*strict fails: roles must alternate"):
+        mine.encode([[Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c")]])
+
+
+def test_a_template_that_rewrites_earlier_turns_cannot_tell_what_is_learned(tmp_path):
+    template = "{{ messages|length }}" + CHATML
+    mine = ChatTokenizer(make_folder(tmp_path / "counting", template=template))
+    with pytest.raises(UserError, match="changes earlier turns when later ones follow"):
+        mine.encode([[Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"), Turn("assistant", "d")]])
+
+
+def test_a_template_runs_in_a_sandbox(tmp_path):
+    template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(UserError, match="unsafe"):
+        ChatTokenizer(make_folder(tmp_path / "wild", template=template)).encode([[Turn("assistant", "b")]])
+
+
+@given(data=st.data(), num_tokens=st.integers(1, 30), limit=st.integers(1, 80))
+def test_expanding_repeats_placeholders_and_cuts_at_the_end(data, num_tokens, limit):
+    ids = np.array(data.draw(st.lists(st.integers(0, 9), min_size=num_tokens, max_size=num_tokens)))
+    is_target = np.array(data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)))
+    placeholders = np.array(sorted(data.draw(st.sets(st.integers(0, num_tokens - 1), max_size=4))), dtype=int)
+    counts = data.draw(st.lists(st.integers(1, 12), min_size=len(placeholders), max_size=len(placeholders)))
+    count_of = dict(zip(placeholders.tolist(), counts, strict=True))
+    slow = [
+        (token, learned)
+        for position, (token, learned) in enumerate(zip(ids.tolist(), is_target.tolist(), strict=True))
+        for _ in range(count_of.get(position, 1))
+    ][:limit]
+    token_ids, mask = expand_text(TokenizedText(ids, is_target, placeholders), counts, limit)
+    assert list(zip(token_ids.tolist(), mask.tolist(), strict=True)) == slow

@@ -1,0 +1,365 @@
+"""The model cut into stages is the Hugging Face model: same names, same weights, same loss, same gradients.
+
+The oracle is `LlavaOnevisionForConditionalGeneration`, run on one sample at a time in double precision.
+"""
+
+import itertools
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+
+from dflop.errors import UserError
+from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
+from dflop.models.llava_onevision import PRESETS
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.models.llava_onevision.stages import LlmStage, VisionStage, build_stage, make_hf_config
+from dflop.pipeline import split_layers
+
+NUM_LAYERS = PRESETS["tiny"]["text_config"]["num_hidden_layers"]
+PLACEHOLDERS = {"image": 1001, "video": 1002, "audio": 1003}
+SEED = 3
+
+
+def make_config(**text_fields) -> LlavaOnevisionConfig:
+    fields = deepcopy(PRESETS["tiny"])
+    fields["text_config"] |= text_fields
+    return make_hf_config(fields, PLACEHOLDERS, 1024)
+
+
+def make_stages(config: LlavaOnevisionConfig, pp: int, **settings) -> tuple[VisionStage, list[LlmStage]]:
+    arguments = {"seed": SEED, "dtype": torch.float64} | settings
+    return (
+        build_stage(config, "vision", layers=range(NUM_LAYERS), **arguments),
+        [build_stage(config, "llm", layers=layers, **arguments) for layers in split_layers(NUM_LAYERS, pp)],
+    )
+
+
+def union_of(stages: list) -> dict[str, torch.Tensor]:
+    parts = [stage.hf_state_dict() for stage in stages]
+    assert sum(map(len, parts)) == len(set().union(*parts)), "a tensor is owned twice"
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def whole_model(config: LlavaOnevisionConfig, weights: dict[str, torch.Tensor]):
+    config = deepcopy(config)
+    config._attn_implementation = "sdpa"
+    model = LlavaOnevisionForConditionalGeneration(config).double()
+    model.load_state_dict(weights)
+    return model.train()
+
+
+@dataclass
+class Sample:
+    """One sample with its pixels as our encoder stage and as transformers' model want them."""
+
+    token_ids: torch.Tensor
+    targets: torch.Tensor
+    items: np.ndarray
+    media: tuple[MediumLayout, ...]
+    hf_inputs: dict = field(default_factory=dict)
+
+    @property
+    def is_visual(self) -> torch.Tensor:
+        return torch.isin(self.token_ids, torch.tensor([PLACEHOLDERS["image"], PLACEHOLDERS["video"]]))
+
+
+def draw_sample(pixels, rules, rng, sizes=(), num_frames=0) -> Sample:
+    """A sample with pictures of the given sizes, or with a clip, between two pieces of text."""
+    side, items, media, hf_inputs, num_tokens = pixels.image_size, np.zeros((0, 3, 84, 84)), [], {}, 0
+    kind = "video" if num_frames else "image"
+    if sizes:
+        pictures = [Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in sizes]
+        crops = pixels.images(pictures)
+        items = np.concatenate(crops).astype(float)
+        media = [
+            MediumLayout("image", len(part), height, width)
+            for part, (width, height) in zip(crops, sizes, strict=True)
+        ]
+        num_tokens = sum(rules.image(width, height, len(sizes)).num_tokens for width, height in sizes)
+        most = max(map(len, crops))
+        padded = np.stack([np.pad(part, ((0, most - len(part)), (0, 0), (0, 0), (0, 0))) for part in crops])
+        hf_inputs = {
+            "pixel_values": torch.from_numpy(padded).double(),
+            "image_sizes": torch.tensor([(height, width) for width, height in sizes]),
+            "batch_num_images": torch.tensor([len(sizes)]),
+        }
+    elif num_frames:
+        items = rng.normal(size=(num_frames, 3, side, side))
+        media = [MediumLayout("video", num_frames, 100, 60)]
+        num_tokens = rules.video(num_frames).num_tokens
+        hf_inputs = {"pixel_values_videos": torch.from_numpy(items)[None]}
+    text = rng.integers(0, 1000, 24)
+    token_ids = torch.from_numpy(np.concatenate([text[:9], np.full(num_tokens, PLACEHOLDERS[kind]), text[9:]]))
+    targets = len(token_ids) - 1 - torch.from_numpy(np.sort(rng.choice(12, size=7, replace=False))).flip(0)
+    return Sample(token_ids, targets, items, tuple(media), hf_inputs)
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_spec) -> list[Sample]:
+    pixels = LlavaOnevisionPixels(PRESETS["tiny"], tiny_spec.rules.image_size)
+    rng = np.random.default_rng(0)
+
+    def draw(**content):
+        return draw_sample(pixels, tiny_spec.rules, rng, **content)
+
+    return [
+        draw(sizes=[(200, 90)]),
+        draw(),
+        draw(sizes=[(50, 80), (300, 20), (84, 84)]),
+        draw(num_frames=5),
+        draw(sizes=[(600, 590)]),  # more crops than the LLM may see in full
+        draw(sizes=[(21, 20)]),
+    ]
+
+
+def visual_batch(samples: list[Sample], kept: int = 1 << 30) -> VisualBatch:
+    return VisualBatch(
+        items=torch.from_numpy(np.concatenate([sample.items for sample in samples])),
+        media=tuple(sample.media for sample in samples),
+        kept_tokens=(kept,) * len(samples),
+    )
+
+
+def packed_text(samples: list[Sample], encoder_of: list[int]) -> TextBatch:
+    ends = list(itertools.accumulate(len(sample.token_ids) for sample in samples))
+    starts = [end - len(sample.token_ids) for end, sample in zip(ends, samples, strict=True)]
+    visual = [
+        torch.cat(
+            [torch.zeros(0, dtype=torch.long)]
+            + [
+                start + sample.is_visual.nonzero()[:, 0]
+                for start, sample, rank in zip(starts, samples, encoder_of, strict=True)
+                if rank == wanted
+            ]
+        )
+        for wanted in (0, 1)
+    ]
+    learned = torch.cat([start + sample.targets for start, sample in zip(starts, samples, strict=True)])
+    token_ids = torch.cat([sample.token_ids for sample in samples])
+    return TextBatch(
+        token_ids=token_ids,
+        position_ids=torch.cat([torch.arange(len(sample.token_ids)) for sample in samples]),
+        segment_ends=ends,
+        visual_positions=tuple(visual),
+        target_positions=learned - 1,
+        target_ids=token_ids[learned],
+    )
+
+
+def run_stages(vision: VisionStage, llm: list[LlmStage], samples: list[Sample]) -> torch.Tensor:
+    """Loss of one packed microbatch whose media two encoder ranks share."""
+    encoder_of = [index % 2 for index in range(len(samples))]
+    features = []
+    for rank in (0, 1):
+        own = [sample for sample, encoder in zip(samples, encoder_of, strict=True) if encoder == rank and sample.media]
+        features.append(torch.cat(vision(visual_batch(own))))
+    text = packed_text(samples, encoder_of)
+    hidden = llm[0].embed(text, features)
+    for stage in llm:
+        hidden = stage(hidden, text)
+    return hidden
+
+
+def run_whole(model, samples: list[Sample]) -> torch.Tensor:
+    loss = torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        logits = model(input_ids=sample.token_ids[None], use_cache=False, **sample.hf_inputs).logits[0]
+        loss = loss + cross_entropy(logits[sample.targets - 1], sample.token_ids[sample.targets], reduction="sum")
+    return loss
+
+
+def gradients_of(stages: list) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for stage in stages for name, parameter in stage.named_hf_parameters().items()}
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_the_stages_together_hold_exactly_the_whole_models_tensors(pp):
+    config = make_config()
+    vision, llm = make_stages(config, pp)
+    union = union_of([vision, *llm])
+    whole = LlavaOnevisionForConditionalGeneration(deepcopy(config)).state_dict()
+    assert {name: tensor.shape for name, tensor in union.items()} == {
+        name: tensor.shape for name, tensor in whole.items()
+    }
+
+
+def test_every_layout_starts_from_the_same_weights_and_another_seed_from_others():
+    config = make_config()
+    (vision, llm), (vision_2, llm_2) = make_stages(config, 1), make_stages(config, 3)
+    one, three = union_of([vision, *llm]), union_of([vision_2, *llm_2])
+    assert all(torch.equal(one[name], three[name]) for name in one)
+    other_vision, other_llm = make_stages(config, 1, seed=SEED + 1)
+    other = union_of([other_vision, *other_llm])
+    drawn = [name for name in one if one[name].numel() > 1 and one[name].unique().numel() > 1]
+    assert len(drawn) > 40
+    assert not [name for name in drawn if torch.equal(one[name], other[name])]
+
+
+def test_layers_that_are_alike_do_not_start_alike():
+    weights = union_of(make_stages(make_config(), 2)[1])
+    name = "model.language_model.layers.{}.mlp.up_proj.weight"
+    assert not torch.equal(weights[name.format(0)], weights[name.format(1)])
+    assert not torch.equal(weights[name.format(0)], weights[name.format(2)])
+
+
+def test_random_weights_are_spread_as_transformers_spreads_them():
+    config = make_config()
+    vision, llm = make_stages(config, 2)
+    ours = union_of([vision, *llm])
+    torch.manual_seed(0)
+    theirs = LlavaOnevisionForConditionalGeneration(deepcopy(config)).state_dict()
+    for name, tensor in ours.items():
+        if tensor.numel() > 2000:
+            assert float(tensor.std()) == pytest.approx(float(theirs[name].double().std()), rel=0.1, abs=1e-4), name
+        elif tensor.unique().numel() == 1:
+            assert torch.equal(tensor, theirs[name].double()), name
+
+
+@pytest.mark.parametrize(("pp", "checkpointing"), [(1, False), (2, False), (3, False), (2, True)])
+def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(samples, pp, checkpointing):
+    config = make_config()
+    vision, llm = make_stages(config, pp, checkpointing=checkpointing)
+    model = whole_model(config, union_of([vision, *llm]))
+    loss, expected = run_stages(vision, llm, samples), run_whole(model, samples)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-10)
+    loss.backward()
+    expected.backward()
+    ours, theirs = gradients_of([vision, *llm]), dict(model.named_parameters())
+    assert ours.keys() == theirs.keys()
+    num_compared = 0
+    for name, gradient in ours.items():
+        if theirs[name].grad is None:
+            assert gradient is None, name
+            continue
+        torch.testing.assert_close(gradient, theirs[name].grad, rtol=1e-10, atol=1e-10, msg=name)
+        num_compared += bool(gradient.abs().max() > 1e-6)
+    assert num_compared > 100
+
+
+def test_checkpointing_keeps_less_between_forward_and_backward(samples):
+    kept = {}
+    for checkpointing in (False, True):
+        vision, llm = make_stages(make_config(), 1, checkpointing=checkpointing)
+        sizes: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            run_stages(vision, llm, samples)
+        kept[checkpointing] = sum(sizes.values())
+    assert kept[True] < kept[False] / 3
+
+
+def test_a_truncated_sample_keeps_the_first_of_its_visual_tokens(samples):
+    vision, _ = make_stages(make_config(), 1)
+    with torch.no_grad():
+        whole, cut = vision(visual_batch(samples[:1])), vision(visual_batch(samples[:1], kept=11))
+    assert len(whole[0]) == int(samples[0].is_visual.sum())
+    assert torch.equal(cut[0], whole[0][:11])
+
+
+def test_a_vocabulary_that_is_too_small_grows_to_the_tokenizers_and_a_larger_one_stays():
+    fields = PRESETS["tiny"]
+    assert make_hf_config(fields, PLACEHOLDERS, 1500).text_config.vocab_size == 1500
+    config = make_hf_config(fields, PLACEHOLDERS, 100)
+    assert config.text_config.vocab_size == 1024
+    assert (config.image_token_id, config.video_token_id) == (1001, 1002)
+
+
+def saved_model(folder: Path, config: LlavaOnevisionConfig, **settings) -> dict[str, torch.Tensor]:
+    """Save a Hugging Face model of random weights; returns them."""
+    torch.manual_seed(11)
+    model = LlavaOnevisionForConditionalGeneration(deepcopy(config))
+    model.save_pretrained(folder, **settings)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "400KB"])
+def test_a_saved_hugging_face_model_is_loaded_tensor_by_tensor(tmp_path, max_shard_size):
+    config = make_config()
+    expected = saved_model(tmp_path, config, max_shard_size=max_shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "400KB")
+    vision, llm = make_stages(config, 2, checkpoint=tmp_path, dtype=torch.float32)
+    loaded = union_of([vision, *llm])
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_under_the_hubs_names_is_loaded(tmp_path):
+    """The released checkpoints were written when the LLM, the encoder and the newline lay at the top."""
+    config = make_config()
+    expected = saved_model(tmp_path, config)
+    (file,) = tmp_path.glob("*.safetensors")
+    renamed = {}
+    for name, tensor in expected.items():
+        released = name.replace("model.language_model.", "language_model.model.")
+        released = released.replace("model.vision_tower.", "vision_tower.vision_model.")
+        released = released.replace("lm_head", "language_model.lm_head")
+        renamed[released.removeprefix("model.")] = tensor
+    assert {name.split(".")[0] for name in renamed} == {
+        "language_model",
+        "vision_tower",
+        "multi_modal_projector",
+        "image_newline",
+    }
+    save_file(renamed, file)
+    vision, llm = make_stages(config, 1, checkpoint=tmp_path, dtype=torch.float32)
+    loaded = union_of([vision, *llm])
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_weights_written_by_the_stages_themselves_are_loaded_again_and_by_transformers(tmp_path):
+    config = make_config()
+    vision, llm = make_stages(config, 2, dtype=torch.float32)
+    union = union_of([vision, *llm])
+    save_file(union, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(tmp_path)
+    vision, llm = make_stages(config, 3, seed=SEED + 1, checkpoint=tmp_path, dtype=torch.float32)
+    assert all(torch.equal(tensor, union[name]) for name, tensor in union_of([vision, *llm]).items())
+    model = LlavaOnevisionForConditionalGeneration.from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, union[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_checkpoint_that_lacks_a_tensor_names_it_and_only_to_the_stage_that_needs_it(tmp_path):
+    config = make_config()
+    saved_model(tmp_path, config)
+    (file,) = tmp_path.glob("*.safetensors")
+    weights = load_file(file)
+    (lost,) = [name for name in weights if name.endswith("layers.3.mlp.up_proj.weight")]
+    save_file({name: tensor for name, tensor in weights.items() if name != lost}, file)
+    first, last = split_layers(NUM_LAYERS, 2)
+    build_stage(config, "llm", layers=first, seed=0, checkpoint=tmp_path)
+    with pytest.raises(UserError, match=r"lacks 1 tensors .* model\.language_model\.layers\.3\.mlp\.up_proj\.weight"):
+        build_stage(config, "llm", layers=last, seed=0, checkpoint=tmp_path)
+
+
+def test_a_folder_without_weights_says_how_to_save_them(tmp_path):
+    with pytest.raises(UserError, match=r"holds no \*\.safetensors file; save the model with `save_pretrained`"):
+        build_stage(make_config(), "vision", layers=range(NUM_LAYERS), seed=0, checkpoint=tmp_path)
+
+
+def test_a_head_that_is_tied_to_the_embedding_stays_tied_and_loads_from_the_embedding_alone(tmp_path):
+    config = make_config()
+    config.tie_word_embeddings = True
+    expected = saved_model(tmp_path, config)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert not [name for name in load_file(file) if "lm_head" in name]
+    stage = build_stage(config, "llm", layers=range(NUM_LAYERS), seed=0, checkpoint=tmp_path)
+    assert stage.hf.lm_head.weight is stage.hf.model.language_model.embed_tokens.weight
+    assert torch.equal(stage.hf.lm_head.weight, expected["lm_head.weight"])
+
+
+def test_a_tied_head_cannot_be_cut_off_from_its_embedding():
+    config = make_config()
+    config.tie_word_embeddings = True
+    with pytest.raises(UserError, match=r"use `plan\.fixed\.llm\.pp: 1`"):
+        build_stage(config, "llm", layers=range(2), seed=0)

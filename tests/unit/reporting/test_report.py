@@ -1,0 +1,373 @@
+"""The report holds what a run left behind, drawn the same every time, for large, small and odd runs alike."""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import numpy as np
+import polars as pl
+import pytest
+import yaml
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from dflop.config import load_config
+from dflop.costs import fit_costs
+from dflop.costs.model import FEATURES
+from dflop.errors import UserError
+from dflop.pipeline import Grid, Plan
+from dflop.reporting import write_report
+from dflop.reporting.plans import draw_plans
+from dflop.reporting.schedules import price_preview, replay
+from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, predicted_boxes
+from dflop.reporting.training import draw_training
+from dflop.scheduling import preview_frames
+from dflop.scheduling.service import open_scheduler
+from dflop.store import SHARD_SCHEMA, ShardFile, write_costs, write_observations, write_shapes
+
+NAMES = ["shapes.svg", "costs.svg", "plans.svg", "timeline.svg", "training.svg", "summary.json"]
+CREATED = {"created": "2025-01-01T00:00:00+00:00"}
+SMALL = Plan(
+    placement="disjoint",
+    grids=(Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=1, rank_offset=1)),
+    num_microbatches=4,
+)
+WIDE = Plan(
+    placement="disjoint",
+    grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=6, pp=2, rank_offset=2)),
+    num_microbatches=4,
+)
+
+
+def test_the_report_of_a_run_is_five_pictures_and_a_summary(usual):
+    folder, paths = usual
+    assert paths == [folder / "report" / name for name in NAMES]
+    assert sorted(path.name for path in (folder / "report").iterdir()) == sorted(NAMES)
+    for path in paths[:-1]:
+        assert texts(path), path
+
+
+def test_the_same_run_gives_the_same_bytes(usual):
+    folder, paths = usual
+    for before, after in zip(paths, write_report(config_of(SMALL), folder, folder / "again"), strict=True):
+        assert before.read_bytes() == after.read_bytes(), before.name
+
+
+def test_the_summary_holds_the_figures_of_every_stage(usual):
+    summary = json.loads(usual.paths[-1].read_text())
+    assert list(summary) == ["run", "data", "costs", "plan", "schedule", "one_step", "training"]
+    assert summary["data"]["num_samples"] == 60
+    assert summary["data"]["rejects"] == {"missing_media": 2, "too_long": 1}
+    assert summary["plan"]["plan"] == str(SMALL)
+    assert summary["schedule"]["policy"] == "lpt"
+    assert summary["schedule"]["num_batches"] == 3
+    assert summary["schedule"]["times_the_lower_bound"] >= 1
+    assert summary["one_step"]["measured_over_predicted"] == pytest.approx(1.5)
+    assert summary["training"] == {"final_loss": 2.5}
+
+
+def test_rejected_records_are_said_with_their_reasons(usual):
+    assert "3 records rejected (2 missing_media, 1 too_long)" in texts(usual.folder / "report" / "shapes.svg")
+
+
+def test_the_step_is_shown_as_scheduled_at_random_and_as_measured(usual):
+    said = texts(usual.folder / "report" / "timeline.svg")
+    for title in ("lpt, predicted: ", "random, predicted: ", "lpt, measured: "):
+        assert title in said
+    assert "1.50x its prediction" in said
+    assert "not the assignment" not in said
+
+
+def test_a_wide_run_of_three_steps_on_text_without_optional_columns_is_drawn(odd):
+    assert [path.name for path in odd.paths] == NAMES
+    said = {path.stem: texts(path) for path in odd.paths[:-1]}
+    assert "no record rejected" in said["shapes"]
+    assert "No sample has encoder items" in said["shapes"]
+    for label in ("vision · dp 1", "llm stage 0 · dp 2", "llm stage 1 · dp 2"):
+        assert said["timeline"].count(label) == 3, label
+    summary = json.loads(odd.paths[-1].read_text())
+    assert summary["data"]["correlation_items_llm_tokens"] is None
+
+
+def test_a_measured_step_that_was_scheduled_otherwise_is_not_compared_silently(odd):
+    assert "not the assignment drawn above" in texts(odd.folder / "report" / "timeline.svg")
+
+
+def test_the_only_plan_that_fits_is_drawn():
+    figure = Figure()
+    draw_plans(figure, make_candidates(SMALL, 1), SMALL, memory_gib=4)
+    assert "One plan fits" in words(figure)
+
+
+def test_of_many_plans_the_best_are_drawn_and_the_chosen_one_is_marked():
+    figure = Figure()
+    draw_plans(figure, make_candidates(SMALL, 30), SMALL, memory_gib=4)
+    said = words(figure)
+    assert "30 plans fit" in said
+    assert said.count("· chosen") == 1
+    assert "The best 12 of 30 are drawn" in said
+
+
+def test_a_plan_of_hundreds_of_workers_shows_some_replicas_of_every_stage():
+    plan = Plan(
+        placement="disjoint",
+        grids=(Grid(module="vision", num_ranks=40), Grid(module="llm", num_ranks=120, pp=4, rank_offset=40)),
+        num_microbatches=8,
+    )
+    boxes = measured_boxes(plan.workers, pl.DataFrame([observation(index) for index in range(2)]))
+    figure = Figure()
+    draw_timeline(figure, [StepPanel("measured", boxes, 1.0)], plan.workers, "a step")
+    assert "(20 of 160 workers)" in words(figure)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 12, 4000])
+def test_training_is_drawn_however_long_it_ran(num_steps):
+    steps = np.arange(num_steps)
+    metrics = pl.DataFrame(
+        {"step": steps, "loss": 5 / (steps + 1), "num_tokens": 1000 + steps, "step_s": 0.5 + 9.0 * (steps == 0)}
+    ).with_columns(predicted_step_s=0.25, idle=0.2)
+    figure = Figure()
+    draw_training(figure, metrics)
+    said = words(figure)
+    assert ("step 0: " in said) == (num_steps > 2)  # the slow first step is told, not drawn
+    assert f"{num_steps:,} steps: a step takes" in said
+    assert ("is the mean of 3 steps" in said) == (num_steps == 4000)
+    assert ("median of" in said) == (num_steps > 20)
+
+
+def test_a_missing_artifact_names_the_command_that_makes_it(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "schedule.parquet").unlink()
+    with pytest.raises(UserError, match=r"schedule\.parquet does not exist; make it with `dflop schedule`"):
+        write_report(config_of(SMALL), tmp_path, tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_preview_of_other_data_is_refused(usual):
+    preview = pl.read_parquet(usual.folder / "schedule.parquet").with_columns(pl.col("sample_id") + "-old")
+    with pytest.raises(UserError, match=r"-old', which is not in shapes\.duckdb"):
+        price_preview(scheduler_of(usual.folder, SMALL), preview, usual.folder / "schedule.parquet")
+
+
+@pytest.mark.parametrize(("name", "plan"), [("usual", SMALL), ("odd", WIDE)])
+def test_the_preview_is_priced_as_the_scheduler_priced_it(name, plan, request):
+    folder = request.getfixturevalue(name).folder
+    scheduler = scheduler_of(folder, plan)
+    prices = price_preview(scheduler, pl.read_parquet(folder / "schedule.parquet"), folder / "schedule.parquet")
+    schedules = [scheduler.schedule(step) for step in range(3)]
+    assert prices.step_s == pytest.approx(np.mean([schedule.step_s for schedule in schedules]))
+    assert prices.idle == pytest.approx(np.mean([schedule.idle for schedule in schedules]))
+    assert prices.lower_bound_s == pytest.approx(np.mean([schedule.lower_bound_s for schedule in schedules]))
+
+
+@pytest.mark.parametrize(("name", "plan"), [("usual", SMALL), ("odd", WIDE)])
+def test_predicted_boxes_fill_the_step_without_overlap(name, plan, request):
+    scheduler = scheduler_of(request.getfixturevalue(name).folder, plan)
+    schedule = scheduler.schedule(0)
+    times, timeline = replay(scheduler, schedule)
+    boxes = predicted_boxes(plan.workers, times, timeline)
+    assert boxes["end_s"].max() == pytest.approx(schedule.step_s)
+    for _, frame in boxes.sort("start_s").group_by("worker"):
+        assert (frame["start_s"][1:] >= frame["end_s"][:-1] - 1e-12).all()
+    busy_s = (boxes["end_s"] - boxes["start_s"]).sum()
+    assert 1 - busy_s / (len(plan.workers) * schedule.step_s) == pytest.approx(schedule.idle)
+
+
+def test_measured_boxes_take_one_of_the_ranks_that_act_as_one_worker():
+    observations = pl.DataFrame([observation(rank, start_s=0.1 * rank) for rank in (5, 6)])
+    boxes = measured_boxes(SMALL.workers, observations)
+    assert boxes.select("worker", "start_s", "end_s").rows() == [(1, 0.5, 1.5)]
+
+
+class Reported(NamedTuple):
+    """A run's folder and what was written into its `report`."""
+
+    folder: Path
+    paths: list[Path]
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """A small run of pictures, clips and text, three of whose records were rejected."""
+    folder = make_run(tmp_path_factory.mktemp("usual"), num_rejects=3)
+    return Reported(folder, write_report(config_of(SMALL), folder, folder / "report"))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Text alone, eight ranks, three steps that the trainer foresaw otherwise, and no column beyond the contract."""
+    folder = make_run(
+        tmp_path_factory.mktemp("odd"), plan=WIDE, modalities=("text",), num_steps=3, predicted_in_training=1.3
+    )
+    for name, column in (("schedule", "encoder_rank"), ("candidates", "num_batches")):
+        frame = pl.read_parquet(folder / f"{name}.parquet")
+        frame.drop(column).write_parquet(folder / f"{name}.parquet")
+    lines = [json.loads(line) for line in (folder / "train/metrics.jsonl").read_text().splitlines()]
+    kept = [{key: value for key, value in line.items() if key not in ("predicted_idle", "policy")} for line in lines]
+    (folder / "train/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return Reported(folder, write_report(config_of(WIDE), folder, folder / "report"))
+
+
+def make_run(
+    folder, *, plan=SMALL, modalities=("image", "text", "video"), num_rejects=0, num_steps=12, predicted_in_training=1.0
+):
+    """All that a report reads."""
+    make_shapes(folder, modalities, num_rejects)
+    make_costs(folder / "costs.duckdb")
+    (folder / "plan.yaml").write_text(
+        yaml.safe_dump({"plan": plan.to_dict(), "predicted": {"step_s": 0.5, "idle": 0.1}, "why": "it is short"})
+    )
+    make_candidates(plan, 5).write_parquet(folder / "candidates.parquet")
+    scheduler = scheduler_of(folder, plan)
+    preview, _ = preview_frames([scheduler.schedule(step) for step in range(3)], plan.workers)
+    preview.write_parquet(folder / "schedule.parquet")
+    make_training(folder / "train", scheduler, num_steps, predicted_in_training)
+    return folder
+
+
+def config_of(plan):
+    return load_config(
+        {
+            "data": {"sources": [{"path": "train.json"}]},
+            "cluster": {"devices_per_node": plan.world_size},
+            "schedule": {"policy": "lpt"},
+        }
+    )
+
+
+def scheduler_of(folder, plan):
+    names = {"shapes": "shapes.duckdb", "costs": "costs.duckdb", "plan": "plan.yaml"}
+    return open_scheduler(config_of(plan), **{name: folder / file for name, file in names.items()})
+
+
+def observation(rank, start_s=0.0):
+    return {"rank": rank, "module": "llm", "pp_stage": 0, "dp_rank": 0, "microbatch": 0, "pass": "forward"} | {
+        "start_s": start_s,
+        "seconds": 1.0,
+    }
+
+
+def words(figure: Figure) -> str:
+    """All that stands in a figure that was not saved."""
+    return " | ".join(text.get_text() for text in figure.findobj(Text))
+
+
+def texts(path: Path) -> str:
+    """All that a person reads in a picture."""
+    root = ElementTree.parse(path).getroot()
+    said = [" ".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    return re.sub(r"\s+", " ", " | ".join(said))
+
+
+def make_shapes(folder, modalities, num_rejects):
+    rng = np.random.default_rng(0)
+    rows = []
+    for index in range(60 + num_rejects):
+        modality = modalities[index % len(modalities)]
+        num_items = 0 if modality == "text" else int(rng.integers(1, 32))
+        text_tokens = int(rng.integers(20, 200))
+        rejected = index >= 60
+        rows.append(
+            dict.fromkeys(SHARD_SCHEMA, 0)
+            | {
+                "row": index,
+                "sample_id": f"{modality}-{index}",
+                "modality": modality,
+                "audio_s": 0.0,
+                "num_items": num_items,
+                "vision_tokens": 10 * num_items,
+                "kept_vision_tokens": 10 * num_items,
+                "text_tokens": text_tokens,
+                "target_tokens": text_tokens // 2,
+                "llm_tokens": text_tokens + 10 * num_items,
+                "truncated": False,
+                "reason": ("missing_media", "too_long")[index % 2] if rejected else None,
+                "detail": "made up" if rejected else None,
+            }
+        )
+    shard = folder / "shard.parquet"
+    pl.DataFrame(rows, schema=SHARD_SCHEMA).write_parquet(shard)
+    sources = pl.DataFrame(
+        [{"name": "train", "path": "p", "media_root": "m", "sampling": "all", "digest": "d", "num_records": len(rows)}]
+    )
+    write_shapes(folder / "shapes.duckdb", [ShardFile(shard, "shard", "train", 0)], sources, CREATED)
+
+
+def make_costs(path):
+    """Seconds by a known rule with a little noise, at two depths."""
+    rng = np.random.default_rng(0)
+    rows, sizes = [], []
+    for module, load, counts, per_load in (
+        ("vision", "num_items", (1, 2, 4, 8, 16, 32, 64), 3e-4),
+        ("llm", "num_tokens", (32, 64, 128, 256, 512, 1024, 2048), 2e-5),
+    ):
+        for num_layers in (1, 4):
+            for count in counts:
+                for direction, factor in (("forward", 1.0), ("backward", 2.0)):
+                    for repeat in range(2):
+                        loads = dict.fromkeys(FEATURES, 0) | {load: count}
+                        if module == "llm":
+                            loads |= {"sum_sq_tokens": count**2, "num_targets": count // 2}
+                        seconds = factor * (1e-3 + num_layers * (2e-4 + per_load * count))
+                        rows.append(
+                            loads
+                            | {"module": module, "tp": 1, "num_layers": num_layers, "pass": direction}
+                            | {"seconds": seconds * float(rng.uniform(1, 1.1)), "repeat": repeat}
+                            | {"peak_bytes": 1000 * num_layers * count}
+                        )
+        for part in ("rest", "layer", "layer_input"):
+            nothing = dict.fromkeys(("const", "per_item", "per_token", "per_sum_sq_token", "per_target"), 0.0)
+            sizes.append(
+                {"module": module, "tp": 1, "part": part, "parameter_bytes": 1e6}
+                | {f"{name}_bytes": value for name, value in nothing.items()}
+            )
+    measurements = pl.DataFrame(rows)
+    tables = fit_costs(measurements, pl.DataFrame(sizes))
+    device = pl.DataFrame({"device": ["a made-up processor"]})
+    write_costs(path, {"measurements": measurements, "device": device, **tables}, CREATED | {"source": "measured"})
+
+
+def make_candidates(plan, count):
+    """`plan` first, then the same grids with other numbers of microbatches, ever slower."""
+    grids = {f"{grid.module}_{name}": getattr(grid, name) for grid in plan.grids for name in ("tp", "pp", "dp")}
+    bounds = ("llm compute", "vision compute", "bubble")
+    rows = [
+        {"rank": place + 1, "placement": plan.placement, **grids}
+        | {"num_microbatches": plan.num_microbatches + place, "checkpointing": False, "schedule": plan.schedule}
+        | {"step_s": 0.5 + 0.03 * place, "idle": 0.1 + 0.01 * place}
+        | {"vision_memory_bytes": 2e8 + 1e7 * place, "llm_memory_bytes": 6e8, "bottleneck": bounds[place % 3]}
+        | {"num_batches": 16}
+        for place in range(count)
+    ]
+    return pl.DataFrame(rows)
+
+
+def make_training(folder, scheduler, num_steps, predicted):
+    """A training that takes one and a half times what was predicted; `predicted` scales what its trainer foresaw."""
+    folder.mkdir()
+    lines, rows = [], []
+    workers = scheduler.pricer.program.workers
+    for step in range(num_steps):
+        schedule = scheduler.schedule(step)
+        times, timeline = replay(scheduler, schedule)
+        for index, worker in enumerate(workers):
+            for direction, name in enumerate(("forward", "backward")):
+                for microbatch in range(schedule.forward_s.shape[1]):
+                    seconds = (times.forward_s, times.backward_s)[direction][index, microbatch]
+                    start_s = timeline.start_s[direction, index, microbatch]
+                    rows.append(
+                        {"step": step, "rank": index, "module": worker.module, "pp_stage": worker.pp_stage}
+                        | {"dp_rank": worker.dp_rank, "microbatch": microbatch, "pass": name}
+                        | {"start_s": 1.5 * start_s, "seconds": 1.5 * seconds}
+                        | {"predicted_s": predicted * seconds, "warmup": step < 2}
+                    )
+        lines.append(
+            {"step": step, "loss": 5.0 - 0.1 * step, "num_samples": 16, "num_tokens": int(schedule.llm_tokens.sum())}
+            | {"step_s": 1.5 * predicted * schedule.step_s, "predicted_step_s": predicted * schedule.step_s}
+            | {"idle": schedule.idle, "predicted_idle": schedule.idle, "wait_s": 0.0, "policy": "lpt"}
+        )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "summary.json").write_text(json.dumps({"final_loss": 2.5}))
+    write_observations(folder / "observations.duckdb", pl.DataFrame(rows), CREATED)

@@ -1,0 +1,282 @@
+"""The databases have the promised columns, keep every record exactly once, and say what is wrong when they cannot be read."""
+
+import duckdb
+import polars as pl
+import pytest
+
+from dflop import store
+from dflop.data import load_samples
+from dflop.errors import UserError
+from dflop.store import (
+    MODALITIES,
+    REJECT_REASONS,
+    SCHEMA_VERSION,
+    SHARD_SCHEMA,
+    ShardFile,
+    read_meta,
+    read_table,
+    write_costs,
+    write_observations,
+    write_shapes,
+)
+
+# The columns that others rely on, in this order; more may follow.
+SAMPLES = [
+    ("sample_id", "VARCHAR"),
+    ("source", "VARCHAR"),
+    ("row", "BIGINT"),
+    ("shard", "VARCHAR"),
+    ("modality", "VARCHAR"),
+    ("num_images", "INTEGER"),
+    ("num_frames", "INTEGER"),
+    ("audio_s", "DOUBLE"),
+    ("num_items", "INTEGER"),
+    ("vision_tokens", "INTEGER"),
+    ("audio_tokens", "INTEGER"),
+    ("text_tokens", "INTEGER"),
+    ("llm_tokens", "INTEGER"),
+    ("truncated", "BOOLEAN"),
+]
+REJECTS = [(name, "VARCHAR") for name in ("source", "row", "sample_id", "reason", "detail")]
+REJECTS[1] = ("row", "BIGINT")
+
+
+def good(row: int, sample_id: str | None, **values) -> dict:
+    return {
+        "row": row,
+        "sample_id": sample_id,
+        "modality": "image",
+        "num_images": 1,
+        "num_frames": 0,
+        "audio_s": 0.0,
+        "num_items": 5,
+        "vision_tokens": 100,
+        "kept_vision_tokens": 100,
+        "audio_tokens": 0,
+        "text_tokens": 20,
+        "target_tokens": 8,
+        "llm_tokens": 120,
+        "truncated": False,
+    } | values
+
+
+def bad(row: int, sample_id: str | None, reason: str = "empty") -> dict:
+    return {"row": row, "sample_id": sample_id, "reason": reason, "detail": f"because of {reason}"}
+
+
+@pytest.fixture
+def merge(tmp_path):
+    """`merge((source, start, rows), …)` writes the shards and merges them; returns the database's path."""
+
+    def run(*shards: tuple[str, int, list[dict]]):
+        files = []
+        for number, (source, start, rows) in enumerate(shards):
+            path = tmp_path / f"shard-{number}.parquet"
+            pl.DataFrame(rows, schema=SHARD_SCHEMA, orient="row").write_parquet(path)
+            files.append(ShardFile(path, f"{source}-{number}", source, start))
+        names = list(dict.fromkeys(source for source, _, _ in shards))
+        fields = {"path": "p", "media_root": "m", "sampling": "all", "digest": "d", "num_records": 1}
+        sources = pl.DataFrame([{"name": name} | fields for name in names])
+        database = tmp_path / "shapes.duckdb"
+        write_shapes(database, files, sources, {"config_digest": "abc"})
+        return database
+
+    return run
+
+
+def rows_of(path, table: str, *columns: str) -> list[tuple]:
+    return read_table(path, table, made_by="merge-shapes").select(*columns).rows()
+
+
+def columns_of(path, table: str) -> list[tuple[str, str]]:
+    with duckdb.connect(str(path), read_only=True) as connection:
+        return [row[:2] for row in connection.execute(f"DESCRIBE {table}").fetchall()]
+
+
+def test_samples_and_rejects_have_the_promised_columns_in_order(merge):
+    path = merge(("train", 0, [good(0, "a"), bad(1, "b")]))
+    assert columns_of(path, "samples")[: len(SAMPLES)] == SAMPLES
+    assert columns_of(path, "rejects")[: len(REJECTS)] == REJECTS
+    assert [name for name, _ in columns_of(path, "sources")][:2] == ["name", "path"]
+
+
+def test_the_closed_lists_are_the_promised_ones():
+    assert MODALITIES == ("text", "image", "multi_image", "video", "audio", "mixed")
+    assert set(REJECT_REASONS) == {
+        "missing_media",
+        "unreadable_media",
+        "bad_record",
+        "placeholder_mismatch",
+        "empty",
+        "path_escape",
+        "too_long",
+        "duplicate_id",
+    }
+
+
+def test_row_numbers_count_from_the_sources_first_record(merge):
+    path = merge(
+        ("train", 0, [good(0, "a"), good(1, "b")]),
+        ("train", 2, [bad(0, "c"), good(1, "d")]),
+        ("other", 0, [good(0, "e")]),
+    )
+    assert rows_of(path, "samples", "sample_id", "source", "row", "shard") == [
+        ("a", "train", 0, "train-0"),
+        ("b", "train", 1, "train-0"),
+        ("d", "train", 3, "train-1"),
+        ("e", "other", 0, "other-2"),
+    ]
+    assert rows_of(path, "rejects", "source", "row", "sample_id", "reason", "detail") == [
+        ("train", 2, "c", "empty", "because of empty")
+    ]
+
+
+def test_samples_keep_the_order_of_the_shards_they_came_in(merge):
+    path = merge(("b", 0, [good(0, "z"), good(1, "y")]), ("a", 0, [good(0, "x")]))
+    assert [row[0] for row in rows_of(path, "samples", "sample_id")] == ["z", "y", "x"]
+    assert [row[0] for row in rows_of(path, "sources", "name")] == ["b", "a"]
+
+
+def test_a_later_record_with_the_same_id_is_a_duplicate_across_shards_and_sources(merge):
+    path = merge(
+        ("train", 0, [good(0, "a"), good(1, "a"), good(2, "b")]),
+        ("train", 3, [good(0, "a")]),
+        ("other", 0, [good(0, "b")]),
+    )
+    assert rows_of(path, "samples", "sample_id", "row") == [("a", 0), ("b", 2)]
+    assert rows_of(path, "rejects", "source", "row", "sample_id", "reason") == [
+        ("train", 1, "a", "duplicate_id"),
+        ("train", 3, "a", "duplicate_id"),
+        ("other", 0, "b", "duplicate_id"),
+    ]
+
+
+def test_a_rejected_record_does_not_take_an_id_from_a_good_one(merge):
+    path = merge(("train", 0, [bad(0, "a", "missing_media"), good(1, "a"), bad(2, "a", "empty")]))
+    assert rows_of(path, "samples", "sample_id", "row") == [("a", 1)]
+    assert rows_of(path, "rejects", "row", "reason") == [(0, "missing_media"), (2, "empty")]
+
+
+def test_records_without_an_id_are_named_by_their_source_and_row(merge):
+    path = merge(("train", 0, [good(0, None)]), ("train", 1, [good(0, None), bad(1, None)]))
+    assert rows_of(path, "samples", "sample_id") == [("train/0",), ("train/1",)]
+    assert rows_of(path, "rejects", "sample_id") == [("train/2",)]
+
+
+def test_samples_and_rejects_together_are_all_records(merge):
+    path = merge(*(("train", 10 * k, [good(row, f"{row % 7}") if row % 3 else bad(row, None) for row in range(10)])
+                   for k in range(4)))  # fmt: skip
+    seen = rows_of(path, "samples", "row") + rows_of(path, "rejects", "row")
+    assert sorted(seen) == [(row,) for row in range(40)]
+
+
+def test_the_summary_says_how_each_quantity_spreads(merge):
+    path = merge(("train", 0, [good(row, str(row), llm_tokens=100 * (row + 1)) for row in range(5)]))
+    summary = read_table(path, "shape_summary", made_by="merge-shapes")
+    (tokens,) = summary.filter(pl.col("quantity") == "llm_tokens").to_dicts()
+    assert (tokens["num_samples"], tokens["p50"], tokens["max"], tokens["total"]) == (5, 300, 500, 1500)
+    assert tokens["coefficient_of_variation"] == pytest.approx(2**0.5 / 3, abs=1e-3)
+    assert set(summary["quantity"]) == {"num_items", "text_tokens", "vision_tokens", "llm_tokens"}
+
+
+def test_every_database_says_how_it_was_made(merge):
+    meta = read_meta(merge(("train", 0, [good(0, "a")])), made_by="merge-shapes")
+    assert meta["schema_version"] == str(SCHEMA_VERSION)
+    assert meta["config_digest"] == "abc"
+    assert {"dflop_version", "created"} <= set(meta)
+
+
+def test_a_failed_merge_leaves_the_old_database_and_nothing_beside_it(merge, tmp_path):
+    path = merge(("train", 0, [good(0, "a")]))
+    before = sorted(tmp_path.iterdir())
+    missing = ShardFile(tmp_path / "none.parquet", "none", "train", 0)
+    with pytest.raises(duckdb.Error):
+        write_shapes(path, [missing], read_table(path, "sources", made_by="x").drop("digest"), {})
+    assert sorted(tmp_path.iterdir()) == before
+    assert rows_of(path, "samples", "sample_id") == [("a",)]
+
+
+def refusal(path, table: str = "samples") -> str:
+    with pytest.raises(UserError) as caught:
+        read_table(path, table, made_by="merge-shapes")
+    assert str(path) in str(caught.value)
+    assert "`dflop merge-shapes`" in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_missing_database_says_which_command_makes_it(tmp_path):
+    assert "does not exist; make it with" in refusal(tmp_path / "shapes.duckdb")
+
+
+def test_a_database_of_another_version_says_both_versions(merge, monkeypatch):
+    path = merge(("train", 0, [good(0, "a")]))
+    monkeypatch.setattr(store, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    assert f"has schema version {SCHEMA_VERSION}, this dflop writes {SCHEMA_VERSION + 1}" in refusal(path)
+
+
+def test_a_file_that_is_no_database_of_ours_is_refused(tmp_path):
+    path = tmp_path / "shapes.duckdb"
+    path.write_text("hello")
+    assert "is not a dflop database" in refusal(path)
+    path.unlink()
+    duckdb.connect(str(path)).close()
+    message = refusal(path)
+    assert "is not a dflop database" in message
+    assert "\n" not in message
+
+
+def test_a_database_without_the_table_says_so(merge):
+    assert "has no table `time_model`" in refusal(merge(("train", 0, [good(0, "a")])), "time_model")
+
+
+def test_a_database_can_be_read_by_several_at_once(merge):
+    path = merge(("train", 0, [good(0, "a")]))
+    with duckdb.connect(str(path), read_only=True):
+        assert len(read_table(path, "samples", made_by="merge-shapes")) == 1
+
+
+def test_cost_tables_come_back_as_they_went_in(tmp_path):
+    names = ("measurements", "time_model", "memory_model", "fit_error", "device")
+    frames = {name: pl.DataFrame({"name": [name], "value": [0.1]}) for name in names}
+    write_costs(tmp_path / "costs.duckdb", frames, {"source": "measured"})
+    for name in names:
+        assert read_table(tmp_path / "costs.duckdb", name, made_by="fit-costs").equals(frames[name])
+
+
+def test_corrections_are_measured_over_predicted_time_without_the_warm_up(tmp_path):
+    rows = [("llm", "forward", 9.0, 1.0, True), ("llm", "forward", 2.0, 1.0, False), ("llm", "forward", 4.0, 2.0, False)]
+    rows += [("llm", "sync", 1.0, None, False), ("vision", "backward", 3.0, 6.0, False)]
+    schema = ["module", "pass", "seconds", "predicted_s", "warmup"]
+    write_observations(tmp_path / "o.duckdb", pl.DataFrame(rows, schema=schema, orient="row"), {})
+    corrections = read_table(tmp_path / "o.duckdb", "corrections", made_by="train")
+    assert corrections.select("module", "pass", "num_observations", "ratio").rows() == [
+        ("llm", "forward", 2, 2.0),
+        ("llm", "sync", 1, None),
+        ("vision", "backward", 1, 0.5),
+    ]
+
+
+def test_samples_with_audio_are_counted_and_left_out_of_training(merge):
+    path = merge(("train", 0, [good(0, "a"), good(1, "b", audio_tokens=50), good(2, "c", kept_vision_tokens=60)]))
+    samples, num_left_out = load_samples(path)
+    assert num_left_out == 1
+    assert samples.sample_id.tolist() == ["a", "c"]
+    assert samples.kept_vision_tokens.tolist() == [100, 60]
+    assert samples.take(samples.row > 0).row.tolist() == [2]
+
+
+def test_shapes_without_a_sample_to_train_on_point_to_the_rejects(merge):
+    with pytest.raises(UserError, match=r"no sample to train on \(1 with audio left out\); `from rejects`"):
+        load_samples(merge(("train", 0, [good(0, "b", audio_tokens=50), bad(1, "c")])))
+
+
+def test_sources_whose_records_are_all_rejected_give_an_empty_table_of_samples(merge):
+    path = merge(("train", 0, [bad(0, "a")]), ("other", 0, []))
+    assert rows_of(path, "samples", "sample_id") == []
+    assert columns_of(path, "samples")[: len(SAMPLES)] == SAMPLES
+
+
+def test_sources_without_any_record_are_refused(merge, tmp_path):
+    sources = read_table(merge(("train", 0, [good(0, "a")])), "sources", made_by="merge-shapes")
+    with pytest.raises(UserError, match=r"no manifest of `data\.sources` holds any record"):
+        write_shapes(tmp_path / "empty.duckdb", [], sources, {})
