@@ -6,6 +6,7 @@ that need them, so that `dflop --help` answers at once.
 
 import hashlib
 import json
+import platform
 import sys
 from pathlib import Path
 
@@ -70,11 +71,9 @@ def _config_digest(stage: str, config) -> str:
 @click.option("--seed", type=int, default=0, show_default=True)
 def demo_data(out: Path, records: int, seed: int) -> None:
     """Draw a small LLaVA-style dataset: pictures, clips, texts and sounds, with questions and answers."""
-    from tqdm import tqdm
-
     from dflop.data.demo import make_demo_data
 
-    with tqdm(total=records, unit="record", mininterval=1) as bar:
+    with _progress_bar(total=records, unit="record") as bar:
         made = make_demo_data(out, num_records=records, seed=seed, progress=lambda done: bar.update(done - bar.n))
     kinds = ", ".join(f"{count} {kind}" for kind, count in made.num_records.items())
     click.echo(f"{out}: {kinds}; {made.total_bytes / 1e6:.1f} MB")
@@ -86,8 +85,6 @@ def demo_data(out: Path, records: int, seed: int) -> None:
 @click.option("--out", type=_FILE, required=True, help="Parquet file to write.")
 def profile_shapes(configs: tuple[str, ...], shard: str, out: Path) -> None:
     """Read the shapes of one shard's samples from media headers and text."""
-    from tqdm import tqdm
-
     from dflop.artifacts import written_whole
     from dflop.data import ChatTokenizer, list_shards, list_sources, profile_records, read_manifest
     from dflop.models import load_model_spec
@@ -102,7 +99,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path) -> None:
         raise UserError(f"no source has a shard `{shard}`; `dflop list-shards` prints their names")
     records = read_manifest(source, config.seed)[found[0].start :][: found[0].num_records]
     tokenizer = ChatTokenizer(_tokenizer_folder(config))
-    with tqdm(total=len(records), unit="record", desc=shard, mininterval=1) as bar:
+    with _progress_bar(total=len(records), unit="record", desc=shard) as bar:
         frame = profile_records(
             records,
             media_root=source.media_root,
@@ -183,7 +180,6 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
 def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> None:
     """Measure a module's layers on this device: forward, backward and memory at several sizes."""
     import torch
-    from tqdm import tqdm
 
     from dflop.artifacts import written_whole
     from dflop.costs.measure import measure_module
@@ -200,10 +196,10 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> 
     spec.module(module)
     torch.set_num_threads(threads_per_rank(config.cluster))
     tokenizer = ChatTokenizer(_tokenizer_folder(config))
-    with tqdm(unit="point", mininterval=1) as bar:
+    with _progress_bar(unit="point") as bar:
 
         def progress(text: str) -> None:
-            bar.set_description(text)
+            bar.set_description(text, refresh=False)
             bar.update()
 
         measured = measure_module(
@@ -235,6 +231,7 @@ def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
     import polars as pl
 
     from dflop.costs import fit_costs
+    from dflop.stages import STAGES
     from dflop.store import write_costs
 
     for path in measurements:
@@ -248,7 +245,11 @@ def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
     write_costs(
         out,
         {"measurements": measured, "device": device.unique(maintain_order=True), **tables},
-        {"source": "measured", "config_digest": "", "code_digest": ""},
+        {
+            "source": "measured",
+            "config_digest": ",".join(device["config_digest"].unique().sort()),
+            "code_digest": STAGES["fit-costs"].code_digest,
+        },
     )
     click.echo(f"{out}: error on points kept out of the fit")
     for row in tables["fit_error"].iter_rows(named=True):
@@ -266,8 +267,6 @@ def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
 @click.option("--candidates", type=_FILE, required=True, help="Parquet file of all priced plans to write.")
 def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path, candidates: Path) -> None:
     """Search the layouts and choose the one with the shortest expected step."""
-    from tqdm import tqdm
-
     from dflop.artifacts import written_whole
     from dflop.costs import CostModel
     from dflop.data import load_samples
@@ -278,10 +277,10 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
     samples, num_left_out = load_samples(shapes)
     if num_left_out:
         click.echo(f"dflop: {num_left_out} samples with audio are left out: the model has no audio encoder", err=True)
-    with tqdm(unit="plan", mininterval=1) as bar:
+    with _progress_bar(unit="plan") as bar:
 
         def progress(text: str) -> None:
-            bar.set_description(text)
+            bar.set_description(text, refresh=False)
             bar.update()
 
         found = search_plans(config, load_model_spec(config.model), CostModel.load(costs), samples, progress)
@@ -336,12 +335,15 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
     from dflop.artifacts import written_whole
     from dflop.reporting.trace import chrome_trace
-    from dflop.store import read_meta, read_table
+    from dflop.scheduling.service import open_scheduler
+    from dflop.store import read_table
     from dflop.training import launch_ranks, merge_observations, summarise
 
     config = _load("train", configs)
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
-    read_meta(costs, made_by="fit-costs")
+    open_scheduler(
+        config, shapes=shapes, costs=costs, plan=plan_path
+    )  # whatever is amiss is said before any rank starts
     out.mkdir(parents=True, exist_ok=True)
     launch_ranks(
         config,
@@ -377,6 +379,13 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
         click.echo(str(path))
 
 
+def _progress_bar(**arguments):
+    """A bar for a terminal; in a log file a line every now and then."""
+    from tqdm import tqdm
+
+    return tqdm(mininterval=0.2 if sys.stderr.isatty() else 20, **arguments)
+
+
 def _tokenizer_folder(config) -> Path | None:
     """The configured tokenizer directory, else the checkpoint's; None for the bundled one."""
     folder = config.model.tokenizer or config.model.path
@@ -395,21 +404,30 @@ def _run_digest(config, data_digests: list[str]) -> str:
 
 
 def _device_frame(config):
-    import platform
-
     import polars as pl
     import torch
 
     is_cuda = config.cluster.device == "cuda"
     return pl.DataFrame(
         {
-            "device": [torch.cuda.get_device_name() if is_cuda else platform.processor() or platform.machine()],
+            "device": [torch.cuda.get_device_name() if is_cuda else _cpu_name()],
             "device_model": [config.cluster.device_model],
             "threads": [torch.get_num_threads()],
             "precision": [config.train.precision],
             "torch": [torch.__version__],
+            "config_digest": [_config_digest("profile-costs", config)],
         }
     )
+
+
+def _cpu_name() -> str:
+    """The processor's name where Linux tells it, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def main() -> None:

@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import duckdb
 import polars as pl
 
 from dflop.artifacts import written_whole
 from dflop.errors import UserError
+
+# DuckDB is imported where a file is opened: processes that only want the schemas, such as training's ranks,
+# start sooner without it (and torch's threads keep it from unloading cleanly, which it complains about).
+if TYPE_CHECKING:
+    import duckdb
 
 __all__ = [
     "MODALITIES",
@@ -185,7 +189,9 @@ def read_meta(path: Path, *, made_by: str) -> dict[str, str]:
         return dict(connection.execute("SELECT key, value FROM meta").fetchall())
 
 
-def _open(path: Path, made_by: str) -> duckdb.DuckDBPyConnection:
+def _open(path: Path, made_by: str) -> "duckdb.DuckDBPyConnection":
+    import duckdb
+
     if not path.is_file():
         raise UserError(f"{path} does not exist; make it with `dflop {made_by}`")
     try:
@@ -211,6 +217,8 @@ def _write(
     meta: Mapping[str, str],
     parameters: Mapping[str, object] | None = None,
 ) -> None:
+    import duckdb
+
     whole_meta = {
         "schema_version": str(SCHEMA_VERSION),
         "dflop_version": version("dflop"),

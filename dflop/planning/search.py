@@ -75,7 +75,7 @@ def search_plans(
             fitting.append(candidate)
             fits_without.add(layout)
         elif nearest is None or needed < nearest[0]:
-            nearest = (needed, f"{plan} needs {needed / 2**30:.2f} GiB a device")
+            nearest = (needed, f"{plan} needs {needed / 2**30:.3g} GiB a device")
     if not fitting:
         raise UserError(
             f"no plan fits into `cluster.memory_gib` = {config.cluster.memory_gib}; the nearest: "

@@ -181,7 +181,7 @@ class Pricer:
             if free <= 0:
                 raise UserError(
                     f"{self.plan}: the LLM's parameters, gradients and optimiser state take "
-                    f"{memory.resident_bytes / 2**30:.1f} GiB a device, `cluster.memory_gib` is "
+                    f"{memory.resident_bytes / 2**30:.3g} GiB a device, `cluster.memory_gib` is "
                     f"{self.cluster.memory_gib}; use more pipeline stages or devices with more memory"
                 )
             per_token = (memory.activation_bytes[1] - memory.activation_bytes[0]) / 1000

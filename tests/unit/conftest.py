@@ -1,7 +1,11 @@
 """What several folders of unit tests need: the tiny model's spec, hand-made costs, drawn shapes, a drawn dataset."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+# Tests run side by side, and torch's threads, where there are more than cores, wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

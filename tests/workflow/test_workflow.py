@@ -250,3 +250,21 @@ def test_real_pictures_and_a_real_clip_go_the_whole_way(finished, shared_data):
     assert len(samples) + len(rejects) == 71
     assert set(samples["modality"]) == {"image", "multi_image", "video"}
     assert (checkout.folder / "results/real/report/summary.json").is_file()
+
+
+def test_measured_costs_are_shared_between_runs_module_by_module(finished):
+    checkout, _ = finished
+    for run in ("first", "second"):
+        config = checkout.write_config(
+            f"{run}.yaml", run=run, data={"sources": [{"path": "data/train.json"}]}, costs={"repeats": 1}
+        )
+        target = f"results/{run}/costs.duckdb"
+        arguments = ("--cores", "2", "--configfile", config, "--cache", "profile_costs", "--", target)
+        done = checkout.snakemake(*arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (
+        read_table(checkout.folder / f"results/{run}/costs.duckdb", "measurements", made_by="")
+        for run in ("first", "second")
+    )
+    assert set(first["module"]) == {"vision", "llm"}
+    assert first.equals(second)
