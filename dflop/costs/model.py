@@ -124,12 +124,14 @@ class CostModel:
             kept = kept + self.activations[module, tp, "rest"](loads)
         return StageMemory(4.0 * parameters, kept)
 
-    def additive_loads_s(self, module: str, tp: int, num_layers: int, loads: Loads, *, with_rest: bool) -> np.ndarray:
+    def additive_loads_s(
+        self, module: str, tp: int, num_layers: int, loads: Loads, *, with_rest: bool, has_backward: bool = True
+    ) -> np.ndarray:
         """Forward plus backward seconds that samples add to a microbatch: `stage_time` without its constants."""
         self.require(module, tp)
         total = np.zeros(np.shape(loads.num_items))
         for part, weight in (("layer", num_layers), ("rest", int(with_rest))):
-            for direction in ("forward", "backward"):
+            for direction in ("forward", "backward") if has_backward else ("forward",):
                 fit = self.times[module, tp, part, direction]
                 total = total + weight * (fit(loads) - fit.const)
         return total

@@ -78,7 +78,8 @@ class Pricer:
         encoder, llm = self.plan.grids
         share = llm.dp / encoder.dp
         loads = _loads(shapes)
-        per_module = [self._slowest_stage(self.encoder, loads) * share, self._slowest_stage("llm", loads)]
+        per_module = [self._stage_loads_s(module, loads).max(axis=0) for module in (self.encoder, "llm")]
+        per_module[0] *= share
         return BatchProblem(
             loads_s=np.column_stack(per_module),
             llm_tokens=shapes.llm_tokens,
@@ -120,7 +121,7 @@ class Pricer:
                 with_rest=with_rest,
                 checkpointing=plan.checkpointing,
             )
-            if worker.module in self.frozen and worker.module != "llm":
+            if not self._has_backward(worker.module):
                 backward_s[index] = 0.0
             sync_s[index] = self._sync_s(worker.module, worker.pp_stage)
         return StageTimes(
@@ -137,12 +138,12 @@ class Pricer:
         return simulate(self._compiled, times)
 
     def lower_bound_s(self, shapes: SampleShapes) -> float:
-        """No schedule of this batch is faster: each module's work over its replicas, and its largest sample."""
+        """No schedule of this batch is faster: each stage's work over its replicas, and its largest sample."""
         loads = _loads(shapes)
         bounds = []
         for grid in self.plan.grids:
-            work_s = self._slowest_stage(grid.module, loads)
-            bounds += [work_s.sum() / grid.dp, work_s.max()]
+            work_s = self._stage_loads_s(grid.module, loads)
+            bounds += [work_s.sum(axis=1).max() / grid.dp, work_s.max()]
         return float(max(bounds))
 
     def memory_bytes(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, float]:
@@ -205,17 +206,26 @@ class Pricer:
         fullest = np.sort(memory.activation_bytes, axis=-1)[..., -in_flight:].sum(axis=-1)
         return float(memory.resident_bytes + fullest.max())
 
-    def _slowest_stage(self, module: str, loads: Loads) -> np.ndarray:
+    def _stage_loads_s(self, module: str, loads: Loads) -> np.ndarray:
+        """Seconds that each sample adds to each stage, [num_stages, num_samples]."""
         layers, tp = self._layers[module], self.plan.grid(module).tp
-        return np.max(
+        return np.array(
             [
                 self.costs.additive_loads_s(
-                    module, tp, count, _only(module, loads, slice(None)), with_rest=stage == len(layers) - 1
+                    module,
+                    tp,
+                    count,
+                    _only(module, loads, slice(None)),
+                    with_rest=stage == len(layers) - 1,
+                    has_backward=self._has_backward(module),
                 )
                 for stage, count in enumerate(layers)
-            ],
-            axis=0,
+            ]
         )
+
+    def _has_backward(self, module: str) -> bool:
+        """A frozen encoder has none; a frozen LLM still passes gradients on."""
+        return module == "llm" or module not in self.frozen
 
     def _summed(self, shapes: SampleShapes, replica: np.ndarray, microbatch: np.ndarray, num_replicas: int) -> Loads:
         """Loads of each (replica, microbatch), arrays [num_replicas, num_microbatches]."""
