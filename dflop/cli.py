@@ -337,7 +337,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     from dflop.reporting.trace import chrome_trace
     from dflop.scheduling.service import open_scheduler
     from dflop.store import read_table
-    from dflop.training import launch_ranks, merge_observations, summarise
+    from dflop.training import is_first_node, launch_ranks, merge_observations, summarise
 
     config = _load("train", configs)
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
@@ -356,6 +356,8 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
             "run_digest": _run_digest(config, data_digests),
         },
     )
+    if not is_first_node(config.cluster):
+        return
     observations = merge_observations(out / "observations", out / "observations.duckdb", _meta("train", config))
     with written_whole(out / "trace.json") as path:
         path.write_text(json.dumps(chrome_trace(observations)), encoding="utf-8")

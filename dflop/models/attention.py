@@ -1,11 +1,14 @@
 """Attention over packed sequences: several samples in one row, none of which sees another.
 
 Registered with transformers under `PACKED`, so that unmodified Hugging Face layers use it. The caller
-passes `segment_ends` (a list of end positions) through the layers' keyword arguments. On GPUs torch's
-variable-length kernel runs; elsewhere one exact scaled-dot-product attention a segment.
+passes `segment_ends` (a list of end positions) through the layers' keyword arguments. On GPUs a
+variable-length kernel runs, flash-attn's if it is installed, else torch's; elsewhere one exact
+scaled-dot-product attention a segment.
 """
 
+import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -55,23 +58,29 @@ def packed_causal_attention(
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ends: list[int], scaling: float | None
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     bounds = torch.tensor([0, *segment_ends], dtype=torch.int32, device=query.device)
     longest = max(end - start for start, end in itertools.pairwise([0, *segment_ends]))
-    attended = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=True,
-    )
+    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    flash = _flash_attention()
+    if flash is not None:
+        attended = flash(*packed, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True)
+    else:
+        from torch.nn.attention.varlen import varlen_attn
+
+        attended = varlen_attn(
+            *packed, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
+        )
     return attended.unsqueeze(0)
+
+
+@functools.cache
+def _flash_attention() -> Callable[..., torch.Tensor] | None:
+    """flash-attn's variable-length kernel where the package is installed (the `gpu` extra)."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
 
 
 AttentionInterface.register(PACKED, packed_causal_attention)

@@ -19,7 +19,7 @@ from dflop.errors import UserError
 from dflop.pipeline import Plan, load_plan
 from dflop.stages import STAGES
 
-__all__ = ["check_devices", "launch_ranks", "summarise"]
+__all__ = ["check_devices", "is_first_node", "launch_ranks", "summarise"]
 
 _RENDEZVOUS_PORT = 29_400
 
@@ -117,6 +117,11 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str
     with written_whole(out / "summary.json") as path:
         path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
+
+
+def is_first_node(cluster: ClusterConfig) -> bool:
+    """Whether this is the one `dflop train` of a run that speaks for all nodes (each node runs its own)."""
+    return cluster.num_nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 def _rendezvous(num_nodes: int) -> list[str]:

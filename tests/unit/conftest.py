@@ -51,9 +51,7 @@ def costs() -> CostModel:
         activations[module, 1, "rest"] = Coefficients(0.0, (9_000.0, 0, 0, 0) if module == "vision" else (0, 0, 0, 8e3))
         parameter_bytes |= {(module, 1, "layer"): 5e5, (module, 1, "rest"): 3e5}
         layer_input[module, 1] = Coefficients(0.0, (13_000.0, 0, 0, 0) if module == "vision" else (0, 512.0, 0, 0))
-    return CostModel(
-        times=times, activations=activations, parameter_bytes=parameter_bytes, layer_input=layer_input
-    )
+    return CostModel(times=times, activations=activations, parameter_bytes=parameter_bytes, layer_input=layer_input)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The databases have the promised columns, keep every record exactly once, and say what is wrong when they cannot be read."""
+"""The databases have the promised columns, keep every record once, and say why they cannot be read."""
 
 import duckdb
 import polars as pl
@@ -244,7 +244,11 @@ def test_cost_tables_come_back_as_they_went_in(tmp_path):
 
 
 def test_corrections_are_measured_over_predicted_time_without_the_warm_up(tmp_path):
-    rows = [("llm", "forward", 9.0, 1.0, True), ("llm", "forward", 2.0, 1.0, False), ("llm", "forward", 4.0, 2.0, False)]
+    rows = [
+        ("llm", "forward", 9.0, 1.0, True),
+        ("llm", "forward", 2.0, 1.0, False),
+        ("llm", "forward", 4.0, 2.0, False),
+    ]
     rows += [("llm", "sync", 1.0, None, False), ("vision", "backward", 3.0, 6.0, False)]
     schema = ["module", "pass", "seconds", "predicted_s", "warmup"]
     write_observations(tmp_path / "o.duckdb", pl.DataFrame(rows, schema=schema, orient="row"), {})

@@ -167,7 +167,9 @@ def test_modules_are_fitted_apart():
     ],
 )
 def test_too_few_points_say_how_many_there_are_and_what_to_run(thin_out):
-    with pytest.raises(UserError, match=r"vision tp=1: \d+ forward points at \d depth.* run `dflop profile-costs` again"):
+    with pytest.raises(
+        UserError, match=r"vision tp=1: \d+ forward points at \d depth.* run `dflop profile-costs` again"
+    ):
         fit(thin_out(measure("vision")), "vision")
 
 

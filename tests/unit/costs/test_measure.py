@@ -7,7 +7,7 @@ import torch
 from dflop.costs import fit_costs, measure
 from dflop.costs.model import FEATURES, column_of
 
-COLUMNS = ["module", "tp", "num_layers", "num_items", "num_tokens", "sum_sq_tokens", "pass", "seconds", "peak_bytes", "repeat"]
+COLUMNS = ("module", "tp", "num_layers", *FEATURES, "pass", "seconds", "peak_bytes", "repeat")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def measured(tiny_spec, tokenizer):
 
 def test_every_point_is_measured_forward_and_backward_at_two_depths(measured):
     frame = measured["llm"].measurements
-    assert set(COLUMNS) | {"num_targets"} == set(frame.columns)
+    assert set(COLUMNS) == set(frame.columns)
     assert len(frame) == 2 * 2 * 3 * 3
     assert set(frame["num_layers"]) == {1, 4}
     assert set(frame["pass"]) == {"forward", "backward"}

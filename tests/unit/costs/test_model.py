@@ -73,7 +73,9 @@ def test_more_load_never_takes_less_time_or_memory(costs, lengths, more, depth):
 
 @given(num_items=st.integers(1, 500), num_tokens=st.integers(1, 10_000), depth=st.integers(2, 48))
 @pytest.mark.parametrize("module", ["vision", "llm"])
-def test_checkpointing_costs_a_second_forward_of_the_layers_and_saves_memory(costs, module, num_items, num_tokens, depth):
+def test_checkpointing_costs_a_second_forward_of_the_layers_and_saves_memory(
+    costs, module, num_items, num_tokens, depth
+):
     loads = make_loads(num_items) if module == "vision" else llm_loads(num_tokens)
     plain = costs.stage_time(module, 1, depth, loads, with_rest=True)
     checkpointed = costs.stage_time(module, 1, depth, loads, with_rest=True, checkpointing=True)

@@ -79,7 +79,11 @@ def test_the_tokens_are_those_of_the_rendered_text_with_one_placeholder_a_medium
 
 def test_transformers_makes_the_same_tokens_of_the_same_folder(tokenizer):
     theirs = PreTrainedTokenizerFast.from_pretrained(BUNDLED_TOKENIZER)
-    turns = [Turn("system", "Be brief."), Turn("user", "<image>\nWhat colour, naïve one? 雪"), Turn("assistant", "Red.")]
+    turns = [
+        Turn("system", "Be brief."),
+        Turn("user", "<image>\nNaïve colour? 雪"),
+        Turn("assistant", "Red."),
+    ]
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
     expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
     assert tokenizer.encode([turns])[0].token_ids.tolist() == expected
@@ -148,8 +152,9 @@ def test_a_folder_that_is_no_tokenizer_says_how_to_write_one(tmp_path):
 
 
 def test_a_template_that_refuses_a_conversation_is_named_with_its_own_words(tmp_path):
-    template = "{% if messages|length > 1 and messages[1]['role'] == 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    mine = ChatTokenizer(make_folder(tmp_path / "strict", template=template + CHATML))
+    condition = "messages|length > 1 and messages[1]['role'] == 'user'"
+    template = f"{{% if {condition} %}}{{{{ raise_exception('roles must alternate') }}}}{{% endif %}}{CHATML}"
+    mine = ChatTokenizer(make_folder(tmp_path / "strict", template=template))
     with pytest.raises(UserError, match=r"the chat template of .*strict fails: roles must alternate"):
         mine.encode([[Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c")]])
 

@@ -76,12 +76,13 @@ def draw_sample(pixels, rules, rng, sizes=(), num_frames=0) -> Sample:
     side, items, media, hf_inputs, num_tokens = pixels.image_size, np.zeros((0, 3, 84, 84)), [], {}, 0
     kind = "video" if num_frames else "image"
     if sizes:
-        pictures = [Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in sizes]
+        pictures = [
+            Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in sizes
+        ]
         crops = pixels.images(pictures)
         items = np.concatenate(crops).astype(float)
         media = [
-            MediumLayout("image", len(part), height, width)
-            for part, (width, height) in zip(crops, sizes, strict=True)
+            MediumLayout("image", len(part), height, width) for part, (width, height) in zip(crops, sizes, strict=True)
         ]
         num_tokens = sum(rules.image(width, height, len(sizes)).num_tokens for width, height in sizes)
         most = max(map(len, crops))
@@ -229,7 +230,7 @@ def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(s
     vision, llm = make_stages(config, pp, checkpointing=checkpointing)
     model = whole_model(config, union_of([vision, *llm]))
     loss, expected = run_stages(vision, llm, samples), run_whole(model, samples)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-10)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     loss.backward()
     expected.backward()
     ours, theirs = gradients_of([vision, *llm]), dict(model.named_parameters())

@@ -1,0 +1,228 @@
+"""Prices add up: loads go to who computes them, memory bounds hold, and no step beats the lower bound."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflop.config import ClusterConfig
+from dflop.costs import CostModel, Loads
+from dflop.costs.model import Coefficients
+from dflop.errors import UserError
+from dflop.pipeline import Grid, Plan
+from dflop.scheduling import Assignment, Pricer, random_buckets
+
+CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0)
+
+
+def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=4, checkpointing=False) -> Plan:
+    return Plan(
+        placement="disjoint",
+        grids=(
+            Grid(module="vision", num_ranks=vision_dp),
+            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_dp),
+        ),
+        num_microbatches=num_microbatches,
+        checkpointing=checkpointing,
+    )
+
+
+@pytest.fixture(scope="module")
+def make_pricer(costs, tiny_spec):
+    def make(plan: Plan, cluster: ClusterConfig = CLUSTER, model: CostModel = costs, **more) -> Pricer:
+        return Pricer(plan, model, tiny_spec, cluster, **more)
+
+    return make
+
+
+def at_random(pricer: Pricer, shapes, seed: int) -> Assignment:
+    problem = pricer.problem(shapes)
+    llm_dp_rank, microbatch = np.divmod(random_buckets(problem, np.random.default_rng(seed)), problem.num_microbatches)
+    return pricer.assign(shapes, llm_dp_rank, microbatch)
+
+
+plans = st.builds(
+    make_plan,
+    vision_dp=st.integers(1, 3),
+    llm_pp=st.integers(1, 4),
+    llm_dp=st.integers(1, 3),
+    num_microbatches=st.integers(1, 6),
+    checkpointing=st.booleans(),
+)
+frozen_sets = st.sampled_from([(), ("vision",), ("llm",)])
+properties = settings(deadline=None, max_examples=60)
+
+
+@properties
+@given(plan=plans, frozen=frozen_sets, seed=st.integers(0, 1000))
+def test_no_step_beats_the_lower_bound(make_pricer, draw_samples, plan, frozen, seed):
+    pricer, shapes = make_pricer(plan, frozen=frozen), draw_samples(24, seed)
+    assert pricer.lower_bound_s(shapes) <= pricer.step_s(shapes, at_random(pricer, shapes, seed)) * (1 + 1e-9)
+
+
+def test_the_lower_bound_holds_where_one_samples_stage_is_anothers_rest(make_pricer, costs, draw_samples):
+    """Long texts weigh on every layer, learned ones on the head: no stage is the slowest for both."""
+    times = dict(costs.times)
+    for direction in ("forward", "backward"):
+        times["llm", 1, "layer", direction] = Coefficients(0.0, (0, 1e-6, 0, 0))
+        times["llm", 1, "rest", direction] = Coefficients(0.0, (0, 0, 0, 1e-4))
+    model = dataclasses.replace(costs, times=times)
+    shapes = draw_samples(40, 0)
+    long = np.arange(40) % 2 == 0
+    nothing = np.zeros(40, dtype=np.int64)
+    shapes = dataclasses.replace(
+        shapes,
+        num_items=nothing,
+        kept_vision_tokens=nothing,
+        llm_tokens=np.where(long, 2000, 20),
+        target_tokens=np.where(long, 1, 19),
+    )
+    pricer = make_pricer(make_plan(llm_pp=3, num_microbatches=20), model=model)
+    microbatch = np.arange(40) // 2
+    assignment = pricer.assign(shapes, np.zeros(40, dtype=np.int64), microbatch)
+    assert pricer.lower_bound_s(shapes) <= pricer.step_s(shapes, assignment)
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(make_pricer, draw_samples, costs, plan, seed):
+    """The oracle sums over samples one by one and asks the cost model for one microbatch at a time."""
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    times = pricer.stage_times(shapes, assignment)
+    for index, worker in enumerate(plan.workers):
+        for microbatch in range(plan.num_microbatches):
+            loads = np.zeros(4)
+            for sample in range(len(shapes)):
+                if assignment.microbatch[sample] != microbatch:
+                    continue
+                tokens = int(shapes.llm_tokens[sample])
+                if worker.module == "llm" and assignment.llm_dp_rank[sample] == worker.dp_rank:
+                    loads += [0, tokens, tokens**2, shapes.target_tokens[sample]]
+                if worker.module == "vision" and assignment.encoder_rank[sample] == worker.dp_rank:
+                    loads[0] += shapes.num_items[sample]
+            pp = plan.grid(worker.module).pp
+            num_layers = 4 // pp + (worker.pp_stage < 4 % pp)
+            expected = costs.stage_time(
+                worker.module,
+                1,
+                num_layers,
+                Loads(*loads),
+                with_rest=worker.pp_stage == pp - 1,
+                checkpointing=plan.checkpointing,
+            )
+            assert times.forward_s[index, microbatch] == pytest.approx(float(expected[0]))
+            assert times.backward_s[index, microbatch] == pytest.approx(float(expected[1]))
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_bridges_carry_the_visual_tokens_from_their_encoder_to_their_replica(make_pricer, draw_samples, plan, seed):
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    times = pricer.stage_times(shapes, assignment)
+    for index, edge in enumerate(pricer.program.edges):
+        source, target = pricer.program.workers[edge.source], pricer.program.workers[edge.target]
+        ranks = [plan.grid(w.module).first_rank(w.pp_stage, w.dp_rank) for w in (source, target)]
+        gbps = CLUSTER.intra_node_gbps if ranks[0] // 4 == ranks[1] // 4 else CLUSTER.inter_node_gbps
+        for microbatch in range(plan.num_microbatches):
+            chosen = (assignment.microbatch == microbatch) & (assignment.llm_dp_rank == target.dp_rank)
+            if edge.is_bridge:
+                chosen &= assignment.encoder_rank == source.dp_rank
+                tokens = int(shapes.kept_vision_tokens[chosen].sum())
+            else:
+                tokens = int(shapes.llm_tokens[chosen].sum())
+            expected = tokens * 128 * 4 / (gbps * 1e9 / 8) if tokens or not edge.is_bridge else np.nan
+            assert times.transfer_s[index, microbatch] == pytest.approx(expected, nan_ok=True)
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_an_encoders_replicas_share_each_microbatch_evenly(make_pricer, draw_samples, plan, seed):
+    """Largest first to the least loaded: no replica is ahead of another by more than one sample."""
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    num_encoders = plan.grid("vision").dp
+    assert set(assignment.encoder_rank) <= set(range(num_encoders))
+    for microbatch in range(plan.num_microbatches):
+        chosen = assignment.microbatch == microbatch
+        loads = [shapes.num_items[chosen & (assignment.encoder_rank == rank)].sum() for rank in range(num_encoders)]
+        assert max(loads) - min(loads) <= shapes.num_items[chosen].max(initial=0)
+
+
+def test_half_precision_halves_what_crosses_a_bridge(make_pricer, draw_samples):
+    shapes = draw_samples(16, 0)
+    full, half = (make_pricer(make_plan(), precision=precision) for precision in ("fp32", "bf16"))
+    assignment = at_random(full, shapes, 0)
+    np.testing.assert_allclose(
+        half.stage_times(shapes, assignment).transfer_s, full.stage_times(shapes, assignment).transfer_s / 2
+    )
+
+
+def test_a_frozen_encoder_takes_no_backward_time_and_balances_by_its_forward_alone(make_pricer, draw_samples):
+    shapes = draw_samples(16, 0)
+    trained, frozen = make_pricer(make_plan(vision_dp=2)), make_pricer(make_plan(vision_dp=2), frozen=("vision",))
+    assignment = at_random(trained, shapes, 0)
+    times, times_frozen = trained.stage_times(shapes, assignment), frozen.stage_times(shapes, assignment)
+    assert (times_frozen.backward_s[:2] == 0).all()
+    np.testing.assert_array_equal(times_frozen.forward_s, times.forward_s)
+    assert times.sync_s[0] > 0
+    assert times_frozen.sync_s[0] == 0
+    loads, loads_frozen = trained.problem(shapes).loads_s, frozen.problem(shapes).loads_s
+    np.testing.assert_allclose(loads_frozen[:, 0], loads[:, 0] / 3)  # backward takes twice the forward here
+    np.testing.assert_allclose(loads_frozen[:, 1], loads[:, 1])
+
+
+@properties
+@given(seed=st.integers(0, 1000), llm_pp=st.integers(1, 3), checkpointing=st.booleans(), room=st.floats(1.05, 3.0))
+def test_a_batch_whose_buckets_keep_their_token_limit_fits_in_memory(
+    make_pricer, draw_samples, seed, llm_pp, checkpointing, room
+):
+    """The limit supposes that about a quarter of the tokens is learned; here at most that many are."""
+    shapes = draw_samples(24, seed)
+    shapes = dataclasses.replace(shapes, target_tokens=np.maximum(1, shapes.llm_tokens // 5))
+    plan = make_plan(llm_pp=llm_pp, num_microbatches=4, checkpointing=checkpointing)
+    roomy = make_pricer(plan)
+    assignment = at_random(roomy, shapes, seed)
+    needed = roomy.memory_bytes(shapes, assignment)["llm"]
+    tight = dataclasses.replace(CLUSTER, memory_gib=needed * room / 2**30)
+    pricer = make_pricer(plan, tight)
+    limit = pricer.max_bucket_tokens()
+    tokens = np.bincount(assignment.microbatch, weights=shapes.llm_tokens)
+    assert limit < roomy.max_bucket_tokens()
+    assert pricer.problem(shapes).max_bucket_tokens == limit
+    fullest = dataclasses.replace(shapes, llm_tokens=shapes.llm_tokens * limit // int(tokens.max()))
+    fullest = dataclasses.replace(fullest, target_tokens=np.maximum(1, fullest.llm_tokens // 5))
+    assert pricer.memory_bytes(fullest, assignment)["llm"] <= tight.memory_gib * 2**30
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_more_tokens_or_items_take_more_memory(make_pricer, draw_samples, plan, seed):
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    small = pricer.memory_bytes(shapes, assignment)
+    more = dataclasses.replace(shapes, llm_tokens=shapes.llm_tokens * 2, num_items=shapes.num_items * 2)
+    large = pricer.memory_bytes(more, assignment)
+    assert large["llm"] > small["llm"]
+    assert large["vision"] >= small["vision"]
+
+
+def test_stages_ahead_hold_more_microbatches_in_memory(make_pricer, draw_samples):
+    """The encoder of a deeper pipeline has more microbatches in flight."""
+    shapes = draw_samples(24, 0)
+    peaks = []
+    for llm_pp in (1, 2, 4):
+        pricer = make_pricer(make_plan(llm_pp=llm_pp, num_microbatches=6))
+        assignment = Assignment(
+            llm_dp_rank=np.zeros(24, dtype=np.int64), microbatch=np.arange(24) % 6, encoder_rank=np.zeros(24, dtype=int)
+        )
+        peaks.append(pricer.memory_bytes(shapes, assignment)["vision"])
+    assert peaks == sorted(set(peaks))
+
+
+def test_parameters_that_do_not_fit_say_so_with_both_numbers(make_pricer):
+    with pytest.raises(UserError, match=r"optimiser state take 0.* GiB a device, `cluster\.memory_gib` is 1e-06"):
+        make_pricer(make_plan(), dataclasses.replace(CLUSTER, memory_gib=1e-6)).max_bucket_tokens()

@@ -1,0 +1,169 @@
+"""A schedule regroups the batch and loses nothing; better policies are never priced above worse ones."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dflop.config import ClusterConfig, ScheduleConfig
+from dflop.pipeline import Grid, Plan
+from dflop.scheduling import BatchScheduler, GlobalBatches, Pricer, StepSchedule, preview_frames
+
+POLICIES = ("random", "lpt", "ilp")
+LAYOUTS = {"even": (1, 1, 1), "one to two": (1, 2, 2), "two to one": (2, 2, 1), "three to two": (3, 1, 2)}
+NUM_STEPS = 6
+
+
+def make_plan(vision_dp: int, llm_pp: int, llm_dp: int, num_microbatches: int = 4) -> Plan:
+    return Plan(
+        placement="disjoint",
+        grids=(
+            Grid(module="vision", num_ranks=vision_dp),
+            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_dp),
+        ),
+        num_microbatches=num_microbatches,
+    )
+
+
+@pytest.fixture(scope="module")
+def make_scheduler(costs, tiny_spec, draw_samples):
+    def make(plan: Plan, policy: str = "lpt", seed: int = 0, batch_size: int = 32) -> BatchScheduler:
+        samples = draw_samples(150, seed=1)
+        pricer = Pricer(plan, costs, tiny_spec, ClusterConfig(devices_per_node=8))
+        config = ScheduleConfig(policy=policy, time_limit_s=0.15)
+        return BatchScheduler(samples, pricer, GlobalBatches(150, batch_size, seed), config, seed)
+
+    return make
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def schedules(request, make_scheduler) -> dict[str, list[StepSchedule]]:
+    """Each policy's first steps under one layout."""
+    with make_scheduler(make_plan(*LAYOUTS[request.param])).open() as scheduler:
+        return {policy: [scheduler.schedule(step, policy) for step in range(NUM_STEPS)] for policy in POLICIES}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_schedule_holds_each_sample_of_its_global_batch_once(schedules, draw_samples, policy):
+    samples = draw_samples(150, seed=1)
+    for schedule in schedules[policy]:
+        index = GlobalBatches(150, 32, 0)[schedule.step]
+        assert sorted(schedule.sample_id) == sorted(samples.sample_id[index])
+        assert len(set(schedule.sample_id)) == 32
+        place = {name: number for number, name in enumerate(samples.sample_id)}
+        own = [place[name] for name in schedule.sample_id]
+        for name in ("row", "num_items", "kept_vision_tokens", "llm_tokens", "target_tokens"):
+            np.testing.assert_array_equal(getattr(schedule, name), getattr(samples, name)[own])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_samples_come_by_replica_microbatch_and_position(schedules, policy):
+    for schedule in schedules[policy]:
+        keys = list(zip(schedule.llm_dp_rank, schedule.microbatch, schedule.position, strict=True))
+        assert keys == sorted(set(keys))
+        for llm_dp_rank, microbatch, position in keys:
+            assert position == 0 or (llm_dp_rank, microbatch, position - 1) in keys
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_replica_has_something_to_do_in_every_microbatch(schedules, policy):
+    for schedule in schedules[policy]:
+        num_llms = schedule.llm_dp_rank.max() + 1
+        cells = set(zip(schedule.llm_dp_rank, schedule.microbatch, strict=True))
+        assert cells == {(rank, microbatch) for rank in range(num_llms) for microbatch in range(4)}
+
+
+def test_ilp_is_never_priced_above_lpt(schedules):
+    for ilp, lpt in zip(schedules["ilp"], schedules["lpt"], strict=True):
+        assert ilp.step_s <= lpt.step_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("policy", ["lpt", "ilp"])
+def test_regrouping_is_faster_than_chance(schedules, policy):
+    mean_s = {name: np.mean([schedule.step_s for schedule in listed]) for name, listed in schedules.items()}
+    assert mean_s[policy] < mean_s["random"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_schedule_says_of_itself_holds(schedules, policy):
+    for schedule in schedules[policy]:
+        assert schedule.policy == policy
+        assert schedule.status.startswith({"random": "random", "lpt": "lpt", "ilp": ("ilp ", "lpt, ilp ")}[policy])
+        assert schedule.lower_bound_s <= schedule.step_s * (1 + 1e-9)
+        assert 0 <= schedule.idle < 1
+        busy_s = (schedule.forward_s + schedule.backward_s).sum(axis=1)
+        assert (busy_s <= schedule.step_s * (1 + 1e-9)).all()
+        assert schedule.deciding_s > 0
+
+
+def test_a_schedule_comes_back_from_its_line_of_json(schedules):
+    for schedule in schedules["lpt"]:
+        line = schedule.to_json()
+        assert "\n" not in line
+        again = StepSchedule.from_json(line.encode())
+        for name in json.loads(line):
+            mine, other = getattr(schedule, name), getattr(again, name)
+            np.testing.assert_array_equal(mine, other)
+            assert np.asarray(mine).shape == np.asarray(other).shape
+        assert again.llm_dp_rank.dtype.kind == "i"
+
+
+@pytest.mark.parametrize("policy", ["random", "lpt"])
+def test_a_step_is_scheduled_the_same_in_whatever_order_steps_are_asked_for(make_scheduler, policy):
+    plan = make_plan(2, 2, 2)
+    first, second = make_scheduler(plan, policy), make_scheduler(plan, policy)
+    one = {step: first.schedule(step) for step in (0, 1, 2)}
+    two = {step: second.schedule(step) for step in (2, 0)}
+    for step, schedule in two.items():
+        for name in ("sample_id", "llm_dp_rank", "microbatch", "encoder_rank", "forward_s"):
+            np.testing.assert_array_equal(getattr(schedule, name), getattr(one[step], name))
+
+
+def test_a_policy_asked_for_by_name_goes_before_the_configured_one(make_scheduler):
+    scheduler = make_scheduler(make_plan(1, 1, 2), "random")
+    assert scheduler.schedule(0).policy == "random"
+    assert scheduler.schedule(0, "lpt").policy == "lpt"
+
+
+def test_another_seed_draws_other_batches(make_scheduler):
+    plan = make_plan(1, 1, 1)
+    ids = [set(make_scheduler(plan, "random", seed).schedule(0).sample_id) for seed in (0, 1)]
+    assert ids[0] != ids[1]
+
+
+def test_a_price_is_that_of_the_schedule(make_scheduler):
+    scheduler = make_scheduler(make_plan(1, 2, 1))  # no replicas, so no gradient sync
+    schedule, price = scheduler.schedule(3), scheduler.price(3)
+    assert (price.step_s, price.idle) == (schedule.step_s, schedule.idle)
+    np.testing.assert_allclose(price.busy_s, (schedule.forward_s + schedule.backward_s).sum(axis=1))
+    assert price.memory_bytes.keys() == {"vision", "llm"}
+
+
+def test_closing_ends_the_solvers_process_and_a_later_step_starts_another(make_scheduler):
+    scheduler = make_scheduler(make_plan(1, 1, 1, num_microbatches=8), "ilp", batch_size=16)
+    with scheduler.open():
+        scheduler.schedule(0)
+        assert scheduler._cbc is not None
+    assert scheduler._cbc is None
+    with scheduler.open():
+        assert "ilp" in scheduler.schedule(1).status
+
+
+def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedules, make_scheduler):
+    listed = schedules["lpt"]
+    num_workers = listed[0].forward_s.shape[0]
+    plan = next(make_plan(*layout) for layout in LAYOUTS.values() if len(make_plan(*layout).workers) == num_workers)
+    samples, stages = preview_frames(listed, plan.workers)
+    assert samples.columns[:7] == [
+        "step",
+        "sample_id",
+        "llm_dp_rank",
+        "microbatch",
+        "position",
+        "num_items",
+        "llm_tokens",
+    ]
+    assert len(samples) == NUM_STEPS * 32
+    assert stages.columns == ["step", "module", "dp_rank", "pp_stage", "microbatch", "forward_s", "backward_s"]
+    assert len(stages) == NUM_STEPS * num_workers * 4
+    assert stages["forward_s"].sum() == pytest.approx(sum(schedule.forward_s.sum() for schedule in listed))

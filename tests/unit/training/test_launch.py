@@ -1,0 +1,62 @@
+"""Before anything is started: the plan must be for the devices there are, and threads are shared among ranks."""
+
+import os
+
+import pytest
+import yaml
+
+from dflop.config import ClusterConfig, load_config
+from dflop.errors import UserError
+from dflop.pipeline import Grid, Plan
+from dflop.training import check_devices, launch_ranks, threads_per_rank
+
+
+def make_plan(vision_dp: int = 2, llm_dp: int = 3) -> Plan:
+    return Plan(
+        placement="disjoint",
+        grids=(
+            Grid(module="vision", num_ranks=vision_dp),
+            Grid(module="llm", num_ranks=llm_dp, rank_offset=vision_dp),
+        ),
+        num_microbatches=2,
+    )
+
+
+@pytest.mark.parametrize(("num_nodes", "devices_per_node"), [(1, 4), (2, 2)])
+def test_a_plan_for_more_devices_than_there_are_says_both_numbers(num_nodes, devices_per_node):
+    config = load_config({"cluster": {"num_nodes": num_nodes, "devices_per_node": devices_per_node}})
+    with pytest.raises(UserError) as caught:
+        check_devices(config, make_plan())
+    message = str(caught.value)
+    assert f"the plan needs 5 devices, `cluster` has 4 ({num_nodes} x {devices_per_node})" in message
+    assert "run `dflop plan` again for this cluster" in message
+
+
+def test_a_plan_for_the_devices_there_are_passes():
+    check_devices(load_config({"cluster": {"devices_per_node": 5}}), make_plan())
+
+
+def test_nothing_is_started_for_a_plan_that_does_not_fit(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"plan": make_plan().to_dict()}))
+    with pytest.raises(UserError, match="the plan needs 5 devices"):
+        launch_ranks(load_config({"cluster": {"devices_per_node": 2}}), plan=path, arguments={})
+    with pytest.raises(UserError, match="make it with `dflop plan`"):
+        launch_ranks(load_config(), plan=tmp_path / "none.yaml", arguments={})
+
+
+def test_several_nodes_need_the_jobs_node_list(tmp_path, monkeypatch):
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"plan": make_plan(2, 2).to_dict()}))
+    with pytest.raises(UserError, match=r"`cluster\.num_nodes` is 2: run this inside `srun`"):
+        launch_ranks(load_config({"cluster": {"num_nodes": 2, "devices_per_node": 2}}), plan=path, arguments={})
+
+
+def test_ranks_on_cpus_share_the_cores_and_each_has_at_least_one():
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_rank(ClusterConfig(device="cpu", devices_per_node=1)) == cores
+    assert threads_per_rank(ClusterConfig(device="cpu", devices_per_node=cores)) == 1
+    assert threads_per_rank(ClusterConfig(device="cpu", devices_per_node=10 * cores)) == 1
+    assert threads_per_rank(ClusterConfig(device="cuda", devices_per_node=1)) == 1
