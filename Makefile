@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	snakemake --cores $(CORES)
 	snakemake --cores $(CORES) --report results/demo/report.html
-	@echo "Look at results/demo/report.html, or query: duckdb results/demo/shapes.duckdb 'from shape_summary'"
+	@echo "Done: open results/demo/report.html; README.md says what else lies in results/demo"
 
 test: setup
 	pytest -q -n $(CORES) --dist loadfile -m "not serial"

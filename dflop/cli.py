@@ -6,6 +6,7 @@ that need them, so that `dflop --help` answers at once.
 
 import hashlib
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -115,9 +116,8 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path) -> None:
     click.echo(f"{out}: {len(frame) - num_rejected} samples, {num_rejected} rejected")
     if tokenizer.is_bundled:
         click.echo(
-            "dflop: text was counted with the small bundled tokenizer; for the counts of a real model set "
-            "`model.tokenizer` to its tokenizer directory",
-            err=True,
+            "text was counted with the small bundled tokenizer; for the counts of a real model set "
+            "`model.tokenizer` to its tokenizer directory"
         )
 
 
@@ -179,6 +179,8 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
 )
 def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> None:
     """Measure a module's layers on this device: forward, backward and memory at several sizes."""
+    # Threads that spin while they wait make timings collapse on a busy machine; torch reads this when it starts.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from dflop.artifacts import written_whole
@@ -210,7 +212,6 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> 
             repeats=config.costs.repeats,
             device=torch.device(config.cluster.device),
             precision=config.train.precision,
-            seed=config.seed,
             progress=progress,
         )
     for path, frame in (
@@ -235,8 +236,12 @@ def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
     from dflop.store import write_costs
 
     for path in measurements:
-        if not path.is_file():
-            raise UserError(f"{path} does not exist; make it with `dflop profile-costs`")
+        for suffix in (".parquet", ".parameters.parquet", ".device.parquet"):
+            if not path.with_suffix(suffix).is_file():
+                raise UserError(
+                    f"{path.with_suffix(suffix)} does not exist; "
+                    f"`dflop profile-costs --out {path.with_suffix('.parquet')}` makes it"
+                )
     measured, parameters, device = (
         pl.concat([pl.read_parquet(path.with_suffix(suffix)) for path in measurements], how="vertical_relaxed")
         for suffix in (".parquet", ".parameters.parquet", ".device.parquet")
@@ -276,7 +281,7 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
     config = _load("plan", configs)
     samples, num_left_out = load_samples(shapes)
     if num_left_out:
-        click.echo(f"dflop: {num_left_out} samples with audio are left out: the model has no audio encoder", err=True)
+        click.echo(f"{num_left_out} samples with audio are left out: the model has no audio encoder")
     with _progress_bar(unit="plan") as bar:
 
         def progress(text: str) -> None:
@@ -341,9 +346,8 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
 
     config = _load("train", configs)
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
-    open_scheduler(
-        config, shapes=shapes, costs=costs, plan=plan_path
-    )  # whatever is amiss is said before any rank starts
+    # What is amiss is said here, before any rank starts.
+    open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).check(config.train.steps)
     out.mkdir(parents=True, exist_ok=True)
     launch_ranks(
         config,
@@ -395,11 +399,20 @@ def _tokenizer_folder(config) -> Path | None:
 
 
 def _run_digest(config, data_digests: list[str]) -> str:
-    """What a checkpoint must agree on to be resumed: the data, the model and all of `train` but its length."""
+    """What a checkpoint must agree on to be resumed: data, model, batch size, precision; not the optimiser's knobs."""
     from dflop.config import select_keys
 
     keys = select_keys(config, ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train"))
-    for free in ("steps", "checkpoint_every", "resume", "loader_workers"):
+    for free in (
+        "steps",
+        "checkpoint_every",
+        "resume",
+        "loader_workers",
+        "lr",
+        "warmup_steps",
+        "weight_decay",
+        "grad_clip",
+    ):
         keys["train"].pop(free)
     text = json.dumps([keys, data_digests], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -438,6 +451,10 @@ def main() -> None:
         cli(standalone_mode=False)
     except UserError as error:
         click.echo(f"dflop: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"dflop: {where}{error.strerror or error}", err=True)
         sys.exit(2)
     except click.ClickException as error:
         error.show()

@@ -393,6 +393,8 @@ def _check_values(config: Config) -> None:
         raise UserError(
             f"`run` is {config.run!r}; it names a folder under results/: use letters, digits, dot, dash and underscore"
         )
+    if {"vision", "llm"} <= set(config.model.freeze):
+        raise UserError("`model.freeze` names every module, which leaves nothing to train; take one out")
     _check_sources(config.data.sources)
     _check_devices(config)
 
@@ -414,6 +416,11 @@ def _check_sources(sources: list[SourceConfig]) -> None:
 
 def _check_devices(config: Config) -> None:
     fixed, cluster = config.plan.fixed, config.cluster
+    if cluster.num_devices < 2:
+        raise UserError(
+            f"`cluster` has {cluster.num_devices} device, but the encoder and the LLM run on devices of their own; set "
+            "`cluster.devices_per_node` to at least 2 (on CPUs these are processes)"
+        )
     if fixed is None:
         return
     needed = sum(grid.least_ranks if grid else 1 for grid in (fixed.vision, fixed.llm))

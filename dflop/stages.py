@@ -53,7 +53,6 @@ STAGES: dict[str, Stage] = {
     "merge-shapes": Stage(("seed", "data.sources", "data.samples_per_shard"), ("data/manifest.py",)),
     "profile-costs": Stage(
         reads=(
-            "seed",
             *_MODEL,
             "cluster.device",
             "cluster.device_model",
@@ -62,7 +61,7 @@ STAGES: dict[str, Stage] = {
             "costs.repeats",
             "train.precision",
         ),
-        code=("models", "costs/measure.py"),
+        code=("models", "costs/measure.py", "data/text.py", "data/tokenizer"),
     ),
     "fit-costs": Stage((), ("costs/fit.py", "costs/model.py")),
     "plan": Stage(
@@ -75,7 +74,21 @@ STAGES: dict[str, Stage] = {
     ),
     "train": Stage(
         ("seed", "data", "model", "cluster", "schedule", "train"),
-        ("models", "data", "pipeline", "scheduling", "training"),
+        (
+            "models",
+            "data/loading.py",
+            "data/manifest.py",
+            "data/media.py",
+            "data/profile.py",
+            "data/records.py",
+            "data/samples.py",
+            "data/text.py",
+            "data/tokenizer",
+            "pipeline",
+            "reporting/trace.py",
+            "scheduling",
+            "training",
+        ),
     ),
     "report": Stage(
         ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule"),

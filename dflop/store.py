@@ -101,8 +101,9 @@ DROP TABLE records;
 
 CREATE VIEW shape_summary AS
     SELECT source, modality, quantity, count(*) AS num_samples,
-           quantile_cont(value, 0.05) AS p5, quantile_cont(value, 0.5) AS p50, quantile_cont(value, 0.95) AS p95,
-           quantile_cont(value, 0.99) AS p99, max(value) AS max, sum(value) AS total,
+           round(quantile_cont(value, 0.05), 1) AS p5, round(quantile_cont(value, 0.5), 1) AS p50,
+           round(quantile_cont(value, 0.95), 1) AS p95, round(quantile_cont(value, 0.99), 1) AS p99,
+           max(value) AS max, sum(value) AS total,
            round(coalesce(stddev_pop(value) / nullif(avg(value), 0), 0), 3) AS coefficient_of_variation
     FROM (SELECT source, modality, unnest(['num_items', 'text_tokens', 'vision_tokens', 'llm_tokens']) AS quantity,
                  unnest([num_items, text_tokens, vision_tokens, llm_tokens]) AS value FROM samples)

@@ -4,6 +4,6 @@
 """
 
 from dflop.costs.fit import fit_costs
-from dflop.costs.model import CostModel, Loads
+from dflop.costs.model import CostModel, Loads, StageMemory
 
-__all__ = ["CostModel", "Loads", "fit_costs"]
+__all__ = ["CostModel", "Loads", "StageMemory", "fit_costs"]

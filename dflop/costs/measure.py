@@ -6,8 +6,8 @@ one run takes `_LONGEST_RUN_S`, so that slow and fast devices both take seconds.
 """
 
 import gc
-import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from dflop.models.llava_onevision.stages import LlmStage, VisionStage, build_sta
 __all__ = ["Measured", "measure_module"]
 
 _LONGEST_RUN_S = 0.15
+_LEAST_SIZES = 6
 _NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144)
 _NUM_TOKENS = (32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 # Segments a microbatch is cut into, and the share of its tokens that are learned.
@@ -47,7 +48,6 @@ def measure_module(
     repeats: int,
     device: torch.device,
     precision: str,
-    seed: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Measured:
     """Time and saved-activation bytes of `module` at tp=1, each point `repeats` times after a warm-up."""
@@ -61,26 +61,26 @@ def measure_module(
         fields["text_config" if module == "llm" else "vision_config"]["num_hidden_layers"] = depth
         config = make_hf_config(fields, placeholder_ids, vocab_size)
         layers = range(config.text_config.num_hidden_layers)
-        stages[depth] = build_stage(config, module, layers=layers, seed=seed, dtype=dtype, device=device)
+        stages[depth] = build_stage(config, module, layers=layers, seed=0, dtype=dtype, device=device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-    with autocast:
-        for depth, stage in stages.items():
-            points = (
-                _vision_points(stage, spec, device, dtype) if module != "llm" else _llm_points(stage, device, dtype)
-            )
-            limit = {}
-            for loads, form, forward in points:
-                if form in limit:
-                    continue
-                progress(
-                    f"{module}: {depth} layer(s), "
-                    + ", ".join(f"{name} {count}" for name, count in loads.items() if count)
-                )
-                seconds = _measure_point(
-                    rows, loads | {"module": module, "tp": 1, "num_layers": depth}, forward, stage, repeats
-                )
-                if seconds > _LONGEST_RUN_S:
-                    limit[form] = seconds
+    for depth, stage in stages.items():
+        if module == "llm":
+            points = _llm_points(stage, device, dtype, autocast)
+        else:
+            points = _vision_points(stage, spec, device, dtype, autocast)
+        too_long, num_measured = set(), Counter()
+        for loads, form, forward in points:
+            if form in too_long:
+                continue
+            sizes = ", ".join(f"{name} {count}" for name, count in loads.items() if count)
+            progress(f"{module}: {depth} layer(s), {sizes}")
+            keys = loads | {"module": module, "tp": 1, "num_layers": depth}
+            num_measured[form] += 1
+            if (
+                _measure_point(rows, keys, forward, stage, repeats) > _LONGEST_RUN_S
+                and num_measured[form] >= _LEAST_SIZES
+            ):
+                too_long.add(form)
     return Measured(pl.DataFrame(rows), _parameter_sizes(stages, spec, module))
 
 
@@ -91,12 +91,13 @@ def _measure_point(
     stage: torch.nn.Module,
     repeats: int,
 ) -> float:
-    """Append one row a pass and repeat; returns the median seconds of forward and backward together."""
+    """Append one row a pass and repeat; returns the least seconds of forward and backward together."""
     peak_bytes = _saved_bytes(forward, stage)
     totals = []
     for repeat in range(-1, repeats):
         stage.zero_grad(set_to_none=False)
-        gc.collect() if repeat < 0 else None
+        if repeat < 0:
+            gc.collect()
         started = _now(stage)
         output, gradient = forward()
         half = _now(stage)
@@ -107,7 +108,7 @@ def _measure_point(
         totals.append(ended - started)
         for direction, seconds in (("forward", half - started), ("backward", ended - half)):
             rows.append(columns | {"pass": direction, "seconds": seconds, "peak_bytes": peak_bytes, "repeat": repeat})
-    return statistics.median(totals)
+    return min(totals)
 
 
 def _now(stage: torch.nn.Module) -> float:
@@ -135,7 +136,7 @@ def _saved_bytes(forward: Callable[[], Any], stage: torch.nn.Module) -> int:
 
 
 def _vision_points(
-    stage: VisionStage, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+    stage: VisionStage, spec: ModelSpec, device: torch.device, dtype: torch.dtype, autocast: torch.autocast
 ) -> Iterator[tuple[dict[str, int], str, Callable]]:
     side = spec.rules.image_size
     for num_items in _NUM_ITEMS:
@@ -144,7 +145,8 @@ def _vision_points(
         batch = VisualBatch(items=items, media=media, kept_tokens=(1 << 30,) * len(media))
 
         def forward(batch: VisualBatch = batch) -> tuple[torch.Tensor, torch.Tensor]:
-            features = torch.cat(stage(batch))
+            with autocast:
+                features = torch.cat(stage(batch))
             return features, torch.ones_like(features)
 
         yield dict.fromkeys(FEATURES, 0) | {"num_items": num_items}, "items", forward
@@ -161,7 +163,7 @@ def _media_of(num_items: int, spec: ModelSpec) -> Iterator[MediumLayout]:
 
 
 def _llm_points(
-    stage: LlmStage, device: torch.device, dtype: torch.dtype
+    stage: LlmStage, device: torch.device, dtype: torch.dtype, autocast: torch.autocast
 ) -> Iterator[tuple[dict[str, int], str, Callable]]:
     config = stage.hf.config.text_config
     for num_tokens in _NUM_TOKENS:
@@ -182,7 +184,8 @@ def _llm_points(
             features = torch.randn(length // 2, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
 
             def forward(batch: TextBatch = batch, features: torch.Tensor = features) -> tuple[torch.Tensor, None]:
-                return stage(stage.embed(batch, [features]), batch), None
+                with autocast:
+                    return stage(stage.embed(batch, [features]), batch), None
 
             loads = {
                 "num_items": 0,

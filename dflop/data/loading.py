@@ -22,8 +22,9 @@ from dflop.config import VideoConfig
 from dflop.data.manifest import Source, read_manifest
 from dflop.data.media import IMAGE_ERRORS, frame_indices, image_size, open_clip, video_header
 from dflop.data.profile import expand_text
-from dflop.data.records import Medium, Record, parse_record, resolve_medium
+from dflop.data.records import Medium, Record, RecordError, parse_record, resolve_medium
 from dflop.data.text import ChatTokenizer
+from dflop.errors import UserError
 from dflop.models import ShapeRules
 from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 
@@ -62,6 +63,9 @@ class LoadedVisual:
     batch: VisualBatch
     unreadable: tuple[str, ...]
 
+    def pin_memory(self) -> "LoadedVisual":
+        return LoadedVisual(batch=self.batch.pin_memory(), unreadable=self.unreadable)
+
 
 @dataclass
 class TrainingRecords:
@@ -95,14 +99,38 @@ class MicrobatchLoader(Dataset):
         return ChatTokenizer(self.tokenizer_folder)
 
     def __getitem__(self, job: MicrobatchJob) -> LoadedVisual | TextBatch:
+        """Load a microbatch.
+
+        Raises:
+            UserError: naming the sample whose record or media are no longer what was profiled.
+        """
         return self._text(job) if self.pixels is None else self._visual(job, self.pixels)
+
+    def _visual_tokens(self, record: Record, media_root: Path) -> list[int]:
+        return [self._num_tokens(medium, record, media_root) for medium in record.media]
+
+    def _profiled(self, ref: SampleRef, kept_vision_tokens: int) -> tuple[Record, Path, list[int]]:
+        """A sample's record, media root and tokens per medium, which must be those that the schedule counts on."""
+        try:
+            record, media_root = self.records.record(ref)
+            num_tokens = self._visual_tokens(record, media_root)
+        except (RecordError, IndexError) as error:
+            raise UserError(_changed(ref, str(error))) from None
+        whole = sum(num_tokens)
+        if whole < kept_vision_tokens or (whole > kept_vision_tokens and not self._is_truncated(record, num_tokens)):
+            raise UserError(_changed(ref, f"{whole} visual tokens, {kept_vision_tokens} were profiled"))
+        return record, media_root, num_tokens
+
+    def _is_truncated(self, record: Record, num_tokens: list[int]) -> bool:
+        (text,) = self.tokenizer.encode([record.turns])
+        return len(text.token_ids) - len(num_tokens) + sum(num_tokens) > self.max_llm_tokens
 
     def _visual(self, job: MicrobatchJob, pixels: PixelRules) -> LoadedVisual:
         items: list[np.ndarray] = []
         layouts: list[tuple[MediumLayout, ...]] = []
         unreadable: list[str] = []
-        for ref in job.samples:
-            record, media_root = self.records.record(ref)
+        for ref, kept in zip(job.samples, job.kept_vision_tokens, strict=True):
+            record, media_root, _ = self._profiled(ref, kept)
             sample_items, layout = self._encode_media(record, media_root, pixels, unreadable)
             items += sample_items
             layouts.append(layout)
@@ -134,11 +162,10 @@ class MicrobatchLoader(Dataset):
         return items, tuple(layout)
 
     def _text(self, job: MicrobatchJob) -> TextBatch:
-        records = [self.records.record(ref) for ref in job.samples]
-        texts = self.tokenizer.encode([record.turns for record, _ in records])
+        samples = [self._profiled(ref, kept) for ref, kept in zip(job.samples, job.kept_vision_tokens, strict=True)]
+        texts = self.tokenizer.encode([record.turns for record, _, _ in samples])
         ids, positions, targets, is_visual, encoders = [], [], [], [], []
-        for (record, media_root), text, encoder_rank in zip(records, texts, job.encoder_rank, strict=True):
-            counts = [self._num_tokens(medium, record, media_root) for medium in record.media]
+        for (_, _, counts), text, encoder_rank in zip(samples, texts, job.encoder_rank, strict=True):
             token_ids, is_target = expand_text(text, counts, self.max_llm_tokens)
             ids.append(token_ids)
             targets.append(is_target)
@@ -166,6 +193,13 @@ class MicrobatchLoader(Dataset):
             num_images = sum(other.kind == "image" for other in record.media)
             return self.rules.image(*image_size(path), num_images).num_tokens
         return self.rules.video(len(frame_indices(video_header(path), self.video))).num_tokens
+
+
+def _changed(ref: SampleRef, what: str) -> str:
+    return (
+        f"record {ref.row} of source `{ref.source}` has changed since it was profiled ({what}); "
+        "delete results/<run>/shapes and run the workflow again"
+    )
 
 
 def _decode_image(path: Path, unreadable: list[str]) -> Image.Image:

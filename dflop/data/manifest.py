@@ -120,6 +120,11 @@ def _kept_rows(num_records: int, source: Source, seed: int) -> Iterable[int]:
 
 def list_shards(source: Source, samples_per_shard: int, seed: int) -> list[Shard]:
     """The source's shards, from the cache when the manifest has not changed."""
+    if source.path.is_file() and not source.media_root.is_dir():
+        raise UserError(
+            f"the media root {source.media_root} (source `{source.name}`) is not a folder; correct "
+            "`data.sources[].media_root`"
+        )
     try:
         stat = source.path.stat()
     except FileNotFoundError:

@@ -46,6 +46,8 @@ IMAGE_ERRORS = (Image.DecompressionBombError, OSError, RuntimeError, SyntaxError
 
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
+# Text chunks of a PNG in which Pillow finds an orientation, too.
+_EXIF_TEXTS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
 
 
 def image_size(path: Path) -> ImageSize:
@@ -54,12 +56,34 @@ def image_size(path: Path) -> ImageSize:
         with Image.open(path) as image:
             width, height = image.size
             # Pillow gives a TIFF's size upright already.
-            sideways = image.format != "TIFF" and image.getexif().get(_ORIENTATION_TAG) in _SIDEWAYS
+            sideways = image.format != "TIFF" and _exif(image, path).get(_ORIENTATION_TAG) in _SIDEWAYS
     except IMAGE_ERRORS as error:
         raise RecordError("unreadable_media", f"{path.name}: {error}") from None
     if width <= 0 or height <= 0:
         raise RecordError("unreadable_media", f"{path.name}: no image size in its header")
     return ImageSize(height, width) if sideways else ImageSize(width, height)
+
+
+def _exif(image: Image.Image, path: Path) -> Image.Exif:
+    """`image.getexif()`, which decodes a whole PNG in search of EXIF data behind its pixels, without that."""
+    if image.format == "PNG" and not _has_exif_behind_pixels(path):
+        return Image.Image.getexif(image)
+    return image.getexif()
+
+
+def _has_exif_behind_pixels(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(len(b"\x89PNG\r\n\x1a\n"))
+        is_behind = False
+        while len(head := file.read(8)) == 8:
+            length, kind = struct.unpack(">I4s", head)
+            next_chunk = file.tell() + length + 4
+            is_behind = is_behind or kind == b"IDAT"
+            is_text = kind in (b"tEXt", b"zTXt", b"iTXt")
+            if is_behind and (kind == b"eXIf" or (is_text and file.read(32).startswith(_EXIF_TEXTS))):
+                return True
+            file.seek(next_chunk)
+    return False
 
 
 def open_clip(path: Path) -> InputContainer:

@@ -37,14 +37,15 @@ def profile_records(
     for start in range(0, len(raw_records), _BATCH):
         batch = raw_records[start : start + _BATCH]
         outcomes = [_read(raw, media_root, rules, video) for raw in batch]
-        usable = [outcome for outcome in outcomes if isinstance(outcome[1], dict)]
-        texts = iter(tokenizer.encode([outcome[0].turns for outcome in usable]))
+        texts = iter(_encode([record for record, shape, _ in outcomes if isinstance(shape, dict)], tokenizer))
         for offset, (record, shape, counts) in enumerate(outcomes):
             row = {"row": start + offset, "sample_id": record_id(batch[offset])}
             if isinstance(shape, RecordError):
                 row |= {"reason": shape.reason, "detail": shape.detail}
+            elif isinstance(text := next(texts), RecordError):
+                row |= {"reason": text.reason, "detail": text.detail}
             else:
-                row |= shape | _token_columns(record, counts, next(texts), max_llm_tokens)
+                row |= shape | _token_columns(record, counts, text, max_llm_tokens)
             rows.append(row)
         progress(len(batch))
     return pl.DataFrame(rows, schema=SHARD_SCHEMA, orient="row")
@@ -69,6 +70,16 @@ def _read(raw: Any, media_root: Path, rules: ShapeRules, video: VideoConfig):
         return record, *_media_columns(record, media_root, rules, video)
     except RecordError as error:
         return record, error, []
+
+
+def _encode(records: Sequence[Record], tokenizer: ChatTokenizer) -> list[TokenizedText | RecordError]:
+    """Tokens of each record, or why its text cannot be used; one by one where a batch holds such a record."""
+    try:
+        return list(tokenizer.encode([record.turns for record in records]))
+    except RecordError as error:
+        if len(records) == 1:
+            return [error]
+    return [text for record in records for text in _encode([record], tokenizer)]
 
 
 def _media_columns(

@@ -16,7 +16,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from dflop.data.records import MEDIA_KINDS, Turn
+from dflop.data.records import MEDIA_KINDS, RecordError, Turn
 from dflop.errors import UserError
 
 __all__ = ["BUNDLED_TOKENIZER", "ChatTokenizer", "TokenizedText"]
@@ -71,7 +71,12 @@ class ChatTokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[TokenizedText]:
-        """Tokenise conversations; the turns' placeholders become one token each."""
+        """Tokenise conversations; the turns' placeholders become one token each.
+
+        Raises:
+            RecordError: when the chat template refuses a conversation.
+            UserError: when the template cannot be used for training at all.
+        """
         rendered = [self._render_with_targets(turns) for turns in conversations]
         encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         media_ids = list(self.placeholder_ids.values())
@@ -98,7 +103,7 @@ class ChatTokenizer:
         try:
             return self._template.render(messages=messages, add_generation_prompt=prompt)
         except TemplateError as error:
-            raise UserError(f"the chat template of {self.folder} fails: {error}") from None
+            raise RecordError("bad_record", f"the tokenizer's chat template refuses it: {error}") from None
 
     def _render_with_targets(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         """The whole text and the character spans that are learned: each answer with its end-of-turn token."""

@@ -1,6 +1,7 @@
 """What the stages of a model take in: one microbatch of media, one microbatch of packed text."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +30,9 @@ class VisualBatch:
     media: tuple[tuple[MediumLayout, ...], ...]
     kept_tokens: tuple[int, ...]
 
+    def pin_memory(self) -> "VisualBatch":
+        return replace(self, items=self.items.pin_memory())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextBatch:
@@ -46,11 +50,17 @@ class TextBatch:
     target_ids: torch.Tensor
 
     def to(self, device: torch.device) -> "TextBatch":
-        return TextBatch(
-            token_ids=self.token_ids.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
-            segment_ends=self.segment_ends,
-            visual_positions=tuple(positions.to(device, non_blocking=True) for positions in self.visual_positions),
-            target_positions=self.target_positions.to(device, non_blocking=True),
-            target_ids=self.target_ids.to(device, non_blocking=True),
+        return self._with_each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "TextBatch":
+        return self._with_each(torch.Tensor.pin_memory)
+
+    def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "TextBatch":
+        return replace(
+            self,
+            token_ids=change(self.token_ids),
+            position_ids=change(self.position_ids),
+            visual_positions=tuple(map(change, self.visual_positions)),
+            target_positions=change(self.target_positions),
+            target_ids=change(self.target_ids),
         )

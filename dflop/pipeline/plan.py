@@ -123,7 +123,8 @@ def load_plan(path: Path) -> Plan:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; make it with `dflop plan`") from None
     except (KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} holds no plan ({error!r}); make it again with `dflop plan`") from None
+        what = " ".join(str(error).split())
+        raise UserError(f"{path} holds no plan ({what}); make it again with `dflop plan`") from None
 
 
 def split_layers(num_layers: int, pp: int) -> list[range]:

@@ -1,8 +1,8 @@
 """The executor: one rank's instructions, carried out with torch and a process group.
 
 Sizes of everything received are known from the schedule; nothing is exchanged to learn them. Sends are
-asynchronous; forward and backward traffic use a process group each, since NCCL matches messages between
-two ranks by their order alone.
+asynchronous; forward and backward traffic use a process group each, since NCCL has no tags: it carries out a
+rank's messages of one group one after the other, so the two ends of an edge must post them in the same order.
 """
 
 import time
@@ -89,8 +89,9 @@ def _transfer(
     direction = Op.FORWARD if is_forward else Op.BACKWARD
     if item.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
         peer = links.rank_of_worker[edge.target if is_forward else edge.source]
-        tensor = made[direction, item.microbatch][item.edge].to(links.dtype).contiguous()
+        tensor = made[direction, item.microbatch].pop(item.edge).to(links.dtype).contiguous()
         assert tuple(tensor.shape) == shape, f"edge {item.edge}: made {tuple(tensor.shape)}, scheduled {shape}"
+        sends[:] = [send for send in sends if not send[0].is_completed()]  # lets go of what has arrived
         sends.append((dist.isend(tensor, dst=peer, group=group), tensor))
     else:
         peer = links.rank_of_worker[edge.source if is_forward else edge.target]

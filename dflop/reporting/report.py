@@ -152,11 +152,11 @@ def _step_panels(
     observed = run.observations.filter(pl.col("step") == step)
     measured = run.metrics.filter(pl.col("step") == step).row(0, named=True)
     is_same = _is_trained_as(observed, workers, ours.forward_s, ours.backward_s)
-    slower = measured["step_s"] / measured["predicted_step_s"]
+    slower = measured["pipeline_s"] / measured["predicted_step_s"]
     titles = (
         f"{policy}, predicted: {format_seconds(ours.step_s)}, idle {ours.idle:.0%}",
         f"random, predicted: {format_seconds(other.step_s)}, idle {other.idle:.0%}, {faster:.2f}x as long",
-        f"{measured.get('policy', policy)}, measured: {format_seconds(measured['step_s'])}, "
+        f"{measured.get('policy', policy)}, measured: {format_seconds(measured['pipeline_s'])}, "
         f"idle {measured['idle']:.0%}, {slower:.2f}x its prediction"
         + ("" if is_same else f" of {format_seconds(measured['predicted_step_s'])} (not the assignment drawn above)"),
     )
@@ -169,14 +169,18 @@ def _step_panels(
         f"predicted_s_{policy}": ours.step_s,
         "predicted_s_random": other.step_s,
         "lower_bound_s": ours.lower_bound_s,
-        "measured_s": measured["step_s"],
+        "measured_s": measured["pipeline_s"],
         "measured_over_predicted": slower,
     }
     finding = (
         f"Step {step}: {policy} is predicted {_faster(faster)} than random on the same samples; "
         f"measured, the step took {slower:.2f}x its prediction"
     )
-    return [*predicted, StepPanel(titles[2], measured_boxes(workers, observed), measured["step_s"])], figures, finding
+    return (
+        [*predicted, StepPanel(titles[2], measured_boxes(workers, observed), measured["pipeline_s"])],
+        figures,
+        finding,
+    )
 
 
 def _faster(ratio: float) -> str:

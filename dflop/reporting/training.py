@@ -35,10 +35,10 @@ def draw_training(figure: Figure, metrics: pl.DataFrame) -> None:
     rate.set_ylim(0, _top(drawn, "tokens_per_s"))
     rate.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
-    took, expected = steady["step_s"].median(), steady["predicted_step_s"].median()
-    _measured_line(seconds, drawn, "step_s")
+    took, expected = steady["pipeline_s"].median(), steady["predicted_step_s"].median()
+    _measured_line(seconds, drawn, "pipeline_s")
     _predicted_line(seconds, drawn, "predicted_step_s")
-    _cut_off(seconds, drawn, ["step_s", "predicted_step_s"], format_seconds)
+    _cut_off(seconds, drawn, ["pipeline_s", "predicted_step_s"], format_seconds)
     seconds.set(
         title=f"Step time: median {format_seconds(took)} measured, {format_seconds(expected)} predicted",
         xlabel="step",

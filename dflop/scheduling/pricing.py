@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop.config import ClusterConfig
-from dflop.costs import CostModel, Loads
+from dflop.costs import CostModel, Loads, StageMemory
 from dflop.data import SampleShapes
 from dflop.errors import UserError
 from dflop.models import ModelSpec
@@ -178,7 +178,9 @@ class Pricer:
             memory = self.costs.stage_memory(
                 llm, tp, num_layers, probe, with_rest=with_rest, checkpointing=self.plan.checkpointing
             )
-            free = (budget - memory.resident_bytes) / min(self.plan.num_microbatches, self._in_flight(llm, stage))
+            free = (budget - self._resident_bytes(llm, memory)) / min(
+                self.plan.num_microbatches, self._in_flight(llm, stage)
+            )
             if free <= 0:
                 raise UserError(
                     f"{self.plan}: the LLM's parameters, gradients and optimiser state take "
@@ -204,7 +206,11 @@ class Pricer:
             checkpointing=self.plan.checkpointing,
         )
         fullest = np.sort(memory.activation_bytes, axis=-1)[..., -in_flight:].sum(axis=-1)
-        return float(memory.resident_bytes + fullest.max())
+        return float(self._resident_bytes(module, memory) + fullest.max())
+
+    def _resident_bytes(self, module: str, memory: StageMemory) -> float:
+        """A frozen module holds its parameters alone: no gradients, no moments."""
+        return memory.resident_bytes / 4 if module in self.frozen else memory.resident_bytes
 
     def _stage_loads_s(self, module: str, loads: Loads) -> np.ndarray:
         """Seconds that each sample adds to each stage, [num_stages, num_samples]."""

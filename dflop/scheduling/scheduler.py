@@ -130,6 +130,11 @@ class BatchScheduler:
             memory_bytes=self.pricer.memory_bytes(shapes, assignment),
         )
 
+    def check(self, num_steps: int) -> None:
+        """Raise `UserError` when a batch of a run cannot fit into the plan's buckets, whatever the policy."""
+        for step in range(num_steps):
+            self.pricer.problem(self.samples.take(self.batches[step]))
+
     def close(self) -> None:
         if self._cbc is not None:
             self._cbc.close()

@@ -10,7 +10,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlavaOnevisionConfig
 
-from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import Stage
 from dflop.pipeline import Plan, Worker
@@ -52,7 +51,9 @@ def export_model(
         weights = {name: tensor.contiguous().cpu() for name, tensor in stage.hf_state_dict().items()}
         if config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
-        save_file(weights, part / f"model-{index:05d}-of-{len(stages):05d}.safetensors", metadata={"format": "pt"})
+        file = part / f"model-{index:05d}-of-{len(stages):05d}.safetensors"
+        save_file(weights, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors writes files for their owner alone
     dist.barrier()
     if is_main:
         _write_index(part)
@@ -60,7 +61,7 @@ def export_model(
         config.save_pretrained(part)
         pixels.processor.save_pretrained(part)
         for pattern in _TOKENIZER_FILES:
-            for file in (tokenizer_folder or BUNDLED_TOKENIZER).glob(pattern):
+            for file in tokenizer_folder.glob(pattern):
                 shutil.copy(file, part / file.name)
         _generation_config(part).save_pretrained(part)
         if folder.exists():
@@ -87,7 +88,8 @@ def _bytes_of(dtype: str) -> int:
 
 def _generation_config(folder: Path) -> GenerationConfig:
     """Generation ends at the tokenizer's end of turn."""
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     ids = {token["content"]: token["id"] for token in vocabulary}
 

@@ -36,17 +36,19 @@ class SchedulePublisher(threading.Thread):
         self._artifacts = {"shapes": shapes, "costs": costs, "plan": plan}
         self.service = ScheduleService(config, **self._artifacts, first_step=first_step)
         self._closed = False
+        self._at_step, self._progress = first_step, threading.Condition()
 
     def run(self) -> None:
         stand_in: BatchScheduler | None = None
         for step in range(self._first_step, self._config.train.steps):
-            schedule = None if stand_in else self.service.next()
-            if self._closed:
-                return
             try:
+                schedule = None if stand_in else self.service.next()
+                if self._closed:
+                    return
                 if schedule is None:
                     stand_in = stand_in or self._open_stand_in(step)
-                    schedule = stand_in.schedule(step, "lpt")
+                    self._wait_for_step(step - self._config.schedule.lookahead_steps)
+                    schedule = stand_in.schedule(step)
             except Exception as error:
                 # Every rank waits for this step: tell them, so that none waits for ever.
                 self._store.set(f"schedule/{step}", f"{_FAILED}{type(error).__name__}: {error}")
@@ -55,12 +57,21 @@ class SchedulePublisher(threading.Thread):
 
     def step_started(self, step: int) -> None:
         self.service.step_started(step)
+        with self._progress:
+            self._at_step = step
+            self._progress.notify_all()
         if step - 2 >= self._first_step:
             self._store.delete_key(f"schedule/{step - 2}")
 
     def close(self) -> None:
-        self._closed = True
+        with self._progress:
+            self._closed = True
+            self._progress.notify_all()
         self.service.close()
+
+    def _wait_for_step(self, step: int) -> None:
+        with self._progress:
+            self._progress.wait_for(lambda: self._closed or self._at_step >= step)
 
     def _open_stand_in(self, step: int) -> BatchScheduler:
         print(

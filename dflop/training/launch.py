@@ -51,7 +51,13 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> No
         request,
     ]
     process = subprocess.Popen(command, env=environment)
-    previous = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    stopped: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        stopped.append(number)
+        process.send_signal(number)
+
+    previous = signal.signal(signal.SIGTERM, pass_on)
     try:
         code = process.wait()
     except BaseException:
@@ -61,14 +67,23 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> No
     finally:
         signal.signal(signal.SIGTERM, previous)
     if code:
-        raise UserError(
-            f"training ended early (torchrun's exit code {code}); the reason stands above. "
-            "The same command goes on from the last checkpoint"
+        why = (
+            "was stopped by SIGTERM"
+            if stopped
+            else f"ended early (torchrun's exit code {code}); the reason stands above"
         )
+        checkpoints = sorted((Path(arguments["out"]) / "checkpoints").glob("step-*"))
+        onward = f"; the same command goes on from {checkpoints[-1]}" if checkpoints else ""
+        raise UserError(f"training {why}{onward}")
 
 
 def check_devices(config: Config, plan: Plan) -> None:
     """The plan must be for the configured devices."""
+    if config.cluster.num_nodes > 1 and plan.world_size != config.cluster.num_devices:
+        raise UserError(
+            f"the plan is for {plan.world_size} devices, `cluster` has {config.cluster.num_devices} on "
+            f"{config.cluster.num_nodes} nodes; run `dflop plan` again for this cluster"
+        )
     if plan.world_size > config.cluster.num_devices:
         raise UserError(
             f"the plan needs {plan.world_size} devices, `cluster` has {config.cluster.num_devices} "
@@ -86,22 +101,24 @@ def threads_per_rank(cluster: ClusterConfig) -> int:
 def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str, object]:
     """Write `summary.json`, the last file of a run; returns what it holds."""
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    total_s = sum(step["step_s"] for step in steps)
-    ends = sorted((out / "checkpoints").glob("step-*"))
-    run = json.loads((ends[-1] / "run.json").read_text(encoding="utf-8"))
-    steady = steps[2:] or steps
+    last = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    run = json.loads((last / "run.json").read_text(encoding="utf-8"))
+    steady = steps[2:] or steps  # the first steps warm up
+    steady_s = sum(step["step_s"] for step in steady)
+    at_each_end = max(1, min(5, len(steps) // 2))
     summary = {
         "num_steps": len(steps),
-        "first_loss": statistics.fmean(step["loss"] for step in steps[:5]),
-        "final_loss": statistics.fmean(step["loss"] for step in steps[-5:]),
-        "train_s": total_s,
-        "samples_per_s": sum(step["num_samples"] for step in steps) / total_s,
-        "tokens_per_s": sum(step["num_tokens"] for step in steps) / total_s,
+        "first_loss": statistics.fmean(step["loss"] for step in steps[:at_each_end]),
+        "final_loss": statistics.fmean(step["loss"] for step in steps[-at_each_end:]),
+        "train_s": sum(step["step_s"] for step in steps),
+        "samples_per_s": sum(step["num_samples"] for step in steady) / steady_s,
+        "tokens_per_s": sum(step["num_tokens"] for step in steady) / steady_s,
         "step_s": statistics.median(step["step_s"] for step in steady),
+        "pipeline_s": statistics.median(step["pipeline_s"] for step in steady),
         "predicted_step_s": statistics.median(step["predicted_step_s"] for step in steady),
         "idle": statistics.fmean(step["idle"] for step in steady),
-        "schedule_wait_s": sum(step["wait_s"] for step in steps),
-        "data_wait_s": sum(step["data_wait_s"] for step in steps),
+        "total_schedule_wait_s": sum(step["wait_s"] for step in steps),
+        "total_data_wait_s": sum(step["data_wait_s"] for step in steps),
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "restarts": run["restarts"],
         "measured_over_predicted": {

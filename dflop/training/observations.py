@@ -60,6 +60,12 @@ class Observations:
             pl.DataFrame(self._rows).write_parquet(self._folder / f"rank-{self._rank:05d}.{num_steps:06d}.parquet")
             self._rows = []
 
+    def forget_from(self, num_steps: int) -> None:
+        """Delete all ranks' parts that hold steps from `num_steps` on: a resumed run will make them again."""
+        for part in self._folder.glob("rank-*.parquet"):
+            if int(part.stem.rsplit(".", 1)[1]) > num_steps:
+                part.unlink()
+
     def clear(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 

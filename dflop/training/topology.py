@@ -58,7 +58,7 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
         timeout=_TIMEOUT,
         device_id=device if device_kind == "cuda" else None,
     )
-    forward_group, backward_group = dist.new_group(), dist.new_group()
+    forward_group, backward_group = (dist.new_group(timeout=_TIMEOUT) for _ in range(2))
     worker_ranks = tuple(
         plan.grid(worker.module).first_rank(worker.pp_stage, worker.dp_rank) for worker in program.workers
     )
@@ -68,7 +68,7 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
     for grid in plan.grids:
         for stage in range(grid.pp):
             ranks = [grid.first_rank(stage, replica) for replica in range(grid.dp)]
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=_TIMEOUT)
             if rank in ranks:
                 replicas, num_replicas = group, len(ranks)
     return Topology(

@@ -7,6 +7,7 @@ norm and how busy the ranks were.
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from dflop.errors import UserError
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import build_stage, make_hf_config
-from dflop.pipeline import Span, load_plan, make_program, split_layers
+from dflop.pipeline import Op, Span, load_plan, make_program, split_layers
 from dflop.pipeline.run import run_instructions
 from dflop.scheduling import StepSchedule
 from dflop.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, set_aside
@@ -36,6 +37,9 @@ from dflop.training.topology import join_world
 from dflop.training.work import make_work
 
 __all__ = ["RunFiles", "Trainer"]
+
+# Microbatches that each loader process holds ready.
+_PREFETCH = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +61,8 @@ class Trainer:
         self.plan = load_plan(files.plan)
         self.program = make_program(self.plan, config.model.freeze)
         dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
-        self.topology = join_world(self.plan, self.program, config.cluster.device, dtype)
+        travels_as = torch.bfloat16 if config.train.precision == "bf16" else dtype
+        self.topology = join_world(self.plan, self.program, config.cluster.device, travels_as)
         worker = self.topology.worker
         spec = load_model_spec(config.model)
         checkpoint = Path(config.model.path) if config.model.path else None
@@ -97,7 +102,7 @@ class Trainer:
             self.stage,
             program=self.program,
             worker_index=self.topology.worker_index,
-            loader=_started(_data_loader(dataset, stream, config.train.loader_workers)),
+            loader=_started(_data_loader(dataset, stream, config, self.plan.num_microbatches)),
             autocast=torch.autocast(
                 self.topology.device.type, torch.bfloat16, enabled=config.train.precision == "bf16"
             ),
@@ -139,11 +144,12 @@ class Trainer:
         self.work.begin_step(schedule)
         zero_s = time.monotonic()
         spans = run_instructions(self.program.instructions[self.topology.worker_index], self.work, self.topology.links)
+        pipeline_s = time.monotonic() - zero_s
         totals = self._update(step, schedule, spans)
         step_s = time.monotonic() - started
         self.observations.add(step, schedule, self.topology.worker_index, spans, zero_s)
         if self.topology.is_main:
-            self._log(step, schedule, totals, step_s)
+            self._log(step, schedule, totals, step_s, pipeline_s)
         self.feed.forget(step)
 
     def _update(self, step: int, schedule: StepSchedule, spans: list[Span]) -> dict[str, float]:
@@ -152,12 +158,15 @@ class Trainer:
         trainable = self.work.trainable
         for parameter in trainable:
             parameter.grad.div_(num_targets)
-        own_sq = sum(float(parameter.grad.double().pow(2).sum()) for parameter in trainable)
+        own_norm = (
+            float(torch.nn.utils.get_total_norm([parameter.grad for parameter in trainable])) if trainable else 0.0
+        )
         totals = _sum_over_ranks(
             {
                 "loss": float(self.work.loss) / num_targets,
-                "grad_sq": own_sq / self.topology.num_replicas,
-                "busy_s": sum(span.seconds for span in spans),
+                "grad_sq": own_norm**2 / self.topology.num_replicas,
+                # The gradient sync is left out: it is mostly a wait for the slower replicas.
+                "busy_s": sum(span.seconds for span in spans if span.op is not Op.SYNC_GRADIENTS),
                 "wait_s": self.feed.waited_s.get(step, 0.0),
                 "data_wait_s": self.work.data_wait_s,
                 "unreadable": len(self.work.unreadable),
@@ -165,7 +174,7 @@ class Trainer:
             self.topology.device,
         )
         totals["grad_norm"] = totals.pop("grad_sq") ** 0.5
-        if not all(map(_is_finite, (totals["loss"], totals["grad_norm"]))):
+        if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
             raise UserError(
                 f"step {step}: loss {totals['loss']} with gradient norm {totals['grad_norm']}; lower `train.lr` "
                 f"(now {self.config.train.lr}) or raise `train.warmup_steps`; the last checkpoint is intact"
@@ -182,7 +191,9 @@ class Trainer:
         self.work.unreadable.clear()
         return totals
 
-    def _log(self, step: int, schedule: StepSchedule, totals: dict[str, float], step_s: float) -> None:
+    def _log(
+        self, step: int, schedule: StepSchedule, totals: dict[str, float], step_s: float, pipeline_s: float
+    ) -> None:
         # A rank's step is its computations plus its waits; ranks end the step together, at the all-reduce.
         idle = 1 - totals["busy_s"] / (self.topology.world_size * step_s)
         line: dict[str, Any] = {
@@ -192,6 +203,7 @@ class Trainer:
             "num_tokens": int(schedule.llm_tokens.sum()),
             "num_items": int(schedule.num_items.sum()),
             "step_s": step_s,
+            "pipeline_s": pipeline_s,
             "predicted_step_s": schedule.step_s,
             "idle": idle,
             "predicted_idle": schedule.idle,
@@ -245,6 +257,7 @@ class Trainer:
             lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
             kept = [line for line in lines if json.loads(line)["step"] < run["step"]]
             metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            self.observations.forget_from(run["step"])
             print(f"dflop: going on from {path}", flush=True)
         dist.barrier()
         return run["step"], run["restarts"] + 1
@@ -276,21 +289,27 @@ def _make_optimizer(stage: torch.nn.Module, config: Config) -> torch.optim.AdamW
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.train.weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]] or [{"params": [torch.zeros(1)]}], lr=config.train.lr
-    )
+    groups = [group for group in groups if group["params"]]
+    # A rank whose module is frozen trains nothing, but takes part in everything.
+    idle = [{"params": [torch.zeros(1, device=next(stage.parameters()).device)]}]
+    return torch.optim.AdamW(groups or idle, lr=config.train.lr, fused=config.cluster.device == "cuda")
 
 
-def _data_loader(dataset: MicrobatchLoader, stream: JobStream, num_workers: int) -> DataLoader:
+def _data_loader(dataset: MicrobatchLoader, stream: JobStream, config: Config, num_microbatches: int) -> DataLoader:
+    """torch's DataLoader over microbatches. It must not read further ahead than the scheduler works, or they would
+    wait for each other: the loader for a schedule, the scheduler for the first step to begin.
+    """
+    most_ahead = config.schedule.lookahead_steps * num_microbatches
+    num_workers = min(config.train.loader_workers, most_ahead)
     return DataLoader(
         dataset,
         sampler=stream,
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=num_workers,
-        multiprocessing_context="forkserver" if num_workers else None,
-        prefetch_factor=8 if num_workers else None,
-        pin_memory=torch.cuda.is_available(),
+        multiprocessing_context="spawn" if num_workers else None,  # so that they notice when their rank dies
+        prefetch_factor=max(1, min(_PREFETCH, most_ahead // num_workers)) if num_workers else None,
+        pin_memory=config.cluster.device == "cuda",
     )
 
 
@@ -303,10 +322,6 @@ def _started(loader: DataLoader) -> Iterator:
 
 def _as_it_is(batch: object) -> object:
     return batch
-
-
-def _is_finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
 
 
 def _sum_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:

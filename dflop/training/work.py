@@ -21,6 +21,20 @@ from dflop.training.feed import samples_of
 
 __all__ = ["LlmWork", "VisionWork", "make_work"]
 
+_BUCKET_BYTES = 64 * 2**20
+
+
+def _buckets(tensors: list[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Runs of tensors of at most so many bytes together (one larger tensor is a run of its own)."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > most_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
 
 class _Work:
     """Common to encoders and the LLM: the step's schedule, the loader, gradient sums over replicas."""
@@ -76,12 +90,11 @@ class _Work:
     def sync_gradients(self) -> None:
         if self._num_replicas == 1 or not self.trainable:
             return
-        flat = torch.cat([parameter.grad.flatten() for parameter in self.trainable])
-        dist.all_reduce(flat, group=self._replicas)
-        for parameter, summed in zip(
-            self.trainable, flat.split([parameter.numel() for parameter in self.trainable]), strict=True
-        ):
-            parameter.grad.copy_(summed.view_as(parameter))
+        for bucket in _buckets([parameter.grad for parameter in self.trainable], _BUCKET_BYTES):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat, group=self._replicas)
+            for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
     def _outgoing(self) -> list[int]:
         return [number for number, edge in enumerate(self.program.edges) if edge.source == self.worker_index]
@@ -141,7 +154,8 @@ class LlmWork(_Work):
             if self.stage.is_first:
                 hidden = self.stage.embed(batch, self._features(batch, leaves))
             else:
-                hidden = next(iter(leaves.values()))
+                (leaf,) = leaves.values()
+                hidden = leaf.to(next(self.stage.parameters()).dtype)
             output = self.stage(hidden, batch)
         self._leaves[microbatch] = leaves
         outgoing = self._outgoing()

@@ -71,7 +71,7 @@ def test_the_digest_changes_with_the_stages_own_code_and_with_no_other(tmp_path)
     for path, of_whom in (
         ("costs/fit.py", {"fit-costs"}),
         ("planning/space.py", {"plan"}),
-        ("data/tokenizer/chat_template.jinja", {"profile-shapes", "train"}),
+        ("data/tokenizer/chat_template.jinja", {"profile-shapes", "profile-costs", "train"}),
         ("store.py", set(STAGES)),
     ):
         file = tmp_path / "dflop" / path
@@ -84,7 +84,8 @@ def test_the_digest_changes_with_the_stages_own_code_and_with_no_other(tmp_path)
 def test_a_file_that_is_renamed_changes_the_digest(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "dflop", ignore=shutil.ignore_patterns("__pycache__"))
     before = digests(tmp_path)
-    (tmp_path / "dflop" / "planning" / "space.py").rename(tmp_path / "dflop" / "planning" / "room.py")
+    # Its place in the order of the files stays.
+    (tmp_path / "dflop" / "planning" / "space.py").rename(tmp_path / "dflop" / "planning" / "spaces.py")
     assert changed_stages(before, digests(tmp_path)) == {"plan"}
 
 

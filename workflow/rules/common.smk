@@ -23,6 +23,8 @@ def stop_with(error):
 try:
     CONFIG = load_config(dict(config))
     SOURCES = list_sources(CONFIG.data)
+    if CONFIG.model.tokenizer and not Path(CONFIG.model.tokenizer, "tokenizer.json").is_file():
+        raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")
     MODULES = [module.name for module in load_model_spec(CONFIG.model).modules]
 except UserError as error:
     stop_with(error)

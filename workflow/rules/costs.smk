@@ -21,7 +21,7 @@ rule profile_costs:
         code=code_of("profile-costs"),
     shell:
         "dflop profile-costs --config {params.config:q} --module {wildcards.module} --tp {wildcards.tp}"
-        " --out {output.measurements} > {log} 2>&1"
+        " --out {output.measurements} 2> {log} | tee -a {log}"
 
 
 rule fit_costs:
@@ -34,4 +34,4 @@ rule fit_costs:
     params:
         code=code_of("fit-costs"),
     shell:
-        "dflop fit-costs {input} --out {output} > {log} 2>&1"
+        "dflop fit-costs {input} --out {output} 2> {log} | tee -a {log}"

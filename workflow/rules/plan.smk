@@ -16,7 +16,7 @@ rule search_plan:
         code=code_of("plan"),
     shell:
         "dflop plan --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
-        " --out {output.plan} --candidates {output.candidates} > {log} 2>&1"
+        " --out {output.plan} --candidates {output.candidates} 2> {log} | tee -a {log}"
 
 
 rule preview_schedule:
@@ -34,4 +34,4 @@ rule preview_schedule:
         code=code_of("schedule"),
     shell:
         "dflop schedule --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
-        " --plan {input.plan} --out {output.samples} > {log} 2>&1"
+        " --plan {input.plan} --out {output.samples} 2> {log} | tee -a {log}"

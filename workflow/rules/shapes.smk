@@ -10,7 +10,7 @@ checkpoint demo_data:
     params:
         code=code_of("demo-data"),
     shell:
-        "dflop demo-data --out $(dirname {output.train}) > {log} 2>&1"
+        "dflop demo-data --out $(dirname {output.train}) 2> {log} | tee -a {log}"
 
 
 rule profile_shapes:
@@ -18,11 +18,13 @@ rule profile_shapes:
         f"{RESULTS}/shapes/{{shard}}.parquet",
     log:
         f"{RESULTS}/logs/profile_shapes/{{shard}}.log",
+    # Before the costs are measured: mistakes in the data show here, within seconds.
+    priority: 10
     params:
         config=config_for_shard,
         code=code_of("profile-shapes"),
     shell:
-        "dflop profile-shapes --config {params.config:q} --shard {wildcards.shard} --out {output} > {log} 2>&1"
+        "dflop profile-shapes --config {params.config:q} --shard {wildcards.shard} --out {output} 2> {log} | tee -a {log}"
 
 
 rule merge_shapes:
@@ -32,9 +34,10 @@ rule merge_shapes:
         f"{RESULTS}/shapes.duckdb",
     log:
         f"{RESULTS}/logs/merge_shapes.log",
+    priority: 10
     params:
         config=config_for("merge-shapes"),
         shards=lambda wildcards: all_shards(),
         code=code_of("merge-shapes"),
     shell:
-        "dflop merge-shapes --config {params.config:q} --shapes $(dirname {output})/shapes --out {output} > {log} 2>&1"
+        "dflop merge-shapes --config {params.config:q} --shapes $(dirname {output})/shapes --out {output} 2> {log} | tee -a {log}"

@@ -96,6 +96,13 @@ def make_spec(name: str, hf_config: dict[str, Any]) -> ModelSpec:
                 (height, width)
                 for height, width in hf_config.get("image_grid_pinpoints") or _square_grids(vision["image_size"])
             ),
-            max_crops=int(hf_config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")),
+            max_crops=_max_crops(hf_config.get("vision_aspect_ratio", "anyres_max_9")),
         ),
     )
+
+
+def _max_crops(vision_aspect_ratio: str) -> int:
+    most = vision_aspect_ratio.removeprefix("anyres_max_")
+    if not most.isdigit():
+        raise UserError(f"the model's `vision_aspect_ratio` is {vision_aspect_ratio!r}; only `anyres_max_<n>` is known")
+    return int(most)

@@ -19,7 +19,7 @@ from dflop.errors import UserError
 from dflop.models.attention import PACKED
 from dflop.models.batches import TextBatch, VisualBatch
 
-__all__ = ["LlmStage", "Stage", "VisionStage", "build_stage", "make_hf_config"]
+__all__ = ["LlmStage", "Stage", "VisionStage", "build_stage", "make_hf_config", "norms_in_float64"]
 
 _FIRST_NAMES = (
     (r"^language_model\.lm_head\.", "lm_head."),
@@ -168,8 +168,22 @@ def build_stage(
     if checkpoint is not None:
         _load_weights(hf, checkpoint)
     if checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.23 renamed it; the old name is to go in version 6.
+        enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    if dtype == torch.float64:
+        norms_in_float64(hf)
     return stage.to(device=device, dtype=dtype).train()
+
+
+def norms_in_float64(model: nn.Module) -> None:
+    """Exchange transformers' RMSNorms, which compute in float32 whatever they get, for torch's own, in place."""
+    for owner in list(model.modules()):
+        for name, norm in list(owner.named_children()):
+            if type(norm).__name__.endswith("RMSNorm") and not isinstance(norm, nn.RMSNorm):
+                exact = nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
+                exact.weight = norm.weight
+                setattr(owner, name, exact)
 
 
 @torch.no_grad()

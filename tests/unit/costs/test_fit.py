@@ -122,6 +122,9 @@ def test_no_coefficient_is_ever_negative(noise, seed):
     for table, unit in (("time_model", "s"), ("memory_model", "bytes")):
         for column in (f"const_{unit}", *(column_of(feature, unit) for feature in FEATURES)):
             assert (tables[table][column] >= 0).all()
+    times = tables["time_model"]
+    assert (times.filter(pl.col("part") == "layer")["per_target_s"] == 0).all()  # the head alone sees targets
+    assert (times.filter(pl.col("part") == "rest")["per_sum_sq_token_s"] == 0).all()  # and layers alone attend
 
 
 def test_exact_measurements_leave_no_error_and_noisy_ones_about_their_noise():

@@ -16,7 +16,6 @@ def measured(tiny_spec, tokenizer):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_NUM_ITEMS", (1, 4, 7, 12, 15))
         patch.setattr(measure, "_NUM_TOKENS", (32, 128, 256))
-        patch.setattr(measure, "_LONGEST_RUN_S", 60.0)
         return {
             module: measure.measure_module(
                 tiny_spec,
@@ -26,7 +25,6 @@ def measured(tiny_spec, tokenizer):
                 repeats=1,
                 device=torch.device("cpu"),
                 precision="fp32",
-                seed=0,
             )
             for module in ("vision", "llm")
         }
@@ -89,9 +87,10 @@ def test_measurements_can_be_fitted(measured):
     assert tables["memory_model"].filter(pl.col("part") == "layer")["per_token_bytes"].max() > 1000
 
 
-def test_a_size_that_takes_too_long_is_the_last_of_its_form(tiny_spec, tokenizer, monkeypatch):
-    monkeypatch.setattr(measure, "_NUM_ITEMS", (1, 2, 3))
+def test_a_size_that_takes_too_long_is_the_last_once_there_are_enough(tiny_spec, tokenizer, monkeypatch):
+    monkeypatch.setattr(measure, "_NUM_ITEMS", (1, 2, 3, 4))
     monkeypatch.setattr(measure, "_LONGEST_RUN_S", 0.0)
+    monkeypatch.setattr(measure, "_LEAST_SIZES", 2)
     frame = measure.measure_module(
         tiny_spec,
         "vision",
@@ -100,14 +99,13 @@ def test_a_size_that_takes_too_long_is_the_last_of_its_form(tiny_spec, tokenizer
         repeats=1,
         device=torch.device("cpu"),
         precision="fp64",
-        seed=0,
     ).measurements
-    assert set(frame["num_items"]) == {1}
+    assert set(frame["num_items"]) == {1, 2}
 
 
 def test_bytes_are_counted_once_a_storage_and_without_parameters():
     layer = torch.nn.Linear(8, 8)
-    batch = torch.ones(5, 8)
+    batch = torch.ones(5, 8, requires_grad=True)  # so that the layer's weight is needed, too
 
     def forward():
         hidden = layer(batch)

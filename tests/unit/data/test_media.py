@@ -1,5 +1,8 @@
 """Headers give what decoding would give, and a damaged file is one reason, never a crash."""
 
+import struct
+import zlib
+
 import av
 import numpy as np
 import pytest
@@ -69,6 +72,38 @@ def test_a_picture_is_as_large_as_it_is_once_turned_upright(tmp_path, orientatio
     with Image.open(path) as image:
         upright = ImageOps.exif_transpose(image)
     assert image_size(path) == upright.size == ((20, 30) if orientation >= 5 else (30, 20))
+
+
+def png_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+@pytest.mark.parametrize("kind", [b"eXIf", b"tEXt", b"iTXt"])
+@pytest.mark.parametrize("before_pixels", [True, False])
+def test_a_pngs_orientation_counts_wherever_it_stands(tmp_path, kind, before_pixels):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = exif.tobytes()[6:]  # without the "Exif" that JPEG puts before it
+    if kind == b"tEXt":
+        content = b"Raw profile type exif\0" + f"\nexif\n{len(content)}\n{content.hex()}\n".encode()
+    elif kind == b"iTXt":
+        content = b'XML:com.adobe.xmp\0\0\0\0\0<x:xmpmeta tiff:Orientation="6"/>'
+    path = tmp_path / "picture.png"
+    Image.new("RGB", (30, 20)).save(path)
+    plain = path.read_bytes()
+    place = plain.index(b"IDAT" if before_pixels else b"IEND") - 4
+    path.write_bytes(plain[:place] + png_chunk(kind, content) + plain[place:])
+    with Image.open(path) as image:
+        assert image_size(path) == ImageOps.exif_transpose(image).size == (20, 30)
+
+
+def test_a_picture_is_measured_by_its_header_even_where_its_pixels_are_lost(folder, tmp_path):
+    for name in ("picture.png", "picture.jpg"):
+        content = (folder / name).read_bytes()
+        (tmp_path / name).write_bytes(content[: len(content) // 2])
+        assert image_size(tmp_path / name) == image_size(folder / name)
+        with Image.open(tmp_path / name) as image, pytest.raises(OSError, match="truncated"):
+            image.load()
 
 
 def test_a_picture_too_large_to_decode_is_only_measured(tmp_path):
@@ -200,3 +235,7 @@ def test_frames_below_the_cap_are_evenly_spaced_and_at_the_cap_span_the_clip(hea
 def test_a_clip_of_thirty_seconds_gives_a_frame_a_second():
     indices = frame_indices(VideoHeader(300, 10.0, 64, 48), VideoConfig(fps=1.0, max_frames=32))
     assert indices == list(range(0, 300, 10))
+
+
+def test_a_clip_of_exactly_as_many_frames_as_the_cap_is_not_stretched():
+    assert frame_indices(VideoHeader(39, 10.0, 64, 48), VideoConfig(fps=1.0, max_frames=4)) == [0, 10, 20, 30]

@@ -81,6 +81,11 @@ def test_a_list_under_the_plural_key_is_read_too():
     )
 
 
+def test_a_picture_and_a_clip_keep_their_own_placeholders():
+    record = parse_record(conversation("<image> then <video>", image="a.png", video="b.mp4"))
+    assert record.media == (Medium("image", "a.png"), Medium("video", "b.mp4"))
+
+
 @pytest.mark.parametrize("nothing", [None, "", []])
 def test_an_empty_media_key_is_a_record_without_media(nothing):
     assert parse_record(conversation("hello", image=nothing)).media == ()

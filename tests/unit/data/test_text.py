@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from dflop.data.profile import expand_text
-from dflop.data.records import Turn
+from dflop.data.records import RecordError, Turn
 from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer, TokenizedText
 from dflop.errors import UserError
 
@@ -155,7 +155,7 @@ def test_a_template_that_refuses_a_conversation_is_named_with_its_own_words(tmp_
     condition = "messages|length > 1 and messages[1]['role'] == 'user'"
     template = f"{{% if {condition} %}}{{{{ raise_exception('roles must alternate') }}}}{{% endif %}}{CHATML}"
     mine = ChatTokenizer(make_folder(tmp_path / "strict", template=template))
-    with pytest.raises(UserError, match=r"the chat template of .*strict fails: roles must alternate"):
+    with pytest.raises(RecordError, match=r"the tokenizer's chat template refuses it: roles must alternate"):
         mine.encode([[Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c")]])
 
 
@@ -168,8 +168,29 @@ def test_a_template_that_rewrites_earlier_turns_cannot_tell_what_is_learned(tmp_
 
 def test_a_template_runs_in_a_sandbox(tmp_path):
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(UserError, match="unsafe"):
+    with pytest.raises(RecordError, match="unsafe"):
         ChatTokenizer(make_folder(tmp_path / "wild", template=template)).encode([[Turn("assistant", "b")]])
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_token_does_not_do_so_here(tmp_path):
+    """The template writes all of the special tokens; whatever the tokenizer adds by itself would come twice."""
+    folder = make_folder(tmp_path / "beginning")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    start = next(token for token in settings["added_tokens"] if token["content"] == "<|im_start|>")
+    pieces = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": pieces,
+        "pair": [*pieces, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {
+            "<|im_start|>": {"id": "<|im_start|>", "ids": [start["id"]], "tokens": ["<|im_start|>"]}
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a").ids[0] == start["id"]
+    turns = [Turn("user", "a"), Turn("assistant", "b")]
+    text = ChatTokenizer(folder).encode([turns])[0]
+    np.testing.assert_array_equal(text.token_ids, ChatTokenizer().encode([turns])[0].token_ids)
 
 
 @given(data=st.data(), num_tokens=st.integers(1, 30), limit=st.integers(1, 80))

@@ -146,7 +146,6 @@ def test_what_is_pinned_holds_for_every_candidate_and_the_rest_is_searched(searc
     [
         (4, {"vision": {"dp": 2}, "llm": {"pp": 2, "dp": 1}, "num_microbatches": 9}, "num_microbatches=9"),
         (4, {"vision": {"dp": 1}, "llm": {"pp": 2}}, r"vision dp=1, llm pp=2"),
-        (1, None, "use at least 2 devices"),
         (6, {"vision": {"dp": 1}, "llm": {"pp": 5}}, "4 LLM layers"),
     ],
 )
@@ -179,6 +178,13 @@ def test_nothing_that_fits_names_the_limit_and_the_nearest_miss(search):
     assert "no plan fits into `cluster.memory_gib` = 0.001" in message
     assert "the nearest:" in message
     assert "GiB a device" in message
+
+
+def test_an_encoder_that_does_not_fit_is_the_nearest_miss(costs, tiny_spec, samples):
+    activations = dict(costs.activations)
+    activations["vision", 1, "layer"] = Coefficients(0.0, (1e9, 0, 0, 0))
+    with pytest.raises(UserError, match=r"the nearest: disjoint: vision .* needs \S+ GiB a device\. Raise the memory"):
+        search_plans(make_config(), tiny_spec, dataclasses.replace(costs, activations=activations), samples)
 
 
 def test_checkpointing_is_chosen_where_nothing_fits_without_and_only_there(search):

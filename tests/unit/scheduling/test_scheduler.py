@@ -7,10 +7,19 @@ import pytest
 
 from dflop.config import ClusterConfig, ScheduleConfig
 from dflop.pipeline import Grid, Plan
-from dflop.scheduling import BatchScheduler, GlobalBatches, Pricer, StepSchedule, preview_frames
+from dflop.errors import UserError
+from dflop.scheduling import (
+    Assignment,
+    BatchScheduler,
+    GlobalBatches,
+    Pricer,
+    StepSchedule,
+    lpt_buckets,
+    preview_frames,
+)
 
 POLICIES = ("random", "lpt", "ilp")
-LAYOUTS = {"even": (1, 1, 1), "one to two": (1, 2, 2), "two to one": (2, 2, 1), "three to two": (3, 1, 2)}
+LAYOUTS = {"even": (1, 1, 1), "one to two": (1, 2, 2), "two to one": (2, 2, 1), "three to two": (3, 2, 2)}
 NUM_STEPS = 6
 
 
@@ -96,6 +105,41 @@ def test_what_a_schedule_says_of_itself_holds(schedules, policy):
         assert schedule.deciding_s > 0
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_predicted_times_are_those_of_what_the_schedule_holds(schedules, make_scheduler, draw_samples, policy):
+    """Priced anew from the lines that the ranks will read."""
+    num_workers = schedules[policy][0].forward_s.shape[0]
+    plan = next(make_plan(*layout) for layout in LAYOUTS.values() if len(make_plan(*layout).workers) == num_workers)
+    pricer = make_scheduler(plan).pricer
+    for schedule in schedules[policy]:
+        held = draw_samples(150, seed=1).take(schedule.row)
+        assignment = Assignment(
+            llm_dp_rank=schedule.llm_dp_rank, microbatch=schedule.microbatch, encoder_rank=schedule.encoder_rank
+        )
+        times = pricer.stage_times(held, assignment)
+        np.testing.assert_allclose(times.forward_s, schedule.forward_s)
+        np.testing.assert_allclose(times.backward_s, schedule.backward_s)
+        assert pricer.step_s(held, assignment) == pytest.approx(schedule.step_s)
+
+
+def test_the_order_of_microbatches_is_never_worse_than_the_one_they_were_packed_in(make_scheduler):
+    scheduler = make_scheduler(make_plan(1, 2, 1, num_microbatches=8))
+    gained = []
+    for step in range(NUM_STEPS):
+        shapes = scheduler.samples.take(scheduler.batches[step])
+        buckets = lpt_buckets(scheduler.pricer.problem(shapes))
+        as_packed = scheduler.pricer.assign(shapes, np.zeros(len(buckets), dtype=np.int64), buckets)
+        gained.append(scheduler.pricer.step_s(shapes, as_packed) / scheduler.schedule(step).step_s)
+    assert min(gained) >= 1 - 1e-12
+    assert max(gained) > 1.01
+
+
+def test_a_run_whose_batches_cannot_all_be_scheduled_is_known_before_it_starts(make_scheduler):
+    make_scheduler(make_plan(1, 1, 1), batch_size=4).check(3)
+    with pytest.raises(UserError, match="cannot fill 4 buckets"):
+        make_scheduler(make_plan(1, 1, 1), batch_size=3).check(3)
+
+
 def test_a_schedule_comes_back_from_its_line_of_json(schedules):
     for schedule in schedules["lpt"]:
         line = schedule.to_json()
@@ -151,8 +195,7 @@ def test_closing_ends_the_solvers_process_and_a_later_step_starts_another(make_s
 
 def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedules, make_scheduler):
     listed = schedules["lpt"]
-    num_workers = listed[0].forward_s.shape[0]
-    plan = next(make_plan(*layout) for layout in LAYOUTS.values() if len(make_plan(*layout).workers) == num_workers)
+    plan = plan_of(listed[0])
     samples, stages = preview_frames(listed, plan.workers)
     assert samples.columns[:7] == [
         "step",
@@ -165,5 +208,5 @@ def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedul
     ]
     assert len(samples) == NUM_STEPS * 32
     assert stages.columns == ["step", "module", "dp_rank", "pp_stage", "microbatch", "forward_s", "backward_s"]
-    assert len(stages) == NUM_STEPS * num_workers * 4
+    assert len(stages) == NUM_STEPS * len(plan.workers) * 4
     assert stages["forward_s"].sum() == pytest.approx(sum(schedule.forward_s.sum() for schedule in listed))

@@ -22,18 +22,24 @@ def make_plan(vision_dp: int = 2, llm_dp: int = 3) -> Plan:
     )
 
 
-@pytest.mark.parametrize(("num_nodes", "devices_per_node"), [(1, 4), (2, 2)])
-def test_a_plan_for_more_devices_than_there_are_says_both_numbers(num_nodes, devices_per_node):
-    config = load_config({"cluster": {"num_nodes": num_nodes, "devices_per_node": devices_per_node}})
+def test_a_plan_for_more_devices_than_there_are_says_both_numbers():
     with pytest.raises(UserError) as caught:
-        check_devices(config, make_plan())
+        check_devices(load_config({"cluster": {"devices_per_node": 4}}), make_plan())
     message = str(caught.value)
-    assert f"the plan needs 5 devices, `cluster` has 4 ({num_nodes} x {devices_per_node})" in message
+    assert "the plan needs 5 devices, `cluster` has 4 (1 x 4)" in message
     assert "run `dflop plan` again for this cluster" in message
 
 
-def test_a_plan_for_the_devices_there_are_passes():
-    check_devices(load_config({"cluster": {"devices_per_node": 5}}), make_plan())
+@pytest.mark.parametrize(("num_nodes", "devices_per_node", "have"), [(2, 2, 4), (3, 2, 6)])
+def test_several_nodes_must_have_exactly_the_plans_devices(num_nodes, devices_per_node, have):
+    config = load_config({"cluster": {"num_nodes": num_nodes, "devices_per_node": devices_per_node}})
+    with pytest.raises(UserError, match=f"the plan is for 5 devices, `cluster` has {have} on {num_nodes} nodes"):
+        check_devices(config, make_plan())
+
+
+@pytest.mark.parametrize("devices_per_node", [5, 8])
+def test_a_plan_for_the_devices_there_are_or_fewer_of_one_node_passes(devices_per_node):
+    check_devices(load_config({"cluster": {"devices_per_node": devices_per_node}}), make_plan())
 
 
 def test_nothing_is_started_for_a_plan_that_does_not_fit(tmp_path):

@@ -1,0 +1,127 @@
+"""What a rank loads is what the schedule gave it: packed in order, split by encoder, whole where a file is not."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dflop.config import DataConfig, SourceConfig, VideoConfig
+from dflop.data import list_sources, profile_records
+from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.text import BUNDLED_TOKENIZER
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+
+VIDEO = VideoConfig(fps=1.0, max_frames=8)
+
+
+@pytest.fixture(scope="module")
+def make_loader(tiny_spec):
+    pixels = LlavaOnevisionPixels(tiny_spec.hf_config, tiny_spec.rules.image_size)
+
+    def make(manifest: Path, *, of_media: bool, num_encoder_ranks: int = 1, sampling: str = "all") -> MicrobatchLoader:
+        sources = list_sources(DataConfig(sources=[SourceConfig(path=str(manifest), name="it", sampling=sampling)]))
+        return MicrobatchLoader(
+            records=TrainingRecords(sources, 0),
+            rules=tiny_spec.rules,
+            video=VIDEO,
+            tokenizer_folder=BUNDLED_TOKENIZER,
+            max_llm_tokens=500,
+            num_encoder_ranks=num_encoder_ranks,
+            pixels=pixels if of_media else None,
+        )
+
+    return make
+
+
+def job(rows: list[int], kept: list[int] | None = None, encoder_rank: list[int] | None = None) -> MicrobatchJob:
+    return MicrobatchJob(
+        samples=tuple(SampleRef("it", row) for row in rows),
+        kept_vision_tokens=tuple(kept or [1 << 30] * len(rows)),
+        encoder_rank=tuple(encoder_rank or [0] * len(rows)),
+    )
+
+
+def test_a_packed_microbatch_is_its_samples_one_after_the_other(demo_data, make_loader):
+    loader, rows = make_loader(demo_data.train_manifest, of_media=False), [5, 0, 11, 3]
+    packed, alone = loader[job(rows)], [loader[job([row])] for row in rows]
+    starts = np.cumsum([0, *(len(part.token_ids) for part in alone)])
+    assert packed.segment_ends == starts[1:].tolist()
+    assert torch.equal(packed.token_ids, torch.cat([part.token_ids for part in alone]))
+    assert torch.equal(packed.position_ids, torch.cat([torch.arange(len(part.token_ids)) for part in alone]))
+    moved = [part.target_positions + start for part, start in zip(alone, starts, strict=False)]
+    assert torch.equal(packed.target_positions, torch.cat(moved))
+    assert torch.equal(packed.target_ids, torch.cat([part.target_ids for part in alone]))
+
+
+def test_visual_positions_are_split_by_the_encoder_that_fills_them(demo_data, make_loader, tokenizer):
+    loader = make_loader(demo_data.train_manifest, of_media=False, num_encoder_ranks=3)
+    rows, encoders = list(range(8)), [0, 2, 0, 2, 2, 0, 0, 2]
+    batch = loader[job(rows, encoder_rank=encoders)]
+    is_visual = np.isin(batch.token_ids.numpy(), list(tokenizer.placeholder_ids.values()))
+    segment = np.searchsorted(batch.segment_ends, np.arange(len(is_visual)), side="right")
+    for rank, positions in enumerate(batch.visual_positions):
+        expected = np.flatnonzero(is_visual & (np.array(encoders)[segment] == rank))
+        np.testing.assert_array_equal(positions.numpy(), expected)
+    assert len(batch.visual_positions[0]) > 0
+    assert len(batch.visual_positions[1]) == 0
+
+
+def test_media_come_sample_by_sample_with_what_the_llm_keeps_of_them(demo_data, make_loader):
+    records = json.loads(demo_data.train_manifest.read_text())
+    rows = [row for row, record in enumerate(records) if "image" in record or "video" in record][:6]
+    loader = make_loader(demo_data.train_manifest, of_media=True)
+    loaded, alone = loader[job(rows, kept=[7] * 6)], [loader[job([row])] for row in rows]
+    assert loaded.batch.kept_tokens == (7,) * 6
+    assert torch.equal(loaded.batch.items, torch.cat([part.batch.items for part in alone]))
+    assert loaded.batch.media == tuple(part.batch.media[0] for part in alone)
+    assert sum(medium.num_items for media in loaded.batch.media for medium in media) == len(loaded.batch.items)
+
+
+def test_a_microbatch_without_media_has_no_items(demo_data, make_loader, tiny_spec):
+    side = tiny_spec.rules.image_size
+    loaded = make_loader(demo_data.train_manifest, of_media=True)[job([])]
+    assert loaded.batch.items.shape == (0, 3, side, side)
+
+
+def test_rows_count_among_the_records_that_sampling_keeps(demo_data, make_loader):
+    records = json.loads(demo_data.train_manifest.read_text())
+    whole, last = (make_loader(demo_data.train_manifest, of_media=False, sampling=how) for how in ("all", "end:4"))
+    assert torch.equal(last[job([0])].token_ids, whole[job([len(records) - 4])].token_ids)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_promised(
+    demo_data, make_loader, tiny_spec, tokenizer, tmp_path, kind
+):
+    records = json.loads(demo_data.train_manifest.read_text())
+    record = next(record for record in records if isinstance(record.get(kind), str))
+    content = bytearray((demo_data.train_manifest.parent / record[kind]).read_bytes())
+    if kind == "image":
+        path = tmp_path / "picture.png"
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, (150, 320, 3), dtype=np.uint8)).save(path)
+        path.write_bytes(path.read_bytes()[:3000])
+    else:
+        path = tmp_path / "clip.mp4"
+        body = content.index(b"mdat") + 4  # the header stands before it
+        content[body:] = bytes(len(content) - body)
+        path.write_bytes(content)
+    manifest = tmp_path / "train.json"
+    manifest.write_text(json.dumps([record | {kind: path.name}]))
+    frame = profile_records(
+        json.loads(manifest.read_text()),
+        media_root=tmp_path,
+        rules=tiny_spec.rules,
+        tokenizer=tokenizer,
+        video=VIDEO,
+        max_llm_tokens=500,
+    )
+    assert frame["reason"][0] is None
+    loaded = make_loader(manifest, of_media=True)[job([0])]
+    assert len(loaded.batch.items) == frame["num_items"][0]
+    assert len(loaded.unreadable) == 1
+    assert str(path) in loaded.unreadable[0]
+    black = loaded.batch.items.amax(dim=(0, 2, 3)) - loaded.batch.items.amin(dim=(0, 2, 3))
+    assert black.max() < 1e-4
