@@ -5,7 +5,7 @@ step time of a mean batch: the variance is the point.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -57,38 +57,48 @@ def search_plans(
     for module in spec.modules:
         costs.require(module.name, tp=1)
     budget_bytes = config.cluster.memory_gib * 2**30
-    fitting: list[Candidate] = []
-    fits_without: set[str] = set()
-    nearest: tuple[float, str] | None = None
-    for plan in enumerate_plans(config, spec):
-        layout = str(plan).removesuffix(", checkpointing")
-        if layout in fits_without:
-            continue
+    misses: list[tuple[float, str]] = []
+
+    def price_if_it_fits(plan: Plan, num_batches: int) -> Candidate | None:
         progress(str(plan))
         try:
-            candidate = _price(config, spec, costs, samples, batches, plan, _FIRST_LOOK_BATCHES)
-            needed = max(candidate.memory_bytes.values())
+            candidate = _price(config, spec, costs, samples, batches, plan, num_batches)
         except UserError as error:
-            nearest = nearest or (np.inf, str(error))
-            continue
-        if needed <= budget_bytes:
+            misses.append((np.inf, str(error)))
+            return None
+        needed = max(candidate.memory_bytes.values())
+        if needed > budget_bytes:
+            misses.append((needed, f"{plan} needs {needed / 2**30:.3g} GiB a device"))
+            return None
+        return candidate
+
+    fitting: list[Candidate] = []
+    fits_without: set[str] = set()
+    for plan in enumerate_plans(config, spec):
+        layout = str(plan).removesuffix(", checkpointing")
+        if layout not in fits_without and (candidate := price_if_it_fits(plan, _FIRST_LOOK_BATCHES)):
             fitting.append(candidate)
             fits_without.add(layout)
-        elif nearest is None or needed < nearest[0]:
-            nearest = (needed, f"{plan} needs {needed / 2**30:.3g} GiB a device")
-    if not fitting:
-        raise UserError(
-            f"no plan fits into `cluster.memory_gib` = {config.cluster.memory_gib}; the nearest: "
-            f"{nearest[1] if nearest else 'none'}. Raise the memory or the number of devices, or lower "
-            "`train.global_batch_size` or `data.max_llm_tokens`"
-        )
     fitting.sort(key=_rank_key)
-    finalists = []
-    for candidate in fitting[:_FINALISTS]:
-        progress(str(candidate.plan))
-        finalists.append(_price(config, spec, costs, samples, batches, candidate.plan, config.plan.search_batches))
-    within = [candidate for candidate in finalists if max(candidate.memory_bytes.values()) <= budget_bytes]
-    return sorted(within or finalists, key=_rank_key) + fitting[_FINALISTS:]
+    finalists: list[Candidate] = []
+    num_looked_at = 0
+    may_checkpoint = config.plan.fixed is None or config.plan.fixed.checkpointing is None
+    for candidate in fitting:
+        if len(finalists) == _FINALISTS:
+            break
+        num_looked_at += 1
+        # More batches may hold a fuller one.
+        found = price_if_it_fits(candidate.plan, config.plan.search_batches)
+        if found is None and may_checkpoint and not candidate.plan.checkpointing:
+            found = price_if_it_fits(replace(candidate.plan, checkpointing=True), config.plan.search_batches)
+        if found:
+            finalists.append(found)
+    if not finalists:
+        raise UserError(
+            f"no plan fits into `cluster.memory_gib` = {config.cluster.memory_gib}; the nearest: {min(misses)[1]}. "
+            "Raise the memory or the number of devices, or lower `train.global_batch_size` or `data.max_llm_tokens`"
+        )
+    return sorted(finalists, key=_rank_key) + fitting[num_looked_at:]
 
 
 def candidates_frame(candidates: Sequence[Candidate]) -> pl.DataFrame:

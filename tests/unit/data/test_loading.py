@@ -12,9 +12,11 @@ from dflop.config import DataConfig, SourceConfig, VideoConfig
 from dflop.data import list_sources, profile_records
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.text import BUNDLED_TOKENIZER
+from dflop.errors import UserError
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 
 VIDEO = VideoConfig(fps=1.0, max_frames=8)
+MAX_LLM_TOKENS = 1000
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def make_loader(tiny_spec):
             rules=tiny_spec.rules,
             video=VIDEO,
             tokenizer_folder=BUNDLED_TOKENIZER,
-            max_llm_tokens=500,
+            max_llm_tokens=MAX_LLM_TOKENS,
             num_encoder_ranks=num_encoder_ranks,
             pixels=pixels if of_media else None,
         )
@@ -36,17 +38,40 @@ def make_loader(tiny_spec):
     return make
 
 
-def job(rows: list[int], kept: list[int] | None = None, encoder_rank: list[int] | None = None) -> MicrobatchJob:
+@pytest.fixture(scope="module")
+def make_job(demo_data, tiny_spec, tokenizer):
+    """`make_job(rows)`: these records of the drawn data, as they were profiled."""
+    kept = kept_vision_tokens(demo_data.train_manifest, tiny_spec.rules, tokenizer)
+
+    def make(rows: list[int], encoder_rank: list[int] | None = None, first: int = 0) -> MicrobatchJob:
+        return job(rows, [kept[first + row] for row in rows], encoder_rank)
+
+    return make
+
+
+def job(rows: list[int], kept: list[int], encoder_rank: list[int] | None = None) -> MicrobatchJob:
     return MicrobatchJob(
         samples=tuple(SampleRef("it", row) for row in rows),
-        kept_vision_tokens=tuple(kept or [1 << 30] * len(rows)),
+        kept_vision_tokens=tuple(kept),
         encoder_rank=tuple(encoder_rank or [0] * len(rows)),
     )
 
 
-def test_a_packed_microbatch_is_its_samples_one_after_the_other(demo_data, make_loader):
+def kept_vision_tokens(manifest: Path, rules, tokenizer) -> list[int]:
+    frame = profile_records(
+        json.loads(manifest.read_text()),
+        media_root=manifest.parent,
+        rules=rules,
+        tokenizer=tokenizer,
+        video=VIDEO,
+        max_llm_tokens=MAX_LLM_TOKENS,
+    )
+    return frame["kept_vision_tokens"].to_list()
+
+
+def test_a_packed_microbatch_is_its_samples_one_after_the_other(demo_data, make_loader, make_job):
     loader, rows = make_loader(demo_data.train_manifest, of_media=False), [5, 0, 11, 3]
-    packed, alone = loader[job(rows)], [loader[job([row])] for row in rows]
+    packed, alone = loader[make_job(rows)], [loader[make_job([row])] for row in rows]
     starts = np.cumsum([0, *(len(part.token_ids) for part in alone)])
     assert packed.segment_ends == starts[1:].tolist()
     assert torch.equal(packed.token_ids, torch.cat([part.token_ids for part in alone]))
@@ -56,10 +81,10 @@ def test_a_packed_microbatch_is_its_samples_one_after_the_other(demo_data, make_
     assert torch.equal(packed.target_ids, torch.cat([part.target_ids for part in alone]))
 
 
-def test_visual_positions_are_split_by_the_encoder_that_fills_them(demo_data, make_loader, tokenizer):
+def test_visual_positions_are_split_by_the_encoder_that_fills_them(demo_data, make_loader, make_job, tokenizer):
     loader = make_loader(demo_data.train_manifest, of_media=False, num_encoder_ranks=3)
     rows, encoders = list(range(8)), [0, 2, 0, 2, 2, 0, 0, 2]
-    batch = loader[job(rows, encoder_rank=encoders)]
+    batch = loader[make_job(rows, encoders)]
     is_visual = np.isin(batch.token_ids.numpy(), list(tokenizer.placeholder_ids.values()))
     segment = np.searchsorted(batch.segment_ends, np.arange(len(is_visual)), side="right")
     for rank, positions in enumerate(batch.visual_positions):
@@ -69,12 +94,12 @@ def test_visual_positions_are_split_by_the_encoder_that_fills_them(demo_data, ma
     assert len(batch.visual_positions[1]) == 0
 
 
-def test_media_come_sample_by_sample_with_what_the_llm_keeps_of_them(demo_data, make_loader):
+def test_media_come_sample_by_sample_with_what_the_llm_keeps_of_them(demo_data, make_loader, make_job):
     records = json.loads(demo_data.train_manifest.read_text())
     rows = [row for row, record in enumerate(records) if "image" in record or "video" in record][:6]
     loader = make_loader(demo_data.train_manifest, of_media=True)
-    loaded, alone = loader[job(rows, kept=[7] * 6)], [loader[job([row])] for row in rows]
-    assert loaded.batch.kept_tokens == (7,) * 6
+    loaded, alone = loader[make_job(rows)], [loader[make_job([row])] for row in rows]
+    assert loaded.batch.kept_tokens == make_job(rows).kept_vision_tokens
     assert torch.equal(loaded.batch.items, torch.cat([part.batch.items for part in alone]))
     assert loaded.batch.media == tuple(part.batch.media[0] for part in alone)
     assert sum(medium.num_items for media in loaded.batch.media for medium in media) == len(loaded.batch.items)
@@ -82,14 +107,27 @@ def test_media_come_sample_by_sample_with_what_the_llm_keeps_of_them(demo_data, 
 
 def test_a_microbatch_without_media_has_no_items(demo_data, make_loader, tiny_spec):
     side = tiny_spec.rules.image_size
-    loaded = make_loader(demo_data.train_manifest, of_media=True)[job([])]
+    loaded = make_loader(demo_data.train_manifest, of_media=True)[job([], [])]
     assert loaded.batch.items.shape == (0, 3, side, side)
 
 
-def test_rows_count_among_the_records_that_sampling_keeps(demo_data, make_loader):
+def test_rows_count_among_the_records_that_sampling_keeps(demo_data, make_loader, make_job):
     records = json.loads(demo_data.train_manifest.read_text())
     whole, last = (make_loader(demo_data.train_manifest, of_media=False, sampling=how) for how in ("all", "end:4"))
-    assert torch.equal(last[job([0])].token_ids, whole[job([len(records) - 4])].token_ids)
+    before = len(records) - 4
+    assert torch.equal(last[make_job([0], first=before)].token_ids, whole[make_job([before])].token_ids)
+
+
+@pytest.mark.parametrize("of_media", [False, True])
+def test_a_sample_that_is_no_longer_what_was_profiled_is_named(demo_data, make_loader, tiny_spec, tokenizer, of_media):
+    kept = kept_vision_tokens(demo_data.train_manifest, tiny_spec.rules, tokenizer)
+    row = next(row for row, tokens in enumerate(kept) if tokens > 10)
+    loader = make_loader(demo_data.train_manifest, of_media=of_media)
+    for wrong in (kept[row] + 1, kept[row] - 1):
+        with pytest.raises(UserError, match=f"record {row} of source `it` has changed since it was profiled"):
+            loader[job([row], [wrong])]
+    with pytest.raises(UserError, match=f"record {len(kept)} of source `it` has changed"):
+        loader[job([len(kept)], [0])]
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -116,10 +154,10 @@ def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_
         rules=tiny_spec.rules,
         tokenizer=tokenizer,
         video=VIDEO,
-        max_llm_tokens=500,
+        max_llm_tokens=MAX_LLM_TOKENS,
     )
     assert frame["reason"][0] is None
-    loaded = make_loader(manifest, of_media=True)[job([0])]
+    loaded = make_loader(manifest, of_media=True)[job([0], [frame["kept_vision_tokens"][0]])]
     assert len(loaded.batch.items) == frame["num_items"][0]
     assert len(loaded.unreadable) == 1
     assert str(path) in loaded.unreadable[0]

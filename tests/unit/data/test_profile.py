@@ -1,7 +1,7 @@
 """Profiled shapes are what training makes: the loader's microbatches have the very items and tokens, file by file."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -70,15 +70,19 @@ def load(tiny_spec, tokenizer):
         loaded = []
         for row in frame.iter_rows(named=True):
             job = MicrobatchJob(
-                samples=(SampleRef("it", row["row"]),), kept_vision_tokens=(1 << 30,), encoder_rank=(0,)
+                samples=(SampleRef("it", row["row"]),),
+                kept_vision_tokens=(row["kept_vision_tokens"],),
+                encoder_rank=(0,),
             )
             num_items = num_features = 0
             if row["num_items"]:
                 visual = media_loader[job]
                 assert visual.unreadable == ()
                 num_items = len(visual.batch.items)
+                whole = replace(visual.batch, kept_tokens=(1 << 30,))
                 with torch.no_grad():
-                    num_features = len(encoder(visual.batch)[0])
+                    num_features = len(encoder(whole)[0])
+                    assert len(encoder(visual.batch)[0]) == row["kept_vision_tokens"]
             loaded.append(Loaded(num_items, num_features, text_loader[job]))
         return loaded
 
@@ -96,7 +100,7 @@ def check_against_training(frame: pl.DataFrame, loaded: list[Loaded], max_llm_to
         assert torch.equal(sample.text.token_ids[sample.text.target_positions + 1], sample.text.target_ids)
 
 
-# 150 cuts most samples inside their media, 60 leaves many nothing to learn.
+# 400 cuts some samples, 60 leaves most nothing to learn.
 @pytest.mark.parametrize("max_llm_tokens", [100_000, 400, 150, 60])
 def test_every_drawn_sample_is_for_training_what_its_shape_says(demo_data, profile, load, max_llm_tokens):
     records = json.loads(demo_data.train_manifest.read_text())
@@ -109,6 +113,17 @@ def test_every_drawn_sample_is_for_training_what_its_shape_says(demo_data, profi
         assert set(usable["modality"]) == {"text", "image", "multi_image", "video"}
     else:
         assert usable["truncated"].any()
+
+
+def test_a_sample_that_is_cut_inside_a_later_picture_is_for_training_what_its_shape_says(tmp_path, profile, load):
+    Image.new("RGB", (300, 200)).save(tmp_path / "a.png")
+    turns = [("human", "hello"), ("gpt", "Hi."), ("human", "<image> what?"), ("gpt", "Blue.")]
+    record = {"image": "a.png", "conversations": [{"from": who, "value": text} for who, text in turns]}
+    manifest = tmp_path / "train.json"
+    manifest.write_text(json.dumps([record]))
+    frame = profile([record], tmp_path, 80)
+    assert 0 < frame["kept_vision_tokens"][0] < frame["vision_tokens"][0]
+    check_against_training(frame, load(manifest, frame, 80), 80)
 
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")

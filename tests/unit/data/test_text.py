@@ -182,9 +182,7 @@ def test_a_tokenizer_that_begins_every_text_with_a_token_does_not_do_so_here(tmp
         "type": "TemplateProcessing",
         "single": pieces,
         "pair": [*pieces, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {
-            "<|im_start|>": {"id": "<|im_start|>", "ids": [start["id"]], "tokens": ["<|im_start|>"]}
-        },
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [start["id"]], "tokens": ["<|im_start|>"]}},
     }
     (folder / "tokenizer.json").write_text(json.dumps(settings))
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a").ids[0] == start["id"]

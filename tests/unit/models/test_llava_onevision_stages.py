@@ -20,7 +20,13 @@ from dflop.errors import UserError
 from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 from dflop.models.llava_onevision import PRESETS
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
-from dflop.models.llava_onevision.stages import LlmStage, VisionStage, build_stage, make_hf_config
+from dflop.models.llava_onevision.stages import (
+    LlmStage,
+    VisionStage,
+    build_stage,
+    make_hf_config,
+    norms_in_float64,
+)
 from dflop.pipeline import split_layers
 
 NUM_LAYERS = PRESETS["tiny"]["text_config"]["num_hidden_layers"]
@@ -53,6 +59,7 @@ def whole_model(config: LlavaOnevisionConfig, weights: dict[str, torch.Tensor]):
     config._attn_implementation = "sdpa"
     model = LlavaOnevisionForConditionalGeneration(config).double()
     model.load_state_dict(weights)
+    norms_in_float64(model)
     return model.train()
 
 

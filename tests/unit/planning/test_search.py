@@ -198,6 +198,26 @@ def test_checkpointing_is_chosen_where_nothing_fits_without_and_only_there(searc
     assert all(candidate.plan.checkpointing for candidate in tight)
 
 
+def test_a_plan_that_fits_the_first_batches_alone_is_checkpointed_or_refused(search):
+    """The first look takes two batches; a fuller one comes later."""
+    layout = {"vision": {"dp": 1}, "llm": {"pp": 1, "dp": 1}, "num_microbatches": 4}
+
+    def peak(search_batches: int, memory_gib: float = 4.0, **pins: bool) -> float:
+        config = make_config(devices=2, fixed=layout | pins, memory_gib=memory_gib)
+        config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, search_batches=search_batches))
+        (candidate,) = search(config)
+        assert candidate.num_batches == search_batches
+        return max(candidate.memory_bytes.values()) if not candidate.plan.checkpointing else 0.0
+
+    first, later = peak(2), peak(12)
+    assert first < later
+    between = (first + later) / 2 / 2**30
+    assert peak(2, between) == first
+    assert peak(12, between) == 0.0
+    with pytest.raises(UserError, match=r"no plan fits into `cluster\.memory_gib`"):
+        peak(12, between, checkpointing=False)
+
+
 def test_every_candidate_fits_into_memory(search):
     roomy = search(make_config(devices=4))
     peaks = sorted(max(candidate.memory_bytes.values()) for candidate in roomy)

@@ -127,7 +127,7 @@ def test_training_is_drawn_however_long_it_ran(num_steps):
     steps = np.arange(num_steps)
     metrics = pl.DataFrame(
         {"step": steps, "loss": 5 / (steps + 1), "num_tokens": 1000 + steps, "step_s": 0.5 + 9.0 * (steps == 0)}
-    ).with_columns(predicted_step_s=0.25, idle=0.2)
+    ).with_columns(pipeline_s=pl.col("step_s") * 0.9, predicted_step_s=0.25, idle=0.2)
     figure = Figure()
     draw_training(figure, metrics)
     said = words(figure)
@@ -365,7 +365,11 @@ def make_training(folder, scheduler, num_steps, predicted):
                     )
         lines.append(
             {"step": step, "loss": 5.0 - 0.1 * step, "num_samples": 16, "num_tokens": int(schedule.llm_tokens.sum())}
-            | {"step_s": 1.5 * predicted * schedule.step_s, "predicted_step_s": predicted * schedule.step_s}
+            | {
+                "step_s": 1.6 * predicted * schedule.step_s,
+                "pipeline_s": 1.5 * predicted * schedule.step_s,
+                "predicted_step_s": predicted * schedule.step_s,
+            }
             | {"idle": schedule.idle, "predicted_idle": schedule.idle, "wait_s": 0.0, "policy": "lpt"}
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

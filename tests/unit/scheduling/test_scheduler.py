@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.pipeline import Grid, Plan
 from dflop.errors import UserError
+from dflop.pipeline import Grid, Plan
 from dflop.scheduling import (
     Assignment,
     BatchScheduler,
@@ -32,6 +32,12 @@ def make_plan(vision_dp: int, llm_pp: int, llm_dp: int, num_microbatches: int = 
         ),
         num_microbatches=num_microbatches,
     )
+
+
+def plan_of(schedule: StepSchedule) -> Plan:
+    """The layout that a schedule is for: no two of them have as many workers."""
+    plans = {len(plan.workers): plan for plan in (make_plan(*layout) for layout in LAYOUTS.values())}
+    return plans[len(schedule.forward_s)]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +114,7 @@ def test_what_a_schedule_says_of_itself_holds(schedules, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_predicted_times_are_those_of_what_the_schedule_holds(schedules, make_scheduler, draw_samples, policy):
     """Priced anew from the lines that the ranks will read."""
-    num_workers = schedules[policy][0].forward_s.shape[0]
-    plan = next(make_plan(*layout) for layout in LAYOUTS.values() if len(make_plan(*layout).workers) == num_workers)
-    pricer = make_scheduler(plan).pricer
+    pricer = make_scheduler(plan_of(schedules[policy][0])).pricer
     for schedule in schedules[policy]:
         held = draw_samples(150, seed=1).take(schedule.row)
         assignment = Assignment(
