@@ -201,6 +201,16 @@ def test_a_fixed_plan_may_not_need_more_devices_than_there_are():
     load_config({"plan": {"fixed": fixed}, "cluster": {"num_nodes": 3, "devices_per_node": 2}})
 
 
+def test_a_cluster_needs_a_device_for_each_module():
+    assert "`cluster` has 1 device" in refusal({"cluster": {"devices_per_node": 1}})
+    load_config({"cluster": {"num_nodes": 2, "devices_per_node": 1}})
+
+
+def test_something_must_be_left_to_train():
+    assert "`model.freeze` names every module" in refusal({"model": {"freeze": ["vision", "llm"]}})
+    load_config({"model": {"freeze": ["llm"]}})
+
+
 def test_a_module_that_is_not_pinned_still_needs_a_device():
     message = refusal({"plan": {"fixed": {"llm": {"dp": 2}}}, "cluster": {"devices_per_node": 2}})
     assert "needs 3 devices" in message
@@ -264,7 +274,7 @@ def test_a_config_cannot_be_changed():
         load_config().train.lr = 1.0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(key=st.sampled_from([*leaf_keys(Config), "train", "data.video", "plan.fixed", "data.sources"]), value=any_json)
 def test_whatever_stands_at_a_key_is_taken_or_refused_with_a_message_of_one_line(key, value):
     path, _, entry = key.partition("[].")

@@ -1,5 +1,7 @@
 """Measuring runs the real layers: every point has its columns, times are times, and saved bytes grow with the load."""
 
+import gc
+
 import polars as pl
 import pytest
 import torch
@@ -13,10 +15,11 @@ COLUMNS = ("module", "tp", "num_layers", *FEATURES, "pass", "seconds", "peak_byt
 @pytest.fixture(scope="module")
 def measured(tiny_spec, tokenizer):
     """Both modules at a few small sizes."""
+    gc.freeze()  # measuring collects garbage at each point, for which torch and transformers are a large heap
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_NUM_ITEMS", (1, 4, 7, 12, 15))
         patch.setattr(measure, "_NUM_TOKENS", (32, 128, 256))
-        return {
+        both = {
             module: measure.measure_module(
                 tiny_spec,
                 module,
@@ -28,6 +31,8 @@ def measured(tiny_spec, tokenizer):
             )
             for module in ("vision", "llm")
         }
+    gc.unfreeze()
+    return both
 
 
 def test_every_point_is_measured_forward_and_backward_at_two_depths(measured):

@@ -149,6 +149,12 @@ def test_a_manifest_that_cannot_be_used_is_named_with_the_reason(reader):
     assert "cannot be read" in refusal(source)
 
 
+def test_a_media_root_that_is_no_folder_is_named_before_every_record_is_rejected():
+    fields = {"name": "it", "path": write_source(make_records(3)).path, "sampling": "all"}
+    with pytest.raises(UserError, match=r"the media root none \(source `it`\) is not a folder"):
+        list_shards(Source(media_root=Path("none"), **fields), 10, 0)
+
+
 def test_shards_come_from_the_cache_while_size_and_time_of_the_manifest_stand():
     """Proven by swapping the records behind the cache's back; the cache lies in Snakemake's folder."""
     source = write_source(make_records(40))

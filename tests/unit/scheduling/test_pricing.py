@@ -223,6 +223,15 @@ def test_stages_ahead_hold_more_microbatches_in_memory(make_pricer, draw_samples
     assert peaks == sorted(set(peaks))
 
 
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_a_frozen_module_holds_its_parameters_alone(make_pricer, draw_samples, module):
+    shapes = draw_samples(16, 0)
+    trained, frozen = make_pricer(make_plan()), make_pricer(make_plan(), frozen=(module,))
+    assignment = at_random(trained, shapes, 0)
+    saved = trained.memory_bytes(shapes, assignment)[module] - frozen.memory_bytes(shapes, assignment)[module]
+    assert saved >= 3 * (4 * 5e5 + 3e5) * (1 - 1e-9)  # gradients and two moments of four layers and the rest
+
+
 def test_parameters_that_do_not_fit_say_so_with_both_numbers(make_pricer):
     with pytest.raises(UserError, match=r"optimiser state take 0.* GiB a device, `cluster\.memory_gib` is 1e-06"):
         make_pricer(make_plan(), dataclasses.replace(CLUSTER, memory_gib=1e-6)).max_bucket_tokens()

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from dflop.config import ClusterConfig, ScheduleConfig
+from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan
 from dflop.scheduling import BatchScheduler, GlobalBatches, Pricer, StepSchedule
 from dflop.training.feed import JobStream, ScheduleFeed, job_of, samples_of
@@ -126,6 +127,13 @@ def test_a_stream_is_its_workers_jobs_step_after_step(case):
     assert set(feed.waited_s) == {1, 2}
     feed.forget(1)
     assert set(feed.waited_s) == {2}
+
+
+def test_a_step_that_could_not_be_scheduled_tells_every_rank_why():
+    store = dist.HashStore()
+    store.set("schedule/0", "failed: UserError: too few samples")
+    with pytest.raises(UserError, match="step 0 could not be scheduled: UserError: too few samples"):
+        ScheduleFeed(store).get(0)
 
 
 def test_a_feed_reads_a_step_once(case):
