@@ -17,7 +17,7 @@ import polars as pl
 import torch
 
 from dflop.costs.model import FEATURES, column_of
-from dflop.models import ModelSpec
+from dflop.models import ModelSpec, check_runnable
 from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 from dflop.models.llava_onevision.stages import LlmStage, VisionStage, build_stage, make_hf_config
 
@@ -50,7 +50,12 @@ def measure_module(
     precision: str,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """Time and saved-activation bytes of `module` at tp=1, each point `repeats` times after a warm-up."""
+    """Time and saved-activation bytes of `module` at tp=1, each point `repeats` times after a warm-up.
+
+    Raises:
+        UserError: when the model's family cannot be run.
+    """
+    check_runnable(spec.family)
     whole_depth = spec.module(module).num_layers
     depths = sorted({1, max(2, min(4, whole_depth))})
     dtype = torch.float64 if precision == "fp64" else torch.float32

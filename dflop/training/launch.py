@@ -16,6 +16,7 @@ import polars as pl
 from dflop.artifacts import written_whole
 from dflop.config import ClusterConfig, Config, select_keys
 from dflop.errors import UserError
+from dflop.models import check_runnable
 from dflop.pipeline import Plan, load_plan
 from dflop.stages import STAGES
 
@@ -28,8 +29,10 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> No
     """Run torchrun to its end.
 
     Raises:
-        UserError: when the plan is for other devices than the config's, or a rank failed.
+        UserError: when the model's family cannot be trained, the plan is for other devices than the config's, or a
+            rank failed.
     """
+    check_runnable(config.model.family)
     loaded = load_plan(plan)
     check_devices(config, loaded)
     per_node = config.cluster.devices_per_node

@@ -2,13 +2,16 @@
 
 `tiny` trains in a minute on two CPU cores and keeps every trait that makes the real family uneven: any
 resolution up to a 6x6 grid of crops, one crop a picture in multi-image samples, pooled video frames.
+`llava_ov_7b` and `llava_ov_72b` have the sizes of `llava-onevision-qwen2-{7b,72b}-ov-hf`; `siglip_llama3_8b`
+and `siglip_llama3_70b` are the same model around Llama 3, of which no checkpoint was released.
 """
 
 from typing import Any
 
 from dflop.errors import UserError
 from dflop.models.llava_onevision.shapes import LlavaOnevisionShapes
-from dflop.models.spec import ModelSpec, ModuleSpec
+from dflop.models.presets import LLMS
+from dflop.models.spec import ModelSpec, vision_and_llm
 
 __all__ = ["PRESETS", "make_spec"]
 
@@ -17,6 +20,30 @@ def _square_grids(image_size: int, largest: int = 6) -> list[list[int]]:
     """Every grid from 1x1 to `largest` x `largest` crops, as `[height, width]` in pixels."""
     sides = [image_size * count for count in range(1, largest + 1)]
     return [[height, width] for height in sides for width in sides]
+
+
+# SigLIP has 27 layers; the model reads the output of the 26th, and the last is left out.
+_SIGLIP_SO400M_384 = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+
+
+def _siglip_with(text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model_type": "llava_onevision",
+        "vision_config": _SIGLIP_SO400M_384,
+        "text_config": text,
+        "image_grid_pinpoints": _square_grids(384),
+        "vision_aspect_ratio": "anyres_max_9",
+        "tie_word_embeddings": False,
+    }
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -45,6 +72,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "image_grid_pinpoints": _square_grids(84),
     },
+    "llava_ov_7b": _siglip_with(LLMS["qwen2_7b"] | {"vocab_size": 152_000}),
+    "llava_ov_72b": _siglip_with(LLMS["qwen2_72b"] | {"vocab_size": 152_128}),
+    "siglip_llama3_8b": _siglip_with(LLMS["llama3_8b"]),
+    "siglip_llama3_70b": _siglip_with(LLMS["llama3_70b"]),
 }
 
 # What a config.json of the family may leave out, and the values that transformers then takes.
@@ -57,45 +88,27 @@ _VISION_DEFAULTS = {
 }
 
 
-def make_spec(name: str, hf_config: dict[str, Any]) -> ModelSpec:
-    """The spec of a model of this family from the fields of its Hugging Face config.
+def make_spec(name: str, hf_config: dict[str, Any], preprocessor: dict[str, Any] | None = None) -> ModelSpec:
+    """The spec of a model of this family from the fields of its Hugging Face config and image processor.
 
     Raises:
         UserError: naming the field that is missing.
     """
     vision = _VISION_DEFAULTS | hf_config.get("vision_config", {})
-    text = hf_config.get("text_config", {})
-    try:
-        llm = ModuleSpec(
-            name="llm",
-            num_layers=text["num_hidden_layers"],
-            hidden_size=text["hidden_size"],
-            num_heads=text["num_attention_heads"],
-            num_kv_heads=text.get("num_key_value_heads", text["num_attention_heads"]),
-        )
-    except KeyError as error:
-        raise UserError(f"the config of {name} has no `text_config.{error.args[0]}`") from None
+    pinpoints = (
+        hf_config.get("image_grid_pinpoints")
+        or (preprocessor or {}).get("image_grid_pinpoints")
+        or _square_grids(vision["image_size"])
+    )
     return ModelSpec(
         family="llava_onevision",
         name=name,
         hf_config=hf_config,
-        modules=(
-            ModuleSpec(
-                name="vision",
-                num_layers=vision["num_hidden_layers"],
-                hidden_size=vision["hidden_size"],
-                num_heads=vision["num_attention_heads"],
-                num_kv_heads=vision["num_attention_heads"],
-            ),
-            llm,
-        ),
+        modules=vision_and_llm(name, vision, hf_config.get("text_config", {})),
         rules=LlavaOnevisionShapes(
             image_size=vision["image_size"],
             patch_size=vision["patch_size"],
-            grid_pinpoints=tuple(
-                (height, width)
-                for height, width in hf_config.get("image_grid_pinpoints") or _square_grids(vision["image_size"])
-            ),
+            grid_pinpoints=tuple((height, width) for height, width in pinpoints),
             max_crops=_max_crops(hf_config.get("vision_aspect_ratio", "anyres_max_9")),
         ),
     )

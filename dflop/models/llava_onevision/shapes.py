@@ -26,6 +26,10 @@ class LlavaOnevisionShapes:
     max_crops: int
 
     @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def patches_per_side(self) -> int:
         return self.image_size // self.patch_size
 
@@ -45,6 +49,9 @@ class LlavaOnevisionShapes:
 
     def audio(self, seconds: float) -> ItemCount:
         return whisper_audio(seconds)
+
+    def in_text(self, kind: str, count: ItemCount) -> str:
+        return f"<{kind}>"
 
 
 @lru_cache(maxsize=1 << 16)

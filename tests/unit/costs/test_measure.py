@@ -8,6 +8,8 @@ import torch
 
 from dflop.costs import fit_costs, measure
 from dflop.costs.model import FEATURES, column_of
+from dflop.errors import UserError
+from dflop.models import internvl
 
 COLUMNS = ("module", "tp", "num_layers", *FEATURES, "pass", "seconds", "peak_bytes", "repeat")
 
@@ -118,3 +120,17 @@ def test_bytes_are_counted_once_a_storage_and_without_parameters():
 
     # The input of the layer and its output, which the square keeps twice.
     assert measure._saved_bytes(forward, layer) == 4 * (5 * 8 + 5 * 8)
+
+
+def test_a_family_that_cannot_be_built_yet_is_refused_before_anything_is_measured(tokenizer):
+    spec = internvl.make_spec("tiny", internvl.PRESETS["tiny"])
+    with pytest.raises(UserError, match="its shapes can be profiled; measuring and training it is not possible yet"):
+        measure.measure_module(
+            spec,
+            "llm",
+            placeholder_ids=tokenizer.placeholder_ids,
+            vocab_size=tokenizer.vocab_size,
+            repeats=1,
+            device=torch.device("cpu"),
+            precision="fp32",
+        )

@@ -15,18 +15,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import LlavaOnevisionConfig, LlavaOnevisionProcessor
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
-from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
+from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel, image_size_to_num_patches
 
 from dflop.models.llava_onevision import PRESETS, LlavaOnevisionShapes, make_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 
-# The geometry of the released models: SigLIP at 384 px in patches of 14, any grid up to 6x6.
-REAL = {
-    "model_type": "llava_onevision",
-    "vision_config": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14},
-    "text_config": PRESETS["tiny"]["text_config"],
-    "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
-}
+# The geometry of the released models (SigLIP at 384 px in patches of 14, any grid up to 6x6) under a small LLM.
+REAL = PRESETS["llava_ov_7b"] | {"text_config": PRESETS["tiny"]["text_config"]}
 GEOMETRIES = {"tiny": PRESETS["tiny"], "real": REAL}
 
 sides = st.one_of(st.integers(1, 4000), st.integers(1, 120))
@@ -51,6 +46,11 @@ class Oracle:
         config = LlavaOnevisionConfig(**fields | {"vision_config": shallow, "text_config": fields["text_config"]})
         with torch.device("meta"):
             self.model = LlavaOnevisionModel(config)
+
+    def crops_by_size(self, width: int, height: int) -> int:
+        return image_size_to_num_patches(
+            (height, width), self.image_processor.image_grid_pinpoints, self.rules.image_size
+        )
 
     def crops(self, width: int, height: int, num_images: int) -> int:
         pictures = [Image.new("RGB", (width, height))] * num_images
@@ -83,6 +83,7 @@ def oracle(request) -> Oracle:
 @example(width=94, height=423)
 def test_a_single_picture_takes_as_many_tokens_as_transformers_gives_it(oracle, width, height):
     count = oracle.rules.image(width, height, 1)
+    assert count.num_items == oracle.crops_by_size(width, height)
     assert count.num_tokens == oracle.placeholder_tokens(width, height)
     assert count.num_tokens == oracle.features(width, height, count.num_items)
 
@@ -143,6 +144,26 @@ def test_frames_pass_through_the_steps_of_a_picture_that_needs_no_cutting():
     np.testing.assert_allclose(item, pixels.images([frame])[0][0], atol=1e-5)
     mean, std = np.array(pixels.processor.image_mean), np.array(pixels.processor.image_std)
     np.testing.assert_allclose(item, ((noise / 255 - mean) / std).transpose(2, 0, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_a_placeholder_stays_in_the_text_as_it_is(kind):
+    rules = make_spec("tiny", PRESETS["tiny"]).rules
+    assert rules.special_tokens == ()
+    assert rules.in_text(kind, rules.video(3)) == f"<{kind}>"
+
+
+def test_every_size_of_the_published_pictures_is_met(shared_data, oracle):
+    """All distinct sizes, up to 2,520 x 8,526, by transformers' functions that need no pixels."""
+    sizes = set()
+    for table in ("coco_val2017", "math_v"):
+        with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
+            sizes |= {(int(row["width"]), int(row["height"])) for row in csv.DictReader(file)}
+    assert len(sizes) > 3000
+    assert (2520, 8526) in sizes
+    for size in sizes:
+        counts = oracle.crops_by_size(*size), oracle.placeholder_tokens(*size)
+        assert oracle.rules.image(*size, 1) == counts, size
 
 
 @pytest.mark.parametrize("table", ["coco_val2017", "math_v"])

@@ -51,6 +51,12 @@ def test_nothing_is_started_for_a_plan_that_does_not_fit(tmp_path):
         launch_ranks(load_config(), plan=tmp_path / "none.yaml", arguments={})
 
 
+def test_nothing_is_started_for_a_family_that_cannot_be_trained_yet(tmp_path):
+    config = load_config({"model": {"family": "internvl"}})
+    with pytest.raises(UserError, match="its shapes can be profiled; measuring and training it is not possible yet"):
+        launch_ranks(config, plan=tmp_path / "none.yaml", arguments={})
+
+
 def test_several_nodes_need_the_jobs_node_list(tmp_path, monkeypatch):
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         monkeypatch.delenv(name, raising=False)

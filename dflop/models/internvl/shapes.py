@@ -1,0 +1,89 @@
+"""InternVL's shape rules: from the size of a picture or clip to tiles and tokens.
+
+A picture is stretched over the grid of tiles that is closest to its aspect ratio, however few pixels it
+has; where that is more than one tile, a tile with the whole picture follows. Pictures of one sample share
+the largest number of tiles. A frame is one tile, and every tile takes the same number of tokens. The tests
+compare every number with transformers' own processor and model.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dflop.models.audio import whisper_audio
+from dflop.models.spec import ItemCount
+
+__all__ = ["InternvlShapes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternvlShapes:
+    """The rules for one encoder resolution.
+
+    A grid has `min_tiles` to `max_tiles` tiles, that of the whole picture not counted; `downsample_ratio` is
+    what pixel shuffle leaves of each side of a tile's patches.
+    """
+
+    image_size: int
+    patch_size: int
+    downsample_ratio: float
+    min_tiles: int
+    max_tiles: int
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return ("<img>", "</img>")
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """What the LLM sees of a tile; the encoder computes on `1 / downsample_ratio**2` as many and a class token."""
+        return int(self.image_size // self.patch_size * self.downsample_ratio) ** 2
+
+    def image(self, width: int, height: int, num_images: int) -> ItemCount:
+        # InternVL's training code cuts the number for each picture; transformers' processor leaves that to its caller.
+        most = max(1, self.max_tiles // num_images)
+        return self._tiles(_num_tiles(width, height, self.image_size, self.min_tiles, most))
+
+    def video(self, num_frames: int) -> ItemCount:
+        return self._tiles(num_frames)
+
+    def audio(self, seconds: float) -> ItemCount:
+        return whisper_audio(seconds)
+
+    def in_text(self, kind: str, count: ItemCount) -> str:
+        if kind == "image":
+            return "<img><image></img>"
+        if kind == "video":
+            return "\n".join(f"Frame{number}: <img><video></img>" for number in range(1, count.num_items + 1))
+        return f"<{kind}>"
+
+    def _tiles(self, num_tiles: int) -> ItemCount:
+        return ItemCount(num_tiles, num_tiles * self.tokens_per_tile)
+
+
+@lru_cache(maxsize=1 << 16)
+def _num_tiles(width: int, height: int, image_size: int, min_tiles: int, max_tiles: int) -> int:
+    """Tiles of the grid closest to the picture's aspect ratio; where they are several, one more for the whole.
+
+    Of grids that are equally close it is the largest whose area the picture has more than half of, if any, else
+    the smallest.
+    """
+    grids = _grids(min_tiles, max_tiles)
+    if not grids:
+        return 1
+    distances = [abs(width / height - columns / rows) for columns, rows in grids]
+    closest = min(distances)
+    tied = [columns * rows for (columns, rows), far in zip(grids, distances, strict=True) if far == closest]
+    covered = [num_tiles for num_tiles in tied if 2 * width * height > num_tiles * image_size**2]
+    num_tiles = max(covered, default=min(tied))
+    return num_tiles + 1 if num_tiles > 1 else 1
+
+
+@lru_cache(maxsize=256)
+def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
+    """All (columns, rows) of `min_tiles` to `max_tiles` tiles."""
+    return tuple(
+        (columns, rows)
+        for columns in range(1, max_tiles + 1)
+        for rows in range(1, max_tiles // columns + 1)
+        if columns * rows >= min_tiles
+    )

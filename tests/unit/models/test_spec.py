@@ -1,0 +1,123 @@
+"""A spec comes from a preset or a checkpoint of any family; what cannot be loaded or run says so, with the way out."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+from dflop.config import ModelConfig
+from dflop.errors import UserError
+from dflop.models import check_runnable, internvl, llava_onevision, load_model_spec
+
+FAMILIES = {"internvl": internvl, "llava_onevision": llava_onevision}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """`checkpoint("config.json", fields)` writes a file of a checkpoint and returns its folder."""
+
+    def write(name: str, fields: object) -> Path:
+        (tmp_path / name).write_text(json.dumps(fields), encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+def refusal(**model) -> str:
+    with pytest.raises(UserError) as caught:
+        load_model_spec(ModelConfig(**model))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_preset_is_found_by_its_family(family):
+    for preset in FAMILIES[family].PRESETS:
+        spec = load_model_spec(ModelConfig(family=family, preset=preset))
+        assert (spec.family, spec.name) == (family, preset)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_is_read_as_the_preset_with_the_same_fields_would_be(family, checkpoint):
+    fields = FAMILIES[family].PRESETS["tiny"]
+    folder = checkpoint("config.json", fields)
+    spec = load_model_spec(ModelConfig(family=family, path=str(folder)))
+    preset = FAMILIES[family].make_spec("tiny", fields)
+    assert spec.name == folder.name
+    assert (spec.rules, spec.modules, spec.hf_config) == (preset.rules, preset.modules, fields)
+
+
+def test_a_preset_or_family_that_is_not_there_lists_those_that_are():
+    assert refusal(family="internvl", preset="llava_ov_7b") == (
+        f"`model.preset` is 'llava_ov_7b'; internvl has {', '.join(internvl.PRESETS)}"
+    )
+    assert "must be one of internvl, llava_onevision" in refusal(family="qwen_vl")
+
+
+def test_a_checkpoint_of_another_family_names_the_family(checkpoint):
+    folder = str(checkpoint("config.json", {"model_type": "internvl"}))
+    message = refusal(path=folder)
+    assert f"`model.path` {folder} holds a 'internvl' model, but `model.family` is 'llava_onevision'" in message
+    assert message.endswith("use `model.family: internvl`")
+    checkpoint("config.json", {"model_type": "internvl_chat"})
+    assert refusal(family="internvl", path=folder).endswith("(of InternVL the checkpoints whose names end in -hf)")
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, checkpoint):
+    message = refusal(path=str(tmp_path))
+    assert "it has no config.json" in message
+    assert "name the folder that `save_pretrained` wrote" in message
+    checkpoint("config.json", ["a list"])
+    assert "config.json holds a list" in refusal(path=str(tmp_path))
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    assert "config.json cannot be read" in refusal(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_without_the_llms_sizes_names_the_field(family, checkpoint):
+    folder = checkpoint("config.json", {"model_type": family, "text_config": {"num_hidden_layers": 2}})
+    assert refusal(family=family, path=str(folder)).endswith("has no `text_config.hidden_size`")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"preprocessor_config.json": {"min_patches": 2, "max_patches": 6}},
+        {"processor_config.json": {"image_processor": {"max_patches": 7}}},
+        {
+            "processor_config.json": {"image_processor": {"max_patches": 7}},
+            "preprocessor_config.json": {"min_patches": 2, "max_patches": 6},
+        },
+        {"processor_config.json": {"image_seq_length": 4}, "preprocessor_config.json": {"max_patches": 6}},
+    ],
+)
+def test_the_numbers_of_tiles_are_those_of_the_image_processor_that_transformers_loads(checkpoint, files):
+    folder = checkpoint("config.json", internvl.PRESETS["tiny"])
+    for name, fields in files.items():
+        checkpoint(name, fields)
+    rules = load_model_spec(ModelConfig(family="internvl", path=str(folder))).rules
+    processor = GotOcr2ImageProcessorPil.from_pretrained(folder) if files else GotOcr2ImageProcessorPil()
+    assert (rules.min_tiles, rules.max_tiles) == (processor.min_patches, processor.max_patches)
+
+
+def test_a_number_of_tiles_that_is_none_is_refused(checkpoint):
+    checkpoint("config.json", internvl.PRESETS["tiny"])
+    folder = checkpoint("preprocessor_config.json", {"max_patches": None})
+    assert refusal(family="internvl", path=str(folder)).endswith("has `max_patches` None; it must be a whole number")
+
+
+def test_the_grids_are_those_of_the_image_processor_where_the_config_names_none(checkpoint):
+    fields = {key: value for key, value in llava_onevision.PRESETS["tiny"].items() if key != "image_grid_pinpoints"}
+    folder = checkpoint("config.json", fields)
+    LlavaOnevisionImageProcessorPil(image_grid_pinpoints=[[84, 168], [168, 84]]).save_pretrained(folder)
+    assert load_model_spec(ModelConfig(path=str(folder))).rules.grid_pinpoints == ((84, 168), (168, 84))
+
+
+def test_a_family_of_which_only_the_shapes_are_known_says_what_can_be_run():
+    check_runnable("llava_onevision")
+    with pytest.raises(UserError) as caught:
+        check_runnable("internvl")
+    assert "`model.family` is 'internvl': its shapes can be profiled; measuring and training" in str(caught.value)
+    assert "use `model.family: llava_onevision`" in str(caught.value)
