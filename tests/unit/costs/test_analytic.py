@@ -1,0 +1,509 @@
+"""Counts agree with torch's own on the real modules; what is made of them looks and fits as measurements do."""
+
+import re
+from copy import deepcopy
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from dflop.costs import CostModel, Loads, analytic_points, fit_costs, load_device, measure, module_work
+from dflop.costs.model import FEATURES, Coefficients, column_of
+from dflop.errors import UserError
+from dflop.models import ModelSpec, internvl, llava_onevision
+from dflop.models.attention import PACKED
+from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
+from dflop.models.llava_onevision.stages import LlmStage, VisionStage
+from dflop.store import write_costs
+
+FAMILIES = {"internvl": internvl, "llava_onevision": llava_onevision}
+PRESETS = [(family, name) for family, module in FAMILIES.items() for name in module.PRESETS]
+
+# Changes to a family's tiny preset that the real encoders and LLMs have, and sizes that no two share.
+VARIANTS = {
+    "siglip_qwen2": ("llava_onevision", {}, {"vocab_size": 1000}),
+    "siglip_llama": (
+        "llava_onevision",
+        {"image_size": 90},  # does not divide into patches
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    ),
+    "internvit_qwen3": ("internvl", {}, {"model_type": "qwen3", "head_dim": 40}),
+    "internvit_6b_llama": (
+        "internvl",
+        {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"},
+        {"model_type": "llama"},
+    ),
+    "internvit_with_last_norm": ("internvl", {"use_mean_pooling": False, "use_mask_token": True}, {}),
+}
+
+
+def make_spec(family: str, fields: dict) -> ModelSpec:
+    return FAMILIES[family].make_spec("tried", fields)
+
+
+def variant(name: str, depth: int = 2, **top_level) -> ModelSpec:
+    family, vision, text = VARIANTS[name]
+    fields = deepcopy(FAMILIES[family].PRESETS["tiny"]) | top_level
+    fields["vision_config"] |= vision | {"num_hidden_layers": depth}
+    fields["text_config"] |= text | {"num_hidden_layers": depth}
+    return make_spec(family, fields)
+
+
+def shallow_preset(family: str, name: str) -> ModelSpec:
+    fields = deepcopy(FAMILIES[family].PRESETS[name])
+    for section in ("vision_config", "text_config"):
+        fields[section]["num_hidden_layers"] = 2
+    return make_spec(family, fields)
+
+
+def build(spec: ModelSpec, attention: str, device: str = "meta") -> PreTrainedModel:
+    fields = deepcopy(spec.hf_config)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config.text_config._attn_implementation, config.vision_config._attn_implementation = attention, "sdpa"
+    with torch.device(device):
+        model = AutoModelForImageTextToText.from_config(config)
+    config.text_config._attn_implementation, config.vision_config._attn_implementation = attention, "sdpa"
+    return model.train()
+
+
+def make_loads(num_items=0, num_tokens=0, sum_sq_tokens=0, num_targets=0) -> Loads:
+    return Loads(*(np.asarray(value, dtype=float) for value in (num_items, num_tokens, sum_sq_tokens, num_targets)))
+
+
+def whole(spec: ModelSpec, module: str, count, tp: int = 1) -> float:
+    """`count(part)` of the rest and of every layer."""
+    work = module_work(spec, module, tp)
+    return float(count(work.rest) + spec.module(module).num_layers * count(work.layer))
+
+
+def square_flops(spec: ModelSpec, module: str, loads: Loads) -> float:
+    """Of one forward pass, attention counted in full as torch counts it."""
+    return whole(spec, module, lambda part: part.dense_flops(loads) + part.square_flops(loads))
+
+
+def run_vision(model: PreTrainedModel, spec: ModelSpec, num_items: int) -> torch.Tensor:
+    side = spec.rules.image_size
+    device = model.lm_head.weight.device
+    items = torch.randn(num_items, 3, side, side, device=device, requires_grad=True)
+    if spec.family == "internvl":
+        return model.model.get_image_features(pixel_values=items).pooler_output
+    media = tuple((MediumLayout("image", 1, side, side),) for _ in range(num_items))
+    batch = VisualBatch(items=items, media=media, kept_tokens=(1 << 30,) * num_items)
+    return torch.cat(VisionStage(model)(batch))
+
+
+def run_llm(model: PreTrainedModel, num_segments: int, length: int, num_targets: int) -> torch.Tensor:
+    """What our stages do to packed text, all of it visual; one row a segment where attention is not packed."""
+    language_model, device = model.model.language_model, model.lm_head.weight.device
+    num_tokens = num_segments * length
+    targets = torch.arange(num_targets, device=device)
+    hidden_size = language_model.config.hidden_size
+    features = torch.randn(num_tokens, hidden_size, device=device, requires_grad=True)
+    if language_model.config._attn_implementation == PACKED:
+        batch = TextBatch(
+            token_ids=torch.zeros(num_tokens, dtype=torch.long),
+            position_ids=torch.arange(length).repeat(num_segments),
+            segment_ends=[length * (index + 1) for index in range(num_segments)],
+            visual_positions=(torch.arange(num_tokens),),
+            target_positions=targets,
+            target_ids=torch.zeros(num_targets, dtype=torch.long),
+        )
+        stage = LlmStage(model, range(len(language_model.layers)), is_first=True, is_last=True)
+        return stage(stage.embed(batch, [features]), batch)
+    hidden = features.view(num_segments, length, hidden_size)
+    rotary = language_model.rotary_emb(hidden, torch.arange(length, device=device)[None])
+    for layer in language_model.layers:
+        hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
+    logits = model.lm_head(language_model.norm(hidden.flatten(0, 1)[targets]))
+    return cross_entropy(logits.float(), torch.zeros(num_targets, dtype=torch.long, device=device), reduction="sum")
+
+
+def counted_flops(forward) -> tuple[int, int]:
+    """torch's count of forward, and of backward."""
+    with FlopCounterMode(display=False) as in_forward:
+        output = forward()
+    with FlopCounterMode(display=False) as in_backward:
+        output.sum().backward()
+    return in_forward.get_total_flops(), in_backward.get_total_flops()
+
+
+SPECS = {name: variant(name) for name in VARIANTS}
+SPECS |= {name: shallow_preset(family, name) for family, name in PRESETS if name != "tiny"}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("num_items", [1, 7])
+def test_the_encoders_flops_are_those_that_torch_counts(name, num_items):
+    spec = SPECS[name]
+    forward, backward = counted_flops(lambda: run_vision(build(spec, "eager"), spec, num_items))
+    expected = square_flops(spec, "vision", make_loads(num_items))
+    assert forward == pytest.approx(expected, rel=1e-9)
+    assert backward == pytest.approx(2 * expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("num_segments", "length", "num_targets"), [(1, 640, 100), (5, 64, 320), (32, 8, 1)])
+def test_the_llms_flops_are_those_that_torch_counts(name, num_segments, length, num_targets):
+    spec = SPECS[name]
+    forward, backward = counted_flops(lambda: run_llm(build(spec, "eager"), num_segments, length, num_targets))
+    loads = make_loads(0, num_segments * length, num_segments * length**2, num_targets)
+    expected = square_flops(spec, "llm", loads)
+    assert forward == pytest.approx(expected, rel=1e-9)
+    assert backward == pytest.approx(2 * expected, rel=1e-9)
+
+
+def test_packed_attention_computes_half_of_what_torch_counts_for_it():
+    spec = SPECS["siglip_qwen2"]
+    loads = make_loads(0, 640, 5 * 128**2, 64)
+    with sdpa_kernel(SDPBackend.MATH):  # torch does not count the CPU's fused kernel
+        forward, _ = counted_flops(lambda: run_llm(build(spec, PACKED, "cpu"), 5, 128, 64))
+    assert forward == pytest.approx(square_flops(spec, "llm", loads), rel=1e-9)
+    layer = module_work(spec, "llm").layer
+    assert layer.attention_flops(loads) == layer.square_flops(loads) / 2
+    seen = module_work(spec, "vision").layer  # nothing is hidden from an encoder
+    assert seen.attention_flops(make_loads(3)) == seen.square_flops(make_loads(3))
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_the_model(name, tied):
+    spec = SPECS[name]
+    spec = make_spec(spec.family, spec.hf_config | {"tie_word_embeddings": tied})
+    model = build(spec, "eager")
+    llm = {id(weight): weight for weight in (*model.model.language_model.parameters(), model.lm_head.weight)}
+    parts = {"vision": [weight for weight in model.parameters() if id(weight) not in llm], "llm": llm.values()}
+    for module, weights in parts.items():
+        expected = 4 * sum(weight.numel() for weight in weights)
+        frame = analytic_points(spec, module, 1, load_device("a100-80g")).parameters
+        found = {row["part"]: row["parameter_bytes"] for row in frame.iter_rows(named=True)}
+        assert found["rest"] + 2 * found["layer"] == expected
+        assert found["layer_input"] == 0
+
+
+@pytest.mark.parametrize(("family", "silent"), [("internvl", True), ("llava_onevision", False)])
+def test_a_config_that_does_not_say_whether_the_head_is_the_embedding_is_read_as_transformers_does(family, silent):
+    fields = {key: value for key, value in FAMILIES[family].PRESETS["tiny"].items() if key != "tie_word_embeddings"}
+    spec = make_spec(family, fields)
+    model = build(spec, "eager")
+    assert (model.lm_head.weight is model.model.language_model.embed_tokens.weight) == silent
+    tied = make_spec(family, fields | {"tie_word_embeddings": silent})
+    assert module_work(spec, "llm") == module_work(tied, "llm")
+
+
+def saved_bytes(model: PreTrainedModel, forward) -> int:
+    def in_bf16():
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward()
+
+    return measure._saved_bytes(in_bf16, model)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_an_encoder_keeps_is_what_autograd_keeps(name):
+    spec = variant(name)
+    model = build(spec, "sdpa", "cpu")
+    for num_items in (2, 9):
+        found = saved_bytes(model, lambda num_items=num_items: run_vision(model, spec, num_items))
+        expected = whole(spec, "vision", lambda part, num_items=num_items: part.saved_bytes(make_loads(num_items)))
+        assert found == pytest.approx(expected, rel=1e-3)  # a table of position ids is not counted
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_an_llm_keeps_is_what_autograd_keeps(name):
+    spec = variant(name)
+    model = build(spec, PACKED, "cpu")
+    for num_segments, length, num_targets in ((1, 160, 40), (4, 200, 777)):
+        num_tokens = num_segments * length
+        found = saved_bytes(model, lambda form=(num_segments, length, num_targets): run_llm(model, *form))
+        # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well.
+        attention = model.model.language_model.layers[0].self_attn.o_proj.in_features
+        copies = 2 * 2 * num_tokens * attention
+        loads = make_loads(0, num_tokens, num_segments * length**2, num_targets)
+        expected = whole(spec, "llm", lambda part, loads=loads: part.saved_bytes(loads))
+        assert found - copies == pytest.approx(expected, rel=1e-5)  # nor the loss's weight
+
+
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_checkpointing_keeps_a_layers_input_in_fp32(module):
+    spec = variant("internvit_6b_llama", depth=1)
+    model = build(spec, PACKED if module == "llm" else "sdpa", "cpu")
+    seen = []
+    layers = model.model.language_model.layers if module == "llm" else model.model.vision_tower.encoder.layer
+    layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        run_llm(model, 2, 30, 5) if module == "llm" else run_vision(model, spec, 3)
+    loads = make_loads(0, 60, 1800, 5) if module == "llm" else make_loads(3)
+    assert module_work(spec, module).input_bytes(loads) == seen[0].nbytes
+
+
+@pytest.fixture(scope="module")
+def h100():
+    return load_device("h100-80g")
+
+
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_points_have_the_columns_that_measuring_gives(module, tiny_spec, tokenizer, h100, monkeypatch):
+    monkeypatch.setattr(measure, "_NUM_ITEMS", (1,))
+    monkeypatch.setattr(measure, "_NUM_TOKENS", (32,))
+    measured = measure.measure_module(
+        tiny_spec,
+        module,
+        placeholder_ids=tokenizer.placeholder_ids,
+        vocab_size=tokenizer.vocab_size,
+        repeats=1,
+        device=torch.device("cpu"),
+        precision="bf16",
+    )
+    points = analytic_points(tiny_spec, module, 1, h100)
+    assert points.measurements.schema == measured.measurements.schema
+    assert points.parameters.schema == measured.parameters.schema
+    layers = [frame.filter(pl.col("part") != "rest") for frame in (points.parameters, measured.parameters)]
+    assert layers[0].equals(layers[1])
+
+
+def test_points_cover_what_real_models_see(h100):
+    spec = SPECS["llava_ov_7b"]
+    vision = analytic_points(spec, "vision", 1, h100).measurements
+    assert (vision["num_items"].min(), vision["num_items"].max()) == (1, 2000)
+    llm = analytic_points(spec, "llm", 1, h100).measurements
+    assert (llm["num_tokens"].min(), llm["num_tokens"].max()) == (64, 131_072)
+    num_segments = llm["num_tokens"].cast(pl.Float64) ** 2 / llm["sum_sq_tokens"]
+    assert (num_segments.min(), num_segments.max()) == (1, 64)
+    assert set(llm["num_layers"]) == set(vision["num_layers"]) == {1, 4}
+    assert (llm["seconds"] > 0).all()
+
+
+@pytest.mark.parametrize("device", ["a100-80g", "h100-80g", "h200-141g"])
+@pytest.mark.parametrize(
+    ("family", "name", "tp"),
+    [("llava_onevision", "llava_ov_7b", 2), ("internvl", "internvl_78b", 1), ("internvl", "tiny", 1)],
+)
+def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp, device, tmp_path):
+    spec, model = make_spec(family, FAMILIES[family].PRESETS[name]), load_device(device)
+    both = [analytic_points(spec, module, tp, model) for module in ("vision", "llm")]
+    measurements = pl.concat([points.measurements for points in both])
+    tables = fit_costs(measurements, pl.concat([points.parameters for points in both]))
+    # What the fit leaves is where a product is bound by memory, and not by computing.
+    assert (tables["fit_error"]["p95_error"] < 0.05).all()
+    path = tmp_path / "costs.duckdb"
+    write_costs(path, {"measurements": measurements, "device": pl.DataFrame({"device": [device]}), **tables}, {})
+    costs, loads = CostModel.load(path), make_loads(0, 6000, 9e6, 1500)
+    kept = costs.stage_memory("llm", tp, 20, loads, with_rest=True)
+    work = module_work(spec, "llm", tp)
+    expected = 20 * work.layer.saved_bytes(loads) + work.rest.saved_bytes(loads)
+    assert float(kept.activation_bytes) == pytest.approx(float(expected), rel=1e-3)
+    assert kept.resident_bytes == 16 * (20 * work.layer.num_parameters + work.rest.num_parameters)
+    checkpointed = costs.stage_memory("llm", tp, 20, loads, with_rest=True, checkpointing=True)
+    assert checkpointed.activation_bytes < kept.activation_bytes / 2
+
+
+@pytest.mark.parametrize("device", ["a100-80g", "h100-80g", "h200-141g"])
+@pytest.mark.parametrize(("family", "name"), [entry for entry in PRESETS if entry[1] != "tiny"])
+def test_a_large_microbatch_runs_at_a_share_of_the_peak_that_training_is_known_to_reach(family, name, device):
+    spec, model = SPECS[name], load_device(device)
+    for module, wanted in (("vision", {"num_items": 55}), ("llm", {"num_tokens": 8192})):
+        points = analytic_points(spec, module, 1, model).measurements.filter(pl.col("num_layers") == 4)
+        for one in points.filter(pl.col(key) == count for key, count in wanted.items()).partition_by("sum_sq_tokens"):
+            loads = make_loads(*(one[feature][0] for feature in FEATURES))
+            work = module_work(spec, module)
+            flops = sum(
+                times * (part.dense_flops(loads) + part.attention_flops(loads))
+                for part, times in ((work.layer, 4), (work.rest, 1))
+            )
+            assert 0.25 < 3 * flops / one["seconds"].sum() / model.peak_flops_per_s < 0.65
+
+
+@given(
+    module=st.sampled_from(["vision", "llm"]),
+    less=st.lists(st.integers(0, 10**5), min_size=4, max_size=4),
+    more=st.lists(st.integers(0, 10**5), min_size=4, max_size=4),
+)
+def test_more_load_never_does_less(module, less, more):
+    work = module_work(SPECS["internvl_78b"], module)
+    small, large = make_loads(*less), make_loads(*np.add(less, more))
+    for part in (work.layer, work.rest):
+        for name in ("dense_flops", "square_flops", "matmul_bytes", "pointwise_bytes", "saved_bytes", "size"):
+            assert getattr(part, name)(large) >= getattr(part, name)(small)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_seconds_and_bytes_grow_with_every_load(direction, tp, h100):
+    spec = SPECS["llava_ov_7b"]
+    vision, llm = (analytic_points(spec, module, tp, h100).measurements for module in ("vision", "llm"))
+    for frame in vision.filter(pl.col("pass") == direction).partition_by("num_layers"):
+        for column in ("seconds", "peak_bytes"):
+            assert frame[column].diff().drop_nulls().min() > 0
+    llm = llm.filter(pl.col("pass") == direction).with_columns(
+        num_segments=pl.col("num_tokens") ** 2 // pl.col("sum_sq_tokens")
+    )
+    for frame in llm.partition_by("num_layers", "num_segments"):
+        for column in ("seconds", "peak_bytes"):
+            assert frame[column].diff().drop_nulls().min() > 0
+
+
+def test_backward_takes_longer_than_forward_and_more_layers_longer_than_few(h100):
+    for module in ("vision", "llm"):
+        frame = analytic_points(SPECS["internvl_8b"], module, 1, h100).measurements
+        forward, backward = (frame.filter(pl.col("pass") == name)["seconds"] for name in ("forward", "backward"))
+        assert (backward > 1.9 * forward).all()
+        shallow, deep = (frame.filter(pl.col("num_layers") == depth)["seconds"] for depth in (1, 4))
+        assert (deep > 1.5 * shallow).all()
+
+
+def ratio(whole_work: Coefficients, share: Coefficients) -> set[float]:
+    pairs = zip((whole_work.const, *whole_work.per_load), (share.const, *share.per_load), strict=True)
+    return {round(part / full, 9) for full, part in pairs if full}
+
+
+@pytest.mark.parametrize("name", ["llava_ov_72b", "internvl_8b", "siglip_llama"])
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_tensor_parallelism_halves_products_and_leaves_norms_whole(name, module):
+    spec = SPECS[name] if name != "siglip_llama" else make_spec(
+        "llava_onevision", deepcopy(llava_onevision.PRESETS["siglip_llama3_8b"])
+    )  # fmt: skip
+    one, two = module_work(spec, module), module_work(spec, module, 2)
+    assert ratio(one.layer.dense_flops, two.layer.dense_flops) == {0.5}
+    assert ratio(one.layer.square_flops, two.layer.square_flops) == {0.5}
+    assert ratio(one.layer.size, two.layer.size) == {0.5}
+    assert one.layer.num_matrix_parameters == 2 * two.layer.num_matrix_parameters
+    hidden = spec.module(module).hidden_size
+    norms = 2 * two.layer.num_parameters - one.layer.num_parameters
+    # A gain for each of two RMSNorms; or two each of LayerNorms, and the biases after both reductions (and scales).
+    assert norms == (2 if module == "llm" else 6 + 2 * (spec.family == "internvl")) * hidden
+    assert all(0.5 < share < 1 for share in ratio(one.layer.pointwise_bytes, two.layer.pointwise_bytes))
+    kept = [work.layer.saved_bytes.per_load[0 if module == "vision" else 1] for work in (one, two)]
+    assert 0.5 < kept[1] / kept[0] < 1
+    assert one.input_bytes == two.input_bytes
+
+
+def test_the_vocabulary_is_divided_and_the_patch_embedding_is_not():
+    spec = SPECS["llava_ov_7b"]
+    one, two = module_work(spec, "llm"), module_work(spec, "llm", 2)
+    assert ratio(one.rest.dense_flops, two.rest.dense_flops) == {0.5}
+    assert 2 * two.rest.num_parameters - one.rest.num_parameters == 3584  # the last norm
+    one, two = module_work(spec, "vision"), module_work(spec, "vision", 2)
+    projector = 1152 * 3584 + 3584**2
+    assert one.rest.num_matrix_parameters - two.rest.num_matrix_parameters == projector / 2
+
+
+def test_a_layer_reduces_its_hidden_states_twice_in_either_direction(h100):
+    spec, loads = SPECS["llava_ov_7b"], make_loads(0, 1000, 10**6, 0)
+    for tp in (1, 2, 4):
+        layer = module_work(spec, "llm", tp).layer
+        assert [float(reduced(loads)) for reduced in layer.reduced_bytes] == [2 * 2 * 3584 * 1000] * 2
+    two, four = (analytic_points(spec, "llm", tp, h100).measurements for tp in (2, 4))
+    busiest = pl.col("num_tokens") == 131_072
+    assert (four.filter(busiest)["seconds"] < two.filter(busiest)["seconds"]).all()
+    # Many ranks help a large microbatch, and not a small one, whose norms and launches stay.
+    smallest = pl.col("num_tokens") == 64
+    assert (four.filter(smallest)["seconds"] > 0.5 * two.filter(smallest)["seconds"]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "tp", "reason"),
+    [
+        ("llava_ov_7b", "llm", 8, "28 attention heads and 4 key-value heads of tried; use one of 1, 2, 4"),
+        ("internvl_78b", "vision", 2, "25 attention heads and 25 key-value heads of tried; use one of 1, 5, 25"),
+        ("internvl_2b", "llm", 0, "12 attention heads and 2 key-value heads of tried; use one of 1, 2"),
+    ],
+)
+def test_a_tp_that_does_not_divide_the_heads_names_those_that_do(name, module, tp, reason, h100):
+    with pytest.raises(UserError, match=f"^tp={tp} does not divide {module}'s {reason}$"):
+        analytic_points(SPECS[name], module, tp, h100)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "reason"),
+    [
+        ("text_config", {"model_type": "mamba"}, "is a 'mamba', of which no analytic costs are known .*qwen2, qwen3"),
+        ("text_config", {"intermediate_size": None}, "has no `text_config.intermediate_size`"),
+        ("text_config", {"vocab_size": None}, "has no `text_config.vocab_size`"),
+        ("vision_config", {"intermediate_size": None}, "has no `vision_config.intermediate_size`"),
+        ("vision_config", {"vision_use_head": True}, "set `vision_config.vision_use_head` to false"),
+    ],
+)
+def test_a_model_that_cannot_be_counted_is_refused(section, change, reason):
+    fields = deepcopy(llava_onevision.PRESETS["tiny"])
+    fields[section] |= change
+    with pytest.raises(UserError, match=reason):
+        module_work(make_spec("llava_onevision", fields), "llm" if section == "text_config" else "vision")
+
+
+def test_products_reach_their_share_of_the_peak_where_they_are_large(h100):
+    rates = h100.matmul_flops_per_s(np.array([0.0, 1e5, h100.matmul_half_size, 1e7, 1e12])) / h100.peak_flops_per_s
+    assert (np.diff(rates) > 0).all()
+    assert rates[2] == pytest.approx(h100.matmul_share / 2)
+    assert rates[-1] == pytest.approx(h100.matmul_share, rel=1e-3)
+
+
+def test_a_device_that_is_not_known_names_those_that_are_and_the_way_to_add_one():
+    with pytest.raises(UserError) as caught:
+        load_device("h100")
+    assert "no device is called 'h100'; known are a100-80g, h100-80g, h200-141g. To add one, copy" in str(caught.value)
+
+
+ENTRY = """
+mine:
+  peak_flops_per_s: 200e12
+  memory_bytes_per_s: 1.0e12
+  memory_bytes: 48e9
+  link_bytes_per_s: 64e9
+  matmul_share: 0.7
+  matmul_half_size: 500000
+  attention_share: 0.4
+  memory_share: 0.8
+  link_share: 0.7
+  launch_s: 0
+"""
+
+
+def test_a_file_of_ones_own_adds_devices_and_replaces_ours(tmp_path):
+    path = tmp_path / "devices.yaml"
+    path.write_text(ENTRY + ENTRY.replace("mine", "a100-80g"), encoding="utf-8")
+    assert (load_device("mine", path).peak_flops_per_s, load_device("mine", path).launch_s) == (2e14, 0)
+    assert load_device("a100-80g", path).memory_bytes == 48e9
+    assert load_device("h100-80g", path) == load_device("h100-80g")
+    with pytest.raises(UserError, match=r"known are .*h200-141g, mine\."):
+        load_device("yours", path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("  link_share: 0.7\n", "", "`mine.link_share` is missing"),
+        ("link_share: 0.7", "link_share: 70", "`mine.link_share` is 70; it must be a share, above 0 and at most 1"),
+        ("memory_bytes: 48e9", "memory_bytes: 48 GB", "`mine.memory_bytes` is '48 GB'; it must be a number above 0"),
+        ("memory_bytes: 48e9", "memory_bytes: -1", "`mine.memory_bytes` is -1; it must be"),
+        ("memory_bytes: 48e9", "memory_bytes: true", "`mine.memory_bytes` is True; it must be"),
+        ("memory_bytes: 48e9", "memory_bytes: .nan", "`mine.memory_bytes` is nan; it must be"),
+        ("memory_bytes: 48e9", "memory_bytes: [1]", r"`mine.memory_bytes` is \[1\]; it must be"),
+        ("launch_s", "launch_us", "`mine.launch_us` is not known; the keys are peak_flops_per_s, "),
+        (ENTRY, "mine: fast", "`mine` must hold the keys peak_flops_per_s, "),
+        (ENTRY, "- mine", "holds a list; it must hold one entry a device"),
+        (ENTRY, "mine: [", "cannot be read"),
+    ],
+)
+def test_an_entry_that_is_no_device_names_the_file_and_the_key(old, new, reason, tmp_path):
+    path = tmp_path / "devices.yaml"
+    path.write_text(ENTRY.replace(old, new), encoding="utf-8")
+    with pytest.raises(UserError, match=f"{re.escape(str(path))}.*{reason}"):
+        load_device("mine", path)
+
+
+def test_a_file_that_is_not_there_says_so(tmp_path):
+    with pytest.raises(UserError, match=r"none\.yaml cannot be read"):
+        load_device("mine", tmp_path / "none.yaml")
+
+
+def test_every_part_of_a_fitted_table_has_a_column_for_each_load(h100):
+    points = analytic_points(SPECS["internvl_8b"], "llm", 1, h100)
+    inputs = {row["part"]: row for row in points.parameters.iter_rows(named=True)}["layer_input"]
+    assert inputs[column_of("num_tokens", "bytes")] == 4 * 3584
