@@ -27,7 +27,7 @@ def cli() -> None:
     """Plan and run multimodal-LLM training around the data.
 
     The workflow runs these commands in this order: demo-data (for the demo), profile-shapes, merge-shapes,
-    profile-costs, fit-costs, plan, schedule, train, report. Each can also be run by hand.
+    plot-shapes, profile-costs, fit-costs, plan, schedule, train, report. Each can also be run by hand.
     """
 
 
@@ -84,52 +84,80 @@ def demo_data(out: Path, records: int, seed: int) -> None:
 @_config_option
 @click.option("--shard", required=True, help="Name of the shard (`dflop list-shards` prints them).")
 @click.option("--out", type=_FILE, required=True, help="Parquet file to write.")
-def profile_shapes(configs: tuple[str, ...], shard: str, out: Path) -> None:
+@click.option("--workers", type=click.IntRange(min=1), help="Processes that share the shard; one a core if not given.")
+def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int | None) -> None:
     """Read the shapes of one shard's samples from media headers and text."""
     from dflop.artifacts import written_whole
-    from dflop.data import ChatTokenizer, list_shards, list_sources, profile_records, read_manifest
+    from dflop.data import ChatTokenizer, ShapeReader, profile_shard
     from dflop.models import load_model_spec
 
     config = _load("profile-shapes", configs)
     data = config.data
-    for source in list_sources(data):
-        found = [entry for entry in list_shards(source, data.samples_per_shard, config.seed) if entry.name == shard]
-        if found:
-            break
-    else:
-        raise UserError(f"no source has a shard `{shard}`; `dflop list-shards` prints their names")
-    records = read_manifest(source, config.seed)[found[0].start :][: found[0].num_records]
-    tokenizer = ChatTokenizer(_tokenizer_folder(config))
-    with _progress_bar(total=len(records), unit="record", desc=shard) as bar:
-        frame = profile_records(
-            records,
-            media_root=source.media_root,
-            rules=load_model_spec(config.model).rules,
-            tokenizer=tokenizer,
-            video=data.video,
+    source, found = _find_shard(config, shard)
+    rules = load_model_spec(config.model).rules
+    folder = _tokenizer_folder(config)
+    is_bundled = ChatTokenizer(folder).is_bundled
+    with _progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
+        frame = profile_shard(
+            source,
+            found,
+            seed=config.seed,
+            reader=ShapeReader(
+                rules=rules,
+                video=data.video,
+                max_image_pixels=data.max_image_pixels,
+                max_text_bytes=data.max_text_bytes,
+            ),
+            tokenizer_folder=folder,
             max_llm_tokens=data.max_llm_tokens,
+            num_workers=workers or len(os.sched_getaffinity(0)),
             progress=bar.update,
         )
     with written_whole(out) as path:
         frame.write_parquet(path)
     num_rejected = frame["reason"].is_not_null().sum()
     click.echo(f"{out}: {len(frame) - num_rejected} samples, {num_rejected} rejected")
-    if tokenizer.is_bundled:
+    if is_bundled:
         click.echo(
             "text was counted with the small bundled tokenizer; for the counts of a real model set "
             "`model.tokenizer` to its tokenizer directory"
         )
 
 
+def _find_shard(config, name: str):
+    """A shard and its source; watched media are looked at again only where the shard is not known yet."""
+    from dflop.data import list_sources
+
+    sources = list_sources(config.data)
+    for look_again in (False, True) if config.data.watch_media else (False,):
+        for source in sources:
+            for shard in _shards(config, source, look_again=look_again):
+                if shard.name == name:
+                    return source, shard
+    raise UserError(f"no source has a shard `{name}`; `dflop list-shards` prints their names")
+
+
+def _shards(config, source, *, look_again: bool):
+    from dflop.data import list_shards
+
+    return list_shards(
+        source,
+        config.data.samples_per_shard,
+        config.seed,
+        watch_media=config.data.watch_media,
+        look_again=look_again,
+    )
+
+
 @cli.command("list-shards")
 @_config_option
 def list_shards_command(configs: tuple[str, ...]) -> None:
     """Print the shards of all sources: name, first record, number of records."""
-    from dflop.data import list_shards, list_sources
+    from dflop.data import list_sources
 
     config = _load("merge-shapes", configs)
     for source in list_sources(config.data):
-        for shard in list_shards(source, config.data.samples_per_shard, config.seed):
+        for shard in _shards(config, source, look_again=True):
             click.echo(f"{shard.name}\t{shard.start}\t{shard.num_records}")
 
 
@@ -138,17 +166,24 @@ def list_shards_command(configs: tuple[str, ...]) -> None:
 @click.option("--shapes", type=_FOLDER, required=True, help="Folder with the shards' Parquet files.")
 @click.option("--out", type=_FILE, required=True, help="DuckDB file to write.")
 def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
-    """Merge the shards into one database: samples, rejects, sources, shape_summary."""
+    """Merge the shards into one database: samples, rejects, sources, and summaries of them."""
     import polars as pl
 
-    from dflop.data import list_shards, list_sources
+    from dflop.data import SourceRecords, list_sources
     from dflop.store import ShardFile, read_table, write_shapes
 
     config = _load("merge-shapes", configs)
-    files, source_rows = [], []
+    files, source_rows, sampled_rows = [], [], {}
     for source in list_sources(config.data):
-        shards = list_shards(source, config.data.samples_per_shard, config.seed)
-        files += [ShardFile(shapes / f"{shard.name}.parquet", shard.name, source.name, shard.start) for shard in shards]
+        shards = _shards(config, source, look_again=False)
+        kept = SourceRecords(source, config.seed).kept
+        first_row = kept.start if isinstance(kept, range) else 0
+        if not isinstance(kept, range):
+            sampled_rows[source.name] = kept
+        files += [
+            ShardFile(shapes / f"{shard.name}.parquet", shard.name, source.name, shard.start, first_row + shard.start)
+            for shard in shards
+        ]
         source_rows.append(
             {
                 "name": source.name,
@@ -156,18 +191,63 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
                 "media_root": str(source.media_root),
                 "sampling": source.sampling,
                 "digest": hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest(),
-                "num_records": sum(shard.num_records for shard in shards),
+                "num_records": len(kept),
             }
         )
     for file in files:
         if not file.path.is_file():
             raise UserError(f"{file.path} does not exist; make it with `dflop profile-shapes --shard {file.name}`")
-    write_shapes(out, files, pl.DataFrame(source_rows), _meta("merge-shapes", config))
-    samples, rejects = (read_table(out, table, made_by="merge-shapes") for table in ("samples", "rejects"))
-    click.echo(f"{out}: {len(samples)} samples, {len(rejects)} rejects")
-    for reason, count in rejects.group_by("reason").len().sort("len", descending=True).rows():
-        example = rejects.filter(pl.col("reason") == reason).row(0, named=True)
-        click.echo(f"  {count} {reason}, e.g. {example['sample_id']}: {example['detail']}")
+    write_shapes(
+        out,
+        files,
+        pl.DataFrame(source_rows),
+        _meta("merge-shapes", config),
+        sampled_rows=sampled_rows,
+        keep_duplicates=config.data.duplicate_ids == "keep",
+    )
+    shape_summary, reject_summary = (
+        read_table(out, f"{of}_summary", made_by="merge-shapes") for of in ("shape", "reject")
+    )
+    num_samples = shape_summary.filter(pl.col("quantity") == "llm_tokens")["num_samples"].sum()
+    click.echo(f"{out}: {num_samples:,} samples, {reject_summary['num_records'].sum():,} rejects")
+    for line in _shape_lines(shape_summary, reject_summary):
+        click.echo(line)
+
+
+def _shape_lines(shapes, rejects) -> list[str]:
+    """What a person wants to know of a dataset: samples, items and tokens by source and modality, and the rejects."""
+    import polars as pl
+
+    table = [("source", "modality", "samples", "items p50", "p95", "max", "LLM tokens p50", "p95", "max", "variation")]
+    for (source, modality), rows in shapes.group_by("source", "modality", maintain_order=True):
+        items, tokens = (
+            rows.row(by_predicate=pl.col("quantity") == name, named=True) for name in ("num_items", "llm_tokens")
+        )
+        numbers = [entry[key] for entry in (items, tokens) for key in ("p50", "p95", "max")]
+        variation = f"{tokens['coefficient_of_variation']:.2f}"
+        table.append((source, modality, f"{tokens['num_samples']:,}", *(f"{n:,.0f}" for n in numbers), variation))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
+    for source, reason, count, examples in rejects.rows():
+        lines.append(f"{source}: {count:,} rejected as {reason}, e.g. {examples[0]}")
+    return lines
+
+
+@cli.command("plot-shapes")
+@click.option("--shapes", type=_FILE, required=True, help="shapes.duckdb")
+@click.option("--out", type=_FILE, required=True, help="SVG file to write.")
+def plot_shapes_command(shapes: Path, out: Path) -> None:
+    """Draw how much samples differ, by modality, and what was rejected."""
+    from dflop.reporting import plot_shapes
+
+    plot_shapes(shapes, out)
+    click.echo(str(out))
 
 
 @cli.command("profile-costs")
@@ -181,15 +261,17 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> 
     """Measure a module's layers on this device: forward, backward and memory at several sizes."""
     # Threads that spin while they wait make timings collapse on a busy machine; torch reads this when it starts.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from dflop.models import check_runnable, load_model_spec
+
+    config = _load("profile-costs", configs)
+    check_runnable(config.model.family)
     import torch
 
     from dflop.artifacts import written_whole
     from dflop.costs.measure import measure_module
     from dflop.data import ChatTokenizer
-    from dflop.models import load_model_spec
     from dflop.training import threads_per_rank
 
-    config = _load("profile-costs", configs)
     if tp != 1:
         raise UserError(f"tp={tp}: only tp=1 can be measured yet; set `costs.tp_sizes: [1]`")
     if config.cluster.device == "cuda" and not torch.cuda.is_available():
@@ -339,12 +421,14 @@ def schedule_command(
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
     from dflop.artifacts import written_whole
+    from dflop.models import check_runnable
     from dflop.reporting.trace import chrome_trace
     from dflop.scheduling.service import open_scheduler
     from dflop.store import read_table
     from dflop.training import is_first_node, launch_ranks, merge_observations, summarise
 
     config = _load("train", configs)
+    check_runnable(config.model.family)
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
     # What is amiss is said here, before any rank starts.
     open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).check(config.train.steps)
@@ -377,7 +461,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
 @click.option("--run", "run_folder", type=_FOLDER, required=True, help="results/<run>, with all earlier artifacts.")
 @click.option("--out", type=_FOLDER, required=True, help="Folder for the plots and summary.json.")
 def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
-    """Draw what the run found: shapes, costs, plans, one step's timeline, loss and throughput."""
+    """Draw what the run found: costs, plans, one step's timeline, loss and throughput."""
     from dflop.reporting import write_report
 
     config = _load("report", configs)

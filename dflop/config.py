@@ -24,6 +24,7 @@ from yaml import YAMLError, safe_load
 from dflop.errors import UserError
 
 __all__ = [
+    "SAMPLING",
     "ClusterConfig",
     "Config",
     "CostsConfig",
@@ -51,6 +52,7 @@ class SourceConfig:
     media_root: Optional[str] = None
     sampling: str = "all"
     name: Optional[str] = None
+    trust_sizes: bool = False
 
 
 @_section
@@ -63,7 +65,11 @@ class VideoConfig:
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     samples_per_shard: int = 50_000
+    watch_media: bool = False
+    duplicate_ids: str = "reject"
     max_llm_tokens: int = 8192
+    max_text_bytes: int = 1_000_000
+    max_image_pixels: int = 178_956_970
     video: VideoConfig = field(default_factory=VideoConfig)
 
 
@@ -166,7 +172,8 @@ class Config:
 # Keys with a closed list of values. The second list is known to the design but cannot be had yet: it is
 # refused with its own sentence, so that nobody believes a choice is in effect when it is not.
 _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "model.family": (("llava_onevision",), ("internvl",)),
+    "model.family": (("llava_onevision", "internvl"), ()),
+    "data.duplicate_ids": (("reject", "keep"), ()),
     "cluster.device": (("cpu", "cuda"), ()),
     "costs.source": (("measured",), ("analytic",)),
     "plan.placements": (("disjoint",), ("colocated", "monolithic")),
@@ -182,6 +189,8 @@ _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _AT_LEAST_ONE = (
     "data.samples_per_shard",
     "data.max_llm_tokens",
+    "data.max_text_bytes",
+    "data.max_image_pixels",
     "data.video.max_frames",
     "cluster.num_nodes",
     "cluster.devices_per_node",
@@ -213,7 +222,7 @@ _NOT_NEGATIVE = ("seed", "train.weight_decay", "train.warmup_steps", "train.load
 _NOT_EMPTY = ("costs.tp_sizes", "plan.placements")
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_SAMPLING = re.compile(r"all|(first|end|random):\d+(\.\d+)?%?")
+SAMPLING = re.compile(r"all|(first|end|random):\d+(\.\d+)?%?")
 
 
 def load_config(*layers: Path | str | Mapping[str, Any]) -> Config:
@@ -227,6 +236,7 @@ def load_config(*layers: Path | str | Mapping[str, Any]) -> Config:
     node = OmegaConf.structured(Config)
     for layer in layers:
         values, where = _read_layer(layer)
+        values = _read_dataset_list(values, where)
         _refuse_misfits(Config, values, where)
         try:
             node = OmegaConf.merge(node, values)
@@ -283,6 +293,27 @@ def _read_layer(layer: Path | str | Mapping[str, Any]) -> tuple[dict[str, Any], 
     return values, str(path)
 
 
+_DATASET_KEYS = {"json_path": "path", "sampling_strategy": "sampling"}
+
+
+def _read_dataset_list(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """`data.datasets`, LLaVA-NeXT's name for the sources, and its entries' keys, by our names."""
+    data = values.get("data")
+    if not isinstance(data, dict):
+        return values
+    data = dict(data)
+    if "datasets" in data:
+        if data.get("sources"):
+            raise UserError(f"{where}: `data.datasets` and `data.sources` both name the data; keep one of them")
+        data["sources"] = data.pop("datasets")
+    if isinstance(data.get("sources"), list):
+        data["sources"] = [
+            {_DATASET_KEYS.get(key, key): value for key, value in entry.items()} if isinstance(entry, dict) else entry
+            for entry in data["sources"]
+        ]
+    return {**values, "data": data}
+
+
 def _refuse_misfits(section: type, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
     hints = typing.get_type_hints(section)
     for key, value in values.items():
@@ -297,7 +328,9 @@ def _refuse_misfits(section: type, values: Mapping[str, Any], where: str, prefix
                 raise UserError(f"{where}: `{name}` is null; it must be {_kind_of(hints[key])}")
             continue
         if nested is None:
-            if isinstance(value, Mapping) or isinstance(value, list) != is_list:
+            is_bool = bool in (hints[key], *typing.get_args(hints[key]))
+            wrong_bool = is_bool and not isinstance(value, bool) and "${" not in str(value)
+            if isinstance(value, Mapping) or isinstance(value, list) != is_list or wrong_bool:
                 raise UserError(f"{where}: `{name}` is {value!r}; it must be {_kind_of(hints[key])}")
             continue
         if is_list:
@@ -402,8 +435,8 @@ def _check_values(config: Config) -> None:
 def _check_sources(sources: list[SourceConfig]) -> None:
     for index, source in enumerate(sources):
         if not source.path:
-            raise UserError(f"`data.sources[{index}].path` is empty; it must name a manifest (a JSON file)")
-        if not _SAMPLING.fullmatch(source.sampling):
+            raise UserError(f"`data.sources[{index}].path` is empty; it must name a manifest")
+        if not SAMPLING.fullmatch(source.sampling):
             raise UserError(
                 f"`data.sources[{index}].sampling` is {source.sampling!r}; it must be all, first:30%, first:1000, "
                 "end:… or random:…"

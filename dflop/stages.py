@@ -18,6 +18,9 @@ from dflop.config import Config
 __all__ = ["STAGES", "Stage", "restrict"]
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
+_LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video")
+_SHARDS = ("seed", "data.sources", "data.samples_per_shard", "data.watch_media")
+_RECORDS = ("data/manifests", "data/media.py", "data/records.py", "data/shapes.py", "data/text.py", "data/tokenizer")
 _BATCH = ("seed", "train.global_batch_size", "train.precision")
 
 
@@ -36,21 +39,20 @@ class Stage:
 STAGES: dict[str, Stage] = {
     "demo-data": Stage((), ("data/demo",)),
     "profile-shapes": Stage(
-        reads=("seed", "data", *_MODEL),
+        reads=(*_SHARDS, *_LIMITS, *_MODEL),
         code=(
             "models/spec.py",
             "models/audio.py",
+            "models/internvl/presets.py",
+            "models/internvl/shapes.py",
             "models/llava_onevision/presets.py",
             "models/llava_onevision/shapes.py",
-            "data/manifest.py",
-            "data/media.py",
             "data/profile.py",
-            "data/records.py",
-            "data/text.py",
-            "data/tokenizer",
+            *_RECORDS,
         ),
     ),
-    "merge-shapes": Stage(("seed", "data.sources", "data.samples_per_shard"), ("data/manifest.py",)),
+    "merge-shapes": Stage((*_SHARDS, "data.duplicate_ids"), ("data/manifests",)),
+    "plot-shapes": Stage((), ("reporting/report.py", "reporting/shapes.py", "reporting/style.py")),
     "profile-costs": Stage(
         reads=(
             *_MODEL,
@@ -73,17 +75,12 @@ STAGES: dict[str, Stage] = {
         ("data/samples.py", "costs/model.py", "pipeline", "scheduling"),
     ),
     "train": Stage(
-        ("seed", "data", "model", "cluster", "schedule", "train"),
+        ("seed", "data.sources", *_LIMITS, "model", "cluster", "schedule", "train"),
         (
             "models",
             "data/loading.py",
-            "data/manifest.py",
-            "data/media.py",
-            "data/profile.py",
-            "data/records.py",
             "data/samples.py",
-            "data/text.py",
-            "data/tokenizer",
+            *_RECORDS,
             "pipeline",
             "reporting/trace.py",
             "scheduling",

@@ -3,19 +3,22 @@
 `loading` needs torch and is imported by the trainer alone.
 """
 
-from dflop.data.manifest import Shard, Source, list_shards, list_sources, read_manifest
-from dflop.data.profile import profile_records
+from dflop.data.manifests import Shard, Source, SourceRecords, list_shards, list_sources
+from dflop.data.profile import ShapeProfiler, profile_shard
 from dflop.data.samples import SampleShapes, load_samples
+from dflop.data.shapes import ShapeReader
 from dflop.data.text import ChatTokenizer
 
 __all__ = [
     "ChatTokenizer",
     "SampleShapes",
+    "ShapeProfiler",
+    "ShapeReader",
     "Shard",
     "Source",
+    "SourceRecords",
     "list_shards",
     "list_sources",
     "load_samples",
-    "profile_records",
-    "read_manifest",
+    "profile_shard",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import av
 import numpy as np
@@ -19,13 +19,20 @@ from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
 from dflop.config import VideoConfig
-from dflop.data.manifest import Source, read_manifest
-from dflop.data.media import IMAGE_ERRORS, frame_indices, image_size, open_clip, video_header
-from dflop.data.profile import expand_text
-from dflop.data.records import Medium, Record, RecordError, parse_record, resolve_medium
+from dflop.data.manifests import Source, SourceRecords
+from dflop.data.media import (
+    IMAGE_ERRORS,
+    frame_indices,
+    image_size,
+    open_clip,
+    open_medium,
+    too_many_pixels,
+    video_header,
+)
+from dflop.data.records import Embedded, Medium, Record, RecordError, parse_record, resolve_medium
+from dflop.data.shapes import MediumShape, PlacedText, ShapeReader, expand_text
 from dflop.data.text import ChatTokenizer
 from dflop.errors import UserError
-from dflop.models import ShapeRules
 from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 
 __all__ = ["LoadedVisual", "MicrobatchJob", "MicrobatchLoader", "PixelRules", "SampleRef", "TrainingRecords"]
@@ -73,13 +80,27 @@ class TrainingRecords:
 
     sources: list[Source]
     seed: int
-    _raw: dict[str, list[Any]] = field(default_factory=dict, repr=False)
+    _opened: dict[str, SourceRecords] = field(default_factory=dict, repr=False)
 
     def record(self, ref: SampleRef) -> tuple[Record, Path]:
+        """A sample's record and its media root.
+
+        Raises:
+            RecordError: when the record cannot be read.
+            IndexError: when the manifest has no such row.
+        """
         source = next(source for source in self.sources if source.name == ref.source)
-        if ref.source not in self._raw:
-            self._raw[ref.source] = read_manifest(source, self.seed)
-        return parse_record(self._raw[ref.source][ref.row]), source.media_root
+        if ref.source not in self._opened:
+            self._opened[ref.source] = SourceRecords(source, self.seed)
+        raw = self._opened[ref.source].read(ref.row)
+        return parse_record(raw, trust_sizes=source.trust_sizes), source.media_root
+
+
+class _Sample(NamedTuple):
+    record: Record
+    media_root: Path
+    shapes: list[MediumShape]
+    placed: PlacedText
 
 
 @dataclass
@@ -87,8 +108,7 @@ class MicrobatchLoader(Dataset):
     """`loader[job]` is a `LoadedVisual` for encoder ranks (`pixels` given) and a `TextBatch` for LLM ranks."""
 
     records: TrainingRecords
-    rules: ShapeRules
-    video: VideoConfig
+    reader: ShapeReader
     tokenizer_folder: Path
     max_llm_tokens: int
     num_encoder_ranks: int
@@ -96,7 +116,7 @@ class MicrobatchLoader(Dataset):
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
-        return ChatTokenizer(self.tokenizer_folder)
+        return ChatTokenizer(self.tokenizer_folder, self.reader.rules.special_tokens)
 
     def __getitem__(self, job: MicrobatchJob) -> LoadedVisual | TextBatch:
         """Load a microbatch.
@@ -106,32 +126,30 @@ class MicrobatchLoader(Dataset):
         """
         return self._text(job) if self.pixels is None else self._visual(job, self.pixels)
 
-    def _visual_tokens(self, record: Record, media_root: Path) -> list[int]:
-        return [self._num_tokens(medium, record, media_root) for medium in record.media]
-
-    def _profiled(self, ref: SampleRef, kept_vision_tokens: int) -> tuple[Record, Path, list[int]]:
-        """A sample's record, media root and tokens per medium, which must be those that the schedule counts on."""
+    def _profiled(self, ref: SampleRef, kept_vision_tokens: int) -> _Sample:
+        """A sample whose media must have the tokens that the schedule counts on."""
         try:
             record, media_root = self.records.record(ref)
-            num_tokens = self._visual_tokens(record, media_root)
+            shapes = self.reader.read_media(record, media_root)
+            placed = self.reader.place_media(record, shapes)
         except (RecordError, IndexError) as error:
             raise UserError(_changed(ref, str(error))) from None
-        whole = sum(num_tokens)
-        if whole < kept_vision_tokens or (whole > kept_vision_tokens and not self._is_truncated(record, num_tokens)):
+        whole = sum(placed.num_tokens)
+        if whole < kept_vision_tokens or (whole > kept_vision_tokens and not self._is_truncated(placed)):
             raise UserError(_changed(ref, f"{whole} visual tokens, {kept_vision_tokens} were profiled"))
-        return record, media_root, num_tokens
+        return _Sample(record, media_root, shapes, placed)
 
-    def _is_truncated(self, record: Record, num_tokens: list[int]) -> bool:
-        (text,) = self.tokenizer.encode([record.turns])
-        return len(text.token_ids) - len(num_tokens) + sum(num_tokens) > self.max_llm_tokens
+    def _is_truncated(self, placed: PlacedText) -> bool:
+        (text,) = self.tokenizer.encode([placed.turns])
+        return len(text.token_ids) - len(placed.num_tokens) + sum(placed.num_tokens) > self.max_llm_tokens
 
     def _visual(self, job: MicrobatchJob, pixels: PixelRules) -> LoadedVisual:
         items: list[np.ndarray] = []
         layouts: list[tuple[MediumLayout, ...]] = []
         unreadable: list[str] = []
         for ref, kept in zip(job.samples, job.kept_vision_tokens, strict=True):
-            record, media_root, _ = self._profiled(ref, kept)
-            sample_items, layout = self._encode_media(record, media_root, pixels, unreadable)
+            sample = self._profiled(ref, kept)
+            sample_items, layout = self._encode_media(sample, pixels, unreadable)
             items += sample_items
             layouts.append(layout)
         side = pixels.image_size
@@ -142,31 +160,47 @@ class MicrobatchLoader(Dataset):
         return LoadedVisual(batch=batch, unreadable=tuple(unreadable))
 
     def _encode_media(
-        self, record: Record, media_root: Path, pixels: PixelRules, unreadable: list[str]
+        self, sample: _Sample, pixels: PixelRules, unreadable: list[str]
     ) -> tuple[list[np.ndarray], tuple[MediumLayout, ...]]:
         """Items of one sample's media. A medium whose header was fine but whose body is not becomes blank items."""
-        pictures = [medium for medium in record.media if medium.kind == "image"]
-        decoded = [_decode_image(resolve_medium(media_root, medium), unreadable) for medium in pictures]
+        media, root = sample.record.media, sample.media_root
+        decoded = [self._decode_image(medium, root, unreadable) for medium in media if medium.kind == "image"]
         crops = iter(pixels.images(decoded)) if decoded else iter(())
         sizes = iter(decoded)
         items, layout = [], []
-        for medium in record.media:
+        for medium in media:
             if medium.kind == "image":
                 items.append(next(crops))
                 width, height = next(sizes).size
             else:
-                frames = _decode_frames(resolve_medium(media_root, medium), self.video, unreadable)
+                frames = _decode_frames(resolve_medium(root, medium), self.reader.video, unreadable)
                 items.append(pixels.frames(frames))
                 width, height = frames[0].size
             layout.append(MediumLayout(medium.kind, len(items[-1]), height, width))
         return items, tuple(layout)
 
+    def _decode_image(self, medium: Medium, media_root: Path, unreadable: list[str]) -> Image.Image:
+        """The picture, of the size that was profiled: one that was trusted to have another size is scaled to it."""
+        try:
+            with open_medium(resolve_medium(media_root, medium)) as file, Image.open(file) as image:
+                if image.width * image.height > self.reader.max_image_pixels:  # its size was trusted
+                    raise too_many_pixels(str(medium.file), *image.size, self.reader.max_image_pixels)
+                picture = ImageOps.exif_transpose(image).convert("RGB")
+        except (*IMAGE_ERRORS, RecordError) as error:
+            unreadable.append(f"{medium.file}: {error}")
+            size = medium.size or image_size(resolve_medium(media_root, medium), self.reader.max_image_pixels)
+            return Image.new("RGB", tuple(size))
+        if medium.size is not None and picture.size != medium.size:
+            unreadable.append(f"{medium.file}: {picture.size} pixels, the record says {tuple(medium.size)}")
+            return picture.resize(medium.size)
+        return picture
+
     def _text(self, job: MicrobatchJob) -> TextBatch:
         samples = [self._profiled(ref, kept) for ref, kept in zip(job.samples, job.kept_vision_tokens, strict=True)]
-        texts = self.tokenizer.encode([record.turns for record, _, _ in samples])
+        texts = self.tokenizer.encode([sample.placed.turns for sample in samples])
         ids, positions, targets, is_visual, encoders = [], [], [], [], []
-        for (_, _, counts), text, encoder_rank in zip(samples, texts, job.encoder_rank, strict=True):
-            token_ids, is_target = expand_text(text, counts, self.max_llm_tokens)
+        for sample, text, encoder_rank in zip(samples, texts, job.encoder_rank, strict=True):
+            token_ids, is_target = expand_text(text, sample.placed.num_tokens, self.max_llm_tokens)
             ids.append(token_ids)
             targets.append(is_target)
             positions.append(np.arange(len(token_ids)))
@@ -187,13 +221,6 @@ class MicrobatchLoader(Dataset):
             target_ids=torch.from_numpy(token_ids[learned]),
         )
 
-    def _num_tokens(self, medium: Medium, record: Record, media_root: Path) -> int:
-        path = resolve_medium(media_root, medium)
-        if medium.kind == "image":
-            num_images = sum(other.kind == "image" for other in record.media)
-            return self.rules.image(*image_size(path), num_images).num_tokens
-        return self.rules.video(len(frame_indices(video_header(path), self.video))).num_tokens
-
 
 def _changed(ref: SampleRef, what: str) -> str:
     return (
@@ -202,28 +229,19 @@ def _changed(ref: SampleRef, what: str) -> str:
     )
 
 
-def _decode_image(path: Path, unreadable: list[str]) -> Image.Image:
-    try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except IMAGE_ERRORS as error:
-        unreadable.append(f"{path}: {error}")
-        return Image.new("RGB", tuple(image_size(path)))
-
-
-def _decode_frames(path: Path, video: VideoConfig, unreadable: list[str]) -> list[Image.Image]:
+def _decode_frames(file: Path | Embedded, video: VideoConfig, unreadable: list[str]) -> list[Image.Image]:
     """Exactly the frames that the header promises; where decoding ends early the last one is repeated."""
-    header = video_header(path)
+    header = video_header(file)
     wanted = frame_indices(header, video)
     frames: list[Image.Image] = []
     try:
-        with open_clip(path) as container:
+        with open_clip(file) as container:
             container.streams.video[0].thread_type = "AUTO"
             pending = iter(wanted)
             for image in _frames_at(container, pending):
                 frames.append(image)
     except (av.error.FFmpegError, OSError) as error:
-        unreadable.append(f"{path}: {error}")
+        unreadable.append(f"{file}: {error}")
     if not frames:
         frames.append(Image.new("RGB", (header.width, header.height)))
     return frames + [frames[-1]] * (len(wanted) - len(frames))

@@ -1,37 +1,39 @@
-"""Sizes of media files, read from their headers; nothing is decoded.
+"""Sizes of media, read from their headers; nothing is decoded.
 
-A truncated or foreign file raises `RecordError("unreadable_media")`.
+A medium is a file, or lies inside its manifest (`Embedded`). One that is truncated, empty or something else
+than it seems raises `RecordError("unreadable_media")`.
 """
 
 import math
 import struct
+from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import av
 import soundfile
 from av.container import InputContainer
 from av.error import FFmpegError
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from dflop.config import VideoConfig
-from dflop.data.records import RecordError
+from dflop.data.records import Embedded, ImageSize, RecordError
 
 __all__ = [
     "IMAGE_ERRORS",
-    "ImageSize",
     "VideoHeader",
     "audio_seconds",
     "frame_indices",
     "image_size",
     "open_clip",
+    "open_medium",
+    "too_many_pixels",
     "video_header",
 ]
 
-
-class ImageSize(NamedTuple):
-    width: int
-    height: int
+# Pillow's own guard against pictures that unfold to gigabytes would refuse, or warn of, real scans. Ours is the
+# config's `data.max_image_pixels`, checked against the header before any pixel is decoded.
+Image.MAX_IMAGE_PIXELS = None
 
 
 class VideoHeader(NamedTuple):
@@ -41,8 +43,11 @@ class VideoHeader(NamedTuple):
     height: int
 
 
-# What Pillow raises for damaged files, by format.
-IMAGE_ERRORS = (Image.DecompressionBombError, OSError, RuntimeError, SyntaxError, ValueError, struct.error)
+# What Pillow raises for damaged files, by format (AttributeError and TypeError: found in SPIDER and TIFF files).
+IMAGE_ERRORS = (AttributeError, OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error)
+
+# A week: what claims to last longer has a damaged header, and would cost as many windows as it claims.
+_MOST_SECONDS = 7 * 24 * 3600
 
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
@@ -50,29 +55,46 @@ _SIDEWAYS = (5, 6, 7, 8)
 _EXIF_TEXTS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
 
 
-def image_size(path: Path) -> ImageSize:
+def open_medium(medium: Path | Embedded) -> BinaryIO:
+    return medium.open() if isinstance(medium, Embedded) else medium.open("rb")
+
+
+def image_size(medium: Path | Embedded, max_pixels: int) -> ImageSize:
     """Width and height in pixels as the training path sees them: after the EXIF orientation is applied."""
     try:
-        with Image.open(path) as image:
+        with open_medium(medium) as file, Image.open(file) as image:
             width, height = image.size
+            if width * height > max_pixels:  # before EXIF data is sought: that may decode the pixels
+                raise too_many_pixels(medium.name, width, height, max_pixels)
             # Pillow gives a TIFF's size upright already.
-            sideways = image.format != "TIFF" and _exif(image, path).get(_ORIENTATION_TAG) in _SIDEWAYS
+            sideways = image.format != "TIFF" and _exif(image, medium).get(_ORIENTATION_TAG) in _SIDEWAYS
+    except UnidentifiedImageError:
+        raise _unreadable(medium, "it is no picture of a known format") from None
     except IMAGE_ERRORS as error:
-        raise RecordError("unreadable_media", f"{path.name}: {error}") from None
+        raise _unreadable(medium, error) from None
     if width <= 0 or height <= 0:
-        raise RecordError("unreadable_media", f"{path.name}: no image size in its header")
+        raise _unreadable(medium, "no image size in its header")
     return ImageSize(height, width) if sideways else ImageSize(width, height)
 
 
-def _exif(image: Image.Image, path: Path) -> Image.Exif:
+def too_many_pixels(name: str, width: int, height: int, max_pixels: int) -> RecordError:
+    what = f"{width} x {height} are {width * height:,} pixels, over {max_pixels:,} (`data.max_image_pixels`)"
+    return RecordError("unreadable_media", f"{name}: {what}")
+
+
+def _unreadable(medium: Path | Embedded, why: object) -> RecordError:
+    return RecordError("unreadable_media", f"{medium.name}: {' '.join(str(why).split())}")
+
+
+def _exif(image: Image.Image, medium: Path | Embedded) -> Image.Exif:
     """`image.getexif()`, which decodes a whole PNG in search of EXIF data behind its pixels, without that."""
-    if image.format == "PNG" and not _has_exif_behind_pixels(path):
+    if image.format == "PNG" and not _has_exif_behind_pixels(medium):
         return Image.Image.getexif(image)
     return image.getexif()
 
 
-def _has_exif_behind_pixels(path: Path) -> bool:
-    with path.open("rb") as file:
+def _has_exif_behind_pixels(medium: Path | Embedded) -> bool:
+    with open_medium(medium) as file:
         file.seek(len(b"\x89PNG\r\n\x1a\n"))
         is_behind = False
         while len(head := file.read(8)) == 8:
@@ -86,48 +108,67 @@ def _has_exif_behind_pixels(path: Path) -> bool:
     return False
 
 
-def open_clip(path: Path) -> InputContainer:
+def open_clip(medium: Path | Embedded) -> InputContainer:
     """A clip's container; titles and comments in other encodings than UTF-8 are no reason to refuse it."""
-    return av.open(str(path), metadata_errors="replace")
+    file = medium.open() if isinstance(medium, Embedded) else str(medium)
+    return av.open(file, metadata_errors="replace")
 
 
-def video_header(path: Path) -> VideoHeader:
+def video_header(medium: Path | Embedded) -> VideoHeader:
     """Frame count, rate and size of a clip's first video stream."""
     try:
-        with open_clip(path) as container:
+        with open_clip(medium) as container:
             if not container.streams.video:
-                raise RecordError("unreadable_media", f"{path.name}: it has no video stream")
+                raise _unreadable(medium, "it has no video stream")
             stream = container.streams.video[0]
             if stream.codec_context is None:
-                raise RecordError("unreadable_media", f"{path.name}: its video is of an unknown codec")
+                raise _unreadable(medium, "its video is of an unknown codec")
             fps = float(stream.average_rate or stream.base_rate or 0)
             num_frames = stream.frames
             if not num_frames and container.duration:
                 num_frames = round(container.duration / av.time_base * fps)
             header = VideoHeader(num_frames, fps, stream.width, stream.height)
     except (FFmpegError, OSError) as error:
-        raise RecordError("unreadable_media", f"{path.name}: {error}") from None
+        raise _unreadable(medium, error) from None
     if header.num_frames <= 0 or header.fps <= 0:
-        raise RecordError("unreadable_media", f"{path.name}: no frames or no frame rate in its header")
+        raise _unreadable(medium, "no frames or no frame rate in its header")
     return header
 
 
-def audio_seconds(path: Path) -> float:
+def audio_seconds(medium: Path | Embedded) -> float:
+    """How long a sound lasts: by libsndfile where that knows the format, else by FFmpeg (AAC, M4A, a clip's sound)."""
     try:
-        info = soundfile.info(str(path))
-    except (soundfile.SoundFileError, OSError) as error:
-        raise RecordError("unreadable_media", f"{path.name}: {error}") from None
-    if info.frames <= 0:
-        raise RecordError("unreadable_media", f"{path.name}: it is zero seconds long")
-    return info.frames / info.samplerate
+        with open_medium(medium) as file:
+            info = soundfile.info(file)
+            seconds = info.frames / info.samplerate
+    except (soundfile.SoundFileError, OSError, TypeError, ZeroDivisionError):  # TypeError: a name that ends in .raw
+        seconds = _stream_seconds(medium)
+    if seconds <= 0:
+        raise _unreadable(medium, "it is zero seconds long")
+    if seconds > _MOST_SECONDS:
+        raise _unreadable(medium, f"its header says that it lasts {seconds:,.0f} seconds")
+    return seconds
+
+
+def _stream_seconds(medium: Path | Embedded) -> float:
+    try:
+        with open_clip(medium) as container:
+            if not container.streams.audio:
+                raise _unreadable(medium, "it has no sound")
+            stream = container.streams.audio[0]
+            if stream.duration is not None:
+                return float(stream.duration * (stream.time_base or Fraction(0)))
+            return (container.duration or 0) / av.time_base
+    except (FFmpegError, OSError) as error:
+        raise _unreadable(medium, error) from None
 
 
 def frame_indices(header: VideoHeader, video: VideoConfig) -> list[int]:
     """Which frames are taken: one every 1/fps seconds, spread evenly over the clip once that exceeds the cap."""
     step = max(1, round(header.fps / video.fps))
-    indices = list(range(0, header.num_frames, step))
+    indices = range(0, header.num_frames, step)
     if len(indices) <= video.max_frames:
-        return indices
+        return list(indices)
     if video.max_frames == 1:
         return [0]
     last = header.num_frames - 1

@@ -1,114 +1,227 @@
 """Shape profiling: from the records of one shard to one row each, without decoding any medium.
 
-A record that cannot be used becomes a row with a reason; nothing stops the shard.
+A record that cannot be used becomes a row with a reason; nothing stops the shard. Processes share a shard's
+records, so that a shard is as fast as there are cores.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from dflop.config import VideoConfig
-from dflop.data.media import audio_seconds, frame_indices, image_size, video_header
-from dflop.data.records import Medium, Record, RecordError, parse_record, record_id, resolve_medium
+from dflop.data.manifests import Shard, Source, SourceRecords
+from dflop.data.records import Medium, Record, RecordError, parse_record, record_id
+from dflop.data.shapes import MediumShape, PlacedText, ShapeReader, expand_text
 from dflop.data.text import ChatTokenizer, TokenizedText
-from dflop.models import ItemCount, ShapeRules
+from dflop.errors import UserError
 from dflop.store import SHARD_SCHEMA
 
-__all__ = ["expand_text", "profile_records"]
+__all__ = ["ShapeProfiler", "profile_shard"]
 
 _BATCH = 512
+# Below so many records another process costs more time to start than it saves.
+_LEAST_RECORDS_PER_WORKER = 2_000
 
 
-def profile_records(
-    raw_records: Sequence[Any],
+@dataclass(frozen=True, kw_only=True)
+class ShapeProfiler:
+    """All that a row depends on besides its record."""
+
+    source: Source
+    reader: ShapeReader
+    tokenizer: ChatTokenizer
+    max_llm_tokens: int
+
+    def profile(self, raw_records: Iterable[Any | RecordError], first_row: int = 0) -> pl.DataFrame:
+        """Shapes of all records, in order, as a frame with the columns of `store.SHARD_SCHEMA`."""
+        rows: list[dict[str, Any]] = []
+        for batch in _batches(raw_records):
+            outcomes = [self._read(raw) for raw in batch]
+            texts = iter(
+                _encode([placed.turns for _, placed in outcomes if isinstance(placed, PlacedText)], self.tokenizer)
+            )
+            for raw, (columns, placed) in zip(batch, outcomes, strict=True):
+                row = {"row": first_row + len(rows), "sample_id": record_id(raw)}
+                outcome = placed if isinstance(placed, RecordError) else next(texts)
+                if isinstance(outcome, TokenizedText):
+                    outcome = self._token_columns(placed, outcome)
+                if isinstance(outcome, RecordError):
+                    row |= {"reason": outcome.reason, "detail": outcome.detail}
+                else:
+                    row |= columns | outcome
+                rows.append(row)
+        return pl.DataFrame(rows, schema=SHARD_SCHEMA, orient="row")
+
+    def _read(self, raw: Any | RecordError) -> tuple[dict[str, Any], PlacedText | RecordError]:
+        """A record's media columns and its text with the media in it, or why there are none."""
+        try:
+            record = parse_record(raw, trust_sizes=self.source.trust_sizes)
+            shapes = self.reader.read_media(record, self.source.media_root)
+            return _media_columns(record, shapes), self.reader.place_media(record, shapes)
+        except RecordError as error:
+            return {}, error
+
+    def _token_columns(self, placed: PlacedText, text: TokenizedText) -> dict[str, Any] | RecordError:
+        if len(text.placeholders) != len(placed.num_tokens):
+            detail = "the tokenizer's chat template drops or repeats media placeholders of this record"
+            return RecordError("placeholder_mismatch", detail)
+        audio_tokens = sum(
+            tokens for tokens, kind in zip(placed.num_tokens, placed.kinds, strict=True) if kind == "audio"
+        )
+        media_tokens = sum(placed.num_tokens)
+        text_tokens = len(text.token_ids) - len(placed.num_tokens)
+        whole, most = text_tokens + media_tokens, self.max_llm_tokens
+        kept_vision_tokens, target_tokens = media_tokens - audio_tokens, int(text.is_target.sum())
+        if whole > most:
+            token_ids, is_target = expand_text(text, placed.num_tokens, most)
+            target_tokens = int(is_target.sum())
+            visual = [self.tokenizer.placeholder_ids[kind] for kind in ("image", "video")]
+            kept_vision_tokens = int(np.isin(token_ids, visual).sum())
+        if not target_tokens:
+            if whole > most:
+                detail = f"{whole} tokens, and the first {most} (data.max_llm_tokens) hold nothing to learn"
+                return RecordError("too_long", detail)
+            return RecordError("empty", "no token of the assistant is left to learn once the text is tokenised")
+        return {
+            "vision_tokens": media_tokens - audio_tokens,
+            "kept_vision_tokens": kept_vision_tokens,
+            "audio_tokens": audio_tokens,
+            "text_tokens": text_tokens,
+            "target_tokens": target_tokens,
+            "llm_tokens": min(whole, most),
+            "truncated": whole > most,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """What a process needs to make its own profiler and to open the records."""
+
+    source: Source
+    shard: Shard
+    seed: int
+    reader: ShapeReader
+    tokenizer_folder: Path | None
+    max_llm_tokens: int
+
+    def open(self) -> tuple[ShapeProfiler, SourceRecords]:
+        profiler = ShapeProfiler(
+            source=self.source,
+            reader=self.reader,
+            tokenizer=ChatTokenizer(self.tokenizer_folder, self.reader.rules.special_tokens),
+            max_llm_tokens=self.max_llm_tokens,
+        )
+        return profiler, SourceRecords(self.source, self.seed)
+
+
+def profile_shard(
+    source: Source,
+    shard: Shard,
     *,
-    media_root: Path,
-    rules: ShapeRules,
-    tokenizer: ChatTokenizer,
-    video: VideoConfig,
+    seed: int,
+    reader: ShapeReader,
+    tokenizer_folder: Path | None,
     max_llm_tokens: int,
+    num_workers: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> pl.DataFrame:
-    """Shapes of all records, in order, as a frame with the columns of `store.SHARD_SCHEMA`."""
-    rows: list[dict[str, Any]] = []
-    for start in range(0, len(raw_records), _BATCH):
-        batch = raw_records[start : start + _BATCH]
-        outcomes = [_read(raw, media_root, rules, video) for raw in batch]
-        texts = iter(_encode([record for record, shape, _ in outcomes if isinstance(shape, dict)], tokenizer))
-        for offset, (record, shape, counts) in enumerate(outcomes):
-            row = {"row": start + offset, "sample_id": record_id(batch[offset])}
-            if isinstance(shape, RecordError):
-                row |= {"reason": shape.reason, "detail": shape.detail}
-            elif isinstance(text := next(texts), RecordError):
-                row |= {"reason": text.reason, "detail": text.detail}
-            else:
-                row |= shape | _token_columns(record, counts, text, max_llm_tokens)
-            rows.append(row)
-        progress(len(batch))
-    return pl.DataFrame(rows, schema=SHARD_SCHEMA, orient="row")
+    """Shapes of a shard's records, in order, as a frame with the columns of `store.SHARD_SCHEMA`.
 
-
-def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put media into a text: each placeholder becomes as many copies of itself as its medium has tokens.
-
-    Returns the token ids and the target mask, both cut after `max_llm_tokens`.
+    Raises:
+        UserError: when the tokenizer cannot be used, or a process dies.
     """
-    repeats = np.ones(len(text.token_ids), dtype=np.int64)
-    repeats[text.placeholders] = list(num_tokens)
-    token_ids = np.repeat(text.token_ids, repeats)[:max_llm_tokens]
-    return token_ids, np.repeat(text.is_target, repeats)[:max_llm_tokens]
+    recipe = _Recipe(
+        source=source,
+        shard=shard,
+        seed=seed,
+        reader=reader,
+        tokenizer_folder=tokenizer_folder,
+        max_llm_tokens=max_llm_tokens,
+    )
+    starts = range(0, shard.num_records, _BATCH)
+    num_workers = min(num_workers, shard.num_records // _LEAST_RECORDS_PER_WORKER)
+    if num_workers < 2:
+        frames = _collect(map(_Part(recipe).profile, starts), progress)
+    else:
+        # Tokenising is spread over the processes already.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        pool = ProcessPoolExecutor(
+            num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(recipe,)
+        )
+        with pool:
+            try:
+                frames = _collect(pool.map(_profile_part, starts), progress)
+            except BrokenProcessPool:
+                raise UserError(
+                    f"a process that profiled {shard.name} died, most often for want of memory; use fewer `--workers`"
+                ) from None
+    return pl.concat([pl.DataFrame(schema=SHARD_SCHEMA), *frames])
 
 
-def _read(raw: Any, media_root: Path, rules: ShapeRules, video: VideoConfig):
-    """(record, its media columns, items and tokens per medium), or (record or None, the error, [])."""
-    record = None
+class _Part:
+    """A profiler with its records open: one a process."""
+
+    def __init__(self, recipe: _Recipe) -> None:
+        self._shard = recipe.shard
+        self._profiler, self._records = recipe.open()
+
+    def profile(self, start: int) -> pl.DataFrame:
+        """Shapes of the shard's records `[start, start + _BATCH)`."""
+        return self._profiler.profile(self._records.read_shard(self._shard, start, start + _BATCH), first_row=start)
+
+
+_part: _Part | None = None
+
+
+def _start_worker(recipe: _Recipe) -> None:
+    global _part
+    _part = _Part(recipe)
+
+
+def _profile_part(start: int) -> pl.DataFrame:
+    return _part.profile(start)
+
+
+def _collect(frames: Iterable[pl.DataFrame], progress: Callable[[int], None]) -> list[pl.DataFrame]:
+    collected = []
+    for frame in frames:
+        collected.append(frame)
+        progress(len(frame))
+    return collected
+
+
+def _batches(raw_records: Iterable[Any]) -> Iterator[list[Any]]:
+    remaining = iter(raw_records)
+    while batch := list(islice(remaining, _BATCH)):
+        yield batch
+
+
+def _encode(conversations: Sequence[Sequence[Any]], tokenizer: ChatTokenizer) -> list[TokenizedText | RecordError]:
+    """Tokens of each conversation, or why its text cannot be used; one by one where a batch holds such a one."""
     try:
-        record = parse_record(raw)
-        return record, *_media_columns(record, media_root, rules, video)
+        return list(tokenizer.encode(conversations))
     except RecordError as error:
-        return record, error, []
-
-
-def _encode(records: Sequence[Record], tokenizer: ChatTokenizer) -> list[TokenizedText | RecordError]:
-    """Tokens of each record, or why its text cannot be used; one by one where a batch holds such a record."""
-    try:
-        return list(tokenizer.encode([record.turns for record in records]))
-    except RecordError as error:
-        if len(records) == 1:
+        if len(conversations) == 1:
             return [error]
-    return [text for record in records for text in _encode([record], tokenizer)]
+    return [text for turns in conversations for text in _encode([turns], tokenizer)]
 
 
-def _media_columns(
-    record: Record, media_root: Path, rules: ShapeRules, video: VideoConfig
-) -> tuple[dict[str, Any], list[ItemCount]]:
-    num_images = sum(medium.kind == "image" for medium in record.media)
-    num_frames, audio_s, counts = 0, 0.0, []
-    for medium in record.media:
-        path = resolve_medium(media_root, medium)
-        if medium.kind == "image":
-            counts.append(rules.image(*image_size(path), num_images))
-        elif medium.kind == "video":
-            taken = len(frame_indices(video_header(path), video))
-            num_frames += taken
-            counts.append(rules.video(taken))
-        else:
-            seconds = audio_seconds(path)
-            audio_s += seconds
-            counts.append(rules.audio(seconds))
-    columns = {
+def _media_columns(record: Record, shapes: Sequence[MediumShape]) -> dict[str, Any]:
+    return {
         "modality": _modality(record.media),
-        "num_images": num_images,
-        "num_frames": num_frames,
-        "audio_s": audio_s,
-        "num_items": sum(
-            count.num_items for count, medium in zip(counts, record.media, strict=True) if medium.kind != "audio"
-        ),
+        "num_images": sum(shape.kind == "image" for shape in shapes),
+        "num_frames": sum(shape.num_frames for shape in shapes),
+        "audio_s": sum(shape.seconds for shape in shapes),
+        "num_items": sum(shape.count.num_items for shape in shapes if shape.kind != "audio"),
     }
-    return columns, counts
 
 
 def _modality(media: Sequence[Medium]) -> str:
@@ -118,33 +231,3 @@ def _modality(media: Sequence[Medium]) -> str:
     if not kinds:
         return "text"
     return "multi_image" if kinds == {"image"} and len(media) > 1 else kinds.pop()
-
-
-def _token_columns(record: Record, counts: list[ItemCount], text: TokenizedText, max_llm_tokens: int) -> dict[str, Any]:
-    if len(text.placeholders) != len(counts):
-        detail = "the tokenizer's chat template drops or repeats media placeholders of this record"
-        return {"reason": "placeholder_mismatch", "detail": detail}
-    num_tokens = [count.num_tokens for count in counts]
-    is_audio = [medium.kind == "audio" for medium in record.media]
-    audio_tokens = sum(tokens for tokens, audio in zip(num_tokens, is_audio, strict=True) if audio)
-    vision_tokens = sum(num_tokens) - audio_tokens
-    text_tokens = len(text.token_ids) - len(counts)
-    whole = text_tokens + sum(num_tokens)
-    kept_vision_tokens, target_tokens = vision_tokens, int(text.is_target.sum())
-    if whole > max_llm_tokens:
-        token_ids, is_target = expand_text(text, num_tokens, max_llm_tokens)
-        target_tokens = int(is_target.sum())
-        if not target_tokens:
-            detail = f"{whole} tokens, and the first {max_llm_tokens} (data.max_llm_tokens) hold nothing to learn"
-            return {"reason": "too_long", "detail": detail}
-        visual = [text.token_ids[at] for at, audio in zip(text.placeholders, is_audio, strict=True) if not audio]
-        kept_vision_tokens = int(np.isin(token_ids, visual).sum())
-    return {
-        "vision_tokens": vision_tokens,
-        "kept_vision_tokens": kept_vision_tokens,
-        "audio_tokens": audio_tokens,
-        "text_tokens": text_tokens,
-        "target_tokens": target_tokens,
-        "llm_tokens": min(whole, max_llm_tokens),
-        "truncated": whole > max_llm_tokens,
-    }

@@ -1,15 +1,33 @@
 """One record of a manifest, read into one form: its media and its turns.
 
-Read are LLaVA's `conversations` (`from`, `value`) and the chat form `messages` (`role`, `content`). Each
-medium has one placeholder in the text; `<image>` may stand for a video, as LLaVA's own files have it.
+Read are LLaVA's `conversations` (`from`, `value`) and the chat form `messages` (`role`, `content`, where
+content is a text or a list of parts). Each medium has one placeholder in the text; `<image>` may stand for
+a video, as LLaVA's own files have it. A medium is a path, or bytes that the manifest itself holds.
 """
 
+import io
 import re
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
-__all__ = ["MEDIA_KINDS", "Medium", "Record", "RecordError", "Turn", "parse_record", "record_id", "resolve_medium"]
+__all__ = [
+    "MEDIA_KINDS",
+    "Embedded",
+    "EmbeddedBytes",
+    "ImageSize",
+    "Medium",
+    "Record",
+    "RecordError",
+    "Turn",
+    "media_paths",
+    "parse_record",
+    "record_id",
+    "resolve_medium",
+]
 
 MEDIA_KINDS = ("image", "video", "audio")
 
@@ -27,10 +45,40 @@ class RecordError(Exception):
         self.detail = detail
 
 
+class ImageSize(NamedTuple):
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Embedded(ABC):
+    """A medium that lies inside its manifest; `name` is for messages."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @abstractmethod
+    def open(self) -> BinaryIO:
+        """Its content as a file that can be sought in."""
+
+
+@dataclass(frozen=True)
+class EmbeddedBytes(Embedded):
+    content: bytes = field(repr=False)
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self.content)
+
+
 @dataclass(frozen=True, slots=True)
 class Medium:
+    """`file` is a path under the media root, or the medium itself; `size` is what the record says it is, if trusted."""
+
     kind: str
-    path: str
+    file: str | Embedded
+    size: ImageSize | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +96,33 @@ class Record:
     turns: tuple[Turn, ...]
 
 
-def parse_record(raw: Any) -> Record:
-    """Read one record.
+def parse_record(raw: Any, *, trust_sizes: bool = False) -> Record:
+    """Read one record; with `trust_sizes` its `width` and `height` are taken for its pictures' sizes.
 
     Raises:
         RecordError: bad_record, empty or placeholder_mismatch.
     """
+    if isinstance(raw, RecordError):
+        raise raw
     if not isinstance(raw, dict):
         raise RecordError("bad_record", f"a record is an object, this is a {type(raw).__name__}")
-    by_kind = {kind: _media_paths(raw, kind) for kind in MEDIA_KINDS}
-    turns, media = _match_placeholders(_turns(raw), by_kind)
+    turns, parts = _turns(raw)
+    by_kind: dict[str, list[Medium]] = {}
+    for kind in MEDIA_KINDS:
+        files = _media_files(raw, kind) or parts[kind]
+        sizes = _trusted_sizes(raw, len(files)) if trust_sizes and kind == "image" else [None] * len(files)
+        by_kind[kind] = [Medium(kind, file, size) for file, size in zip(files, sizes, strict=True)]
+    turns, media = _match_placeholders(turns, by_kind)
     return Record(record_id(raw), tuple(media), tuple(turns))
+
+
+def media_paths(raw: Any) -> list[str]:
+    """The paths of all media that a raw record names; none where it cannot be read."""
+    try:
+        record = parse_record(raw)
+    except RecordError:
+        return []
+    return [medium.file for medium in record.media if isinstance(medium.file, str)]
 
 
 def record_id(raw: Any) -> str | None:
@@ -67,55 +131,120 @@ def record_id(raw: Any) -> str | None:
     return None if given is None else str(given).encode("utf-8", "backslashreplace").decode()
 
 
-def resolve_medium(media_root: Path, medium: Medium) -> Path:
-    """The file of a medium, which must lie inside `media_root` after all links are followed.
+def resolve_medium(media_root: Path, medium: Medium) -> Path | Embedded:
+    """The file of a medium, which must lie inside `media_root` after all links are followed; or the embedded medium.
 
     Raises:
         RecordError: path_escape or missing_media.
     """
-    root = media_root.resolve()
+    if isinstance(medium.file, Embedded):
+        return medium.file
+    root = _resolved(media_root.absolute())
     try:
-        path = (root / medium.path).resolve()
+        path = (root / medium.file).resolve()
         is_file = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that lead in a circle
-        raise RecordError("missing_media", f"{medium.path!r}: {error}") from None
+        raise RecordError("missing_media", f"{medium.file!r}: {error}") from None
     if not path.is_relative_to(root):
-        raise RecordError("path_escape", f"{medium.path} lies outside the media root {media_root}")
+        raise RecordError(
+            "path_escape", f"{medium.file} lies outside the media root {media_root} (`data.sources[].media_root`)"
+        )
     if not is_file:
-        raise RecordError("missing_media", f"{medium.path} is not a file under {media_root}")
+        raise RecordError("missing_media", f"{medium.file} is not a file under {media_root}")
     return path
 
 
-def _media_paths(raw: dict[str, Any], kind: str) -> list[str]:
-    value = raw.get(kind, raw.get(f"{kind}s"))
+@lru_cache(maxsize=256)
+def _resolved(folder: Path) -> Path:
+    return folder.resolve()
+
+
+def _media_files(raw: dict[str, Any], kind: str) -> list[str | Embedded]:
+    value = raw.get(kind)
+    if value is None or value == "" or value == []:
+        value = raw.get(f"{kind}s")
     if value is None or value == "":
         return []
-    paths = value if isinstance(value, list) else [value]
-    for path in paths:
-        if not _is_text(path):
-            raise RecordError("bad_record", f"`{kind}` holds {path!r}; it must be a path or a list of paths")
-    return paths
+    entries = value if isinstance(value, list) else [value]
+    return [_media_file(entry, f"{kind}-{number}", f"`{kind}`") for number, entry in enumerate(entries)]
 
 
-def _turns(raw: dict[str, Any]) -> list[Turn]:
+def _media_file(entry: Any, name: str, where: str) -> str | Embedded:
+    """A path, or a medium that the record holds: bytes, or Hugging Face's `{bytes, path}`.
+
+    Raises:
+        RecordError: bad_record.
+    """
+    if isinstance(entry, dict) and ("bytes" in entry or "path" in entry):
+        path = entry.get("path")
+        name = path if _is_text(path) and path else name
+        entry = entry["bytes"] if entry.get("bytes") is not None else path
+    if isinstance(entry, bytes):
+        return EmbeddedBytes(name, entry)
+    if isinstance(entry, Embedded) or (_is_text(entry) and entry):
+        return entry
+    shown = repr(entry)
+    raise RecordError(
+        "bad_record", f"{where} holds {shown[:80]}{'…' * (len(shown) > 80)}; it must be a path or a list of paths"
+    )
+
+
+def _trusted_sizes(raw: dict[str, Any], num_images: int) -> list[ImageSize | None]:
+    """`width` and `height` of each picture, numbers or lists of numbers; None where the record does not tell."""
+    width, height = (
+        value if isinstance(value, list) else [value] * min(num_images, 1)
+        for value in (raw.get("width"), raw.get("height"))
+    )
+    if len(width) != num_images or len(height) != num_images:
+        return [None] * num_images
+    return [
+        ImageSize(*pair) if all(type(side) is int and side > 0 for side in pair) else None
+        for pair in zip(width, height, strict=True)
+    ]
+
+
+def _turns(raw: dict[str, Any]) -> tuple[list[Turn], dict[str, list[str | Embedded]]]:
+    """The turns, and by kind the media that stand in `messages` themselves, as parts of a content."""
     forms = {"conversations": ("from", "value"), "messages": ("role", "content")}
-    key = next((key for key in forms if key in raw), None)
+    key = next((key for key in forms if raw.get(key) is not None), None)
     if key is None:
         raise RecordError("bad_record", "a record needs `conversations` or `messages`")
     role_key, text_key = forms[key]
     if not isinstance(raw[key], list):
         raise RecordError("bad_record", f"`{key}` must be a list of turns")
-    turns = []
+    turns: list[Turn] = []
+    parts: dict[str, list[str | Embedded]] = {kind: [] for kind in MEDIA_KINDS}
     for entry in raw[key]:
-        if not isinstance(entry, dict) or not _is_text(entry.get(text_key)):
+        content = entry.get(text_key) if isinstance(entry, dict) else None
+        if isinstance(content, list) and key == "messages":
+            content = "".join(_read_parts(content, parts))
+        if not _is_text(content):
             raise RecordError("bad_record", f"a turn of `{key}` needs `{role_key}` and a text in `{text_key}`")
         speaker = entry.get(role_key)
         if not isinstance(speaker, str) or speaker not in _ROLES:
             raise RecordError("bad_record", f"unknown speaker {speaker!r}; known: {', '.join(_ROLES)}")
-        turns.append(Turn(_ROLES[speaker], entry[text_key]))
+        turns.append(Turn(_ROLES[speaker], content))
     if not any(turn.role == "assistant" and turn.content.strip() for turn in turns):
         raise RecordError("empty", "no turn of the assistant holds any text: there is nothing to learn")
-    return turns
+    return turns, parts
+
+
+def _read_parts(content: list[Any], media: dict[str, list[str | Embedded]]) -> Iterator[str]:
+    """The texts of a content's parts, with a placeholder for each medium; media that stand there are added to `media`.
+
+    A medium's part may name the file (`{type: image, image: …}`) or leave that to the record's `images`.
+    """
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and _is_text(part.get("text")):
+            yield part["text"]
+        elif kind in MEDIA_KINDS:
+            given = next((part[key] for key in (kind, "path", "bytes") if part.get(key) is not None), None)
+            if given is not None:
+                media[kind].append(_media_file(given, f"{kind}-{len(media[kind])}", f"a part of type {kind}"))
+            yield f"<{kind}>"
+        else:
+            raise RecordError("bad_record", "a part of `content` must be a text, image, video or audio with its `type`")
 
 
 def _is_text(value: Any) -> bool:
@@ -123,10 +252,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not _HALF_PAIR.search(value)
 
 
-def _match_placeholders(turns: list[Turn], by_kind: dict[str, list[str]]) -> tuple[list[Turn], list[Medium]]:
+def _match_placeholders(turns: list[Turn], by_kind: dict[str, list[Medium]]) -> tuple[list[Turn], list[Medium]]:
     """Pair placeholders with media, in order; `<image>` becomes `<video>` where only that makes them match."""
     found = [kind[1:-1] for turn in turns for kind in _PLACEHOLDER.findall(turn.content)]
-    have = {kind: len(paths) for kind, paths in by_kind.items()}
+    have = {kind: len(media) for kind, media in by_kind.items()}
     if found.count("image") == have["video"] > 0 == have["image"] == found.count("video"):
         turns = [Turn(turn.role, turn.content.replace("<image>", "<video>")) for turn in turns]
         found = ["video" if kind == "image" else kind for kind in found]
@@ -135,5 +264,5 @@ def _match_placeholders(turns: list[Turn], by_kind: dict[str, list[str]]) -> tup
             raise RecordError(
                 "placeholder_mismatch", f"{have[kind]} {kind} file(s) but {found.count(kind)} <{kind}> in the text"
             )
-    remaining = {kind: iter(paths) for kind, paths in by_kind.items()}
-    return turns, [Medium(kind, next(remaining[kind])) for kind in found]
+    remaining = {kind: iter(media) for kind, media in by_kind.items()}
+    return turns, [next(remaining[kind]) for kind in found]

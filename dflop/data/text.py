@@ -5,7 +5,6 @@ Shape profiling and training share this file, so that their token counts agree b
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +39,8 @@ class TokenizedText:
 class ChatTokenizer:
     """A Hugging Face tokenizer directory: `tokenizer.json` and its chat template."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Load from `folder`, or the bundled tokenizer.
+    def __init__(self, folder: Path | None = None, special_tokens: Sequence[str] = ()) -> None:
+        """Load from `folder`, or the bundled tokenizer; `special_tokens` are those the model's family needs beside.
 
         Raises:
             UserError: when the folder is not a tokenizer directory.
@@ -56,8 +55,8 @@ class ChatTokenizer:
         self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        missing = [f"<{kind}>" for kind in MEDIA_KINDS if self._tokenizer.token_to_id(f"<{kind}>") is None]
-        self._tokenizer.add_special_tokens(missing)
+        needed = [*(f"<{kind}>" for kind in MEDIA_KINDS), *special_tokens]
+        self._tokenizer.add_special_tokens([token for token in needed if self._tokenizer.token_to_id(token) is None])
         self.placeholder_ids = {kind: self._tokenizer.token_to_id(f"<{kind}>") for kind in MEDIA_KINDS}
         self._template = _compile_template(_read_template(self.folder))
         self._wants_parts = self._template_wants_parts()
@@ -92,12 +91,9 @@ class ChatTokenizer:
             texts.append(TokenizedText(token_ids, is_target, placeholders))
         return texts
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids))
-
     def _render(self, turns: Sequence[Turn], *, prompt: bool) -> str:
         messages = [
-            {"role": turn.role, "content": _as_parts(turn.content) if self._wants_parts else turn.content}
+            {"role": turn.role, "content": _as_part(turn.content) if self._wants_parts else turn.content}
             for turn in turns
         ]
         try:
@@ -132,14 +128,9 @@ class ChatTokenizer:
             return True
 
 
-def _as_parts(content: str) -> list[dict[str, str]]:
-    parts = []
-    for piece in re.split("(" + "|".join(f"<{kind}>" for kind in MEDIA_KINDS) + ")", content):
-        if piece[1:-1] in MEDIA_KINDS:
-            parts.append({"type": piece[1:-1]})
-        elif piece:
-            parts.append({"type": "text", "text": piece})
-    return parts
+def _as_part(content: str) -> list[dict[str, str]]:
+    """One part of text: media stay where the record puts them, while templates would move them to the front."""
+    return [{"type": "text", "text": content}]
 
 
 def _token_at(encoding, text: str, position: int) -> int:

@@ -30,11 +30,11 @@ from dflop.scheduling import BatchScheduler
 from dflop.scheduling.service import open_scheduler
 from dflop.store import read_meta, read_table
 
-__all__ = ["write_report"]
+__all__ = ["plot_shapes", "write_report"]
 
 
 def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
-    """Five plots and `summary.json`, which is written last; returns their paths.
+    """Four plots and `summary.json`, which is written last; returns their paths. `plot_shapes` draws the fifth.
 
     Raises:
         UserError: when an artifact is missing, naming the command that makes it.
@@ -55,8 +55,6 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
     points = measured_points(run.measurements, run.costs)
     device = ", ".join(run.device["device"].unique(maintain_order=True)) if len(run.device) else "no device"
 
-    with drawing(out / "shapes.svg", shapes_height_in(run.samples)) as figure:
-        draw_shapes(figure, run.samples, rejects)
     with drawing(out / "costs.svg", costs_height_in(points)) as figure:
         draw_costs(figure, points, run.fit_error, run.costs, run.costs_meta, device)
     with drawing(out / "plans.svg", plans_height_in(run.candidates)) as figure:
@@ -79,7 +77,18 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
     return [out / name for name in _NAMES]
 
 
-_NAMES = ("shapes.svg", "costs.svg", "plans.svg", "timeline.svg", "training.svg", "summary.json")
+_NAMES = ("costs.svg", "plans.svg", "timeline.svg", "training.svg", "summary.json")
+
+
+def plot_shapes(shapes: Path, out: Path) -> None:
+    """Draw the shapes of a dataset, of which nothing but `shapes.duckdb` is needed.
+
+    Raises:
+        UserError: when that file is missing.
+    """
+    samples, rejects = (read_table(shapes, table, made_by="merge-shapes") for table in ("samples", "rejects"))
+    with drawing(out, shapes_height_in(samples)) as figure:
+        draw_shapes(figure, samples, _counts(rejects["reason"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dflop.config import Config
-from dflop.data import list_sources
+from dflop.data import ShapeReader, list_sources
 from dflop.data.loading import MicrobatchLoader, TrainingRecords
 from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer
 from dflop.errors import UserError
@@ -90,8 +90,12 @@ class Trainer:
         self.publisher = self._start_publisher() if self.topology.is_main else None
         dataset = MicrobatchLoader(
             records=TrainingRecords(list_sources(config.data), config.seed),
-            rules=spec.rules,
-            video=config.data.video,
+            reader=ShapeReader(
+                rules=spec.rules,
+                video=config.data.video,
+                max_image_pixels=config.data.max_image_pixels,
+                max_text_bytes=config.data.max_text_bytes,
+            ),
             tokenizer_folder=self.tokenizer_folder,
             max_llm_tokens=config.data.max_llm_tokens,
             num_encoder_ranks=self.plan.grids[0].dp,

@@ -20,7 +20,7 @@ from transformers import LlavaOnevisionForConditionalGeneration
 from dflop.config import load_config
 from dflop.costs import fit_costs
 from dflop.costs.model import FEATURES, column_of
-from dflop.data import ChatTokenizer, list_sources, load_samples, profile_records, read_manifest
+from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, SourceRecords, list_sources, load_samples
 from dflop.data.demo import make_demo_data
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.text import BUNDLED_TOKENIZER
@@ -59,14 +59,11 @@ def run(tmp_path_factory):
     }
     loaded = load_config(config)
     (source,) = list_sources(loaded.data)
-    frame = profile_records(
-        read_manifest(source, 0),
-        media_root=source.media_root,
-        rules=load_model_spec(loaded.model).rules,
-        tokenizer=ChatTokenizer(),
-        video=loaded.data.video,
-        max_llm_tokens=4096,
+    records = SourceRecords(source, 0)
+    profiler = ShapeProfiler(
+        source=source, reader=_reader(loaded), tokenizer=ChatTokenizer(), max_llm_tokens=loaded.data.max_llm_tokens
     )
+    frame = profiler.profile(records.read(row) for row in records.kept)
     frame.write_parquet(folder / "shard.parquet")
     sources = pl.DataFrame(
         {
@@ -78,9 +75,20 @@ def run(tmp_path_factory):
             "num_records": [len(frame)],
         }
     )
-    write_shapes(folder / "shapes.duckdb", [ShardFile(folder / "shard.parquet", "shard", "train", 0)], sources, _META)
+    shards = [ShardFile(folder / "shard.parquet", "shard", "train", 0, 0)]
+    write_shapes(folder / "shapes.duckdb", shards, sources, _META, sampled_rows={}, keep_duplicates=False)
     _write_costs(folder / "costs.duckdb")
     return folder, config
+
+
+def _reader(config) -> ShapeReader:
+    data = config.data
+    return ShapeReader(
+        rules=load_model_spec(config.model).rules,
+        video=data.video,
+        max_image_pixels=data.max_image_pixels,
+        max_text_bytes=data.max_text_bytes,
+    )
 
 
 def _write_costs(path: Path) -> None:
@@ -192,8 +200,7 @@ def _loaders(config, spec) -> tuple[MicrobatchLoader, MicrobatchLoader]:
     records = TrainingRecords(list_sources(config.data), config.seed)
     common = {
         "records": records,
-        "rules": spec.rules,
-        "video": config.data.video,
+        "reader": _reader(config),
         "tokenizer_folder": BUNDLED_TOKENIZER,
         "max_llm_tokens": config.data.max_llm_tokens,
         "num_encoder_ranks": 1,

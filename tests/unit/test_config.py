@@ -166,6 +166,7 @@ def test_a_source_without_a_path_is_refused():
         ("schedule.policy", "lptt", "random, lpt, ilp"),
         ("train.precision", "fp8", "fp32, bf16, fp64"),
         ("cluster.device", "tpu", "cpu, cuda"),
+        ("model.family", "llava", "llava_onevision, internvl"),
     ],
 )
 def test_a_closed_choice_lists_its_values(key, value, choices):
@@ -181,7 +182,6 @@ def test_a_closed_choice_in_a_list_names_the_entry():
 @pytest.mark.parametrize(
     ("key", "value", "name"),
     [
-        ("model.family", "internvl", "model.family"),
         ("costs.source", "analytic", "costs.source"),
         ("plan.fixed.schedule", "zb_h1", "plan.fixed.schedule"),
         ("plan.placements", ["disjoint", "monolithic"], "plan.placements[1]"),
@@ -328,7 +328,7 @@ def test_selected_keys_are_plain_and_load_again():
         "seed": 0,
         "train": {"lr": 0.5},
         "data": {
-            "sources": [{"path": "a.json", "media_root": None, "sampling": "all", "name": None}],
+            "sources": [{"path": "a.json", "media_root": None, "sampling": "all", "name": None, "trust_sizes": False}],
             "video": {"fps": 1.0, "max_frames": 32},
         },
         "plan": {

@@ -31,6 +31,8 @@ IMPORTED_WITHOUT_TORCH = (
     "dflop.stages",
     "dflop.models",
     "dflop.models.audio",
+    "dflop.models.internvl.shapes",
+    "dflop.models.internvl.presets",
     "dflop.models.llava_onevision.shapes",
     "dflop.models.llava_onevision.presets",
     "dflop.data",

@@ -1,8 +1,13 @@
 """The databases have the promised columns, keep every record once, and say why they cannot be read."""
 
+from collections import Counter
+
 import duckdb
+import numpy as np
 import polars as pl
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from dflop import store
 from dflop.data import load_samples
@@ -66,19 +71,24 @@ def bad(row: int, sample_id: str | None, reason: str = "empty") -> dict:
 
 @pytest.fixture
 def merge(tmp_path):
-    """`merge((source, start, rows), …)` writes the shards and merges them; returns the database's path."""
+    """`merge((source, start, rows), …)` writes the shards and merges them; returns the database's path.
 
-    def run(*shards: tuple[str, int, list[dict]]):
+    `first_rows` says where a source's kept records begin in its manifest, `sampled_rows` which those are.
+    """
+
+    def run(*shards: tuple[str, int, list[dict]], first_rows=None, sampled_rows=None, keep_duplicates: bool = False):
         files = []
         for number, (source, start, rows) in enumerate(shards):
             path = tmp_path / f"shard-{number}.parquet"
             pl.DataFrame(rows, schema=SHARD_SCHEMA, orient="row").write_parquet(path)
-            files.append(ShardFile(path, f"{source}-{number}", source, start))
+            first_row = (first_rows or {}).get(source, 0) + start
+            files.append(ShardFile(path, f"{source}-{number}", source, start, first_row))
         names = list(dict.fromkeys(source for source, _, _ in shards))
         fields = {"path": "p", "media_root": "m", "sampling": "all", "digest": "d", "num_records": 1}
         sources = pl.DataFrame([{"name": name} | fields for name in names])
         database = tmp_path / "shapes.duckdb"
-        write_shapes(database, files, sources, {"config_digest": "abc"})
+        meta = {"config_digest": "abc"}
+        write_shapes(database, files, sources, meta, sampled_rows=sampled_rows or {}, keep_duplicates=keep_duplicates)
         return database
 
     return run
@@ -137,18 +147,112 @@ def test_samples_keep_the_order_of_the_shards_they_came_in(merge):
     assert [row[0] for row in rows_of(path, "sources", "name")] == ["b", "a"]
 
 
-def test_a_later_record_with_the_same_id_is_a_duplicate_across_shards_and_sources(merge):
+def test_rows_are_those_of_the_manifest_whatever_sampling_keeps_of_it(merge):
+    kept = [good(0, "a"), bad(1, None)]
     path = merge(
-        ("train", 0, [good(0, "a"), good(1, "a"), good(2, "b")]),
-        ("train", 3, [good(0, "a")]),
-        ("other", 0, [good(0, "b")]),
+        ("first", 0, kept),
+        ("first", 2, [good(0, "b"), bad(1, None)]),
+        ("end", 0, kept),
+        ("end", 2, [good(0, "b"), bad(1, None)]),
+        ("random", 0, kept),
+        ("random", 2, [good(0, "b"), bad(1, None)]),
+        first_rows={"end": 96},
+        sampled_rows={"random": np.array([3, 14, 15, 92])},
     )
-    assert rows_of(path, "samples", "sample_id", "row") == [("a", 0), ("b", 2)]
+    for table, rows in (("samples", [0, 2, 96, 98, 3, 15]), ("rejects", [1, 3, 97, 99, 14, 92])):
+        assert rows_of(path, table, "source", "row") == [
+            (source, row) for source, row in zip(("first",) * 2 + ("end",) * 2 + ("random",) * 2, rows, strict=True)
+        ]
+    names = [name for (name,) in rows_of(path, "rejects", "sample_id")]
+    assert names == ["first/1", "first/3", "end/97", "end/99", "random/14", "random/92"]
+
+
+DUPLICATES = [
+    ("train", 0, [good(0, "a"), good(1, "a"), good(2, "b")]),
+    ("train", 3, [good(0, "a")]),
+    ("other", 0, [good(0, "b"), good(1, "b"), good(2, "c")]),
+]
+
+
+def test_a_later_record_with_the_same_id_in_its_source_is_a_duplicate_across_shards(merge):
+    path = merge(*DUPLICATES)
     assert rows_of(path, "rejects", "source", "row", "sample_id", "reason") == [
         ("train", 1, "a", "duplicate_id"),
         ("train", 3, "a", "duplicate_id"),
-        ("other", 0, "b", "duplicate_id"),
+        ("other", 1, "b", "duplicate_id"),
     ]
+    assert "`data.duplicate_ids: keep`" in rows_of(path, "rejects", "detail")[0][0]
+
+
+def test_the_same_id_in_two_sources_is_kept_and_the_later_one_named_after_its_source(merge):
+    assert rows_of(merge(*DUPLICATES), "samples", "sample_id", "source", "row") == [
+        ("a", "train", 0),
+        ("b", "train", 2),
+        ("other/b", "other", 0),
+        ("c", "other", 2),
+    ]
+
+
+def test_duplicates_that_are_kept_are_numbered(merge):
+    path = merge(*DUPLICATES, keep_duplicates=True)
+    assert rows_of(path, "samples", "sample_id", "source", "row") == [
+        ("a", "train", 0),
+        ("a#2", "train", 1),
+        ("b", "train", 2),
+        ("a#3", "train", 3),
+        ("other/b", "other", 0),
+        ("other/b#2", "other", 1),
+        ("c", "other", 2),
+    ]
+    assert rows_of(path, "rejects", "row") == []
+
+
+ids = st.none() | st.sampled_from(["a", "a#2", "a##2", "a#2#2", "#", "s1/a", "s1/0", "s0/0", "s1/a#2"])
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sources=st.lists(st.lists(st.lists(ids, max_size=4), max_size=2), min_size=1, max_size=3),
+    keep_duplicates=st.booleans(),
+    data=st.data(),
+)
+@example(sources=[[["a", "a", "a#2"]]], keep_duplicates=True, data=None)
+@example(sources=[[["a"]], [["a", "s1/a"]]], keep_duplicates=False, data=None)
+def test_every_sample_has_an_id_of_its_own_and_every_record_is_a_sample_or_a_reject(
+    merge, sources, keep_duplicates, data
+):
+    shards, records = [], []
+    for number, parts in enumerate(sources):
+        start = 0
+        for part in parts:
+            is_bad = [data is not None and data.draw(st.integers(0, 4)) == 0 for _ in part]
+            rows = [bad(row, name) if is_bad[row] else good(row, name) for row, name in enumerate(part)]
+            shards.append((f"s{number}", start, rows))
+            records += [(f"s{number}", start + row, name, is_bad[row]) for row, name in enumerate(part)]
+            start += len(part)
+    if not shards:
+        return
+    path = merge(*shards, keep_duplicates=keep_duplicates)
+    samples = rows_of(path, "samples", "source", "row", "sample_id")
+    rejects = rows_of(path, "rejects", "source", "row", "reason")
+    assert len({sample_id for *_, sample_id in samples}) == len(samples)
+    assert sorted((source, row) for source, row, _ in [*samples, *rejects]) == sorted(key[:2] for key in records)
+    # Oracle: the first good record of an id in a source is a sample, the others as the config says.
+    seen, kept = set(), []
+    for source, row, name, is_bad in records:
+        name = name if name is not None else f"{source}/{row}"
+        if not is_bad and (keep_duplicates or (source, name) not in seen):
+            kept.append((source, row, name))
+        if not is_bad:
+            seen.add((source, name))
+    assert [key[:2] for key in samples] == [key[:2] for key in kept]
+    assert all(name in sample_id for (*_, name), (*_, sample_id) in zip(kept, samples, strict=True))
+    first_of = {name: source for source, _, name in reversed(kept)}
+    for (source, _, name), (*_, sample_id) in zip(kept, samples, strict=True):
+        if Counter(entry[2] for entry in kept)[name] == 1 and f"{source}/" not in name:
+            assert sample_id == name
+        if first_of[name] != source:
+            assert sample_id.startswith(f"{source}/{name}")
 
 
 def test_a_rejected_record_does_not_take_an_id_from_a_good_one(merge):
@@ -176,7 +280,58 @@ def test_the_summary_says_how_each_quantity_spreads(merge):
     (tokens,) = summary.filter(pl.col("quantity") == "llm_tokens").to_dicts()
     assert (tokens["num_samples"], tokens["p50"], tokens["max"], tokens["total"]) == (5, 300, 500, 1500)
     assert tokens["coefficient_of_variation"] == pytest.approx(2**0.5 / 3, abs=1e-3)
-    assert set(summary["quantity"]) == {"num_items", "text_tokens", "vision_tokens", "llm_tokens"}
+    assert set(summary["quantity"]) == {"num_items", "text_tokens", "vision_tokens", "audio_tokens", "llm_tokens"}
+
+
+def test_the_summary_of_the_shapes_agrees_with_numpy(merge):
+    rng = np.random.default_rng(0)
+    quantities = ("num_items", "text_tokens", "vision_tokens", "audio_tokens", "llm_tokens")
+    rows = []
+    for row in range(400):
+        values = {name: int(value) for name, value in zip(quantities, rng.geometric(0.01, 5) - 1, strict=True)}
+        rows.append(good(row, None, modality=str(rng.choice(["image", "video", "text"])), **values))
+    path = merge(("b", 0, rows[:150]), ("b", 150, rows[150:300]), ("a", 0, rows[300:]))
+    summary = read_table(path, "shape_summary", made_by="merge-shapes")
+    assert summary.select("source", "modality", "quantity").rows() == sorted(
+        (source, modality, quantity)
+        for source in "ab"
+        for modality in ("image", "text", "video")
+        for quantity in quantities
+    )
+    for entry in summary.to_dicts():
+        of_source = rows[:300] if entry["source"] == "b" else rows[300:]
+        values = np.array([row[entry["quantity"]] for row in of_source if row["modality"] == entry["modality"]])
+        assert (entry["num_samples"], entry["max"], entry["total"]) == (
+            len(values),
+            int(values.max()),
+            int(values.sum()),
+        )
+        for percent in (5, 50, 95, 99):
+            assert entry[f"p{percent}"] == pytest.approx(np.percentile(values, percent), abs=0.051)
+        assert entry["coefficient_of_variation"] == pytest.approx(values.std() / values.mean(), abs=6e-4)
+
+
+def test_a_quantity_that_is_always_zero_does_not_vary(merge):
+    summary = read_table(merge(("train", 0, [good(0, "a")])), "shape_summary", made_by="merge-shapes")
+    (audio,) = summary.filter(pl.col("quantity") == "audio_tokens").to_dicts()
+    assert (audio["max"], audio["coefficient_of_variation"]) == (0, 0)
+
+
+def test_the_summary_of_the_rejects_counts_them_and_shows_three_of_each_reason(merge):
+    rows = [bad(row, f"r{row}", "empty" if row % 3 else "too_long") for row in range(30)]
+    path = merge(("b", 0, rows), ("a", 0, [bad(0, None, "bad_record"), good(1, "x"), good(2, "x")]))
+    assert rows_of(path, "reject_summary", "source", "reason", "num_records", "examples") == [
+        ("a", "bad_record", 1, ["a/0: because of bad_record"]),
+        (
+            "a",
+            "duplicate_id",
+            1,
+            ["x: an earlier record of the source has the same id (`data.duplicate_ids: keep` keeps both)"],
+        ),
+        ("b", "empty", 20, [f"r{row}: because of empty" for row in (1, 2, 4)]),
+        ("b", "too_long", 10, [f"r{row}: because of too_long" for row in (0, 3, 6)]),
+    ]
+    assert rows_of(merge(("train", 0, [good(0, "a")])), "reject_summary", "reason") == []
 
 
 def test_every_database_says_how_it_was_made(merge):
@@ -189,9 +344,10 @@ def test_every_database_says_how_it_was_made(merge):
 def test_a_failed_merge_leaves_the_old_database_and_nothing_beside_it(merge, tmp_path):
     path = merge(("train", 0, [good(0, "a")]))
     before = sorted(tmp_path.iterdir())
-    missing = ShardFile(tmp_path / "none.parquet", "none", "train", 0)
-    with pytest.raises(duckdb.Error):
-        write_shapes(path, [missing], read_table(path, "sources", made_by="x").drop("digest"), {})
+    missing = ShardFile(tmp_path / "none.parquet", "none", "train", 0, 0)
+    sources = read_table(path, "sources", made_by="merge-shapes")
+    with pytest.raises(duckdb.Error, match=r"none\.parquet"):
+        write_shapes(path, [missing], sources, {}, sampled_rows={}, keep_duplicates=False)
     assert sorted(tmp_path.iterdir()) == before
     assert rows_of(path, "samples", "sample_id") == [("a",)]
 
@@ -283,4 +439,4 @@ def test_sources_whose_records_are_all_rejected_give_an_empty_table_of_samples(m
 def test_sources_without_any_record_are_refused(merge, tmp_path):
     sources = read_table(merge(("train", 0, [good(0, "a")])), "sources", made_by="merge-shapes")
     with pytest.raises(UserError, match=r"no manifest of `data\.sources` holds any record"):
-        write_shapes(tmp_path / "empty.duckdb", [], sources, {})
+        write_shapes(tmp_path / "empty.duckdb", [], sources, {}, sampled_rows={}, keep_duplicates=False)

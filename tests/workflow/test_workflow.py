@@ -4,10 +4,6 @@ One whole run is shared by the tests, in a copy of the repository; Snakemake, to
 """
 
 import json
-import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import polars as pl
 import pytest
@@ -18,46 +14,11 @@ from dflop.store import MODALITIES, REJECT_REASONS, read_meta, read_table
 
 pytestmark = pytest.mark.serial
 
-REPOSITORY = Path(__file__).parents[2]
-
-
-class Checkout:
-    """A copy of the repository to run commands in."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for name in ("workflow", "config"):
-            shutil.copytree(REPOSITORY / name, folder / name)
-        (folder / "slurm").symlink_to("workflow/profiles/slurm")
-
-    def snakemake(self, *arguments: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess:
-        return self.run("snakemake", *arguments, timeout=timeout, **environment)
-
-    def run(self, *command: str, timeout: int = 60, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            command, cwd=self.folder, capture_output=True, text=True, timeout=timeout, env=os.environ | environment
-        )
-
-    def write_config(self, name: str, **sections: object) -> str:
-        (self.folder / name).write_text(yaml.safe_dump(sections))
-        return name
-
-    def jobs_of_dry_run(self, *arguments: str) -> list[str]:
-        """Names of the rules that a dry run lists, shards with their names."""
-        done = self.snakemake("-n", "--quiet", "rules", "--cores", "2", *arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-        listed = self.snakemake("-n", "--cores", "2", *arguments).stdout
-        return [
-            line.split()[1].rstrip(":")
-            for line in listed.splitlines()
-            if line.startswith(("rule ", "localrule ", "checkpoint "))
-        ]
-
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(make_checkout):
     """A checkout with a finished run named `small`, and the name of its config file."""
-    checkout = Checkout(tmp_path_factory.mktemp("checkout"))
+    checkout = make_checkout()
     data = checkout.folder / "data"
     make_demo_data(data, num_records=40)
     records = json.loads((data / "train.json").read_text())

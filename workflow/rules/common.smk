@@ -3,14 +3,15 @@
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
 from dflop.config import load_config, select_keys
-from dflop.data.manifest import list_shards, list_sources
+from dflop.data.manifests import list_shards, list_sources
 from dflop.errors import UserError
-from dflop.models.spec import load_model_spec
+from dflop.models.spec import check_runnable, load_model_spec, model_digest
 from dflop.stages import STAGES
 
 
@@ -53,12 +54,20 @@ def is_demo(source):
     return source.path.as_posix().startswith(f"{DEMO_DATA}/")
 
 
+# A job's own process takes the media's sizes and times as the main one found them.
+IS_MAIN = workflow.is_main_process
+
+
+@cache
 def shards_of(source):
     """A source's shards; the demo's manifests are made first."""
     if is_demo(source):
         checkpoints.demo_data.get()
+    data = CONFIG.data
     try:
-        return list_shards(source, CONFIG.data.samples_per_shard, CONFIG.seed)
+        return list_shards(
+            source, data.samples_per_shard, CONFIG.seed, watch_media=data.watch_media, look_again=IS_MAIN
+        )
     except UserError as error:
         stop_with(error)
 
@@ -77,13 +86,29 @@ def config_for_shard(wildcards):
             "path": str(source.path),
             "media_root": str(source.media_root),
             "sampling": source.sampling,
+            "trust_sizes": source.trust_sizes,
         }
     ]
+    part["seed"] = seed_for([source])
     return json.dumps(part, sort_keys=True)
+
+
+def seed_for(sources):
+    """The seed, which matters to shapes where samples are drawn at random, and must rerun nothing where not."""
+    return CONFIG.seed if any("random" in source.sampling for source in sources) else 0
 
 
 def all_shards(wildcards=None):
     return [shard.name for source in SOURCES for shard in shards_of(source)]
+
+
+def all_measurements(wildcards):
+    """What the fitted costs stand on; a family that cannot be run stops here, before any job."""
+    try:
+        check_runnable(CONFIG.model.family)
+    except UserError as error:
+        stop_with(error)
+    return [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in CONFIG.costs.tp_sizes]
 
 
 for source in SOURCES:

@@ -18,6 +18,7 @@ rule profile_costs:
         # Wildcards are no part of the between-workflow cache's key, params are.
         module="{module}",
         tp="{tp}",
+        model=model_digest(CONFIG.model),
         code=code_of("profile-costs"),
     shell:
         "dflop profile-costs --config {params.config:q} --module {wildcards.module} --tp {wildcards.tp}"
@@ -26,7 +27,7 @@ rule profile_costs:
 
 rule fit_costs:
     input:
-        [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in CONFIG.costs.tp_sizes],
+        all_measurements,
     output:
         f"{RESULTS}/costs.duckdb",
     log:

@@ -7,7 +7,6 @@ rule report:
         candidates=f"{RESULTS}/candidates.parquet",
         train=f"{RESULTS}/train/summary.json",
     output:
-        shapes=report(f"{RESULTS}/report/shapes.svg", category="Data", caption="../report/shapes.rst"),
         costs=report(f"{RESULTS}/report/costs.svg", category="Costs", caption="../report/costs.rst"),
         plans=report(f"{RESULTS}/report/plans.svg", category="Plan", caption="../report/plans.rst"),
         timeline=report(f"{RESULTS}/report/timeline.svg", category="Plan", caption="../report/timeline.rst"),

@@ -20,11 +20,13 @@ rule profile_shapes:
         f"{RESULTS}/logs/profile_shapes/{{shard}}.log",
     # Before the costs are measured: mistakes in the data show here, within seconds.
     priority: 10
+    threads: 8
     params:
         config=config_for_shard,
+        model=model_digest(CONFIG.model),
         code=code_of("profile-shapes"),
     shell:
-        "dflop profile-shapes --config {params.config:q} --shard {wildcards.shard} --out {output} 2> {log} | tee -a {log}"
+        "dflop profile-shapes --config {params.config:q} --shard {wildcards.shard} --out {output} --workers {threads} 2> {log} | tee -a {log}"
 
 
 rule merge_shapes:
@@ -36,8 +38,21 @@ rule merge_shapes:
         f"{RESULTS}/logs/merge_shapes.log",
     priority: 10
     params:
-        config=config_for("merge-shapes"),
+        config=config_for("merge-shapes", seed=seed_for(SOURCES)),
         shards=lambda wildcards: all_shards(),
         code=code_of("merge-shapes"),
     shell:
         "dflop merge-shapes --config {params.config:q} --shapes $(dirname {output})/shapes --out {output} 2> {log} | tee -a {log}"
+
+
+rule plot_shapes:
+    input:
+        f"{RESULTS}/shapes.duckdb",
+    output:
+        report(f"{RESULTS}/report/shapes.svg", category="Data", caption="../report/shapes.rst"),
+    log:
+        f"{RESULTS}/logs/plot_shapes.log",
+    params:
+        code=code_of("plot-shapes"),
+    shell:
+        "dflop plot-shapes --shapes {input} --out {output} 2> {log} | tee -a {log}"

@@ -8,27 +8,27 @@ import pytest
 import torch
 from PIL import Image
 
-from dflop.config import DataConfig, SourceConfig, VideoConfig
-from dflop.data import list_sources, profile_records
+from dflop.config import DataConfig, SourceConfig
+from dflop.data import list_sources
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.errors import UserError
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 
-VIDEO = VideoConfig(fps=1.0, max_frames=8)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 MAX_LLM_TOKENS = 1000
 
 
 @pytest.fixture(scope="module")
-def make_loader(tiny_spec):
+def make_loader(tiny_spec, reader):
     pixels = LlavaOnevisionPixels(tiny_spec.hf_config, tiny_spec.rules.image_size)
 
     def make(manifest: Path, *, of_media: bool, num_encoder_ranks: int = 1, sampling: str = "all") -> MicrobatchLoader:
         sources = list_sources(DataConfig(sources=[SourceConfig(path=str(manifest), name="it", sampling=sampling)]))
         return MicrobatchLoader(
             records=TrainingRecords(sources, 0),
-            rules=tiny_spec.rules,
-            video=VIDEO,
+            reader=reader,
             tokenizer_folder=BUNDLED_TOKENIZER,
             max_llm_tokens=MAX_LLM_TOKENS,
             num_encoder_ranks=num_encoder_ranks,
@@ -39,12 +39,12 @@ def make_loader(tiny_spec):
 
 
 @pytest.fixture(scope="module")
-def make_job(demo_data, tiny_spec, tokenizer):
+def make_job(demo_data, profile_records):
     """`make_job(rows)`: these records of the drawn data, as they were profiled."""
-    kept = kept_vision_tokens(demo_data.train_manifest, tiny_spec.rules, tokenizer)
+    kept = kept_vision_tokens(demo_data.train_manifest, profile_records)
 
-    def make(rows: list[int], encoder_rank: list[int] | None = None, first: int = 0) -> MicrobatchJob:
-        return job(rows, [kept[first + row] for row in rows], encoder_rank)
+    def make(rows: list[int], encoder_rank: list[int] | None = None) -> MicrobatchJob:
+        return job(rows, [kept[row] for row in rows], encoder_rank)
 
     return make
 
@@ -57,15 +57,8 @@ def job(rows: list[int], kept: list[int], encoder_rank: list[int] | None = None)
     )
 
 
-def kept_vision_tokens(manifest: Path, rules, tokenizer) -> list[int]:
-    frame = profile_records(
-        json.loads(manifest.read_text()),
-        media_root=manifest.parent,
-        rules=rules,
-        tokenizer=tokenizer,
-        video=VIDEO,
-        max_llm_tokens=MAX_LLM_TOKENS,
-    )
+def kept_vision_tokens(manifest: Path, profile_records) -> list[int]:
+    frame = profile_records(json.loads(manifest.read_text()), manifest.parent, max_llm_tokens=MAX_LLM_TOKENS)
     return frame["kept_vision_tokens"].to_list()
 
 
@@ -111,16 +104,16 @@ def test_a_microbatch_without_media_has_no_items(demo_data, make_loader, tiny_sp
     assert loaded.batch.items.shape == (0, 3, side, side)
 
 
-def test_rows_count_among_the_records_that_sampling_keeps(demo_data, make_loader, make_job):
-    records = json.loads(demo_data.train_manifest.read_text())
-    whole, last = (make_loader(demo_data.train_manifest, of_media=False, sampling=how) for how in ("all", "end:4"))
-    before = len(records) - 4
-    assert torch.equal(last[make_job([0], first=before)].token_ids, whole[make_job([before])].token_ids)
+@pytest.mark.parametrize("sampling", ["end:4", "random:50%"])
+def test_rows_are_the_manifests_own_whatever_sampling_keeps(demo_data, make_loader, make_job, sampling):
+    whole, part = (make_loader(demo_data.train_manifest, of_media=False, sampling=how) for how in ("all", sampling))
+    for row in (0, 17, 36):
+        assert torch.equal(part[make_job([row])].token_ids, whole[make_job([row])].token_ids)
 
 
 @pytest.mark.parametrize("of_media", [False, True])
-def test_a_sample_that_is_no_longer_what_was_profiled_is_named(demo_data, make_loader, tiny_spec, tokenizer, of_media):
-    kept = kept_vision_tokens(demo_data.train_manifest, tiny_spec.rules, tokenizer)
+def test_a_sample_that_is_no_longer_what_was_profiled_is_named(demo_data, make_loader, profile_records, of_media):
+    kept = kept_vision_tokens(demo_data.train_manifest, profile_records)
     row = next(row for row, tokens in enumerate(kept) if tokens > 10)
     loader = make_loader(demo_data.train_manifest, of_media=of_media)
     for wrong in (kept[row] + 1, kept[row] - 1):
@@ -132,7 +125,7 @@ def test_a_sample_that_is_no_longer_what_was_profiled_is_named(demo_data, make_l
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_promised(
-    demo_data, make_loader, tiny_spec, tokenizer, tmp_path, kind
+    demo_data, make_loader, profile_records, tmp_path, kind
 ):
     records = json.loads(demo_data.train_manifest.read_text())
     record = next(record for record in records if isinstance(record.get(kind), str))
@@ -148,18 +141,11 @@ def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_
         path.write_bytes(content)
     manifest = tmp_path / "train.json"
     manifest.write_text(json.dumps([record | {kind: path.name}]))
-    frame = profile_records(
-        json.loads(manifest.read_text()),
-        media_root=tmp_path,
-        rules=tiny_spec.rules,
-        tokenizer=tokenizer,
-        video=VIDEO,
-        max_llm_tokens=MAX_LLM_TOKENS,
-    )
+    frame = profile_records(json.loads(manifest.read_text()), tmp_path, max_llm_tokens=MAX_LLM_TOKENS)
     assert frame["reason"][0] is None
     loaded = make_loader(manifest, of_media=True)[job([0], [frame["kept_vision_tokens"][0]])]
     assert len(loaded.batch.items) == frame["num_items"][0]
     assert len(loaded.unreadable) == 1
-    assert str(path) in loaded.unreadable[0]
+    assert path.name in loaded.unreadable[0]
     black = loaded.batch.items.amax(dim=(0, 2, 3)) - loaded.batch.items.amin(dim=(0, 2, 3))
     assert black.max() < 1e-4

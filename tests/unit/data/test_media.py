@@ -1,5 +1,6 @@
 """Headers give what decoding would give, and a damaged file is one reason, never a crash."""
 
+import resource
 import struct
 import zlib
 
@@ -13,31 +14,27 @@ from PIL import Image, ImageOps
 
 from dflop.config import VideoConfig
 from dflop.data.media import VideoHeader, audio_seconds, frame_indices, image_size, video_header
-from dflop.data.records import RecordError
+from dflop.data.records import EmbeddedBytes, RecordError
 
 # Pillow warns of what is wrong in a TIFF before it gives up.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 
+MAX_PIXELS = 200_000_000
+
+
+def picture_size(path):
+    return image_size(path, MAX_PIXELS)
+
+
 READERS = {
-    **dict.fromkeys(("picture.jpg", "picture.png", "picture.tif"), image_size),
+    **dict.fromkeys(("picture.jpg", "picture.png", "picture.tif"), picture_size),
     **dict.fromkeys(("clip.mp4", "clip.mkv"), video_header),
     **dict.fromkeys(("sound.wav", "sound.flac"), audio_seconds),
 }
 
 
-def write_clip(path, num_frames=24, fps=8, size=(64, 48), title="A clip"):
-    with av.open(str(path), "w") as container:
-        container.metadata["title"] = title
-        stream = container.add_stream("mpeg4", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        for number in range(num_frames):
-            shade = np.full((size[1], size[0], 3), number * 5 % 256, dtype=np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
-        container.mux(stream.encode(None))
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, write_clip):
     """One small valid file of each kind."""
     folder = tmp_path_factory.mktemp("media")
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 70, 3), dtype=np.uint8))
@@ -45,7 +42,7 @@ def folder(tmp_path_factory):
     exif[0x0112] = 6
     tone = np.sin(np.arange(20_000) / 20).astype(np.float32)
     for name, reader in READERS.items():
-        if reader is image_size:
+        if reader is picture_size:
             picture.save(folder / name, exif=exif)
         elif reader is video_header:
             write_clip(folder / name)
@@ -71,7 +68,7 @@ def test_a_picture_is_as_large_as_it_is_once_turned_upright(tmp_path, orientatio
     Image.new("RGB", (30, 20)).save(path, exif=exif)
     with Image.open(path) as image:
         upright = ImageOps.exif_transpose(image)
-    assert image_size(path) == upright.size == ((20, 30) if orientation >= 5 else (30, 20))
+    assert picture_size(path) == upright.size == ((20, 30) if orientation >= 5 else (30, 20))
 
 
 def png_chunk(kind: bytes, content: bytes) -> bytes:
@@ -94,7 +91,7 @@ def test_a_pngs_orientation_counts_wherever_it_stands(tmp_path, kind, before_pix
     place = plain.index(b"IDAT" if before_pixels else b"IEND") - 4
     path.write_bytes(plain[:place] + png_chunk(kind, content) + plain[place:])
     with Image.open(path) as image:
-        assert image_size(path) == ImageOps.exif_transpose(image).size == (20, 30)
+        assert picture_size(path) == ImageOps.exif_transpose(image).size == (20, 30)
 
 
 def test_a_picture_is_measured_by_its_header_even_where_its_pixels_are_lost(folder, tmp_path):
@@ -103,20 +100,35 @@ def test_a_picture_is_measured_by_its_header_even_where_its_pixels_are_lost(fold
             image.save(tmp_path / name, exif=b"")
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content[: len(content) // 2])
-        assert image_size(tmp_path / name) == (70, 40)
+        assert picture_size(tmp_path / name) == (70, 40)
         with Image.open(tmp_path / name) as image, pytest.raises(OSError, match="truncated"):
             image.load()
 
 
-def test_a_picture_too_large_to_decode_is_only_measured(tmp_path):
+@pytest.mark.filterwarnings("error::PIL.Image.DecompressionBombWarning")
+def test_a_large_scan_is_only_measured_and_a_larger_one_refused_by_its_header(tmp_path):
     path = tmp_path / "scan.png"
     Image.new("1", (12_000, 9_000)).save(path)
-    with pytest.warns(Image.DecompressionBombWarning):
-        assert image_size(path) == (12_000, 9_000)
+    assert image_size(path, 12_000 * 9_000) == (12_000, 9_000)
+    detail = refusal(lambda path: image_size(path, 12_000 * 9_000 - 1), path)
+    assert "12000 x 9000 are 108,000,000 pixels, over 107,999,999 (`data.max_image_pixels`)" in detail
+
+
+def test_a_picture_that_would_unfold_to_gigabytes_is_refused_before_any_pixel_is_decoded(tmp_path):
+    """EXIF data behind the pixels is what Pillow decodes them for."""
+    path = tmp_path / "bomb.png"
+    Image.new("RGB", (30, 20)).save(path)
+    plain = path.read_bytes()
+    header = png_chunk(b"IHDR", struct.pack(">II", 60_000, 60_000) + plain[24:29])
+    body, end = plain[33:-12], plain[-12:]
+    path.write_bytes(plain[:8] + header + body + png_chunk(b"eXIf", Image.Exif().tobytes()[6:]) + end)
+    began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "60000 x 60000 are 3,600,000,000 pixels" in refusal(picture_size, path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began < 200_000  # KiB
 
 
 @pytest.mark.parametrize(("num_frames", "fps"), [(1, 10), (24, 8), (50, 25)])
-def test_a_clips_header_agrees_with_its_decoded_frames(tmp_path, num_frames, fps):
+def test_a_clips_header_agrees_with_its_decoded_frames(tmp_path, write_clip, num_frames, fps):
     path = tmp_path / "clip.mp4"
     write_clip(path, num_frames, fps)
     with av.open(str(path)) as container:
@@ -126,7 +138,7 @@ def test_a_clips_header_agrees_with_its_decoded_frames(tmp_path, num_frames, fps
     assert header == (num_frames, fps, 64, 48)
 
 
-def test_a_clip_whose_header_counts_no_frames_is_counted_by_its_duration(tmp_path):
+def test_a_clip_whose_header_counts_no_frames_is_counted_by_its_duration(tmp_path, write_clip):
     path = tmp_path / "clip.mkv"
     write_clip(path, num_frames=30, fps=10)
     with av.open(str(path)) as container:
@@ -134,7 +146,7 @@ def test_a_clip_whose_header_counts_no_frames_is_counted_by_its_duration(tmp_pat
     assert video_header(path)[:2] == (30, 10)
 
 
-def test_a_clip_whose_title_is_not_utf8_is_still_a_clip(tmp_path):
+def test_a_clip_whose_title_is_not_utf8_is_still_a_clip(tmp_path, write_clip):
     path = tmp_path / "clip.mp4"
     write_clip(path, title="caf\u00e9")
     content = path.read_bytes()
@@ -191,6 +203,32 @@ def test_a_sound_of_no_length_is_unreadable(tmp_path):
     assert "zero seconds" in refusal(audio_seconds, path)
 
 
+def test_a_sound_that_claims_to_last_for_years_has_a_damaged_header(tmp_path):
+    path = tmp_path / "sound.flac"
+    soundfile.write(path, np.zeros(1000), 16_000)
+    content = bytearray(path.read_bytes())
+    content[21] |= 0x0F  # the upper bits of the number of samples
+    content[22:26] = b"\xff" * 4
+    path.write_bytes(content)
+    assert "its header says that it lasts 4,294,967 seconds" in refusal(audio_seconds, path)
+
+
+def test_a_sound_named_raw_is_measured_by_its_content(folder, tmp_path):
+    path = tmp_path / "sound.raw"
+    path.write_bytes((folder / "sound.wav").read_bytes())
+    assert audio_seconds(path) == 1.25
+    path.write_bytes(b"noise" * 100)
+    refusal(audio_seconds, path)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_medium_inside_its_manifest_is_measured_as_the_file_is(folder, name):
+    content = (folder / name).read_bytes()
+    assert READERS[name](EmbeddedBytes(name, content)) == READERS[name](folder / name)
+    refusal(READERS[name], EmbeddedBytes(name, content[:20]))
+    refusal(READERS[name], EmbeddedBytes(name, b""))
+
+
 def test_a_sound_is_no_clip(folder, tmp_path):
     path = tmp_path / "sound.mp4"
     path.write_bytes((folder / "sound.wav").read_bytes())
@@ -240,6 +278,11 @@ def test_frames_below_the_cap_are_evenly_spaced_and_at_the_cap_span_the_clip(hea
     else:
         assert max(gaps) - min(gaps) <= 1
         assert indices[-1] == header.num_frames - 1
+
+
+def test_a_clip_that_claims_a_trillion_frames_costs_no_more_than_the_cap():
+    header = VideoHeader(10**12, 10.0, 64, 48)
+    assert frame_indices(header, VideoConfig(max_frames=3)) == [0, (10**12 - 1) // 2, 10**12 - 1]
 
 
 def test_a_clip_of_thirty_seconds_gives_a_frame_a_second():

@@ -1,5 +1,6 @@
 """Profiled shapes are what training makes: the loader's microbatches have the very items and tokens, file by file."""
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,19 +10,19 @@ import polars as pl
 import pytest
 import soundfile
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dflop.config import DataConfig, SourceConfig, VideoConfig
-from dflop.data import ChatTokenizer, list_sources, profile_records
+from dflop.config import DataConfig, SourceConfig
+from dflop.data import ChatTokenizer, Source, list_shards, list_sources, profile_shard
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import build_stage, make_hf_config
 from dflop.store import MODALITIES, REJECT_REASONS, SHARD_SCHEMA
 
-VIDEO = VideoConfig(fps=1.0, max_frames=16)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,7 @@ class Loaded:
 
 
 @pytest.fixture(scope="module")
-def profile(tiny_spec, tokenizer):
-    def run(records: list, media_root: Path, max_llm_tokens: int = 100_000) -> pl.DataFrame:
-        return profile_records(
-            records,
-            media_root=media_root,
-            rules=tiny_spec.rules,
-            tokenizer=tokenizer,
-            video=VIDEO,
-            max_llm_tokens=max_llm_tokens,
-        )
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def load(tiny_spec, tokenizer):
+def load(tiny_spec, tokenizer, reader):
     """Each sample alone in a microbatch, through both kinds of loader and the encoder itself."""
     config = make_hf_config(tiny_spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
     encoder = build_stage(config, "vision", layers=range(4), seed=0)
@@ -59,8 +45,7 @@ def load(tiny_spec, tokenizer):
         sources = list_sources(DataConfig(sources=[SourceConfig(path=str(manifest), name="it")]))
         arguments = {
             "records": TrainingRecords(sources, 0),
-            "rules": tiny_spec.rules,
-            "video": VIDEO,
+            "reader": reader,
             "tokenizer_folder": BUNDLED_TOKENIZER,
             "max_llm_tokens": max_llm_tokens,
             "num_encoder_ranks": 1,
@@ -102,9 +87,9 @@ def check_against_training(frame: pl.DataFrame, loaded: list[Loaded], max_llm_to
 
 # 400 cuts some samples, 60 leaves most nothing to learn.
 @pytest.mark.parametrize("max_llm_tokens", [100_000, 400, 150, 60])
-def test_every_drawn_sample_is_for_training_what_its_shape_says(demo_data, profile, load, max_llm_tokens):
+def test_every_drawn_sample_is_for_training_what_its_shape_says(demo_data, profile_records, load, max_llm_tokens):
     records = json.loads(demo_data.train_manifest.read_text())
-    frame = profile(records, demo_data.train_manifest.parent, max_llm_tokens)
+    frame = profile_records(records, demo_data.train_manifest.parent, max_llm_tokens=max_llm_tokens)
     assert set(frame["reason"].drop_nulls()) <= {"too_long"}
     usable = frame.filter(pl.col("reason").is_null())
     check_against_training(usable, load(demo_data.train_manifest, usable, max_llm_tokens), max_llm_tokens)
@@ -115,22 +100,24 @@ def test_every_drawn_sample_is_for_training_what_its_shape_says(demo_data, profi
         assert usable["truncated"].any()
 
 
-def test_a_sample_that_is_cut_inside_a_later_picture_is_for_training_what_its_shape_says(tmp_path, profile, load):
+def test_a_sample_that_is_cut_inside_a_later_picture_is_for_training_what_its_shape_says(
+    tmp_path, profile_records, load
+):
     Image.new("RGB", (300, 200)).save(tmp_path / "a.png")
     turns = [("human", "hello"), ("gpt", "Hi."), ("human", "<image> what?"), ("gpt", "Blue.")]
     record = {"image": "a.png", "conversations": [{"from": who, "value": text} for who, text in turns]}
     manifest = tmp_path / "train.json"
     manifest.write_text(json.dumps([record]))
-    frame = profile([record], tmp_path, 80)
+    frame = profile_records([record], tmp_path, max_llm_tokens=80)
     assert 0 < frame["kept_vision_tokens"][0] < frame["vision_tokens"][0]
     check_against_training(frame, load(manifest, frame, 80), 80)
 
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
-def test_every_real_sample_is_for_training_what_its_shape_says(shared_data, profile, load):
+def test_every_real_sample_is_for_training_what_its_shape_says(shared_data, profile_records, load):
     manifest = shared_data / "demo" / "demo_llava.json"
     records = json.loads(manifest.read_text(encoding="utf-8"))
-    frame = profile(records, manifest.parent)
+    frame = profile_records(records, manifest.parent)
     usable = frame.filter(pl.col("reason").is_null())
     assert len(frame) == len(records) == 71
     assert len(usable) + frame["reason"].is_not_null().sum() == 71
@@ -139,9 +126,9 @@ def test_every_real_sample_is_for_training_what_its_shape_says(shared_data, prof
     check_against_training(usable, load(manifest, usable), 100_000)
 
 
-def test_a_profile_has_one_row_a_record_in_the_declared_columns(demo_data, profile):
+def test_a_profile_has_one_row_a_record_in_the_declared_columns(demo_data, profile_records):
     records = json.loads(demo_data.train_manifest.read_text()) + json.loads(demo_data.audio_manifest.read_text())
-    frame = profile(records, demo_data.train_manifest.parent)
+    frame = profile_records(records, demo_data.train_manifest.parent)
     assert frame.schema == SHARD_SCHEMA
     assert frame["row"].to_list() == list(range(len(records)))
     assert frame["sample_id"].to_list() == [record["id"] for record in records]
@@ -150,9 +137,9 @@ def test_a_profile_has_one_row_a_record_in_the_declared_columns(demo_data, profi
     assert set(modalities) <= set(MODALITIES)
 
 
-def test_sums_are_made_of_their_parts(demo_data, profile):
+def test_sums_are_made_of_their_parts(demo_data, profile_records):
     records = json.loads(demo_data.train_manifest.read_text()) + json.loads(demo_data.audio_manifest.read_text())
-    frame = profile(records, demo_data.train_manifest.parent)
+    frame = profile_records(records, demo_data.train_manifest.parent)
     parts = frame.select(pl.sum_horizontal("text_tokens", "vision_tokens", "audio_tokens")).to_series()
     assert (frame["llm_tokens"] == parts).all()
     assert (frame["target_tokens"] < frame["text_tokens"]).all()
@@ -165,7 +152,7 @@ def test_sums_are_made_of_their_parts(demo_data, profile):
 
 
 @pytest.fixture
-def media(tmp_path):
+def few(tmp_path):
     root = tmp_path / "media"
     root.mkdir()
     Image.new("RGB", (100, 50)).save(root / "good.png")
@@ -179,7 +166,7 @@ def record(question: str, answer: str = "Yes.", **more) -> dict:
     return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}], **more}
 
 
-def test_a_bad_record_costs_its_row_and_none_of_its_neighbours(media, profile):
+def test_a_bad_record_costs_its_row_and_none_of_its_neighbours(few, profile_records):
     records = [
         record("<image>", image="good.png", id="good"),
         record("<image>", image="none.png", id="gone"),
@@ -194,7 +181,7 @@ def test_a_bad_record_costs_its_row_and_none_of_its_neighbours(media, profile):
         record("word " * 600, id="late"),
         record("<image> and <audio>", image="good.png", audio="tone.wav", id="both"),
     ]
-    frame = profile(records, media, max_llm_tokens=400)
+    frame = profile_records(records, few, max_llm_tokens=400)
     assert dict(zip(frame["sample_id"], frame["reason"], strict=True)) == {
         "good": None,
         "gone": "missing_media",
@@ -221,13 +208,13 @@ def test_a_bad_record_costs_its_row_and_none_of_its_neighbours(media, profile):
     assert (both["modality"], both["num_images"], both["audio_s"]) == ("mixed", 1, 1.0)
 
 
-def test_a_text_that_is_too_long_says_how_long_and_which_key_cut_it(media, profile):
-    detail = profile([record("word " * 150)], media, max_llm_tokens=100)["detail"][0]
+def test_a_text_that_is_too_long_says_how_long_and_which_key_cut_it(few, profile_records):
+    detail = profile_records([record("word " * 150)], few, max_llm_tokens=100)["detail"][0]
     assert "the first 100 (data.max_llm_tokens) hold nothing to learn" in detail
     assert int(detail.split()[0]) > 150
 
 
-def test_a_chat_template_that_drops_media_costs_the_record(media, tiny_spec, tmp_path):
+def test_a_chat_template_that_drops_media_costs_the_record(few, profile_records, tmp_path):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((BUNDLED_TOKENIZER / "tokenizer.json").read_bytes())
@@ -235,53 +222,113 @@ def test_a_chat_template_that_drops_media_costs_the_record(media, tiny_spec, tmp
     forgetful = template.replace("{{- message['content'] -}}", "{{- message['content']|replace('<image>', '') -}}")
     assert forgetful != template
     (folder / "chat_template.jinja").write_text(forgetful)
-    frame = profile_records(
-        [record("<image> what?", image="good.png"), record("hello")],
-        media_root=media,
-        rules=tiny_spec.rules,
-        tokenizer=ChatTokenizer(folder),
-        video=VIDEO,
-        max_llm_tokens=1000,
-    )
+    records = [record("<image> what?", image="good.png"), record("hello")]
+    frame = profile_records(records, few, tokenizer=ChatTokenizer(folder))
     assert frame["reason"].to_list() == ["placeholder_mismatch", None]
     assert "chat template drops or repeats" in frame["detail"][0]
 
 
-def test_a_shard_of_more_records_than_are_tokenised_at_once_keeps_their_order(media, profile):
+def test_a_shard_of_more_records_than_are_tokenised_at_once_keeps_their_order(few, profile_records):
     records = [record(f"question {'x ' * (number % 7)}", id=number) for number in range(1100)]
     records[600] = None
-    frame = profile(records, media)
-    alone = profile(records[:7], media)["text_tokens"].to_list()
+    frame = profile_records(records, few)
+    alone = profile_records(records[:7], few)["text_tokens"].to_list()
     assert frame["row"].to_list() == list(range(1100))
     assert frame["sample_id"][599:602].to_list() == ["599", None, "601"]
     assert frame["text_tokens"][1092:1099].to_list() == alone[0:7]
 
 
-def test_an_empty_shard_has_the_columns_too(media, profile):
-    assert profile([], media).schema == SHARD_SCHEMA
+def test_an_empty_shard_has_the_columns_too(few, profile_records):
+    assert profile_records([], few).schema == SHARD_SCHEMA
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(st.characters(), max_size=6) | st.sampled_from(["good.png"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["from", "value", "id"]), inner),
+KEYS = ("id", "image", "images", "video", "audio", "width", "height", "conversations", "messages")
+INNER_KEYS = ("from", "value", "role", "content", "type", "text", "image", "path", "bytes")
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.binary(max_size=8)
+    | st.text(st.characters(), max_size=6)
+    | st.sampled_from(
+        ["good.png", "cut.png", "tone.wav", "<image>", "<audio>\n", "<|im_end|>", "human", "gpt", "image"]
+    )
+    | st.sampled_from([0, 10**30, float("nan"), "\ud83d", "\0", "a" * 5000, "../secret.png", "text", "user"])
+)
+anything = st.recursive(
+    atoms,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(INNER_KEYS), inner, max_size=3),
     max_leaves=5,
 )
+whole = [
+    record("<image>", image="good.png", width=100, height=50),
+    record("<image><audio>", images=[{"bytes": None, "path": "good.png"}], audio="tone.wav"),
+    {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+        ]
+    },
+]
 
 
-@settings(deadline=None, max_examples=120)
-@given(
-    raw=st.fixed_dictionaries(
-        {"conversations": st.just(record("<image>")["conversations"]) | json_values},
-        optional={"id": json_values, "image": json_values, "video": json_values, "audio": json_values},
-    )
-    | json_values
-)
-def test_no_record_whatsoever_stops_a_shard(tmp_path_factory, profile, raw):
-    root = tmp_path_factory.getbasetemp() / "few"
-    root.mkdir(exist_ok=True)
-    if not (root / "good.png").exists():
-        Image.new("RGB", (10, 10)).save(root / "good.png")
-    frame = profile([raw, record("hello", id="after")], root)
+@st.composite
+def damaged_records(draw):
+    """A record with something else at one place, or at several, or nothing like a record at all."""
+    raw = draw(st.sampled_from(whole).map(copy.deepcopy) | st.just({}) | anything)
+    if isinstance(raw, dict):
+        raw |= draw(st.dictionaries(st.sampled_from(KEYS), anything, max_size=3))
+        for key in ("conversations", "messages"):
+            if isinstance(raw.get(key), list) and raw[key] and draw(st.booleans()):
+                turn = draw(st.integers(0, len(raw[key]) - 1))
+                more = draw(st.dictionaries(st.sampled_from(INNER_KEYS), anything, max_size=2))
+                raw[key][turn] = raw[key][turn] | more if isinstance(raw[key][turn], dict) else draw(anything)
+    return raw
+
+
+@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(raw=damaged_records(), trust_sizes=st.booleans())
+def test_no_record_whatsoever_stops_a_shard(few, profile_records, raw, trust_sizes):
+    frame = profile_records([raw, record("hello", id="after")], few, trust_sizes=trust_sizes)
+    assert frame.schema == SHARD_SCHEMA
     assert frame["sample_id"][1] == "after"
     assert frame["reason"][1] is None
     assert frame["reason"][0] in (None, *REJECT_REASONS)
+    assert (frame["detail"][0] is None) == (frame["reason"][0] is None)
+    assert (frame["llm_tokens"][0] is None) == (frame["reason"][0] is not None)
+
+
+@pytest.mark.serial
+def test_two_processes_make_of_a_shard_what_one_does(profile_source):
+    """Enough records for two, with bad ones among them; the last batch is not full."""
+    lines = [json.dumps(record(f"question {number % 97}", id=number)) for number in range(4100)]
+    lines[1234], lines[4099] = "{nope}", json.dumps({"id": "last"})
+    Path("train.jsonl").write_text("\n".join(lines))
+    source = Source(name="it", path=Path("train.jsonl"), media_root=Path())
+    alone, together = (
+        profile_source(source, samples_per_shard=5000, num_workers=num_workers) for num_workers in (1, 2)
+    )
+    assert len(alone) == 4100
+    assert alone["reason"].is_not_null().sum() == 2
+    assert together.equals(alone)
+
+
+def test_progress_is_told_record_by_record_and_adds_up(reader, few):
+    Path("train.jsonl").write_text("".join(json.dumps(record("hello")) + "\n" for _ in range(1100)))
+    source = Source(name="it", path=Path("train.jsonl"), media_root=few)
+    (shard,) = list_shards(source, 2000, 0)
+    told = []
+    frame = profile_shard(
+        source,
+        shard,
+        seed=0,
+        reader=reader,
+        tokenizer_folder=None,
+        max_llm_tokens=100,
+        num_workers=2,  # too few records for two
+        progress=told.append,
+    )
+    assert len(told) > 1
+    assert sum(told) == len(frame) == 1100
+    assert frame["row"].to_list() == list(range(1100))

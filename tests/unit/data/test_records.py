@@ -7,7 +7,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dflop.data.records import MEDIA_KINDS, Medium, Record, RecordError, Turn, parse_record, resolve_medium
+from dflop.data.records import (
+    MEDIA_KINDS,
+    EmbeddedBytes,
+    ImageSize,
+    Medium,
+    Record,
+    RecordError,
+    Turn,
+    media_paths,
+    parse_record,
+    resolve_medium,
+)
 from dflop.store import REJECT_REASONS
 
 speakers = st.sampled_from(["human", "gpt", "user", "assistant", "system", "narrator", None, 3])
@@ -15,15 +26,22 @@ any_text = st.text(st.characters(), max_size=8)
 texts = (
     st.lists(st.sampled_from(["<image>", "<video>", "<audio>", "look", "", " "]), max_size=4).map("".join) | any_text
 )
+keys = st.sampled_from(["type", "text", "image", "video", "path", "bytes", "from", "value", "role", "content"])
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | texts | st.binary(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts | keys, inner, max_size=3),
     max_leaves=6,
+)
+embedded = st.fixed_dictionaries({}, optional={"bytes": st.binary() | anything, "path": texts | anything})
+parts = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "video", "audio"]) | anything},
+    optional={"text": texts | anything, "image": embedded | texts, "video": anything, "path": texts, "bytes": anything},
 )
 
 
 def listed_turns(role_key: str, text_key: str):
-    turn = st.fixed_dictionaries({}, optional={role_key: speakers | anything, text_key: texts | anything})
+    content = texts | anything | st.lists(parts | anything, max_size=3)
+    turn = st.fixed_dictionaries({}, optional={role_key: speakers | anything, text_key: content})
     return st.lists(turn | anything, max_size=4) | anything
 
 
@@ -31,7 +49,9 @@ nearly_records = st.fixed_dictionaries(
     {},
     optional={
         "id": anything,
-        "image": texts | st.lists(texts, max_size=3) | anything,
+        "image": texts | st.lists(texts | embedded, max_size=3) | embedded | anything,
+        "width": st.integers() | st.lists(st.integers()) | anything,
+        "height": st.integers() | st.lists(st.integers()) | anything,
         "images": anything,
         "video": texts | anything,
         "audio": anything,
@@ -86,6 +106,69 @@ def test_a_picture_and_a_clip_keep_their_own_placeholders():
     assert record.media == (Medium("image", "a.png"), Medium("video", "b.mp4"))
 
 
+def test_media_may_lie_in_the_record_itself_as_hugging_face_stores_them():
+    question = "<image>" * 5
+    images = [b"1", {"bytes": b"2", "path": "2.png"}, {"bytes": b"3", "path": None}, {"bytes": None, "path": "4.png"}]
+    media = parse_record(conversation(question, image=[*images, {"path": "5.png"}])).media
+    assert [medium.file for medium in media] == [
+        EmbeddedBytes("image-0", b"1"),
+        EmbeddedBytes("2.png", b"2"),
+        EmbeddedBytes("image-2", b"3"),
+        "4.png",
+        "5.png",
+    ]
+
+
+def test_an_embedded_medium_is_shown_by_its_name_and_never_by_its_bytes():
+    medium = EmbeddedBytes("a.png", b"\0\1" * 500)
+    assert str(medium) == "a.png"
+    assert len(repr(medium)) < 100
+
+
+def test_the_parts_of_a_message_hold_media_or_leave_them_to_the_record():
+    def ask(*content, **more):
+        turns = [{"role": "user", "content": list(content)}, {"role": "assistant", "content": "Yes."}]
+        return parse_record({"messages": turns, **more})
+
+    named = ask({"type": "image", "image": "a.png"}, {"type": "text", "text": " or "}, {"type": "video", "path": "b"})
+    assert named.media == (Medium("image", "a.png"), Medium("video", "b"))
+    assert named.turns[0] == Turn("user", "<image> or <video>")
+    left = ask({"type": "text", "text": "see "}, {"type": "image"}, {"type": "image"}, images=["a.png", "b.png"])
+    assert left.media == (Medium("image", "a.png"), Medium("image", "b.png"))
+    assert left.turns[0] == Turn("user", "see <image><image>")
+    # As a table has it: every part has all keys, most of them null.
+    table = ask({"type": "image", "text": None, "image": {"bytes": b"x", "path": None}, "path": None})
+    assert table.media == (Medium("image", EmbeddedBytes("image-0", b"x")),)
+
+
+@pytest.mark.parametrize(
+    ("images", "width", "height", "sizes"),
+    [
+        ("a", 3, 2, [(3, 2)]),
+        (["a"], [3], [2], [(3, 2)]),
+        (["a", "b"], [3, 5], [2, 4], [(3, 2), (5, 4)]),
+        (["a", "b"], [3, 0], [2, 4], [(3, 2), None]),
+        (["a", "b"], [3, 5], [2], [None, None]),
+        (["a", "b"], 3, 2, [None, None]),
+        ("a", 3, None, [None]),
+        ("a", "3", "2", [None]),
+        ("a", True, True, [None]),
+        ("a", -3, 2, [None]),
+        ("a", 3.5, 2, [None]),
+    ],
+)
+def test_sizes_are_taken_from_the_record_where_they_are_trusted_and_make_sense(images, width, height, sizes):
+    count = len(images) if isinstance(images, list) else 1
+    raw = conversation("<image>" * count, image=images, width=width, height=height)
+    assert [medium.size for medium in parse_record(raw, trust_sizes=True).media] == sizes
+    assert [medium.size for medium in parse_record(raw).media] == [None] * count
+
+
+def test_a_trusted_size_is_width_before_height():
+    (medium,) = parse_record(conversation("<image>", image="a", width=3, height=2), trust_sizes=True).media
+    assert medium.size == ImageSize(width=3, height=2)
+
+
 @pytest.mark.parametrize("nothing", [None, "", []])
 def test_an_empty_media_key_is_a_record_without_media(nothing):
     assert parse_record(conversation("hello", image=nothing)).media == ()
@@ -129,12 +212,20 @@ def test_a_mismatch_says_how_many_there_are_of_each():
         ({"id": 1}, "needs `conversations` or `messages`"),
         ({"conversations": "hello"}, "`conversations` must be a list of turns"),
         ({"conversations": ["hello"]}, "a turn of `conversations` needs `from` and a text in `value`"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "needs `role` and a text in `content`"),
+        ({"messages": [{"role": "user", "content": 3}]}, "needs `role` and a text in `content`"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a part of `content` must be a text, image"),
+        ({"messages": [{"role": "user", "content": ["hello"]}]}, "must be a text, image, video or audio with its"),
+        ({"messages": [{"role": "user", "content": [{"type": ["image"]}]}]}, "audio with its `type`"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": 3}]}]}, "a part of type image holds 3"),
+        ({"conversations": [{"from": "human", "value": [{"type": "text", "text": "a"}]}]}, "and a text in `value`"),
         ({"conversations": [{"from": "narrator", "value": "Once"}]}, "unknown speaker 'narrator'"),
         ({"conversations": [{"from": ["gpt"], "value": "Once"}]}, "unknown speaker ['gpt']"),
         (conversation("<image>", image=3), "`image` holds 3"),
         (conversation("<image>", image=["a.png", None]), "`image` holds None"),
-        (conversation("<image>", image={"path": "a.png"}), "it must be a path or a list of paths"),
+        (conversation("<image>", image={"file": "a.png"}), "it must be a path or a list of paths"),
+        (conversation("<image>", image={"bytes": None, "path": None}), "`image` holds None"),
+        (conversation("<image>", image=[["a.png"]]), "`image` holds ['a.png']"),
+        (conversation("<image>", image={"bytes": ["x" * 999]}), "xxx…; it must be a path"),
         (conversation("half a smile: \ud83d"), "needs `from` and a text in `value`"),
         (conversation("<image>", image="\ud83d.png"), "`image` holds '\\ud83d.png'"),
     ],
@@ -158,12 +249,14 @@ def test_an_id_becomes_text(given_id, sample_id):
     assert parse_record(conversation("hello", id=given_id)).sample_id == sample_id
 
 
-@settings(max_examples=400)
-@given(raw=nearly_records | anything)
-@example(raw=conversation("<image>" * 3, images=["a"] * 3))
-def test_whatever_a_manifest_holds_is_a_record_or_a_record_error(raw):
+@settings(max_examples=400, deadline=None)
+@given(raw=nearly_records | anything, trust_sizes=st.booleans())
+@example(raw=conversation("<image>" * 3, images=["a"] * 3), trust_sizes=True)
+@example(raw=conversation("<image>", image="a", width=2, height=1), trust_sizes=True)
+@example(raw=conversation("<image>", image={"bytes": b"x", "path": "\ud83d"}), trust_sizes=False)
+def test_whatever_a_manifest_holds_is_a_record_or_a_record_error(raw, trust_sizes):
     try:
-        record = parse_record(raw)
+        record = parse_record(raw, trust_sizes=trust_sizes)
     except RecordError as error:
         refused = error
     else:
@@ -171,13 +264,17 @@ def test_whatever_a_manifest_holds_is_a_record_or_a_record_error(raw):
     if refused:
         assert refused.reason in REJECT_REASONS
         refused.detail.encode()
+        assert media_paths(raw) == []
         return
+    assert media_paths(raw) == [medium.file for medium in record.media if isinstance(medium.file, str)]
     text = "".join(turn.content for turn in record.turns)
     for kind in MEDIA_KINDS:
         assert text.count(f"<{kind}>") == sum(medium.kind == kind for medium in record.media)
     assert any(turn.role == "assistant" and turn.content.strip() for turn in record.turns)
-    for part in (record.sample_id or "", text, *(medium.path for medium in record.media)):
+    for part in (record.sample_id or "", text, *(str(medium.file) for medium in record.media)):
         part.encode()
+    for medium in record.media:
+        assert medium.size is None or (trust_sizes and medium.kind == "image" and min(medium.size) > 0)
 
 
 def resolved(root, path):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dflop.data.profile import expand_text
 from dflop.data.records import RecordError, Turn
+from dflop.data.shapes import expand_text
 from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer, TokenizedText
 from dflop.errors import UserError
 
@@ -142,6 +142,18 @@ def test_placeholders_that_a_tokenizer_lacks_are_added_at_its_end(tmp_path):
     assert len(text.placeholders) == 1
 
 
+def test_the_tokens_that_a_family_needs_are_added_where_the_tokenizer_lacks_them(tokenizer):
+    family = ChatTokenizer(None, ("<img>", "</img>", "<image>", "<|im_end|>"))
+    assert family.vocab_size == tokenizer.vocab_size + 2
+    assert family.placeholder_ids == tokenizer.placeholder_ids
+    turns = [Turn("user", "a <img><image></img> b"), Turn("assistant", "c")]
+    (text,), (plain,) = family.encode([turns]), tokenizer.encode([turns])
+    assert len(text.placeholders) == 1
+    around = text.token_ids[text.placeholders[0] - 1 : text.placeholders[0] + 2]
+    assert around.tolist() == [tokenizer.vocab_size, tokenizer.placeholder_ids["image"], tokenizer.vocab_size + 1]
+    assert len(text.token_ids) < len(plain.token_ids)
+
+
 def test_a_folder_that_is_no_tokenizer_says_how_to_write_one(tmp_path):
     with pytest.raises(UserError, match=r"is not a tokenizer directory: it has no tokenizer\.json; write one with"):
         ChatTokenizer(tmp_path)
@@ -196,12 +208,14 @@ def test_expanding_repeats_placeholders_and_cuts_at_the_end(data, num_tokens, li
     ids = np.array(data.draw(st.lists(st.integers(0, 9), min_size=num_tokens, max_size=num_tokens)))
     is_target = np.array(data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)))
     placeholders = np.array(sorted(data.draw(st.sets(st.integers(0, num_tokens - 1), max_size=4))), dtype=int)
-    counts = data.draw(st.lists(st.integers(1, 12), min_size=len(placeholders), max_size=len(placeholders)))
+    counts = data.draw(
+        st.lists(st.integers(1, 12) | st.just(10**15), min_size=len(placeholders), max_size=len(placeholders))
+    )
     count_of = dict(zip(placeholders.tolist(), counts, strict=True))
     slow = [
         (token, learned)
         for position, (token, learned) in enumerate(zip(ids.tolist(), is_target.tolist(), strict=True))
-        for _ in range(count_of.get(position, 1))
+        for _ in range(min(count_of.get(position, 1), 100))
     ][:limit]
     token_ids, mask = expand_text(TokenizedText(ids, is_target, placeholders), counts, limit)
     assert list(zip(token_ids.tolist(), mask.tolist(), strict=True)) == slow

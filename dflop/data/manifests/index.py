@@ -1,0 +1,127 @@
+"""The index of a manifest: where every record of its files lies, and a digest of each.
+
+Made in one pass and kept under `.snakemake/dflop` for as long as a file's size and modification time stand,
+because every Snakemake job asks again. Indexes are mapped into memory, 32 bytes a record, so that a job
+touches only the part it needs.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from dflop.artifacts import written_whole
+from dflop.data.manifests.formats import DIGEST_BYTES, EntryReader, open_reader
+from dflop.data.records import RecordError
+from dflop.errors import UserError
+
+__all__ = ["ManifestFile", "cache_folder", "stamp_of"]
+
+_FORMAT = 1
+_ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
+_BUFFER_ENTRIES = 1 << 16
+
+
+class ManifestFile:
+    """One file (or saved dataset folder) of a manifest; records are numbered from 0."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader: EntryReader | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def digests(self, start: int, end: int) -> bytes:
+        """The digests of records `[start, end)`, one after the other."""
+        return np.ascontiguousarray(self._entries["digest"][start:end]).tobytes()
+
+    def records_below(self, threshold: int) -> np.ndarray:
+        """Records whose digest's first 8 bytes, as a number, fall below the threshold: int64, ascending."""
+        found = []
+        for first in range(0, len(self), _BUFFER_ENTRIES):
+            digests = self.digests(first, first + _BUFFER_ENTRIES)
+            keys = np.frombuffer(digests, dtype=">u8").reshape(-1, DIGEST_BYTES // 8)[:, 0]
+            found.append(first + np.flatnonzero(keys < np.uint64(min(threshold, (1 << 64) - 1))))
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+    def read(self, row: int) -> Any | RecordError:
+        """The raw record, or why it cannot be read."""
+        entry = self._entries[row]
+        if self._reader is None:
+            self._reader = open_reader(self.path)
+        return self._reader.read(int(entry["start"]), int(entry["end"]))
+
+    @cached_property
+    def _entries(self) -> np.ndarray:
+        owner = sha256(str(self.path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+        path = cache_folder() / f"records-{owner}-{stamp_of('records', _FORMAT, [self.path])}.bin"
+        if not path.is_file():
+            with written_whole(path) as beside:
+                self._build(beside)
+            for outdated in path.parent.glob(f"records-{owner}-*.bin"):
+                if outdated != path:
+                    outdated.unlink(missing_ok=True)
+        if not path.stat().st_size:
+            return np.zeros(0, dtype=_ENTRY)
+        return np.memmap(path, dtype=_ENTRY, mode="r")
+
+    def _build(self, path: Path) -> None:
+        reader = open_reader(self.path)
+        buffer = np.zeros(_BUFFER_ENTRIES, dtype=_ENTRY)
+        with path.open("wb") as file, _progress(self.path, reader.size) as bar:
+            count = 0
+            for span in reader.scan():
+                buffer[count] = (span.start, span.end, np.void(span.digest))
+                count += 1
+                if count == _BUFFER_ENTRIES:
+                    buffer.tofile(file)
+                    bar.update(span.end - bar.n)
+                    count = 0
+            buffer[:count].tofile(file)
+        reader.close()
+
+
+def stamp_of(kind: str, number: int, files: Sequence[Path]) -> str:
+    """A name for what was made from files as they are now: their paths, sizes and modification times.
+
+    Raises:
+        UserError: when one does not exist or cannot be looked at.
+    """
+    parts = [kind, str(number)]
+    for path in files:
+        for member in _members(path):
+            try:
+                stat = member.stat()
+            except OSError as error:
+                raise UserError(f"the manifest {member} cannot be read: {error.strerror}") from None
+            parts.append(f"{member.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}")
+    return sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:20]
+
+
+def cache_folder() -> Path:
+    """Where indexes lie: in the workflow's folder, or in the system's temporary one where that cannot be written."""
+    if os.access(".", os.W_OK):
+        return Path(".snakemake/dflop")
+    return Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"
+
+
+def _members(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from sorted(member for member in path.iterdir() if member.is_file())
+    else:
+        yield path
+
+
+def _progress(path: Path, size: int) -> tqdm:
+    """A bar for files that take a while."""
+    return tqdm(
+        total=size, desc=f"indexing {path.name}", unit="", unit_scale=True, delay=2, leave=False, file=sys.stderr
+    )

@@ -1,0 +1,240 @@
+"""A source's records and its shards: runs of consecutive records that are profiled as one job.
+
+Cuts are chosen by the records' own content, so that an inserted record changes the shard it falls into and
+leaves the others alone; a shard's name holds the digest of its records and, where the media are watched, of
+their files' sizes and times.
+"""
+
+import json
+import math
+import os
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from dflop.artifacts import written_whole
+from dflop.data.manifests.index import ManifestFile, cache_folder, stamp_of
+from dflop.data.manifests.sources import Source
+from dflop.data.records import RecordError, media_paths
+from dflop.errors import UserError
+
+__all__ = ["Shard", "SourceRecords", "list_shards"]
+
+_FORMAT = 2
+_STAT_THREADS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Records `[start, start + num_records)` of those that a source's sampling keeps."""
+
+    name: str
+    source: str
+    start: int
+    num_records: int
+    digest: str
+
+
+class SourceRecords:
+    """The records of a source, over all its files; `row` counts from 0 through the files in order."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        """Open the source; its files are indexed the first time.
+
+        Raises:
+            UserError: when a file is missing or is no manifest.
+        """
+        self.source = source
+        self.seed = seed
+        self.files = [ManifestFile(path) for path in source.files()]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(len(file) for file in self.files))
+
+    def __len__(self) -> int:
+        """Records in the manifest, whatever the sampling keeps."""
+        return self._ends[-1]
+
+    @cached_property
+    def kept(self) -> Sequence[int]:
+        """The rows that the sampling keeps, ascending: a range, or an int64 array for random sampling."""
+        return _kept_rows(len(self), self.source, self.seed)
+
+    def read(self, row: int) -> Any | RecordError:
+        """One raw record, or why it cannot be read.
+
+        Raises:
+            IndexError: when the manifest has no such row.
+        """
+        file, offset = self._locate(row)
+        return self.files[file].read(offset)
+
+    def read_shard(self, shard: Shard, start: int = 0, end: int | None = None) -> Iterator[Any | RecordError]:
+        """The raw records of a shard, or those at `[start, end)` in it."""
+        rows = self.kept[shard.start : shard.start + shard.num_records][start:end]
+        return (self.read(int(row)) for row in rows)
+
+    def cuts_below(self, threshold: int) -> np.ndarray:
+        """Positions among the kept rows whose record's digest lies below a threshold, ascending."""
+        found = [np.zeros(0, dtype=np.int64)]
+        for file, end in zip(self.files, self._ends, strict=True):
+            found.append(end - len(file) + file.records_below(threshold))
+        rows = np.concatenate(found)
+        if isinstance(self.kept, range):
+            return rows[(rows >= self.kept.start) & (rows < self.kept.stop)] - self.kept.start
+        positions = np.searchsorted(self.kept, rows)
+        inside = positions < len(self.kept)
+        inside[inside] = self.kept[positions[inside]] == rows[inside]
+        return positions[inside]
+
+    def digest(self, start: int, end: int) -> str:
+        """The digest of the kept records at positions `[start, end)`."""
+        running = sha256()
+        rows = self.kept[start:end]
+        if isinstance(rows, range):
+            row = rows.start
+            while row < rows.stop:
+                file, offset = self._locate(row)
+                until = min(rows.stop, self._ends[file])
+                running.update(self.files[file].digests(offset, offset + until - row))
+                row = until
+        else:
+            for row in rows:
+                file, offset = self._locate(row)
+                running.update(self.files[file].digests(offset, offset + 1))
+        return running.hexdigest()
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"the manifest {self.source.path} has {len(self)} records, none at row {row}")
+        file = bisect_right(self._ends, row)
+        return file, int(row) - (self._ends[file] - len(self.files[file]))
+
+
+def list_shards(
+    source: Source, samples_per_shard: int, seed: int, *, watch_media: bool = False, look_again: bool = True
+) -> list[Shard]:
+    """The source's shards, from the cache while its files have not changed.
+
+    With `watch_media` the sizes and times of all media are looked at, each time, unless `look_again` is
+    false: then what was found last is taken, as a workflow's jobs do.
+
+    Raises:
+        UserError: when the manifest or its media root is missing, or the manifest cannot be read.
+    """
+    files = source.files()
+    if not source.media_root.is_dir():
+        raise UserError(
+            f"the media root {source.media_root} (source `{source.name}`) is not a folder; correct "
+            "`data.sources[].media_root`"
+        )
+    # The seed matters to random sampling alone.
+    asked = [source.name, source.sampling, samples_per_shard, seed if "random" in source.sampling else 0]
+    if watch_media:
+        asked.append(str(source.media_root.resolve()))
+    cache = cache_folder() / f"shards-{stamp_of(json.dumps(asked), _FORMAT, files)}.json"
+    if cache.is_file() and not (watch_media and look_again):
+        return [Shard(**entry) for entry in json.loads(cache.read_text(encoding="utf-8"))]
+    records = SourceRecords(source, seed)
+    shards = _cut(records, samples_per_shard)
+    if watch_media:
+        shards = _with_media(shards, records)
+    with written_whole(cache) as path:
+        path.write_text(json.dumps([asdict(shard) for shard in shards]), encoding="utf-8")
+    return shards
+
+
+def _kept_rows(num_records: int, source: Source, seed: int) -> Sequence[int]:
+    if source.sampling == "all":
+        return range(num_records)
+    how, amount = source.sampling.split(":")
+    wanted = float(amount.rstrip("%"))
+    if amount.endswith("%"):
+        # Rounded up, as LLaVA's own loader does; rounding first keeps 7 % of 100 from being 8.
+        wanted = math.ceil(round(num_records * wanted / 100, 6))
+    count = min(num_records, int(wanted))
+    if how == "first":
+        return range(count)
+    if how == "end":
+        return range(num_records - count, num_records)
+    chosen = random.Random(f"{seed}/{source.name}").sample(range(num_records), count)
+    return np.sort(np.asarray(chosen, dtype=np.int64))
+
+
+def _cut(records: SourceRecords, samples_per_shard: int) -> list[Shard]:
+    """Cut after records whose digest falls below a threshold, at about `samples_per_shard` records.
+
+    Shards hold between a half and twice that number; the cuts after an insertion fall on the same records
+    again as soon as one content-chosen cut is met.
+    """
+    least, most = max(1, samples_per_shard // 2), 2 * samples_per_shard
+    cuts = records.cuts_below((1 << 64) // max(1, samples_per_shard - least))
+    num_kept, start = len(records.kept), 0
+    seen: dict[str, int] = {}
+    shards: list[Shard] = []
+    while start < num_kept:
+        at = np.searchsorted(cuts, start + least - 1)
+        chosen = int(cuts[at]) + 1 if at < len(cuts) else num_kept
+        end = min(chosen, start + most, num_kept)
+        shards.append(_shard(records.source.name, start, end - start, records.digest(start, end), seen))
+        start = end
+    return shards
+
+
+def _shard(source: str, start: int, num_records: int, digest: str, seen: dict[str, int]) -> Shard:
+    """A shard named by its digest; where several hold the same records, all but the first have a number, too."""
+    seen[digest] = seen.get(digest, 0) + 1
+    repeat = f"-{seen[digest]}" if seen[digest] > 1 else ""
+    name = f"{source}-{digest[:12]}{repeat}"
+    return Shard(name=name, source=source, start=start, num_records=num_records, digest=digest)
+
+
+def _with_media(shards: list[Shard], records: SourceRecords) -> list[Shard]:
+    """The shards with digests that cover the size and modification time of every media file."""
+    root, source = str(records.source.media_root), records.source.name
+    seen: dict[str, int] = {}
+    watched = []
+    with ThreadPoolExecutor(_STAT_THREADS) as pool:  # threads: on a network file system each look takes a while
+        for shard, paths in zip(shards, _media_of_shards(shards, records), strict=True):
+            running = sha256(shard.digest.encode())
+            for line in pool.map(_stamp_files, [(root, part) for part in _parts(paths)]):
+                running.update(line)
+            watched.append(_shard(source, shard.start, shard.num_records, running.hexdigest(), seen))
+    return watched
+
+
+def _parts(paths: list[str], length: int = 512) -> Iterator[list[str]]:
+    return (paths[first : first + length] for first in range(0, len(paths), length))
+
+
+def _stamp_files(task: tuple[str, list[str]]) -> bytes:
+    root, paths = task
+    stamps = []
+    for path in paths:
+        try:
+            stat = os.stat(os.path.join(root, path))
+            stamps.append(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}")
+        except (OSError, ValueError):
+            stamps.append(f"{path}\0missing")
+    return "\n".join(stamps).encode("utf-8", "surrogateescape")
+
+
+def _media_of_shards(shards: list[Shard], records: SourceRecords) -> Iterator[list[str]]:
+    """The media paths that each shard's records name, kept beside the index so that records are parsed once."""
+    for shard in shards:
+        cache = cache_folder() / f"media-{shard.digest[:20]}.parquet"
+        if not cache.is_file():
+            paths = [path for raw in records.read_shard(shard) for path in media_paths(raw)]
+            with written_whole(cache) as beside:
+                pl.DataFrame({"path": paths}, schema={"path": pl.String}).write_parquet(beside)
+        yield pl.read_parquet(cache)["path"].to_list()

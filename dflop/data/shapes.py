@@ -1,0 +1,117 @@
+"""What one record becomes in a model: items and tokens of its media, by their headers, and its text around them.
+
+Profiling and training both read records through this file, so that what was profiled is what training makes.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dflop.config import VideoConfig
+from dflop.data.media import audio_seconds, frame_indices, image_size, too_many_pixels, video_header
+from dflop.data.records import MEDIA_KINDS, Embedded, Medium, Record, RecordError, Turn, resolve_medium
+from dflop.data.text import TokenizedText
+from dflop.models import ItemCount, ShapeRules
+
+__all__ = ["MediumShape", "PlacedText", "ShapeReader", "expand_text"]
+
+_PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
+
+
+class MediumShape(NamedTuple):
+    kind: str
+    count: ItemCount
+    num_frames: int = 0
+    seconds: float = 0.0
+
+
+class PlacedText(NamedTuple):
+    """A record's turns with its media as the model's family writes them; one entry a placeholder in the lists."""
+
+    turns: tuple[Turn, ...]
+    kinds: list[str]
+    num_tokens: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeReader:
+    """The rules of a model, and the limits of the config."""
+
+    rules: ShapeRules
+    video: VideoConfig
+    max_image_pixels: int
+    max_text_bytes: int
+
+    def read_media(self, record: Record, media_root: Path) -> list[MediumShape]:
+        """The shape of each of a record's media, in order.
+
+        Raises:
+            RecordError: missing_media, path_escape or unreadable_media.
+        """
+        num_images = sum(medium.kind == "image" for medium in record.media)
+        return [self._read_medium(medium, media_root, num_images) for medium in record.media]
+
+    def place_media(self, record: Record, shapes: Sequence[MediumShape]) -> PlacedText:
+        """The record's text with its media in it.
+
+        Raises:
+            RecordError: too_long, for a text beyond any use.
+        """
+        num_bytes = sum(len(turn.content.encode()) for turn in record.turns)
+        if num_bytes > self.max_text_bytes:
+            raise RecordError(
+                "too_long", f"{num_bytes:,} bytes of text, over {self.max_text_bytes:,} (`data.max_text_bytes`)"
+            )
+        kinds: list[str] = []
+        num_tokens: list[int] = []
+        remaining = iter(shapes)
+
+        def in_text(_: re.Match) -> str:
+            shape = next(remaining)
+            text = self.rules.in_text(shape.kind, shape.count)
+            num_placeholders = text.count(f"<{shape.kind}>")
+            kinds.extend([shape.kind] * num_placeholders)
+            num_tokens.extend([shape.count.num_tokens // num_placeholders] * num_placeholders)
+            return text
+
+        turns = tuple(Turn(turn.role, _PLACEHOLDER.sub(in_text, turn.content)) for turn in record.turns)
+        return PlacedText(turns, kinds, num_tokens)
+
+    def _read_medium(self, medium: Medium, media_root: Path, num_images: int) -> MediumShape:
+        if medium.size is not None:
+            _refuse_escape(medium, media_root)
+            if medium.size.width * medium.size.height > self.max_image_pixels:
+                raise too_many_pixels(str(medium.file), *medium.size, self.max_image_pixels)
+            return MediumShape("image", self.rules.image(*medium.size, num_images))
+        file = resolve_medium(media_root, medium)
+        if medium.kind == "image":
+            return MediumShape("image", self.rules.image(*image_size(file, self.max_image_pixels), num_images))
+        if medium.kind == "video":
+            num_frames = len(frame_indices(video_header(file), self.video))
+            return MediumShape("video", self.rules.video(num_frames), num_frames=num_frames)
+        seconds = audio_seconds(file)
+        return MediumShape("audio", self.rules.audio(seconds), seconds=seconds)
+
+
+def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put media into a text: each placeholder becomes as many copies of itself as its medium has tokens.
+
+    Returns the token ids and the target mask, both cut after `max_llm_tokens`.
+    """
+    repeats = np.ones(len(text.token_ids), dtype=np.int64)
+    repeats[text.placeholders] = np.minimum(list(num_tokens), max_llm_tokens)  # what is cut off is not made
+    token_ids = np.repeat(text.token_ids, repeats)[:max_llm_tokens]
+    return token_ids, np.repeat(text.is_target, repeats)[:max_llm_tokens]
+
+
+def _refuse_escape(medium: Medium, media_root: Path) -> None:
+    """What `resolve_medium` refuses, as far as the path's text tells: a trusted medium's file is not looked at."""
+    if not isinstance(medium.file, Embedded) and os.path.normpath(medium.file).startswith(("..", "/")):
+        root = os.path.abspath(media_root)
+        if not os.path.normpath(os.path.join(root, medium.file)).startswith(root.rstrip("/") + "/"):
+            raise RecordError("path_escape", f"{medium.file} lies outside the media root {media_root}")

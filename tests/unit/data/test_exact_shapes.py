@@ -1,0 +1,161 @@
+"""Profiled shapes are to the token what transformers' processors and the training path make of the same records.
+
+The oracles are `LlavaOnevisionProcessor` and `InternVLProcessor` with their image processors for Pillow, given the
+decoded pictures and the whole conversation. Their video processors need torchvision; a stand-in hands the frames on.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from PIL import Image, ImageOps
+from transformers import BatchFeature, InternVLProcessor, LlavaOnevisionProcessor, PreTrainedTokenizerFast
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+from dflop.config import ModelConfig, load_config
+from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, Source, SourceRecords
+from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.records import Record, parse_record
+from dflop.data.text import BUNDLED_TOKENIZER
+from dflop.models import load_model_spec
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+MAX_LLM_TOKENS = 100_000
+PRESETS = {"llava_onevision": "llava_ov_7b", "internvl": "internvl_8b"}
+
+
+class Frames:
+    """In a video processor's place: as many frames as there are."""
+
+    model_input_names = ("pixel_values_videos",)
+
+    def __call__(self, videos: list[list[Image.Image]], **_: object) -> BatchFeature:
+        return BatchFeature({"pixel_values_videos": torch.zeros(len(videos), len(videos[0]), 3, 2, 2)})
+
+
+@pytest.fixture
+def processors(monkeypatch) -> dict[str, Callable]:
+    monkeypatch.setattr(LlavaOnevisionProcessor, "check_argument_for_proper_class", lambda self, name, given: None)
+    monkeypatch.setattr(InternVLProcessor, "check_argument_for_proper_class", lambda self, name, given: None)
+    pixels = LlavaOnevisionImageProcessorPil(size={"height": 384, "width": 384})
+    llava = LlavaOnevisionProcessor(
+        pixels,
+        PreTrainedTokenizerFast.from_pretrained(BUNDLED_TOKENIZER),
+        Frames(),
+        num_image_tokens=729,
+        vision_feature_select_strategy="full",
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<img>", "</img>", "<IMG_CONTEXT>"]})
+    for name, token in (
+        ("start_image_token", "<img>"),
+        ("end_image_token", "</img>"),
+        ("context_image_token", "<IMG_CONTEXT>"),
+        ("video_token", "<video>"),
+    ):
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    tiles = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True, max_patches=12)
+    return {"llava_onevision": llava, "internvl": InternVLProcessor(tiles, tokenizer, Frames(), image_seq_length=256)}
+
+
+def processed(processor, record: Record, root: Path, num_frames: int) -> tuple[int, int]:
+    """Items and tokens of a record as the processor makes them."""
+    pictures = [_decode(root / medium.file) for medium in record.media if medium.kind == "image"]
+    clips = [[Image.new("RGB", (64, 48))] * num_frames for medium in record.media if medium.kind == "video"]
+    messages = [{"role": turn.role, "content": turn.content} for turn in record.turns]
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    several = {}
+    if isinstance(processor, InternVLProcessor):
+        text = text.replace("<image>", "<IMG_CONTEXT>")
+        several = {
+            "max_patches": max(1, 12 // max(1, len(pictures)))
+        }  # InternVL's own rule, which transformers leaves out
+    made = processor(images=[pictures] if pictures else None, text=text, videos=clips or None, **several)
+    ids = made["input_ids"]
+    num_tokens = len(ids[0]) if isinstance(ids[0], (list, np.ndarray)) else len(ids)
+    if isinstance(processor, InternVLProcessor):
+        return len(made.get("pixel_values", ())), num_tokens
+    return _crops_of_llava(processor, pictures) + sum(map(len, clips)), num_tokens
+
+
+def _crops_of_llava(processor, pictures: list[Image.Image]) -> int:
+    if not pictures:
+        return 0
+    (crops,) = (processor.image_processor([pictures], do_pad=False, return_tensors=None)["pixel_values"],)
+    return sum(map(len, crops))
+
+
+def _decode(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def profiled(source: Source, family: str, preset: str) -> tuple[ShapeReader, pl.DataFrame, list[Record]]:
+    config = load_config({"model": {"family": family, "preset": preset}})
+    reader = ShapeReader(
+        rules=load_model_spec(ModelConfig(family=family, preset=preset)).rules,
+        video=config.data.video,
+        max_image_pixels=config.data.max_image_pixels,
+        max_text_bytes=config.data.max_text_bytes,
+    )
+    tokenizer = ChatTokenizer(None, reader.rules.special_tokens)
+    profiler = ShapeProfiler(source=source, reader=reader, tokenizer=tokenizer, max_llm_tokens=MAX_LLM_TOKENS)
+    records = SourceRecords(source, 0)
+    raws = [records.read(row) for row in range(len(records))]
+    frame = profiler.profile(raws)
+    assert frame["reason"].null_count() == len(frame), frame["detail"].to_list()
+    return reader, frame, [parse_record(raw) for raw in raws]
+
+
+def source_of(data: str, request) -> Source:
+    if data == "drawn":
+        folder = request.getfixturevalue("demo_data").train_manifest.parent
+        return Source(name="drawn", path=folder / "train.json", media_root=folder)
+    folder = request.getfixturevalue("shared_data") / "demo"
+    return Source(name="real", path=folder / "demo_llava.json", media_root=folder)
+
+
+@pytest.mark.parametrize("data", ["drawn", "real"])
+@pytest.mark.parametrize("family", PRESETS)
+def test_every_record_has_the_items_and_tokens_that_transformers_gives_it(family, data, processors, request):
+    source = source_of(data, request)
+    _, frame, records = profiled(source, family, PRESETS[family])
+    assert len(records) >= 30
+    for record, row in zip(records, frame.iter_rows(named=True), strict=True):
+        expected = processed(processors[family], record, source.media_root, row["num_frames"])
+        assert (row["num_items"], row["llm_tokens"]) == expected, record.sample_id
+
+
+@pytest.mark.parametrize("data", ["drawn", "real"])
+def test_every_record_has_the_items_and_tokens_that_training_makes(data, request):
+    source = source_of(data, request)
+    reader, frame, _ = profiled(source, "llava_onevision", "tiny")
+    spec = load_model_spec(ModelConfig())
+    common = {
+        "records": TrainingRecords([source], 0),
+        "reader": reader,
+        "tokenizer_folder": BUNDLED_TOKENIZER,
+        "max_llm_tokens": MAX_LLM_TOKENS,
+        "num_encoder_ranks": 1,
+    }
+    visual = MicrobatchLoader(**common, pixels=LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size))
+    text = MicrobatchLoader(**common, pixels=None)
+    for row in frame.iter_rows(named=True):
+        job = MicrobatchJob(
+            samples=(SampleRef(source.name, row["row"]),),
+            kept_vision_tokens=(row["kept_vision_tokens"],),
+            encoder_rank=(0,),
+        )
+        batch, loaded = text[job], visual[job]
+        assert not loaded.unreadable
+        assert len(loaded.batch.items) == row["num_items"]
+        assert len(batch.token_ids) == row["llm_tokens"]
+        assert len(batch.visual_positions[0]) == row["vision_tokens"]
+        assert len(batch.target_ids) == row["target_tokens"]

@@ -1,0 +1,249 @@
+"""JSON lists and lines are cut into exactly the records that a whole parse gives, and damage costs one record."""
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from dflop.data.manifests import json_text
+from dflop.data.manifests.formats import open_reader
+from dflop.data.records import RecordError
+from dflop.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+properties = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+# What a scanner could take for a bracket, a comma, a quote or the end of a string.
+texts = st.text(
+    st.sampled_from('[]{},:"\\ \n\té雪😀\u2028\x85\x00') | st.characters(exclude_categories=["Cs"]), max_size=6
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+spaces = st.text(" \t\r\n", max_size=3)
+
+
+@st.composite
+def json_lists(draw) -> tuple[str, list]:
+    """A list's text, with any white space where JSON allows it, and what it holds."""
+    entries = draw(st.lists(values, max_size=6))
+    parts = []
+    for entry in entries:
+        style = {"ensure_ascii": draw(st.booleans()), "indent": draw(st.sampled_from([None, 0, 2]))}
+        parts.append(draw(spaces) + json.dumps(entry, **style) + draw(spaces))
+    text = f"{draw(spaces)}[{','.join(parts) if parts else draw(spaces)}]{draw(spaces)}"
+    return text, entries
+
+
+def scanned(path: Path, chunk_bytes: int = 8 << 20) -> list[tuple[int, int, bytes, Any]]:
+    """(start, end, digest, record) of every record; the file is read `chunk_bytes` at a time."""
+    reader = open_reader(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "_CHUNK_BYTES", chunk_bytes)
+        spans = list(reader.scan())
+    found = [(span.start, span.end, span.digest, reader.read(span.start, span.end)) for span in spans]
+    reader.close()
+    return found
+
+
+def records_in(content: bytes | str, name: str = "train.json", **how: int) -> list[Any]:
+    path = Path(name)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return [record for *_, record in scanned(path, **how)]
+
+
+def assert_bad(record: Any, detail: str) -> None:
+    assert isinstance(record, RecordError), record
+    assert record.reason == "bad_record"
+    assert detail in record.detail
+
+
+@properties
+@given(drawn=json_lists(), chunk_bytes=st.integers(1, 7) | st.just(8 << 20), mark=st.booleans())
+@example(drawn=('["\\\\", "\\"]", [{"]": "[,"}]]', ["\\", '"]', [{"]": "[,"}]]), chunk_bytes=1, mark=True)
+@example(drawn=("[]", []), chunk_bytes=1, mark=False)
+def test_a_list_is_cut_into_exactly_its_elements(drawn, chunk_bytes, mark):
+    text, expected = drawn
+    content = b"\xef\xbb\xbf" * mark + text.encode()
+    Path("train.json").write_bytes(content)
+    found = scanned(Path("train.json"), chunk_bytes)
+    assert [record for *_, record in found] == expected == json.loads(text)
+    # Spans stand one comma apart, from the opening bracket to the closing one, and hold the elements' own text.
+    assert [content[end : end + 1] for _, end, _, _ in found] == [b","] * (len(found) - 1) + [b"]"] * bool(found)
+    assert all(later[0] == earlier[1] + 1 for earlier, later in pairwise(found))
+    assert all(json.loads(content[start:end]) == record for start, end, _, record in found)
+
+
+@properties
+@given(entries=st.lists(values, max_size=6), data=st.data())
+def test_every_line_is_a_record_and_blank_lines_are_none(entries, data):
+    text = "\ufeff" if data.draw(st.booleans(), label="byte order mark") else ""
+    for entry in entries:
+        text += data.draw(st.sampled_from(["", "\n", " \n", "\r\n\n"]), label="before")
+        text += json.dumps(entry, ensure_ascii=False) + data.draw(st.sampled_from(["\n", " \r\n"]), label="after")
+    expected = entries
+    if entries and isinstance(entries[0], list):  # a file that begins with a bracket is a list
+        return
+    assert records_in(text, "train.jsonl") == expected
+    assert records_in(text.removesuffix("\n"), "train.jsonl") == expected
+
+
+@properties
+@given(entries=st.lists(values, min_size=2, max_size=5), chunk_bytes=st.integers(1, 9))
+def test_a_record_has_the_same_digest_wherever_it_stands_and_another_where_its_bytes_differ(entries, chunk_bytes):
+    def digests(content: str, name: str = "a.json") -> list[bytes]:
+        Path(name).write_text(content)
+        return [digest for *_, digest, _ in scanned(Path(name), chunk_bytes)]
+
+    parts = [json.dumps(entry) for entry in entries]
+    forward = digests(f"[{','.join(parts)}]")
+    assert digests("[\n" + " ,\n ".join(reversed(parts)) + "\n]") == forward[::-1]
+    assert digests("null\n" + "\n".join(parts), "a.jsonl")[1:] == forward
+    assert len(set(forward)) == len(set(parts))
+
+
+def conversation(number: int) -> dict:
+    answer = ['Yes, "indeed" \\ [', "Ja }", "雪😀", "]"][number % 4]
+    turns = [{"from": "human", "value": f"question {number}?"}, {"from": "gpt", "value": answer}]
+    return {"id": f"é{number}", "conversations": turns}
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 8 << 20])
+def test_a_list_cut_off_at_any_byte_keeps_the_records_before_and_names_the_byte_where_it_ends(chunk_bytes):
+    entries = [conversation(number) for number in range(4)]
+    text = " [\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n"
+    content = text.encode()
+    ends = []  # of each record
+    for entry in entries:
+        encoded = json.dumps(entry, ensure_ascii=False).encode()
+        ends.append(content.index(encoded) + len(encoded))
+    for length in range(content.index(b"[") + 1, content.rindex(b"]") + 1):
+        *whole, last = records_in(content[:length], chunk_bytes=chunk_bytes)
+        assert whole == entries[: sum(end <= length for end in ends)]
+        assert_bad(last, "train.json, byte ")
+        at = int(last.detail.split("byte ")[1].split(":")[0].replace(",", ""))
+        assert max([1, *(end for end in ends if end <= length)]) <= at <= length
+    assert records_in(content[: content.rindex(b"]") + 1], chunk_bytes=chunk_bytes) == entries
+
+
+def test_where_a_cut_is_plain_to_see_the_message_says_that_the_file_ends_there():
+    (last,) = records_in('[{"id": 1, "conv')
+    assert last.detail == "train.json, byte 11: not JSON, Unterminated string starting at"
+    assert_bad(records_in('[{"id": 1},')[1], "byte 11: not JSON, Expecting value (the file ends here)")
+    assert_bad(records_in('[{"id": 1}')[1], "byte 10: not JSON, Expecting value (the file ends here)")
+    assert_bad(records_in('[{"id": 1')[0], "byte 9: not JSON, Expecting ',' delimiter (the file ends here)")
+    assert_bad(records_in("[")[0], "byte 1: not JSON, Expecting value (the file ends here)")
+
+
+def test_a_line_cut_off_is_one_bad_record():
+    first, last = records_in('{"id": 1}\n{"id": 2, "te', "train.jsonl")
+    assert first == {"id": 1}
+    assert_bad(last, "train.jsonl, byte 20: not JSON")
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 5, 8 << 20])
+@pytest.mark.parametrize(
+    ("text", "good", "at"),
+    [
+        ('[{"a": 1}, {"a": 2}] , {"a": 3}]', 2, 2),
+        ('[{"a": 1}, {"a": 2}] and so on', 2, 2),
+        ('[{"a": 1}, {"a": 2}][{"a": 3}]', 2, 2),
+        ('[{"a": 1}, {"a": 2}] {"a": 3}', 2, 2),
+        ('[{"a": 1}}, {"a": 2}]', 1, 0),
+        ('[{"a": 1}, nope, {"a": 2}]', 2, 1),
+        ('[{"a": 1}, {"a": 2,}, {"a": 3}]', 2, 1),
+        ('[{"a": 1}, {\'a\': 2}, {"a": 3}]', 2, 1),
+        ('[{"a": 1}, , {"a": 3}]', 2, 1),
+        ('[, {"a": 1}]', 1, 0),
+        ('[{"a": 1} {"a": 2}, {"a": 3}]', 1, 0),
+        ('[{"a": 1}, ]', 1, 1),
+    ],
+)
+def test_what_is_no_json_is_one_bad_record_between_good_ones(text, good, at, chunk_bytes):
+    records = records_in(text, chunk_bytes=chunk_bytes)
+    assert_bad(records[at], "train.json, byte ")
+    del records[at]
+    assert len(records) == good
+    assert all(isinstance(record, dict) for record in records)
+
+
+def test_a_line_that_is_no_json_costs_no_other():
+    first, broken, last = records_in('{"a": 1}\n{"a": nope}\n{"a": 3}\n', "train.jsonl")
+    assert (first, last) == ({"a": 1}, {"a": 3})
+    assert_bad(broken, "byte 15: not JSON, Expecting value")
+
+
+@pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
+def test_a_record_that_is_not_utf8_is_named_with_its_byte(name):
+    parts = [b'{"a": "x"}', b'{"a": "caf\xe9"}', b'{"a": "y"}']
+    content = b"[" + b", ".join(parts) + b"]" if name == "train.json" else b"\n".join(parts)
+    first, broken, last = records_in(content, name)
+    assert (first, last) == ({"a": "x"}, {"a": "y"})
+    assert_bad(broken, f"{name}, byte {content.index(0xE9)}: not UTF-8")
+
+
+def test_brackets_nested_by_the_thousand_and_numbers_without_end_cost_their_record_alone():
+    deep = "[" * 200_000 + "]" * 200_000
+    records = records_in(f'[1, {deep}, 2, {"9" * 5000}, 3, {{"a": {deep}}}, 4, [[[[[]]]]]]')
+    assert [record for record in records if not isinstance(record, RecordError)] == [1, 2, 3, 4, [[[[[]]]]]]
+    for record in (records[1], records[3], records[5]):
+        assert_bad(record, "train.json, byte ")
+
+
+def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_the_file_into_memory(monkeypatch):
+    monkeypatch.setattr(json_text, "_MAX_RECORD_BYTES", 50)
+    good, broken = records_in('[{"a": 1}, {"a: 2}' + ", {}" * 100 + "]", chunk_bytes=8)
+    assert good == {"a": 1}
+    assert_bad(broken, "byte 10: 409 bytes up to the next record; is a quote or bracket not closed?")
+
+
+@pytest.mark.parametrize("content", ["[]", "[ ]", " \n[\n]\n", b"\xef\xbb\xbf[]"])
+@pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
+def test_an_empty_list_has_no_record(content, name):
+    assert records_in(content, name) == []
+
+
+def test_the_first_character_tells_a_list_from_lines_whatever_the_file_is_called():
+    assert records_in('{"a": 1}\n{"a": 2}\n', "train.json") == [{"a": 1}, {"a": 2}]
+    assert records_in('\n[{"a": 1},\n{"a": 2}]', "train.jsonl") == [{"a": 1}, {"a": 2}]
+    assert records_in("", "train.jsonl") == []
+    assert records_in(" \n", "train.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("", "is empty"),
+        (" \n\n", "is empty"),
+        ('{\n  "a": 1\n}\n', "begins with '{'"),
+        ('{"a": 1', "begins with '{'"),
+        ('"records"', "begins with '\"'"),
+        ("雪", "begins with '\ufffd'"),
+        (b"PK\x03\x04", "begins with 'P'"),
+        (b"\xef\xbb", "begins with '\ufffd'"),
+    ],
+)
+def test_a_file_that_is_neither_a_list_nor_lines_says_how_it_begins(content, found):
+    with pytest.raises(UserError) as caught:
+        records_in(content)
+    way_out = "it must be a JSON list of records, `[{…}, …]`, or one record a line (.jsonl)"
+    assert str(caught.value) == f"the manifest train.json {found}; {way_out}"
+
+
+def test_twenty_megabytes_are_scanned_in_a_blink():
+    entry = json.dumps({"id": 1, "conversations": [{"from": "human", "value": "word " * 80}]})
+    Path("train.json").write_text("[" + ",\n".join([entry] * 44_000) + "]")
+    assert Path("train.json").stat().st_size > 20_000_000
+    reader = open_reader(Path("train.json"))
+    assert len(list(reader.scan())) == 44_000  # the scanner may have to be compiled
+    began = time.perf_counter()
+    assert len(list(reader.scan())) == 44_000
+    assert time.perf_counter() - began < 2

@@ -1,0 +1,124 @@
+"""From manifests to the database by the commands: rows are the manifest's own, ids are unique, rejects say why."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dflop.cli import cli
+from dflop.config import DataConfig, SourceConfig
+from dflop.data import SourceRecords, list_sources
+from dflop.store import read_table
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+SAMPLINGS = ["all", "first:7", "end:25%", "random:40%", "end:0", "random:3"]
+
+
+def talk(question: str) -> list[dict]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": "Yes."}]
+
+
+def write_records(path: str, records: list) -> None:
+    Path(path).write_text(json.dumps(records))
+
+
+def dflop(command: str, data: dict, *arguments: str) -> Result:
+    config = json.dumps({"data": data, "seed": 3})
+    result = CliRunner().invoke(cli, [command, "--config", config, *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def shapes_of(data: dict) -> tuple[dict[str, list[tuple]], str]:
+    """Tables of the database that the commands make one after the other, and what the last one prints."""
+    data = {"samples_per_shard": 8} | data
+    for line in dflop("list-shards", data).output.splitlines():
+        shard = line.split("\t")[0]
+        dflop("profile-shapes", data, "--shard", shard, "--out", f"shapes/{shard}.parquet", "--workers", "1")
+    output = dflop("merge-shapes", data, "--shapes", "shapes", "--out", "shapes.duckdb").output
+    tables = {
+        table: read_table(Path("shapes.duckdb"), table, made_by="merge-shapes").select(columns).rows()
+        for table, columns in {
+            "samples": ["source", "row", "sample_id"],
+            "rejects": ["source", "row", "sample_id", "reason"],
+            "sources": ["name", "sampling", "num_records"],
+        }.items()
+    }
+    return tables, output
+
+
+def test_rows_lead_back_to_the_records_whatever_the_sampling():
+    for number in range(2):
+        records = [{"id": f"r{20 * number + row}", "conversations": talk("hello")} for row in range(20)]
+        for row in (0, 3, 13, 19):
+            records[row] = {"id": f"r{20 * number + row}", "conversations": []}
+        write_records(f"part-{number}.json", records)
+    entries = [
+        {"path": "part-{0..1}.json", "name": f"s{number}", "sampling": sampling}
+        for number, sampling in enumerate(SAMPLINGS)
+    ]
+    tables, _ = shapes_of({"sources": entries})
+    kept = {}
+    for source in list_sources(DataConfig(sources=[SourceConfig(**entry) for entry in entries])):
+        records = SourceRecords(source, 3)
+        kept[source.name] = list(map(int, records.kept))
+        for table in ("samples", "rejects"):
+            of_source = [row for row in tables[table] if row[0] == source.name]
+            assert [row[1] for row in of_source] == sorted(row[1] for row in of_source)
+            for _, row, sample_id, *_ in of_source:
+                assert records.read(row)["id"] == sample_id.removeprefix(f"{source.name}/")
+        listed = [row[1] for table in ("samples", "rejects") for row in tables[table] if row[0] == source.name]
+        assert sorted(listed) == kept[source.name]
+    assert [len(rows) for rows in kept.values()] == [40, 7, 10, 16, 0, 3]
+    assert tables["sources"] == [
+        (f"s{number}", sampling, len(kept[f"s{number}"])) for number, sampling in enumerate(SAMPLINGS)
+    ]
+    assert len({sample_id for *_, sample_id in tables["samples"]}) == len(tables["samples"])
+
+
+@pytest.mark.parametrize("duplicate_ids", ["reject", "keep"])
+def test_the_config_says_what_becomes_of_duplicate_ids(duplicate_ids):
+    write_records("a.json", [{"id": name, "conversations": talk("hello")} for name in ("x", "y", "x", "x")])
+    write_records("b.json", [{"id": name, "conversations": talk("hello")} for name in ("y", "z")])
+    tables, output = shapes_of({"sources": [{"path": "a.json"}, {"path": "b.json"}], "duplicate_ids": duplicate_ids})
+    names = [sample_id for *_, sample_id in tables["samples"]]
+    if duplicate_ids == "keep":
+        assert names == ["x", "y", "x#2", "x#3", "b/y", "z"]
+        assert tables["rejects"] == []
+    else:
+        assert names == ["x", "y", "b/y", "z"]
+        assert tables["rejects"] == [("a", 2, "x", "duplicate_id"), ("a", 3, "x", "duplicate_id")]
+        assert "a: 2 rejected as duplicate_id, e.g. x: an earlier record of the source has the same id" in output
+
+
+def test_what_is_printed_counts_samples_and_rejects_by_source_and_reason():
+    records = [{"id": row, "conversations": talk("hello " * row)} for row in range(11)]
+    records[4:6] = [{"id": 4, "conversations": []}, "hello"]
+    write_records("a.json", records)
+    _, output = shapes_of({"sources": [{"path": "a.json"}]})
+    assert "shapes.duckdb: 9 samples, 2 rejects" in output
+    assert "a: 1 rejected as empty, e.g. 4: no turn of the assistant holds any text" in output
+    assert "a: 1 rejected as bad_record, e.g. a/5: a record is an object, this is a str" in output
+    (line,) = [line for line in output.splitlines() if line.startswith("a ")]
+    assert line.split()[:3] == ["a", "text", "9"]
+
+
+def test_shapes_survive_when_records_are_inserted_before_them():
+    """The shards that stay the same keep their files, and their rows count on from where the shard begins now."""
+    records = [{"id": f"r{row}", "conversations": talk("hello")} for row in range(60)]
+    write_records("a.json", records)
+    shapes_of({"sources": [{"path": "a.json"}]})
+    before = {path: path.stat().st_mtime_ns for path in Path("shapes").iterdir()}
+    write_records("a.json", [{"id": "new", "conversations": talk("hello")}, *records])
+    data = {"sources": [{"path": "a.json"}], "samples_per_shard": 8}
+    shards = [line.split("\t")[0] for line in dflop("list-shards", data).output.splitlines()]
+    new = [shard for shard in shards if Path(f"shapes/{shard}.parquet") not in before]
+    assert 1 <= len(new) < len(shards) - 2
+    for shard in new:
+        dflop("profile-shapes", data, "--shard", shard, "--out", f"shapes/{shard}.parquet")
+    dflop("merge-shapes", data, "--shapes", "shapes", "--out", "shapes.duckdb")
+    samples = read_table(Path("shapes.duckdb"), "samples", made_by="merge-shapes")
+    assert samples["row"].to_list() == list(range(61))
+    assert samples["sample_id"].to_list() == ["new", *(f"r{row}" for row in range(60))]

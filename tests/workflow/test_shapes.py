@@ -1,0 +1,139 @@
+"""Shapes as a user's dataset changes: what a dry run lists, and what the database then holds."""
+
+import json
+import os
+
+import pytest
+from PIL import Image
+
+from dflop.store import read_table
+
+pytestmark = pytest.mark.serial
+
+TARGET = "results/shapes/shapes.duckdb"
+
+
+def text_record(number: int) -> dict:
+    turns = [{"from": "human", "value": f"What is {number} and one?"}, {"from": "gpt", "value": str(number + 1)}]
+    return {"id": f"text-{number}", "conversations": turns}
+
+
+def picture_record(number: int) -> dict:
+    turns = [{"from": "human", "value": "<image>\nWhat colour?"}, {"from": "gpt", "value": "Red."}]
+    return {"id": f"picture-{number}", "image": f"{number}.png", "conversations": turns}
+
+
+@pytest.fixture(scope="module")
+def profiled(make_checkout):
+    """A checkout whose config lists 200 texts as lines and 40 pictures as a list of datasets, all profiled."""
+    checkout = make_checkout()
+    data = checkout.folder / "data"
+    data.mkdir()
+    (data / "texts.jsonl").write_text("".join(json.dumps(text_record(number)) + "\n" for number in range(200)))
+    (data / "pictures.json").write_text(json.dumps([picture_record(number) for number in range(40)]))
+    for number in range(40):
+        Image.new("RGB", (40 + number, 60)).save(data / f"{number}.png")
+    (data / "mix.yaml").write_text("datasets:\n- json_path: data/pictures.json\n  sampling_strategy: end:50%\n")
+    sources = [{"path": "data/texts.jsonl"}, {"path": "data/mix.yaml"}]
+    config = checkout.write_config("shapes.yaml", run="shapes", data={"sources": sources, "samples_per_shard": 10})
+    done = checkout.snakemake(TARGET, "--cores", "2", "--configfile", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return checkout, config
+
+
+def jobs(profiled) -> list[str]:
+    """The rules that a dry run for the shapes lists."""
+    checkout, config = profiled
+    return checkout.jobs_of_dry_run(TARGET, "--configfile", config)
+
+
+def test_sampled_records_are_profiled_and_know_their_rows(profiled):
+    samples = read_table(profiled[0].folder / TARGET, "samples", made_by="merge-shapes")
+    assert samples["source"].value_counts(sort=True).rows() == [("texts", 200), ("pictures", 20)]
+    pictures = samples.filter(samples["source"] == "pictures")
+    assert pictures["row"].to_list() == list(range(20, 40))
+    assert pictures["sample_id"].to_list() == [f"picture-{number}" for number in range(20, 40)]
+
+
+def test_an_unchanged_dataset_reruns_nothing(profiled):
+    assert jobs(profiled) == []
+
+
+@pytest.mark.parametrize("place", [0, 100, 200], ids=["front", "middle", "end"])
+def test_an_inserted_record_reruns_a_shard_or_two_and_the_merge(profiled, place):
+    manifest = profiled[0].folder / "data/texts.jsonl"
+    lines = manifest.read_text().splitlines(keepends=True)
+    try:
+        manifest.write_text("".join([*lines[:place], json.dumps(text_record(777)) + "\n", *lines[place:]]))
+        listed = jobs(profiled)
+    finally:
+        manifest.write_text("".join(lines))
+    assert set(listed) == {"profile_shapes", "merge_shapes"}
+    assert listed.count("profile_shapes") <= 2
+
+
+def test_a_changed_record_reruns_its_shard_and_the_merge(profiled):
+    manifest = profiled[0].folder / "data/texts.jsonl"
+    before = manifest.read_text()
+    try:
+        manifest.write_text(before.replace("What is 50 and one?", "How much is 50 and one?"))
+        listed = jobs(profiled)
+    finally:
+        manifest.write_text(before)
+    assert sorted(listed) == ["merge_shapes", "profile_shapes"]
+
+
+def test_a_removed_source_takes_its_samples_with_it_and_reruns_the_merge_alone(profiled):
+    checkout, config = profiled
+    without = checkout.write_config(
+        "without.yaml", run="shapes", data={"sources": [{"path": "data/texts.jsonl"}], "samples_per_shard": 10}
+    )
+    assert checkout.jobs_of_dry_run(TARGET, "--configfile", without) == ["merge_shapes"]
+    done = checkout.snakemake(TARGET, "--cores", "2", "--configfile", without)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(read_table(checkout.folder / TARGET, "samples", made_by="merge-shapes")["source"]) == {"texts"}
+    assert checkout.snakemake(TARGET, "--cores", "2", "--configfile", config).returncode == 0
+
+
+def test_a_key_that_is_no_matter_of_shapes_reruns_none(profiled):
+    checkout, config = profiled
+    assert checkout.jobs_of_dry_run(TARGET, "--configfile", config, "--config", "seed=9", "train={steps: 7}") == []
+
+
+def test_a_watched_picture_that_is_replaced_reruns_its_shard_and_only_then(profiled):
+    checkout, _ = profiled
+    sources = [{"path": "data/pictures.json"}]
+    config = checkout.write_config(
+        "watched.yaml", run="watched", data={"sources": sources, "samples_per_shard": 10, "watch_media": True}
+    )
+    target = "results/watched/shapes.duckdb"
+    done = checkout.snakemake(target, "--cores", "2", "--configfile", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert checkout.jobs_of_dry_run(target, "--configfile", config) == []
+    picture = checkout.folder / "data/7.png"
+    Image.new("RGB", (300, 50)).save(picture)
+    os.utime(picture, (1, 1))
+    assert sorted(checkout.jobs_of_dry_run(target, "--configfile", config)) == ["merge_shapes", "profile_shapes"]
+    done = checkout.snakemake(target, "--cores", "2", "--configfile", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = read_table(checkout.folder / target, "samples", made_by="merge-shapes")
+    assert samples.filter(samples["sample_id"] == "picture-7")["num_items"].to_list() != [2]
+
+
+def test_internvl_shapes_are_made_and_what_would_run_the_model_is_refused_before_any_job(profiled):
+    checkout, _ = profiled
+    config = checkout.write_config(
+        "internvl.yaml",
+        run="internvl",
+        data={"sources": [{"path": "data/pictures.json"}]},
+        model={"family": "internvl", "preset": "internvl_8b"},
+    )
+    target = "results/internvl/shapes.duckdb"
+    done = checkout.snakemake(target, "results/internvl/report/shapes.svg", "--cores", "2", "--configfile", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = read_table(checkout.folder / target, "samples", made_by="merge-shapes")
+    assert (samples["vision_tokens"] == 256 * samples["num_items"]).all()
+    refused = checkout.snakemake("--cores", "2", "--configfile", config)
+    assert refused.returncode == 2
+    assert "`model.family` is 'internvl'" in refused.stderr
+    assert "Traceback" not in refused.stderr
