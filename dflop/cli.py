@@ -258,26 +258,67 @@ def plot_shapes_command(shapes: Path, out: Path) -> None:
     "--out", type=_FILE, required=True, help="Parquet file to write; sizes go beside it as *.parameters.parquet."
 )
 def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> None:
-    """Measure a module's layers on this device: forward, backward and memory at several sizes."""
-    # Threads that spin while they wait make timings collapse on a busy machine; torch reads this when it starts.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from dflop.models import check_runnable, load_model_spec
+    """What a module's layers cost at several sizes: measured on this device, or (`costs.source`) analytic."""
+    from dflop.artifacts import written_whole
+    from dflop.models import load_model_spec
 
     config = _load("profile-costs", configs)
-    check_runnable(config.model.family)
+    spec = load_model_spec(config.model)
+    spec.module(module)
+    is_analytic = config.costs.source == "analytic"
+    costs, device = (_analytic_costs if is_analytic else _measured_costs)(config, spec, module, tp)
+    for path, frame in (
+        (out, costs.measurements),
+        (out.with_suffix(".parameters.parquet"), costs.parameters),
+        (out.with_suffix(".device.parquet"), device),
+    ):
+        with written_whole(path) as beside:
+            frame.write_parquet(beside)
+    click.echo(f"{out}: {len(costs.measurements)} {'analytic points' if is_analytic else 'measurements'}")
+
+
+def _analytic_costs(config, spec, module: str, tp: int):
+    """Points of the roofline of `cluster.device_model`, and that device as a frame."""
+    import polars as pl
+
+    from dflop.costs.analytic import analytic_points, load_device
+
+    device = load_device(config.cluster.device_model)
+    return analytic_points(spec, module, tp, device), pl.DataFrame(
+        {
+            "device": [f"{config.cluster.device_model} (analytic)"],
+            "device_model": [config.cluster.device_model],
+            "source": ["analytic"],
+            "threads": [0],
+            "precision": ["bf16"],
+            "torch": [""],
+            "config_digest": [_config_digest("profile-costs", config)],
+        }
+    )
+
+
+def _measured_costs(config, spec, module: str, tp: int):
+    """The module's layers, run on this device, and that device as a frame."""
+    from dflop.models import check_runnable
+
+    check_runnable(spec.family)
+    # Threads that spin while they wait make timings collapse on a busy machine; torch reads this when it starts.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import polars as pl
     import torch
 
-    from dflop.artifacts import written_whole
     from dflop.costs.measure import measure_module
     from dflop.data import ChatTokenizer
     from dflop.training import threads_per_rank
 
     if tp != 1:
         raise UserError(f"tp={tp}: only tp=1 can be measured yet; set `costs.tp_sizes: [1]`")
-    if config.cluster.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("`cluster.device` is cuda, but torch finds no GPU here; run on a GPU node or set it to cpu")
-    spec = load_model_spec(config.model)
-    spec.module(module)
+    is_cuda = config.cluster.device == "cuda"
+    if is_cuda and not torch.cuda.is_available():
+        raise UserError(
+            "`cluster.device` is cuda, but torch finds no GPU here; run on a GPU node, set it to cpu, or plan with "
+            "`costs.source: analytic`"
+        )
     torch.set_num_threads(threads_per_rank(config.cluster))
     tokenizer = ChatTokenizer(_tokenizer_folder(config))
     with _progress_bar(unit="point") as bar:
@@ -296,14 +337,17 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> 
             precision=config.train.precision,
             progress=progress,
         )
-    for path, frame in (
-        (out, measured.measurements),
-        (out.with_suffix(".parameters.parquet"), measured.parameters),
-        (out.with_suffix(".device.parquet"), _device_frame(config)),
-    ):
-        with written_whole(path) as beside:
-            frame.write_parquet(beside)
-    click.echo(f"{out}: {len(measured.measurements)} measurements")
+    return measured, pl.DataFrame(
+        {
+            "device": [torch.cuda.get_device_name() if is_cuda else _cpu_name()],
+            "device_model": [config.cluster.device_model],
+            "source": ["measured"],
+            "threads": [torch.get_num_threads()],
+            "precision": [config.train.precision],
+            "torch": [torch.__version__],
+            "config_digest": [_config_digest("profile-costs", config)],
+        }
+    )
 
 
 @cli.command("fit-costs")
@@ -333,7 +377,7 @@ def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
         out,
         {"measurements": measured, "device": device.unique(maintain_order=True), **tables},
         {
-            "source": "measured",
+            "source": ", ".join(device["source"].unique().sort()),
             "config_digest": ",".join(device["config_digest"].unique().sort()),
             "code_digest": STAGES["fit-costs"].code_digest,
         },
@@ -370,12 +414,14 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
             bar.set_description(text, refresh=False)
             bar.update()
 
-        found = search_plans(config, load_model_spec(config.model), CostModel.load(costs), samples, progress)
+        cost_model = CostModel.load(costs)
+        found = search_plans(config, load_model_spec(config.model), cost_model, samples, progress)
     with written_whole(candidates) as path:
         candidates_frame(found).write_parquet(path)
     with written_whole(out) as path:
-        path.write_text(describe_choice(found, config), encoding="utf-8")
-    click.echo(f"{out}: {found[0].plan}; expected step {found[0].step_s:.3g} s, idle {found[0].idle:.0%}")
+        path.write_text(describe_choice(found, config, cost_model), encoding="utf-8")
+    of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
+    click.echo(f"{out}: {found[0].plan}; expected step {found[0].step_s:.3g} s{of_costs}, idle {found[0].idle:.0%}")
 
 
 @cli.command("schedule")
@@ -500,23 +546,6 @@ def _run_digest(config, data_digests: list[str]) -> str:
         keys["train"].pop(free)
     text = json.dumps([keys, data_digests], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _device_frame(config):
-    import polars as pl
-    import torch
-
-    is_cuda = config.cluster.device == "cuda"
-    return pl.DataFrame(
-        {
-            "device": [torch.cuda.get_device_name() if is_cuda else _cpu_name()],
-            "device_model": [config.cluster.device_model],
-            "threads": [torch.get_num_threads()],
-            "precision": [config.train.precision],
-            "torch": [torch.__version__],
-            "config_digest": [_config_digest("profile-costs", config)],
-        }
-    )
 
 
 def _cpu_name() -> str:

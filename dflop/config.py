@@ -175,7 +175,7 @@ _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model.family": (("llava_onevision", "internvl"), ()),
     "data.duplicate_ids": (("reject", "keep"), ()),
     "cluster.device": (("cpu", "cuda"), ()),
-    "costs.source": (("measured",), ("analytic",)),
+    "costs.source": (("measured", "analytic"), ()),
     "plan.placements": (("disjoint",), ("colocated", "monolithic")),
     "plan.fixed.placement": (("disjoint",), ("colocated", "monolithic")),
     "plan.fixed.schedule": (("1f1b",), ("gpipe", "interleaved_1f1b", "zb_h1")),
@@ -428,6 +428,11 @@ def _check_values(config: Config) -> None:
         )
     if {"vision", "llm"} <= set(config.model.freeze):
         raise UserError("`model.freeze` names every module, which leaves nothing to train; take one out")
+    if config.costs.source == "analytic" and config.train.precision != "bf16":
+        raise UserError(
+            f"`costs.source` is 'analytic', which knows bf16 alone, and `train.precision` is "
+            f"{config.train.precision!r}; set `train.precision: bf16`"
+        )
     _check_sources(config.data.sources)
     _check_devices(config)
 

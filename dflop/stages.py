@@ -63,7 +63,14 @@ STAGES: dict[str, Stage] = {
             "costs.repeats",
             "train.precision",
         ),
-        code=("models", "costs/measure.py", "data/text.py", "data/tokenizer"),
+        code=(
+            "models",
+            "costs/analytic.py",
+            "costs/devices.yaml",
+            "costs/measure.py",
+            "data/text.py",
+            "data/tokenizer",
+        ),
     ),
     "fit-costs": Stage((), ("costs/fit.py", "costs/model.py")),
     "plan": Stage(

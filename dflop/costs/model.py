@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.errors import UserError
-from dflop.store import read_table
+from dflop.store import read_meta, read_table
 
 __all__ = ["FEATURES", "Coefficients", "CostModel", "Loads", "StageMemory", "column_of"]
 
@@ -66,6 +66,8 @@ class CostModel:
     parameter_bytes: dict[tuple[str, int, str], float]
     # A layer's input, which is all that checkpointing keeps of it.
     layer_input: dict[tuple[str, int], Coefficients]
+    # Where the costs come from: measured, or analytic, which everything made from them says.
+    source: str = "measured"
 
     @classmethod
     def load(cls, path: Path) -> "CostModel":
@@ -87,6 +89,7 @@ class CostModel:
             activations={key: _coefficients(row, "bytes") for key, row in parts.items() if key[2] != "layer_input"},
             parameter_bytes={key: row["parameter_bytes"] for key, row in parts.items()},
             layer_input={key[:2]: _coefficients(row, "bytes") for key, row in parts.items() if key[2] == "layer_input"},
+            source=read_meta(path, made_by="fit-costs").get("source", "measured"),
         )
 
     def stage_time(
@@ -95,7 +98,7 @@ class CostModel:
         """Forward and backward seconds of each microbatch; a microbatch without any load takes no time.
 
         Raises:
-            UserError: when the module was not measured at this tp.
+            UserError: when there are no costs of the module at this tp.
         """
         self.require(module, tp)
         layer_forward = num_layers * self.times[module, tp, "layer", "forward"](loads)
@@ -137,11 +140,11 @@ class CostModel:
         return total
 
     def require(self, module: str, tp: int) -> None:
-        """Raise `UserError` when the module was not measured at this tp."""
+        """Raise `UserError` when there are no costs of the module at this tp."""
         if (module, tp, "layer", "forward") not in self.times:
             known = sorted({f"{name} tp={size}" for name, size, _, _ in self.times})
             raise UserError(
-                f"no measured costs for {module} tp={tp} (there are: {', '.join(known)}); "
+                f"no {self.source} costs for {module} tp={tp} (there are: {', '.join(known)}); "
                 f"add {tp} to `costs.tp_sizes` and run `dflop profile-costs` and `dflop fit-costs` again"
             )
 

@@ -171,8 +171,8 @@ def _bottleneck(step_s: float, busy_s: dict[str, float]) -> str:
     return f"{module} compute" if seconds >= step_s / 2 else "bubble"
 
 
-def describe_choice(candidates: Sequence[Candidate], config: Config) -> str:
-    """`plan.yaml`: the best plan, what was predicted for it, and why it won."""
+def describe_choice(candidates: Sequence[Candidate], config: Config, costs: CostModel) -> str:
+    """`plan.yaml`: the best plan, what was predicted for it and from which costs, and why it won."""
     best = candidates[0]
     values = {
         "plan": best.plan.to_dict(),
@@ -185,7 +185,7 @@ def describe_choice(candidates: Sequence[Candidate], config: Config) -> str:
         },
         "why": _why(candidates),
         "num_candidates": len(candidates),
-        "costs": config.cluster.device_model + ", measured",
+        "costs": f"{config.cluster.device_model}, {costs.source}",
     }
     return yaml.safe_dump(values, sort_keys=False, width=110)
 

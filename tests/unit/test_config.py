@@ -182,7 +182,6 @@ def test_a_closed_choice_in_a_list_names_the_entry():
 @pytest.mark.parametrize(
     ("key", "value", "name"),
     [
-        ("costs.source", "analytic", "costs.source"),
         ("plan.fixed.schedule", "zb_h1", "plan.fixed.schedule"),
         ("plan.placements", ["disjoint", "monolithic"], "plan.placements[1]"),
     ],
@@ -204,6 +203,11 @@ def test_a_fixed_plan_may_not_need_more_devices_than_there_are():
 def test_a_cluster_needs_a_device_for_each_module():
     assert "`cluster` has 1 device" in refusal({"cluster": {"devices_per_node": 1}})
     load_config({"cluster": {"num_nodes": 2, "devices_per_node": 1}})
+
+
+def test_analytic_costs_are_those_of_bf16():
+    assert "set `train.precision: bf16`" in refusal({"costs": {"source": "analytic"}})
+    load_config({"costs": {"source": "analytic"}, "train": {"precision": "bf16"}})
 
 
 def test_something_must_be_left_to_train():

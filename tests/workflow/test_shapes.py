@@ -6,7 +6,7 @@ import os
 import pytest
 from PIL import Image
 
-from dflop.store import read_table
+from dflop.store import read_meta, read_table
 
 pytestmark = pytest.mark.serial
 
@@ -137,3 +137,29 @@ def test_internvl_shapes_are_made_and_what_would_run_the_model_is_refused_before
     assert refused.returncode == 2
     assert "`model.family` is 'internvl'" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled):
+    checkout, _ = profiled
+    sections = {
+        "run": "analytic",
+        "data": {"sources": [{"path": "data/pictures.json"}]},
+        "model": {"preset": "llava_ov_7b"},
+        "cluster": {"device": "cuda", "devices_per_node": 8, "memory_gib": 74, "device_model": "h100-80g"},
+        "costs": {"source": "analytic"},
+        "plan": {"search_batches": 1, "fixed": {"num_microbatches": 8}},
+        "train": {"precision": "bf16", "global_batch_size": 8},
+    }
+    config = checkout.write_config("analytic.yaml", **sections)
+    plan, folder = "results/analytic/plan.yaml", checkout.folder / "results/analytic"
+    done = checkout.snakemake(plan, "--cores", "2", "--configfile", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "costs: h100-80g, analytic" in (folder / "plan.yaml").read_text()
+    assert read_meta(folder / "costs.duckdb", made_by="fit-costs")["source"] == "analytic"
+    sections["cluster"] |= {"device_model": "h1000"}
+    refused = checkout.snakemake(
+        plan, "-n", "--cores", "2", "--configfile", checkout.write_config("no.yaml", **sections)
+    )
+    assert refused.returncode == 2
+    assert "h1000" in refused.stderr
+    assert "h100-80g" in refused.stderr

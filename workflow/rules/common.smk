@@ -9,6 +9,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from dflop.config import load_config, select_keys
+from dflop.costs.analytic import load_device
 from dflop.data.manifests import list_shards, list_sources
 from dflop.errors import UserError
 from dflop.models.spec import check_runnable, load_model_spec, model_digest
@@ -27,6 +28,8 @@ try:
     if CONFIG.model.tokenizer and not Path(CONFIG.model.tokenizer, "tokenizer.json").is_file():
         raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")
     MODULES = [module.name for module in load_model_spec(CONFIG.model).modules]
+    if CONFIG.costs.source == "analytic":
+        load_device(CONFIG.cluster.device_model)
 except UserError as error:
     stop_with(error)
 
@@ -102,12 +105,27 @@ def all_shards(wildcards=None):
     return [shard.name for source in SOURCES for shard in shards_of(source)]
 
 
-def all_measurements(wildcards):
-    """What the fitted costs stand on; a family that cannot be run stops here, before any job."""
+def is_measured():
+    return CONFIG.costs.source == "measured"
+
+
+def check_model():
+    """A family that cannot be run stops here, before any job."""
     try:
         check_runnable(CONFIG.model.family)
     except UserError as error:
         stop_with(error)
+
+
+def plan_to_train(wildcards):
+    check_model()
+    return f"{RESULTS}/plan.yaml"
+
+
+def all_measurements(wildcards):
+    """What the fitted costs stand on."""
+    if is_measured():
+        check_model()
     return [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in CONFIG.costs.tp_sizes]
 
 
@@ -118,7 +136,7 @@ for source in SOURCES:
 
 def one_device():
     """Resources of a job on one device."""
-    if CONFIG.cluster.device == "cpu":
+    if CONFIG.cluster.device == "cpu" or not is_measured():
         return {}
     return {"gres": "gpu:1"}
 

@@ -10,7 +10,7 @@ rule profile_costs:
         f"{RESULTS}/logs/profile_costs/{{module}}.tp{{tp}}.log",
     cache: "omit-software"
     # All cores, so that nothing else runs beside a measurement.
-    threads: all_cores()
+    threads: all_cores() if is_measured() else 1
     resources:
         **one_device(),
     params:

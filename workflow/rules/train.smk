@@ -5,7 +5,7 @@ rule train:
     input:
         shapes=f"{RESULTS}/shapes.duckdb",
         costs=f"{RESULTS}/costs.duckdb",
-        plan=f"{RESULTS}/plan.yaml",
+        plan=plan_to_train,
     output:
         f"{RESULTS}/train/summary.json",
     log:

@@ -269,15 +269,16 @@ def test_the_table_of_candidates_has_the_promised_columns_and_order(search):
     assert frame.select(pl.sum_horizontal("vision_dp", pl.col("llm_dp") * pl.col("llm_pp")) == 3).to_series().all()
 
 
-def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(search, tmp_path):
+def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(search, costs, tmp_path):
     config = make_config()
     found = search(config)
     path = tmp_path / "plan.yaml"
-    path.write_text(describe_choice(found, config))
+    path.write_text(describe_choice(found, config, dataclasses.replace(costs, source="analytic")))
     assert load_plan(path) == found[0].plan
     described = yaml.safe_load(path.read_text())
     assert described["predicted"]["step_s"] == pytest.approx(found[0].step_s, rel=1e-5)
     assert described["num_candidates"] == len(found)
+    assert described["costs"] == "cpu, analytic"
     assert found[0].bottleneck in described["why"]
     assert str(found[1].plan) in described["why"]
 
