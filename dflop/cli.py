@@ -309,7 +309,7 @@ def _measured_costs(config, spec, module: str, tp: int):
 
     from dflop.costs.measure import measure_module
     from dflop.data import ChatTokenizer
-    from dflop.training import threads_per_rank
+    from dflop.torchrun import threads_per_rank
 
     if tp != 1:
         raise UserError(f"tp={tp}: only tp=1 can be measured yet; set `costs.tp_sizes: [1]`")
@@ -471,7 +471,8 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     from dflop.reporting.trace import chrome_trace
     from dflop.scheduling.service import open_scheduler
     from dflop.store import read_table
-    from dflop.training import is_first_node, launch_ranks, merge_observations, summarise
+    from dflop.torchrun import is_first_node
+    from dflop.training import launch_ranks, merge_observations, summarise
 
     config = _load("train", configs)
     check_runnable(config.model.family)

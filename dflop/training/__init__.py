@@ -3,7 +3,7 @@
 What is named here needs no torch; the ranks themselves run `dflop.training.worker`.
 """
 
-from dflop.training.launch import check_devices, is_first_node, launch_ranks, summarise, threads_per_rank
+from dflop.training.launch import check_devices, launch_ranks, summarise
 from dflop.training.observations import merge_observations
 
-__all__ = ["check_devices", "is_first_node", "launch_ranks", "merge_observations", "summarise", "threads_per_rank"]
+__all__ = ["check_devices", "launch_ranks", "merge_observations", "summarise"]

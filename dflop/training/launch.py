@@ -4,25 +4,20 @@ This file imports no torch. `python -m dflop.training.worker` is what torchrun s
 """
 
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import polars as pl
 
 from dflop.artifacts import written_whole
-from dflop.config import ClusterConfig, Config, select_keys
+from dflop.config import Config, select_keys
 from dflop.errors import UserError
 from dflop.models import check_runnable
 from dflop.pipeline import Plan, load_plan
 from dflop.stages import STAGES
+from dflop.torchrun import run_ranks
 
-__all__ = ["check_devices", "is_first_node", "launch_ranks", "summarise"]
-
-_RENDEZVOUS_PORT = 29_400
+__all__ = ["check_devices", "launch_ranks", "summarise"]
 
 
 def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> None:
@@ -38,37 +33,8 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> No
     per_node = config.cluster.devices_per_node
     if loaded.world_size < per_node:
         per_node = loaded.world_size
-    request = json.dumps({"config": select_keys(config, STAGES["train"].reads), **arguments})
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads_per_rank(config.cluster)),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={per_node}",
-        *_rendezvous(config.cluster.num_nodes),
-        "--module",
-        "dflop.training.worker",
-        request,
-    ]
-    process = subprocess.Popen(command, env=environment)
-    stopped: list[int] = []
-
-    def pass_on(number: int, _: object) -> None:
-        stopped.append(number)
-        process.send_signal(number)
-
-    previous = signal.signal(signal.SIGTERM, pass_on)
-    try:
-        code = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    request = {"config": select_keys(config, STAGES["train"].reads), **arguments}
+    code, stopped = run_ranks("dflop.training.worker", request, config.cluster, per_node=per_node)
     if code:
         why = (
             "was stopped by SIGTERM"
@@ -92,13 +58,6 @@ def check_devices(config: Config, plan: Plan) -> None:
             f"the plan needs {plan.world_size} devices, `cluster` has {config.cluster.num_devices} "
             f"({config.cluster.num_nodes} x {config.cluster.devices_per_node}); run `dflop plan` again for this cluster"
         )
-
-
-def threads_per_rank(cluster: ClusterConfig) -> int:
-    """CPU threads of a rank: on CPUs the ranks of a node share its cores, beside GPUs one is enough."""
-    if cluster.device != "cpu":
-        return 1
-    return max(1, len(os.sched_getaffinity(0)) // cluster.devices_per_node)
 
 
 def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str, object]:
@@ -137,27 +96,3 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str
     with written_whole(out / "summary.json") as path:
         path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
-
-
-def is_first_node(cluster: ClusterConfig) -> bool:
-    """Whether this is the one `dflop train` of a run that speaks for all nodes (each node runs its own)."""
-    return cluster.num_nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
-
-
-def _rendezvous(num_nodes: int) -> list[str]:
-    """How the nodes' torchruns meet: alone on one node, at the first node of the Slurm job on several."""
-    if num_nodes == 1:
-        return ["--standalone"]
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise UserError(
-            f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
-            "profile does), or set `cluster.num_nodes: 1`"
-        )
-    head = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    return [
-        f"--nnodes={num_nodes}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={head.stdout.split()[0]}:{_RENDEZVOUS_PORT}",
-        f"--rdzv-id={os.environ.get('SLURM_JOB_ID', 'dflop')}",
-    ]

@@ -8,7 +8,8 @@ import yaml
 from dflop.config import ClusterConfig, load_config
 from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan
-from dflop.training import check_devices, launch_ranks, threads_per_rank
+from dflop.torchrun import threads_per_rank
+from dflop.training import check_devices, launch_ranks
 
 
 def make_plan(vision_dp: int = 2, llm_dp: int = 3) -> Plan:

@@ -1,0 +1,89 @@
+"""Starting torchrun: the same processes for measuring as for training, ended when their parent is.
+
+This file imports no torch.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from dflop.config import ClusterConfig
+from dflop.errors import UserError
+
+__all__ = ["is_first_node", "run_ranks", "threads_per_rank"]
+
+_RENDEZVOUS_PORT = 29_400
+
+
+def run_ranks(module: str, request: Mapping[str, object], cluster: ClusterConfig, *, per_node: int) -> tuple[int, bool]:
+    """Run `python -m module REQUEST` (JSON) on `per_node` ranks of every node, to its end.
+
+    Returns torchrun's exit code, and whether it was stopped by a SIGTERM, which is passed on.
+
+    Raises:
+        UserError: when there are several nodes and this runs outside `srun`.
+    """
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads_per_rank(cluster)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={per_node}",
+        *_rendezvous(cluster.num_nodes),
+        "--module",
+        module,
+        json.dumps(request),
+    ]
+    process = subprocess.Popen(command, env=environment)
+    stopped: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        stopped.append(number)
+        process.send_signal(number)
+
+    previous = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        return process.wait(), bool(stopped)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def threads_per_rank(cluster: ClusterConfig) -> int:
+    """CPU threads of a rank: on CPUs the ranks of a node share its cores, beside GPUs one is enough."""
+    if cluster.device != "cpu":
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // cluster.devices_per_node)
+
+
+def is_first_node(cluster: ClusterConfig) -> bool:
+    """Whether this is the one command of a run that speaks for all nodes (each node runs its own)."""
+    return cluster.num_nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
+
+
+def _rendezvous(num_nodes: int) -> list[str]:
+    """How the nodes' torchruns meet: alone on one node, at the first node of the Slurm job on several."""
+    if num_nodes == 1:
+        return ["--standalone"]
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError(
+            f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
+            "profile does), or set `cluster.num_nodes: 1`"
+        )
+    head = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    return [
+        f"--nnodes={num_nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={head.stdout.split()[0]}:{_RENDEZVOUS_PORT}",
+        f"--rdzv-id={os.environ.get('SLURM_JOB_ID', 'dflop')}",
+    ]
