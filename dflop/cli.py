@@ -7,13 +7,13 @@ that need them, so that `dflop --help` answers at once.
 import hashlib
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 
 import click
 
 from dflop.errors import UserError
+from dflop.progress import progress_bar
 
 __all__ = ["main"]
 
@@ -74,7 +74,7 @@ def demo_data(out: Path, records: int, seed: int) -> None:
     """Draw a small LLaVA-style dataset: pictures, clips, texts and sounds, with questions and answers."""
     from dflop.data.demo import make_demo_data
 
-    with _progress_bar(total=records, unit="record") as bar:
+    with progress_bar(total=records, unit="record") as bar:
         made = make_demo_data(out, num_records=records, seed=seed, progress=lambda done: bar.update(done - bar.n))
     kinds = ", ".join(f"{count} {kind}" for kind, count in made.num_records.items())
     click.echo(f"{out}: {kinds}; {made.total_bytes / 1e6:.1f} MB")
@@ -97,7 +97,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
     rules = load_model_spec(config.model).rules
     folder = _tokenizer_folder(config)
     is_bundled = ChatTokenizer(folder).is_bundled
-    with _progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
+    with progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
         frame = profile_shard(
             source,
             found,
@@ -165,10 +165,13 @@ def list_shards_command(configs: tuple[str, ...]) -> None:
 @_config_option
 @click.option("--shapes", type=_FOLDER, required=True, help="Folder with the shards' Parquet files.")
 @click.option("--out", type=_FILE, required=True, help="DuckDB file to write.")
-def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
+@click.option("--bounds", type=_FILE, help="JSON file to write: the loads that `dflop profile-costs` is to measure.")
+def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path | None) -> None:
     """Merge the shards into one database: samples, rejects, sources, and summaries of them."""
     import polars as pl
 
+    from dflop.artifacts import written_whole
+    from dflop.costs.design import bounds_of_samples
     from dflop.data import SourceRecords, list_sources
     from dflop.store import ShardFile, read_table, write_shapes
 
@@ -205,6 +208,11 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
         sampled_rows=sampled_rows,
         keep_duplicates=config.data.duplicate_ids == "keep",
     )
+    if bounds:
+        samples = read_table(out, "samples", made_by="merge-shapes")
+        loads = (samples[name].to_numpy() for name in ("num_items", "llm_tokens", "target_tokens"))
+        with written_whole(bounds) as path:
+            path.write_text(bounds_of_samples(*loads).to_json(), encoding="utf-8")
     shape_summary, reject_summary = (
         read_table(out, f"{of}_summary", made_by="merge-shapes") for of in ("shape", "reject")
     )
@@ -254,107 +262,97 @@ def plot_shapes_command(shapes: Path, out: Path) -> None:
 @_config_option
 @click.option("--module", required=True, help="vision or llm.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--bounds", type=_FILE, help="What `dflop merge-shapes --bounds` wrote: the loads that the data brings.")
 @click.option(
     "--out", type=_FILE, required=True, help="Parquet file to write; sizes go beside it as *.parameters.parquet."
 )
-def profile_costs(configs: tuple[str, ...], module: str, tp: int, out: Path) -> None:
+def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path | None, out: Path) -> None:
     """What a module's layers cost at several sizes: measured on this device, or (`costs.source`) analytic."""
-    from dflop.artifacts import written_whole
-    from dflop.models import load_model_spec
+    import polars as pl
+
+    from dflop.models import check_tp, load_model_spec
 
     config = _load("profile-costs", configs)
     spec = load_model_spec(config.model)
-    spec.module(module)
-    is_analytic = config.costs.source == "analytic"
-    costs, device = (_analytic_costs if is_analytic else _measured_costs)(config, spec, module, tp)
-    for path, frame in (
-        (out, costs.measurements),
-        (out.with_suffix(".parameters.parquet"), costs.parameters),
-        (out.with_suffix(".device.parquet"), device),
-    ):
-        with written_whole(path) as beside:
-            frame.write_parquet(beside)
-    click.echo(f"{out}: {len(costs.measurements)} {'analytic points' if is_analytic else 'measurements'}")
+    check_tp(spec, module, tp)
+    if config.costs.source == "analytic":
+        _write_analytic_costs(config, spec, module, tp, out)
+    else:
+        _measure_costs(config, spec, module, tp, bounds, out)
+    what = "analytic points" if config.costs.source == "analytic" else "measurements"
+    click.echo(f"{out}: {len(pl.read_parquet(out))} {what}")
 
 
-def _analytic_costs(config, spec, module: str, tp: int):
+def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None:
     """Points of the roofline of `cluster.device_model`, and that device as a frame."""
     import polars as pl
 
-    from dflop.costs.analytic import analytic_points, load_device
+    from dflop.artifacts import written_whole
+    from dflop.costs import analytic_points, load_device
 
     device = load_device(config.cluster.device_model)
-    return analytic_points(spec, module, tp, device), pl.DataFrame(
-        {
-            "device": [f"{config.cluster.device_model} (analytic)"],
-            "device_model": [config.cluster.device_model],
-            "source": ["analytic"],
-            "threads": [0],
-            "precision": ["bf16"],
-            "torch": [""],
-            "config_digest": [_config_digest("profile-costs", config)],
-        }
-    )
+    points = analytic_points(spec, module, tp, device)
+    about = {
+        "device": f"{config.cluster.device_model} (analytic)",
+        "device_model": config.cluster.device_model,
+        "source": "analytic",
+        "module": module,
+        "tp": tp,
+        "num_ranks": tp,
+        "threads": 0,
+        "precision": "bf16",
+        "torch": "",
+        "overhead_bytes": int(device.overhead_bytes),
+        "allocator_share": device.allocator_share,
+        "seconds": 0.0,
+        "config_digest": _config_digest("profile-costs", config),
+    }
+    for path, frame in (
+        (out, points.measurements),
+        (out.with_suffix(".parameters.parquet"), points.parameters),
+        (out.with_suffix(".device.parquet"), pl.DataFrame([about])),
+    ):
+        with written_whole(path) as beside:
+            frame.write_parquet(beside)
 
 
-def _measured_costs(config, spec, module: str, tp: int):
-    """The module's layers, run on this device, and that device as a frame."""
+def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out: Path) -> None:
+    """Measure on ranks of this node that torchrun starts; they write the frames."""
+    from dflop.config import select_keys
+    from dflop.costs.design import load_bounds
     from dflop.models import check_runnable
+    from dflop.stages import STAGES
+    from dflop.torchrun import run_ranks
 
     check_runnable(spec.family)
-    # Threads that spin while they wait make timings collapse on a busy machine; torch reads this when it starts.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    import polars as pl
-    import torch
-
-    from dflop.costs.measure import measure_module
-    from dflop.data import ChatTokenizer
-    from dflop.torchrun import threads_per_rank
-
-    if tp != 1:
-        raise UserError(f"tp={tp}: only tp=1 can be measured yet; set `costs.tp_sizes: [1]`")
-    is_cuda = config.cluster.device == "cuda"
-    if is_cuda and not torch.cuda.is_available():
+    if bounds:
+        load_bounds(bounds)
+    cluster = config.cluster
+    if tp > cluster.devices_per_node:
         raise UserError(
-            "`cluster.device` is cuda, but torch finds no GPU here; run on a GPU node, set it to cpu, or plan with "
-            "`costs.source: analytic`"
+            f"tp={tp}: a node has {cluster.devices_per_node} devices (`cluster.devices_per_node`), and tensor "
+            "parallelism does not cross nodes; take smaller `costs.tp_sizes`"
         )
-    torch.set_num_threads(threads_per_rank(config.cluster))
-    tokenizer = ChatTokenizer(_tokenizer_folder(config))
-    with _progress_bar(unit="point") as bar:
-
-        def progress(text: str) -> None:
-            bar.set_description(text, refresh=False)
-            bar.update()
-
-        measured = measure_module(
-            spec,
-            module,
-            placeholder_ids=tokenizer.placeholder_ids,
-            vocab_size=tokenizer.vocab_size,
-            repeats=config.costs.repeats,
-            device=torch.device(config.cluster.device),
-            precision=config.train.precision,
-            progress=progress,
-        )
-    return measured, pl.DataFrame(
-        {
-            "device": [torch.cuda.get_device_name() if is_cuda else _cpu_name()],
-            "device_model": [config.cluster.device_model],
-            "source": ["measured"],
-            "threads": [torch.get_num_threads()],
-            "precision": [config.train.precision],
-            "torch": [torch.__version__],
-            "config_digest": [_config_digest("profile-costs", config)],
-        }
-    )
+    request = {
+        "config": select_keys(config, STAGES["profile-costs"].reads),
+        "module": module,
+        "tp": tp,
+        "bounds": str(bounds) if bounds else None,
+        "tokenizer": str(_tokenizer_folder(config) or ""),
+        "out": str(out),
+        "config_digest": _config_digest("profile-costs", config),
+    }
+    per_node = tp if cluster.device == "cuda" else cluster.devices_per_node // tp * tp
+    code, _ = run_ranks("dflop.costs.worker", request, cluster, num_nodes=1, per_node=per_node)
+    if code:
+        raise UserError(f"measuring {module} at tp={tp} ended early (torchrun's exit code {code}); why stands above")
 
 
 @cli.command("fit-costs")
 @click.argument("measurements", nargs=-1, required=True, type=_FILE)
 @click.option("--out", type=_FILE, required=True, help="DuckDB file to write.")
 def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
-    """Fit the time and memory model to measurements, with its error on points kept out of the fit."""
+    """Fit the time and memory model to measurements, with its error on whole stages kept out of the fit."""
     import polars as pl
 
     from dflop.costs import fit_costs
@@ -372,21 +370,22 @@ def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
         pl.concat([pl.read_parquet(path.with_suffix(suffix)) for path in measurements], how="vertical_relaxed")
         for suffix in (".parquet", ".parameters.parquet", ".device.parquet")
     )
-    tables = fit_costs(measured, parameters)
+    source = ", ".join(device["source"].unique().sort())
+    tables = fit_costs(measured, parameters, source)
     write_costs(
         out,
-        {"measurements": measured, "device": device.unique(maintain_order=True), **tables},
+        {"measurements": measured, "device": device, **tables},
         {
-            "source": ", ".join(device["source"].unique().sort()),
+            "source": source,
             "config_digest": ",".join(device["config_digest"].unique().sort()),
             "code_digest": STAGES["fit-costs"].code_digest,
         },
     )
-    click.echo(f"{out}: error on points kept out of the fit")
+    click.echo(f"{out}: error on whole stages, which no fit saw")
     for row in tables["fit_error"].iter_rows(named=True):
         click.echo(
             f"  {row['module']} tp{row['tp']} {row['pass']}: median {row['median_error']:.1%}, "
-            f"p95 {row['p95_error']:.1%} of {row['num_held_out']} points"
+            f"p95 {row['p95_error']:.1%} of {row['num_held_out']}"
         )
 
 
@@ -408,7 +407,7 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
     samples, num_left_out = load_samples(shapes)
     if num_left_out:
         click.echo(f"{num_left_out} samples with audio are left out: the model has no audio encoder")
-    with _progress_bar(unit="plan") as bar:
+    with progress_bar(unit="plan") as bar:
 
         def progress(text: str) -> None:
             bar.set_description(text, refresh=False)
@@ -420,6 +419,12 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
         candidates_frame(found).write_parquet(path)
     with written_whole(out) as path:
         path.write_text(describe_choice(found, config, cost_model), encoding="utf-8")
+    if found[0].extrapolated:
+        click.echo(
+            f"{found[0].extrapolated:.0%} of its microbatches lie outside of the loads that were measured; for surer "
+            "costs raise `costs.time_budget_s`, or measure again if the data has changed "
+            "(`snakemake --forcerun profile_costs`)"
+        )
     of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
     click.echo(f"{out}: {found[0].plan}; expected step {found[0].step_s:.3g} s{of_costs}, idle {found[0].idle:.0%}")
 
@@ -516,13 +521,6 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
         click.echo(str(path))
 
 
-def _progress_bar(**arguments):
-    """A bar for a terminal; in a log file a line every now and then."""
-    from tqdm import tqdm
-
-    return tqdm(mininterval=0.2 if sys.stderr.isatty() else 20, **arguments)
-
-
 def _tokenizer_folder(config) -> Path | None:
     """The configured tokenizer directory, else the checkpoint's; None for the bundled one."""
     folder = config.model.tokenizer or config.model.path
@@ -547,16 +545,6 @@ def _run_digest(config, data_digests: list[str]) -> str:
         keys["train"].pop(free)
     text = json.dumps([keys, data_digests], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _cpu_name() -> str:
-    """The processor's name where Linux tells it, else the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def main() -> None:

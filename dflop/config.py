@@ -102,6 +102,8 @@ class CostsConfig:
     source: str = "measured"
     tp_sizes: list[int] = field(default_factory=lambda: [1])
     repeats: int = 5
+    time_budget_s: float = 90.0
+    target_error: float = 0.03
 
 
 @_section
@@ -210,6 +212,8 @@ _AT_LEAST_ONE = (
     "train.checkpoint_every",
 )
 _ABOVE_ZERO = (
+    "costs.time_budget_s",
+    "costs.target_error",
     "data.video.fps",
     "cluster.memory_gib",
     "cluster.intra_node_gbps",

@@ -51,7 +51,7 @@ STAGES: dict[str, Stage] = {
             *_RECORDS,
         ),
     ),
-    "merge-shapes": Stage((*_SHARDS, "data.duplicate_ids"), ("data/manifests",)),
+    "merge-shapes": Stage((*_SHARDS, "data.duplicate_ids"), ("data/manifests", "costs/design.py")),
     "plot-shapes": Stage((), ("reporting/report.py", "reporting/shapes.py", "reporting/style.py")),
     "profile-costs": Stage(
         reads=(
@@ -61,13 +61,18 @@ STAGES: dict[str, Stage] = {
             "cluster.devices_per_node",
             "costs.source",
             "costs.repeats",
+            "costs.time_budget_s",
+            "costs.target_error",
             "train.precision",
         ),
         code=(
             "models",
             "costs/analytic.py",
+            "costs/design.py",
+            "costs/devices.py",
             "costs/devices.yaml",
             "costs/measure.py",
+            "costs/worker.py",
             "data/text.py",
             "data/tokenizer",
         ),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -29,12 +29,13 @@ __all__ = [
     "ShardFile",
     "read_meta",
     "read_table",
+    "read_tables",
     "write_costs",
     "write_observations",
     "write_shapes",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 MODALITIES = ("text", "image", "multi_image", "video", "audio", "mixed")
 
@@ -145,6 +146,7 @@ _COSTS_SQL = """
 CREATE TABLE measurements AS SELECT * FROM measurements_frame;
 CREATE TABLE time_model AS SELECT * FROM time_model_frame;
 CREATE TABLE memory_model AS SELECT * FROM memory_model_frame;
+CREATE TABLE load_range AS SELECT * FROM load_range_frame;
 CREATE TABLE fit_error AS SELECT * FROM fit_error_frame;
 CREATE TABLE device AS SELECT * FROM device_frame;
 """
@@ -220,7 +222,7 @@ def write_shapes(
 
 
 def write_costs(path: Path, frames: Mapping[str, pl.DataFrame], meta: Mapping[str, str]) -> None:
-    """Write `measurements`, `time_model`, `memory_model`, `fit_error` and `device`, given under these names."""
+    """Write `measurements`, `time_model`, `memory_model`, `load_range`, `fit_error` and `device` from `frames`."""
     _write(path, _COSTS_SQL, {f"{name}_frame": frame for name, frame in frames.items()}, meta)
 
 
@@ -237,15 +239,35 @@ def read_table(path: Path, table: str, *, made_by: str) -> pl.DataFrame:
             command that makes it.
     """
     with _open(path, made_by) as connection:
-        names = {name for (name,) in connection.execute("SELECT table_name FROM information_schema.tables").fetchall()}
-        if table not in names:
-            raise UserError(f"{path} has no table `{table}`; make the file again with `dflop {made_by}`")
+        _require_table(connection, path, table, made_by)
         return connection.sql(f'SELECT * FROM "{table}"').pl()
+
+
+def read_tables(path: Path, tables: Sequence[str], *, made_by: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows of some small tables.
+
+    Raises:
+        UserError: as `read_table` does.
+    """
+    found = {}
+    with _open(path, made_by) as connection:
+        for table in tables:
+            _require_table(connection, path, table, made_by)
+            cursor = connection.execute(f'SELECT * FROM "{table}"')
+            names = [column[0] for column in cursor.description]
+            found[table] = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+    return found
 
 
 def read_meta(path: Path, *, made_by: str) -> dict[str, str]:
     with _open(path, made_by) as connection:
         return dict(connection.execute("SELECT key, value FROM meta").fetchall())
+
+
+def _require_table(connection: "duckdb.DuckDBPyConnection", path: Path, table: str, made_by: str) -> None:
+    known = "SELECT 1 FROM information_schema.tables WHERE table_name = ?"
+    if not connection.execute(known, [table]).fetchall():
+        raise UserError(f"{path} has no table `{table}`; make the file again with `dflop {made_by}`")
 
 
 def _open(path: Path, made_by: str) -> "duckdb.DuckDBPyConnection":

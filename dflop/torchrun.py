@@ -18,8 +18,10 @@ __all__ = ["is_first_node", "run_ranks", "threads_per_rank"]
 _RENDEZVOUS_PORT = 29_400
 
 
-def run_ranks(module: str, request: Mapping[str, object], cluster: ClusterConfig, *, per_node: int) -> tuple[int, bool]:
-    """Run `python -m module REQUEST` (JSON) on `per_node` ranks of every node, to its end.
+def run_ranks(
+    module: str, request: Mapping[str, object], cluster: ClusterConfig, *, num_nodes: int, per_node: int
+) -> tuple[int, bool]:
+    """Run `python -m module REQUEST` (JSON) on `per_node` ranks of each of `num_nodes` nodes, to its end.
 
     Returns torchrun's exit code, and whether it was stopped by a SIGTERM, which is passed on.
 
@@ -28,6 +30,8 @@ def run_ranks(module: str, request: Mapping[str, object], cluster: ClusterConfig
     """
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads_per_rank(cluster)),
+        # Threads that spin while they wait make timings collapse on a busy machine.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",
     }
     command = [
@@ -35,7 +39,7 @@ def run_ranks(module: str, request: Mapping[str, object], cluster: ClusterConfig
         "-m",
         "torch.distributed.run",
         f"--nproc-per-node={per_node}",
-        *_rendezvous(cluster.num_nodes),
+        *_rendezvous(num_nodes),
         "--module",
         module,
         json.dumps(request),

@@ -1,9 +1,10 @@
 """Costs: measuring modules on a device or counting what they do, fitting, and the model that predicts time and memory.
 
-`measure` needs torch and is imported by `dflop profile-costs` alone.
+`measure` and `worker` need torch; they run in the ranks that `dflop profile-costs` starts.
 """
 
-from dflop.costs.analytic import AnalyticPoints, DeviceModel, analytic_points, load_device, module_work
+from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
+from dflop.costs.devices import DeviceModel, load_device
 from dflop.costs.fit import fit_costs
 from dflop.costs.model import CostModel, Loads, StageMemory
 

@@ -1,6 +1,6 @@
 """Costs from the model's structure and a device's data sheet, for hardware that is not at hand.
 
-`module_work` counts what a layer and the rest of a module do in one forward pass: FLOPs, bytes moved, bytes
+`module_work` counts what a layer, and what begins and ends a module, do in one forward pass: FLOPs, bytes moved, bytes
 kept for backward, parameters, all as linear functions of a microbatch's loads and from the config alone.
 `analytic_points` turns the counts into seconds on a device of `devices.yaml` and gives the frames that
 measuring gives, so that `fit_costs` and all that follows take them as they take measured ones.
@@ -15,36 +15,49 @@ Norms, the residual stream, the patch embedding and biases after a reduction are
 sequence parallelism), for two all-reduces of the hidden states a layer in forward and two in backward.
 """
 
-import math
-from dataclasses import dataclass, fields
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from yaml import YAMLError, safe_load
 
-from dflop.costs.model import FEATURES, Coefficients, Loads, column_of
+from dflop.costs.devices import DeviceModel
+from dflop.costs.model import FEATURES, Coefficients, Loads
 from dflop.errors import UserError
-from dflop.models import ModelSpec
+from dflop.models import ModelSpec, check_tp
 
-__all__ = ["AnalyticPoints", "DeviceModel", "ModuleWork", "PartWork", "analytic_points", "load_device", "module_work"]
+__all__ = ["AnalyticPoints", "ModuleWork", "PartWork", "analytic_points", "module_work"]
 
-_DEPTHS = (1, 4)
+# What is priced: piece, number of layers, checkpointing; `whole` tells how well a fit of the others adds up.
+_PIECES = (
+    ("layers", 1, False),
+    ("layers", 4, False),
+    ("layers", 1, True),
+    ("layers", 4, True),
+    ("first", 0, False),
+    ("last", 0, False),
+    ("whole", 2, False),
+    ("whole", 3, True),
+)
 _NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597, 2000)
 _NUM_TOKENS = tuple(64 << doubling for doubling in range(12))
-# Segments a microbatch is cut into, and the share of its tokens that are learned.
-_TEXT_FORMS = ((1, 0.5), (4, 0.05), (16, 0.25), (64, 0.1))
+# The length of a microbatch's segments, and the share of its tokens that are learned.
+_TEXT_FORMS = ((16_384, 0.5), (2_048, 0.05), (2_048, 0.5), (256, 0.1))
 
 # Forward kernels of eager PyTorch, about: products, casts, norms, rotary positions and pointwise operations.
-_NUM_KERNELS = {("llm", "layer"): 50, ("llm", "rest"): 30, ("vision", "layer"): 30, ("vision", "rest"): 30}
+_NUM_KERNELS = {
+    ("llm", "layer"): 50,
+    ("llm", "first"): 10,
+    ("llm", "last"): 20,
+    ("vision", "layer"): 30,
+    ("vision", "first"): 10,
+    ("vision", "last"): 20,
+}
 _TEXT_TYPES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartWork:
-    """What a layer, or the rest of a module, does on one tensor-parallel rank in one forward pass.
+    """What a layer, or the first or last part of a module, does on one tensor-parallel rank in one forward pass.
 
     `square_flops` is attention over the whole square of every segment, which is what torch's FlopCounterMode
     counts; the variable-length kernels skip the half above the diagonal where the module is `causal`.
@@ -70,61 +83,22 @@ class PartWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleWork:
-    """Both parts of a module; `input_bytes` is a layer's input, which is all that checkpointing keeps of it."""
+    """The parts of a module. `input_bytes` is a layer's input, which is all that checkpointing keeps of it;
+    `stage_bytes` is what every stage keeps once."""
 
     layer: PartWork
-    rest: PartWork
+    first: PartWork
+    last: PartWork
     input_bytes: Coefficients
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceModel:
-    """A device by its data sheet and the shares of it that kernels reach; `devices.yaml` explains each number."""
-
-    name: str
-    peak_flops_per_s: float
-    memory_bytes_per_s: float
-    memory_bytes: float
-    link_bytes_per_s: float
-    matmul_share: float
-    matmul_half_size: float
-    attention_share: float
-    memory_share: float
-    link_share: float
-    launch_s: float
-
-    def matmul_flops_per_s(self, size: np.ndarray) -> np.ndarray:
-        """The rate of matrix products, which saturates with their size."""
-        size = np.maximum(size, 1.0)
-        return self.peak_flops_per_s * self.matmul_share * size / (size + self.matmul_half_size)
+    stage_bytes: Coefficients
 
 
 @dataclass(frozen=True, slots=True)
 class AnalyticPoints:
-    """The frames of `measure.Measured`, column for column."""
+    """What measuring gives: the rows of `measurements`, and the sizes of the parts' parameters."""
 
     measurements: pl.DataFrame
     parameters: pl.DataFrame
-
-
-def load_device(name: str, path: Path | None = None) -> DeviceModel:
-    """The device `name` of the file `path` or, where that has none of this name or is None, of our `devices.yaml`.
-
-    Raises:
-        UserError: for an unknown name, listing the known ones, or an entry that is no device, naming the key.
-    """
-    own = files("dflop.costs") / "devices.yaml"
-    entries = [(str(own), key, entry) for key, entry in _read_entries(own).items()]
-    if path is not None:
-        entries += [(str(path), key, entry) for key, entry in _read_entries(path).items()]
-    known = {key: (where, entry) for where, key, entry in entries}
-    if name not in known:
-        raise UserError(
-            f"no device is called {name!r}; known are {', '.join(known)}. To add one, copy an entry of {own} to a "
-            "YAML file of your own and put your device's numbers in"
-        )
-    where, entry = known[name]
-    return DeviceModel(name=name, **_checked_numbers(entry, f"{where}: `{name}"))
 
 
 def module_work(spec: ModelSpec, module: str, tp: int = 1) -> ModuleWork:
@@ -133,14 +107,7 @@ def module_work(spec: ModelSpec, module: str, tp: int = 1) -> ModuleWork:
     Raises:
         UserError: when tp does not divide the module's heads, or the config lacks a size or is of an unknown kind.
     """
-    sizes = spec.module(module)
-    shareable = math.gcd(sizes.num_heads, sizes.num_kv_heads)
-    if tp < 1 or shareable % tp:
-        able = ", ".join(str(size) for size in range(1, shareable + 1) if shareable % size == 0)
-        raise UserError(
-            f"tp={tp} does not divide {module}'s {sizes.num_heads} attention heads and {sizes.num_kv_heads} key-value "
-            f"heads of {spec.name}; use one of {able}"
-        )
+    check_tp(spec, module, tp)
     return _llm_work(spec, tp) if module == "llm" else _vision_work(spec, tp)
 
 
@@ -156,33 +123,44 @@ def analytic_points(spec: ModelSpec, module: str, tp: int, device: DeviceModel) 
     work = module_work(spec, module, tp)
     points = _vision_points() if module != "llm" else _llm_points()
     loads = Loads(*(np.array([point[feature] for point in points], dtype=float) for feature in FEATURES))
-    kept = {part: getattr(work, part).saved_bytes(loads) for part in ("layer", "rest")}
-    rows = []
-    for depth in _DEPTHS:
-        for direction in ("forward", "backward"):
-            layer_s, rest_s = (_part_s(part, device, loads, direction, tp) for part in (work.layer, work.rest))
-            for place, point in enumerate(points):
-                rows.append(
-                    point
-                    | {"module": module, "tp": tp, "num_layers": depth, "pass": direction}
-                    | {
-                        "seconds": float(rest_s[place] + depth * layer_s[place]),
-                        "peak_bytes": int(kept["rest"][place] + depth * kept["layer"][place]),
-                        "repeat": 0,
-                    }
+    nothing = np.zeros(len(points))
+    kept = {part: getattr(work, part).saved_bytes(loads) for part in ("layer", "first", "last")}
+    frames = []
+    for direction in ("forward", "backward"):
+        seconds = {
+            part: _part_s(getattr(work, part), device, loads, direction, tp) for part in ("layer", "first", "last")
+        }
+        again_s = _part_s(work.layer, device, loads, "forward", tp) if direction == "backward" else nothing
+        for piece, depth, checkpointing in _PIECES:
+            layer_s = depth * (seconds["layer"] + checkpointing * again_s)
+            saved = depth * (work.input_bytes(loads) if checkpointing else kept["layer"])
+            # One layer at a time is computed again in full.
+            transient = kept["layer"] if checkpointing else nothing
+            if piece != "layers":
+                ends = ("first", "last") if piece == "whole" else (piece,)
+                layer_s = layer_s + sum(seconds[part] for part in ends)
+                saved = saved + sum(kept[part] for part in ends)
+            if piece in ("layers", "whole"):
+                saved = saved + work.stage_bytes(loads)
+            frames.append(
+                pl.DataFrame(points).with_columns(
+                    module=pl.lit(module),
+                    tp=pl.lit(tp, pl.Int64),
+                    piece=pl.lit(piece),
+                    num_layers=pl.lit(depth, pl.Int64),
+                    checkpointing=checkpointing,
+                    seconds=pl.Series(layer_s),
+                    peak_bytes=pl.Series(saved + transient).cast(pl.Int64),
+                    saved_bytes=pl.Series(saved).cast(pl.Int64),
+                    repeat=pl.lit(0, pl.Int64),
+                    **{"pass": pl.lit(direction)},
                 )
-    nothing = _coefficients()
+            )
     sizes = [
-        ("layer", 4.0 * work.layer.num_parameters, nothing),
-        ("rest", 4.0 * work.rest.num_parameters, nothing),
-        ("layer_input", 0.0, work.input_bytes),
+        {"module": module, "tp": tp, "part": part, "parameter_bytes": 4.0 * getattr(work, part).num_parameters}
+        for part in ("layer", "first", "last")
     ]
-    parameters = [
-        {"module": module, "tp": tp, "part": part, "parameter_bytes": size, "const_bytes": inputs.const}
-        | dict(zip((column_of(feature, "bytes") for feature in FEATURES), inputs.per_load, strict=True))
-        for part, size, inputs in sizes
-    ]
-    return AnalyticPoints(pl.DataFrame(rows), pl.DataFrame(parameters))
+    return AnalyticPoints(pl.concat(frames), pl.DataFrame(sizes))
 
 
 def _vision_points() -> list[dict[str, int]]:
@@ -194,11 +172,11 @@ def _llm_points() -> list[dict[str, int]]:
         {
             "num_items": 0,
             "num_tokens": num_tokens,
-            "sum_sq_tokens": num_tokens**2 // num_segments,
+            "sum_sq_tokens": num_tokens * min(num_tokens, length),
             "num_targets": max(1, int(num_tokens * target_share)),
         }
         for num_tokens in _NUM_TOKENS
-        for num_segments, target_share in _TEXT_FORMS
+        for length, target_share in _TEXT_FORMS
     ]
 
 
@@ -338,31 +316,44 @@ def _llm_work(spec: ModelSpec, tp: int) -> ModuleWork:
         mlp_bias=bool(text.get("mlp_bias", False)) and kind == "llama",
     )
     matrix = vocabulary * hidden
-    rest = PartWork(
+    first = PartWork(
+        dense_flops=_coefficients(),
+        square_flops=_coefficients(),
+        causal=True,
+        matmul_bytes=_coefficients(),
+        # The embedding and putting visual features in.
+        pointwise_bytes=_coefficients(num_tokens=16.0 * hidden),
+        reduced_bytes=(_coefficients(num_tokens=2.0 * hidden), _coefficients()),
+        # Ids, and features as if every token were visual.
+        saved_bytes=_coefficients(num_tokens=16.0 + 4.0 * hidden),
+        size=_coefficients(),
+        num_parameters=matrix,
+        num_matrix_parameters=0.0,
+        num_kernels=_NUM_KERNELS["llm", "first"],
+    )
+    last = PartWork(
         # The head computes on target positions only.
         dense_flops=_coefficients(num_targets=2.0 * matrix),
         square_flops=_coefficients(),
         causal=True,
         matmul_bytes=_coefficients(num_targets=2.0 * (hidden + vocabulary)),
-        # The embedding and putting visual features in; at targets the norm, the logits in fp32, their softmax.
-        pointwise_bytes=_coefficients(num_tokens=16.0 * hidden, num_targets=42.0 * hidden + 14.0 * vocabulary),
-        reduced_bytes=(_coefficients(num_tokens=2.0 * hidden), _coefficients(num_targets=2.0 * hidden)),
-        # Ids, rotary cosines and sines, and features as if every token were visual; at targets the norm's two,
-        # its cast, and the log-probabilities in fp32.
-        saved_bytes=_coefficients(
-            2.0 * matrix,
-            num_tokens=16.0 + 8.0 * head_dim + 4.0 * hidden,
-            num_targets=20.0 + 10.0 * hidden + 4.0 * vocabulary,
-        ),
+        # The norm, the logits in fp32, their softmax.
+        pointwise_bytes=_coefficients(num_targets=42.0 * hidden + 14.0 * vocabulary),
+        reduced_bytes=(_coefficients(), _coefficients(num_targets=2.0 * hidden)),
+        # The norm's two, its cast, and the log-probabilities in fp32.
+        saved_bytes=_coefficients(2.0 * matrix, num_targets=20.0 + 10.0 * hidden + 4.0 * vocabulary),
         size=_coefficients(num_targets=hidden / tp),
-        num_parameters=(1 if _is_tied(spec) else 2) * matrix + hidden,
+        num_parameters=(0 if _is_tied(spec) else matrix) + hidden,
         num_matrix_parameters=matrix,
-        num_kernels=_NUM_KERNELS["llm", "rest"],
+        num_kernels=_NUM_KERNELS["llm", "last"],
     )
     return ModuleWork(
         layer=layer.work(tp, "llm", "num_tokens", 1, ("sum_sq_tokens", 1)),
-        rest=rest,
+        first=first,
+        last=last,
         input_bytes=_coefficients(num_tokens=4.0 * hidden),
+        # Rotary cosines and sines.
+        stage_bytes=_coefficients(num_tokens=8.0 * head_dim),
     )
 
 
@@ -394,13 +385,14 @@ def _vision_work(spec: ModelSpec, tp: int) -> ModuleWork:
     )
     patches = (rules.image_size // rules.patch_size) ** 2
     pixels, patch = 3 * rules.image_size**2, 3 * rules.patch_size**2
-    vectors = hidden  # the patch embedding's bias
+    in_vectors, out_vectors = hidden, 0  # the patch embedding's bias
     if is_internvl:
         positions, projected = patches + 1, rules.tokens_per_tile
         wide = hidden * int(1 / rules.downsample_ratio) ** 2
         has_norm = not vision.get("use_mean_pooling", True)
         places = positions if vision.get("use_absolute_position_embeddings", True) else 0
-        vectors += hidden * (1 + places + bool(vision.get("use_mask_token", False))) + 2 * wide
+        in_vectors += hidden * (1 + places + bool(vision.get("use_mask_token", False)))
+        out_vectors += 2 * wide
         # Pixel shuffle copies twice, then comes a norm.
         shuffle, shuffle_saved = 24.0 * wide, 4.0 * wide + 8.0
         biases = True
@@ -409,21 +401,34 @@ def _vision_work(spec: ModelSpec, tp: int) -> ModuleWork:
         layers = spec.hf_config.get("vision_feature_layer", -1)
         projected = patches - (spec.hf_config.get("vision_feature_select_strategy", "full") == "default")
         wide = hidden * (1 if isinstance(layers, int) else len(layers))
-        vectors += hidden * patches + out  # positions, and the newline between rows of patches
+        in_vectors += hidden * patches
+        out_vectors += out  # the newline between rows of patches
         shuffle = shuffle_saved = 0.0
         biases = bool(spec.hf_config.get("multimodal_projector_bias", True))
     projector = (wide * out + out * out) / tp
-    rest = PartWork(
-        dense_flops=_coefficients(num_items=2.0 * (patches * patch * hidden + projected * projector)),
+    norm_runs = has_norm and is_internvl  # LLaVA-OneVision reads what comes before SigLIP's last norm
+    first = PartWork(
+        dense_flops=_coefficients(num_items=2.0 * patches * patch * hidden),
         square_flops=_coefficients(),
         causal=False,
-        matmul_bytes=_coefficients(
-            num_items=2.0 * (pixels + patches * hidden + projected * (wide + 2 * out / tp + out))
-        ),
-        # The pixels' cast, positions added, the last norm; shuffling, a cast, the activation, rows put together.
+        matmul_bytes=_coefficients(num_items=2.0 * (pixels + patches * hidden)),
+        # The pixels' cast, positions added.
+        pointwise_bytes=_coefficients(num_items=6.0 * pixels + 10.0 * positions * hidden),
+        reduced_bytes=(_coefficients(), _coefficients()),
+        saved_bytes=_coefficients(2.0 * patch * hidden, num_items=2.0 * pixels),
+        size=_coefficients(num_items=patches * hidden),
+        num_parameters=patch * hidden + in_vectors,
+        num_matrix_parameters=patch * hidden,
+        num_kernels=_NUM_KERNELS["vision", "first"],
+    )
+    last = PartWork(
+        dense_flops=_coefficients(num_items=2.0 * projected * projector),
+        square_flops=_coefficients(),
+        causal=False,
+        matmul_bytes=_coefficients(num_items=2.0 * projected * (wide + 2 * out / tp + out)),
+        # The last norm; shuffling, a cast, the activation, rows put together.
         pointwise_bytes=_coefficients(
-            num_items=6.0 * pixels
-            + (10.0 + 8.0 * has_norm) * positions * hidden
+            num_items=8.0 * norm_runs * positions * hidden
             + projected * (shuffle + 6.0 * wide + 4.0 * out / tp + 4.0 * out)
         ),
         reduced_bytes=(
@@ -431,20 +436,21 @@ def _vision_work(spec: ModelSpec, tp: int) -> ModuleWork:
             _coefficients(num_items=2.0 * projected * wide),
         ),
         saved_bytes=_coefficients(
-            2.0 * (patch * hidden + projector),
-            num_items=2.0 * pixels
-            + has_norm * positions * (4.0 * hidden + 8.0)
+            2.0 * projector,
+            num_items=norm_runs * positions * (4.0 * hidden + 8.0)
             + projected * (shuffle_saved + 2.0 * wide + 4.0 * out / tp),
         ),
         size=_coefficients(num_items=projected * out / tp),
-        num_parameters=patch * hidden + vectors + 2 * has_norm * hidden + projector + biases * (out / tp + out),
-        num_matrix_parameters=patch * hidden + projector,
-        num_kernels=_NUM_KERNELS["vision", "rest"],
+        num_parameters=out_vectors + 2 * has_norm * hidden + projector + biases * (out / tp + out),
+        num_matrix_parameters=projector,
+        num_kernels=_NUM_KERNELS["vision", "last"],
     )
     return ModuleWork(
         layer=layer.work(tp, "vision", "num_items", positions, ("num_items", positions**2)),
-        rest=rest,
+        first=first,
+        last=last,
         input_bytes=_coefficients(num_items=4.0 * positions * hidden),
+        stage_bytes=_coefficients(),
     )
 
 
@@ -468,38 +474,3 @@ def _size_of(spec: ModelSpec, section: str, key: str) -> int:
             "the checkpoint's config.json"
         )
     return size
-
-
-def _read_entries(path: Any) -> dict[str, Any]:
-    try:
-        entries = safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(entries, dict):
-        raise UserError(f"{path} holds a {type(entries).__name__}; it must hold one entry a device")
-    return {str(key): entry for key, entry in entries.items()}
-
-
-def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
-    """The entry's numbers; YAML takes `312e12` for a text, so texts are read as numbers."""
-    wanted = [item.name for item in fields(DeviceModel) if item.name != "name"]
-    if not isinstance(entry, dict):
-        raise UserError(f"{where}` must hold the keys {', '.join(wanted)}")
-    for key in entry:
-        if key not in wanted:
-            raise UserError(f"{where}.{key}` is not known; the keys are {', '.join(wanted)}")
-    numbers = {}
-    for key in wanted:
-        if key not in entry:
-            raise UserError(f"{where}.{key}` is missing; devices.yaml of dflop/costs explains it")
-        try:
-            number = float(entry[key]) if not isinstance(entry[key], bool) else math.nan
-        except (TypeError, ValueError):
-            number = math.nan
-        most = 1.0 if key.endswith("_share") else math.inf
-        least_ok = number >= 0 if key == "launch_s" else number > 0
-        if not (least_ok and number <= most and math.isfinite(number)):
-            right = "a share, above 0 and at most 1" if most == 1.0 else "a number above 0"
-            raise UserError(f"{where}.{key}` is {entry[key]!r}; it must be {right}")
-        numbers[key] = number
-    return numbers

@@ -1,100 +1,236 @@
-"""From measurements to the fitted tables, with the error on points that the fit has not seen.
+"""From measurements to the fitted tables, with the error on stages that the fit has not seen.
 
-One non-negative least-squares problem a module and pass: columns for the constant and for each load, once
-plain (the part that a module has once) and once times the number of layers. Attention's quadratic part
-belongs to layers alone, target tokens to the head alone. Rows are weighted by 1/seconds, so that the fit
-minimises relative errors. A third of the points is held out and gives `fit_error`; the tables are then
-fitted on all points.
+Each piece that was measured alone (`layers` at two depths, `first`, `last`) is one non-negative least-squares
+problem a pass: columns for a constant, for each load, and for load beyond a few hinges, so that time never falls
+as load grows and may rise faster where caches are full or kernels no longer wait for their launch. Rows are
+weighted by 1/seconds, so that relative errors count, and once more so that outliers of a noisy machine do not.
+Whole stages (`whole`: embedding to loss, at depths between) are kept out of every fit and give `fit_error`.
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from scipy.optimize import nnls
 
-from dflop.costs.model import FEATURES, column_of
+from dflop.costs.model import FEATURES, Coefficients, CostModel, LoadRange, Loads, column_of, main_load
 from dflop.errors import UserError
 
-__all__ = ["fit_costs"]
+__all__ = [
+    "PIECES",
+    "POINT_KEYS",
+    "fit_costs",
+    "fit_model",
+    "fit_piece",
+    "loads_of",
+    "median_points",
+    "relative_errors",
+]
 
-_HELD_OUT_SHARE = 1 / 3
-_NOT_IN_REST = ("sum_sq_tokens",)
-_NOT_IN_LAYER = ("num_targets",)
+# What is measured, and the parts it is made of: once, or once a layer.
+PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
+POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
+
+_NUM_HINGES = 4
+_LEAST_POINTS = {"layers": 6, "first": 3, "last": 3}
+# Relative residuals beyond this weigh less.
+_OUTLIER = 0.08
+_REWEIGHTINGS = 4
 
 
-def fit_costs(measurements: pl.DataFrame, parameters: pl.DataFrame) -> dict[str, pl.DataFrame]:
-    """The tables `time_model`, `memory_model` and `fit_error`.
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """One part's columns: the loads that it depends on, how often each row has it, and its hinges."""
 
-    `measurements` has the columns of DESIGN's table and `num_targets`; `parameters` has module, tp, part,
-    parameter_bytes and, for each load, the bytes of a layer's input.
+    part: str
+    along: int
+    features: tuple[int, ...]
+    times: np.ndarray
+    hinges: tuple[float, ...]
+
+    def design(self, loads: np.ndarray) -> np.ndarray:
+        """[num_points, 1 + num_loads + num_hinges]"""
+        columns = [np.ones(len(loads)), *(loads[:, index] for index in self.features)]
+        columns += [np.maximum(loads[:, self.along] - at, 0.0) for at in self.hinges]
+        return np.column_stack(columns) * self.times[:, None]
+
+    def coefficients(self, solution: np.ndarray) -> Coefficients:
+        per_load = [0.0] * len(FEATURES)
+        for place, index in enumerate(self.features, start=1):
+            per_load[index] = float(solution[place])
+        slopes = solution[1 + len(self.features) :]
+        hinges = tuple((at, float(slope)) for at, slope in zip(self.hinges, slopes, strict=True) if slope > 0)
+        return Coefficients(float(solution[0]), tuple(per_load), hinges, self.along)
+
+
+def median_points(measurements: pl.DataFrame) -> pl.DataFrame:
+    """One row a point and pass, medians of its repeats; points that ran out of memory are left out."""
+    return (
+        measurements.filter(pl.col("seconds").is_not_null())
+        .group_by(*POINT_KEYS, "pass", maintain_order=True)
+        .agg(pl.col("seconds").median(), pl.col("peak_bytes").max(), pl.col("saved_bytes").max())
+    )
+
+
+def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "measured") -> CostModel:
+    """The cost model of all modules and tp sizes in `points` (of `median_points`).
 
     Raises:
         UserError: when a module has too few points to fit.
     """
-    time_rows, memory_rows, error_rows = [], [], []
-    keys = ["module", "tp", "num_layers", *FEATURES, "pass"]
-    points = measurements.group_by(keys, maintain_order=True).agg(
-        pl.col("seconds").median(), pl.col("peak_bytes").max()
-    )
-    for (module, tp, direction), frame in points.group_by(["module", "tp", "pass"], maintain_order=True):
-        held_out = np.zeros(len(frame), dtype=bool)
-        held_out[np.random.default_rng(0).permutation(len(frame))[: round(len(frame) * _HELD_OUT_SHARE)]] = True
-        if (~held_out).sum() < 6 or frame["num_layers"].n_unique() < 2:
+    times, activations, transients, ranges = {}, {}, {}, {}
+    for (module, tp, piece, checkpointing, direction), frame in points.filter(pl.col("piece") != "whole").group_by(
+        "module", "tp", "piece", "checkpointing", "pass", maintain_order=True
+    ):
+        depths = frame["num_layers"].n_unique()
+        if len(frame) < _LEAST_POINTS[piece] or (piece == "layers" and depths < 2):
             raise UserError(
-                f"{module} tp={tp}: {len(frame)} {direction} points at {frame['num_layers'].n_unique()} depth(s) are "
-                "too few for a fit; run `dflop profile-costs` again"
+                f"{module} tp={tp}: {len(frame)} {direction} points of {piece} at {depths} depth(s) are too few for a "
+                "fit; raise `costs.time_budget_s` and run `dflop profile-costs` again"
             )
-        design, seconds = _design(frame), frame["seconds"].to_numpy()
-        trial = _fit(design[~held_out], seconds[~held_out])
-        errors = np.abs(design[held_out] @ trial / seconds[held_out] - 1)
-        error_rows.append(
-            {
-                "module": module,
-                "tp": tp,
-                "pass": direction,
-                "num_points": len(frame),
-                "num_held_out": int(held_out.sum()),
-                "median_error": float(np.median(errors)),
-                "p95_error": float(np.quantile(errors, 0.95)),
-            }
-        )
-        time_rows += _rows({"module": module, "tp": tp, "pass": direction}, _fit(design, seconds), "s")
+        keys = [(module, tp, part, checkpointing) for part in PIECES[piece]]
+        fitted = fit_piece(frame, module, piece, "seconds")
+        times |= {(*key, direction): fit for key, fit in zip(keys, fitted, strict=True)}
         if direction == "forward":
-            in_bytes = frame["peak_bytes"].to_numpy().astype(float)
-            fitted = _rows({"module": module, "tp": tp}, _fit(design, np.maximum(in_bytes, 1.0)), "bytes")
-            sizes = parameters.filter((pl.col("module") == module) & (pl.col("tp") == tp))
-            by_part = {row["part"]: row for row in sizes.iter_rows(named=True)}
-            memory_rows += [row | {"parameter_bytes": by_part[row["part"]]["parameter_bytes"]} for row in fitted]
-            memory_rows.append({"module": module, "tp": tp} | by_part["layer_input"])
-    memory_order = ["module", "tp", "part", "parameter_bytes", "const_bytes"]
-    memory_order += [column_of(feature, "bytes") for feature in FEATURES]
+            activations |= dict(zip(keys, fit_piece(frame, module, piece, "saved_bytes"), strict=True))
+            passing = frame.with_columns(transient=(pl.col("peak_bytes") - pl.col("saved_bytes")).clip(0))
+            fitted = fit_piece(passing, module, piece, "transient")
+            transients |= dict(zip(keys, fitted, strict=True))
+    for (module, tp), frame in points.filter(pl.col("piece") == "layers").group_by("module", "tp"):
+        whole = points.filter((pl.col("module") == module) & (pl.col("tp") == tp))
+        bounds = {
+            feature: (float(own.min() or 0.0), float(own.max() or 0.0))
+            for feature in FEATURES
+            for own in [(frame if feature != "num_targets" else whole).filter(pl.col(feature) > 0)[feature]]
+        }
+        ranges[module, tp] = LoadRange(*(tuple(bounds[feature][end] for feature in FEATURES) for end in (0, 1)))
+    sizes = {
+        (row["module"], row["tp"], row["part"]): row["parameter_bytes"] for row in parameters.iter_rows(named=True)
+    }
+    return CostModel(
+        times=times,
+        activations=activations,
+        transients=transients,
+        parameter_bytes=sizes | {(module, tp, "stage"): 0.0 for module, tp in ranges},
+        ranges=ranges,
+        source=source,
+    )
+
+
+def relative_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
+    """The points of whole stages, with `predicted_s` and the absolute relative `error` of each."""
+    rows = []
+    for (module, tp, depth, checkpointing, direction), frame in points.filter(pl.col("piece") == "whole").group_by(
+        "module", "tp", "num_layers", "checkpointing", "pass", maintain_order=True
+    ):
+        both = model.stage_time(
+            module, tp, depth, loads_of(frame), is_first=True, is_last=True, checkpointing=checkpointing
+        )
+        predicted_s = both[direction == "backward"]
+        rows.append(frame.with_columns(predicted_s=pl.Series(predicted_s)))
+    if not rows:
+        return points.clear().with_columns(predicted_s=pl.lit(0.0), error=pl.lit(0.0))
+    return pl.concat(rows).with_columns(error=(pl.col("predicted_s") / pl.col("seconds") - 1).abs())
+
+
+def loads_of(points: pl.DataFrame) -> Loads:
+    return Loads(*(points[feature].to_numpy().astype(float) for feature in FEATURES))
+
+
+def fit_costs(
+    measurements: pl.DataFrame, parameters: pl.DataFrame, source: str = "measured"
+) -> dict[str, pl.DataFrame]:
+    """The tables `time_model`, `memory_model`, `load_range` and `fit_error`.
+
+    `measurements` has the columns of `dflop profile-costs`; `parameters` has module, tp, part, parameter_bytes.
+
+    Raises:
+        UserError: when a module has too few points to fit.
+    """
+    points = median_points(measurements)
+    model = fit_model(points, parameters, source)
+    errors = relative_errors(model, points)
+    memory = [
+        _row(key, fit, "bytes") | {"kind": kind, "parameter_bytes": model.parameter_bytes[key[:3]]}
+        for kind, fits in (("activation", model.activations), ("transient", model.transients))
+        for key, fit in fits.items()
+    ]
+    times = [
+        _row(key[:4], fit, "s")
+        | {"pass": key[4], "hinge_at": [at for at, _ in fit.hinges], "hinge_s": [slope for _, slope in fit.hinges]}
+        for key, fit in model.times.items()
+    ]
+    ranges = [
+        {"module": module, "tp": tp}
+        | dict(zip((f"least_{feature}" for feature in FEATURES), bounds.least, strict=True))
+        | dict(zip((f"most_{feature}" for feature in FEATURES), bounds.most, strict=True))
+        for (module, tp), bounds in model.ranges.items()
+    ]
     return {
-        "time_model": pl.DataFrame(time_rows),
-        "memory_model": pl.DataFrame([{name: row[name] for name in memory_order} for row in memory_rows]),
-        "fit_error": pl.DataFrame(error_rows),
+        "time_model": pl.DataFrame(
+            times, schema_overrides={"hinge_at": pl.List(pl.Float64), "hinge_s": pl.List(pl.Float64)}
+        ),
+        "memory_model": pl.DataFrame(memory),
+        "load_range": pl.DataFrame(ranges),
+        "fit_error": errors.group_by("module", "tp", "pass", maintain_order=True).agg(
+            num_held_out=pl.len(),
+            median_error=pl.col("error").median(),
+            p95_error=pl.col("error").quantile(0.95, "linear"),
+            bias=(pl.col("predicted_s") / pl.col("seconds")).median() - 1,
+        ),
     }
 
 
-def _design(frame: pl.DataFrame) -> np.ndarray:
-    """[num_points, 2 * (1 + num_features)]: the rest's columns, then the same times the number of layers."""
-    loads = np.column_stack([np.ones(len(frame)), *(frame[name].to_numpy().astype(float) for name in FEATURES)])
-    in_rest = np.array([True, *(name not in _NOT_IN_REST for name in FEATURES)])
-    in_layer = np.array([True, *(name not in _NOT_IN_LAYER for name in FEATURES)])
-    return np.hstack([loads * in_rest, loads * in_layer * frame["num_layers"].to_numpy()[:, None]])
+def fit_piece(frame: pl.DataFrame, module: str, piece: str, target: str) -> list[Coefficients]:
+    """Coefficients of each of the piece's parts, from one pass's points."""
+    loads = np.column_stack(loads_of(frame))
+    layers = frame["num_layers"].to_numpy().astype(float)
+    columns = [
+        _columns(module, part, loads, layers if part == "layer" else np.ones(len(frame)), hinged=target == "seconds")
+        for part in PIECES[piece]
+    ]
+    parts = [own.design(loads) for own in columns]
+    solution = _non_negative(np.hstack(parts), np.maximum(frame[target].to_numpy().astype(float), 1e-12))
+    ends = np.cumsum([part.shape[1] for part in parts])[:-1]
+    return [own.coefficients(solved) for own, solved in zip(columns, np.split(solution, ends), strict=True)]
 
 
-def _fit(design: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Non-negative coefficients that minimise the relative error; columns are scaled to be comparable."""
+def _columns(module: str, part: str, loads: np.ndarray, times: np.ndarray, *, hinged: bool) -> _Columns:
+    along = FEATURES.index(main_load(module, part))
+    if module != "llm":
+        features: Iterable[str] = ("num_items",)
+    elif part == "layer":
+        features = ("num_tokens", "sum_sq_tokens")
+    else:
+        features = ("num_tokens", "num_targets") if part == "last" else ("num_tokens",)
+    hinges: tuple[float, ...] = ()
+    if hinged and part != "stage":
+        sizes = np.unique(loads[:, along])
+        if len(sizes) >= 2 * _NUM_HINGES:
+            hinges = tuple(float(at) for at in np.unique(np.quantile(sizes, np.linspace(0, 1, _NUM_HINGES + 2)[1:-1])))
+    return _Columns(part, along, tuple(FEATURES.index(feature) for feature in features), times, hinges)
+
+
+def _non_negative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Non-negative coefficients of small relative error; columns are scaled to be comparable."""
+    from scipy.optimize import nnls  # takes longer to import than most commands take
+
     weighted = design / target[:, None]
     scale = np.linalg.norm(weighted, axis=0)
     scale[scale == 0] = 1.0
-    coefficients, _ = nnls(weighted / scale, np.ones(len(target)))
-    return coefficients / scale
+    weights = np.ones(len(target))
+    for _ in range(_REWEIGHTINGS):
+        roots = np.sqrt(weights)
+        solution, _ = nnls(weighted / scale * roots[:, None], roots)
+        residuals = np.abs(weighted / scale @ solution - 1)
+        weights = np.minimum(1.0, _OUTLIER / np.maximum(residuals, 1e-12))
+    return solution / scale
 
 
-def _rows(keys: dict[str, object], coefficients: np.ndarray, unit: str) -> list[dict[str, object]]:
-    width = 1 + len(FEATURES)
-    names = [f"const_{unit}", *(column_of(feature, unit) for feature in FEATURES)]
-    return [
-        keys | {"part": part} | dict(zip(names, map(float, coefficients[start : start + width]), strict=True))
-        for part, start in (("rest", 0), ("layer", width))
-    ]
+def _row(key: tuple[str, int, str, bool], fit: Coefficients, unit: str) -> dict[str, object]:
+    named = dict(zip(("module", "tp", "part", "checkpointing"), key, strict=True))
+    return (
+        named
+        | {f"const_{unit}": fit.const}
+        | dict(zip((column_of(feature, unit) for feature in FEATURES), fit.per_load, strict=True))
+    )

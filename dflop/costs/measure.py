@@ -1,219 +1,348 @@
-"""Measuring a module on this device: the real Hugging Face layers, forward and backward, at several sizes.
+"""Measuring a module on this device: the real Hugging Face layers, forward and backward, piece by piece.
 
-Two shallow copies of the module (random weights from its config) tell what a layer costs from what the
-module costs once. Microbatches are made up, but packed and laid out as training has them. Sizes grow until
-one run takes `_LONGEST_RUN_S`, so that slow and fast devices both take seconds.
+One shallow copy of the module (random weights from its config) serves all pieces: its embedding, some of its
+layers, its head, or all of them together. Microbatches are made up, but packed and laid out as training has them.
 """
 
 import gc
+import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import polars as pl
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from dflop.costs.model import FEATURES, column_of
+from dflop.costs.design import Point
 from dflop.models import ModelSpec, check_runnable
 from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
-from dflop.models.llava_onevision.stages import LlmStage, VisionStage, build_stage, make_hf_config
+from dflop.models.llava_onevision.stages import LlmStage, Stage, VisionStage, build_stage, make_hf_config
 
-__all__ = ["Measured", "measure_module"]
+__all__ = ["Bench"]
 
-_LONGEST_RUN_S = 0.15
-_LEAST_SIZES = 6
-_NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144)
-_NUM_TOKENS = (32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-# Segments a microbatch is cut into, and the share of its tokens that are learned.
-_TEXT_FORMS = ((1, 0.5), (4, 0.05), (8, 0.25))
+# Repeats are added, up to four times as many, until they fill this time: short runs need more of them.
+_LEAST_MEASURED_S = 0.05
+_MOST_REPEATS = 4
+_CPU_CACHE_BYTES = 32 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """`measurements` has the columns of the DuckDB table; `parameters` the sizes that need no clock."""
-
-    measurements: pl.DataFrame
-    parameters: pl.DataFrame
+class _Passes(NamedTuple):
+    forward_s: float
+    backward_s: float
 
 
-def measure_module(
-    spec: ModelSpec,
-    module: str,
-    *,
-    placeholder_ids: dict[str, int],
-    vocab_size: int,
-    repeats: int,
-    device: torch.device,
-    precision: str,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Measured:
-    """Time and saved-activation bytes of `module` at tp=1, each point `repeats` times after a warm-up.
+class _Run(NamedTuple):
+    """One microbatch on one piece: `forward` gives what to differentiate, `inputs` are leaves that want a gradient."""
+
+    forward: Callable[[], torch.Tensor]
+    inputs: list[torch.Tensor]
+
+
+class Bench:
+    """A module of `depth` layers on one device, or on the ranks of a tensor-parallel `mesh`, ready to be measured.
 
     Raises:
-        UserError: when the model's family cannot be run.
+        UserError: when the model's family cannot be run, or tp does not divide its heads.
     """
-    check_runnable(spec.family)
-    whole_depth = spec.module(module).num_layers
-    depths = sorted({1, max(2, min(4, whole_depth))})
-    dtype = torch.float64 if precision == "fp64" else torch.float32
-    rows: list[dict[str, Any]] = []
-    stages = {}
-    for depth in depths:
-        fields = deepcopy(spec.hf_config)
-        fields["text_config" if module == "llm" else "vision_config"]["num_hidden_layers"] = depth
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        module: str,
+        depth: int,
+        *,
+        placeholder_ids: dict[str, int],
+        vocab_size: int,
+        device: torch.device,
+        precision: str,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        check_runnable(spec.family)
+        self.spec, self.module, self.device = spec, module, device
+        self.tp = mesh.size() if mesh else 1
+        self._group = mesh.get_group() if mesh else None
+        self.dtype = torch.float64 if precision == "fp64" else torch.float32
+        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+        self.depth = depth
+        self.is_tied = False
+        self.stage = self._build(placeholder_ids, vocab_size)
+        if mesh is not None:
+            from dflop.models.tensor_parallel import shard_stage
+
+            shard_stage(self.stage, mesh)
+        for parameter in self.stage.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._flushed = torch.zeros(_cache_bytes(device) // 4, device=device)
+        self._generator = torch.Generator(device=device).manual_seed(0)
+        gc.collect()
+        gc.freeze()  # what is there by now stays; looking through it at every point would take longer than the point
+
+    def _build(self, placeholder_ids: dict[str, int], vocab_size: int) -> Stage:
+        fields = deepcopy(self.spec.hf_config)
+        section = "text_config" if self.module == "llm" else "vision_config"
+        fields[section]["num_hidden_layers"] = self.depth
         config = make_hf_config(fields, placeholder_ids, vocab_size)
-        layers = range(config.text_config.num_hidden_layers)
-        stages[depth] = build_stage(config, module, layers=layers, seed=0, dtype=dtype, device=device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-    for depth, stage in stages.items():
-        if module == "llm":
-            points = _llm_points(stage, device, dtype, autocast)
-        else:
-            points = _vision_points(stage, spec, device, dtype, autocast)
-        too_long, num_measured = set(), Counter()
-        for loads, form, forward in points:
-            if form in too_long:
-                continue
-            sizes = ", ".join(f"{name} {count}" for name, count in loads.items() if count)
-            progress(f"{module}: {depth} layer(s), {sizes}")
-            keys = loads | {"module": module, "tp": 1, "num_layers": depth}
-            num_measured[form] += 1
-            if (
-                _measure_point(rows, keys, forward, stage, repeats) > _LONGEST_RUN_S
-                and num_measured[form] >= _LEAST_SIZES
-            ):
-                too_long.add(form)
-    return Measured(pl.DataFrame(rows), _parameter_sizes(stages, spec, module))
+        layer = config.vision_feature_layer
+        config.vision_feature_layer = -1 if isinstance(layer, int) else [-1] * len(layer)
+        self.is_tied = config.tie_word_embeddings and self.module == "llm"
+        layers = range(self.depth)
+        return build_stage(config, self.module, layers=layers, seed=0, dtype=self.dtype, device=self.device)
 
+    def measure(self, point: Point, repeats: int, longest_s: float) -> list[dict[str, Any]]:
+        """One row a pass and repeat; seconds of the slowest rank. Out of memory is one row without seconds.
 
-def _measure_point(
-    rows: list[dict[str, Any]],
-    columns: dict[str, Any],
-    forward: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
-    stage: torch.nn.Module,
-    repeats: int,
-) -> float:
-    """Append one row a pass and repeat; returns the least seconds of forward and backward together."""
-    peak_bytes = _saved_bytes(forward, stage)
-    totals = []
-    for repeat in range(-1, repeats):
-        stage.zero_grad(set_to_none=False)
-        if repeat < 0:
-            gc.collect()
-        started = _now(stage)
-        output, gradient = forward()
-        half = _now(stage)
+        Runs of more than `longest_s` are repeated less often, down to once.
+        """
+        self.stage.layers = range(point.num_layers)
+        self.stage.set_checkpointing(point.checkpointing)
+        keys = {"module": self.module, "tp": self.tp} | point.keys()
+        try:
+            run = self._llm_run(point) if self.module == "llm" else self._vision_run(point)
+            saved_bytes, peak_bytes = self._bytes(run)
+            first_s = sum(self._agreed(list(self._timed(run))))
+            count = min(repeats, max(1, int(repeats * longest_s / first_s)))
+            if first_s * repeats < _LEAST_MEASURED_S:
+                count = min(_MOST_REPEATS * repeats, int(_LEAST_MEASURED_S / first_s) + 1)
+            passes = [_Passes(*self._agreed(list(self._timed(run)))) for _ in range(count)]
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            run = None
+            self._tidy()
+            nothing = {"seconds": None, "peak_bytes": None, "saved_bytes": None, "repeat": 0}
+            return [keys | {"pass": direction} | nothing for direction in ("forward", "backward")]
+        return [
+            keys
+            | {"pass": direction, "seconds": seconds, "repeat": repeat}
+            | {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes}
+            for repeat, measured in enumerate(passes)
+            for direction, seconds in (("forward", measured.forward_s), ("backward", measured.backward_s))
+        ]
+
+    def parameter_sizes(self) -> pl.DataFrame:
+        """fp32 bytes of a layer's, the first and the last part's parameters on one rank."""
+        sizes = dict.fromkeys(("layer", "first", "last"), 0.0)
+        for name, parameter in self.stage.named_hf_parameters().items():
+            local = _local(parameter)
+            if re.search(r"\blayers\.\d+\.", name):
+                sizes["layer"] += 4.0 * local.numel() / self.depth
+            else:
+                sizes["first" if "embed" in name else "last"] += 4.0 * local.numel()
+        return pl.DataFrame(
+            [
+                {"module": self.module, "tp": self.tp, "part": part, "parameter_bytes": size}
+                for part, size in sizes.items()
+            ]
+        )
+
+    def overhead(self) -> tuple[int, float]:
+        """Bytes that the process holds beside its tensors, and what its allocator holds in vain (a share)."""
+        own = sum(2 * _local(parameter).nbytes for parameter in self.stage.parameters()) + self._flushed.nbytes
+        self._tidy()
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+            return total - free - torch.cuda.memory_reserved(), reserved / allocated - 1
+        return max(0, _resident_bytes("VmRSS") - own), 0.0
+
+    def _timed(self, run: _Run) -> _Passes:
+        self._flushed.add_(1.0)
+        for leaf in run.inputs:
+            leaf.grad = None
+        self._zero_gradients()
+        if self._group is not None:
+            dist.barrier(self._group)
+        start = self._mark()
+        output = run.forward()
+        half = self._mark()
+        gradient = None if output.ndim == 0 else torch.ones_like(output)
+        resumed = self._mark()
         output.backward(gradient)
-        ended = _now(stage)
-        if repeat < 0:
-            continue  # the warm-up
-        totals.append(ended - started)
-        for direction, seconds in (("forward", half - started), ("backward", ended - half)):
-            rows.append(columns | {"pass": direction, "seconds": seconds, "peak_bytes": peak_bytes, "repeat": repeat})
-    return min(totals)
+        end = self._mark()
+        return _Passes(self._between(start, half), self._between(resumed, end))
 
+    def _zero_gradients(self) -> None:
+        for parameter in self.stage.parameters():
+            parameter.grad.zero_()
 
-def _now(stage: torch.nn.Module) -> float:
-    if next(stage.parameters()).is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    def _mark(self) -> float | torch.cuda.Event:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
+    def _between(self, start: Any, end: Any) -> float:
+        if self.device.type != "cuda":
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
 
-def _saved_bytes(forward: Callable[[], Any], stage: torch.nn.Module) -> int:
-    """Bytes that autograd keeps between forward and backward, parameters left out."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
-    storages: dict[int, int] = {}
-    kept = []
+    def _agreed(self, seconds: list[float]) -> list[float]:
+        """The slowest of the ranks that act as one."""
+        if self._group is None:
+            return seconds
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
+        return slowest.tolist()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)  # while it lives, no other storage can take its address
-        return tensor
+    def _bytes(self, run: _Run) -> tuple[int, int]:
+        """Bytes that live from forward to backward, and the most that live at any time; a warm-up too."""
+        self._tidy()
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            output = run.forward()
+            saved = torch.cuda.memory_allocated(self.device) - before
+            output.backward(None if output.ndim == 0 else torch.ones_like(output))
+            del output
+            return saved, torch.cuda.max_memory_allocated(self.device) - before
+        with _LiveBytes() as live:
+            output = run.forward()
+            saved = live.now
+            output.backward(None if output.ndim == 0 else torch.ones_like(output))
+            del output
+        return saved, live.peak
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return sum(storages.values())
+    def _tidy(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
+    def _vision_run(self, point: Point) -> _Run:
+        side, vision = self.spec.rules.image_size, self.stage
+        assert isinstance(vision, VisionStage)
+        batch = VisualBatch(
+            items=self._random(point.num_items, 3, side, side),
+            media=tuple((medium,) for medium in self._media(point.num_items)),
+            kept_tokens=(1 << 30,) * len(self._media(point.num_items)),
+        )
+        if point.piece == "first":
+            return _Run(self._cast(lambda: vision.embed(batch)), [])
+        if point.piece == "whole":
+            return _Run(self._cast(lambda: torch.cat(vision(batch))), [])
+        with torch.no_grad():
+            shape = vision.embed(VisualBatch(items=batch.items[:1], media=(), kept_tokens=())).shape
+        leaf = self._random(point.num_items, *shape[1:]).requires_grad_()
+        if point.piece == "layers":
+            return _Run(self._cast(lambda: vision.encode(leaf)[-1]), [leaf])
+        num_outputs = abs(min(_as_list(vision.hf.config.vision_feature_layer)))
+        return _Run(self._cast(lambda: torch.cat(vision.finish([leaf] * num_outputs, batch))), [leaf])
 
-def _vision_points(
-    stage: VisionStage, spec: ModelSpec, device: torch.device, dtype: torch.dtype, autocast: torch.autocast
-) -> Iterator[tuple[dict[str, int], str, Callable]]:
-    side = spec.rules.image_size
-    for num_items in _NUM_ITEMS:
-        items = torch.randn(num_items, 3, side, side, device=device, dtype=dtype)
-        media = tuple((medium,) for medium in _media_of(num_items, spec))
-        batch = VisualBatch(items=items, media=media, kept_tokens=(1 << 30,) * len(media))
+    def _media(self, num_items: int) -> list[MediumLayout]:
+        """Pictures of a 2x2 grid and single crops that make up the number of items."""
+        side = self.spec.rules.image_size
+        whole = self.spec.rules.image(2 * side, 2 * side, 1).num_items
+        return [MediumLayout("image", whole, 2 * side, 2 * side)] * (num_items // whole) + [
+            MediumLayout("image", 1, side, side)
+        ] * (num_items % whole)
 
-        def forward(batch: VisualBatch = batch) -> tuple[torch.Tensor, torch.Tensor]:
-            with autocast:
-                features = torch.cat(stage(batch))
-            return features, torch.ones_like(features)
-
-        yield dict.fromkeys(FEATURES, 0) | {"num_items": num_items}, "items", forward
-
-
-def _media_of(num_items: int, spec: ModelSpec) -> Iterator[MediumLayout]:
-    """Pictures of a 2x2 grid and single crops that make up the number of items."""
-    side = spec.rules.image_size
-    whole = spec.rules.image(2 * side, 2 * side, 1).num_items
-    for _ in range(num_items // whole):
-        yield MediumLayout("image", whole, 2 * side, 2 * side)
-    for _ in range(num_items % whole):
-        yield MediumLayout("image", 1, side, side)
-
-
-def _llm_points(
-    stage: LlmStage, device: torch.device, dtype: torch.dtype, autocast: torch.autocast
-) -> Iterator[tuple[dict[str, int], str, Callable]]:
-    config = stage.hf.config.text_config
-    for num_tokens in _NUM_TOKENS:
-        if num_tokens > config.max_position_embeddings:
-            return
-        for num_segments, target_share in _TEXT_FORMS:
-            length = num_tokens // num_segments
-            ids = torch.randint(config.vocab_size, (num_tokens,), device=device)
-            targets = torch.arange(num_tokens - int(num_tokens * target_share) - 1, num_tokens - 1, device=device)
-            batch = TextBatch(
-                token_ids=ids,
-                position_ids=torch.arange(length, device=device).repeat(num_segments),
-                segment_ends=[length * (index + 1) for index in range(num_segments)],
-                visual_positions=(torch.arange(length // 2, device=device),),
-                target_positions=targets,
-                target_ids=ids[targets + 1],
+    def _llm_run(self, point: Point) -> _Run:
+        llm = self.stage
+        assert isinstance(llm, LlmStage)
+        config = llm.hf.config.text_config
+        length, num_tokens = point.segment_tokens, point.num_tokens
+        ids = torch.randint(config.vocab_size, (num_tokens,), device=self.device, generator=self._generator)
+        targets = torch.arange(num_tokens - point.num_targets, num_tokens, device=self.device)
+        batch = TextBatch(
+            token_ids=ids,
+            position_ids=torch.arange(length, device=self.device).repeat(point.num_segments),
+            segment_ends=[length * (index + 1) for index in range(point.num_segments)],
+            visual_positions=(torch.arange(num_tokens // 2, device=self.device),),
+            target_positions=targets,
+            target_ids=ids[targets],
+        )
+        features = self._random(num_tokens // 2, config.hidden_size).requires_grad_()
+        if point.piece == "first":
+            return _Run(self._cast(lambda: llm.embed(batch, [features])), [features])
+        if point.piece == "whole":
+            return _Run(
+                self._cast(lambda: llm.finish(llm.encode(llm.embed(batch, [features]), batch), batch)), [features]
             )
-            features = torch.randn(length // 2, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
+        leaf = self._random(1, num_tokens, config.hidden_size).requires_grad_()
+        if point.piece == "layers":
+            return _Run(self._cast(lambda: llm.encode(leaf, batch)), [leaf])
+        return _Run(self._cast(lambda: llm.finish(leaf, batch)), [leaf])
 
-            def forward(batch: TextBatch = batch, features: torch.Tensor = features) -> tuple[torch.Tensor, None]:
-                with autocast:
-                    return stage(stage.embed(batch, [features]), batch), None
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype, generator=self._generator)
 
-            loads = {
-                "num_items": 0,
-                "num_tokens": num_tokens,
-                "sum_sq_tokens": num_segments * length**2,
-                "num_targets": len(targets),
-            }
-            yield loads, f"{num_segments} segments", forward
+    def _cast(self, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            with self._autocast:
+                return forward()
+
+        return run
 
 
-def _parameter_sizes(stages: dict[int, torch.nn.Module], spec: ModelSpec, module: str) -> pl.DataFrame:
-    """Bytes of a layer's and the rest's parameters in fp32, and of a layer's input per load."""
-    (shallow, small), (deep, large) = (
-        (depth, sum(4 * parameter.numel() for parameter in stage.parameters())) for depth, stage in stages.items()
-    )
-    per_layer = (large - small) / (deep - shallow)
-    load = "num_tokens" if module == "llm" else "num_items"
-    positions = 1 if module == "llm" else spec.rules.tokens_per_item
-    nothing = {"const_bytes": 0.0} | {column_of(feature, "bytes"): 0.0 for feature in FEATURES}
-    input_bytes = 4.0 * spec.module(module).hidden_size * positions
-    rows = [
-        {"part": "layer", "parameter_bytes": per_layer} | nothing,
-        {"part": "rest", "parameter_bytes": small - shallow * per_layer} | nothing,
-        {"part": "layer_input", "parameter_bytes": 0.0} | nothing | {column_of(load, "bytes"): input_bytes},
-    ]
-    return pl.DataFrame([{"module": module, "tp": 1} | row for row in rows])
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operations make, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {_storage_key(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and _storage_key(tensor) not in given | self._known.keys():
+                self._note(_local(tensor).untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def forget(_: object) -> None:
+            self.now -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return _local(tensor).untyped_storage()._cdata
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a distributed tensor; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _as_list(value: int | list[int]) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _cache_bytes(device: torch.device) -> int:
+    """Twice what the device's last cache holds, so that writing as much leaves nothing else in it."""
+    if device.type == "cuda":
+        return 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii")
+        return int(text.strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return _CPU_CACHE_BYTES
+
+
+def _resident_bytes(field: str) -> int:
+    """A field of /proc/self/status that is given in kB; 0 where there is no such file."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

@@ -1,29 +1,38 @@
 """The cost model: seconds and bytes of any stage for any microbatch, from the fitted tables.
 
-Times and activation bytes are linear in the loads of a microbatch (items; tokens, the sum of squared
-segment lengths, target tokens), with coefficients that are never negative: more load never costs less.
-A stage of L layers costs `rest + L * layer`; `rest` is what a module has once (patch embedding and
-projector; embedding, head and loss) and is charged to the stage that ends the module.
+A stage is made of parts: what every stage has (`stage`: rotary positions, its output), its layers, and, where
+it begins or ends the module, `first` (embedding; patches and positions) and `last` (norm, head and loss;
+projector and token layout). Every part's time and memory never fall when a load of the microbatch grows.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dflop.errors import UserError
-from dflop.store import read_meta, read_table
+from dflop.store import read_meta, read_tables
 
-__all__ = ["FEATURES", "Coefficients", "CostModel", "Loads", "StageMemory", "column_of"]
+__all__ = ["FEATURES", "PARTS", "Coefficients", "CostModel", "Loads", "StageMemory", "column_of", "main_load"]
 
 # The loads that a module's cost depends on; encoders see items, the LLM sees packed text.
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
+PARTS = ("stage", "layer", "first", "last")
+_CHECKPOINTED = ("stage", "layer")
 
 
 def column_of(feature: str, unit: str) -> str:
     """The fitted tables' column for a load: `num_items` and `s` -> `per_item_s`."""
     return f"per_{feature.removeprefix('num_').removesuffix('s')}_{unit}"
+
+
+def main_load(module: str, part: str) -> str:
+    """The load that a part's throughput depends on."""
+    if module != "llm":
+        return "num_items"
+    return "num_targets" if part == "last" else "num_tokens"
 
 
 class Loads(NamedTuple):
@@ -37,35 +46,63 @@ class Loads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """`const + sum(per_load * load)`; `per_load` follows `FEATURES`."""
+    """`const + sum(per_load * load) + sum(slope * max(0, load[along] - at))`; `per_load` follows `FEATURES`.
+
+    `hinges` are pairs of (at, slope), by which a small microbatch may cost less a unit than a large one.
+    """
 
     const: float
     per_load: tuple[float, ...]
+    hinges: tuple[tuple[float, float], ...] = ()
+    along: int = 0
 
     def __call__(self, loads: Loads) -> np.ndarray:
         total = np.full(np.shape(loads.num_items), self.const)
         for coefficient, load in zip(self.per_load, loads, strict=True):
             if coefficient:
-                total = total + coefficient * load
+                total += coefficient * load
+        for at, slope in self.hinges:
+            total += slope * np.maximum(np.asarray(loads[self.along]) - at, 0.0)
         return total
+
+    def without_const(self, *, least: bool) -> "Coefficients":
+        """What a unit of load adds: at `least`, or as the last hinge sees it (the mean slope up to twice there)."""
+        per_load = list(self.per_load)
+        if self.hinges and not least:
+            end = 2 * self.hinges[-1][0]
+            per_load[self.along] += sum(slope * (end - at) for at, slope in self.hinges) / end
+        return Coefficients(0.0, tuple(per_load))
 
 
 class StageMemory(NamedTuple):
-    """Bytes of one stage on one rank: what is always there, and each microbatch in flight."""
+    """Bytes of one stage on one rank: what is always there, what each microbatch in flight keeps, and what comes on
+    top of that while the microbatch is computed."""
 
     resident_bytes: float
     activation_bytes: np.ndarray
+    transient_bytes: np.ndarray
+
+
+class LoadRange(NamedTuple):
+    """The least and the most of each load (in the order of `FEATURES`) that a module was measured at."""
+
+    least: tuple[float, ...]
+    most: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """`times[module, tp, part, pass]` in seconds, `activations[module, tp, part]` in bytes; part: layer or rest."""
+    """What every part costs: `times` in seconds by (module, tp, part, checkpointing, pass), `activations` and
+    `transients` in bytes by (module, tp, part, checkpointing), `parameter_bytes` by (module, tp, part)."""
 
-    times: dict[tuple[str, int, str, str], Coefficients]
-    activations: dict[tuple[str, int, str], Coefficients]
+    times: dict[tuple[str, int, str, bool, str], Coefficients]
+    activations: dict[tuple[str, int, str, bool], Coefficients]
+    transients: dict[tuple[str, int, str, bool], Coefficients]
     parameter_bytes: dict[tuple[str, int, str], float]
-    # A layer's input, which is all that checkpointing keeps of it.
-    layer_input: dict[tuple[str, int], Coefficients]
+    ranges: dict[tuple[str, int], LoadRange] = field(default_factory=dict)
+    # What a process holds beside its tensors, and what its allocator holds in vain, as a share of the tensors.
+    overhead_bytes: float = 0.0
+    allocator_share: float = 0.0
     # Where the costs come from: measured, or analytic, which everything made from them says.
     source: str = "measured"
 
@@ -76,24 +113,40 @@ class CostModel:
         Raises:
             UserError: when it is missing, of another schema version, or holds no fit.
         """
-        times = {
-            (row["module"], row["tp"], row["part"], row["pass"]): _coefficients(row, "s")
-            for row in read_table(path, "time_model", made_by="fit-costs").iter_rows(named=True)
-        }
-        memory = read_table(path, "memory_model", made_by="fit-costs")
-        parts = {(row["module"], row["tp"], row["part"]): row for row in memory.iter_rows(named=True)}
+        tables = read_tables(path, ("time_model", "memory_model", "load_range", "device"), made_by="fit-costs")
+        times = {(*_key(row), row["pass"]): _coefficients(row, "s") for row in tables["time_model"]}
         if not times:
             raise UserError(f"{path} holds no time model; make it again with `dflop fit-costs`")
+        memory = tables["memory_model"]
+        kept, passing = (
+            {_key(row): _coefficients(row, "bytes") for row in memory if row["kind"] == kind}
+            for kind in ("activation", "transient")
+        )
+        ranges: dict[tuple[str, int], LoadRange] = {}
+        for row in tables["load_range"]:
+            bounds = (tuple(float(row[f"{end}_{feature}"]) for feature in FEATURES) for end in ("least", "most"))
+            ranges[row["module"], row["tp"]] = LoadRange(*bounds)
         return cls(
             times=times,
-            activations={key: _coefficients(row, "bytes") for key, row in parts.items() if key[2] != "layer_input"},
-            parameter_bytes={key: row["parameter_bytes"] for key, row in parts.items()},
-            layer_input={key[:2]: _coefficients(row, "bytes") for key, row in parts.items() if key[2] == "layer_input"},
+            activations=kept,
+            transients=passing,
+            parameter_bytes={_key(row)[:3]: row["parameter_bytes"] for row in memory},
+            ranges=ranges,
+            overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
+            allocator_share=max(row["allocator_share"] for row in tables["device"]),
             source=read_meta(path, made_by="fit-costs").get("source", "measured"),
         )
 
     def stage_time(
-        self, module: str, tp: int, num_layers: int, loads: Loads, *, with_rest: bool, checkpointing: bool = False
+        self,
+        module: str,
+        tp: int,
+        num_layers: int,
+        loads: Loads,
+        *,
+        is_first: bool,
+        is_last: bool,
+        checkpointing: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward seconds of each microbatch; a microbatch without any load takes no time.
 
@@ -101,53 +154,105 @@ class CostModel:
             UserError: when there are no costs of the module at this tp.
         """
         self.require(module, tp)
-        layer_forward = num_layers * self.times[module, tp, "layer", "forward"](loads)
-        forward_s, backward_s = layer_forward, num_layers * self.times[module, tp, "layer", "backward"](loads)
-        if with_rest:
-            forward_s = forward_s + self.times[module, tp, "rest", "forward"](loads)
-            backward_s = backward_s + self.times[module, tp, "rest", "backward"](loads)
-        if checkpointing:
-            backward_s = backward_s + layer_forward
         empty = (np.asarray(loads.num_items) == 0) & (np.asarray(loads.num_tokens) == 0)
-        return np.where(empty, 0.0, forward_s), np.where(empty, 0.0, backward_s)
+        both = []
+        for direction in ("forward", "backward"):
+            total = np.zeros(np.shape(loads.num_items))
+            for part, times in _parts(num_layers, is_first, is_last):
+                key = (module, tp, part, checkpointing and part in _CHECKPOINTED, direction)
+                total += times * self.times[key](loads)
+            both.append(np.where(empty, 0.0, total))
+        return both[0], both[1]
 
     def stage_memory(
-        self, module: str, tp: int, num_layers: int, loads: Loads, *, with_rest: bool, checkpointing: bool = False
+        self,
+        module: str,
+        tp: int,
+        num_layers: int,
+        loads: Loads,
+        *,
+        is_first: bool,
+        is_last: bool,
+        checkpointing: bool = False,
     ) -> StageMemory:
-        """Parameters, gradients and AdamW's two moments (fp32 each), and activations of each microbatch."""
+        """Parameters, gradients and AdamW's two moments (fp32 each), and activations of each microbatch.
+
+        Raises:
+            UserError: when there are no costs of the module at this tp.
+        """
         self.require(module, tp)
-        parameters = num_layers * self.parameter_bytes[module, tp, "layer"]
-        per_layer = self.activations[module, tp, "layer"](loads)
-        kept = num_layers * per_layer
-        if checkpointing:
-            # Every layer's input is kept, and one layer at a time is recomputed in full.
-            kept = num_layers * self.layer_input[module, tp](loads) + per_layer
-        if with_rest:
-            parameters += self.parameter_bytes[module, tp, "rest"]
-            kept = kept + self.activations[module, tp, "rest"](loads)
-        return StageMemory(4.0 * parameters, kept)
+        parameters, kept, transient = 0.0, np.zeros(np.shape(loads.num_items)), np.zeros(np.shape(loads.num_items))
+        for part, times in _parts(num_layers, is_first, is_last):
+            key = (module, tp, part, checkpointing and part in _CHECKPOINTED)
+            parameters += times * self.parameter_bytes[module, tp, part]
+            kept = kept + times * self.activations[key](loads)
+            # Parts run one after the other.
+            transient = np.maximum(transient, self.transients[key](loads))
+        return StageMemory(4.0 * parameters, kept, transient)
+
+    def stage_parameter_bytes(self, module: str, tp: int, num_layers: int, *, is_first: bool, is_last: bool) -> float:
+        """Bytes of a stage's parameters on one rank, in fp32."""
+        self.require(module, tp)
+        return sum(
+            times * self.parameter_bytes[module, tp, part] for part, times in _parts(num_layers, is_first, is_last)
+        )
 
     def additive_loads_s(
-        self, module: str, tp: int, num_layers: int, loads: Loads, *, with_rest: bool, has_backward: bool = True
+        self,
+        module: str,
+        tp: int,
+        num_layers: int,
+        loads: Loads,
+        *,
+        is_first: bool,
+        is_last: bool,
+        checkpointing: bool = False,
+        has_backward: bool = True,
+        least: bool = False,
     ) -> np.ndarray:
-        """Forward plus backward seconds that samples add to a microbatch: `stage_time` without its constants."""
+        """Forward plus backward seconds that samples add to a microbatch, without its constants.
+
+        `least` gives what they add at the very least, whatever the microbatch.
+        """
         self.require(module, tp)
         total = np.zeros(np.shape(loads.num_items))
-        for part, weight in (("layer", num_layers), ("rest", int(with_rest))):
+        for part, times in _parts(num_layers, is_first, is_last):
             for direction in ("forward", "backward") if has_backward else ("forward",):
-                fit = self.times[module, tp, part, direction]
-                total = total + weight * (fit(loads) - fit.const)
+                fit = self.times[module, tp, part, checkpointing and part in _CHECKPOINTED, direction]
+                total += times * fit.without_const(least=least)(loads)
         return total
+
+    def is_extrapolated(self, module: str, tp: int, loads: Loads) -> np.ndarray:
+        """Which microbatches are larger than any that was measured, or smaller."""
+        outside = np.zeros(np.shape(loads.num_items), dtype=bool)
+        if (module, tp) in self.ranges:
+            for load, least, most in zip(loads, *self.ranges[module, tp], strict=True):
+                outside |= (load > most) | ((load > 0) & (load < least))
+        return outside
 
     def require(self, module: str, tp: int) -> None:
         """Raise `UserError` when there are no costs of the module at this tp."""
-        if (module, tp, "layer", "forward") not in self.times:
-            known = sorted({f"{name} tp={size}" for name, size, _, _ in self.times})
+        if (module, tp, "layer", False, "forward") not in self.times:
+            known = sorted({f"{name} tp={size}" for name, size, *_ in self.times})
             raise UserError(
                 f"no {self.source} costs for {module} tp={tp} (there are: {', '.join(known)}); "
                 f"add {tp} to `costs.tp_sizes` and run `dflop profile-costs` and `dflop fit-costs` again"
             )
 
 
-def _coefficients(row: dict, unit: str) -> Coefficients:
-    return Coefficients(row[f"const_{unit}"], tuple(row[column_of(feature, unit)] for feature in FEATURES))
+def _parts(num_layers: int, is_first: bool, is_last: bool) -> Iterator[tuple[str, int]]:
+    """The parts of a stage, and how often it has each."""
+    return ((part, times) for part, times in zip(PARTS, (1, num_layers, is_first, is_last), strict=True) if times)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, int, str, bool]:
+    return row["module"], row["tp"], row["part"], row["checkpointing"]
+
+
+def _coefficients(row: Mapping[str, Any], unit: str) -> Coefficients:
+    return Coefficients(
+        row[f"const_{unit}"],
+        tuple(row[column_of(feature, unit)] for feature in FEATURES),
+        tuple(zip(row["hinge_at"], row["hinge_s"], strict=True)) if unit == "s" else (),
+        FEATURES.index(main_load(row["module"], row["part"])),
+    )

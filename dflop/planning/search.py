@@ -36,6 +36,7 @@ class Candidate:
     idle: float
     memory_bytes: dict[str, float]
     busy_s: dict[str, float]
+    extrapolated: float
     bottleneck: str
 
 
@@ -122,6 +123,7 @@ def candidates_frame(candidates: Sequence[Candidate]) -> pl.DataFrame:
                 "llm_memory_bytes": candidate.memory_bytes["llm"],
                 "bottleneck": candidate.bottleneck,
                 "num_batches": candidate.num_batches,
+                "extrapolated": candidate.extrapolated,
             }
         )
     return pl.DataFrame(rows)
@@ -156,6 +158,7 @@ def _price(
         idle=float(np.mean([entry.idle for entry in priced])),
         memory_bytes=memory_bytes,
         busy_s=busy_s,
+        extrapolated=float(np.mean([entry.extrapolated for entry in priced])),
         bottleneck=_bottleneck(step_s, busy_s),
     )
 
@@ -182,6 +185,8 @@ def describe_choice(candidates: Sequence[Candidate], config: Config, costs: Cost
             "samples_per_s": round(config.train.global_batch_size / best.step_s, 3),
             "memory_bytes": {module: round(size) for module, size in best.memory_bytes.items()},
             "num_batches": best.num_batches,
+            # The share of the microbatches that lie outside of what was measured.
+            "extrapolated": round(best.extrapolated, 4),
         },
         "why": _why(candidates),
         "num_candidates": len(candidates),

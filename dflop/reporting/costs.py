@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from dflop.costs import CostModel, Loads
+from dflop.costs.model import FEATURES
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_count, heading, say_instead
 
 __all__ = ["costs_height_in", "draw_costs", "measured_points"]
 
-_FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
 _DEPTH_MARKERS = ("o", "^", "s", "D")
 _FORM_DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 
@@ -24,12 +24,12 @@ def costs_height_in(points: pl.DataFrame) -> float:
 
 
 def measured_points(measurements: pl.DataFrame, costs: CostModel) -> pl.DataFrame:
-    """One row a measured point: median, least and most seconds of its repeats, and the fitted seconds."""
-    missing = [pl.lit(0).alias(name) for name in _FEATURES if name not in measurements.columns]
-    keys = ["module", "tp", "num_layers", *_FEATURES, "pass"]
+    """Whole stages and stages of layers alone, without checkpointing: median, least and most seconds of the repeats,
+    and the fitted seconds."""
     points = (
-        measurements.with_columns(missing)
-        .group_by(keys, maintain_order=True)
+        measurements.filter(pl.col("piece").is_in(("whole", "layers")) & ~pl.col("checkpointing"))
+        .filter(pl.col("seconds").is_not_null())
+        .group_by("module", "tp", "piece", "num_layers", *FEATURES, "pass", maintain_order=True)
         .agg(
             pl.col("seconds").median(),
             pl.col("seconds").min().alias("least_s"),
@@ -38,10 +38,12 @@ def measured_points(measurements: pl.DataFrame, costs: CostModel) -> pl.DataFram
     )
     fitted = np.zeros(len(points))
     place = np.arange(len(points))
-    for keys_of, frame in points.with_columns(place=place).group_by("module", "tp", "num_layers", "pass"):
-        module, tp, depth, direction = keys_of
-        loads = Loads(*(frame[name].to_numpy().astype(float) for name in _FEATURES))
-        fitted[frame["place"].to_numpy()] = _fitted(costs, module, tp, depth, loads)[direction == "backward"]
+    for keys_of, frame in points.with_columns(place=place).group_by("module", "tp", "piece", "num_layers", "pass"):
+        module, tp, piece, depth, direction = keys_of
+        loads = Loads(*(frame[name].to_numpy().astype(float) for name in FEATURES))
+        is_whole = piece == "whole"
+        both = costs.stage_time(module, tp, depth, loads, is_first=is_whole, is_last=is_whole)
+        fitted[frame["place"].to_numpy()] = both[direction == "backward"]
     return points.with_columns(pl.Series("fitted_s", fitted))
 
 
@@ -63,22 +65,19 @@ def draw_costs(
     for row, (module, tp) in enumerate(modules):
         own = points.filter((pl.col("module") == module) & (pl.col("tp") == tp))
         for column, direction in enumerate(("forward", "backward")):
-            _parity(grid[row, column], own.filter(pl.col("pass") == direction), errors.get((module, tp, direction)))
-        _throughput(grid[row, 2], own, costs)
+            whole = own.filter((pl.col("pass") == direction) & (pl.col("piece") == "whole"))
+            _parity(grid[row, column], whole, errors.get((module, tp, direction)))
+        _throughput(grid[row, 2], own.filter(pl.col("piece") == "layers"), costs)
     finding = "Costs: nothing was measured"
     if len(fit_error):
         least, most = fit_error["median_error"].min(), fit_error["median_error"].max()
-        finding = f"On points it has not seen, the cost model is off by {least:.0%} to {most:.0%} (median of each pass)"
+        finding = f"On whole stages, which no fit saw, the cost model is off by {least:.0%} to {most:.0%} (median)"
     heading(
         figure,
         finding,
         f"Costs are {meta.get('source', 'measured')}, on {device}. Dots: median of the repeats, bars: their range. "
-        "Held-out error: of the third of the points that a trial fit did not see; the model drawn is fitted to all.",
+        "Left: whole stages, from embedding to loss, against the sum of their separately measured parts.",
     )
-
-
-def _fitted(costs: CostModel, module: str, tp: int, depth: int, loads: Loads) -> tuple[np.ndarray, np.ndarray]:
-    return costs.stage_time(module, tp, depth, loads, with_rest=True)
 
 
 def _parity(axes: Axes, points: pl.DataFrame, error: dict | None) -> None:
@@ -124,48 +123,55 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
     """Forward and backward together, at the largest measured depth; a curve a form of microbatch."""
     module, tp, depth = points["module"][0], points["tp"][0], points["num_layers"].max()
     load, unit = ("num_tokens", "tokens") if module == "llm" else ("num_items", "items")
-    keys = ["num_layers", *_FEATURES]
+    keys = ["num_layers", *FEATURES]
     both = (
         points.filter(pl.col("num_layers") == depth)
         .group_by(keys, maintain_order=True)
         .agg(pl.col("seconds").sum(), pl.len().alias("num_passes"))
         .filter(pl.col("num_passes") == 2)
         .with_columns(
-            segments=pl.when(pl.col("sum_sq_tokens") > 0)
-            .then((pl.col("num_tokens").pow(2) / pl.col("sum_sq_tokens")).round())
-            .otherwise(1)
-            .cast(pl.Int64),
-            rate=pl.col(load) / pl.col("seconds"),
+            length=pl.col("sum_sq_tokens") // pl.max_horizontal("num_tokens", 1), rate=pl.col(load) / pl.col("seconds")
         )
         .sort(load)
     )
     if both.is_empty():
         say_instead(axes, "forward and backward were not measured together")
         return
-    forms = both["segments"].unique().sort()
-    for index, num_segments in enumerate(forms):
-        frame = both.filter(pl.col("segments") == num_segments)
+    # Microbatches of a single segment belong to the longest form.
+    lengths = both.filter(pl.col("length") < pl.col("num_tokens"))["length"].unique().sort(descending=True).to_list()
+    longest = max([both["length"].max(), *lengths])
+    forms = sorted({longest, *lengths[-1:]}, reverse=True)
+    for index, length in enumerate(forms):
+        frame = (
+            both.filter(pl.col("length") == length)
+            if length != longest
+            else both.filter(pl.col("length") == pl.min_horizontal("num_tokens", pl.lit(longest)))
+        )
         smooth = np.geomspace(frame[load].min(), frame[load].max(), 60)
         loads = Loads(
             smooth if module != "llm" else np.zeros(60),
             smooth if module == "llm" else np.zeros(60),
-            smooth**2 / num_segments if module == "llm" else np.zeros(60),
-            smooth * (frame["num_targets"] / frame[load]).mean(),
+            smooth * np.minimum(smooth, length) if module == "llm" else np.zeros(60),
+            np.zeros(60),
         )
-        rate = smooth / sum(_fitted(costs, module, tp, depth, loads))
+        rate = smooth / sum(costs.stage_time(module, tp, depth, loads, is_first=False, is_last=False))
         colour = _shades(module)[1]
-        label = "" if len(forms) == 1 else f"{num_segments} segment{'s' if num_segments > 1 else ''}"
+        label = "" if len(forms) == 1 else f"segments of {'up to ' * (index == 0)}{length:,}"
         fill = colour if index == 0 else "white"
         marker = _DEPTH_MARKERS[index % len(_DEPTH_MARKERS)]
         axes.plot(smooth, rate, color=colour, linewidth=1.3, linestyle=_FORM_DASHES[index % 3])
         axes.plot(frame[load], frame["rate"], marker, color=colour, markersize=4.5, markerfacecolor=fill, label=label)
-    axes.set(xscale="log", xlabel=f"{unit} a microbatch", ylabel=f"{unit}/s, {depth} layers, forward + backward")
+    axes.set(
+        xscale="log",
+        xlabel=f"{unit} a microbatch",
+        ylabel=f"{unit}/s, {depth} layer{'s' * (depth > 1)}, forward + backward",
+    )
     axes.set_ylim(0, None)
     axes.grid(True)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     best = both.sort("rate").row(-1, named=True)
-    smallest = both.filter(pl.col("segments") == best["segments"]).row(0, named=True)
+    smallest = both.row(0, named=True)
     axes.set_title(
         f"{_name(module, tp)}: {best['rate'] / smallest['rate']:.1f}x the throughput "
         f"at {best[load]:,} {unit} as at {smallest[load]:,}"

@@ -3,8 +3,10 @@
 This is where a plan, a model's costs and a batch's shapes meet. Planning and scheduling both ask here.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -111,15 +113,9 @@ class Pricer:
         sync_s = np.zeros(len(self.program.workers))
         for index, worker in enumerate(self.program.workers):
             loads = _only(worker.module, llm_loads if worker.module == "llm" else encoder_loads, worker.dp_rank)
-            layers = self._layers[worker.module]
-            with_rest = worker.pp_stage == len(layers) - 1
+            stage = self._stage(worker.module, worker.pp_stage)
             forward_s[index], backward_s[index] = self.costs.stage_time(
-                worker.module,
-                plan.grid(worker.module).tp,
-                layers[worker.pp_stage],
-                loads,
-                with_rest=with_rest,
-                checkpointing=plan.checkpointing,
+                worker.module, loads=loads, checkpointing=plan.checkpointing, **stage
             )
             if not self._has_backward(worker.module):
                 backward_s[index] = 0.0
@@ -142,7 +138,7 @@ class Pricer:
         loads = _loads(shapes)
         bounds = []
         for grid in self.plan.grids:
-            work_s = self._stage_loads_s(grid.module, loads)
+            work_s = self._stage_loads_s(grid.module, loads, least=True)
             bounds += [work_s.sum(axis=1).max() / grid.dp, work_s.max()]
         return float(max(bounds))
 
@@ -154,9 +150,10 @@ class Pricer:
             replica = assignment.llm_dp_rank if grid.module == "llm" else assignment.encoder_rank
             loads = _only(grid.module, self._summed(shapes, replica, assignment.microbatch, grid.dp), slice(None))
             layers = self._layers[grid.module]
+            tokens = self._edge_tokens(shapes, assignment, grid.module)
             stages = [
                 self._stage_peak(
-                    grid.module, stage, loads, min(plan.num_microbatches, self._in_flight(grid.module, stage))
+                    grid.module, stage, loads, tokens, min(plan.num_microbatches, self._in_flight(grid.module, stage))
                 )
                 for stage in range(len(layers))
             ]
@@ -170,62 +167,74 @@ class Pricer:
             UserError: when the parameters alone exceed it.
         """
         budget = self.cluster.memory_gib * 2**30
-        llm, tp = "llm", self.plan.grid("llm").tp
+        llm = "llm"
         caps = []
-        for stage, num_layers in enumerate(self._layers[llm]):
-            with_rest = stage == len(self._layers[llm]) - 1
+        for stage in range(len(self._layers[llm])):
             probe = Loads(*(np.array([0.0, value]) for value in (0, 1000, 1000**2 / 4, 250)))
             memory = self.costs.stage_memory(
-                llm, tp, num_layers, probe, with_rest=with_rest, checkpointing=self.plan.checkpointing
+                llm, loads=probe, checkpointing=self.plan.checkpointing, **self._stage(llm, stage)
             )
-            free = (budget - self._resident_bytes(llm, memory)) / min(
-                self.plan.num_microbatches, self._in_flight(llm, stage)
-            )
+            in_flight = min(self.plan.num_microbatches, self._in_flight(llm, stage))
+            resident = self._resident_bytes(llm, memory)
+            free = (budget - self.costs.overhead_bytes) / (1 + self.costs.allocator_share) - resident
             if free <= 0:
                 raise UserError(
-                    f"{self.plan}: the LLM's parameters, gradients and optimiser state take "
-                    f"{memory.resident_bytes / 2**30:.3g} GiB a device, `cluster.memory_gib` is "
-                    f"{self.cluster.memory_gib}; use more pipeline stages or devices with more memory"
+                    f"{self.plan}: the LLM's parameters, gradients and optimiser state take {resident / 2**30:.3g} GiB "
+                    f"a device and what every process holds {self.costs.overhead_bytes / 2**30:.3g} GiB, "
+                    f"`cluster.memory_gib` is {self.cluster.memory_gib}; use more pipeline stages or devices with more "
+                    "memory"
                 )
-            per_token = (memory.activation_bytes[1] - memory.activation_bytes[0]) / 1000
-            caps.append(int((free - memory.activation_bytes[0]) / max(per_token, 1e-9)))
+            nothing, much = in_flight * (memory.activation_bytes + self._edge_bytes(probe.num_tokens))
+            nothing, much = nothing + memory.transient_bytes[0], much + memory.transient_bytes[1]
+            caps.append(int((free - nothing) / max((much - nothing) / 1000, 1e-9)))
         return min(caps)
 
     def _in_flight(self, module: str, stage: int) -> int:
         depth = self.plan.grid("llm").pp
         return depth - stage if module == "llm" else depth + 1
 
-    def _stage_peak(self, module: str, stage: int, loads: Loads, in_flight: int) -> float:
+    def _stage(self, module: str, stage: int) -> dict[str, Any]:
+        """A stage as the cost model wants to know it."""
         layers = self._layers[module]
+        return {
+            "tp": self.plan.grid(module).tp,
+            "num_layers": layers[stage],
+            "is_first": stage == 0,
+            "is_last": stage == len(layers) - 1,
+        }
+
+    def _stage_peak(self, module: str, stage: int, loads: Loads, tokens: np.ndarray, in_flight: int) -> float:
+        """Bytes of a stage's fullest replica; `tokens` cross the stage's edge with each microbatch."""
         memory = self.costs.stage_memory(
-            module,
-            self.plan.grid(module).tp,
-            layers[stage],
-            loads,
-            with_rest=stage == len(layers) - 1,
-            checkpointing=self.plan.checkpointing,
+            module, loads=loads, checkpointing=self.plan.checkpointing, **self._stage(module, stage)
         )
-        fullest = np.sort(memory.activation_bytes, axis=-1)[..., -in_flight:].sum(axis=-1)
-        return float(self._resident_bytes(module, memory) + fullest.max())
+        kept = memory.activation_bytes if self._has_backward(module) else np.zeros_like(memory.activation_bytes)
+        kept = kept + self._edge_bytes(tokens)
+        fullest = np.sort(kept, axis=-1)[..., -in_flight:].sum(axis=-1) + memory.transient_bytes.max(axis=-1)
+        tensors = self._resident_bytes(module, memory) + float(fullest.max())
+        return self.costs.overhead_bytes + tensors * (1 + self.costs.allocator_share)
+
+    def _edge_bytes(self, tokens: np.ndarray) -> np.ndarray:
+        """What came over an edge or waits to leave, once forward and once backward."""
+        return 2.0 * tokens * self.spec.module("llm").hidden_size * self._bytes_per_value
 
     def _resident_bytes(self, module: str, memory: StageMemory) -> float:
         """A frozen module holds its parameters alone: no gradients, no moments."""
         return memory.resident_bytes / 4 if module in self.frozen else memory.resident_bytes
 
-    def _stage_loads_s(self, module: str, loads: Loads) -> np.ndarray:
-        """Seconds that each sample adds to each stage, [num_stages, num_samples]."""
-        layers, tp = self._layers[module], self.plan.grid(module).tp
+    def _stage_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
+        """Seconds that each sample adds to each stage, [num_stages, num_samples]; `least`: whatever the microbatch."""
         return np.array(
             [
                 self.costs.additive_loads_s(
                     module,
-                    tp,
-                    count,
-                    _only(module, loads, slice(None)),
-                    with_rest=stage == len(layers) - 1,
+                    loads=_only(module, loads, slice(None)),
+                    checkpointing=self.plan.checkpointing,
                     has_backward=self._has_backward(module),
+                    least=least,
+                    **self._stage(module, stage),
                 )
-                for stage, count in enumerate(layers)
+                for stage in range(len(self._layers[module]))
             ]
         )
 
@@ -247,11 +256,7 @@ class Pricer:
     def _transfer_s(self, shapes: SampleShapes, assignment: Assignment, llm_loads: Loads) -> np.ndarray:
         """[num_edges, num_microbatches]: bytes over bandwidth; NaN where a bridge carries nothing."""
         plan, num_microbatches = self.plan, self.plan.num_microbatches
-        num_encoders, num_llms = plan.grids[0].dp, plan.grid("llm").dp
-        cell = (assignment.encoder_rank * num_llms + assignment.llm_dp_rank) * num_microbatches + assignment.microbatch
-        bridged = np.bincount(
-            cell, weights=shapes.kept_vision_tokens, minlength=num_encoders * num_llms * num_microbatches
-        ).reshape(num_encoders, num_llms, num_microbatches)
+        bridged = self._bridged_tokens(shapes, assignment)
         bytes_per_token = self.spec.module("llm").hidden_size * self._bytes_per_value
         workers = self.program.workers
         transfer_s = np.zeros((len(self.program.edges), num_microbatches))
@@ -267,14 +272,38 @@ class Pricer:
                 transfer_s[index, tokens == 0] = np.nan
         return transfer_s
 
+    def _bridged_tokens(self, shapes: SampleShapes, assignment: Assignment) -> np.ndarray:
+        """Visual tokens that each encoder replica sends to each of the LLM's, [encoders, llms, num_microbatches]."""
+        plan = self.plan
+        shape = (plan.grids[0].dp, plan.grid("llm").dp, plan.num_microbatches)
+        cell = np.ravel_multi_index((assignment.encoder_rank, assignment.llm_dp_rank, assignment.microbatch), shape)
+        return np.bincount(cell, weights=shapes.kept_vision_tokens, minlength=math.prod(shape)).reshape(shape)
+
+    def _edge_tokens(self, shapes: SampleShapes, assignment: Assignment, module: str) -> np.ndarray:
+        """Tokens that each replica of a module exchanges with its neighbours, [replicas, num_microbatches]."""
+        bridged = self._bridged_tokens(shapes, assignment)
+        if module != "llm":
+            return bridged.sum(axis=1)
+        if self.plan.grid("llm").pp == 1:
+            return bridged.sum(axis=0)
+        replica = assignment.llm_dp_rank
+        return self._summed(shapes, replica, assignment.microbatch, self.plan.grid("llm").dp).num_tokens
+
+    def extrapolated_share(self, shapes: SampleShapes, assignment: Assignment) -> float:
+        """The share of the microbatches whose loads lie outside of what was measured."""
+        flags = []
+        for grid in self.plan.grids:
+            replica = assignment.llm_dp_rank if grid.module == "llm" else assignment.encoder_rank
+            loads = _only(grid.module, self._summed(shapes, replica, assignment.microbatch, grid.dp), slice(None))
+            flags.append(self.costs.is_extrapolated(grid.module, grid.tp, loads).ravel())
+        return float(np.concatenate(flags).mean())
+
     def _sync_s(self, module: str, stage: int) -> float:
         """Ring all-reduce of the stage's fp32 gradients over its replicas."""
-        grid, layers = self.plan.grid(module), self._layers[module]
+        grid = self.plan.grid(module)
         if grid.dp == 1 or module in self.frozen:
             return 0.0
-        size = layers[stage] * self.costs.parameter_bytes[module, grid.tp, "layer"]
-        if stage == len(layers) - 1:
-            size += self.costs.parameter_bytes[module, grid.tp, "rest"]
+        size = self.costs.stage_parameter_bytes(module, **self._stage(module, stage))
         bandwidth = self._bytes_per_s(grid.first_rank(stage, 0), grid.first_rank(stage, grid.dp - 1))
         return 2 * (grid.dp - 1) / grid.dp * size / bandwidth
 

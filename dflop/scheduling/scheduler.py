@@ -66,12 +66,16 @@ class StepSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PricedBatch:
-    """What one scheduled batch would take; `busy_s` is [num_workers]."""
+    """What one scheduled batch would take; `busy_s` is [num_workers].
+
+    `extrapolated` is the share of its microbatches that are larger, or smaller, than any that was measured.
+    """
 
     step_s: float
     idle: float
     busy_s: np.ndarray
     memory_bytes: dict[str, float]
+    extrapolated: float
 
 
 class BatchScheduler:
@@ -128,6 +132,7 @@ class BatchScheduler:
             idle=timeline.idle,
             busy_s=(1 - timeline.idle_of_worker) * timeline.step_s,
             memory_bytes=self.pricer.memory_bytes(shapes, assignment),
+            extrapolated=self.pricer.extrapolated_share(shapes, assignment),
         )
 
     def check(self, num_steps: int) -> None:

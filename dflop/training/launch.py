@@ -34,7 +34,9 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> No
     if loaded.world_size < per_node:
         per_node = loaded.world_size
     request = {"config": select_keys(config, STAGES["train"].reads), **arguments}
-    code, stopped = run_ranks("dflop.training.worker", request, config.cluster, per_node=per_node)
+    code, stopped = run_ranks(
+        "dflop.training.worker", request, config.cluster, num_nodes=config.cluster.num_nodes, per_node=per_node
+    )
     if code:
         why = (
             "was stopped by SIGTERM"

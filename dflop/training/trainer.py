@@ -69,11 +69,11 @@ class Trainer:
         self.tokenizer_folder = find_tokenizer(config)
         tokenizer = ChatTokenizer(self.tokenizer_folder)
         self.hf_config = make_hf_config(spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
-        llm_layers = split_layers(spec.module("llm").num_layers, self.plan.grid("llm").pp)
+        layers = split_layers(spec.module(worker.module).num_layers, self.plan.grid(worker.module).pp)
         self.stage = build_stage(
             self.hf_config,
             worker.module,
-            layers=llm_layers[worker.pp_stage] if worker.module == "llm" else range(spec.module("llm").num_layers),
+            layers=layers[worker.pp_stage],
             seed=config.seed,
             checkpoint=checkpoint,
             dtype=dtype,

@@ -18,8 +18,6 @@ import yaml
 from transformers import LlavaOnevisionForConditionalGeneration
 
 from dflop.config import load_config
-from dflop.costs import fit_costs
-from dflop.costs.model import FEATURES, column_of
 from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, SourceRecords, list_sources, load_samples
 from dflop.data.demo import make_demo_data
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
@@ -29,7 +27,7 @@ from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import build_stage, make_hf_config, norms_in_float64
 from dflop.pipeline import Grid, Plan
 from dflop.scheduling import GlobalBatches
-from dflop.store import ShardFile, write_costs, write_shapes
+from dflop.store import ShardFile, write_shapes
 
 pytestmark = pytest.mark.serial
 
@@ -37,7 +35,7 @@ _META = {"config_digest": "", "code_digest": ""}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(write_made_up_costs, tmp_path_factory):
     """A folder with a small dataset, its shapes, made-up costs, and a config in float64."""
     folder = tmp_path_factory.mktemp("run")
     make_demo_data(folder / "data", num_records=48)
@@ -77,7 +75,7 @@ def run(tmp_path_factory):
     )
     shards = [ShardFile(folder / "shard.parquet", "shard", "train", 0, 0)]
     write_shapes(folder / "shapes.duckdb", shards, sources, _META, sampled_rows={}, keep_duplicates=False)
-    _write_costs(folder / "costs.duckdb")
+    write_made_up_costs(folder / "costs.duckdb")
     return folder, config
 
 
@@ -89,36 +87,6 @@ def _reader(config) -> ShapeReader:
         max_image_pixels=data.max_image_pixels,
         max_text_bytes=data.max_text_bytes,
     )
-
-
-def _write_costs(path: Path) -> None:
-    """Costs that rise with load: enough for a scheduler to have something to weigh."""
-    rows = [
-        {
-            "module": module,
-            "tp": 1,
-            "num_layers": depth,
-            **dict.fromkeys(FEATURES, 0),
-            load: size,
-            "pass": direction,
-            "seconds": 1e-3 + depth * 1e-4 * size * factor,
-            "peak_bytes": 1000 * depth * size,
-            "repeat": 0,
-        }
-        for module, load in (("vision", "num_items"), ("llm", "num_tokens"))
-        for depth in (1, 2)
-        for size in (1, 2, 4, 8, 16, 32)
-        for direction, factor in (("forward", 1), ("backward", 2))
-    ]
-    nothing = {"const_bytes": 0.0} | {column_of(feature, "bytes"): 0.0 for feature in FEATURES}
-    parameters = [
-        {"module": module, "tp": 1, "part": part, "parameter_bytes": 1000.0, **nothing}
-        for module in ("vision", "llm")
-        for part in ("layer", "rest", "layer_input")
-    ]
-    measured = pl.DataFrame(rows)
-    tables = fit_costs(measured, pl.DataFrame(parameters))
-    write_costs(path, {"measurements": measured, "device": pl.DataFrame({"device": ["none"]}), **tables}, _META)
 
 
 def _plan(folder: Path, *, vision_dp: int, llm_dp: int, llm_pp: int, num_microbatches: int = 2) -> Path:

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from dflop.config import ModelConfig
-from dflop.costs import CostModel
-from dflop.costs.model import Coefficients
 from dflop.data import ChatTokenizer, SampleShapes
 from dflop.data.demo import DemoData, make_demo_data
 from dflop.models import ModelSpec, load_model_spec
@@ -31,27 +29,6 @@ def tokenizer() -> ChatTokenizer:
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory) -> DemoData:
     return make_demo_data(tmp_path_factory.mktemp("demo") / "data", num_records=40, seed=5)
-
-
-@pytest.fixture(scope="session")
-def costs() -> CostModel:
-    """Round numbers of the tiny model's order: an item weighs as much as 20 tokens, backward twice forward."""
-    times, activations, parameter_bytes, layer_input = {}, {}, {}, {}
-    for module, layer, rest in (
-        ("vision", Coefficients(2e-4, (1e-4, 0, 0, 0)), Coefficients(3e-4, (2e-4, 0, 0, 0))),
-        ("llm", Coefficients(1e-4, (0, 5e-6, 1e-9, 0)), Coefficients(2e-4, (0, 1e-6, 0, 4e-6))),
-    ):
-        for part, forward in (("layer", layer), ("rest", rest)):
-            times[module, 1, part, "forward"] = forward
-            times[module, 1, part, "backward"] = Coefficients(
-                2 * forward.const, tuple(2 * value for value in forward.per_load)
-            )
-        per_load = (40_000.0, 0, 0, 0) if module == "vision" else (0, 3_000.0, 0, 0)
-        activations[module, 1, "layer"] = Coefficients(0.0, per_load)
-        activations[module, 1, "rest"] = Coefficients(0.0, (9_000.0, 0, 0, 0) if module == "vision" else (0, 0, 0, 8e3))
-        parameter_bytes |= {(module, 1, "layer"): 5e5, (module, 1, "rest"): 3e5}
-        layer_input[module, 1] = Coefficients(0.0, (13_000.0, 0, 0, 0) if module == "vision" else (0, 512.0, 0, 0))
-    return CostModel(times=times, activations=activations, parameter_bytes=parameter_bytes, layer_input=layer_input)
 
 
 @pytest.fixture(scope="session")

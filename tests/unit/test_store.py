@@ -392,7 +392,7 @@ def test_a_database_can_be_read_by_several_at_once(merge):
 
 
 def test_cost_tables_come_back_as_they_went_in(tmp_path):
-    names = ("measurements", "time_model", "memory_model", "fit_error", "device")
+    names = ("measurements", "time_model", "memory_model", "load_range", "fit_error", "device")
     frames = {name: pl.DataFrame({"name": [name], "value": [0.1]}) for name in names}
     write_costs(tmp_path / "costs.duckdb", frames, {"source": "measured"})
     for name in names:

@@ -134,11 +134,11 @@ for source in SOURCES:
         shards_of(source)  # a missing manifest stops here, before any job
 
 
-def one_device():
-    """Resources of a job on one device."""
+def devices_of_tp():
+    """Resources of a job that measures at one tp: as many GPUs."""
     if CONFIG.cluster.device == "cpu" or not is_measured():
         return {}
-    return {"gres": "gpu:1"}
+    return {"gres": lambda wildcards: f"gpu:{wildcards.tp}"}
 
 
 def all_devices():

@@ -2,6 +2,9 @@
 
 
 rule profile_costs:
+    input:
+        # Ancient: other data does not change what a load costs. Loads beyond what was measured are reported.
+        bounds=ancient(f"{RESULTS}/load_bounds.json") if is_measured() else [],
     output:
         measurements=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parquet",
         parameters=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parameters.parquet",
@@ -12,8 +15,9 @@ rule profile_costs:
     # All cores, so that nothing else runs beside a measurement.
     threads: all_cores() if is_measured() else 1
     resources:
-        **one_device(),
+        **devices_of_tp(),
     params:
+        bounds=lambda wildcards, input: f"--bounds {input.bounds}" if input.bounds else "",
         config=config_for("profile-costs"),
         # Wildcards are no part of the between-workflow cache's key, params are.
         module="{module}",
@@ -22,7 +26,7 @@ rule profile_costs:
         code=code_of("profile-costs"),
     shell:
         "dflop profile-costs --config {params.config:q} --module {wildcards.module} --tp {wildcards.tp}"
-        " --out {output.measurements} 2> {log} | tee -a {log}"
+        " {params.bounds} --out {output.measurements} 2> {log} | tee -a {log}"
 
 
 rule fit_costs:

@@ -33,7 +33,8 @@ rule merge_shapes:
     input:
         lambda wildcards: [f"{RESULTS}/shapes/{shard}.parquet" for shard in all_shards()],
     output:
-        f"{RESULTS}/shapes.duckdb",
+        shapes=f"{RESULTS}/shapes.duckdb",
+        bounds=f"{RESULTS}/load_bounds.json",
     log:
         f"{RESULTS}/logs/merge_shapes.log",
     priority: 10
@@ -42,7 +43,8 @@ rule merge_shapes:
         shards=lambda wildcards: all_shards(),
         code=code_of("merge-shapes"),
     shell:
-        "dflop merge-shapes --config {params.config:q} --shapes $(dirname {output})/shapes --out {output} 2> {log} | tee -a {log}"
+        "dflop merge-shapes --config {params.config:q} --shapes $(dirname {output.shapes})/shapes --out {output.shapes}"
+        " --bounds {output.bounds} 2> {log} | tee -a {log}"
 
 
 rule plot_shapes:

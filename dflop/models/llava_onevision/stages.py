@@ -45,9 +45,20 @@ def make_hf_config(fields: dict[str, Any], placeholder_ids: dict[str, int], voca
 class Stage(nn.Module):
     """Common to all stages: the partial Hugging Face model, under its own parameter names."""
 
-    def __init__(self, hf: LlavaOnevisionForConditionalGeneration) -> None:
+    def __init__(
+        self, hf: LlavaOnevisionForConditionalGeneration, layers: range, *, is_first: bool, is_last: bool
+    ) -> None:
         super().__init__()
-        self.hf = hf
+        self.hf, self.layers, self.is_first, self.is_last = hf, layers, is_first, is_last
+
+    def set_checkpointing(self, on: bool) -> None:
+        """Whether layers keep their inputs only and compute the rest again in backward."""
+        # transformers 5.23 renamed both; the old names are to go in version 6.
+        if on:
+            enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        else:
+            (getattr(self.hf, "activation_checkpointing_disable", None) or self.hf.gradient_checkpointing_disable)()
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         return self.hf.state_dict()
@@ -57,15 +68,24 @@ class Stage(nn.Module):
 
 
 class VisionStage(Stage):
-    """Encoder and projector: items in, the LLM's visual tokens out."""
+    """A run of the encoder's layers, with the patches' embedding if it is the first and the projector if the last."""
 
-    def forward(self, batch: VisualBatch) -> list[torch.Tensor]:
-        """Features of each sample, [kept_tokens, hidden_size]."""
+    def embed(self, batch: VisualBatch) -> torch.Tensor:
+        """Embedded patches [num_items, num_patches, hidden_size]."""
+        return self.hf.model.vision_tower.embeddings(batch.items)
+
+    def encode(self, hidden: torch.Tensor, batch: VisualBatch | None = None) -> list[torch.Tensor]:
+        """What comes in, and the output of each layer, as `vision_feature_layer` counts them."""
+        outputs = [hidden]
+        for index in self.layers:
+            outputs.append(self.hf.model.vision_tower.encoder.layers[index](outputs[-1], None))
+        return outputs
+
+    def finish(self, outputs: list[torch.Tensor], batch: VisualBatch) -> list[torch.Tensor]:
+        """Features of each sample, [kept_tokens, hidden_size of the LLM]."""
         model, config = self.hf.model, self.hf.config
-        outputs = model.vision_tower(batch.items, output_hidden_states=True)
-        layers = config.vision_feature_layer
-        chosen = [outputs.hidden_states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
-        hidden = torch.cat(chosen, dim=-1)
+        chosen = config.vision_feature_layer
+        hidden = torch.cat([outputs[layer] for layer in ([chosen] if isinstance(chosen, int) else chosen)], dim=-1)
         if config.vision_feature_select_strategy == "default":
             hidden = hidden[:, 1:]
         per_item = model.multi_modal_projector(hidden)
@@ -88,15 +108,13 @@ class VisionStage(Stage):
             features.append(torch.cat(parts)[:kept])
         return features
 
+    def forward(self, batch: VisualBatch) -> list[torch.Tensor]:
+        """Items in, each sample's features out."""
+        return self.finish(self.encode(self.embed(batch)), batch)
+
 
 class LlmStage(Stage):
     """A run of the LLM's layers, with the embedding if it is the first and the head and loss if it is the last."""
-
-    def __init__(
-        self, hf: LlavaOnevisionForConditionalGeneration, layers: range, *, is_first: bool, is_last: bool
-    ) -> None:
-        super().__init__(hf)
-        self.layers, self.is_first, self.is_last = layers, is_first, is_last
 
     def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
         """Token embeddings [1, num_tokens, hidden_size] with the visual features put in their places."""
@@ -106,19 +124,26 @@ class LlmStage(Stage):
                 hidden = hidden.index_copy(0, positions, values.to(hidden.dtype))
         return hidden.unsqueeze(0)
 
-    def forward(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
-        """Hidden states [1, num_tokens, hidden_size]; on the last stage the summed loss over all target tokens."""
+    def encode(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
+        """Hidden states [1, num_tokens, hidden_size] behind this stage's layers."""
         language_model = self.hf.model.language_model
         rotary = language_model.rotary_emb(hidden, batch.position_ids[None])
         for index in self.layers:
             hidden = language_model.layers[index](
                 hidden, attention_mask=None, position_embeddings=rotary, segment_ends=batch.segment_ends
             )
-        if not self.is_last:
-            return hidden
-        at_targets = language_model.norm(hidden[0, batch.target_positions])
+        return hidden
+
+    def finish(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
+        """The summed loss over all target tokens."""
+        at_targets = self.hf.model.language_model.norm(hidden[0, batch.target_positions])
         logits = self.hf.lm_head(at_targets).float() if hidden.dtype != torch.float64 else self.hf.lm_head(at_targets)
         return cross_entropy(logits, batch.target_ids, reduction="sum")
+
+    def forward(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
+        """Hidden states in and out; on the last stage the loss comes out."""
+        hidden = self.encode(hidden, batch)
+        return self.finish(hidden, batch) if self.is_last else hidden
 
 
 def build_stage(
@@ -138,13 +163,14 @@ def build_stage(
     """
     config.text_config._attn_implementation = PACKED
     config.vision_config._attn_implementation = "sdpa"
-    num_layers = config.text_config.num_hidden_layers
+    num_layers = (config.text_config if module == "llm" else config.vision_config).num_hidden_layers
     is_first, is_last = layers.start == 0, layers.stop == num_layers
     with torch.device("meta"):
         hf = LlavaOnevisionForConditionalGeneration(config)
     if module == "vision":
+        assert layers == range(num_layers), "encoders run in one stage"
         hf.model.language_model, hf.lm_head = None, None
-        stage: VisionStage | LlmStage = VisionStage(hf)
+        stage: VisionStage | LlmStage = VisionStage(hf, layers, is_first=is_first, is_last=is_last)
     else:
         if config.tie_word_embeddings and not (is_first and is_last):
             raise UserError(
@@ -168,9 +194,7 @@ def build_stage(
     if checkpoint is not None:
         _load_weights(hf, checkpoint)
     if checkpointing:
-        # transformers 5.23 renamed it; the old name is to go in version 6.
-        enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        stage.set_checkpointing(True)
     if dtype == torch.float64:
         norms_in_float64(hf)
     return stage.to(device=device, dtype=dtype).train()

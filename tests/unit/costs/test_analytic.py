@@ -1,5 +1,6 @@
 """Counts agree with torch's own on the real modules; what is made of them looks and fits as measurements do."""
 
+import gc
 import re
 from copy import deepcopy
 
@@ -14,8 +15,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from dflop.costs import CostModel, Loads, analytic_points, fit_costs, load_device, measure, module_work
-from dflop.costs.model import FEATURES, Coefficients, column_of
+from dflop.costs import CostModel, Loads, analytic_points, fit_costs, load_device, module_work
+from dflop.costs.design import Point
+from dflop.costs.measure import Bench
+from dflop.costs.model import FEATURES, Coefficients
 from dflop.errors import UserError
 from dflop.models import ModelSpec, internvl, llava_onevision
 from dflop.models.attention import PACKED
@@ -78,9 +81,9 @@ def make_loads(num_items=0, num_tokens=0, sum_sq_tokens=0, num_targets=0) -> Loa
 
 
 def whole(spec: ModelSpec, module: str, count, tp: int = 1) -> float:
-    """`count(part)` of the rest and of every layer."""
+    """`count(part)` of the first and the last part and of every layer."""
     work = module_work(spec, module, tp)
-    return float(count(work.rest) + spec.module(module).num_layers * count(work.layer))
+    return float(count(work.first) + count(work.last) + spec.module(module).num_layers * count(work.layer))
 
 
 def square_flops(spec: ModelSpec, module: str, loads: Loads) -> float:
@@ -96,7 +99,8 @@ def run_vision(model: PreTrainedModel, spec: ModelSpec, num_items: int) -> torch
         return model.model.get_image_features(pixel_values=items).pooler_output
     media = tuple((MediumLayout("image", 1, side, side),) for _ in range(num_items))
     batch = VisualBatch(items=items, media=media, kept_tokens=(1 << 30,) * num_items)
-    return torch.cat(VisionStage(model)(batch))
+    layers = range(spec.module("vision").num_layers)
+    return torch.cat(VisionStage(model, layers, is_first=True, is_last=True)(batch))
 
 
 def run_llm(model: PreTrainedModel, num_segments: int, length: int, num_targets: int) -> torch.Tensor:
@@ -183,8 +187,7 @@ def test_parameters_are_those_of_the_model(name, tied):
         expected = 4 * sum(weight.numel() for weight in weights)
         frame = analytic_points(spec, module, 1, load_device("a100-80g")).parameters
         found = {row["part"]: row["parameter_bytes"] for row in frame.iter_rows(named=True)}
-        assert found["rest"] + 2 * found["layer"] == expected
-        assert found["layer_input"] == 0
+        assert found["first"] + found["last"] + 2 * found["layer"] == expected
 
 
 @pytest.mark.parametrize(("family", "silent"), [("internvl", True), ("llava_onevision", False)])
@@ -198,11 +201,21 @@ def test_a_config_that_does_not_say_whether_the_head_is_the_embedding_is_read_as
 
 
 def saved_bytes(model: PreTrainedModel, forward) -> int:
-    def in_bf16():
-        with torch.autocast("cpu", torch.bfloat16):
-            return forward()
+    """Bytes that autograd keeps between a forward in bf16 and its backward, parameters left out."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages, kept = {}, []
 
-    return measure._saved_bytes(in_bf16, model)
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)  # while it lives, no other storage can take its address
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        forward()
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -227,6 +240,7 @@ def test_what_an_llm_keeps_is_what_autograd_keeps(name):
         copies = 2 * 2 * num_tokens * attention
         loads = make_loads(0, num_tokens, num_segments * length**2, num_targets)
         expected = whole(spec, "llm", lambda part, loads=loads: part.saved_bytes(loads))
+        expected += module_work(spec, "llm").stage_bytes(loads)
         assert found - copies == pytest.approx(expected, rel=1e-5)  # nor the loss's weight
 
 
@@ -249,23 +263,27 @@ def h100():
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
-def test_points_have_the_columns_that_measuring_gives(module, tiny_spec, tokenizer, h100, monkeypatch):
-    monkeypatch.setattr(measure, "_NUM_ITEMS", (1,))
-    monkeypatch.setattr(measure, "_NUM_TOKENS", (32,))
-    measured = measure.measure_module(
+def test_points_have_the_columns_that_measuring_gives(module, tiny_spec, tokenizer, h100):
+    bench = Bench(
         tiny_spec,
         module,
+        2,
         placeholder_ids=tokenizer.placeholder_ids,
         vocab_size=tokenizer.vocab_size,
-        repeats=1,
         device=torch.device("cpu"),
         precision="bf16",
     )
-    points = analytic_points(tiny_spec, module, 1, h100)
-    assert points.measurements.schema == measured.measurements.schema
-    assert points.parameters.schema == measured.parameters.schema
-    layers = [frame.filter(pl.col("part") != "rest") for frame in (points.parameters, measured.parameters)]
-    assert layers[0].equals(layers[1])
+    gc.unfreeze()
+    point = Point(
+        "first", 0, False, **({"num_items": 1} if module == "vision" else {"num_tokens": 8, "num_segments": 1})
+    )
+    points, measured = analytic_points(tiny_spec, module, 1, h100), pl.DataFrame(bench.measure(point, 1, 1.0))
+    assert dict(points.measurements.schema) == dict(measured.schema)
+    sizes = bench.parameter_sizes()
+    assert points.parameters.schema == sizes.schema
+    if module == "vision":  # the LLM's vocabulary is the tokenizer's here
+        assert points.parameters.equals(sizes)
+    assert points.parameters.row(0) == sizes.row(0)
 
 
 def test_points_cover_what_real_models_see(h100):
@@ -274,9 +292,11 @@ def test_points_cover_what_real_models_see(h100):
     assert (vision["num_items"].min(), vision["num_items"].max()) == (1, 2000)
     llm = analytic_points(spec, "llm", 1, h100).measurements
     assert (llm["num_tokens"].min(), llm["num_tokens"].max()) == (64, 131_072)
-    num_segments = llm["num_tokens"].cast(pl.Float64) ** 2 / llm["sum_sq_tokens"]
-    assert (num_segments.min(), num_segments.max()) == (1, 64)
-    assert set(llm["num_layers"]) == set(vision["num_layers"]) == {1, 4}
+    lengths = llm["sum_sq_tokens"] / llm["num_tokens"]
+    assert (lengths.min(), lengths.max()) == (64, 16_384)
+    for frame in (vision, llm):
+        assert set(frame.filter(pl.col("piece") == "layers")["num_layers"]) == {1, 4}
+        assert set(frame["piece"]) == {"layers", "first", "last", "whole"}
     assert (llm["seconds"] > 0).all()
 
 
@@ -293,14 +313,18 @@ def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp,
     # What the fit leaves is where a product is bound by memory, and not by computing.
     assert (tables["fit_error"]["p95_error"] < 0.05).all()
     path = tmp_path / "costs.duckdb"
-    write_costs(path, {"measurements": measurements, "device": pl.DataFrame({"device": [device]}), **tables}, {})
+    device_frame = pl.DataFrame({"device": [device], "overhead_bytes": [0], "allocator_share": [0.0]})
+    write_costs(path, {"measurements": measurements, "device": device_frame, **tables}, {})
     costs, loads = CostModel.load(path), make_loads(0, 6000, 9e6, 1500)
-    kept = costs.stage_memory("llm", tp, 20, loads, with_rest=True)
+    kept = costs.stage_memory("llm", tp, 20, loads, is_first=True, is_last=True)
     work = module_work(spec, "llm", tp)
-    expected = 20 * work.layer.saved_bytes(loads) + work.rest.saved_bytes(loads)
+    ends = (work.first, work.last)
+    expected = 20 * work.layer.saved_bytes(loads) + sum(part.saved_bytes(loads) for part in ends)
+    expected += work.stage_bytes(loads)
     assert float(kept.activation_bytes) == pytest.approx(float(expected), rel=1e-3)
-    assert kept.resident_bytes == 16 * (20 * work.layer.num_parameters + work.rest.num_parameters)
-    checkpointed = costs.stage_memory("llm", tp, 20, loads, with_rest=True, checkpointing=True)
+    num_parameters = 20 * work.layer.num_parameters + sum(part.num_parameters for part in ends)
+    assert kept.resident_bytes == 16 * num_parameters
+    checkpointed = costs.stage_memory("llm", tp, 20, loads, is_first=True, is_last=True, checkpointing=True)
     assert checkpointed.activation_bytes < kept.activation_bytes / 2
 
 
@@ -309,13 +333,15 @@ def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp,
 def test_a_large_microbatch_runs_at_a_share_of_the_peak_that_training_is_known_to_reach(family, name, device):
     spec, model = SPECS[name], load_device(device)
     for module, wanted in (("vision", {"num_items": 55}), ("llm", {"num_tokens": 8192})):
-        points = analytic_points(spec, module, 1, model).measurements.filter(pl.col("num_layers") == 4)
-        for one in points.filter(pl.col(key) == count for key, count in wanted.items()).partition_by("sum_sq_tokens"):
+        points = analytic_points(spec, module, 1, model).measurements
+        points = points.filter((pl.col("num_layers") == 4) & ~pl.col("checkpointing"))
+        for one in points.filter(pl.col(key) == count for key, count in wanted.items()).partition_by(
+            "sum_sq_tokens", "num_targets"
+        ):
             loads = make_loads(*(one[feature][0] for feature in FEATURES))
             work = module_work(spec, module)
             flops = sum(
-                times * (part.dense_flops(loads) + part.attention_flops(loads))
-                for part, times in ((work.layer, 4), (work.rest, 1))
+                times * (part.dense_flops(loads) + part.attention_flops(loads)) for part, times in ((work.layer, 4),)
             )
             assert 0.25 < 3 * flops / one["seconds"].sum() / model.peak_flops_per_s < 0.65
 
@@ -328,7 +354,7 @@ def test_a_large_microbatch_runs_at_a_share_of_the_peak_that_training_is_known_t
 def test_more_load_never_does_less(module, less, more):
     work = module_work(SPECS["internvl_78b"], module)
     small, large = make_loads(*less), make_loads(*np.add(less, more))
-    for part in (work.layer, work.rest):
+    for part in (work.layer, work.first, work.last):
         for name in ("dense_flops", "square_flops", "matmul_bytes", "pointwise_bytes", "saved_bytes", "size"):
             assert getattr(part, name)(large) >= getattr(part, name)(small)
 
@@ -338,13 +364,16 @@ def test_more_load_never_does_less(module, less, more):
 def test_seconds_and_bytes_grow_with_every_load(direction, tp, h100):
     spec = SPECS["llava_ov_7b"]
     vision, llm = (analytic_points(spec, module, tp, h100).measurements for module in ("vision", "llm"))
-    for frame in vision.filter(pl.col("pass") == direction).partition_by("num_layers"):
+    kinds = ("piece", "num_layers", "checkpointing")
+    for frame in vision.filter(pl.col("pass") == direction).partition_by(*kinds):
         for column in ("seconds", "peak_bytes"):
             assert frame[column].diff().drop_nulls().min() > 0
-    llm = llm.filter(pl.col("pass") == direction).with_columns(
-        num_segments=pl.col("num_tokens") ** 2 // pl.col("sum_sq_tokens")
-    )
-    for frame in llm.partition_by("num_layers", "num_segments"):
+    forms = {
+        "length": pl.col("sum_sq_tokens") // pl.col("num_tokens"),
+        "share": pl.col("num_targets") * 20 // pl.col("num_tokens"),
+    }
+    llm = llm.filter(pl.col("pass") == direction, num_tokens >= 16_384).with_columns(**forms)
+    for frame in llm.partition_by(*kinds, *forms):
         for column in ("seconds", "peak_bytes"):
             assert frame[column].diff().drop_nulls().min() > 0
 
@@ -352,6 +381,7 @@ def test_seconds_and_bytes_grow_with_every_load(direction, tp, h100):
 def test_backward_takes_longer_than_forward_and_more_layers_longer_than_few(h100):
     for module in ("vision", "llm"):
         frame = analytic_points(SPECS["internvl_8b"], module, 1, h100).measurements
+        frame = frame.filter((pl.col("piece") == "layers") & ~pl.col("checkpointing"))
         forward, backward = (frame.filter(pl.col("pass") == name)["seconds"] for name in ("forward", "backward"))
         assert (backward > 1.9 * forward).all()
         shallow, deep = (frame.filter(pl.col("num_layers") == depth)["seconds"] for depth in (1, 4))
@@ -387,11 +417,12 @@ def test_tensor_parallelism_halves_products_and_leaves_norms_whole(name, module)
 def test_the_vocabulary_is_divided_and_the_patch_embedding_is_not():
     spec = SPECS["llava_ov_7b"]
     one, two = module_work(spec, "llm"), module_work(spec, "llm", 2)
-    assert ratio(one.rest.dense_flops, two.rest.dense_flops) == {0.5}
-    assert 2 * two.rest.num_parameters - one.rest.num_parameters == 3584  # the last norm
+    assert ratio(one.last.dense_flops, two.last.dense_flops) == {0.5}
+    assert 2 * two.first.num_parameters == one.first.num_parameters
+    assert 2 * two.last.num_parameters - one.last.num_parameters == 3584  # the last norm
     one, two = module_work(spec, "vision"), module_work(spec, "vision", 2)
     projector = 1152 * 3584 + 3584**2
-    assert one.rest.num_matrix_parameters - two.rest.num_matrix_parameters == projector / 2
+    assert one.last.num_matrix_parameters - two.last.num_matrix_parameters == projector / 2
 
 
 def test_a_layer_reduces_its_hidden_states_twice_in_either_direction(h100):
@@ -399,7 +430,9 @@ def test_a_layer_reduces_its_hidden_states_twice_in_either_direction(h100):
     for tp in (1, 2, 4):
         layer = module_work(spec, "llm", tp).layer
         assert [float(reduced(loads)) for reduced in layer.reduced_bytes] == [2 * 2 * 3584 * 1000] * 2
-    two, four = (analytic_points(spec, "llm", tp, h100).measurements for tp in (2, 4))
+    two, four = (
+        analytic_points(spec, "llm", tp, h100).measurements.filter(pl.col("piece") == "layers") for tp in (2, 4)
+    )
     busiest = pl.col("num_tokens") == 131_072
     assert (four.filter(busiest)["seconds"] < two.filter(busiest)["seconds"]).all()
     # Many ranks help a large microbatch, and not a small one, whose norms and launches stay.
@@ -501,9 +534,3 @@ def test_an_entry_that_is_no_device_names_the_file_and_the_key(old, new, reason,
 def test_a_file_that_is_not_there_says_so(tmp_path):
     with pytest.raises(UserError, match=r"none\.yaml cannot be read"):
         load_device("mine", tmp_path / "none.yaml")
-
-
-def test_every_part_of_a_fitted_table_has_a_column_for_each_load(h100):
-    points = analytic_points(SPECS["internvl_8b"], "llm", 1, h100)
-    inputs = {row["part"]: row for row in points.parameters.iter_rows(named=True)}["layer_input"]
-    assert inputs[column_of("num_tokens", "bytes")] == 4 * 3584

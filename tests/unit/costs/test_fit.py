@@ -1,4 +1,6 @@
-"""The fit finds the coefficients that made the measurements, and says how wrong it is on what it has not seen."""
+"""The fit finds the costs that made the measurements, and says how wrong it is on stages that it has not seen."""
+
+import dataclasses
 
 import numpy as np
 import polars as pl
@@ -7,185 +9,148 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.costs import CostModel, Loads, fit_costs
-from dflop.costs.model import FEATURES, column_of
+from dflop.costs.fit import fit_model, median_points
+from dflop.costs.model import FEATURES, Coefficients, column_of
 from dflop.errors import UserError
-from dflop.store import write_costs
 
-DEPTHS = (1, 4)
-# A made-up LLM: (part, load) -> seconds; `const` is the load of 1 that every microbatch has.
-LLM_FORWARD = {
-    ("rest", "const"): 4e-4,
-    ("rest", "num_tokens"): 3e-7,
-    ("rest", "num_targets"): 5e-6,
-    ("layer", "const"): 2e-4,
-    ("layer", "num_tokens"): 1e-6,
-    ("layer", "sum_sq_tokens"): 8e-10,
+LOADS = {
+    "vision": Loads(*(np.array(load, dtype=float) for load in ([1, 7, 30], [0] * 3, [0] * 3, [0] * 3))),
+    "llm": Loads(
+        *(np.array(load, dtype=float) for load in ([0] * 3, [40, 700, 1900], [1600, 90_000, 1e6], [4, 90, 800]))
+    ),
 }
-VISION_FORWARD = {
-    ("rest", "const"): 1e-3,
-    ("rest", "num_items"): 2e-4,
-    ("layer", "const"): 3e-4,
-    ("layer", "num_items"): 6e-4,
-}
-LLM_BYTES = {("rest", "num_targets"): 9_000.0, ("rest", "num_tokens"): 500.0, ("layer", "num_tokens"): 3_000.0}
-VISION_BYTES = {("rest", "num_items"): 700.0, ("layer", "num_items"): 40_000.0}
 
 
-def evaluate(coefficients: dict, loads: dict, num_layers: int) -> float:
-    """The formula of the cost model, term by term."""
-    return sum(
-        value * (1 if load == "const" else loads[load]) * (num_layers if part == "layer" else 1)
-        for (part, load), value in coefficients.items()
-    )
+def fit(frames, source="measured"):
+    return fit_costs(frames.measurements, frames.parameters, source)
 
 
-def measure(module: str, noise: float = 0.0, repeats: int = 3, seed: int = 0) -> pl.DataFrame:
-    """What a device with exactly these costs would show; backward takes twice as long as forward."""
-    rng = np.random.default_rng(seed)
-    forward, sizes = (LLM_FORWARD, LLM_BYTES) if module == "llm" else (VISION_FORWARD, VISION_BYTES)
-    rows = []
-    for depth in DEPTHS:
-        for size in (1, 2, 3, 5, 8, 13, 21, 34, 55):
-            for segments, share in ((1, 0.5), (4, 0.05), (8, 0.25)) if module == "llm" else ((1, 0.0),):
-                loads = dict.fromkeys(FEATURES, 0)
-                if module == "llm":
-                    tokens = 64 * size
-                    loads |= {"num_tokens": tokens, "sum_sq_tokens": tokens**2 // segments}
-                    loads["num_targets"] = int(tokens * share)
-                else:
-                    loads["num_items"] = size
-                for direction, factor in (("forward", 1), ("backward", 2)):
-                    seconds = factor * evaluate(forward, loads, depth)
-                    rows += [
-                        {
-                            "module": module,
-                            "tp": 1,
-                            "num_layers": depth,
-                            **loads,
-                            "pass": direction,
-                            "seconds": seconds * float(np.exp(noise * rng.normal())),
-                            "peak_bytes": int(evaluate(sizes, loads, depth)),
-                            "repeat": repeat,
-                        }
-                        for repeat in range(repeats)
-                    ]
-    return pl.DataFrame(rows)
+def fitted(frames) -> CostModel:
+    return fit_model(median_points(frames.measurements), frames.parameters)
 
 
-def make_parameters(*modules: str) -> pl.DataFrame:
-    nothing = {"const_bytes": 0.0} | {column_of(feature, "bytes"): 0.0 for feature in FEATURES}
-    rows = []
-    for module in modules:
-        rows += [
-            {"module": module, "tp": 1, "part": "layer", "parameter_bytes": 4e5} | nothing,
-            {"module": module, "tp": 1, "part": "rest", "parameter_bytes": 2e5} | nothing,
-            {"module": module, "tp": 1, "part": "layer_input", "parameter_bytes": 0.0} | nothing
-            | {"per_token_bytes": 512.0},
-        ]  # fmt: skip
-    return pl.DataFrame(rows)
+@pytest.mark.parametrize("module", ["vision", "llm"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("is_first", "is_last"), [(True, True), (True, False), (False, True), (False, False)])
+def test_the_costs_that_made_the_measurements_are_found(costs, measure_as, module, checkpointing, is_first, is_last):
+    found = fitted(measure_as(costs))
+    ask = {"is_first": is_first, "is_last": is_last, "checkpointing": checkpointing}
+    for depth in (1, 7, 28):
+        expected, predicted = (
+            (
+                *model.stage_time(module, 1, depth, LOADS[module], **ask),
+                *model.stage_memory(module, 1, depth, LOADS[module], **ask),
+            )
+            for model in (costs, found)
+        )
+        for right, own in zip(expected, predicted, strict=True):
+            np.testing.assert_allclose(own, right, rtol=1e-3)
 
 
-def fit(measurements: pl.DataFrame, *modules: str) -> dict[str, pl.DataFrame]:
-    return fit_costs(measurements, make_parameters(*modules))
-
-
-def coefficient(table: pl.DataFrame, part: str, load: str, unit: str, direction: str | None = None) -> float:
-    rows = table.filter(pl.col("part") == part)
-    if direction:
-        rows = rows.filter(pl.col("pass") == direction)
-    column = f"const_{unit}" if load == "const" else column_of(load, unit)
-    return rows[column].item()
-
-
-@pytest.mark.parametrize(("module", "truth"), [("llm", LLM_FORWARD), ("vision", VISION_FORWARD)])
-@pytest.mark.parametrize(("direction", "factor"), [("forward", 1), ("backward", 2)])
-def test_the_coefficients_that_made_the_measurements_are_found(module, truth, direction, factor):
-    table = fit(measure(module), module)["time_model"]
-    for part in ("rest", "layer"):
-        for load in ("const", *FEATURES):
-            expected = factor * truth.get((part, load), 0.0)
-            found = coefficient(table, part, load, "s", direction)
-            assert found == pytest.approx(expected, rel=1e-6, abs=1e-15), (part, load)
-
-
-def test_bytes_are_found_as_seconds_are():
-    table = fit(measure("llm"), "llm")["memory_model"]
-    for part in ("rest", "layer"):
-        for load in ("num_tokens", "num_targets"):
-            assert coefficient(table, part, load, "bytes") == pytest.approx(LLM_BYTES.get((part, load), 0.0), rel=1e-3)
+def test_load_beyond_a_cache_may_cost_more_a_unit(costs, measure_as):
+    bent = Coefficients(2e-4, (0, 5e-6, 0, 0), ((500.0, 5e-6),), 1)
+    times = costs.times | {
+        ("llm", 1, "layer", checkpointing, direction): bent
+        for checkpointing in (False, True)
+        for direction in ("forward", "backward")
+    }
+    model = dataclasses.replace(costs, times=times)
+    found = fitted(measure_as(model))
+    for tokens in (50.0, 400.0, 1500.0):
+        loads = Loads(*(np.array(load) for load in (0.0, tokens, 0.0, 0.0)))
+        assert found.times["llm", 1, "layer", False, "forward"](loads) == pytest.approx(bent(loads), rel=0.05)
+    straight = fitted(measure_as(costs)).times["llm", 1, "layer", False, "forward"]
+    assert sum(slope for _, slope in straight.hinges) < 0.02 * straight.per_load[1]
 
 
 @settings(deadline=None, max_examples=15)
 @given(noise=st.floats(0.0, 1.0), seed=st.integers(0, 1000))
-def test_no_coefficient_is_ever_negative(noise, seed):
-    tables = fit(measure("llm", noise=noise, repeats=1, seed=seed), "llm")
+def test_no_coefficient_is_ever_negative(costs, measure_as, noise, seed):
+    tables = fit(measure_as(costs, modules=("llm",), noise=noise, repeats=1, seed=seed))
     for table, unit in (("time_model", "s"), ("memory_model", "bytes")):
         for column in (f"const_{unit}", *(column_of(feature, unit) for feature in FEATURES)):
             assert (tables[table][column] >= 0).all()
     times = tables["time_model"]
-    assert (times.filter(pl.col("part") == "layer")["per_target_s"] == 0).all()  # the head alone sees targets
-    assert (times.filter(pl.col("part") == "rest")["per_sum_sq_token_s"] == 0).all()  # and layers alone attend
+    assert (times["hinge_s"].list.min().fill_null(0) >= 0).all()
+    assert (times.filter(pl.col("part") != "last")["per_target_s"] == 0).all()  # the head alone sees targets
+    assert (times.filter(pl.col("part") != "layer")["per_sum_sq_token_s"] == 0).all()  # and layers alone attend
 
 
-def test_exact_measurements_leave_no_error_and_noisy_ones_about_their_noise():
-    exact = fit(measure("llm"), "llm")["fit_error"]
-    assert (exact["p95_error"] < 1e-6).all()
-    noisy = fit(measure("llm", noise=0.1, repeats=1), "llm")["fit_error"]
+def test_exact_measurements_leave_no_error_and_noisy_ones_about_their_noise(costs, measure_as):
+    exact = fit(measure_as(costs))["fit_error"]
+    assert (exact["p95_error"] < 2e-3).all()
+    assert exact.select("module", "tp", "pass").rows() == [
+        (module, 1, direction) for module in ("vision", "llm") for direction in ("forward", "backward")
+    ]
+    assert exact["num_held_out"].to_list() == [16, 16, 60, 60]
+    noisy = fit(measure_as(costs, noise=0.1, repeats=1))["fit_error"]
     assert noisy["median_error"].is_between(0.01, 0.3).all()
     assert (noisy["p95_error"] >= noisy["median_error"]).all()
 
 
-def test_a_third_of_the_points_is_held_out_of_the_fit_that_is_judged():
-    errors = fit(measure("llm"), "llm")["fit_error"]
-    assert errors["num_points"].to_list() == [54, 54]
-    assert errors["num_held_out"].to_list() == [18, 18]
-    assert errors.select("module", "tp", "pass").rows() == [("llm", 1, "forward"), ("llm", 1, "backward")]
+def test_whole_stages_are_kept_out_of_the_fit_and_a_stage_that_is_more_than_its_parts_shows(costs, measure_as):
+    frames = measure_as(costs)
+    slower = pl.when(pl.col("piece") == "whole").then(1.5).otherwise(1.0)
+    disturbed = frames._replace(measurements=frames.measurements.with_columns(seconds=pl.col("seconds") * slower))
+    before, after = fit(frames), fit(disturbed)
+    assert after["time_model"].equals(before["time_model"])
+    assert after["fit_error"]["median_error"].to_list() == pytest.approx([1 / 3] * 4, abs=1e-3)
+    assert after["fit_error"]["bias"].to_list() == pytest.approx([-1 / 3] * 4, abs=1e-3)
 
 
-def test_a_law_that_the_model_cannot_follow_shows_as_a_held_out_error():
-    frame = measure("vision").with_columns(seconds=1e-3 * 1.2 ** pl.col("num_items"))
-    assert (fit(frame, "vision")["fit_error"]["median_error"] > 0.3).all()
+def test_a_single_slow_repeat_changes_nothing(costs, measure_as):
+    frames = measure_as(costs, repeats=3)
+    slow = pl.when(pl.col("repeat") == 1).then(pl.col("seconds") * 50).otherwise(pl.col("seconds"))
+    disturbed = frames._replace(measurements=frames.measurements.with_columns(seconds=slow))
+    assert fit(disturbed)["time_model"].equals(fit(frames)["time_model"])
 
 
-def test_a_single_slow_repeat_changes_nothing():
-    clean = measure("llm")
-    disturbed = clean.with_columns(
-        seconds=pl.when(pl.col("repeat") == 1).then(pl.col("seconds") * 50).otherwise(pl.col("seconds"))
+def test_a_slow_point_in_twenty_changes_little(costs, measure_as):
+    frames = measure_as(costs)
+    slow = pl.when(pl.int_range(pl.len()) % 20 == 7).then(pl.col("seconds") * 2).otherwise(pl.col("seconds"))
+    disturbed = frames._replace(
+        measurements=frames.measurements.sort("piece", "pass", "num_layers", maintain_order=True).with_columns(
+            seconds=slow
+        )
     )
-    assert fit(disturbed, "llm")["time_model"].equals(fit(clean, "llm")["time_model"])
+    assert (fit(disturbed)["fit_error"]["median_error"] < 0.05).all()
 
 
-def test_modules_are_fitted_apart():
-    both = fit(pl.concat([measure("vision"), measure("llm")]), "vision", "llm")["time_model"]
-    alone = fit(measure("llm"), "llm")["time_model"]
+def test_modules_are_fitted_apart(costs, measure_as):
+    both = fit(measure_as(costs))["time_model"]
+    alone = fit(measure_as(costs, modules=("llm",)))["time_model"]
     assert both.filter(pl.col("module") == "llm").equals(alone)
     assert set(both["module"]) == {"vision", "llm"}
 
 
 @pytest.mark.parametrize(
-    "thin_out",
+    "kept",
     [
-        lambda frame: frame.filter(pl.col("num_layers") == 1),
-        lambda frame: frame.filter(pl.col("num_items") <= 3),
+        pl.col("num_layers") != 4,
+        (pl.col("num_items") <= 2) | (pl.col("piece") != "layers"),
+        (pl.col("num_items") <= 2) | (pl.col("piece") != "last"),
     ],
 )
-def test_too_few_points_say_how_many_there_are_and_what_to_run(thin_out):
+def test_too_few_points_say_how_many_there_are_and_what_to_run(costs, measure_as, kept):
+    frames = measure_as(costs, modules=("vision",))
     with pytest.raises(
-        UserError, match=r"vision tp=1: \d+ forward points at \d depth.* run `dflop profile-costs` again"
+        UserError, match=r"vision tp=1: \d+ forward points of \w+ at \d depth.* `dflop profile-costs` again"
     ):
-        fit(thin_out(measure("vision")), "vision")
+        fit(frames._replace(measurements=frames.measurements.filter(kept)))
 
 
-def test_what_is_fitted_is_what_the_cost_model_loads_and_predicts(tmp_path):
-    measurements = pl.concat([measure("vision"), measure("llm")])
-    tables = fit(measurements, "vision", "llm")
-    path = tmp_path / "costs.duckdb"
-    write_costs(path, {"measurements": measurements, "device": pl.DataFrame({"device": ["made up"]}), **tables}, {})
-    costs = CostModel.load(path)
-    loads = {"num_items": 0, "num_tokens": 3000, "sum_sq_tokens": 10**6, "num_targets": 400}
-    forward, backward = costs.stage_time("llm", 1, 7, Loads(*map(np.array, loads.values())), with_rest=True)
-    assert float(forward) == pytest.approx(evaluate(LLM_FORWARD, loads, 7))
-    assert float(backward) == pytest.approx(2 * evaluate(LLM_FORWARD, loads, 7))
-    memory = costs.stage_memory("llm", 1, 7, Loads(*map(np.array, loads.values())), with_rest=True)
-    assert float(memory.activation_bytes) == pytest.approx(evaluate(LLM_BYTES, loads, 7), rel=1e-3)
-    assert memory.resident_bytes == 4 * (7 * 4e5 + 2e5)
+def test_points_that_ran_out_of_memory_are_kept_and_not_fitted(costs, measure_as):
+    frames = measure_as(costs)
+    lost = frames.measurements.filter(pl.col("num_tokens") == 2048).with_columns(
+        num_tokens=4096, seconds=pl.lit(None, pl.Float64), peak_bytes=pl.lit(None, pl.Int64)
+    )
+    tables = fit(frames._replace(measurements=pl.concat([frames.measurements, lost], how="vertical_relaxed")))
+    assert tables["time_model"].equals(fit(frames)["time_model"])
+    assert tables["load_range"].filter(pl.col("module") == "llm")["most_num_tokens"].item() == 2048
+
+
+def test_what_is_fitted_is_what_the_cost_model_loads_and_predicts(costs, measure_as, tmp_path):
+    frames = measure_as(costs)
+    frames.write(tmp_path / "costs.duckdb", fit(frames))
+    loaded = CostModel.load(tmp_path / "costs.duckdb")
+    assert loaded == fitted(frames)

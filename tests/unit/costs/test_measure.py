@@ -1,4 +1,4 @@
-"""Measuring runs the real layers: every point has its columns, times are times, and saved bytes grow with the load."""
+"""Measuring runs the real layers: every piece has its columns, times are times, and bytes are those that live."""
 
 import gc
 
@@ -6,131 +6,141 @@ import polars as pl
 import pytest
 import torch
 
-from dflop.costs import fit_costs, measure
-from dflop.costs.model import FEATURES, column_of
+from dflop.costs.design import Point
+from dflop.costs.fit import POINT_KEYS
+from dflop.costs.measure import Bench, _LiveBytes
 from dflop.errors import UserError
 from dflop.models import internvl
 
-COLUMNS = ("module", "tp", "num_layers", *FEATURES, "pass", "seconds", "peak_bytes", "repeat")
+COLUMNS = {*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"}
+PIECES = ("layers", "first", "last", "whole")
+
+
+def make_bench(spec, tokenizer, module, precision="fp32", depth=4):
+    return Bench(
+        spec,
+        module,
+        depth,
+        placeholder_ids=tokenizer.placeholder_ids,
+        vocab_size=tokenizer.vocab_size,
+        device=torch.device("cpu"),
+        precision=precision,
+    )
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_spec, tokenizer):
-    """Both modules at a few small sizes."""
-    gc.freeze()  # measuring collects garbage at each point, for which torch and transformers are a large heap
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_NUM_ITEMS", (1, 4, 7, 12, 15))
-        patch.setattr(measure, "_NUM_TOKENS", (32, 128, 256))
-        both = {
-            module: measure.measure_module(
-                tiny_spec,
-                module,
-                placeholder_ids=tokenizer.placeholder_ids,
-                vocab_size=tokenizer.vocab_size,
-                repeats=1,
-                device=torch.device("cpu"),
-                precision="fp32",
-            )
-            for module in ("vision", "llm")
-        }
+def benches(tiny_spec, tokenizer):
+    yield {module: make_bench(tiny_spec, tokenizer, module) for module in ("vision", "llm")}
     gc.unfreeze()
-    return both
 
 
-def test_every_point_is_measured_forward_and_backward_at_two_depths(measured):
-    frame = measured["llm"].measurements
-    assert set(COLUMNS) == set(frame.columns)
-    assert len(frame) == 2 * 2 * 3 * 3
-    assert set(frame["num_layers"]) == {1, 4}
+def point_of(module, piece, size, *, depth=1, checkpointing=False, num_segments=1):
+    if module == "vision":
+        return Point(piece, depth, checkpointing, num_items=size)
+    return Point(piece, depth, checkpointing, num_tokens=size, num_segments=num_segments, num_targets=size // 4)
+
+
+def measure(bench, point, repeats=1):
+    return pl.DataFrame(bench.measure(point, repeats, 10.0))
+
+
+@pytest.mark.parametrize("module", ["vision", "llm"])
+@pytest.mark.parametrize("piece", PIECES)
+def test_every_piece_is_measured_forward_and_backward(benches, module, piece):
+    frame = measure(benches[module], point_of(module, piece, 32 if module == "llm" else 3), repeats=2)
+    assert set(frame.columns) == COLUMNS
     assert set(frame["pass"]) == {"forward", "backward"}
+    assert frame.filter(pl.col("pass") == "forward")["repeat"].to_list() == list(range(len(frame) // 2))
+    assert len(frame) >= 4
     assert (frame["seconds"] > 0).all()
-    assert (frame["num_items"] == 0).all()
-    vision = measured["vision"].measurements
-    assert set(vision["num_items"]) == {1, 4, 7, 12, 15}
-    assert (vision["num_tokens"] == 0).all()
+    assert (frame["peak_bytes"] >= frame["saved_bytes"]).all()
+    assert frame["num_items"][0] == (3 if module == "vision" else 0)
 
 
-def test_segments_square_apart(measured):
-    frame = measured["llm"].measurements
-    whole = frame.filter(pl.col("num_tokens") == 256)["sum_sq_tokens"].unique().sort().to_list()
-    assert whole == [8 * 32**2, 4 * 64**2, 256**2]
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_bytes_grow_with_the_load_and_the_depth_and_checkpointing_saves_most_of_them(benches, module):
+    def saved(**arguments):
+        return measure(benches[module], point_of(module, "layers", **arguments))["saved_bytes"][0]
+
+    small, large = (8, 16) if module == "vision" else (256, 512)
+    assert saved(size=large, depth=4) == pytest.approx(2 * saved(size=small, depth=4), rel=0.05)
+    assert saved(size=small, depth=4) == pytest.approx(4 * saved(size=small, depth=1), rel=0.05)
+    thin = saved(size=small, depth=4, checkpointing=True)
+    assert thin < 0.3 * saved(size=small, depth=4)
+    # The output of each layer is the next one's input; text has rotary cosines and sines beside.
+    hidden_bytes, rotary_bytes = (4 * small * 96 * 36, 0) if module == "vision" else (4 * small * 128, 8 * small * 32)
+    assert thin == pytest.approx(4 * hidden_bytes + rotary_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(("module", "load"), [("vision", "num_items"), ("llm", "num_tokens")])
-def test_what_autograd_keeps_grows_with_the_load_and_the_depth(measured, module, load):
-    frame = measured[module].measurements.filter(pl.col("pass") == "forward")
-    if module == "llm":
-        frame = frame.filter(pl.col("sum_sq_tokens") == pl.col("num_tokens") ** 2)
-    for depth in (1, 4):
-        sizes = frame.filter(pl.col("num_layers") == depth).sort(load)["peak_bytes"].to_list()
-        assert sizes == sorted(set(sizes))
-        assert sizes[0] > 10_000
-    deep, shallow = (frame.filter(pl.col("num_layers") == depth).sort(load)["peak_bytes"] for depth in (4, 1))
-    assert (deep > 1.5 * shallow).all()
+def test_a_whole_stage_keeps_what_its_parts_keep(benches):
+    for module, size in (("vision", 8), ("llm", 256)):
+        kept = {
+            piece: measure(benches[module], point_of(module, piece, size, depth=2))["saved_bytes"][0]
+            for piece in PIECES
+        }
+        assert kept["whole"] == pytest.approx(kept["first"] + kept["layers"] + kept["last"], rel=0.1)
 
 
-def test_parameters_are_counted_by_layer_and_rest(measured, tiny_spec):
-    for module, attention in (("vision", 4 * 96 * 96), ("llm", 2 * 128 * 128 + 2 * 128 * 64)):
-        sizes = {row["part"]: row for row in measured[module].parameters.iter_rows(named=True)}
-        hidden, inner = (96, 256) if module == "vision" else (128, 352)
+def test_segments_square_apart(benches):
+    frames = [measure(benches["llm"], point_of("llm", "layers", 256, num_segments=count)) for count in (1, 8)]
+    assert [frame["sum_sq_tokens"][0] for frame in frames] == [256**2, 8 * 32**2]
+
+
+def test_parameters_are_counted_by_part(benches):
+    for module, hidden, inner, attention in (
+        ("vision", 96, 256, 4 * 96 * 96),
+        ("llm", 128, 352, 2 * 128 * 128 + 2 * 128 * 64),
+    ):
+        sizes = dict(benches[module].parameter_sizes().select("part", "parameter_bytes").rows())
         matrices = attention + (2 if module == "vision" else 3) * hidden * inner
-        assert sizes["layer"]["parameter_bytes"] == pytest.approx(4 * matrices, rel=0.02)
-        positions = tiny_spec.rules.tokens_per_item if module == "vision" else 1
-        load = "num_items" if module == "vision" else "num_tokens"
-        assert sizes["layer_input"][column_of(load, "bytes")] == 4 * hidden * positions
-        others = [column_of(feature, "bytes") for feature in FEATURES if feature != load]
-        assert all(sizes["layer_input"][column] == 0 for column in others)
-    embedding_and_head = 2 * 1024 * 128 * 4
-    llm = {row["part"]: row["parameter_bytes"] for row in measured["llm"].parameters.iter_rows(named=True)}
-    assert llm["rest"] == pytest.approx(embedding_and_head, rel=0.02)
+        assert sizes["layer"] == pytest.approx(4 * matrices, rel=0.02)
+        whole = sum(4 * parameter.numel() for parameter in benches[module].stage.parameters())
+        assert 4 * sizes["layer"] + sizes["first"] + sizes["last"] == whole
+        if module == "llm":
+            assert sizes["first"] == 1024 * 128 * 4
+            assert sizes["last"] == pytest.approx(1024 * 128 * 4, rel=0.01)
 
 
-def test_measurements_can_be_fitted(measured):
-    tables = fit_costs(
-        pl.concat([part.measurements for part in measured.values()]),
-        pl.concat([part.parameters for part in measured.values()]),
-    )
-    assert set(tables["time_model"]["module"]) == {"vision", "llm"}
-    assert tables["memory_model"].filter(pl.col("part") == "layer")["per_token_bytes"].max() > 1000
+def test_short_runs_are_repeated_more_often_and_long_ones_less(benches):
+    point = point_of("vision", "first", 1)
+    assert len(benches["vision"].measure(point, 3, 10.0)) > 2 * 3
+    assert len(benches["vision"].measure(point_of("vision", "layers", 8, depth=4), 3, 1e-9)) == 2
 
 
-def test_a_size_that_takes_too_long_is_the_last_once_there_are_enough(tiny_spec, tokenizer, monkeypatch):
-    monkeypatch.setattr(measure, "_NUM_ITEMS", (1, 2, 3, 4))
-    monkeypatch.setattr(measure, "_LONGEST_RUN_S", 0.0)
-    monkeypatch.setattr(measure, "_LEAST_SIZES", 2)
-    frame = measure.measure_module(
-        tiny_spec,
-        "vision",
-        placeholder_ids=tokenizer.placeholder_ids,
-        vocab_size=tokenizer.vocab_size,
-        repeats=1,
-        device=torch.device("cpu"),
-        precision="fp64",
-    ).measurements
-    assert set(frame["num_items"]) == {1, 2}
+def test_running_out_of_memory_is_a_measurement(benches, monkeypatch):
+    bench = benches["llm"]
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(bench, "_bytes", run_out)
+    frame = measure(bench, point_of("llm", "layers", 64))
+    assert frame["pass"].to_list() == ["forward", "backward"]
+    assert frame["seconds"].null_count() == frame["peak_bytes"].null_count() == 2
+
+    def break_down(*_):
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(bench, "_bytes", break_down)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        bench.measure(point_of("llm", "layers", 64), 1, 1.0)
 
 
-def test_bytes_are_counted_once_a_storage_and_without_parameters():
-    layer = torch.nn.Linear(8, 8)
-    batch = torch.ones(5, 8, requires_grad=True)  # so that the layer's weight is needed, too
-
-    def forward():
-        hidden = layer(batch)
-        return (hidden * hidden).sum(), None
-
-    # The input of the layer and its output, which the square keeps twice.
-    assert measure._saved_bytes(forward, layer) == 4 * (5 * 8 + 5 * 8)
+def test_live_bytes_are_those_of_new_tensors_while_they_live():
+    weight = torch.ones(8, 8, requires_grad=True)
+    with _LiveBytes() as live:
+        hidden = torch.ones(5, 8) @ weight.t()  # 160 bytes twice; the transposed weight is a view
+        assert live.now == 2 * 160
+        doubled = hidden * 2
+        assert live.now == 3 * 160
+        doubled.add_(1)
+        assert live.now == 3 * 160
+        del doubled
+        assert live.now == 2 * 160
+    assert live.peak == 3 * 160
 
 
 def test_a_family_that_cannot_be_built_yet_is_refused_before_anything_is_measured(tokenizer):
     spec = internvl.make_spec("tiny", internvl.PRESETS["tiny"])
     with pytest.raises(UserError, match="its shapes can be profiled; measuring and training it is not possible yet"):
-        measure.measure_module(
-            spec,
-            "llm",
-            placeholder_ids=tokenizer.placeholder_ids,
-            vocab_size=tokenizer.vocab_size,
-            repeats=1,
-            device=torch.device("cpu"),
-            precision="fp32",
-        )
+        make_bench(spec, tokenizer, "llm")

@@ -1,6 +1,7 @@
 """Predictions follow the load, layer by layer, whatever the shape of the arrays that ask."""
 
 import dataclasses
+import time
 
 import numpy as np
 import polars as pl
@@ -9,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.costs import CostModel, Loads
-from dflop.costs.model import FEATURES, Coefficients, column_of
+from dflop.costs.model import Coefficients, LoadRange
 from dflop.errors import UserError
 from dflop.store import write_costs
 
+WHOLE = {"is_first": True, "is_last": True}
+INNER = {"is_first": False, "is_last": False}
 counts = st.integers(0, 10_000)
 depths = st.integers(1, 48)
 
@@ -34,30 +37,33 @@ def test_many_microbatches_at_once_are_those_one_by_one(costs, module, checkpoin
     loads.num_items[1, 2] = loads.num_tokens[1, 2] = 0
 
     def ask(chosen):
-        times = costs.stage_time(module, 1, 6, chosen, with_rest=True, checkpointing=checkpointing)
-        memory = costs.stage_memory(module, 1, 6, chosen, with_rest=True, checkpointing=checkpointing)
-        return np.array([*times, memory.activation_bytes])
+        times = costs.stage_time(module, 1, 6, chosen, **WHOLE, checkpointing=checkpointing)
+        memory = costs.stage_memory(module, 1, 6, chosen, **WHOLE, checkpointing=checkpointing)
+        return np.array([*times, memory.activation_bytes, memory.transient_bytes])
 
     together = ask(loads)
-    assert together.shape == (3, 3, 5)
+    assert together.shape == (4, 3, 5)
     for index in np.ndindex(3, 5):
         np.testing.assert_allclose(together[:, *index], ask(Loads(*(load[index] for load in loads))))
 
 
-def test_a_stage_costs_what_its_layers_and_its_end_cost(costs):
+def test_a_stage_costs_what_its_layers_and_its_ends_cost(costs):
     loads = llm_loads(300, 20)
-    forward_s, backward_s = costs.stage_time("llm", 1, 3, loads, with_rest=True)
+    forward_s, backward_s = costs.stage_time("llm", 1, 3, loads, **WHOLE)
     layer_s = 1e-4 + 5e-6 * 320 + 1e-9 * (300**2 + 20**2)
-    rest_s = 2e-4 + 1e-6 * 320 + 4e-6 * 80
-    assert float(forward_s) == pytest.approx(3 * layer_s + rest_s)
-    assert float(backward_s) == pytest.approx(2 * (3 * layer_s + rest_s))
-    assert float(costs.stage_time("llm", 1, 3, loads, with_rest=False)[0]) == pytest.approx(3 * layer_s)
+    ends_s = {"is_first": 5e-5 + 1e-6 * 320, "is_last": 1.5e-4 + 4e-6 * 80}
+    assert float(forward_s) == pytest.approx(2e-5 + 3 * layer_s + sum(ends_s.values()))
+    assert float(backward_s) == pytest.approx(2 * (2e-5 + 3 * layer_s + sum(ends_s.values())))
+    assert float(costs.stage_time("llm", 1, 3, loads, **INNER)[0]) == pytest.approx(2e-5 + 3 * layer_s)
+    for end, seconds in ends_s.items():
+        only = INNER | {end: True}
+        assert float(costs.stage_time("llm", 1, 3, loads, **only)[0]) == pytest.approx(2e-5 + 3 * layer_s + seconds)
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_nothing_to_do_takes_no_time_at_all(costs, module):
     for times in costs.stage_time(module, 1, 4, make_loads(np.zeros(3), np.zeros(3), np.zeros(3), np.zeros(3)),
-                                  with_rest=True, checkpointing=True):  # fmt: skip
+                                  **WHOLE, checkpointing=True):  # fmt: skip
         assert (times == 0).all()
 
 
@@ -66,7 +72,7 @@ def test_more_load_never_takes_less_time_or_memory(costs, lengths, more, depth):
     small, large = llm_loads(*lengths), llm_loads(*lengths, more)
     for ask in (costs.stage_time, lambda *a, **k: [costs.stage_memory(*a, **k).activation_bytes]):
         for less, greater in zip(
-            ask("llm", 1, depth, small, with_rest=True), ask("llm", 1, depth, large, with_rest=True), strict=True
+            ask("llm", 1, depth, small, **WHOLE), ask("llm", 1, depth, large, **WHOLE), strict=True
         ):
             assert float(greater) > float(less)
 
@@ -77,13 +83,13 @@ def test_checkpointing_costs_a_second_forward_of_the_layers_and_saves_memory(
     costs, module, num_items, num_tokens, depth
 ):
     loads = make_loads(num_items) if module == "vision" else llm_loads(num_tokens)
-    plain = costs.stage_time(module, 1, depth, loads, with_rest=True)
-    checkpointed = costs.stage_time(module, 1, depth, loads, with_rest=True, checkpointing=True)
-    layers_s = costs.stage_time(module, 1, depth, loads, with_rest=False)[0]
+    plain = costs.stage_time(module, 1, depth, loads, **WHOLE)
+    checkpointed = costs.stage_time(module, 1, depth, loads, **WHOLE, checkpointing=True)
+    layers_s = costs.stage_time(module, 1, depth, loads, **INNER)[0] - 2e-5
     assert float(checkpointed[0]) == float(plain[0])
     assert float(checkpointed[1]) == pytest.approx(float(plain[1] + layers_s))
     fat, thin = (
-        costs.stage_memory(module, 1, depth, loads, with_rest=True, checkpointing=checkpointing)
+        costs.stage_memory(module, 1, depth, loads, **WHOLE, checkpointing=checkpointing)
         for checkpointing in (False, True)
     )
     assert fat.resident_bytes == thin.resident_bytes
@@ -92,8 +98,41 @@ def test_checkpointing_costs_a_second_forward_of_the_layers_and_saves_memory(
 
 def test_resident_memory_is_parameters_gradients_and_two_moments(costs):
     nothing = make_loads()
-    assert costs.stage_memory("llm", 1, 4, nothing, with_rest=False).resident_bytes == 4 * 4 * 5e5
-    assert costs.stage_memory("llm", 1, 4, nothing, with_rest=True).resident_bytes == 4 * (4 * 5e5 + 3e5)
+    for ends, rest in ((INNER, 0), (WHOLE, 3e5), (INNER | {"is_first": True}, 1e5)):
+        assert costs.stage_memory("llm", 1, 4, nothing, **ends).resident_bytes == 4 * (4 * 5e5 + rest)
+        assert costs.stage_parameter_bytes("llm", 1, 4, **ends) == 4 * 5e5 + rest
+
+
+def test_what_a_microbatch_needs_on_top_is_that_of_the_part_that_needs_most(costs):
+    loads = llm_loads(100)
+    parts = [float(costs.transients["llm", 1, part, False](loads)) for part in ("layer", "first", "last")]
+    assert float(costs.stage_memory("llm", 1, 9, loads, **WHOLE).transient_bytes) == max(parts)
+    again = costs.stage_memory("llm", 1, 9, loads, **INNER, checkpointing=True)
+    assert float(again.transient_bytes) == float(costs.activations["llm", 1, "layer", False](loads))
+
+
+def test_loads_outside_of_what_was_measured_are_flagged(costs):
+    bounds = LoadRange((0, 32, 1024, 4), (0, 2048, 2048**2, 1024))
+    ranged = dataclasses.replace(costs, ranges={("llm", 1): bounds})
+    loads = make_loads([0] * 5, [100, 4096, 0, 10, 2048], [1e4, 1e6, 0, 100, 2048**2], [5, 5, 0, 5, 2000])
+    assert ranged.is_extrapolated("llm", 1, loads).tolist() == [False, True, False, True, True]
+    assert not ranged.is_extrapolated("vision", 1, loads).any()
+
+
+def test_what_a_unit_of_load_adds_lies_between_its_least_and_its_most():
+    bent = Coefficients(1.0, (0, 2.0, 0, 0), ((100.0, 1.0), (300.0, 1.0)), 1)
+    loads = make_loads(num_tokens=10)
+    assert float(bent.without_const(least=True)(loads)) == 20
+    assert 20 < float(bent.without_const(least=False)(loads)) < 40
+
+
+def test_a_million_predictions_take_about_a_second(costs):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 9000, 1_000_000).astype(float)
+    loads = Loads(np.zeros_like(tokens), tokens, tokens**2 / 4, tokens / 10)
+    started = time.perf_counter()
+    costs.stage_time("llm", 1, 28, loads, **WHOLE)
+    assert time.perf_counter() - started < 5
 
 
 @given(st.lists(st.tuples(counts, counts), min_size=1, max_size=6), depths)
@@ -101,18 +140,18 @@ def test_what_samples_add_is_what_their_microbatch_takes_beyond_its_constants(co
     """Segments add their own squares, so that the load of a packed microbatch is the sum of its samples'."""
     tokens, targets = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
     each = make_loads(np.zeros(len(samples)), tokens, tokens**2, targets)
-    added_s = costs.additive_loads_s("llm", 1, depth, each, with_rest=True).sum()
+    added_s = costs.additive_loads_s("llm", 1, depth, each, **WHOLE).sum()
     together = Loads(*(np.asarray(load.sum()) for load in each))
     if together.num_tokens:
-        times = costs.stage_time("llm", 1, depth, together, with_rest=True)
-        constant_s = 3 * (depth * 1e-4 + 2e-4)
+        times = costs.stage_time("llm", 1, depth, together, **WHOLE)
+        constant_s = 3 * (depth * 1e-4 + 2e-4 + 2e-5)
         assert added_s == pytest.approx(float(sum(times)) - constant_s)
 
 
 @pytest.mark.parametrize("ask", ["stage_time", "stage_memory", "additive_loads_s"])
 def test_a_tp_size_that_was_not_measured_says_what_was_and_how_to_get_it(costs, ask):
     with pytest.raises(UserError) as caught:
-        getattr(costs, ask)("llm", 2, 4, make_loads(), with_rest=True)
+        getattr(costs, ask)("llm", 2, 4, make_loads(), **WHOLE)
     message = str(caught.value)
     assert "no measured costs for llm tp=2 (there are: llm tp=1, vision tp=1)" in message
     assert "add 2 to `costs.tp_sizes`" in message
@@ -120,36 +159,12 @@ def test_a_tp_size_that_was_not_measured_says_what_was_and_how_to_get_it(costs, 
 
 def test_a_module_that_was_not_measured_is_named(costs):
     with pytest.raises(UserError, match="no measured costs for audio tp=1"):
-        costs.stage_time("audio", 1, 4, make_loads(), with_rest=True)
-
-
-def test_a_cost_model_comes_back_from_its_tables_as_it_was(costs, tmp_path):
-    def row(unit: str, fit: Coefficients, **keys) -> dict:
-        named = dict(zip((column_of(feature, unit) for feature in FEATURES), map(float, fit.per_load), strict=True))
-        return keys | {f"const_{unit}": float(fit.const)} | named
-
-    times = [
-        row("s", fit, module=module, tp=tp, part=part, **{"pass": direction})
-        for (module, tp, part, direction), fit in costs.times.items()
-    ]
-    parts = costs.activations | {(*key, "layer_input"): fit for key, fit in costs.layer_input.items()}
-    memory = [
-        row("bytes", fit, module=key[0], tp=key[1], part=key[2], parameter_bytes=costs.parameter_bytes.get(key, 0.0))
-        for key, fit in parts.items()
-    ]
-    nothing = pl.DataFrame({"nothing": [0]})
-    frames = dict.fromkeys(("measurements", "fit_error", "device"), nothing)
-    frames |= {"time_model": pl.DataFrame(times), "memory_model": pl.DataFrame(memory)}
-    write_costs(tmp_path / "costs.duckdb", frames, {})
-    loaded = CostModel.load(tmp_path / "costs.duckdb")
-    extra = {key: 0.0 for key in parts if key[2] == "layer_input"}
-    assert loaded == dataclasses.replace(costs, parameter_bytes=costs.parameter_bytes | extra)
+        costs.stage_time("audio", 1, 4, make_loads(), **WHOLE)
 
 
 def test_tables_without_a_fit_are_refused(tmp_path):
-    columns = {"module": pl.String, "tp": pl.Int64, "part": pl.String, "parameter_bytes": pl.Float64}
-    empty = pl.DataFrame(schema=columns)
-    names = ("measurements", "time_model", "memory_model", "fit_error", "device")
+    empty = pl.DataFrame(schema={"module": pl.String, "tp": pl.Int64, "part": pl.String})
+    names = ("measurements", "time_model", "memory_model", "load_range", "fit_error", "device")
     write_costs(tmp_path / "costs.duckdb", dict.fromkeys(names, empty), {})
     with pytest.raises(UserError, match="holds no time model; make it again with `dflop fit-costs`"):
         CostModel.load(tmp_path / "costs.duckdb")

@@ -182,7 +182,8 @@ def test_nothing_that_fits_names_the_limit_and_the_nearest_miss(search):
 
 def test_an_encoder_that_does_not_fit_is_the_nearest_miss(costs, tiny_spec, samples):
     activations = dict(costs.activations)
-    activations["vision", 1, "layer"] = Coefficients(0.0, (1e9, 0, 0, 0))
+    for checkpointing in (False, True):
+        activations["vision", 1, "layer", checkpointing] = Coefficients(0.0, (1e9, 0, 0, 0))
     with pytest.raises(UserError, match=r"the nearest: disjoint: vision .* needs \S+ GiB a device\. Raise the memory"):
         search_plans(make_config(), tiny_spec, dataclasses.replace(costs, activations=activations), samples)
 

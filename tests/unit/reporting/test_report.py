@@ -14,8 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dflop.config import load_config
-from dflop.costs import fit_costs
-from dflop.costs.model import FEATURES
 from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan
 from dflop.reporting import plot_shapes, write_report
@@ -25,7 +23,7 @@ from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, p
 from dflop.reporting.training import draw_training
 from dflop.scheduling import preview_frames
 from dflop.scheduling.service import open_scheduler
-from dflop.store import SHARD_SCHEMA, ShardFile, write_costs, write_observations, write_shapes
+from dflop.store import SHARD_SCHEMA, ShardFile, write_observations, write_shapes
 
 NAMES = ["costs.svg", "plans.svg", "timeline.svg", "training.svg", "summary.json"]
 CREATED = {"created": "2025-01-01T00:00:00+00:00"}
@@ -137,8 +135,8 @@ def test_training_is_drawn_however_long_it_ran(num_steps):
     assert ("median of" in said) == (num_steps > 20)
 
 
-def test_a_missing_artifact_names_the_command_that_makes_it(tmp_path):
-    make_run(tmp_path)
+def test_a_missing_artifact_names_the_command_that_makes_it(write_made_up_costs, tmp_path):
+    make_run(tmp_path, write_made_up_costs)
     (tmp_path / "schedule.parquet").unlink()
     with pytest.raises(UserError, match=r"schedule\.parquet does not exist; make it with `dflop schedule`"):
         write_report(config_of(SMALL), tmp_path, tmp_path / "report")
@@ -194,17 +192,22 @@ def report_of(folder, plan, name="report"):
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory):
+def usual(write_made_up_costs, tmp_path_factory):
     """A small run of pictures, clips and text, three of whose records were rejected."""
-    folder = make_run(tmp_path_factory.mktemp("usual"), num_rejects=3)
+    folder = make_run(tmp_path_factory.mktemp("usual"), write_made_up_costs, num_rejects=3)
     return report_of(folder, SMALL)
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory):
+def odd(write_made_up_costs, tmp_path_factory):
     """Text alone, eight ranks, three steps that the trainer foresaw otherwise, and no column beyond the contract."""
     folder = make_run(
-        tmp_path_factory.mktemp("odd"), plan=WIDE, modalities=("text",), num_steps=3, predicted_in_training=1.3
+        tmp_path_factory.mktemp("odd"),
+        write_made_up_costs,
+        plan=WIDE,
+        modalities=("text",),
+        num_steps=3,
+        predicted_in_training=1.3,
     )
     for name, column in (("schedule", "encoder_rank"), ("candidates", "num_batches")):
         frame = pl.read_parquet(folder / f"{name}.parquet")
@@ -216,11 +219,18 @@ def odd(tmp_path_factory):
 
 
 def make_run(
-    folder, *, plan=SMALL, modalities=("image", "text", "video"), num_rejects=0, num_steps=12, predicted_in_training=1.0
+    folder,
+    write_costs,
+    *,
+    plan=SMALL,
+    modalities=("image", "text", "video"),
+    num_rejects=0,
+    num_steps=12,
+    predicted_in_training=1.0,
 ):
     """All that a report reads."""
     make_shapes(folder, modalities, num_rejects)
-    make_costs(folder / "costs.duckdb")
+    write_costs(folder / "costs.duckdb", noise=0.05)
     (folder / "plan.yaml").write_text(
         yaml.safe_dump({"plan": plan.to_dict(), "predicted": {"step_s": 0.5, "idle": 0.1}, "why": "it is short"})
     )
@@ -299,40 +309,6 @@ def make_shapes(folder, modalities, num_rejects):
     )
     files = [ShardFile(shard, "shard", "train", 0, 0)]
     write_shapes(folder / "shapes.duckdb", files, sources, CREATED, sampled_rows={}, keep_duplicates=False)
-
-
-def make_costs(path):
-    """Seconds by a known rule with a little noise, at two depths."""
-    rng = np.random.default_rng(0)
-    rows, sizes = [], []
-    for module, load, counts, per_load in (
-        ("vision", "num_items", (1, 2, 4, 8, 16, 32, 64), 3e-4),
-        ("llm", "num_tokens", (32, 64, 128, 256, 512, 1024, 2048), 2e-5),
-    ):
-        for num_layers in (1, 4):
-            for count in counts:
-                for direction, factor in (("forward", 1.0), ("backward", 2.0)):
-                    for repeat in range(2):
-                        loads = dict.fromkeys(FEATURES, 0) | {load: count}
-                        if module == "llm":
-                            loads |= {"sum_sq_tokens": count**2, "num_targets": count // 2}
-                        seconds = factor * (1e-3 + num_layers * (2e-4 + per_load * count))
-                        rows.append(
-                            loads
-                            | {"module": module, "tp": 1, "num_layers": num_layers, "pass": direction}
-                            | {"seconds": seconds * float(rng.uniform(1, 1.1)), "repeat": repeat}
-                            | {"peak_bytes": 1000 * num_layers * count}
-                        )
-        for part in ("rest", "layer", "layer_input"):
-            nothing = dict.fromkeys(("const", "per_item", "per_token", "per_sum_sq_token", "per_target"), 0.0)
-            sizes.append(
-                {"module": module, "tp": 1, "part": part, "parameter_bytes": 1e6}
-                | {f"{name}_bytes": value for name, value in nothing.items()}
-            )
-    measurements = pl.DataFrame(rows)
-    tables = fit_costs(measurements, pl.DataFrame(sizes))
-    device = pl.DataFrame({"device": ["a made-up processor"]})
-    write_costs(path, {"measurements": measurements, "device": device, **tables}, CREATED | {"source": "measured"})
 
 
 def make_candidates(plan, count):

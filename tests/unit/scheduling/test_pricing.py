@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflop.config import ClusterConfig
 from dflop.costs import CostModel, Loads
-from dflop.costs.model import Coefficients
+from dflop.costs.model import Coefficients, LoadRange
 from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan
 from dflop.scheduling import Assignment, Pricer, random_buckets
@@ -66,8 +66,8 @@ def test_the_lower_bound_holds_where_one_samples_stage_is_anothers_rest(make_pri
     """Long texts weigh on every layer, learned ones on the head: no stage is the slowest for both."""
     times = dict(costs.times)
     for direction in ("forward", "backward"):
-        times["llm", 1, "layer", direction] = Coefficients(0.0, (0, 1e-6, 0, 0))
-        times["llm", 1, "rest", direction] = Coefficients(0.0, (0, 0, 0, 1e-4))
+        times["llm", 1, "layer", False, direction] = Coefficients(0.0, (0, 1e-6, 0, 0))
+        times["llm", 1, "last", False, direction] = Coefficients(0.0, (0, 0, 0, 1e-4))
     model = dataclasses.replace(costs, times=times)
     shapes = draw_samples(40, 0)
     long = np.arange(40) % 2 == 0
@@ -110,7 +110,8 @@ def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(make_pr
                 1,
                 num_layers,
                 Loads(*loads),
-                with_rest=worker.pp_stage == pp - 1,
+                is_first=worker.pp_stage == 0,
+                is_last=worker.pp_stage == pp - 1,
                 checkpointing=plan.checkpointing,
             )
             assert times.forward_s[index, microbatch] == pytest.approx(float(expected[0]))
@@ -233,5 +234,28 @@ def test_a_frozen_module_holds_its_parameters_alone(make_pricer, draw_samples, m
 
 
 def test_parameters_that_do_not_fit_say_so_with_both_numbers(make_pricer):
-    with pytest.raises(UserError, match=r"optimiser state take 0.* GiB a device, `cluster\.memory_gib` is 1e-06"):
+    with pytest.raises(
+        UserError, match=r"optimiser state take 0.* GiB a device and .* 0 GiB, `cluster\.memory_gib` is 1e-06"
+    ):
         make_pricer(make_plan(), dataclasses.replace(CLUSTER, memory_gib=1e-6)).max_bucket_tokens()
+
+
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_what_processes_and_their_allocators_hold_comes_on_top(make_pricer, costs, draw_samples, module):
+    shapes = draw_samples(24, 0)
+    plain = make_pricer(make_plan())
+    assignment = at_random(plain, shapes, 0)
+    held = make_pricer(make_plan(), model=dataclasses.replace(costs, overhead_bytes=1e8, allocator_share=0.5))
+    tensors = plain.memory_bytes(shapes, assignment)[module]
+    assert held.memory_bytes(shapes, assignment)[module] == pytest.approx(1e8 + 1.5 * tensors)
+    assert held.max_bucket_tokens() < plain.max_bucket_tokens()
+
+
+def test_the_share_of_microbatches_beyond_what_was_measured_is_counted(make_pricer, costs, draw_samples):
+    shapes = draw_samples(24, 0)
+    assignment = at_random(make_pricer(make_plan()), shapes, 0)
+    nothing, anything = (0.0,) * 4, (1e12,) * 4
+    for most, share in ((anything, 0.0), (nothing, 0.5)):
+        ranges = {("llm", 1): LoadRange(nothing, most), ("vision", 1): LoadRange(nothing, anything)}
+        pricer = make_pricer(make_plan(), model=dataclasses.replace(costs, ranges=ranges))
+        assert pricer.extrapolated_share(shapes, assignment) == share

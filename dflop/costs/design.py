@@ -1,0 +1,267 @@
+"""Which points to measure: a first few over the range of the data, then where the fit is least sure.
+
+Fits to parts of what is known disagree where something is missing; the next point is where they disagree most,
+counted in seconds of a whole stage. Between them whole stages are measured at random loads. No fit sees those:
+they say how good the predictions are, and when they are good enough measuring ends.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from dflop.costs.fit import PIECES, fit_model, fit_piece, loads_of, median_points, relative_errors
+from dflop.costs.model import CostModel
+from dflop.errors import UserError
+
+__all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "load_bounds"]
+
+_FIRST_SIZES = 5
+_BATCH = 4
+_HELD_OUT_A_BATCH = 2
+_LEAST_HELD_OUT = 10
+_NUM_FOLDS = 5
+# A p95 within this many times the target median is good enough.
+_TAIL = 2.5
+# A run may take this share of the time budget; what takes longer is not measured, nor anything larger.
+_LONGEST_SHARE = 1 / 60
+
+
+class Point(NamedTuple):
+    """One microbatch to measure on one piece of a module; segments are of equal length."""
+
+    piece: str
+    num_layers: int
+    checkpointing: bool
+    num_items: int = 0
+    num_tokens: int = 0
+    num_segments: int = 0
+    num_targets: int = 0
+
+    def keys(self) -> dict[str, object]:
+        """The point's columns in `measurements`."""
+        return {
+            "piece": self.piece,
+            "num_layers": self.num_layers,
+            "checkpointing": self.checkpointing,
+            "num_items": self.num_items,
+            "num_tokens": self.num_tokens,
+            "sum_sq_tokens": self.num_segments * self.segment_tokens**2,
+            "num_targets": self.num_targets,
+        }
+
+    @property
+    def segment_tokens(self) -> int:
+        return self.num_tokens // self.num_segments if self.num_segments else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadBounds:
+    """Least and most of what microbatches hold: items, tokens, tokens of one segment, share of tokens learned."""
+
+    num_items: tuple[int, int] = (1, 128)
+    num_tokens: tuple[int, int] = (32, 16_384)
+    segment_tokens: tuple[int, int] = (32, 4_096)
+    target_share: tuple[float, float] = (0.03, 0.5)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def bounds_of_samples(num_items: np.ndarray, llm_tokens: np.ndarray, target_tokens: np.ndarray) -> LoadBounds:
+    """Bounds that these samples and microbatches of up to 16 mean samples stay in, rounded outwards to powers of two.
+
+    Rounding keeps the bounds, and so what was measured, as they are while the data changes a little.
+    """
+    items = num_items[num_items > 0] if (num_items > 0).any() else np.ones(1)
+    tokens = llm_tokens[llm_tokens > 0] if (llm_tokens > 0).any() else np.full(1, 32)
+    share = (target_tokens / np.maximum(llm_tokens, 1))[target_tokens > 0]
+    share = share if len(share) else np.full(1, 0.25)
+    return LoadBounds(
+        num_items=(1, _power_above(max(items.max(), 16 * num_items.mean() if len(num_items) else 1))),
+        num_tokens=(_power_below(np.quantile(tokens, 0.05)), _power_above(max(tokens.max(), 16 * tokens.mean()))),
+        segment_tokens=(_power_below(np.quantile(tokens, 0.05)), _power_above(tokens.max())),
+        target_share=(
+            0.5 ** math.ceil(-math.log2(np.quantile(share, 0.1))),
+            0.5 ** math.floor(-math.log2(share.max())),
+        ),
+    )
+
+
+def load_bounds(path: Path) -> LoadBounds:
+    """Read what `dflop merge-shapes` wrote.
+
+    Raises:
+        UserError: when the file is missing or holds something else.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        bounds = LoadBounds(**{name: (low, high) for name, (low, high) in fields.items()})
+        assert all(0 < low <= high for low, high in asdict(bounds).values())
+    except (OSError, ValueError, TypeError, AttributeError, AssertionError):
+        raise UserError(f"{path} holds no load bounds; `dflop merge-shapes` writes them beside shapes.duckdb") from None
+    return bounds
+
+
+class Design:
+    """The points of one module at one tp, in the order in which to measure them."""
+
+    def __init__(
+        self, module: str, tp: int, num_layers: int, bounds: LoadBounds, *, target_error: float, time_budget_s: float
+    ) -> None:
+        self.module, self.tp, self.num_layers, self.bounds = module, tp, num_layers, bounds
+        self.depths = (1, max(2, min(4, num_layers)))
+        self.target_error = target_error
+        self.longest_s = time_budget_s * _LONGEST_SHARE
+        self.error: tuple[float, float] | None = None
+        self._rng = np.random.default_rng(0)
+        self._asked: set[Point] = set()
+        self._too_long: dict[tuple[str, int, bool], int] = {}
+        self._sizes = _geometric(*(bounds.num_tokens if module == "llm" else bounds.num_items), ratio=math.sqrt(2))
+        self._kinds = [("layers", depth, checkpointing) for checkpointing in (False, True) for depth in self.depths]
+        self._kinds += [("first", 0, False), ("last", 0, False)]
+        self._queue = self._spread_points(_FIRST_SIZES) + self._held_out(_HELD_OUT_A_BATCH)
+
+    def next(self, rows: list[dict], parameters: pl.DataFrame) -> Point | None:
+        """The next point, given all rows so far; None when the held-out error is under the target."""
+        while True:
+            while self._queue:
+                point = self._queue.pop(0)
+                if point not in self._asked and not self._is_too_long(point):
+                    self._asked.add(point)
+                    return point
+            self._queue = self._more(rows, parameters)
+            if all(point in self._asked or self._is_too_long(point) for point in self._queue):
+                return None
+
+    def took(self, point: Point, seconds: float | None) -> None:
+        """Note how long one run of the point lasted; None if it ran out of memory."""
+        if seconds is None or seconds > self.longest_s:
+            kind = point[:3]
+            self._too_long[kind] = min(_size(point), self._too_long.get(kind, _size(point)))
+
+    def _is_too_long(self, point: Point) -> bool:
+        return _size(point) > self._too_long.get(point[:3], math.inf)
+
+    def _spread_points(self, count: int) -> list[Point]:
+        """`count` sizes of each piece over the range that does not take too long, small ones first."""
+        points = []
+        for kind in self._kinds:
+            sizes = [size for size in self._sizes if size <= self._too_long.get(kind, math.inf)]
+            for size in _spread(sizes, count):
+                forms = self._forms(*kind, size)
+                points += forms if kind[0] == "last" or not kind[2] else forms[:1]
+        return sorted(points, key=_size)
+
+    def _forms(self, piece: str, depth: int, checkpointing: bool, size: int) -> list[Point]:
+        """The points of a size: one for an encoder; of text, long and short segments, or few and many targets."""
+        point = Point(piece, depth, checkpointing)
+        if self.module != "llm":
+            return [point._replace(num_items=size)]
+        least, most = self.bounds.segment_tokens
+        lengths = [min(size, most), min(size, least)] if piece == "layers" else [min(size, most)]
+        shares = self.bounds.target_share if piece == "last" else (0.0,)
+        return [_text_point(point, size, length, share) for length in lengths for share in shares]
+
+    def _held_out(self, count: int) -> list[Point]:
+        """Whole stages at random loads and at depths that are not fitted where there are such."""
+        points = []
+        largest = min([self._sizes[-1], *(size for kind, size in self._too_long.items() if kind[0] == "layers")])
+        for _ in range(count):
+            depth = int(self._rng.integers(min(2, self.depths[1]), max(3, self.depths[1])))
+            size = int(self._sizes[0] * (largest / self._sizes[0]) ** self._rng.random())
+            point = Point("whole", depth, bool(self._rng.random() < 0.25))
+            if self.module != "llm":
+                points.append(point._replace(num_items=max(1, size)))
+                continue
+            (low, high), (few, many) = self.bounds.segment_tokens, self.bounds.target_share
+            length = min(size, int(low * (high / low) ** self._rng.random()))
+            points.append(_text_point(point, size, length, few * (many / few) ** self._rng.random()))
+        return points
+
+    def _more(self, rows: list[dict], parameters: pl.DataFrame) -> list[Point]:
+        """What comes next; nothing when the predictions are good enough."""
+        missing = [point for point in self._spread_points(_FIRST_SIZES) if point not in self._asked]
+        if missing:
+            return missing  # what took too long had left its piece with fewer sizes
+        points = median_points(pl.DataFrame(rows))
+        model = fit_model(points, parameters)
+        errors = relative_errors(model, points)
+        if len(errors):
+            self.error = (float(errors["error"].median()), float(errors["error"].quantile(0.95)))
+            good = self.error[0] <= self.target_error and self.error[1] <= _TAIL * self.target_error
+            if good and len(errors) >= 2 * _LEAST_HELD_OUT:  # two passes each
+                return []
+        return self._most_doubtful(points, model) + self._held_out(_HELD_OUT_A_BATCH)
+
+    def _most_doubtful(self, points: pl.DataFrame, model: CostModel) -> list[Point]:
+        """Candidates where fits to parts of the points disagree most, as a share of a whole stage's time."""
+        doubts: list[tuple[float, Point]] = []
+        for piece in PIECES:
+            for checkpointing in (False, True) if piece == "layers" else (False,):
+                own = points.filter((pl.col("piece") == piece) & (pl.col("checkpointing") == checkpointing))
+                depth = int(self._rng.choice(self.depths)) if piece == "layers" else 0
+                candidates = [
+                    point
+                    for size in self._sizes
+                    for point in self._forms(piece, depth, checkpointing, size)
+                    if point not in self._asked and not self._is_too_long(point)
+                ]
+                if candidates:
+                    doubts += zip(self._disagreement(own, piece, candidates, model), candidates, strict=True)
+        doubts.sort(key=lambda entry: -entry[0])
+        return [point for _, point in doubts[:_BATCH]]
+
+    def _disagreement(
+        self, points: pl.DataFrame, piece: str, candidates: list[Point], model: CostModel
+    ) -> Iterable[float]:
+        frame = pl.DataFrame([point.keys() for point in candidates])
+        loads = loads_of(frame)
+        whole = model.stage_time(self.module, self.tp, self.num_layers, loads, is_first=True, is_last=True)
+        total = np.zeros(len(candidates))
+        for direction, whole_s in zip(("forward", "backward"), whole, strict=True):
+            own = points.filter(pl.col("pass") == direction).sample(fraction=1.0, shuffle=True, seed=0)
+            seconds = []
+            for fold in range(_NUM_FOLDS):
+                part = own.filter(pl.int_range(pl.len()) % _NUM_FOLDS != fold)
+                fits = fit_piece(part, self.module, piece, "seconds")
+                times = (1, self.num_layers) if piece == "layers" else (1,)
+                seconds.append(sum(count * fit(loads) for count, fit in zip(times, fits, strict=True)))
+            total += np.std(seconds, axis=0) / whole_s
+        return total
+
+
+def _text_point(point: Point, num_tokens: int, length: int, target_share: float) -> Point:
+    """Whole segments of `length` that make up about so many tokens."""
+    num_segments = max(1, num_tokens // length)
+    num_tokens = num_tokens // num_segments * num_segments
+    num_targets = min(num_tokens, math.ceil(num_tokens * target_share))
+    return point._replace(num_tokens=num_tokens, num_segments=num_segments, num_targets=num_targets)
+
+
+def _size(point: Point) -> int:
+    return point.num_tokens or point.num_items
+
+
+def _geometric(low: int, high: int, *, ratio: float) -> list[int]:
+    """Sizes from `low` to `high`, both included, each about `ratio` times the one before."""
+    count = max(2, 1 + round(math.log(max(high / low, 1.0), ratio)))
+    return sorted({round(size) for size in np.geomspace(low, high, count)})
+
+
+def _spread(sizes: list[int], count: int) -> list[int]:
+    """`count` of the sizes, evenly from first to last."""
+    return [sizes[place] for place in sorted({round(at) for at in np.linspace(0, len(sizes) - 1, count)})]
+
+
+def _power_above(value: float) -> int:
+    return 1 << max(0, math.ceil(math.log2(value)))
+
+
+def _power_below(value: float) -> int:
+    return 1 << max(0, math.floor(math.log2(value)))

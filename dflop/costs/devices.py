@@ -1,0 +1,96 @@
+"""Devices that are not at hand, by their data sheets: `devices.yaml` and files like it."""
+
+import math
+from dataclasses import MISSING, dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from yaml import YAMLError, safe_load
+
+from dflop.errors import UserError
+
+__all__ = ["DeviceModel", "load_device"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceModel:
+    """A device by its data sheet and the shares of it that kernels reach; `devices.yaml` explains each number."""
+
+    name: str
+    peak_flops_per_s: float
+    memory_bytes_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float
+    matmul_share: float
+    matmul_half_size: float
+    attention_share: float
+    memory_share: float
+    link_share: float
+    launch_s: float
+    overhead_bytes: float = 0.0
+    allocator_share: float = 0.0
+
+    def matmul_flops_per_s(self, size: np.ndarray) -> np.ndarray:
+        """The rate of matrix products, which saturates with their size."""
+        size = np.maximum(size, 1.0)
+        return self.peak_flops_per_s * self.matmul_share * size / (size + self.matmul_half_size)
+
+
+def load_device(name: str, path: Path | None = None) -> DeviceModel:
+    """The device `name` of the file `path` or, where that has none of this name or is None, of our `devices.yaml`.
+
+    Raises:
+        UserError: for an unknown name, listing the known ones, or an entry that is no device, naming the key.
+    """
+    own = files("dflop.costs") / "devices.yaml"
+    entries = [(str(own), key, entry) for key, entry in _read_entries(own).items()]
+    if path is not None:
+        entries += [(str(path), key, entry) for key, entry in _read_entries(path).items()]
+    known = {key: (where, entry) for where, key, entry in entries}
+    if name not in known:
+        raise UserError(
+            f"no device is called {name!r}; known are {', '.join(known)}. To add one, copy an entry of {own} to a "
+            "YAML file of your own and put your device's numbers in"
+        )
+    where, entry = known[name]
+    return DeviceModel(name=name, **_checked_numbers(entry, f"{where}: `{name}"))
+
+
+def _read_entries(path: Any) -> dict[str, Any]:
+    try:
+        entries = safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(entries, dict):
+        raise UserError(f"{path} holds a {type(entries).__name__}; it must hold one entry a device")
+    return {str(key): entry for key, entry in entries.items()}
+
+
+def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
+    """The entry's numbers; YAML takes `312e12` for a text, so texts are read as numbers."""
+    wanted = [item.name for item in fields(DeviceModel) if item.name != "name"]
+    optional = [item.name for item in fields(DeviceModel) if item.default is not MISSING]
+    if not isinstance(entry, dict):
+        raise UserError(f"{where}` must hold the keys {', '.join(wanted)}")
+    for key in entry:
+        if key not in wanted:
+            raise UserError(f"{where}.{key}` is not known; the keys are {', '.join(wanted)}")
+    numbers = {}
+    for key in wanted:
+        if key not in entry and key in optional:
+            continue
+        if key not in entry:
+            raise UserError(f"{where}.{key}` is missing; devices.yaml of dflop/costs explains it")
+        try:
+            number = float(entry[key]) if not isinstance(entry[key], bool) else math.nan
+        except (TypeError, ValueError):
+            number = math.nan
+        most = 1.0 if key.endswith("_share") else math.inf
+        least_ok = number >= 0 if key in ("launch_s", *optional) else number > 0
+        if not (least_ok and number <= most and math.isfinite(number)):
+            right = "a share, above 0 and at most 1" if most == 1.0 else "a number above 0"
+            raise UserError(f"{where}.{key}` is {entry[key]!r}; it must be {right}")
+        numbers[key] = number
+    return numbers

@@ -1,0 +1,146 @@
+"""What torchrun starts to measure: `python -m dflop.costs.worker REQUEST` (JSON).
+
+On GPUs there are tp ranks. On CPUs there are as many as training will have on the node, and all run the same point
+at the same time: cores share caches and memory, and a rank that has them for itself would look faster than it is.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.utils import logging
+
+from dflop.artifacts import written_whole
+from dflop.config import Config, load_config
+from dflop.costs.design import Design, LoadBounds, Point, load_bounds
+from dflop.costs.measure import Bench
+from dflop.data import ChatTokenizer
+from dflop.errors import UserError
+from dflop.models import load_model_spec
+from dflop.progress import progress_bar
+
+# A point may take minutes on a large model; a rank that is gone must not be waited for much longer.
+_TIMEOUT = timedelta(minutes=5)
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    logging.set_verbosity_error()
+    try:
+        _measure(load_config(request["config"]), request)
+    except UserError as error:
+        print(f"dflop: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _measure(config: Config, request: dict[str, Any]) -> None:
+    spec, module, tp = load_model_spec(config.model), request["module"], request["tp"]
+    is_cuda = config.cluster.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
+    meshes = DeviceMesh(device.type, torch.arange(dist.get_world_size()).view(-1, tp), mesh_dim_names=("dp", "tp"))
+    bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()
+    design = Design(
+        module,
+        tp,
+        spec.module(module).num_layers,
+        bounds,
+        target_error=config.costs.target_error,
+        time_budget_s=config.costs.time_budget_s,
+    )
+    tokenizer = ChatTokenizer(Path(request["tokenizer"]) if request["tokenizer"] else None)
+    bench = Bench(
+        spec,
+        module,
+        design.depths[-1],
+        placeholder_ids=tokenizer.placeholder_ids,
+        vocab_size=tokenizer.vocab_size,
+        device=device,
+        precision=config.train.precision,
+        mesh=meshes["tp"] if tp > 1 else None,
+    )
+    parameters = bench.parameter_sizes()
+    rows: list[dict[str, Any]] = []
+    started = time.monotonic()
+    budget_s = config.costs.time_budget_s
+    with progress_bar(total=round(budget_s), unit="s", disable=dist.get_rank() != 0) as bar:
+        while True:
+            point = None
+            if dist.get_rank() == 0 and time.monotonic() - started < budget_s:
+                point = design.next(rows, parameters)
+            point = _told(point)
+            if point is None:
+                break
+            measured = bench.measure(point, config.costs.repeats, design.longest_s)
+            rows += measured
+            seconds = [row["seconds"] for row in measured if row["repeat"] == 0]
+            design.took(point, None if None in seconds else sum(seconds))
+            bar.update(min(round(budget_s), round(time.monotonic() - started)) - bar.n)
+            error = f", held-out error {design.error[0]:.1%} (p95 {design.error[1]:.0%})" if design.error else ""
+            bar.set_description(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
+    overhead_bytes, allocator_share = bench.overhead()
+    if dist.get_rank() == 0:
+        out = Path(request["out"])
+        device_row = {
+            "device": torch.cuda.get_device_name() if is_cuda else _cpu_name(),
+            "device_model": config.cluster.device_model,
+            "source": "measured",
+            "module": module,
+            "tp": tp,
+            "num_ranks": dist.get_world_size(),
+            "threads": torch.get_num_threads(),
+            "precision": config.train.precision,
+            "torch": torch.__version__,
+            "overhead_bytes": overhead_bytes,
+            "allocator_share": allocator_share,
+            "seconds": time.monotonic() - started,
+            "config_digest": request["config_digest"],
+        }
+        for path, frame in (
+            (out, pl.DataFrame(rows, infer_schema_length=None)),
+            (out.with_suffix(".parameters.parquet"), parameters),
+            (out.with_suffix(".device.parquet"), pl.DataFrame([device_row])),
+        ):
+            with written_whole(path) as beside:
+                frame.write_parquet(beside)
+    dist.barrier()
+
+
+def _told(point: Point | None) -> Point | None:
+    """Rank 0's point on every rank; None ends measuring."""
+    numbers = torch.zeros(1 + len(Point._fields), dtype=torch.int64)
+    if point is not None:
+        numbers = torch.tensor([1, _PIECES.index(point.piece), *map(int, point[1:])])
+    dist.broadcast(numbers, src=0)
+    given, piece, depth, checkpointing, *loads = numbers.tolist()
+    return Point(_PIECES[piece], depth, bool(checkpointing), *loads) if given else None
+
+
+_PIECES = ("layers", "first", "last", "whole")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "cpu"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
