@@ -6,12 +6,13 @@ A stage of L layers costs `rest + L * layer`; `rest` is what a module has once (
 projector; embedding, head and loss) and is charged to the stage that ends the module.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from dflop.costs.link_model import LinkModel
 from dflop.errors import UserError
 from dflop.store import read_meta, read_table
 
@@ -68,6 +69,7 @@ class CostModel:
     layer_input: dict[tuple[str, int], Coefficients]
     # Where the costs come from: measured, or analytic, which everything made from them says.
     source: str = "measured"
+    links: LinkModel = field(default_factory=LinkModel)
 
     @classmethod
     def load(cls, path: Path) -> "CostModel":
@@ -90,6 +92,7 @@ class CostModel:
             parameter_bytes={key: row["parameter_bytes"] for key, row in parts.items()},
             layer_input={key[:2]: _coefficients(row, "bytes") for key, row in parts.items() if key[2] == "layer_input"},
             source=read_meta(path, made_by="fit-costs").get("source", "measured"),
+            links=LinkModel.from_table(read_table(path, "link_model", made_by="fit-costs")),
         )
 
     def stage_time(
