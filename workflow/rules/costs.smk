@@ -1,4 +1,4 @@
-"""What a microbatch costs: each module's layers measured on the device, then fitted."""
+"""What a microbatch costs: each module's layers and the links between devices, measured, then fitted."""
 
 
 rule profile_costs:
@@ -25,14 +25,33 @@ rule profile_costs:
         " --out {output.measurements} 2> {log} | tee -a {log}"
 
 
+rule profile_links:
+    output:
+        f"{RESULTS}/costs/links.parquet",
+    log:
+        f"{RESULTS}/logs/profile_links.log",
+    cache: "omit-software"
+    threads: all_cores()
+    resources:
+        **all_devices(),
+    params:
+        config=config_for("profile-links"),
+        code=code_of("profile-links"),
+        launcher=launcher(),
+    shell:
+        "{params.launcher} dflop profile-links --config {params.config:q} --out {output} 2> {log} | tee -a {log}"
+
+
 rule fit_costs:
     input:
-        all_measurements,
+        measurements=all_measurements,
+        links=measured_links(),
     output:
         f"{RESULTS}/costs.duckdb",
     log:
         f"{RESULTS}/logs/fit_costs.log",
     params:
         code=code_of("fit-costs"),
+        links="--links" if measured_links() else "",
     shell:
-        "dflop fit-costs {input} --out {output} 2> {log} | tee -a {log}"
+        "dflop fit-costs {input.measurements} {params.links} {input.links} --out {output} 2> {log} | tee -a {log}"
