@@ -165,7 +165,11 @@ def test_a_changed_record_reruns_its_shard_and_what_depends_on_it(finished):
 
 def test_links_are_measured_between_devices_that_are_at_hand(finished):
     checkout, _ = finished
-    analytic = {"costs": {"source": "analytic"}, "cluster": {"device_model": "h100-80g"}}
+    analytic = {
+        "costs": {"source": "analytic"},
+        "cluster": {"device_model": "h100-80g"},
+        "train": {"precision": "bf16"},
+    }
     for run, sections, jobs in (
         ("here", {}, {"profile_costs", "profile_links", "fit_costs"}),
         ("elsewhere", analytic, {"profile_costs", "fit_costs"}),
