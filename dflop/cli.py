@@ -27,7 +27,7 @@ def cli() -> None:
     """Plan and run multimodal-LLM training around the data.
 
     The workflow runs these commands in this order: demo-data (for the demo), profile-shapes, merge-shapes,
-    plot-shapes, profile-costs, fit-costs, plan, schedule, train, report. Each can also be run by hand.
+    plot-shapes, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also be run by hand.
     """
 
 
@@ -348,14 +348,45 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
         raise UserError(f"measuring {module} at tp={tp} ended early (torchrun's exit code {code}); why stands above")
 
 
+@cli.command("profile-links")
+@_config_option
+@click.option(
+    "--max-bytes", type=click.IntRange(min=4096), default=64 * 2**20, show_default=True, help="Largest message."
+)
+@click.option("--out", type=_FILE, required=True, help="Parquet file to write.")
+def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
+    """Time transfers and all-reduces between the cluster's devices: torchrun on all of them."""
+    import polars as pl
+
+    from dflop.torchrun import is_first_node, run_ranks
+
+    config = _load("profile-links", configs)
+    cluster = config.cluster
+    request = {
+        "device": cluster.device,
+        "repeats": config.costs.repeats,
+        "max_bytes": max_bytes,
+        "out": str(out),
+    }
+    code, stopped = run_ranks(
+        "dflop.costs.links", request, cluster, num_nodes=cluster.num_nodes, per_node=cluster.devices_per_node
+    )
+    if code:
+        why = "was stopped by SIGTERM" if stopped else f"ended early (torchrun's exit code {code}); see above"
+        raise UserError(f"measuring links {why}")
+    if is_first_node(cluster):
+        click.echo(f"{out}: {len(pl.read_parquet(out))} measurements")
+
+
 @cli.command("fit-costs")
 @click.argument("measurements", nargs=-1, required=True, type=_FILE)
+@click.option("--links", "links_path", type=_FILE, help="What `dflop profile-links` measured, if it did.")
 @click.option("--out", type=_FILE, required=True, help="DuckDB file to write.")
-def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
+def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, out: Path) -> None:
     """Fit the time and memory model to measurements, with its error on whole stages kept out of the fit."""
     import polars as pl
 
-    from dflop.costs import fit_costs
+    from dflop.costs import fit_costs, fit_links, read_links
     from dflop.stages import STAGES
     from dflop.store import write_costs
 
@@ -372,6 +403,9 @@ def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
     )
     source = ", ".join(device["source"].unique().sort())
     tables = fit_costs(measured, parameters, source)
+    if links_path:
+        links = read_links(links_path)
+        tables |= {"links": links, "link_model": fit_links(links)}
     write_costs(
         out,
         {"measurements": measured, "device": device, **tables},
@@ -386,6 +420,11 @@ def fit_costs_command(measurements: tuple[Path, ...], out: Path) -> None:
         click.echo(
             f"  {row['module']} tp{row['tp']} {row['pass']}: median {row['median_error']:.1%}, "
             f"p95 {row['p95_error']:.1%} of {row['num_held_out']}"
+        )
+    for row in tables["link_model"].iter_rows(named=True) if links_path else ():
+        click.echo(
+            f"  {row['kind']} {row['scope']}, {row['num_ranks']} ranks: {row['latency_s'] * 1e6:.3g} µs and "
+            f"{row['bytes_per_s'] / 1e9:.3g} GB/s, median error {row['median_error']:.0%} of {row['num_points']} sizes"
         )
 
 

@@ -77,14 +77,24 @@ STAGES: dict[str, Stage] = {
             "data/tokenizer",
         ),
     ),
-    "fit-costs": Stage((), ("costs/fit.py", "costs/model.py")),
+    "profile-links": Stage(
+        reads=(
+            "cluster.device",
+            "cluster.device_model",
+            "cluster.num_nodes",
+            "cluster.devices_per_node",
+            "costs.repeats",
+        ),
+        code=("costs/links.py", "torchrun.py"),
+    ),
+    "fit-costs": Stage((), ("costs/fit.py", "costs/link_model.py", "costs/model.py")),
     "plan": Stage(
         (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan"),
-        ("data/samples.py", "costs/model.py", "pipeline", "scheduling", "planning"),
+        ("data/samples.py", "costs/link_model.py", "costs/model.py", "pipeline", "scheduling", "planning"),
     ),
     "schedule": Stage(
         (*_BATCH, *_MODEL, "model.freeze", "cluster", "schedule"),
-        ("data/samples.py", "costs/model.py", "pipeline", "scheduling"),
+        ("data/samples.py", "costs/link_model.py", "costs/model.py", "pipeline", "scheduling"),
     ),
     "train": Stage(
         ("seed", "data.sources", *_LIMITS, "model", "cluster", "schedule", "train"),

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import duckdb
 
 __all__ = [
+    "LINKS_SCHEMA",
+    "LINK_MODEL_SCHEMA",
     "MODALITIES",
     "REJECT_REASONS",
     "SCHEMA_VERSION",
@@ -70,6 +72,29 @@ SHARD_SCHEMA = pl.Schema(
         "truncated": pl.Boolean,
         "reason": pl.String,
         "detail": pl.String,
+    }
+)
+
+# One row a repeat: `kind` is p2p or all_reduce, `scope` intra (one node) or inter (several).
+LINKS_SCHEMA = pl.Schema(
+    {
+        "kind": pl.String,
+        "scope": pl.String,
+        "num_ranks": pl.Int64,
+        "num_bytes": pl.Int64,
+        "seconds": pl.Float64,
+        "repeat": pl.Int64,
+    }
+)
+LINK_MODEL_SCHEMA = pl.Schema(
+    {
+        "kind": pl.String,
+        "scope": pl.String,
+        "num_ranks": pl.Int64,
+        "latency_s": pl.Float64,
+        "bytes_per_s": pl.Float64,
+        "num_points": pl.Int64,
+        "median_error": pl.Float64,
     }
 )
 
@@ -149,6 +174,8 @@ CREATE TABLE memory_model AS SELECT * FROM memory_model_frame;
 CREATE TABLE load_range AS SELECT * FROM load_range_frame;
 CREATE TABLE fit_error AS SELECT * FROM fit_error_frame;
 CREATE TABLE device AS SELECT * FROM device_frame;
+CREATE TABLE links AS SELECT * FROM links_frame;
+CREATE TABLE link_model AS SELECT * FROM link_model_frame;
 """
 
 _OBSERVATIONS_SQL = """
@@ -222,8 +249,12 @@ def write_shapes(
 
 
 def write_costs(path: Path, frames: Mapping[str, pl.DataFrame], meta: Mapping[str, str]) -> None:
-    """Write `measurements`, `time_model`, `memory_model`, `load_range`, `fit_error` and `device` from `frames`."""
-    _write(path, _COSTS_SQL, {f"{name}_frame": frame for name, frame in frames.items()}, meta)
+    """Write `measurements`, `time_model`, `memory_model`, `load_range`, `fit_error` and `device` from `frames`.
+
+    `links` and `link_model` may be left out: they are empty where no links were measured.
+    """
+    no_links = {"links": pl.DataFrame(schema=LINKS_SCHEMA), "link_model": pl.DataFrame(schema=LINK_MODEL_SCHEMA)}
+    _write(path, _COSTS_SQL, {f"{name}_frame": frame for name, frame in (no_links | dict(frames)).items()}, meta)
 
 
 def write_observations(path: Path, observations: pl.DataFrame, meta: Mapping[str, str]) -> None:

@@ -1,21 +1,26 @@
 """Costs: measuring modules on a device or counting what they do, fitting, and the model that predicts time and memory.
 
-`measure` and `worker` need torch; they run in the ranks that `dflop profile-costs` starts.
+`measure`, `worker` and `links` need torch; they run in the ranks that `dflop profile-costs` and `profile-links` start.
 """
 
 from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
 from dflop.costs.devices import DeviceModel, load_device
 from dflop.costs.fit import fit_costs
+from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.model import CostModel, Loads, StageMemory
 
 __all__ = [
     "AnalyticPoints",
     "CostModel",
     "DeviceModel",
+    "Link",
+    "LinkModel",
     "Loads",
     "StageMemory",
     "analytic_points",
     "fit_costs",
+    "fit_links",
     "load_device",
     "module_work",
+    "read_links",
 ]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dflop.costs.link_model import LinkModel
 from dflop.errors import UserError
 from dflop.store import read_meta, read_tables
 
@@ -21,6 +22,7 @@ __all__ = ["FEATURES", "PARTS", "Coefficients", "CostModel", "Loads", "StageMemo
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
 PARTS = ("stage", "layer", "first", "last")
 _CHECKPOINTED = ("stage", "layer")
+_TABLES = ("time_model", "memory_model", "load_range", "device", "link_model")
 
 
 def column_of(feature: str, unit: str) -> str:
@@ -105,6 +107,7 @@ class CostModel:
     allocator_share: float = 0.0
     # Where the costs come from: measured, or analytic, which everything made from them says.
     source: str = "measured"
+    links: LinkModel = field(default_factory=LinkModel)
 
     @classmethod
     def load(cls, path: Path) -> "CostModel":
@@ -113,7 +116,7 @@ class CostModel:
         Raises:
             UserError: when it is missing, of another schema version, or holds no fit.
         """
-        tables = read_tables(path, ("time_model", "memory_model", "load_range", "device"), made_by="fit-costs")
+        tables = read_tables(path, _TABLES, made_by="fit-costs")
         times = {(*_key(row), row["pass"]): _coefficients(row, "s") for row in tables["time_model"]}
         if not times:
             raise UserError(f"{path} holds no time model; make it again with `dflop fit-costs`")
@@ -135,6 +138,7 @@ class CostModel:
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
             allocator_share=max(row["allocator_share"] for row in tables["device"]),
             source=read_meta(path, made_by="fit-costs").get("source", "measured"),
+            links=LinkModel.from_rows(tables["link_model"]),
         )
 
     def stage_time(

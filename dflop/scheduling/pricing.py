@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflop.config import ClusterConfig
-from dflop.costs import CostModel, Loads, StageMemory
+from dflop.costs import CostModel, Link, Loads, StageMemory
 from dflop.data import SampleShapes
 from dflop.errors import UserError
 from dflop.models import ModelSpec
@@ -19,6 +19,7 @@ from dflop.pipeline import (
     Plan,
     StageTimes,
     Timeline,
+    Worker,
     compile_program,
     make_program,
     simulate,
@@ -66,6 +67,10 @@ class Pricer:
             grid.module: [len(part) for part in split_layers(spec.module(grid.module).num_layers, grid.pp)]
             for grid in plan.grids
         }
+        self._edge_links = [
+            self._link("p2p", *(self._first_rank(self.program.workers[end]) for end in (edge.source, edge.target)))
+            for edge in self.program.edges
+        ]
 
     @property
     def encoder(self) -> str:
@@ -254,8 +259,8 @@ class Pricer:
         )
 
     def _transfer_s(self, shapes: SampleShapes, assignment: Assignment, llm_loads: Loads) -> np.ndarray:
-        """[num_edges, num_microbatches]: bytes over bandwidth; NaN where a bridge carries nothing."""
-        plan, num_microbatches = self.plan, self.plan.num_microbatches
+        """[num_edges, num_microbatches]: latency and bytes over bandwidth; NaN where a bridge carries nothing."""
+        num_microbatches = self.plan.num_microbatches
         bridged = self._bridged_tokens(shapes, assignment)
         bytes_per_token = self.spec.module("llm").hidden_size * self._bytes_per_value
         workers = self.program.workers
@@ -263,11 +268,7 @@ class Pricer:
         for index, edge in enumerate(self.program.edges):
             source, target = workers[edge.source], workers[edge.target]
             tokens = bridged[source.dp_rank, target.dp_rank] if edge.is_bridge else llm_loads.num_tokens[source.dp_rank]
-            bandwidth = self._bytes_per_s(
-                plan.grid(source.module).first_rank(source.pp_stage, source.dp_rank),
-                plan.grid(target.module).first_rank(target.pp_stage, target.dp_rank),
-            )
-            transfer_s[index] = tokens * bytes_per_token / bandwidth
+            transfer_s[index] = self._edge_links[index].seconds(tokens * bytes_per_token)
             if edge.is_bridge:
                 transfer_s[index, tokens == 0] = np.nan
         return transfer_s
@@ -299,17 +300,26 @@ class Pricer:
         return float(np.concatenate(flags).mean())
 
     def _sync_s(self, module: str, stage: int) -> float:
-        """Ring all-reduce of the stage's fp32 gradients over its replicas."""
+        """All-reduce of the stage's fp32 gradients over its replicas."""
         grid = self.plan.grid(module)
         if grid.dp == 1 or module in self.frozen:
             return 0.0
         size = self.costs.stage_parameter_bytes(module, **self._stage(module, stage))
-        bandwidth = self._bytes_per_s(grid.first_rank(stage, 0), grid.first_rank(stage, grid.dp - 1))
-        return 2 * (grid.dp - 1) / grid.dp * size / bandwidth
+        first, last = grid.first_rank(stage, 0), grid.first_rank(stage, grid.dp - 1)
+        return self._link("all_reduce", first, last, grid.dp).seconds(size)
 
-    def _bytes_per_s(self, rank: int, other: int) -> float:
-        same_node = rank // self.cluster.devices_per_node == other // self.cluster.devices_per_node
-        return (self.cluster.intra_node_gbps if same_node else self.cluster.inter_node_gbps) * 1e9 / 8
+    def _link(self, kind: str, first_rank: int, last_rank: int, num_ranks: int = 2) -> Link:
+        """As measured; where it was not, at the configured bandwidth, in a ring and without latency."""
+        cluster = self.cluster
+        is_intra = first_rank // cluster.devices_per_node == last_rank // cluster.devices_per_node
+        measured = self.costs.links.find(kind, "intra" if is_intra else "inter", num_ranks)
+        if measured is not None:
+            return measured
+        bytes_per_s = (cluster.intra_node_gbps if is_intra else cluster.inter_node_gbps) * 1e9 / 8
+        return Link(0.0, bytes_per_s if kind == "p2p" else bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
+
+    def _first_rank(self, worker: Worker) -> int:
+        return self.plan.grid(worker.module).first_rank(worker.pp_stage, worker.dp_rank)
 
 
 def _loads(shapes: SampleShapes) -> Loads:

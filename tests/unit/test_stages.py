@@ -70,6 +70,8 @@ def test_the_digest_changes_with_the_stages_own_code_and_with_no_other(tmp_path)
 
     for path, of_whom in (
         ("costs/fit.py", {"fit-costs"}),
+        ("costs/links.py", {"profile-links"}),
+        ("costs/link_model.py", {"fit-costs", "plan", "schedule"}),
         ("planning/space.py", {"plan"}),
         ("data/tokenizer/chat_template.jinja", {"profile-shapes", "profile-costs", "train"}),
         ("store.py", set(STAGES)),

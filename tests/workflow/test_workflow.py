@@ -75,6 +75,9 @@ def test_costs_hold_measurements_and_the_models_fitted_to_them(finished):
     assert set(measurements["pass"]) == {"forward", "backward"}
     for table in ("time_model", "memory_model", "fit_error", "device"):
         assert len(read_table(path, table, made_by="")), table
+    link_model = read_table(path, "link_model", made_by="")
+    assert link_model.select("kind", "scope", "num_ranks").rows() == [("p2p", "intra", 2), ("all_reduce", "intra", 2)]
+    assert link_model["num_points"].sum() == len(read_table(path, "links", made_by=""))  # one repeat each
 
 
 def test_the_plan_is_the_best_of_the_candidates(finished):
@@ -158,6 +161,23 @@ def test_a_changed_record_reruns_its_shard_and_what_depends_on_it(finished):
     assert jobs.count("profile_shapes") == 1
     assert "profile_costs" not in jobs
     assert "fit_costs" not in jobs
+
+
+def test_links_are_measured_between_devices_that_are_at_hand(finished):
+    checkout, _ = finished
+    analytic = {
+        "costs": {"source": "analytic"},
+        "cluster": {"device_model": "h100-80g"},
+        "train": {"precision": "bf16"},
+    }
+    for run, sections, jobs in (
+        ("here", {}, {"profile_costs", "profile_links", "fit_costs"}),
+        ("elsewhere", analytic, {"profile_costs", "fit_costs"}),
+    ):
+        data = {"sources": [{"path": "data/train.json"}]}
+        config = checkout.write_config(f"{run}.yaml", run=run, data=data, **sections)
+        target = f"results/{run}/costs.duckdb"
+        assert set(checkout.jobs_of_dry_run(target, "--configfile", config)) == jobs, run
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,11 @@ def all_measurements(wildcards):
     return [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in CONFIG.costs.tp_sizes]
 
 
+def measured_links():
+    """What is known of the links between devices: nothing of devices that are not at hand, or of one alone."""
+    return [f"{RESULTS}/costs/links.parquet"] if is_measured() and CONFIG.cluster.num_devices > 1 else []
+
+
 for source in SOURCES:
     if not is_demo(source):
         shards_of(source)  # a missing manifest stops here, before any job
@@ -142,7 +147,7 @@ def devices_of_tp():
 
 
 def all_devices():
-    """Resources of the training job: every node with all its devices."""
+    """Resources of a job on all devices, such as training: every node with all its devices."""
     if CONFIG.cluster.device == "cpu" and CONFIG.cluster.num_nodes == 1:
         return {}
     per_node = {} if CONFIG.cluster.device == "cpu" else {"gres": f"gpu:{CONFIG.cluster.devices_per_node}"}
@@ -153,7 +158,7 @@ def all_devices():
 
 
 def launcher():
-    """Prefix of the training command: one task a node where there are several."""
+    """Prefix of a command on all devices: one task a node where there are several."""
     nodes = CONFIG.cluster.num_nodes
     return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1" if nodes > 1 else ""
 

@@ -1,4 +1,4 @@
-"""What a microbatch costs: each module's layers measured on the device, then fitted."""
+"""What a microbatch costs: each module's layers and the links between devices, measured, then fitted."""
 
 
 rule profile_costs:
@@ -17,7 +17,6 @@ rule profile_costs:
     resources:
         **devices_of_tp(),
     params:
-        bounds=lambda wildcards, input: f"--bounds {input.bounds}" if input.bounds else "",
         config=config_for("profile-costs"),
         # Wildcards are no part of the between-workflow cache's key, params are.
         module="{module}",
@@ -26,17 +25,37 @@ rule profile_costs:
         code=code_of("profile-costs"),
     shell:
         "dflop profile-costs --config {params.config:q} --module {wildcards.module} --tp {wildcards.tp}"
-        " {params.bounds} --out {output.measurements} 2> {log} | tee -a {log}"
+        + (" --bounds {input.bounds}" if is_measured() else "")
+        + " --out {output.measurements} 2> {log} | tee -a {log}"
+
+
+rule profile_links:
+    output:
+        f"{RESULTS}/costs/links.parquet",
+    log:
+        f"{RESULTS}/logs/profile_links.log",
+    cache: "omit-software"
+    threads: all_cores()
+    resources:
+        **all_devices(),
+    params:
+        config=config_for("profile-links"),
+        code=code_of("profile-links"),
+        launcher=launcher(),
+    shell:
+        "{params.launcher} dflop profile-links --config {params.config:q} --out {output} 2> {log} | tee -a {log}"
 
 
 rule fit_costs:
     input:
-        all_measurements,
+        measurements=all_measurements,
+        links=measured_links(),
     output:
         f"{RESULTS}/costs.duckdb",
     log:
         f"{RESULTS}/logs/fit_costs.log",
     params:
         code=code_of("fit-costs"),
+        links="--links" if measured_links() else "",
     shell:
-        "dflop fit-costs {input} --out {output} 2> {log} | tee -a {log}"
+        "dflop fit-costs {input.measurements} {params.links} {input.links} --out {output} 2> {log} | tee -a {log}"

@@ -372,7 +372,7 @@ def test_seconds_and_bytes_grow_with_every_load(direction, tp, h100):
         "length": pl.col("sum_sq_tokens") // pl.col("num_tokens"),
         "share": pl.col("num_targets") * 20 // pl.col("num_tokens"),
     }
-    llm = llm.filter(pl.col("pass") == direction, num_tokens >= 16_384).with_columns(**forms)
+    llm = llm.filter(pl.col("pass") == direction, pl.col("num_tokens") >= 16_384).with_columns(**forms)
     for frame in llm.partition_by(*kinds, *forms):
         for column in ("seconds", "peak_bytes"):
             assert frame[column].diff().drop_nulls().min() > 0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.config import ClusterConfig
-from dflop.costs import CostModel, Loads
+from dflop.costs import CostModel, Link, LinkModel, Loads
 from dflop.costs.model import Coefficients, LoadRange
 from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan
@@ -151,6 +151,74 @@ def test_an_encoders_replicas_share_each_microbatch_evenly(make_pricer, draw_sam
         chosen = assignment.microbatch == microbatch
         loads = [shapes.num_items[chosen & (assignment.encoder_rank == rank)].sum() for rank in range(num_encoders)]
         assert max(loads) - min(loads) <= shapes.num_items[chosen].max(initial=0)
+
+
+def with_links(costs: CostModel, **fitted: Link) -> CostModel:
+    """`p2p_intra_2=Link(…)`"""
+    keys = {name: name.rsplit("_", 2) for name in fitted}
+    links = {(kind, scope, int(num_ranks)): fitted[name] for name, (kind, scope, num_ranks) in keys.items()}
+    return dataclasses.replace(costs, links=LinkModel(links))
+
+
+def test_transfers_are_priced_by_the_links_that_were_measured_and_else_by_the_configured_bandwidth(
+    make_pricer, draw_samples, costs
+):
+    """Ranks 0 to 3 are of the first node: the encoder's and those of three of the LLM's four stages."""
+    pricer = make_pricer(make_plan(llm_pp=4), model=with_links(costs, p2p_intra_2=Link(3e-4, 2e9)))
+    shapes = draw_samples(24, 0)
+    assignment = at_random(pricer, shapes, 0)
+    transfer_s = pricer.stage_times(shapes, assignment).transfer_s
+    llm_bytes = np.bincount(assignment.microbatch, weights=shapes.llm_tokens, minlength=4) * 128 * 4
+    seen = []
+    for index, edge in enumerate(pricer.program.edges):
+        ends = {pricer.program.workers[end].pp_stage for end in (edge.source, edge.target)}
+        if edge.is_bridge:
+            vision_bytes = np.bincount(assignment.microbatch, weights=shapes.kept_vision_tokens, minlength=4) * 128 * 4
+            np.testing.assert_allclose(transfer_s[index], np.where(vision_bytes, 3e-4 + vision_bytes / 2e9, np.nan))
+        elif 3 in ends:
+            np.testing.assert_allclose(transfer_s[index], llm_bytes / (CLUSTER.inter_node_gbps * 1e9 / 8))
+        else:
+            np.testing.assert_allclose(transfer_s[index], 3e-4 + llm_bytes / 2e9)
+        seen.append((edge.is_bridge, 3 in ends))
+    assert sorted(seen) == [(False, False), (False, False), (False, True), (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("vision_dp", "fitted", "expected"),
+    [
+        (1, {"all_reduce_intra_3": Link(1e-3, 1e9)}, lambda size: 1e-3 + size / 1e9),
+        (1, {"all_reduce_intra_2": Link(1e-3, 1e9)}, lambda size: 2e-3 + size / 1e9 * 4 / 3),
+        (2, {"all_reduce_inter_3": Link(5e-3, 1e8)}, lambda size: 5e-3 + size / 1e8),
+        (1, {"all_reduce_inter_3": Link(5e-3, 1e8)}, lambda size: 4 / 3 * size / (100e9 / 8)),
+        (2, {"all_reduce_intra_3": Link(1e-3, 1e9)}, lambda size: 4 / 3 * size / (50e9 / 8)),
+    ],
+    ids=["as measured", "from two ranks", "over nodes", "not measured inside a node", "not measured over nodes"],
+)
+def test_gradients_are_summed_over_the_replicas_links(make_pricer, draw_samples, costs, vision_dp, fitted, expected):
+    """Three LLM replicas: behind one encoder rank they fill the first node, behind two they reach the second."""
+    pricer = make_pricer(make_plan(vision_dp=vision_dp, llm_dp=3), model=with_links(costs, **fitted))
+    shapes = draw_samples(24, 0)
+    sync_s = pricer.stage_times(shapes, at_random(pricer, shapes, 0)).sync_s
+    size = 4 * 5e5 + 3e5
+    llm = [index for index, worker in enumerate(pricer.program.workers) if worker.module == "llm"]
+    assert sync_s[llm] == pytest.approx(expected(size))
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_more_bytes_never_cross_faster_and_a_latency_makes_no_step_shorter(
+    make_pricer, draw_samples, costs, plan, seed
+):
+    slow = with_links(costs, p2p_intra_2=Link(1e-3, 1e9), p2p_inter_2=Link(2e-3, 5e8), all_reduce_intra_2=Link(1, 1e9))
+    pricer, shapes = make_pricer(plan, model=slow), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    more = dataclasses.replace(
+        shapes, llm_tokens=shapes.llm_tokens * 2, kept_vision_tokens=shapes.kept_vision_tokens * 2
+    )
+    less_s, more_s = (pricer.stage_times(batch, assignment).transfer_s for batch in (shapes, more))
+    assert (np.isnan(less_s) == np.isnan(more_s)).all()
+    assert (more_s[less_s > 2e-3] > less_s[less_s > 2e-3]).all()
+    assert pricer.step_s(shapes, assignment) >= make_pricer(plan).step_s(shapes, assignment)
 
 
 def test_half_precision_halves_what_crosses_a_bridge(make_pricer, draw_samples):

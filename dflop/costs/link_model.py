@@ -1,0 +1,105 @@
+"""What a transfer between ranks takes: a latency and a bandwidth for each kind of link, fitted to measured times.
+
+`links.py` measures; `scheduling.pricing` asks, and falls back on the configured bandwidths where `LinkModel` knows
+nothing: with analytic costs, or for a scope that the measured cluster did not have.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import polars as pl
+
+from dflop.errors import UserError
+from dflop.store import LINK_MODEL_SCHEMA, LINKS_SCHEMA
+
+__all__ = ["Link", "LinkModel", "fit_links", "read_links"]
+
+_Bytes = TypeVar("_Bytes", float, np.ndarray)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: _Bytes) -> _Bytes:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """`fitted[kind, scope, num_ranks]`: kind p2p or all_reduce, scope intra (one node) or inter (several)."""
+
+    fitted: dict[tuple[str, str, int], Link] = field(default_factory=dict)
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> "LinkModel":
+        """Of the table `link_model`."""
+        return cls(
+            {(row["kind"], row["scope"], row["num_ranks"]): Link(row["latency_s"], row["bytes_per_s"]) for row in rows}
+        )
+
+    def find(self, kind: str, scope: str, num_ranks: int) -> Link | None:
+        """The link as measured with this number of ranks, or else with the nearest; None where there is none.
+
+        An all-reduce is carried over to n ranks as a ring, which takes 2(n - 1) steps of 1/n of the bytes each
+        (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+        """
+        measured = [size for known, where, size in self.fitted if (known, where) == (kind, scope)]
+        if not measured:
+            return None
+        nearest = min(measured, key=lambda size: (abs(math.log(size / num_ranks)), size))
+        link, more_steps = self.fitted[kind, scope, nearest], (num_ranks - 1) / (nearest - 1)
+        return Link(link.latency_s * more_steps, link.bytes_per_s / more_steps * num_ranks / nearest)
+
+
+def read_links(path: Path) -> pl.DataFrame:
+    """The file that `dflop profile-links` made.
+
+    Raises:
+        UserError: when it is missing, or no such file.
+    """
+    remake = "make it with `dflop profile-links`"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; {remake}")
+    try:
+        frame = pl.read_parquet(path)
+    except pl.exceptions.PolarsError as error:
+        raise UserError(f"{path} is not a Parquet file ({str(error).splitlines()[0]}); {remake}") from None
+    if frame.schema != LINKS_SCHEMA:
+        raise UserError(f"{path} has the columns {', '.join(frame.columns)}, not those of measured links; {remake}")
+    return frame
+
+
+def fit_links(links: pl.DataFrame) -> pl.DataFrame:
+    """The table `link_model`, a row a kind, scope and number of ranks; `median_error` is of the sizes fitted to.
+
+    Latency and seconds a byte are non-negative and minimise the relative error over the medians of the repeats.
+
+    Raises:
+        UserError: when a link was measured at one size alone, or in no time at all.
+    """
+    from scipy.optimize import nnls  # takes longer to import than most commands take
+
+    rows = []
+    points = links.group_by("kind", "scope", "num_ranks", "num_bytes", maintain_order=True).agg(
+        pl.col("seconds").median()
+    )
+    for (kind, scope, num_ranks), frame in points.group_by("kind", "scope", "num_ranks", maintain_order=True):
+        num_bytes, seconds = frame["num_bytes"].to_numpy().astype(float), frame["seconds"].to_numpy()
+        if len(frame) < 2 or not (seconds > 0).all():
+            raise UserError(
+                f"{kind} {scope} of {num_ranks} ranks: {len(frame)} size(s), the shortest in {seconds.min():.3g} s, "
+                "give no latency and bandwidth; run `dflop profile-links` again"
+            )
+        scale = np.array([seconds.min(), seconds.max() / num_bytes.max()])
+        design = np.column_stack([np.ones(len(frame)), num_bytes]) * scale / seconds[:, None]
+        latency_s, seconds_per_byte = nnls(design, np.ones(len(frame)))[0] * scale
+        link = Link(float(latency_s), float(1 / seconds_per_byte) if seconds_per_byte else math.inf)
+        errors = np.abs(link.seconds(num_bytes) / seconds - 1)
+        rows.append((kind, scope, num_ranks, link.latency_s, link.bytes_per_s, len(frame), float(np.median(errors))))
+    return pl.DataFrame(rows, schema=LINK_MODEL_SCHEMA, orient="row")

@@ -1,0 +1,179 @@
+"""Measuring the links between ranks: what a transfer and an all-reduce take, over sizes, with training's backend.
+
+torchrun starts `python -m dflop.costs.links REQUEST` (JSON) on every device of the cluster; rank 0 writes the
+Parquet file. One group of ranks measures at a time, and all ranks learn each result, so that they agree on when
+to stop. What is measured is an idle network: in training, transfers may share it and compete with computations.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import polars as pl
+import torch
+import torch.distributed as dist
+
+from dflop.artifacts import written_whole
+from dflop.errors import UserError
+from dflop.progress import progress_bar
+from dflop.store import LINKS_SCHEMA
+
+__all__ = ["LinkGroup", "groups_to_measure", "main", "sizes_up_to"]
+
+_TIMEOUT = timedelta(minutes=5)  # ranks of many nodes may start this far apart
+_LEAST_BYTES = 1024
+_LONGEST_TRANSFER_S = 0.25
+_LEAST_SIZES = 3
+# Short transfers vary most and cost least: a repeat is the median of so many runs, in so many bytes.
+_MOST_RUNS, _BYTES_OF_RUNS = 16, 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LinkGroup:
+    """Ranks to measure together; `kind` is p2p or all_reduce, `scope` intra (one node) or inter (several)."""
+
+    kind: str
+    scope: str
+    ranks: tuple[int, ...]
+
+
+def groups_to_measure(num_nodes: int, per_node: int) -> list[LinkGroup]:
+    """A pair, then 2, 4, … and all ranks: first inside a node, then over nodes.
+
+    Ranks are consecutive, as a stage's replicas are; small groups over nodes lie evenly on both sides of a border.
+    """
+    groups = []
+    if per_node > 1:
+        groups.append(LinkGroup("p2p", "intra", (0, 1)))
+        groups += [LinkGroup("all_reduce", "intra", tuple(range(size))) for size in _doublings(per_node)]
+    if num_nodes > 1:
+        groups.append(LinkGroup("p2p", "inter", (per_node - 1, per_node)))
+        for size in _doublings(num_nodes * per_node):
+            first = max(0, per_node - size // 2)
+            groups.append(LinkGroup("all_reduce", "inter", tuple(range(first, first + size))))
+    return groups
+
+
+def _doublings(limit: int) -> list[int]:
+    return [*(1 << power for power in range(1, (limit - 1).bit_length())), limit]
+
+
+def sizes_up_to(max_bytes: int) -> list[int]:
+    """1 KiB, 4 KiB, 16 KiB, …"""
+    sizes = [_LEAST_BYTES]
+    while sizes[-1] * 4 <= max_bytes:
+        sizes.append(sizes[-1] * 4)
+    return sizes
+
+
+def _measure(
+    groups: list[LinkGroup], sizes: list[int], repeats: int, device: torch.device, progress: Callable[[str], None]
+) -> pl.DataFrame:
+    """Rows of `LINKS_SCHEMA`, the same on every rank; each group stops growing where a transfer takes too long.
+
+    Sizes take turns, so that what disturbs the machine for a moment spoils one repeat of each and not all of one.
+    """
+    rows = []
+    members = {ranks: dist.new_group(ranks, timeout=_TIMEOUT) for ranks in dict.fromkeys(g.ranks for g in groups)}
+    for group in groups:
+        own_sizes = list(sizes)
+        for repeat in range(repeats):
+            for count, num_bytes in enumerate(own_sizes, start=1):
+                progress(f"{group.kind} {group.scope}, {len(group.ranks)} ranks, {num_bytes:,} bytes")
+                seconds = _time(group, members[group.ranks], num_bytes, device)
+                rows.append((group.kind, group.scope, len(group.ranks), num_bytes, seconds, repeat))
+                if repeat == 0 and count >= _LEAST_SIZES and seconds > _LONGEST_TRANSFER_S:
+                    own_sizes = sizes[:count]
+                    break
+    return pl.DataFrame(rows, schema=LINKS_SCHEMA, orient="row")
+
+
+def _time(group: LinkGroup, members: dist.ProcessGroup, num_bytes: int, device: torch.device) -> float:
+    """Seconds of the slowest rank, the median of several runs after a warm-up; all ranks must call this."""
+    num_runs = max(1, min(_MOST_RUNS, _BYTES_OF_RUNS // num_bytes))
+    seconds = torch.zeros(num_runs, dtype=torch.float64, device=device)
+    if dist.get_rank() in group.ranks:
+        values = torch.zeros(num_bytes // 4, device=device)
+        timed = [_time_once(group, members, values) for _ in range(1 + num_runs)]
+        seconds.copy_(torch.tensor(timed[1:], dtype=torch.float64))
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.median().item()
+
+
+def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tensor) -> float:
+    """Seconds on this rank from when all are ready; the slowest rank's count.
+
+    A transfer is half a round trip by the first rank's clock: hosts' clocks differ, and a barrier lets its ranks
+    go at times further apart than a short message takes.
+    """
+    dist.barrier(members)
+    started = _now(values.device)
+    if group.kind == "all_reduce":
+        dist.all_reduce(values, group=members)
+        return _now(values.device) - started
+    first, second = group.ranks
+    if dist.get_rank() == second:
+        dist.irecv(values, src=first, group=members).wait()
+        dist.isend(values, dst=first, group=members).wait()
+        _now(values.device)
+        return 0.0
+    dist.isend(values, dst=second, group=members).wait()
+    dist.irecv(values, src=second, group=members).wait()
+    return (_now(values.device) - started) / 2
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _join_world(device_kind: str) -> torch.device:
+    if device_kind == "cpu":
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        return torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"`cluster.devices_per_node` is {os.environ['LOCAL_WORLD_SIZE']}, but torch finds "
+            f"{torch.cuda.device_count()} GPU(s) here; correct it or the job's GPUs"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
+    return device
+
+
+def main() -> int:
+    """What torchrun starts on every rank; the request has device, repeats, max_bytes and out."""
+    request = json.loads(sys.argv[1])
+    try:
+        device = _join_world(request["device"])
+    except UserError as error:
+        print(f"dflop: {error}", file=sys.stderr, flush=True)
+        return 2
+    is_main, per_node = dist.get_rank() == 0, int(os.environ["LOCAL_WORLD_SIZE"])
+    groups, sizes = groups_to_measure(dist.get_world_size() // per_node, per_node), sizes_up_to(request["max_bytes"])
+    total = len(groups) * len(sizes) * request["repeats"]
+    with progress_bar(total=total, unit="size", disable=not is_main) as bar:
+
+        def progress(text: str) -> None:
+            bar.set_description(text, refresh=False)
+            bar.update()
+
+        frame = _measure(groups, sizes, request["repeats"], device, progress)
+    if is_main:
+        with written_whole(Path(request["out"])) as path:
+            frame.write_parquet(path)
+    dist.barrier()  # so that the file is there when any node's command ends
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
