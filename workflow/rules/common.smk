@@ -9,7 +9,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from dflop.config import load_config, select_keys
-from dflop.costs.analytic import load_device
+from dflop.costs.devices import load_device
 from dflop.data.manifests import list_shards, list_sources
 from dflop.errors import UserError
 from dflop.models.spec import check_runnable, load_model_spec, model_digest

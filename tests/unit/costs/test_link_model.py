@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.costs import CostModel, Link, LinkModel, fit_links, read_links
+from dflop.costs import CostModel, Link, LinkModel, fit_costs, fit_links, read_links
 from dflop.costs.links import groups_to_measure, sizes_up_to
-from dflop.costs.model import FEATURES, column_of
 from dflop.errors import UserError
-from dflop.store import LINKS_SCHEMA, read_table, write_costs
+from dflop.store import LINKS_SCHEMA, read_table
 
 SIZES = sizes_up_to(64 * 2**20)
 seconds = st.floats(1e-7, 1e-2)
@@ -133,17 +132,14 @@ def test_a_file_that_holds_no_links_is_refused_in_one_line(tmp_path):
         assert os.linesep not in str(caught.value)
 
 
-def test_a_cost_model_brings_the_links_of_its_file_and_none_where_none_were_measured(tmp_path):
-    nothing = dict.fromkeys((column_of(feature, "s") for feature in FEATURES), 0.0)
-    times = pl.DataFrame([{"module": "llm", "tp": 1, "part": "layer", "pass": "forward", "const_s": 1.0} | nothing])
-    memory = pl.DataFrame(schema={"module": pl.String, "tp": pl.Int64, "part": pl.String})
-    other = pl.DataFrame({"nothing": [0]})
-    frames = {"time_model": times, "memory_model": memory, "measurements": other, "fit_error": other, "device": other}
+def test_a_cost_model_brings_the_links_of_its_file_and_none_where_none_were_measured(costs, measure_as, tmp_path):
+    frames = measure_as(costs)
+    tables = fit_costs(frames.measurements, frames.parameters)
     path, links = tmp_path / "costs.duckdb", measure("p2p", "intra", 2, Link(1e-4, 1e9))
-    write_costs(path, frames | {"links": links, "link_model": fit_links(links)}, {})
+    frames.write(path, tables | {"links": links, "link_model": fit_links(links)})
     assert CostModel.load(path).links == fit(links)
     assert read_table(path, "links", made_by="fit-costs").equals(links)
-    write_costs(path, frames, {})
+    frames.write(path, tables)
     assert CostModel.load(path).links == LinkModel()
     assert read_table(path, "links", made_by="fit-costs").schema == LINKS_SCHEMA
 
