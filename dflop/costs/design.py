@@ -7,6 +7,7 @@ they say how good the predictions are, and when they are good enough measuring e
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +29,8 @@ _LEAST_HELD_OUT = 10
 _NUM_FOLDS = 5
 # A p95 within this many times the target median is good enough.
 _TAIL = 2.5
-# A run may take this share of the time budget; what takes longer is not measured, nor anything larger.
-_LONGEST_SHARE = 1 / 60
+# A run may take about this share of the time budget; larger sizes are not measured.
+_LONGEST_SHARE = 1 / 100
 
 
 class Point(NamedTuple):
@@ -74,7 +75,7 @@ class LoadBounds:
 
 
 def bounds_of_samples(num_items: np.ndarray, llm_tokens: np.ndarray, target_tokens: np.ndarray) -> LoadBounds:
-    """Bounds that these samples and microbatches of up to 16 mean samples stay in, rounded outwards to powers of two.
+    """Bounds that these samples and microbatches of up to 8 mean samples stay in, rounded outwards to powers of two.
 
     Rounding keeps the bounds, and so what was measured, as they are while the data changes a little.
     """
@@ -83,8 +84,8 @@ def bounds_of_samples(num_items: np.ndarray, llm_tokens: np.ndarray, target_toke
     share = (target_tokens / np.maximum(llm_tokens, 1))[target_tokens > 0]
     share = share if len(share) else np.full(1, 0.25)
     return LoadBounds(
-        num_items=(1, _power_above(max(items.max(), 16 * num_items.mean() if len(num_items) else 1))),
-        num_tokens=(_power_below(np.quantile(tokens, 0.05)), _power_above(max(tokens.max(), 16 * tokens.mean()))),
+        num_items=(1, _power_above(max(items.max(), 8 * num_items.mean() if len(num_items) else 1))),
+        num_tokens=(_power_below(np.quantile(tokens, 0.05)), _power_above(max(tokens.max(), 8 * tokens.mean()))),
         segment_tokens=(_power_below(np.quantile(tokens, 0.05)), _power_above(tokens.max())),
         target_share=(
             0.5 ** math.ceil(-math.log2(np.quantile(share, 0.1))),
@@ -112,7 +113,15 @@ class Design:
     """The points of one module at one tp, in the order in which to measure them."""
 
     def __init__(
-        self, module: str, tp: int, num_layers: int, bounds: LoadBounds, *, target_error: float, time_budget_s: float
+        self,
+        module: str,
+        tp: int,
+        num_layers: int,
+        bounds: LoadBounds,
+        *,
+        repeats: int,
+        target_error: float,
+        time_budget_s: float,
     ) -> None:
         self.module, self.tp, self.num_layers, self.bounds = module, tp, num_layers, bounds
         self.depths = (1, max(2, min(4, num_layers)))
@@ -120,40 +129,53 @@ class Design:
         self.longest_s = time_budget_s * _LONGEST_SHARE
         self.error: tuple[float, float] | None = None
         self._rng = np.random.default_rng(0)
-        self._asked: set[Point] = set()
-        self._too_long: dict[tuple[str, int, bool], int] = {}
+        self._repeats = repeats
+        self._asked: Counter[Point] = Counter()
+        self._limits: dict[tuple[str, int, bool], int] = {}
         self._sizes = _geometric(*(bounds.num_tokens if module == "llm" else bounds.num_items), ratio=math.sqrt(2))
         self._kinds = [("layers", depth, checkpointing) for checkpointing in (False, True) for depth in self.depths]
         self._kinds += [("first", 0, False), ("last", 0, False)]
-        self._queue = self._spread_points(_FIRST_SIZES) + self._held_out(_HELD_OUT_A_BATCH)
+        self._queue = self._rounds(self._spread_points(_FIRST_SIZES) + self._held_out(_HELD_OUT_A_BATCH))
 
-    def next(self, rows: list[dict], parameters: pl.DataFrame) -> Point | None:
-        """The next point, given all rows so far; None when the held-out error is under the target."""
+    def next(self, rows: list[dict], parameters: pl.DataFrame) -> tuple[Point, int] | None:
+        """The next point and which repeat of it this is, given all rows so far; None when predictions are good enough.
+
+        Points take turns, so that what slows the machine for a moment spoils one repeat of each and not all of one.
+        """
         while True:
             while self._queue:
                 point = self._queue.pop(0)
-                if point not in self._asked and not self._is_too_long(point):
-                    self._asked.add(point)
-                    return point
-            self._queue = self._more(rows, parameters)
-            if all(point in self._asked or self._is_too_long(point) for point in self._queue):
+                if not self._is_too_long(point):
+                    self._asked[point] += 1
+                    return point, self._asked[point] - 1
+            more = self._more(rows, parameters)
+            if not any(self._is_new(point) for point in more):
                 return None
+            self._queue = self._rounds(more)
+
+    def _rounds(self, points: list[Point]) -> list[Point]:
+        return self._repeats * list(dict.fromkeys(points))
+
+    def _is_new(self, point: Point) -> bool:
+        return point not in self._asked and not self._is_too_long(point)
 
     def took(self, point: Point, seconds: float | None) -> None:
         """Note how long one run of the point lasted; None if it ran out of memory."""
-        if seconds is None or seconds > self.longest_s:
-            kind = point[:3]
-            self._too_long[kind] = min(_size(point), self._too_long.get(kind, _size(point)))
+        kind, size = point[:3], _size(point)
+        if seconds is None:
+            self._limits[kind] = min(size - 1, self._limits.get(kind, size))
+        elif seconds > self.longest_s / 4 and kind not in self._limits:
+            self._limits[kind] = int(size * self.longest_s / seconds)
 
     def _is_too_long(self, point: Point) -> bool:
-        return _size(point) > self._too_long.get(point[:3], math.inf)
+        return _size(point) > self._limits.get(point[:3], math.inf)
 
     def _spread_points(self, count: int) -> list[Point]:
         """`count` sizes of each piece over the range that does not take too long, small ones first."""
         points = []
         for kind in self._kinds:
-            sizes = [size for size in self._sizes if size <= self._too_long.get(kind, math.inf)]
-            for size in _spread(sizes, count):
+            sizes = [size for size in self._sizes if size <= self._limits.get(kind, math.inf)] or self._sizes[:1]
+            for size in _spread(sizes, count - 2 if kind[2] else count):
                 forms = self._forms(*kind, size)
                 points += forms if kind[0] == "last" or not kind[2] else forms[:1]
         return sorted(points, key=_size)
@@ -171,13 +193,13 @@ class Design:
     def _held_out(self, count: int) -> list[Point]:
         """Whole stages at random loads and at depths that are not fitted where there are such."""
         points = []
-        largest = min([self._sizes[-1], *(size for kind, size in self._too_long.items() if kind[0] == "layers")])
+        largest = max(self._sizes[0], min(self._limits.get(kind, self._sizes[-1]) for kind in self._kinds))
         for _ in range(count):
             depth = int(self._rng.integers(min(2, self.depths[1]), max(3, self.depths[1])))
-            size = int(self._sizes[0] * (largest / self._sizes[0]) ** self._rng.random())
+            size = int(self._rng.integers(self._sizes[0], largest + 1))
             point = Point("whole", depth, bool(self._rng.random() < 0.25))
             if self.module != "llm":
-                points.append(point._replace(num_items=max(1, size)))
+                points.append(point._replace(num_items=size))
                 continue
             (low, high), (few, many) = self.bounds.segment_tokens, self.bounds.target_share
             length = min(size, int(low * (high / low) ** self._rng.random()))
@@ -186,7 +208,7 @@ class Design:
 
     def _more(self, rows: list[dict], parameters: pl.DataFrame) -> list[Point]:
         """What comes next; nothing when the predictions are good enough."""
-        missing = [point for point in self._spread_points(_FIRST_SIZES) if point not in self._asked]
+        missing = [point for point in self._spread_points(_FIRST_SIZES) if self._is_new(point)]
         if missing:
             return missing  # what took too long had left its piece with fewer sizes
         points = median_points(pl.DataFrame(rows))
@@ -197,7 +219,9 @@ class Design:
             good = self.error[0] <= self.target_error and self.error[1] <= _TAIL * self.target_error
             if good and len(errors) >= 2 * _LEAST_HELD_OUT:  # two passes each
                 return []
-        return self._most_doubtful(points, model) + self._held_out(_HELD_OUT_A_BATCH)
+        return self._most_doubtful(points, model) + [
+            point for point in self._held_out(_HELD_OUT_A_BATCH) if self._is_new(point)
+        ]
 
     def _most_doubtful(self, points: pl.DataFrame, model: CostModel) -> list[Point]:
         """Candidates where fits to parts of the points disagree most, as a share of a whole stage's time."""
@@ -210,7 +234,7 @@ class Design:
                     point
                     for size in self._sizes
                     for point in self._forms(piece, depth, checkpointing, size)
-                    if point not in self._asked and not self._is_too_long(point)
+                    if self._is_new(point)
                 ]
                 if candidates:
                     doubts += zip(self._disagreement(own, piece, candidates, model), candidates, strict=True)

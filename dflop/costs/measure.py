@@ -4,8 +4,10 @@ One shallow copy of the module (random weights from its config) serves all piece
 layers, its head, or all of them together. Microbatches are made up, but packed and laid out as training has them.
 """
 
+import ctypes
 import gc
 import re
+import statistics
 import time
 import weakref
 from collections.abc import Callable
@@ -21,21 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dflop.costs.design import Point
+from dflop.memory import process_bytes
 from dflop.models import ModelSpec, check_runnable
 from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 from dflop.models.llava_onevision.stages import LlmStage, Stage, VisionStage, build_stage, make_hf_config
 
 __all__ = ["Bench"]
 
-# Repeats are added, up to four times as many, until they fill this time: short runs need more of them.
-_LEAST_MEASURED_S = 0.05
-_MOST_REPEATS = 4
+# Short runs are repeated at once until they fill this time.
+_LEAST_MEASURED_S = 0.02
+_MOST_RUNS = 5
 _CPU_CACHE_BYTES = 32 * 2**20
-
-
-class _Passes(NamedTuple):
-    forward_s: float
-    backward_s: float
 
 
 class _Run(NamedTuple):
@@ -80,6 +78,8 @@ class Bench:
         for parameter in self.stage.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._flushed = torch.zeros(_cache_bytes(device) // 4, device=device)
+        self._largest: tuple[Point, int] | None = None
+        self._reserved_share = 0.0
         self._generator = torch.Generator(device=device).manual_seed(0)
         gc.collect()
         gc.freeze()  # what is there by now stays; looking through it at every point would take longer than the point
@@ -95,35 +95,37 @@ class Bench:
         layers = range(self.depth)
         return build_stage(config, self.module, layers=layers, seed=0, dtype=self.dtype, device=self.device)
 
-    def measure(self, point: Point, repeats: int, longest_s: float) -> list[dict[str, Any]]:
-        """One row a pass and repeat; seconds of the slowest rank. Out of memory is one row without seconds.
+    def measure(self, point: Point, repeat: int) -> list[dict[str, Any]]:
+        """One row a pass: the median of a few runs after a warm-up, short ones more often; the slowest rank counts.
 
-        Runs of more than `longest_s` are repeated less often, down to once.
+        Bytes are measured in the first repeat alone. Out of memory is a measurement without seconds and bytes.
         """
         self.stage.layers = range(point.num_layers)
         self.stage.set_checkpointing(point.checkpointing)
-        keys = {"module": self.module, "tp": self.tp} | point.keys()
+        saved_bytes = peak_bytes = None
+        seconds: list[float | None] = [None, None]
         try:
-            run = self._llm_run(point) if self.module == "llm" else self._vision_run(point)
-            saved_bytes, peak_bytes = self._bytes(run)
-            first_s = sum(self._agreed(list(self._timed(run))))
-            count = min(repeats, max(1, int(repeats * longest_s / first_s)))
-            if first_s * repeats < _LEAST_MEASURED_S:
-                count = min(_MOST_REPEATS * repeats, int(_LEAST_MEASURED_S / first_s) + 1)
-            passes = [_Passes(*self._agreed(list(self._timed(run)))) for _ in range(count)]
+            run = self._run(point)
+            if repeat == 0:
+                saved_bytes, peak_bytes = self._bytes(run)
+                if self._largest is None or peak_bytes > self._largest[1]:
+                    self._largest = (point, peak_bytes)
+            else:
+                self._timed(run)
+            runs = [self._agreed(self._timed(run))]
+            count = min(_MOST_RUNS, int(_LEAST_MEASURED_S / sum(runs[0])))
+            runs += [self._agreed(self._timed(run)) for _ in range(count - 1)]
+            seconds = [statistics.median(passes) for passes in zip(*runs, strict=True)]
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
-            run = None
+            run = saved_bytes = peak_bytes = None
             self._tidy()
-            nothing = {"seconds": None, "peak_bytes": None, "saved_bytes": None, "repeat": 0}
-            return [keys | {"pass": direction} | nothing for direction in ("forward", "backward")]
+        about = {"module": self.module, "tp": self.tp} | point.keys()
+        bytes_of = {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "repeat": repeat}
         return [
-            keys
-            | {"pass": direction, "seconds": seconds, "repeat": repeat}
-            | {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes}
-            for repeat, measured in enumerate(passes)
-            for direction, seconds in (("forward", measured.forward_s), ("backward", measured.backward_s))
+            about | {"pass": direction, "seconds": taken} | bytes_of
+            for direction, taken in zip(("forward", "backward"), seconds, strict=True)
         ]
 
     def parameter_sizes(self) -> pl.DataFrame:
@@ -143,16 +145,27 @@ class Bench:
         )
 
     def overhead(self) -> tuple[int, float]:
-        """Bytes that the process holds beside its tensors, and what its allocator holds in vain (a share)."""
-        own = sum(2 * _local(parameter).nbytes for parameter in self.stage.parameters()) + self._flushed.nbytes
+        """Bytes that the process holds beside its tensors, and what its allocator holds in vain (a share of them)."""
         self._tidy()
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-            return total - free - torch.cuda.memory_reserved(), reserved / allocated - 1
-        return max(0, _resident_bytes("VmRSS") - own), 0.0
+            return total - free - torch.cuda.memory_reserved(self.device), self._reserved_share
+        own_bytes = sum(2 * _local(parameter).nbytes for parameter in self.stage.parameters()) + self._flushed.nbytes
+        ctypes.CDLL(None).malloc_trim(0)
+        held_bytes = max(0, process_bytes("VmRSS") - own_bytes)
+        if self._largest is None:
+            return held_bytes, 0.0
+        point, peak_bytes = self._largest
+        self.stage.layers = range(point.num_layers)
+        self.stage.set_checkpointing(point.checkpointing)
+        run = self._run(point)
+        before = process_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted anew
+        self._timed(run)
+        return held_bytes, max(0.0, (process_bytes("VmHWM") - before) / peak_bytes - 1)
 
-    def _timed(self, run: _Run) -> _Passes:
+    def _timed(self, run: _Run) -> list[float]:
+        """Seconds of forward and of backward."""
         self._flushed.add_(1.0)
         for leaf in run.inputs:
             leaf.grad = None
@@ -166,7 +179,7 @@ class Bench:
         resumed = self._mark()
         output.backward(gradient)
         end = self._mark()
-        return _Passes(self._between(start, half), self._between(resumed, end))
+        return [self._between(start, half), self._between(resumed, end)]
 
     def _zero_gradients(self) -> None:
         for parameter in self.stage.parameters():
@@ -203,7 +216,9 @@ class Bench:
             saved = torch.cuda.memory_allocated(self.device) - before
             output.backward(None if output.ndim == 0 else torch.ones_like(output))
             del output
-            return saved, torch.cuda.max_memory_allocated(self.device) - before
+            peak = torch.cuda.max_memory_allocated(self.device)
+            self._reserved_share = max(self._reserved_share, torch.cuda.max_memory_reserved(self.device) / peak - 1)
+            return saved, peak - before
         with _LiveBytes() as live:
             output = run.forward()
             saved = live.now
@@ -215,6 +230,9 @@ class Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _run(self, point: Point) -> _Run:
+        return self._llm_run(point) if self.module == "llm" else self._vision_run(point)
 
     def _vision_run(self, point: Point) -> _Run:
         side, vision = self.spec.rules.image_size, self.stage
@@ -336,13 +354,3 @@ def _cache_bytes(device: torch.device) -> int:
         return int(text.strip().removesuffix("K")) * 1024
     except (OSError, ValueError):
         return _CPU_CACHE_BYTES
-
-
-def _resident_bytes(field: str) -> int:
-    """A field of /proc/self/status that is given in kB; 0 where there is no such file."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return 0
-    found = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from dflop.artifacts import written_whole
 from dflop.config import Config, load_config
 from dflop.costs.design import Design, LoadBounds, Point, load_bounds
+from dflop.costs.fit import POINT_KEYS
 from dflop.costs.measure import Bench
 from dflop.data import ChatTokenizer
 from dflop.errors import UserError
@@ -60,6 +61,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         tp,
         spec.module(module).num_layers,
         bounds,
+        repeats=config.costs.repeats,
         target_error=config.costs.target_error,
         time_budget_s=config.costs.time_budget_s,
     )
@@ -80,16 +82,16 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     budget_s = config.costs.time_budget_s
     with progress_bar(total=round(budget_s), unit="s", disable=dist.get_rank() != 0) as bar:
         while True:
-            point = None
+            asked = None
             if dist.get_rank() == 0 and time.monotonic() - started < budget_s:
-                point = design.next(rows, parameters)
-            point = _told(point)
-            if point is None:
+                asked = design.next(rows, parameters)
+            asked = _told(asked)
+            if asked is None:
                 break
-            measured = bench.measure(point, config.costs.repeats, design.longest_s)
+            measured = bench.measure(*asked)
             rows += measured
-            seconds = [row["seconds"] for row in measured if row["repeat"] == 0]
-            design.took(point, None if None in seconds else sum(seconds))
+            seconds = [row["seconds"] for row in measured]
+            design.took(asked[0], None if None in seconds else sum(seconds))
             bar.update(min(round(budget_s), round(time.monotonic() - started)) - bar.n)
             error = f", held-out error {design.error[0]:.1%} (p95 {design.error[1]:.0%})" if design.error else ""
             bar.set_description(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
@@ -112,7 +114,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
             "config_digest": request["config_digest"],
         }
         for path, frame in (
-            (out, pl.DataFrame(rows, infer_schema_length=None)),
+            (out, pl.DataFrame(rows, infer_schema_length=None).sort(*POINT_KEYS, "pass", "repeat")),
             (out.with_suffix(".parameters.parquet"), parameters),
             (out.with_suffix(".device.parquet"), pl.DataFrame([device_row])),
         ):
@@ -121,14 +123,15 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def _told(point: Point | None) -> Point | None:
-    """Rank 0's point on every rank; None ends measuring."""
-    numbers = torch.zeros(1 + len(Point._fields), dtype=torch.int64)
-    if point is not None:
-        numbers = torch.tensor([1, _PIECES.index(point.piece), *map(int, point[1:])])
+def _told(asked: tuple[Point, int] | None) -> tuple[Point, int] | None:
+    """Rank 0's point and repeat on every rank; None ends measuring."""
+    numbers = torch.zeros(2 + len(Point._fields), dtype=torch.int64)
+    if asked is not None:
+        point, repeat = asked
+        numbers = torch.tensor([1, repeat, _PIECES.index(point.piece), *map(int, point[1:])])
     dist.broadcast(numbers, src=0)
-    given, piece, depth, checkpointing, *loads = numbers.tolist()
-    return Point(_PIECES[piece], depth, bool(checkpointing), *loads) if given else None
+    given, repeat, piece, depth, checkpointing, *loads = numbers.tolist()
+    return (Point(_PIECES[piece], depth, bool(checkpointing), *loads), repeat) if given else None
 
 
 _PIECES = ("layers", "first", "last", "whole")

@@ -85,6 +85,7 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str
         "total_data_wait_s": sum(step["data_wait_s"] for step in steps),
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "restarts": run["restarts"],
+        "peak_memory_bytes": run.get("peak_memory_bytes", {}),
         "measured_over_predicted": {
             f"{module} {direction}": ratio
             for module, direction, ratio in observations.filter(~pl.col("warmup") & (pl.col("pass") != "sync"))

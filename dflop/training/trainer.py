@@ -23,6 +23,7 @@ from dflop.data import ShapeReader, list_sources
 from dflop.data.loading import MicrobatchLoader, TrainingRecords
 from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer
 from dflop.errors import UserError
+from dflop.memory import process_bytes
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import build_stage, make_hf_config
@@ -231,13 +232,29 @@ class Trainer:
 
     def _save(self, num_steps: int) -> None:
         self.observations.flush(num_steps)
+        peak_bytes = self._peak_bytes()
         save_checkpoint(
             self.files.out / "checkpoints",
             num_steps,
             self.parameters,
             self.optimizer,
-            {"run_digest": self.files.run_digest, "restarts": self.restarts},
+            {"run_digest": self.files.run_digest, "restarts": self.restarts, "peak_memory_bytes": peak_bytes},
         )
+
+    def _peak_bytes(self) -> dict[str, int]:
+        """The most that a rank of each module has held so far: its process on CPUs, its share of the device on GPUs."""
+        device = self.topology.device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            outside = total - free - torch.cuda.memory_reserved(device)
+            own = outside + torch.cuda.max_memory_reserved(device)
+        else:
+            own = process_bytes("VmHWM")
+        modules = [grid.module for grid in self.plan.grids]
+        peaks = torch.zeros(len(modules), dtype=torch.float64, device=device)
+        peaks[modules.index(self.topology.worker.module)] = own
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        return {module: int(peak) for module, peak in zip(modules, peaks.tolist(), strict=True)}
 
     def _resume(self) -> tuple[int, int]:
         """The step to go on with, and how often the run was taken up again."""

@@ -277,7 +277,7 @@ def test_points_have_the_columns_that_measuring_gives(module, tiny_spec, tokeniz
     point = Point(
         "first", 0, False, **({"num_items": 1} if module == "vision" else {"num_tokens": 8, "num_segments": 1})
     )
-    points, measured = analytic_points(tiny_spec, module, 1, h100), pl.DataFrame(bench.measure(point, 1, 1.0))
+    points, measured = analytic_points(tiny_spec, module, 1, h100), pl.DataFrame(bench.measure(point, 0))
     assert dict(points.measurements.schema) == dict(measured.schema)
     sizes = bench.parameter_sizes()
     assert points.parameters.schema == sizes.schema
