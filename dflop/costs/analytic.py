@@ -27,7 +27,7 @@ from yaml import YAMLError, safe_load
 
 from dflop.costs.model import FEATURES, Coefficients, Loads, column_of
 from dflop.errors import UserError
-from dflop.models import ModelSpec
+from dflop.models import ModelSpec, check_tp
 
 __all__ = ["AnalyticPoints", "DeviceModel", "ModuleWork", "PartWork", "analytic_points", "load_device", "module_work"]
 
@@ -133,14 +133,7 @@ def module_work(spec: ModelSpec, module: str, tp: int = 1) -> ModuleWork:
     Raises:
         UserError: when tp does not divide the module's heads, or the config lacks a size or is of an unknown kind.
     """
-    sizes = spec.module(module)
-    shareable = math.gcd(sizes.num_heads, sizes.num_kv_heads)
-    if tp < 1 or shareable % tp:
-        able = ", ".join(str(size) for size in range(1, shareable + 1) if shareable % size == 0)
-        raise UserError(
-            f"tp={tp} does not divide {module}'s {sizes.num_heads} attention heads and {sizes.num_kv_heads} key-value "
-            f"heads of {spec.name}; use one of {able}"
-        )
+    check_tp(spec, module, tp)
     return _llm_work(spec, tp) if module == "llm" else _vision_work(spec, tp)
 
 

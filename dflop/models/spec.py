@@ -6,6 +6,7 @@ transformers is imported for it. A family is a module named in `_FAMILIES` with 
 
 import importlib
 import json
+import math
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = [
     "ModuleSpec",
     "ShapeRules",
     "check_runnable",
+    "check_tp",
     "load_model_spec",
     "model_digest",
     "vision_and_llm",
@@ -134,6 +136,22 @@ def check_runnable(family: str) -> None:
         raise UserError(
             f"`model.family` is {family!r}: its shapes can be profiled; measuring and training it is not possible "
             f"yet; use `model.family: {' or '.join(_RUNNABLE)}`"
+        )
+
+
+def check_tp(spec: ModelSpec, module: str, tp: int) -> None:
+    """Whether `tp` ranks can divide the module, whose attention they share head by head.
+
+    Raises:
+        UserError: naming the sizes that can.
+    """
+    sizes = spec.module(module)
+    shareable = math.gcd(sizes.num_heads, sizes.num_kv_heads)
+    if tp < 1 or shareable % tp:
+        able = ", ".join(str(size) for size in range(1, shareable + 1) if shareable % size == 0)
+        raise UserError(
+            f"tp={tp} does not divide {module}'s {sizes.num_heads} attention heads and {sizes.num_kv_heads} key-value "
+            f"heads of {spec.name}; use one of {able}"
         )
 
 
