@@ -339,7 +339,11 @@ def _llm_work(spec: ModelSpec, tp: int) -> ModuleWork:
         matmul_bytes=_coefficients(num_targets=2.0 * (hidden + vocabulary)),
         # The embedding and putting visual features in; at targets the norm, the logits in fp32, their softmax.
         pointwise_bytes=_coefficients(num_tokens=16.0 * hidden, num_targets=42.0 * hidden + 14.0 * vocabulary),
-        reduced_bytes=(_coefficients(num_tokens=2.0 * hidden), _coefficients(num_targets=2.0 * hidden)),
+        # Embeddings in fp32, and two all-reduces of the loss's three numbers a target.
+        reduced_bytes=(
+            _coefficients(num_tokens=4.0 * hidden, num_targets=12.0),
+            _coefficients(num_targets=2.0 * hidden),
+        ),
         # Ids, rotary cosines and sines, and features as if every token were visual; at targets the norm's two,
         # its cast, and the log-probabilities in fp32.
         saved_bytes=_coefficients(
