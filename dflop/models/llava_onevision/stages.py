@@ -6,6 +6,8 @@ stages' state dicts and the final weights are an ordinary Hugging Face checkpoin
 
 import re
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,8 @@ class LlmStage(Stage):
     ) -> None:
         super().__init__(hf)
         self.layers, self.is_first, self.is_last = layers, is_first, is_last
+        # Of logits [num_targets, vocab_size] and ids; where ranks share the vocabulary, their shards' own.
+        self.summed_loss: Callable[..., torch.Tensor] = partial(cross_entropy, reduction="sum")
 
     def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
         """Token embeddings [1, num_tokens, hidden_size] with the visual features put in their places."""
@@ -117,8 +121,8 @@ class LlmStage(Stage):
         if not self.is_last:
             return hidden
         at_targets = language_model.norm(hidden[0, batch.target_positions])
-        logits = self.hf.lm_head(at_targets).float() if hidden.dtype != torch.float64 else self.hf.lm_head(at_targets)
-        return cross_entropy(logits, batch.target_ids, reduction="sum")
+        logits = self.hf.lm_head(at_targets)
+        return self.summed_loss(logits if logits.dtype == torch.float64 else logits.float(), batch.target_ids)
 
 
 def build_stage(
