@@ -227,6 +227,10 @@ class _Layer:
     def num_ups(self) -> int:
         return 2 if self.gated else 1
 
+    def num_casts(self, tp: int) -> int:
+        """Of inputs to bf16: one a matrix, but what is cast where ranks share matrices is cast once for all of them."""
+        return 3 + self.num_ups if tp == 1 else 2
+
     def num_matrix_parameters(self, tp: int) -> float:
         return (self.hidden * (self.qkv + self.query) + (self.num_ups + 1) * self.hidden * self.inner) / tp
 
@@ -244,7 +248,7 @@ class _Layer:
     def saved_bytes(self, tp: int) -> float:
         """What autograd keeps: fp32 in and around norms, bf16 in and out of products and attention."""
         norms = 2 * (8 * self.hidden + 4 if self.rms_norm else 4 * self.hidden + 8)
-        casts = 2 * (3 + self.num_ups) * self.hidden
+        casts = 2 * self.num_casts(tp) * self.hidden
         scales = 4 * self.hidden * self.scaled
         attention = 4 * self.query + 4 * self.key_value + 4 * self.num_heads
         if self.head_norm:
@@ -260,7 +264,7 @@ class _Layer:
 
     def pointwise_bytes(self, tp: int) -> float:
         """What unfused kernels read and write: norms, casts, rotary positions, activation, residual sums."""
-        whole = 2 * (28 if self.rms_norm else 8) + 6 * (3 + self.num_ups) + 20 + 16 * self.scaled
+        whole = 2 * (28 if self.rms_norm else 8) + 6 * self.num_casts(tp) + 20 + 16 * self.scaled
         per_head = 36 * self.rotary + 44 * bool(self.head_norm)
         divided = per_head * (self.query + self.key_value) + (10 if self.gated else 4) * self.inner
         return whole * self.hidden + divided / tp
@@ -323,7 +327,8 @@ def _llm_work(spec: ModelSpec, tp: int) -> ModuleWork:
         matmul_bytes=_coefficients(),
         # The embedding and putting visual features in.
         pointwise_bytes=_coefficients(num_tokens=16.0 * hidden),
-        reduced_bytes=(_coefficients(num_tokens=2.0 * hidden), _coefficients()),
+        # Embeddings in fp32.
+        reduced_bytes=(_coefficients(num_tokens=4.0 * hidden), _coefficients()),
         # Ids, and features as if every token were visual.
         saved_bytes=_coefficients(num_tokens=16.0 + 4.0 * hidden),
         size=_coefficients(),
@@ -339,7 +344,8 @@ def _llm_work(spec: ModelSpec, tp: int) -> ModuleWork:
         matmul_bytes=_coefficients(num_targets=2.0 * (hidden + vocabulary)),
         # The norm, the logits in fp32, their softmax.
         pointwise_bytes=_coefficients(num_targets=42.0 * hidden + 14.0 * vocabulary),
-        reduced_bytes=(_coefficients(), _coefficients(num_targets=2.0 * hidden)),
+        # Two all-reduces of the loss's three numbers a target.
+        reduced_bytes=(_coefficients(num_targets=12.0), _coefficients(num_targets=2.0 * hidden)),
         # The norm's two, its cast, and the log-probabilities in fp32.
         saved_bytes=_coefficients(2.0 * matrix, num_targets=20.0 + 10.0 * hidden + 4.0 * vocabulary),
         size=_coefficients(num_targets=hidden / tp),

@@ -140,10 +140,10 @@ def check_runnable(family: str) -> None:
 
 
 def check_tp(spec: ModelSpec, module: str, tp: int) -> None:
-    """Whether tensor parallelism of size `tp` can divide a module's heads.
+    """Whether `tp` ranks can divide the module, whose attention they share head by head.
 
     Raises:
-        UserError: when it cannot, or there is no such module.
+        UserError: naming the sizes that can.
     """
     sizes = spec.module(module)
     shareable = math.gcd(sizes.num_heads, sizes.num_kv_heads)

@@ -6,6 +6,8 @@ stages' state dicts and the final weights are an ordinary Hugging Face checkpoin
 
 import re
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,13 @@ class VisionStage(Stage):
 class LlmStage(Stage):
     """A run of the LLM's layers, with the embedding if it is the first and the head and loss if it is the last."""
 
+    def __init__(
+        self, hf: LlavaOnevisionForConditionalGeneration, layers: range, *, is_first: bool, is_last: bool
+    ) -> None:
+        super().__init__(hf, layers, is_first=is_first, is_last=is_last)
+        # Of logits [num_targets, vocab_size] and ids; where ranks share the vocabulary, their shards' own.
+        self.summed_loss: Callable[..., torch.Tensor] = partial(cross_entropy, reduction="sum")
+
     def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
         """Token embeddings [1, num_tokens, hidden_size] with the visual features put in their places."""
         hidden = self.hf.model.language_model.embed_tokens(batch.token_ids)
@@ -137,8 +146,8 @@ class LlmStage(Stage):
     def finish(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
         """The summed loss over all target tokens."""
         at_targets = self.hf.model.language_model.norm(hidden[0, batch.target_positions])
-        logits = self.hf.lm_head(at_targets).float() if hidden.dtype != torch.float64 else self.hf.lm_head(at_targets)
-        return cross_entropy(logits, batch.target_ids, reduction="sum")
+        logits = self.hf.lm_head(at_targets)
+        return self.summed_loss(logits if logits.dtype == torch.float64 else logits.float(), batch.target_ids)
 
     def forward(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
         """Hidden states in and out; on the last stage the loss comes out."""

@@ -1,0 +1,293 @@
+"""A stage divided over two ranks is the stage: same outputs, same loss, same gradients, a half of the parameters.
+
+Every case runs on the same two gloo processes, in float64 unless it says otherwise; the oracle is the undivided
+stage in this process.
+"""
+
+import zlib
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dflop.costs import Loads, module_work
+from dflop.costs.analytic import PartWork
+from dflop.errors import UserError
+from dflop.models import ModelSpec, check_tp
+from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
+from dflop.models.llava_onevision import PRESETS, make_spec
+from dflop.models.llava_onevision.stages import Stage, build_stage, make_hf_config
+from dflop.models.tensor_parallel import shard_stage
+
+pytestmark = pytest.mark.serial
+
+TP = 2
+DEPTH = PRESETS["tiny"]["text_config"]["num_hidden_layers"]
+PLACEHOLDERS = {"image": 1001, "video": 1002, "audio": 1003}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A stage of the tiny model, of which `text` and `vision` are other fields."""
+
+    module: str = "llm"
+    layers: range = range(DEPTH)
+    text: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    checkpointing: bool = False
+    precision: str = "fp64"
+
+    @property
+    def hf_fields(self) -> dict[str, Any]:
+        fields = deepcopy(PRESETS["tiny"])
+        fields["text_config"] |= self.text
+        fields["vision_config"] |= self.vision
+        return fields | {"tie_word_embeddings": self.tied}
+
+    @property
+    def spec(self) -> ModelSpec:
+        return make_spec("the model", self.hf_fields)
+
+
+@dataclass
+class Result:
+    outputs: list[torch.Tensor]
+    input_gradient: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    num_parameters: int
+    held_bytes: int
+    kept_bytes: int
+    collectives: list[tuple[str, int]]
+
+
+LLAMA = {"model_type": "llama", "attention_bias": True, "mlp_bias": True}
+CASES = {
+    "vision": Case(module="vision"),
+    "vision, checkpointing": Case(module="vision", checkpointing=True),
+    "vision, inner width not divisible": Case(module="vision", vision={"intermediate_size": 255}),
+    "whole llm": Case(),
+    "whole llm, checkpointing": Case(checkpointing=True),
+    "whole llm, vocabulary not divisible": Case(text={"vocab_size": 1027}),
+    "whole llm, inner width not divisible": Case(text={"intermediate_size": 353}),
+    "whole llm, padding in the second half": Case(text={"pad_token_id": 700}),
+    "whole llm, tied": Case(tied=True, text={"tie_word_embeddings": True}),
+    "whole llama with biases": Case(text=LLAMA),
+    "first": Case(layers=range(2)),
+    "middle": Case(layers=range(1, 3)),
+    "middle, checkpointing": Case(layers=range(1, 3), checkpointing=True),
+    "last": Case(layers=range(3, DEPTH)),
+    "embedding only": Case(layers=range(0)),
+    "head only": Case(layers=range(DEPTH, DEPTH)),
+    "head only, vocabulary not divisible": Case(layers=range(DEPTH, DEPTH), text={"vocab_size": 1027}),
+    "vision in bf16": Case(module="vision", precision="bf16"),
+    "whole llm in bf16": Case(precision="bf16"),
+    "whole llm in bf16, checkpointing": Case(precision="bf16", checkpointing=True),
+}
+REFUSED = {
+    "one key-value head": Case(layers=range(0), text={"num_key_value_heads": 1}),
+    "an unknown layer": Case(text={"model_type": "qwen3"}),
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Name and bytes of every collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does to its local tensors comes by
+        name = operation.name().split("::")[1]
+        if operation.namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            tensor = args[0][0] if isinstance(args[0], list) else args[0]
+            self.seen.append((name, tensor.nbytes))
+        return operation(*args, **(kwargs or {}))
+
+
+def build(case: Case) -> Stage:
+    config = make_hf_config(case.hf_fields, PLACEHOLDERS, 1024)
+    dtype = torch.float64 if case.precision == "fp64" else torch.float32
+    stage = build_stage(config, case.module, layers=case.layers, seed=1, dtype=dtype, checkpointing=case.checkpointing)
+    with torch.no_grad():
+        for name, parameter in stage.named_hf_parameters().items():  # so that no bias is zero and no norm one
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return stage
+
+
+def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Drawn inputs, and what the stage makes of them."""
+    if case.module == "vision":
+        items = draw(5, 3, 84, 84).requires_grad_()
+        media = ((MediumLayout("image", 3, 84, 168),), (MediumLayout("video", 2, 84, 84),))
+        return items, stage(VisualBatch(items=items, media=media, kept_tokens=(60, 1000)))
+    vocab_size = stage.hf.config.text_config.vocab_size
+    ids = draw(40).abs().mul(1e6).long() % vocab_size
+    # The ends of both ranks' shares, the padding's id in one case, and the id in that place of the other share.
+    ids[:6] = torch.tensor([0, vocab_size - 1, vocab_size // 2, vocab_size // 2 - 1, 700, 188])
+    batch = TextBatch(
+        token_ids=ids,
+        position_ids=torch.cat([torch.arange(25), torch.arange(15)]),
+        segment_ends=[25, 40],
+        visual_positions=(torch.arange(6, 13),),
+        target_positions=torch.arange(12, 39),
+        target_ids=torch.cat([ids[:6], ids[19:]]),
+    )
+    if stage.is_first:
+        features = draw(7, 128).requires_grad_()
+        return features, [stage(stage.embed(batch, [features]), batch)]
+    hidden = draw(1, 40, 128).requires_grad_()
+    return hidden, [stage(hidden, batch)]
+
+
+def run(case: Case, stage: Stage) -> Result:
+    generator = torch.Generator().manual_seed(2)
+    dtype = next(stage.parameters()).dtype
+    own = {local(parameter).untyped_storage().data_ptr() for parameter in stage.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16")
+    with Collectives() as collectives:
+        with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            inputs, outputs = forward(case, stage, draw)
+        kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        torch.autograd.backward(outputs, [draw(*output.shape).to(output.dtype) for output in outputs])
+    gradients = {name: parameter.grad for name, parameter in stage.named_hf_parameters().items()}
+    return Result(
+        outputs=[output.detach() for output in outputs],
+        input_gradient=inputs.grad,
+        gradients={name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()},
+        num_parameters=sum(local(parameter).numel() for parameter in stage.parameters()),
+        held_bytes=sum(local(parameter).untyped_storage().nbytes() for parameter in stage.parameters()),
+        kept_bytes=kept_bytes,
+        collectives=collectives.seen,
+    )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "store"), TP),
+        rank=rank,
+        world_size=TP,
+        timeout=timedelta(seconds=120),
+    )
+    mesh = init_device_mesh("cpu", (TP,))
+    results: dict[str, Result | str] = {}
+    for name, case in (CASES | REFUSED).items():
+        stage = build(case)
+        try:
+            shard_stage(stage, mesh)
+        except UserError as error:
+            results[name] = str(error)
+        else:
+            results[name] = run(case, stage)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory) -> list[dict[str, Result | str]]:
+    """Each rank's results."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = spawn(run_rank, (folder,), TP, join=False)
+    try:
+        while not ranks.join():
+            pass
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(TP)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_divided_stage_computes_what_the_whole_one_does(divided, name):
+    case = CASES[name]
+    whole = run(case, build(case))
+    tolerance = 1e-12 if case.precision == "fp64" else 0.03
+
+    # Some gradients are zero but for rounding: those of SigLIP's key biases, which softmax does not see.
+    size = torch.stack([gradient.norm() for gradient in whole.gradients.values() if gradient is not None]).norm()
+
+    def assert_same(ours: torch.Tensor, theirs: torch.Tensor, size: torch.Tensor, what: str) -> None:
+        assert ours.dtype == theirs.dtype, what
+        assert (ours - theirs).norm() <= tolerance * size, what
+
+    for rank in (ranks[name] for ranks in divided):
+        both = zip([*rank.outputs, rank.input_gradient], [*whole.outputs, whole.input_gradient], strict=True)
+        for ours, theirs in both:
+            assert type(ours) is torch.Tensor
+            assert_same(ours, theirs, theirs.norm(), "an output or the input's gradient")
+        assert rank.gradients.keys() == whole.gradients.keys()
+        for parameter, theirs in whole.gradients.items():
+            ours = rank.gradients[parameter]
+            assert (ours is None) == (theirs is None), parameter
+            if theirs is not None:
+                assert_same(ours, theirs, size, parameter)
+
+
+@pytest.mark.parametrize("name", ["vision", "whole llm", "whole llm, tied", "whole llama with biases"])
+def test_a_rank_holds_the_parameters_that_analytic_costs_count(divided, name):
+    case = CASES[name]
+    work = module_work(case.spec, case.module, TP)
+    for rank in (ranks[name] for ranks in divided):
+        ends = work.first.num_parameters + work.last.num_parameters
+        assert rank.num_parameters == DEPTH * work.layer.num_parameters + ends
+        assert rank.held_bytes == 8 * rank.num_parameters, "a shard keeps the whole tensor alive"
+
+
+@pytest.mark.parametrize("name", ["vision in bf16", "whole llm in bf16"])
+def test_ranks_keep_and_reduce_what_analytic_costs_count_and_gather_nothing(divided, name):
+    case = CASES[name]
+    work = module_work(case.spec, case.module, TP)
+    loads = Loads(*map(np.atleast_1d, (5, 0, 0, 0) if case.module == "vision" else (0, 40, 25**2 + 15**2, 27)))
+
+    def whole(count: Callable[[PartWork], np.ndarray]) -> int:
+        return int((DEPTH * count(work.layer) + count(work.first) + count(work.last)).item())
+
+    # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well;
+    # features are counted as if all 40 tokens were visual, and 7 are.
+    uncounted = DEPTH * 2 * 40 * 128 // TP - 33 * 4 * 128 if case.module == "llm" else 0
+    for rank in (ranks[name] for ranks in divided):
+        assert {kind for kind, _ in rank.collectives} == {"allreduce_"}
+        assert sum(size for _, size in rank.collectives) == whole(
+            lambda part: sum(reduced(loads) for reduced in part.reduced_bytes)
+        )
+        kept_bytes = whole(lambda part: part.saved_bytes(loads)) + work.stage_bytes(loads).item()
+        assert rank.kept_bytes - uncounted == pytest.approx(kept_bytes, rel=1e-3)
+
+
+def test_what_ranks_cannot_share_is_refused(divided):
+    case = REFUSED["one key-value head"]
+    with pytest.raises(UserError) as caught:
+        check_tp(case.spec, "llm", TP)
+    for rank in divided:
+        assert rank["one key-value head"] == str(caught.value)
+        assert rank["an unknown layer"] == "tp=2: how to divide the layers of a 'qwen3' is not known; use tp: 1"
