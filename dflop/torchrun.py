@@ -1,11 +1,14 @@
 """Starting torchrun: the same processes for measuring as for training, ended when their parent is.
 
-This file imports no torch.
+`python -m dflop.torchrun` is torchrun itself, which says in a line which rank failed first and how; why, the rank
+has said. The functions here import no torch.
 """
 
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -37,7 +40,7 @@ def run_ranks(
     command = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "dflop.torchrun",
         f"--nproc-per-node={per_node}",
         *_rendezvous(num_nodes),
         "--module",
@@ -91,3 +94,23 @@ def _rendezvous(num_nodes: int) -> list[str]:
         f"--rdzv-endpoint={head.stdout.split()[0]}:{_RENDEZVOUS_PORT}",
         f"--rdzv-id={os.environ.get('SLURM_JOB_ID', 'dflop')}",
     ]
+
+
+def _main() -> int:
+    """torchrun, without its stack of its own calls where a rank fails."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(sys.argv[1:]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        print(f"dflop: rank {rank} of {socket.gethostname()} ended first, with {how}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -159,6 +159,11 @@ class Design:
     def _is_new(self, point: Point) -> bool:
         return point not in self._asked and not self._is_too_long(point)
 
+    @property
+    def is_covered(self) -> bool:
+        """Whether every point that was to come first has been measured, so that a fit is possible."""
+        return not any(self._is_new(point) for point in self._queue)
+
     def took(self, point: Point, seconds: float | None) -> None:
         """Note how long one run of the point lasted; None if it ran out of memory."""
         kind, size = point[:3], _size(point)

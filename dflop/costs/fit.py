@@ -32,7 +32,7 @@ PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
 POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
 
 _NUM_HINGES = 4
-_LEAST_POINTS = {"layers": 6, "first": 3, "last": 3}
+_LEAST_POINTS = {"layers": 4, "first": 2, "last": 2}
 # Relative residuals beyond this weigh less.
 _OUTLIER = 0.08
 _REWEIGHTINGS = 4

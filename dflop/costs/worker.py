@@ -39,7 +39,8 @@ def main() -> int:
     try:
         _measure(load_config(request["config"]), request)
     except UserError as error:
-        print(f"dflop: {error}", file=sys.stderr, flush=True)
+        if int(os.environ["RANK"]) == 0:
+            print(f"dflop: {error}", file=sys.stderr, flush=True)
         return 2
     finally:
         if dist.is_initialized():
@@ -52,6 +53,11 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     is_cuda = config.cluster.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
     if is_cuda:
+        if torch.cuda.device_count() < tp:
+            raise UserError(
+                f"`cluster.device` is cuda, but torch finds {torch.cuda.device_count()} GPU(s) here, and tp={tp}; run "
+                "on a GPU node, set it to cpu, or plan with `costs.source: analytic`"
+            )
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
     meshes = DeviceMesh(device.type, torch.arange(dist.get_world_size()).view(-1, tp), mesh_dim_names=("dp", "tp"))
@@ -79,12 +85,15 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     parameters = bench.parameter_sizes()
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
-    budget_s = config.costs.time_budget_s
+    budget_s, failure = config.costs.time_budget_s, None
     with progress_bar(total=round(budget_s), unit="s", disable=dist.get_rank() != 0) as bar:
         while True:
             asked = None
-            if dist.get_rank() == 0 and time.monotonic() - started < budget_s:
-                asked = design.next(rows, parameters)
+            if dist.get_rank() == 0 and (time.monotonic() - started < budget_s or not design.is_covered):
+                try:
+                    asked = design.next(rows, parameters)
+                except UserError as error:
+                    failure = error
             asked = _told(asked)
             if asked is None:
                 break
@@ -95,6 +104,8 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
             bar.update(min(round(budget_s), round(time.monotonic() - started)) - bar.n)
             error = f", held-out error {design.error[0]:.1%} (p95 {design.error[1]:.0%})" if design.error else ""
             bar.set_description(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
+    if failure:
+        raise failure
     overhead_bytes, allocator_share = bench.overhead()
     if dist.get_rank() == 0:
         out = Path(request["out"])

@@ -127,8 +127,8 @@ def test_modules_are_fitted_apart(costs, measure_as):
     "kept",
     [
         pl.col("num_layers") != 4,
-        (pl.col("num_items") <= 2) | (pl.col("piece") != "layers"),
-        (pl.col("num_items") <= 2) | (pl.col("piece") != "last"),
+        (pl.col("num_items") <= 1) | (pl.col("piece") != "layers"),
+        (pl.col("num_items") <= 1) | (pl.col("piece") != "last"),
     ],
 )
 def test_too_few_points_say_how_many_there_are_and_what_to_run(costs, measure_as, kept):
