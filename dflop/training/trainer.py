@@ -8,6 +8,7 @@ norm and how busy the ranks were.
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -331,7 +332,13 @@ def _data_loader(dataset: MicrobatchLoader, stream: JobStream, config: Config, n
         multiprocessing_context="spawn" if num_workers else None,  # so that they notice when their rank dies
         prefetch_factor=max(1, min(_PREFETCH, most_ahead // num_workers)) if num_workers else None,
         pin_memory=config.cluster.device == "cuda",
+        worker_init_fn=_give_way if config.cluster.device == "cpu" else None,
     )
+
+
+def _give_way(_: int) -> None:
+    """Loaders read ahead, ranks are waited for: where they share cores, ranks go first."""
+    os.nice(10)
 
 
 def _started(loader: DataLoader) -> Iterator:
