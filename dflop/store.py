@@ -270,8 +270,7 @@ def read_table(path: Path, table: str, *, made_by: str) -> pl.DataFrame:
             command that makes it.
     """
     with _open(path, made_by) as connection:
-        _require_table(connection, path, table, made_by)
-        return connection.sql(f'SELECT * FROM "{table}"').pl()
+        return _rows_of(connection, path, table, made_by).pl()
 
 
 def read_tables(path: Path, tables: Sequence[str], *, made_by: str) -> dict[str, list[dict[str, Any]]]:
@@ -283,10 +282,8 @@ def read_tables(path: Path, tables: Sequence[str], *, made_by: str) -> dict[str,
     found = {}
     with _open(path, made_by) as connection:
         for table in tables:
-            _require_table(connection, path, table, made_by)
-            cursor = connection.execute(f'SELECT * FROM "{table}"')
-            names = [column[0] for column in cursor.description]
-            found[table] = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+            rows = _rows_of(connection, path, table, made_by)
+            found[table] = [dict(zip(rows.columns, row, strict=True)) for row in rows.fetchall()]
     return found
 
 
@@ -295,10 +292,15 @@ def read_meta(path: Path, *, made_by: str) -> dict[str, str]:
         return dict(connection.execute("SELECT key, value FROM meta").fetchall())
 
 
-def _require_table(connection: "duckdb.DuckDBPyConnection", path: Path, table: str, made_by: str) -> None:
-    known = "SELECT 1 FROM information_schema.tables WHERE table_name = ?"
-    if not connection.execute(known, [table]).fetchall():
-        raise UserError(f"{path} has no table `{table}`; make the file again with `dflop {made_by}`")
+def _rows_of(
+    connection: "duckdb.DuckDBPyConnection", path: Path, table: str, made_by: str
+) -> "duckdb.DuckDBPyRelation":
+    import duckdb
+
+    try:
+        return connection.sql(f'SELECT * FROM "{table}"')
+    except duckdb.CatalogException:
+        raise UserError(f"{path} has no table `{table}`; make the file again with `dflop {made_by}`") from None
 
 
 def _open(path: Path, made_by: str) -> "duckdb.DuckDBPyConnection":
@@ -308,15 +310,15 @@ def _open(path: Path, made_by: str) -> "duckdb.DuckDBPyConnection":
         raise UserError(f"{path} does not exist; make it with `dflop {made_by}`")
     try:
         connection = duckdb.connect(str(path), read_only=True)
-        row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+        found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchall()
     except duckdb.Error as error:
         raise UserError(
             f"{path} is not a dflop database ({str(error).splitlines()[0]}); remake it: `dflop {made_by}`"
         ) from None
-    if row is None or row[0] != str(SCHEMA_VERSION):
+    if found != [(str(SCHEMA_VERSION),)]:
         connection.close()
         raise UserError(
-            f"{path} has schema version {row[0] if row else 'unknown'}, this dflop writes {SCHEMA_VERSION}; "
+            f"{path} has schema version {found[0][0] if found else 'unknown'}, this dflop writes {SCHEMA_VERSION}; "
             f"remake it with `dflop {made_by}`"
         )
     return connection

@@ -14,7 +14,7 @@ import numpy as np
 
 from dflop.costs.link_model import LinkModel
 from dflop.errors import UserError
-from dflop.store import read_meta, read_tables
+from dflop.store import read_tables
 
 __all__ = ["FEATURES", "PARTS", "Coefficients", "CostModel", "Loads", "StageMemory", "column_of", "main_load"]
 
@@ -22,7 +22,7 @@ __all__ = ["FEATURES", "PARTS", "Coefficients", "CostModel", "Loads", "StageMemo
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
 PARTS = ("stage", "layer", "first", "last")
 _CHECKPOINTED = ("stage", "layer")
-_TABLES = ("time_model", "memory_model", "load_range", "device", "link_model")
+_TABLES = ("time_model", "memory_model", "load_range", "device", "link_model", "meta")
 
 
 def column_of(feature: str, unit: str) -> str:
@@ -137,7 +137,7 @@ class CostModel:
             ranges=ranges,
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
             allocator_share=max(row["allocator_share"] for row in tables["device"]),
-            source=read_meta(path, made_by="fit-costs").get("source", "measured"),
+            source=next((row["value"] for row in tables["meta"] if row["key"] == "source"), "measured"),
             links=LinkModel.from_rows(tables["link_model"]),
         )
 

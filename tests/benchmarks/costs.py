@@ -1,0 +1,132 @@
+"""How well costs are predicted, and what measuring and asking take.
+
+    python tests/benchmarks/costs.py [--run results/demo]
+
+`--run` is a finished run (`make demo` makes one). Its modules are measured and fitted anew, with its configuration;
+training's own stage times and memory are compared with what the run had predicted. A table is printed and
+`results/benchmarks/costs.json` written.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import yaml
+
+from dflop.costs import CostModel, Loads
+
+REPOSITORY = Path(__file__).parents[2]
+NUM_PREDICTIONS = 1_000_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=REPOSITORY / "results/demo", help="folder of a finished run")
+    parser.add_argument("--config", type=Path, default=REPOSITORY / "config/config.yaml", help="the run's config")
+    arguments = parser.parse_args()
+    if not (arguments.run / "train/summary.json").is_file():
+        sys.exit(f"{arguments.run} is no finished run; `make demo` makes one")
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measured_anew(arguments.config, arguments.run, Path(folder))
+    figures |= asked(arguments.run / "costs.duckdb") | trained(arguments.run)
+    show(figures)
+    out = REPOSITORY / "results/benchmarks/costs.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def measured_anew(config: Path, run: Path, folder: Path) -> dict[str, object]:
+    """Seconds of `dflop profile-costs` for each module, as a user waits for it, and the error on held-out stages."""
+    profiling_s, files = {}, []
+    for module in ("vision", "llm"):
+        files.append(folder / f"{module}.tp1.parquet")
+        started = time.perf_counter()
+        dflop("profile-costs", "--config", config, "--module", module, "--bounds", run / "load_bounds.json",
+              "--out", files[-1])  # fmt: skip
+        profiling_s[module] = time.perf_counter() - started
+    dflop("fit-costs", *files, "--out", folder / "costs.duckdb")
+    with duckdb.connect(str(folder / "costs.duckdb"), read_only=True) as connection:
+        rows = connection.execute(
+            'SELECT module, "pass", num_held_out, median_error, p95_error, bias FROM fit_error ORDER BY ALL'
+        ).fetchall()
+    names = ("module", "pass", "num_held_out", "median_error", "p95_error", "bias")
+    return {"profiling_s": profiling_s, "held_out": [dict(zip(names, row, strict=True)) for row in rows]}
+
+
+def dflop(*arguments: object) -> None:
+    subprocess.run([sys.executable, "-m", "dflop.cli", *map(str, arguments)], check=True)
+
+
+def asked(path: Path) -> dict[str, float]:
+    """Milliseconds of loading the cost model (DuckDB imported), and predictions a second."""
+    load_s = min(timed(lambda: CostModel.load(path)) for _ in range(5))
+    model = CostModel.load(path)
+    tokens = np.random.default_rng(0).integers(32, 4096, NUM_PREDICTIONS).astype(float)
+    loads = Loads(np.zeros_like(tokens), tokens, tokens**2 / 4, tokens / 10)
+    predict_s = min(timed(lambda: model.stage_time("llm", 1, 28, loads, is_first=True, is_last=True)) for _ in range(3))
+    return {"load_ms": 1000 * load_s, "predictions_per_s": NUM_PREDICTIONS / predict_s}
+
+
+def timed(call) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def trained(run: Path) -> dict[str, object]:
+    """Training's stage times a step and its memory, over what the run had predicted."""
+    with duckdb.connect(str(run / "train/observations.duckdb"), read_only=True) as connection:
+        ratios = connection.execute(
+            "SELECT sum(predicted_s) / sum(seconds) FROM observations "
+            """WHERE NOT warmup AND "pass" <> 'sync' GROUP BY step ORDER BY step"""
+        ).fetchall()
+        passes = connection.execute(
+            'SELECT module, "pass", sum(predicted_s) / sum(seconds) FROM observations '
+            """WHERE NOT warmup AND "pass" <> 'sync' GROUP BY ALL ORDER BY ALL"""
+        ).fetchall()
+    plan = yaml.safe_load((run / "plan.yaml").read_text(encoding="utf-8"))
+    summary = json.loads((run / "train/summary.json").read_text(encoding="utf-8"))
+    by_step = np.array(ratios)[:, 0]
+    return {
+        "num_steps": len(by_step),
+        "step_median_error": float(np.median(np.abs(by_step - 1))),
+        "step_predicted_over_measured": float(np.median(by_step)),
+        "predicted_over_measured": {f"{module} {direction}": ratio for module, direction, ratio in passes},
+        "memory_mib": {
+            module: [size / 2**20, summary["peak_memory_bytes"][module] / 2**20]
+            for module, size in plan["predicted"]["memory_bytes"].items()
+        },
+    }
+
+
+def show(figures: dict) -> None:
+    print(f"{platform.machine()}, {os.cpu_count()} cores; python {' '.join(sys.argv)}")
+    for row in figures["held_out"]:
+        print(
+            f"held out, {row['module']:>6} {row['pass']:<8} median {row['median_error']:6.1%}  p95 "
+            f"{row['p95_error']:6.1%}  bias {row['bias']:+6.1%}  of {row['num_held_out']} whole stages"
+        )
+    seconds = figures["profiling_s"]
+    print(f"profiling  {' + '.join(f'{module} {taken:.0f} s' for module, taken in seconds.items())}")
+    print(f"cost model loaded in {figures['load_ms']:.0f} ms; {figures['predictions_per_s']:,.0f} predictions/s")
+    print(
+        "stage times of a training step: predicted over measured "
+        f"{figures['step_predicted_over_measured']:.2f}, off by {figures['step_median_error']:.1%} "
+        f"(medians of {figures['num_steps']} steps)"
+    )
+    for name, ratio in figures["predicted_over_measured"].items():
+        print(f"  {name:<16} {ratio:.2f}")
+    for module, (predicted, measured) in figures["memory_mib"].items():
+        print(f"peak memory, {module:>6}: predicted {predicted:,.0f} MiB, measured {measured:,.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
