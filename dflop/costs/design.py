@@ -23,6 +23,7 @@ from dflop.errors import UserError
 __all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "load_bounds"]
 
 _FIRST_SIZES = 5
+_LEAST_SIZES = 3
 _BATCH = 4
 _HELD_OUT_A_BATCH = 2
 _LEAST_HELD_OUT = 10
@@ -31,6 +32,7 @@ _NUM_FOLDS = 5
 _TAIL = 2.5
 # A run may take about this share of the time budget; larger sizes are not measured.
 _LONGEST_SHARE = 1 / 100
+_LEAST_LONGEST_S = 0.05
 
 
 class Point(NamedTuple):
@@ -126,11 +128,12 @@ class Design:
         self.module, self.tp, self.num_layers, self.bounds = module, tp, num_layers, bounds
         self.depths = (1, max(2, min(4, num_layers)))
         self.target_error = target_error
-        self.longest_s = time_budget_s * _LONGEST_SHARE
+        self.longest_s = max(_LEAST_LONGEST_S, time_budget_s * _LONGEST_SHARE)
         self.error: tuple[float, float] | None = None
         self._rng = np.random.default_rng(0)
         self._repeats = repeats
         self._asked: Counter[Point] = Counter()
+        self._shortest: dict[tuple[str, int, bool], tuple[int, float]] = {}
         self._limits: dict[tuple[str, int, bool], int] = {}
         self._sizes = _geometric(*(bounds.num_tokens if module == "llm" else bounds.num_items), ratio=math.sqrt(2))
         self._kinds = [("layers", depth, checkpointing) for checkpointing in (False, True) for depth in self.depths]
@@ -169,8 +172,11 @@ class Design:
         kind, size = point[:3], _size(point)
         if seconds is None:
             self._limits[kind] = min(size - 1, self._limits.get(kind, size))
-        elif seconds > self.longest_s / 4 and kind not in self._limits:
-            self._limits[kind] = int(size * self.longest_s / seconds)
+            return
+        least, least_s = self._shortest.setdefault(kind, (size, seconds))
+        if size > least and kind not in self._limits and seconds > max(least_s, self.longest_s / 4):
+            more = (self.longest_s - seconds) * (size - least) / (seconds - least_s)
+            self._limits[kind] = max(self._sizes[:_LEAST_SIZES][-1], int(size + more))
 
     def _is_too_long(self, point: Point) -> bool:
         return _size(point) > self._limits.get(point[:3], math.inf)

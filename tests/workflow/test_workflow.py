@@ -4,6 +4,8 @@ One whole run is shared by the tests, in a copy of the repository; Snakemake, to
 """
 
 import json
+import shutil
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -13,6 +15,8 @@ from dflop.data.demo import make_demo_data
 from dflop.store import MODALITIES, REJECT_REASONS, read_meta, read_table
 
 pytestmark = pytest.mark.serial
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,7 @@ def finished(make_checkout):
         "small.yaml",
         run="small",
         data={"sources": [{"path": "data/train.json"}, {"path": "data/audio.json"}], "samples_per_shard": 10},
-        costs={"repeats": 1},
+        costs={"repeats": 1, "time_budget_s": 2},
         plan={"search_batches": 2, "fixed": {"num_microbatches": 4}},
         schedule={"time_limit_s": 0.1},
         train={"global_batch_size": 8, "steps": 6, "checkpoint_every": 3, "loader_workers": 0},
@@ -163,6 +167,39 @@ def test_a_changed_record_reruns_its_shard_and_what_depends_on_it(finished):
     assert "fit_costs" not in jobs
 
 
+@pytest.mark.parametrize(
+    ("sections", "measures"),
+    [
+        ({"model": {"preset": "llava_ov_7b"}}, True),
+        ({"train": {"precision": "bf16"}}, True),
+        ({"cluster": {"device_model": "another"}}, True),
+        ({"costs": {"repeats": 2}}, True),
+        ({"train": {"lr": 1.0, "global_batch_size": 4}}, False),
+        ({"data": {"max_llm_tokens": 300}}, False),
+    ],
+)
+def test_costs_are_measured_anew_after_what_they_depend_on_and_after_nothing_else(finished, sections, measures):
+    checkout, config = finished
+    changed = checkout.write_config("changed.yaml", **sections)
+    jobs = checkout.jobs_of_dry_run("results/small/costs.duckdb", "--configfile", config, changed)
+    assert ("profile_costs" in jobs) == measures
+
+
+def test_costs_are_measured_anew_with_other_code(finished):
+    checkout, config = finished
+    package = checkout.folder / "dflop"
+    shutil.copytree(REPOSITORY / "dflop", package)
+    try:
+        arguments = ("-n", "--cores", "2", "results/small/costs.duckdb", "--configfile", config)
+        unchanged = checkout.snakemake(*arguments, PYTHONPATH=str(checkout.folder))
+        (package / "costs/measure.py").write_text((package / "costs/measure.py").read_text() + "\n")
+        changed = checkout.snakemake(*arguments, PYTHONPATH=str(checkout.folder))
+    finally:
+        shutil.rmtree(package)
+    assert "profile_costs" not in unchanged.stdout
+    assert "profile_costs" in changed.stdout
+
+
 def test_links_are_measured_between_devices_that_are_at_hand(finished):
     checkout, _ = finished
     analytic = {
@@ -171,7 +208,7 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
         "train": {"precision": "bf16"},
     }
     for run, sections, jobs in (
-        ("here", {}, {"profile_costs", "profile_links", "fit_costs"}),
+        ("here", {}, {"profile_shapes", "merge_shapes", "profile_costs", "profile_links", "fit_costs"}),
         ("elsewhere", analytic, {"profile_costs", "fit_costs"}),
     ):
         data = {"sources": [{"path": "data/train.json"}]}
@@ -220,7 +257,7 @@ def test_real_pictures_and_a_real_clip_go_the_whole_way(finished, shared_data):
         "real.yaml",
         run="real",
         data={"sources": [{"path": str(shared_data / "demo/demo_llava.json")}]},
-        costs={"repeats": 1},
+        costs={"repeats": 1, "time_budget_s": 2},
         plan={"search_batches": 2, "fixed": {"num_microbatches": 4}},
         train={"global_batch_size": 8, "steps": 3, "checkpoint_every": 3, "loader_workers": 0},
     )
@@ -237,7 +274,10 @@ def test_measured_costs_are_shared_between_runs_module_by_module(finished):
     checkout, _ = finished
     for run in ("first", "second"):
         config = checkout.write_config(
-            f"{run}.yaml", run=run, data={"sources": [{"path": "data/train.json"}]}, costs={"repeats": 1}
+            f"{run}.yaml",
+            run=run,
+            data={"sources": [{"path": "data/train.json"}]},
+            costs={"repeats": 1, "time_budget_s": 2},
         )
         target = f"results/{run}/costs.duckdb"
         arguments = ("--cores", "2", "--configfile", config, "--cache", "profile_costs", "--", target)

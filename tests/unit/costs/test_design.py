@@ -113,11 +113,11 @@ def test_points_go_where_the_fits_disagree(costs):
 
 
 def test_what_takes_too_long_is_not_exceeded(costs):
-    design = make_design(time_budget_s=1.0)  # so that a run may take 10 ms
+    design = make_design(time_budget_s=1.0)  # so that a run may take 50 ms
     points, seconds = run(design, costs, most=100)
     assert max(point.num_tokens for point in points if point[:2] == ("layers", 4)) < 4096
     assert max(point.num_tokens for point in points if point.piece == "first") > 2000
-    assert sum(taken > 0.01 for taken in seconds) < 0.3 * len(points)
+    assert sum(taken > 0.05 for taken in seconds) < 0.3 * len(points)
     for kind in {point[:3] for point in points if point.piece != "whole"}:
         assert len({point.num_tokens for point in points if point[:3] == kind}) >= 3, kind
 
