@@ -262,7 +262,11 @@ def plot_shapes_command(shapes: Path, out: Path) -> None:
 @_config_option
 @click.option("--module", required=True, help="vision or llm.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--bounds", type=_FILE, help="What `dflop merge-shapes --bounds` wrote: the loads that the data brings.")
+@click.option(
+    "--bounds",
+    type=_FILE,
+    help="What `dflop merge-shapes --bounds` wrote: the loads that the data brings; usual ones while it is not there.",
+)
 @click.option(
     "--out", type=_FILE, required=True, help="Parquet file to write; sizes go beside it as *.parameters.parquet."
 )
@@ -325,6 +329,9 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     from dflop.torchrun import run_ranks
 
     check_runnable(spec.family)
+    if bounds and not bounds.exists():
+        click.echo(f"{bounds} is not there yet: measuring over a usual range of loads", err=True)
+        bounds = None
     if bounds:
         load_bounds(bounds)
     cluster = config.cluster
