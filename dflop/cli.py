@@ -210,8 +210,24 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
     )
     num_samples = shape_summary.filter(pl.col("quantity") == "llm_tokens")["num_samples"].sum()
     click.echo(f"{out}: {num_samples:,} samples, {reject_summary['num_records'].sum():,} rejects")
+    if not num_samples:
+        raise UserError(_nothing_usable(reject_summary, shapes))
     for line in _shape_lines(shape_summary, reject_summary):
         click.echo(line)
+
+
+def _nothing_usable(rejects, shapes: Path) -> str:
+    """What became of the records where none is left; training would only find out once the costs are measured."""
+    import polars as pl
+
+    reasons = rejects.group_by("reason").agg(pl.col("num_records").sum(), pl.col("examples").first().list.first())
+    found = [
+        f"{count:,} {reason}, e.g. {example}" for reason, count, example in reasons.sort(-pl.col("num_records")).rows()
+    ]
+    return (
+        f"none of {reasons['num_records'].sum():,} records can be used: {'; '.join(found)}. Check `data.sources` and "
+        f"its `media_root`; {shapes}/*.parquet hold the reason of every record"
+    )
 
 
 def _shape_lines(shapes, rejects) -> list[str]:

@@ -27,7 +27,7 @@ def shapes_height_in(samples: pl.DataFrame) -> float:
 def draw_shapes(figure: Figure, samples: pl.DataFrame, rejects: Mapping[str, int]) -> None:
     """`rejects` counts the rejected records by reason."""
     groups = _groups(samples)
-    has_items = bool(samples["num_items"].max())
+    has_items = bool(samples["num_items"].sum())
     left, right = figure.subfigures(1, 2, width_ratios=[1.75, 1]) if has_items else (figure, None)
     grid = left.subplots(len(groups), len(_QUANTITIES), sharex="col", squeeze=False)
     for column, (quantity, name) in enumerate(_QUANTITIES.items()):
@@ -137,6 +137,8 @@ def _count_axis(axis: Axis, zero_at: float | None = None) -> None:
 
 
 def _finding(samples: pl.DataFrame) -> str:
+    if not len(samples):
+        return "No record can be used"
     middle, high = np.quantile(samples["llm_tokens"].to_numpy(), [0.5, 0.95])
     finding = f"Samples differ: the 95th percentile has {high / max(middle, 1):.1f}x the LLM tokens of the median"
     items = samples["num_items"].to_numpy()
@@ -156,6 +158,6 @@ def _note(samples: pl.DataFrame, rejects: Mapping[str, int]) -> str:
     num_audio = int((samples["audio_tokens"] > 0).sum()) if "audio_tokens" in samples.columns else 0
     if num_audio:
         note += f" {num_audio:,} with audio are counted here but not trained on."
-    if not samples["num_items"].max():
+    if not samples["num_items"].sum():
         note += " No sample has encoder items."
     return note + " Solid line: median (p50), dashed: 95th percentile (p95)."

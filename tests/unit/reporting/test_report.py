@@ -72,6 +72,14 @@ def test_rejected_records_are_said_with_their_reasons(usual):
     assert "3 records rejected (2 missing_media, 1 too_long)" in texts(usual.folder / "report" / "shapes.svg")
 
 
+def test_data_of_which_nothing_can_be_used_is_drawn_too(tmp_path):
+    make_shapes(tmp_path, ("image",), num_samples=0, num_rejects=3)
+    plot_shapes(tmp_path / "shapes.duckdb", tmp_path / "shapes.svg")
+    said = texts(tmp_path / "shapes.svg")
+    assert "No record can be used" in said
+    assert "3 records rejected" in said
+
+
 def test_the_step_is_shown_as_scheduled_at_random_and_as_measured(usual):
     said = texts(usual.folder / "report" / "timeline.svg")
     for title in ("lpt, predicted: ", "random, predicted: ", "lpt, measured: "):
@@ -266,14 +274,14 @@ def texts(path: Path) -> str:
     return re.sub(r"\s+", " ", " | ".join(said))
 
 
-def make_shapes(folder, modalities, num_rejects):
+def make_shapes(folder, modalities, num_rejects, num_samples=60):
     rng = np.random.default_rng(0)
     rows = []
-    for index in range(60 + num_rejects):
+    for index in range(num_samples + num_rejects):
         modality = modalities[index % len(modalities)]
         num_items = 0 if modality == "text" else int(rng.integers(1, 32))
         text_tokens = int(rng.integers(20, 200))
-        rejected = index >= 60
+        rejected = index >= num_samples
         rows.append(
             dict.fromkeys(SHARD_SCHEMA, 0)
             | {
