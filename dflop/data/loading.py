@@ -230,10 +230,11 @@ def _changed(ref: SampleRef, what: str) -> str:
 
 
 def _decode_frames(file: Path | Embedded, video: VideoConfig, unreadable: list[str]) -> list[Image.Image]:
-    """Exactly the frames that the header promises; where decoding ends early the last one is repeated."""
+    """Exactly the frames that were profiled; where decoding ends early the last one is repeated, and that is said."""
     header = video_header(file)
     wanted = frame_indices(header, video)
     frames: list[Image.Image] = []
+    why = "it has no more"
     try:
         with open_clip(file) as container:
             container.streams.video[0].thread_type = "AUTO"
@@ -241,7 +242,9 @@ def _decode_frames(file: Path | Embedded, video: VideoConfig, unreadable: list[s
             for image in _frames_at(container, pending):
                 frames.append(image)
     except (av.error.FFmpegError, OSError) as error:
-        unreadable.append(f"{file}: {error}")
+        why = str(error)
+    if len(frames) < len(wanted):
+        unreadable.append(f"{file}: {len(frames)} of {len(wanted)} frames could be decoded: {why}")
     if not frames:
         frames.append(Image.new("RGB", (header.width, header.height)))
     return frames + [frames[-1]] * (len(wanted) - len(frames))
