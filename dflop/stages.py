@@ -20,7 +20,15 @@ __all__ = ["STAGES", "Stage", "restrict"]
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
 _LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video")
 _SHARDS = ("seed", "data.sources", "data.samples_per_shard", "data.watch_media")
-_RECORDS = ("data/manifests", "data/media.py", "data/records.py", "data/shapes.py", "data/text.py", "data/tokenizer")
+_RECORDS = (
+    "data/endings.py",
+    "data/manifests",
+    "data/media.py",
+    "data/records.py",
+    "data/shapes.py",
+    "data/text.py",
+    "data/tokenizer",
+)
 _BATCH = ("seed", "train.global_batch_size", "train.precision")
 
 

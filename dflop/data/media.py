@@ -1,7 +1,7 @@
-"""Sizes of media, read from their headers; nothing is decoded.
+"""Sizes of media, read from their headers; nothing is decoded but a picture that does not end as it should.
 
 A medium is a file, or lies inside its manifest (`Embedded`). One that is truncated, empty or something else
-than it seems raises `RecordError("unreadable_media")`.
+than it seems raises `RecordError("unreadable_media")`; a clip that was cut off is as long as what is left of it.
 """
 
 import math
@@ -17,6 +17,7 @@ from av.error import FFmpegError
 from PIL import Image, UnidentifiedImageError
 
 from dflop.config import VideoConfig
+from dflop.data.endings import ends_whole, is_cut_off
 from dflop.data.records import Embedded, ImageSize, RecordError
 
 __all__ = [
@@ -43,8 +44,17 @@ class VideoHeader(NamedTuple):
     height: int
 
 
-# What Pillow raises for damaged files, by format (AttributeError and TypeError: found in SPIDER and TIFF files).
-IMAGE_ERRORS = (AttributeError, OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error)
+# What Pillow raises for damaged files, by format (ArithmeticError, AttributeError, TypeError: TIFF and SPIDER files).
+IMAGE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 
 # A week: what claims to last longer has a damaged header, and would cost as many windows as it claims.
 _MOST_SECONDS = 7 * 24 * 3600
@@ -68,6 +78,9 @@ def image_size(medium: Path | Embedded, max_pixels: int) -> ImageSize:
                 raise too_many_pixels(medium.name, width, height, max_pixels)
             # Pillow gives a TIFF's size upright already.
             sideways = image.format != "TIFF" and _exif(image, medium).get(_ORIENTATION_TAG) in _SIDEWAYS
+            is_whole = ends_whole(image, file)
+        if not is_whole:
+            _decode(medium)
     except UnidentifiedImageError:
         raise _unreadable(medium, "it is no picture of a known format") from None
     except IMAGE_ERRORS as error:
@@ -84,6 +97,11 @@ def too_many_pixels(name: str, width: int, height: int, max_pixels: int) -> Reco
 
 def _unreadable(medium: Path | Embedded, why: object) -> RecordError:
     return RecordError("unreadable_media", f"{medium.name}: {' '.join(str(why).split())}")
+
+
+def _decode(medium: Path | Embedded) -> None:
+    with open_medium(medium) as file, Image.open(file) as image:
+        image.load()
 
 
 def _exif(image: Image.Image, medium: Path | Embedded) -> Image.Exif:
@@ -115,7 +133,11 @@ def open_clip(medium: Path | Embedded) -> InputContainer:
 
 
 def video_header(medium: Path | Embedded) -> VideoHeader:
-    """Frame count, rate and size of a clip's first video stream."""
+    """Frame count, rate and size of a clip's first video stream.
+
+    Where the header does not count the frames (Matroska, WebM), or the file is shorter than it says, they are
+    counted by going through the file, which is still not decoded.
+    """
     try:
         with open_clip(medium) as container:
             if not container.streams.video:
@@ -125,14 +147,19 @@ def video_header(medium: Path | Embedded) -> VideoHeader:
                 raise _unreadable(medium, "its video is of an unknown codec")
             fps = float(stream.average_rate or stream.base_rate or 0)
             num_frames = stream.frames
-            if not num_frames and container.duration:
-                num_frames = round(container.duration / av.time_base * fps)
+            if not num_frames or _is_cut_off(medium):
+                num_frames = sum(packet.size > 0 and not packet.is_corrupt for packet in container.demux(stream))
             header = VideoHeader(num_frames, fps, stream.width, stream.height)
     except (FFmpegError, OSError) as error:
         raise _unreadable(medium, error) from None
     if header.num_frames <= 0 or header.fps <= 0:
-        raise _unreadable(medium, "no frames or no frame rate in its header")
+        raise _unreadable(medium, "it has no frames or no frame rate")
     return header
+
+
+def _is_cut_off(medium: Path | Embedded) -> bool:
+    with open_medium(medium) as file:
+        return is_cut_off(file)
 
 
 def audio_seconds(medium: Path | Embedded) -> float:
