@@ -113,7 +113,7 @@ def write_manifest(path: Path, captions: Path | None, num_records: int, demo: Pa
     sources = coco_records(captions) if captions else demo_records(demo)
     with path.open("w") as file:
         for number, record in enumerate(islice(cycle(sources), num_records)):
-            file.write((",\n" if number else "[") + json.dumps({"id": str(number), **record}))
+            file.write((",\n" if number else "[") + json.dumps({**record, "id": str(number)}))
         file.write("]\n")
 
 
