@@ -105,6 +105,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
             reader=ShapeReader(
                 rules=rules,
                 video=data.video,
+                audio=data.audio,
                 max_image_pixels=data.max_image_pixels,
                 max_text_bytes=data.max_text_bytes,
             ),

@@ -18,7 +18,7 @@ from dflop.config import Config
 __all__ = ["STAGES", "Stage", "restrict"]
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
-_LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video")
+_LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video", "data.audio")
 _SHARDS = ("seed", "data.sources", "data.samples_per_shard", "data.watch_media")
 _RECORDS = (
     "data/endings.py",

@@ -22,8 +22,9 @@ from dflop.data.records import Embedded, ImageSize, RecordError
 
 __all__ = [
     "IMAGE_ERRORS",
+    "AudioHeader",
     "VideoHeader",
-    "audio_seconds",
+    "audio_header",
     "frame_indices",
     "image_size",
     "open_clip",
@@ -42,6 +43,11 @@ class VideoHeader(NamedTuple):
     fps: float
     width: int
     height: int
+
+
+class AudioHeader(NamedTuple):
+    seconds: float
+    rate_hz: int
 
 
 # What Pillow raises for damaged files, by format (ArithmeticError, AttributeError, TypeError: TIFF and SPIDER files).
@@ -162,30 +168,34 @@ def _is_cut_off(medium: Path | Embedded) -> bool:
         return is_cut_off(file)
 
 
-def audio_seconds(medium: Path | Embedded) -> float:
-    """How long a sound lasts: by libsndfile where that knows the format, else by FFmpeg (AAC, M4A, a clip's sound)."""
+def audio_header(medium: Path | Embedded) -> AudioHeader:
+    """Length and rate of a sound: by libsndfile, or FFmpeg where that cannot (AAC, a clip's sound)."""
     try:
         with open_medium(medium) as file:
             info = soundfile.info(file)
-            seconds = info.frames / info.samplerate
+            header = AudioHeader(info.frames / info.samplerate, info.samplerate)
     except (soundfile.SoundFileError, OSError, TypeError, ZeroDivisionError):  # TypeError: a name that ends in .raw
-        seconds = _stream_seconds(medium)
-    if seconds <= 0:
+        header = _sound_stream(medium)
+    if header.seconds <= 0:
         raise _unreadable(medium, "it is zero seconds long")
-    if seconds > _MOST_SECONDS:
-        raise _unreadable(medium, f"its header says that it lasts {seconds:,.0f} seconds")
-    return seconds
+    if header.seconds > _MOST_SECONDS:
+        raise _unreadable(medium, f"its header says that it lasts {header.seconds:,.0f} seconds")
+    return header
 
 
-def _stream_seconds(medium: Path | Embedded) -> float:
+def _sound_stream(medium: Path | Embedded) -> AudioHeader:
     try:
         with open_clip(medium) as container:
             if not container.streams.audio:
                 raise _unreadable(medium, "it has no sound")
             stream = container.streams.audio[0]
+            if stream.codec_context is None:
+                raise _unreadable(medium, "its sound is of an unknown codec")
             if stream.duration is not None:
-                return float(stream.duration * (stream.time_base or Fraction(0)))
-            return (container.duration or 0) / av.time_base
+                seconds = float(stream.duration * (stream.time_base or Fraction(0)))
+            else:
+                seconds = (container.duration or 0) / av.time_base
+            return AudioHeader(seconds, stream.rate)
     except (FFmpegError, OSError) as error:
         raise _unreadable(medium, error) from None
 

@@ -63,6 +63,7 @@ def time_headers(pictures: Path, most: int) -> dict[str, float]:
     reader = ShapeReader(
         rules=spec.rules,
         video=data.video,
+        audio=data.audio,
         max_image_pixels=data.max_image_pixels,
         max_text_bytes=data.max_text_bytes,
     )

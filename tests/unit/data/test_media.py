@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from dflop.config import VideoConfig
-from dflop.data.media import VideoHeader, audio_seconds, frame_indices, image_size, video_header
+from dflop.data.media import VideoHeader, audio_header, frame_indices, image_size, video_header
 from dflop.data.records import EmbeddedBytes, RecordError
 
 # Pillow warns of what is wrong in a TIFF before it gives up.
@@ -29,7 +29,7 @@ def picture_size(path):
 READERS = {
     **dict.fromkeys(("picture.jpg", "picture.png", "picture.tif"), picture_size),
     **dict.fromkeys(("clip.mp4", "clip.mkv"), video_header),
-    **dict.fromkeys(("sound.wav", "sound.flac"), audio_seconds),
+    **dict.fromkeys(("sound.wav", "sound.flac"), audio_header),
 }
 
 
@@ -231,7 +231,20 @@ def test_a_clip_of_an_unknown_codec_is_unreadable(folder, tmp_path):
 def test_a_sound_lasts_as_many_seconds_as_it_has_samples(tmp_path, suffix, rate):
     path = tmp_path / f"sound{suffix}"
     soundfile.write(path, np.zeros((rate // 2, 2), dtype=np.float32), rate)
-    assert audio_seconds(path) == 0.5
+    assert audio_header(path) == (0.5, rate)
+
+
+def test_a_sound_that_libsndfile_does_not_know_is_measured_by_ffmpeg(tmp_path):
+    path = tmp_path / "sound.m4a"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=22_050)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 22_050), dtype=np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 22_050
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    header = audio_header(path)
+    assert header.seconds == pytest.approx(1.0, abs=0.1)
+    assert header.rate_hz == 22_050
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -263,7 +276,7 @@ def test_a_file_that_is_not_there_is_unreadable(tmp_path, name):
 def test_a_sound_of_no_length_is_unreadable(tmp_path):
     path = tmp_path / "silence.wav"
     soundfile.write(path, np.zeros(0, dtype=np.float32), 16_000)
-    assert "zero seconds" in refusal(audio_seconds, path)
+    assert "zero seconds" in refusal(audio_header, path)
 
 
 def test_a_sound_that_claims_to_last_for_years_has_a_damaged_header(tmp_path):
@@ -273,15 +286,15 @@ def test_a_sound_that_claims_to_last_for_years_has_a_damaged_header(tmp_path):
     content[21] |= 0x0F  # the upper bits of the number of samples
     content[22:26] = b"\xff" * 4
     path.write_bytes(content)
-    assert "its header says that it lasts 4,294,967 seconds" in refusal(audio_seconds, path)
+    assert "its header says that it lasts 4,294,967 seconds" in refusal(audio_header, path)
 
 
 def test_a_sound_named_raw_is_measured_by_its_content(folder, tmp_path):
     path = tmp_path / "sound.raw"
     path.write_bytes((folder / "sound.wav").read_bytes())
-    assert audio_seconds(path) == 1.25
+    assert audio_header(path) == (1.25, 16_000)
     path.write_bytes(b"noise" * 100)
-    refusal(audio_seconds, path)
+    refusal(audio_header, path)
 
 
 @pytest.mark.parametrize("name", READERS)
