@@ -26,7 +26,7 @@ from dflop.data.media import (
     image_size,
     open_clip,
     open_medium,
-    too_many_pixels,
+    open_picture,
     video_header,
 )
 from dflop.data.records import Embedded, Medium, Record, RecordError, parse_record, resolve_medium
@@ -182,9 +182,10 @@ class MicrobatchLoader(Dataset):
     def _decode_image(self, medium: Medium, media_root: Path, unreadable: list[str]) -> Image.Image:
         """The picture, of the size that was profiled: one that was trusted to have another size is scaled to it."""
         try:
-            with open_medium(resolve_medium(media_root, medium)) as file, Image.open(file) as image:
-                if image.width * image.height > self.reader.max_image_pixels:  # its size was trusted
-                    raise too_many_pixels(str(medium.file), *image.size, self.reader.max_image_pixels)
+            with (
+                open_medium(resolve_medium(media_root, medium)) as file,
+                open_picture(file, str(medium.file), self.reader.max_image_pixels) as image,
+            ):
                 picture = ImageOps.exif_transpose(image).convert("RGB")
         except (*IMAGE_ERRORS, RecordError) as error:
             unreadable.append(f"{medium.file}: {error}")

@@ -6,6 +6,7 @@ than it seems raises `RecordError("unreadable_media")`; a clip that was cut off 
 
 import math
 import struct
+import threading
 from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -29,13 +30,10 @@ __all__ = [
     "image_size",
     "open_clip",
     "open_medium",
+    "open_picture",
     "too_many_pixels",
     "video_header",
 ]
-
-# Pillow's own guard against pictures that unfold to gigabytes would refuse, or warn of, real scans. Ours is the
-# config's `data.max_image_pixels`, checked against the header before any pixel is decoded.
-Image.MAX_IMAGE_PIXELS = None
 
 
 class VideoHeader(NamedTuple):
@@ -59,8 +57,11 @@ IMAGE_ERRORS = (
     SyntaxError,
     TypeError,
     ValueError,
+    Image.DecompressionBombError,
     struct.error,
 )
+
+_pillows_limit = threading.Lock()
 
 # A week: what claims to last longer has a damaged header, and would cost as many windows as it claims.
 _MOST_SECONDS = 7 * 24 * 3600
@@ -75,18 +76,38 @@ def open_medium(medium: Path | Embedded) -> BinaryIO:
     return medium.open() if isinstance(medium, Embedded) else medium.open("rb")
 
 
+def open_picture(file: BinaryIO, name: str, max_pixels: int) -> Image.Image:
+    """A picture by its header, of at most `max_pixels` pixels; nothing is decoded yet.
+
+    Pillow's own guard against pictures that unfold to gigabytes would refuse real scans, or warn of them. It is a
+    setting of the whole process, which others in it rely on: it is off while the header is read, no longer.
+
+    Raises:
+        RecordError: when it has more pixels.
+        UnidentifiedImageError: when it is no picture; for damaged ones all that `IMAGE_ERRORS` lists.
+    """
+    with _pillows_limit:
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            image = Image.open(file)
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+    if image.width * image.height > max_pixels:
+        raise too_many_pixels(name, *image.size, max_pixels)
+    return image
+
+
 def image_size(medium: Path | Embedded, max_pixels: int) -> ImageSize:
     """Width and height in pixels as the training path sees them: after the EXIF orientation is applied."""
     try:
-        with open_medium(medium) as file, Image.open(file) as image:
+        with open_medium(medium) as file, open_picture(file, medium.name, max_pixels) as image:
             width, height = image.size
-            if width * height > max_pixels:  # before EXIF data is sought: that may decode the pixels
-                raise too_many_pixels(medium.name, width, height, max_pixels)
             # Pillow gives a TIFF's size upright already.
             sideways = image.format != "TIFF" and _exif(image, medium).get(_ORIENTATION_TAG) in _SIDEWAYS
             is_whole = ends_whole(image, file)
         if not is_whole:
-            _decode(medium)
+            with open_medium(medium) as file, open_picture(file, medium.name, max_pixels) as image:
+                image.load()
     except UnidentifiedImageError:
         raise _unreadable(medium, "it is no picture of a known format") from None
     except IMAGE_ERRORS as error:
@@ -103,11 +124,6 @@ def too_many_pixels(name: str, width: int, height: int, max_pixels: int) -> Reco
 
 def _unreadable(medium: Path | Embedded, why: object) -> RecordError:
     return RecordError("unreadable_media", f"{medium.name}: {' '.join(str(why).split())}")
-
-
-def _decode(medium: Path | Embedded) -> None:
-    with open_medium(medium) as file, Image.open(file) as image:
-        image.load()
 
 
 def _exif(image: Image.Image, medium: Path | Embedded) -> Image.Exif:

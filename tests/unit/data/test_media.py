@@ -153,6 +153,17 @@ def test_a_large_scan_is_only_measured_and_a_larger_one_refused_by_its_header(tm
     assert "12000 x 9000 are 108,000,000 pixels, over 107,999,999 (`data.max_image_pixels`)" in detail
 
 
+def test_pillows_own_guard_is_as_its_process_set_it(tmp_path, monkeypatch):
+    assert Image.MAX_IMAGE_PIXELS is not None
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    path = tmp_path / "scan.png"
+    Image.new("1", (200, 100)).save(path)
+    assert picture_size(path) == (200, 100)
+    path.write_text("no picture")
+    refusal(picture_size, path)
+    assert Image.MAX_IMAGE_PIXELS == 100
+
+
 def test_a_picture_that_would_unfold_to_gigabytes_is_refused_before_any_pixel_is_decoded(tmp_path):
     """EXIF data behind the pixels is what Pillow decodes them for."""
     path = tmp_path / "bomb.png"
