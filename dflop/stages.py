@@ -28,6 +28,7 @@ _RECORDS = (
     "data/shapes.py",
     "data/text.py",
     "data/tokenizer",
+    "data/webp.py",
 )
 _BATCH = ("seed", "train.global_batch_size", "train.precision")
 

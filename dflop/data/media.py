@@ -2,6 +2,9 @@
 
 A medium is a file, or lies inside its manifest (`Embedded`). One that is truncated, empty or something else
 than it seems raises `RecordError("unreadable_media")`; a clip that was cut off is as long as what is left of it.
+
+Pictures are read by Pillow, as in training. `imagesize` takes 15 µs instead of 100 a picture, but it leaves out the
+orientation that PNG and WebP may hold, knows no AVIF, and would not tell a picture that is damaged.
 """
 
 import math
@@ -20,6 +23,7 @@ from PIL import Image, UnidentifiedImageError
 from dflop.config import VideoConfig
 from dflop.data.endings import ends_whole, is_cut_off
 from dflop.data.records import Embedded, ImageSize, RecordError
+from dflop.data.webp import webp_size
 
 __all__ = [
     "IMAGE_ERRORS",
@@ -100,21 +104,30 @@ def open_picture(file: BinaryIO, name: str, max_pixels: int) -> Image.Image:
 def image_size(medium: Path | Embedded, max_pixels: int) -> ImageSize:
     """Width and height in pixels as the training path sees them: after the EXIF orientation is applied."""
     try:
-        with open_medium(medium) as file, open_picture(file, medium.name, max_pixels) as image:
-            width, height = image.size
-            # Pillow gives a TIFF's size upright already.
-            sideways = image.format != "TIFF" and _exif(image, medium).get(_ORIENTATION_TAG) in _SIDEWAYS
-            is_whole = ends_whole(image, file)
-        if not is_whole:
-            with open_medium(medium) as file, open_picture(file, medium.name, max_pixels) as image:
-                image.load()
+        with open_medium(medium) as file:
+            size = webp_size(file) or _size_by_pillow(medium, file, max_pixels)
     except UnidentifiedImageError:
         raise _unreadable(medium, "it is no picture of a known format") from None
     except IMAGE_ERRORS as error:
         raise _unreadable(medium, error) from None
-    if width <= 0 or height <= 0:
+    if size.width <= 0 or size.height <= 0:
         raise _unreadable(medium, "no image size in its header")
-    return ImageSize(height, width) if sideways else ImageSize(width, height)
+    if size.width * size.height > max_pixels:
+        raise too_many_pixels(medium.name, *size, max_pixels)
+    return size
+
+
+def _size_by_pillow(medium: Path | Embedded, file: BinaryIO, max_pixels: int) -> ImageSize:
+    file.seek(0)
+    with open_picture(file, medium.name, max_pixels) as image:
+        # Pillow gives a TIFF's size upright already.
+        sideways = image.format != "TIFF" and _exif(image, medium).get(_ORIENTATION_TAG) in _SIDEWAYS
+        size = ImageSize(image.height, image.width) if sideways else ImageSize(image.width, image.height)
+        is_whole = ends_whole(image, file)
+    if not is_whole:
+        with open_medium(medium) as again, open_picture(again, medium.name, max_pixels) as image:
+            image.load()
+    return size
 
 
 def too_many_pixels(name: str, width: int, height: int, max_pixels: int) -> RecordError:

@@ -1,5 +1,6 @@
 """Headers give what decoding would give, and a damaged file is one reason, never a crash."""
 
+import io
 import resource
 import struct
 import zlib
@@ -10,7 +11,7 @@ import pytest
 import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 from dflop.config import VideoConfig
 from dflop.data.media import VideoHeader, audio_header, frame_indices, image_size, video_header
@@ -27,7 +28,7 @@ def picture_size(path):
 
 
 READERS = {
-    **dict.fromkeys(("picture.jpg", "picture.png", "picture.tif"), picture_size),
+    **dict.fromkeys(("picture.jpg", "picture.png", "picture.tif", "picture.webp"), picture_size),
     **dict.fromkeys(("clip.mp4", "clip.mkv"), video_header),
     **dict.fromkeys(("sound.wav", "sound.flac"), audio_header),
 }
@@ -121,6 +122,50 @@ def test_a_picture_that_breaks_off_is_measured_if_training_can_decode_it_and_ref
         else:
             refusal(picture_size, path)
     assert False in decoded
+
+
+WEBP = {
+    "lossy": {},
+    "lossless": {"lossless": True},
+    "with a profile": {"icc_profile": ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()},
+    "with a title": {"xmp": b"<x:xmpmeta/>"},
+    "turned": {"xmp": b'<x:xmpmeta tiff:Orientation="6"/>'},
+    "moving": {"save_all": True},
+}
+
+
+@pytest.mark.parametrize("size", [(1, 1), (255, 256), (300, 7)])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+@pytest.mark.parametrize("name", WEBP)
+def test_a_webp_is_as_large_as_it_is_once_decoded(tmp_path, name, mode, size):
+    path = tmp_path / "picture.webp"
+    options = {"append_images": [Image.new(mode, size, "red")]} if name == "moving" else {}
+    Image.new(mode, size, (9, 9, 9, 99)[: len(mode)]).save(path, **WEBP[name] | options)
+    with Image.open(path) as image:
+        assert picture_size(path) == ImageOps.exif_transpose(image).size
+    refusal(lambda path: image_size(path, size[0] * size[1] - 1), path)
+
+
+@pytest.mark.parametrize("suffix", [".webp", ".jpg", ".png"])
+def test_of_a_large_picture_little_is_read(suffix):
+    num_read = 0
+
+    class Counted(io.BytesIO):
+        def read(self, size=-1):
+            nonlocal num_read
+            content = super().read(size)
+            num_read += len(content)
+            return content
+
+    class CountedMedium(EmbeddedBytes):
+        def open(self):
+            return Counted(self.content)
+
+    saved = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(saved, Image.registered_extensions()[suffix])
+    assert picture_size(CountedMedium("picture", saved.getvalue())) == (400, 300)
+    assert num_read < 2_000 < len(saved.getvalue()) / 20
 
 
 def test_a_tiff_whose_pixels_lie_beyond_any_file_is_refused(tmp_path):
