@@ -243,7 +243,7 @@ def _decode_frames(file: Path | Embedded, video: VideoConfig, unreadable: list[s
             for image in _frames_at(container, pending):
                 frames.append(image)
     except (av.error.FFmpegError, OSError) as error:
-        why = str(error)
+        why = error.strerror or str(error)
     if len(frames) < len(wanted):
         unreadable.append(f"{file}: {len(frames)} of {len(wanted)} frames could be decoded: {why}")
     if not frames:

@@ -72,6 +72,7 @@ _MOST_SECONDS = 7 * 24 * 3600
 
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 # Text chunks of a PNG in which Pillow finds an orientation, too.
 _EXIF_TEXTS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
 
@@ -107,7 +108,7 @@ def image_size(medium: Path | Embedded, max_pixels: int) -> ImageSize:
         with open_medium(medium) as file:
             size = webp_size(file) or _size_by_pillow(medium, file, max_pixels)
     except UnidentifiedImageError:
-        raise _unreadable(medium, "it is no picture of a known format") from None
+        raise _unreadable(medium, _no_picture(medium)) from None
     except IMAGE_ERRORS as error:
         raise _unreadable(medium, error) from None
     if size.width <= 0 or size.height <= 0:
@@ -136,7 +137,17 @@ def too_many_pixels(name: str, width: int, height: int, max_pixels: int) -> Reco
 
 
 def _unreadable(medium: Path | Embedded, why: object) -> RecordError:
+    """An error of the system's or FFmpeg's is told by its text, without its number and the path."""
+    why = getattr(why, "strerror", None) or why
     return RecordError("unreadable_media", f"{medium.name}: {' '.join(str(why).split())}")
+
+
+def _no_picture(medium: Path | Embedded) -> str:
+    with open_medium(medium) as file:
+        head = file.read(12)
+    if head[4:8] == b"ftyp" and head[8:] in _HEIC_BRANDS:
+        return "it is a HEIC picture, which Pillow cannot read; convert it to JPEG (pillow-heif can)"
+    return "it is no picture of a known format"
 
 
 def _exif(image: Image.Image, medium: Path | Embedded) -> Image.Exif:
@@ -198,12 +209,14 @@ def _is_cut_off(medium: Path | Embedded) -> bool:
 
 
 def audio_header(medium: Path | Embedded) -> AudioHeader:
-    """Length and rate of a sound: by libsndfile, or FFmpeg where that cannot (AAC, a clip's sound)."""
+    """Length and rate of a sound: by libsndfile, or FFmpeg where that finds none (AAC, a clip's sound)."""
     try:
         with open_medium(medium) as file:
             info = soundfile.info(file)
             header = AudioHeader(info.frames / info.samplerate, info.samplerate)
     except (soundfile.SoundFileError, OSError, TypeError, ZeroDivisionError):  # TypeError: a name that ends in .raw
+        header = None
+    if header is None or header.seconds <= 0:
         header = _sound_stream(medium)
     if header.seconds <= 0:
         raise _unreadable(medium, "it is zero seconds long")

@@ -303,6 +303,32 @@ def test_a_sound_that_libsndfile_does_not_know_is_measured_by_ffmpeg(tmp_path):
     assert header.rate_hz == 22_050
 
 
+def test_a_sound_that_breaks_off_is_not_said_to_be_silent(tmp_path):
+    """An Ogg without one whole page: libsndfile gives it no samples, FFmpeg says why."""
+    path = tmp_path / "sound.ogg"
+    soundfile.write(path, np.random.default_rng(0).normal(0, 0.1, 20_000), 16_000)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    assert soundfile.info(path).frames == 0
+    assert refusal(audio_header, path) == "sound.ogg: End of file"
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_the_system_or_a_library_says_comes_without_its_number_and_the_path(tmp_path, name):
+    for make in (lambda path: path.write_bytes(b"\0\0\0\x18ftypmp42" + bytes(40)), lambda path: path.unlink()):
+        make(tmp_path / name)
+        detail = refusal(READERS[name], tmp_path / name)
+        assert "Errno" not in detail
+        assert str(tmp_path) not in detail
+
+
+@pytest.mark.parametrize("brand", [b"heic", b"mif1"])
+def test_a_picture_as_telephones_take_them_is_named(tmp_path, brand):
+    path = tmp_path / "picture.jpg"
+    path.write_bytes(b"\0\0\0\x18ftyp" + brand + bytes(100))
+    assert "it is a HEIC picture, which Pillow cannot read; convert it to JPEG" in refusal(picture_size, path)
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_an_empty_file_is_unreadable(tmp_path, name):
     path = tmp_path / name
