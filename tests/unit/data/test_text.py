@@ -171,11 +171,12 @@ def test_a_template_that_refuses_a_conversation_is_named_with_its_own_words(tmp_
         mine.encode([[Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c")]])
 
 
-def test_a_template_that_rewrites_earlier_turns_cannot_tell_what_is_learned(tmp_path):
+def test_a_conversation_that_the_template_rewrites_is_refused_and_no_other(tmp_path):
     template = "{{ messages|length }}" + CHATML
     mine = ChatTokenizer(make_folder(tmp_path / "counting", template=template))
-    with pytest.raises(UserError, match="changes earlier turns when later ones follow"):
+    with pytest.raises(RecordError, match="changes turn 2 when others follow") as caught:
         mine.encode([[Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"), Turn("assistant", "d")]])
+    assert caught.value.reason == "bad_record"
 
 
 def test_a_template_runs_in_a_sandbox(tmp_path):
