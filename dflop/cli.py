@@ -96,7 +96,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
     source, found = _find_shard(config, shard)
     rules = load_model_spec(config.model).rules
     folder = _tokenizer_folder(config)
-    is_bundled = ChatTokenizer(folder).is_bundled
+    ChatTokenizer(folder)  # a folder that is no tokenizer's is refused here, before processes start
     with _progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
         frame = profile_shard(
             source,
@@ -118,11 +118,6 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
         frame.write_parquet(path)
     num_rejected = frame["reason"].is_not_null().sum()
     click.echo(f"{out}: {len(frame) - num_rejected} samples, {num_rejected} rejected")
-    if is_bundled:
-        click.echo(
-            "text was counted with the small bundled tokenizer; for the counts of a real model set "
-            "`model.tokenizer` to its tokenizer directory"
-        )
 
 
 def _find_shard(config, name: str):
@@ -215,6 +210,11 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
         raise UserError(_nothing_usable(reject_summary, shapes))
     for line in _shape_lines(shape_summary, reject_summary):
         click.echo(line)
+    if _tokenizer_folder(config) is None:
+        click.echo(
+            "text was counted with the small bundled tokenizer; for the counts of a real model set "
+            "`model.tokenizer` to its tokenizer directory"
+        )
 
 
 def _nothing_usable(rejects, shapes: Path) -> str:

@@ -60,7 +60,10 @@ STAGES: dict[str, Stage] = {
             *_RECORDS,
         ),
     ),
-    "merge-shapes": Stage((*_SHARDS, "data.duplicate_ids"), ("data/manifests",)),
+    "merge-shapes": Stage(
+        (*_SHARDS, "data.duplicate_ids", "model.path", "model.tokenizer"),
+        ("data/manifests",),
+    ),
     "plot-shapes": Stage((), ("reporting/report.py", "reporting/shapes.py", "reporting/style.py")),
     "profile-costs": Stage(
         reads=(

@@ -62,10 +62,6 @@ class ChatTokenizer:
         self._wants_parts = self._template_wants_parts()
 
     @property
-    def is_bundled(self) -> bool:
-        return self.folder == BUNDLED_TOKENIZER
-
-    @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 

@@ -106,6 +106,15 @@ def test_what_is_printed_counts_samples_and_rejects_by_source_and_reason():
     assert line.split()[:3] == ["a", "text", "9"]
 
 
+def test_that_the_bundled_tokenizer_counted_is_said_once():
+    write_records("a.json", [{"id": row, "conversations": talk("hello")} for row in range(40)])
+    _, output = shapes_of({"sources": [{"path": "a.json"}]})
+    assert output.count("text was counted with the small bundled tokenizer") == 1
+    shard = dflop("list-shards", {"sources": [{"path": "a.json"}]}).output.split("\t")[0]
+    one = dflop("profile-shapes", {"sources": [{"path": "a.json"}]}, "--shard", shard, "--out", "one.parquet").output
+    assert "tokenizer" not in one
+
+
 def test_shapes_survive_when_records_are_inserted_before_them():
     """The shards that stay the same keep their files, and their rows count on from where the shard begins now."""
     records = [{"id": f"r{row}", "conversations": talk("hello")} for row in range(60)]

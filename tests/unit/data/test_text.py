@@ -111,7 +111,6 @@ def test_a_template_over_parts_gives_the_same_tokens(tmp_path_factory, tokenizer
 def test_the_template_may_lie_in_a_file_or_in_the_config(tmp_path, in_config):
     folder = make_folder(tmp_path / "mine", template_in_config=in_config)
     mine = ChatTokenizer(folder)
-    assert not mine.is_bundled
     assert mine.encode([[Turn("user", "a"), Turn("assistant", "b")]])[0].is_target.any()
 
 
