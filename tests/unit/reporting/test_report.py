@@ -21,11 +21,12 @@ from dflop.pipeline import Grid, Plan
 from dflop.reporting import plot_shapes, write_report
 from dflop.reporting.plans import draw_plans
 from dflop.reporting.schedules import price_preview, replay
+from dflop.reporting.shapes import draw_shapes
 from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, predicted_boxes
 from dflop.reporting.training import draw_training
 from dflop.scheduling import preview_frames
 from dflop.scheduling.service import open_scheduler
-from dflop.store import SHARD_SCHEMA, ShardFile, write_costs, write_observations, write_shapes
+from dflop.store import SHARD_SCHEMA, ShardFile, read_table, write_costs, write_observations, write_shapes
 
 NAMES = ["costs.svg", "plans.svg", "timeline.svg", "training.svg", "summary.json"]
 CREATED = {"created": "2025-01-01T00:00:00+00:00"}
@@ -68,8 +69,51 @@ def test_the_summary_holds_the_figures_of_every_stage(usual):
     assert summary["training"] == {"final_loss": 2.5}
 
 
-def test_rejected_records_are_said_with_their_reasons(usual):
-    assert "3 records rejected (2 missing_media, 1 too_long)" in texts(usual.folder / "report" / "shapes.svg")
+def test_rejected_records_are_counted_by_reason_with_an_example_of_each(usual):
+    said = texts(usual.folder / "report" / "shapes.svg")
+    assert "Rejected: 3 of 63 records, one example a reason" in said
+    for part in ("missing_media", "train, row 60: made up", "too_long", "train, row 61: made up"):
+        assert part in said
+
+
+def test_the_headline_says_that_samples_differ_where_they_do(usual):
+    said = texts(usual.folder / "report" / "shapes.svg")
+    assert re.search(
+        r"Samples differ: the 95th percentile has [1-9]\.\dx the LLM tokens of the median, and a tenth", said
+    )
+    samples = read_table(usual.folder / "shapes.duckdb", "samples", made_by="merge-shapes")
+    rejects = read_table(usual.folder / "shapes.duckdb", "rejects", made_by="merge-shapes")
+    figure = Figure()
+    draw_shapes(figure, samples.with_columns(llm_tokens=pl.lit(100, pl.Int32)), rejects)
+    assert "Samples are much alike: the 95th percentile has 1.0x the LLM tokens of the median, but a tenth" in words(
+        figure
+    )
+
+
+def test_samples_are_drawn_by_modality_and_by_source_in_what_they_have(usual):
+    samples = read_table(usual.folder / "shapes.duckdb", "samples", made_by="merge-shapes")
+    rejects = read_table(usual.folder / "shapes.duckdb", "rejects", made_by="merge-shapes")[:0]
+    figure = Figure()
+    draw_shapes(figure, samples, rejects)
+    said = words(figure)
+    assert "vision tokens a sample" in said
+    assert "seconds of sound" not in said
+    assert "from " not in said.replace("from headers", "")
+    with_sound = samples.with_columns(
+        audio_s=pl.when(pl.col("modality") == "text").then(2.5).otherwise(0.0),
+        source=pl.when(pl.col("row") < 40).then(pl.lit("train")).otherwise(pl.lit("a $very$ long name of a source")),
+    )
+    figure = Figure()
+    draw_shapes(figure, with_sound, rejects)
+    said = words(figure)
+    for part in ("seconds of sound a sample", "p50 2.5 · p95 2.5", "from train\n40", "from a $very$ long name…\n20"):
+        assert part in said
+
+
+def test_names_that_no_picture_can_hold_are_drawn_all_the_same(tmp_path):
+    make_shapes(tmp_path, ("image",), num_rejects=1, detail="a\0b\x1b $x$ is not a file" + " of any kind" * 30)
+    plot_shapes(tmp_path / "shapes.duckdb", tmp_path / "shapes.svg")
+    assert "train, row 60: a?b? $x$ is not a file of any kind" in texts(tmp_path / "shapes.svg")
 
 
 def test_data_of_which_nothing_can_be_used_is_drawn_too(tmp_path):
@@ -274,7 +318,7 @@ def texts(path: Path) -> str:
     return re.sub(r"\s+", " ", " | ".join(said))
 
 
-def make_shapes(folder, modalities, num_rejects, num_samples=60):
+def make_shapes(folder, modalities, num_rejects, num_samples=60, detail="made up"):
     rng = np.random.default_rng(0)
     rows = []
     for index in range(num_samples + num_rejects):
@@ -297,7 +341,7 @@ def make_shapes(folder, modalities, num_rejects, num_samples=60):
                 "llm_tokens": text_tokens + 10 * num_items,
                 "truncated": False,
                 "reason": ("missing_media", "too_long")[index % 2] if rejected else None,
-                "detail": "made up" if rejected else None,
+                "detail": detail if rejected else None,
             }
         )
     shard = folder / "shard.parquet"
