@@ -96,7 +96,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
     source, found = _find_shard(config, shard)
     rules = load_model_spec(config.model).rules
     folder = _tokenizer_folder(config)
-    is_bundled = ChatTokenizer(folder).is_bundled
+    ChatTokenizer(folder)  # a folder that is no tokenizer's is refused here, before processes start
     with progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
         frame = profile_shard(
             source,
@@ -105,6 +105,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
             reader=ShapeReader(
                 rules=rules,
                 video=data.video,
+                audio=data.audio,
                 max_image_pixels=data.max_image_pixels,
                 max_text_bytes=data.max_text_bytes,
             ),
@@ -117,11 +118,6 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
         frame.write_parquet(path)
     num_rejected = frame["reason"].is_not_null().sum()
     click.echo(f"{out}: {len(frame) - num_rejected} samples, {num_rejected} rejected")
-    if is_bundled:
-        click.echo(
-            "text was counted with the small bundled tokenizer; for the counts of a real model set "
-            "`model.tokenizer` to its tokenizer directory"
-        )
 
 
 def _find_shard(config, name: str):
@@ -218,8 +214,29 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     )
     num_samples = shape_summary.filter(pl.col("quantity") == "llm_tokens")["num_samples"].sum()
     click.echo(f"{out}: {num_samples:,} samples, {reject_summary['num_records'].sum():,} rejects")
+    if not num_samples:
+        raise UserError(_nothing_usable(reject_summary, shapes))
     for line in _shape_lines(shape_summary, reject_summary):
         click.echo(line)
+    if _tokenizer_folder(config) is None:
+        click.echo(
+            "text was counted with the small bundled tokenizer; for the counts of a real model set "
+            "`model.tokenizer` to its tokenizer directory"
+        )
+
+
+def _nothing_usable(rejects, shapes: Path) -> str:
+    """What became of the records where none is left; training would only find out once the costs are measured."""
+    import polars as pl
+
+    reasons = rejects.group_by("reason").agg(pl.col("num_records").sum(), pl.col("examples").first().list.first())
+    found = [
+        f"{count:,} {reason}, e.g. {example}" for reason, count, example in reasons.sort(-pl.col("num_records")).rows()
+    ]
+    return (
+        f"none of {reasons['num_records'].sum():,} records can be used: {'; '.join(found)}. Check `data.sources` and "
+        f"its `media_root`; {shapes}/*.parquet hold the reason of every record"
+    )
 
 
 def _shape_lines(shapes, rejects) -> list[str]:

@@ -25,6 +25,7 @@ from dflop.errors import UserError
 
 __all__ = [
     "SAMPLING",
+    "AudioConfig",
     "ClusterConfig",
     "Config",
     "CostsConfig",
@@ -62,6 +63,12 @@ class VideoConfig:
 
 
 @_section
+class AudioConfig:
+    window_s: float = 30.0
+    pooling: int = 2
+
+
+@_section
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     samples_per_shard: int = 50_000
@@ -71,6 +78,7 @@ class DataConfig:
     max_text_bytes: int = 1_000_000
     max_image_pixels: int = 178_956_970
     video: VideoConfig = field(default_factory=VideoConfig)
+    audio: AudioConfig = field(default_factory=AudioConfig)
 
 
 @_section
@@ -194,6 +202,8 @@ _AT_LEAST_ONE = (
     "data.max_text_bytes",
     "data.max_image_pixels",
     "data.video.max_frames",
+    "data.audio.window_s",
+    "data.audio.pooling",
     "cluster.num_nodes",
     "cluster.devices_per_node",
     "costs.tp_sizes",

@@ -18,9 +18,18 @@ from dflop.config import Config
 __all__ = ["STAGES", "Stage", "restrict"]
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
-_LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video")
+_LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video", "data.audio")
 _SHARDS = ("seed", "data.sources", "data.samples_per_shard", "data.watch_media")
-_RECORDS = ("data/manifests", "data/media.py", "data/records.py", "data/shapes.py", "data/text.py", "data/tokenizer")
+_RECORDS = (
+    "data/endings.py",
+    "data/manifests",
+    "data/media.py",
+    "data/records.py",
+    "data/shapes.py",
+    "data/text.py",
+    "data/tokenizer",
+    "data/webp.py",
+)
 _BATCH = ("seed", "train.global_batch_size", "train.precision")
 
 
@@ -51,7 +60,10 @@ STAGES: dict[str, Stage] = {
             *_RECORDS,
         ),
     ),
-    "merge-shapes": Stage((*_SHARDS, "data.duplicate_ids"), ("data/manifests", "costs/design.py")),
+    "merge-shapes": Stage(
+        (*_SHARDS, "data.duplicate_ids", "model.path", "model.tokenizer"),
+        ("data/manifests", "costs/design.py"),
+    ),
     "plot-shapes": Stage((), ("reporting/report.py", "reporting/shapes.py", "reporting/style.py")),
     "profile-costs": Stage(
         reads=(

@@ -62,6 +62,8 @@ SHARD_SCHEMA = pl.Schema(
         "num_images": pl.Int32,
         "num_frames": pl.Int32,
         "audio_s": pl.Float64,
+        "audio_rate_hz": pl.Int32,
+        "num_audio_windows": pl.Int32,
         "num_items": pl.Int32,
         "vision_tokens": pl.Int32,
         "kept_vision_tokens": pl.Int32,
@@ -130,7 +132,8 @@ CREATE TABLE numbering AS
 CREATE TABLE samples AS
     SELECT CASE WHEN number > 1 THEN given_id || (SELECT mark FROM numbering) || number ELSE given_id END AS sample_id,
            source, manifest_row AS row, shard, modality, num_images, num_frames, audio_s, num_items, vision_tokens,
-           audio_tokens, text_tokens, llm_tokens, truncated, kept_vision_tokens, target_tokens
+           audio_tokens, text_tokens, llm_tokens, truncated, kept_vision_tokens, target_tokens, num_audio_windows,
+           audio_rate_hz
     FROM (SELECT *, row_number() OVER (PARTITION BY given_id ORDER BY shard_position, shard_row) AS number FROM named)
     ORDER BY shard_position, shard_row;
 

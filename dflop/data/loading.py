@@ -26,7 +26,7 @@ from dflop.data.media import (
     image_size,
     open_clip,
     open_medium,
-    too_many_pixels,
+    open_picture,
     video_header,
 )
 from dflop.data.records import Embedded, Medium, Record, RecordError, parse_record, resolve_medium
@@ -182,9 +182,10 @@ class MicrobatchLoader(Dataset):
     def _decode_image(self, medium: Medium, media_root: Path, unreadable: list[str]) -> Image.Image:
         """The picture, of the size that was profiled: one that was trusted to have another size is scaled to it."""
         try:
-            with open_medium(resolve_medium(media_root, medium)) as file, Image.open(file) as image:
-                if image.width * image.height > self.reader.max_image_pixels:  # its size was trusted
-                    raise too_many_pixels(str(medium.file), *image.size, self.reader.max_image_pixels)
+            with (
+                open_medium(resolve_medium(media_root, medium)) as file,
+                open_picture(file, str(medium.file), self.reader.max_image_pixels) as image,
+            ):
                 picture = ImageOps.exif_transpose(image).convert("RGB")
         except (*IMAGE_ERRORS, RecordError) as error:
             unreadable.append(f"{medium.file}: {error}")
@@ -230,10 +231,11 @@ def _changed(ref: SampleRef, what: str) -> str:
 
 
 def _decode_frames(file: Path | Embedded, video: VideoConfig, unreadable: list[str]) -> list[Image.Image]:
-    """Exactly the frames that the header promises; where decoding ends early the last one is repeated."""
+    """Exactly the frames that were profiled; where decoding ends early the last one is repeated, and that is said."""
     header = video_header(file)
     wanted = frame_indices(header, video)
     frames: list[Image.Image] = []
+    why = "it has no more"
     try:
         with open_clip(file) as container:
             container.streams.video[0].thread_type = "AUTO"
@@ -241,7 +243,9 @@ def _decode_frames(file: Path | Embedded, video: VideoConfig, unreadable: list[s
             for image in _frames_at(container, pending):
                 frames.append(image)
     except (av.error.FFmpegError, OSError) as error:
-        unreadable.append(f"{file}: {error}")
+        why = error.strerror or str(error)
+    if len(frames) < len(wanted):
+        unreadable.append(f"{file}: {len(frames)} of {len(wanted)} frames could be decoded: {why}")
     if not frames:
         frames.append(Image.new("RGB", (header.width, header.height)))
     return frames + [frames[-1]] * (len(wanted) - len(frames))

@@ -220,6 +220,8 @@ def _media_columns(record: Record, shapes: Sequence[MediumShape]) -> dict[str, A
         "num_images": sum(shape.kind == "image" for shape in shapes),
         "num_frames": sum(shape.num_frames for shape in shapes),
         "audio_s": sum(shape.seconds for shape in shapes),
+        "audio_rate_hz": max((shape.rate_hz for shape in shapes if shape.kind == "audio"), default=None),
+        "num_audio_windows": sum(shape.count.num_items for shape in shapes if shape.kind == "audio"),
         "num_items": sum(shape.count.num_items for shape in shapes if shape.kind != "audio"),
     }
 

@@ -6,6 +6,7 @@ a video, as LLaVA's own files have it. A medium is a path, or bytes that the man
 """
 
 import io
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ MEDIA_KINDS = ("image", "video", "audio")
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
+_URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
 
@@ -139,13 +141,24 @@ def resolve_medium(media_root: Path, medium: Medium) -> Path | Embedded:
     """
     if isinstance(medium.file, Embedded):
         return medium.file
+    if _URL.match(medium.file):
+        raise RecordError(
+            "missing_media",
+            f"{medium.file} is a URL, and nothing is fetched: download it and give a path under {media_root}",
+        )
     root = _resolved(media_root.absolute())
     try:
         path = (root / medium.file).resolve()
         is_file = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that lead in a circle
-        raise RecordError("missing_media", f"{medium.file!r}: {error}") from None
+        raise RecordError("missing_media", f"{medium.file!r}: {getattr(error, 'strerror', None) or error}") from None
     if not path.is_relative_to(root):
+        if Path(os.path.normpath(root / medium.file)).is_relative_to(root):
+            raise RecordError(
+                "path_escape",
+                f"{medium.file} is a link to {path}, outside the media root {media_root}; make "
+                "`data.sources[].media_root` a folder that holds both, or copy the file",
+            )
         raise RecordError(
             "path_escape", f"{medium.file} lies outside the media root {media_root} (`data.sources[].media_root`)"
         )

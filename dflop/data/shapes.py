@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.config import VideoConfig
-from dflop.data.media import audio_seconds, frame_indices, image_size, too_many_pixels, video_header
+from dflop.config import AudioConfig, VideoConfig
+from dflop.data.media import audio_header, frame_indices, image_size, too_many_pixels, video_header
 from dflop.data.records import MEDIA_KINDS, Embedded, Medium, Record, RecordError, Turn, resolve_medium
 from dflop.data.text import TokenizedText
 from dflop.models import ItemCount, ShapeRules
@@ -28,6 +28,7 @@ class MediumShape(NamedTuple):
     count: ItemCount
     num_frames: int = 0
     seconds: float = 0.0
+    rate_hz: int | None = None
 
 
 class PlacedText(NamedTuple):
@@ -44,6 +45,7 @@ class ShapeReader:
 
     rules: ShapeRules
     video: VideoConfig
+    audio: AudioConfig
     max_image_pixels: int
     max_text_bytes: int
 
@@ -94,8 +96,8 @@ class ShapeReader:
         if medium.kind == "video":
             num_frames = len(frame_indices(video_header(file), self.video))
             return MediumShape("video", self.rules.video(num_frames), num_frames=num_frames)
-        seconds = audio_seconds(file)
-        return MediumShape("audio", self.rules.audio(seconds), seconds=seconds)
+        seconds, rate_hz = audio_header(file)
+        return MediumShape("audio", self.rules.audio(seconds, self.audio), seconds=seconds, rate_hz=rate_hz)
 
 
 def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: int) -> tuple[np.ndarray, np.ndarray]:

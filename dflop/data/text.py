@@ -62,10 +62,6 @@ class ChatTokenizer:
         self._wants_parts = self._template_wants_parts()
 
     @property
-    def is_bundled(self) -> bool:
-        return self.folder == BUNDLED_TOKENIZER
-
-    @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
@@ -73,8 +69,8 @@ class ChatTokenizer:
         """Tokenise conversations; the turns' placeholders become one token each.
 
         Raises:
-            RecordError: when the chat template refuses a conversation.
-            UserError: when the template cannot be used for training at all.
+            RecordError: when the chat template refuses a conversation, or rewrites it so that its learned tokens
+                cannot be told.
         """
         rendered = [self._render_with_targets(turns) for turns in conversations]
         encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
@@ -111,10 +107,11 @@ class ChatTokenizer:
             before = self._render(turns[:index], prompt=True)
             until = self._render(turns[: index + 1], prompt=False)
             if not (whole.startswith(before) and whole.startswith(until.rstrip())):
-                raise UserError(
-                    f"the chat template of {self.folder} changes earlier turns when later ones follow, "
-                    "so that the learned tokens cannot be told; use a template that only appends"
+                detail = (
+                    f"the tokenizer's chat template changes turn {index + 1} when others follow, so that the learned "
+                    "tokens cannot be told; use a template that only appends"
                 )
+                raise RecordError("bad_record", detail)
             spans.append((len(before), len(until.rstrip())))
         return whole, spans
 

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from dflop.config import ModelConfig
+from dflop.config import AudioConfig, ModelConfig
 from dflop.errors import UserError
 
 __all__ = [
@@ -55,7 +55,7 @@ class ShapeRules(Protocol):
     def video(self, num_frames: int) -> ItemCount:
         """One clip of which `num_frames` frames are taken."""
 
-    def audio(self, seconds: float) -> ItemCount:
+    def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
         """One audio file."""
 
     def in_text(self, kind: str, count: ItemCount) -> str:

@@ -87,8 +87,8 @@ def plot_shapes(shapes: Path, out: Path) -> None:
         UserError: when that file is missing.
     """
     samples, rejects = (read_table(shapes, table, made_by="merge-shapes") for table in ("samples", "rejects"))
-    with drawing(out, shapes_height_in(samples)) as figure:
-        draw_shapes(figure, samples, _counts(rejects["reason"]))
+    with drawing(out, shapes_height_in(samples, rejects)) as figure:
+        draw_shapes(figure, samples, rejects)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,36 +1,65 @@
-"""The plot of the data's shapes: how much samples differ, and how far items and LLM tokens go together."""
-
-from collections.abc import Mapping
+"""The plot of the shapes: how much samples differ, how far items and LLM tokens go together, what was rejected."""
 
 import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
-from dflop.reporting.style import INK, MODALITY_COLOURS, MUTED, format_count, heading
+from dflop.reporting.style import INK, MODALITY_COLOURS, MUTED, PALE, format_count, heading, say_instead
 from dflop.store import MODALITIES
 
 __all__ = ["draw_shapes", "items_tokens_correlation", "shapes_height_in"]
 
-_QUANTITIES = {"num_items": "encoder items", "text_tokens": "text tokens", "llm_tokens": "LLM tokens"}
+_QUANTITIES = {
+    "num_items": "encoder items",
+    "vision_tokens": "vision tokens",
+    "audio_s": "seconds of sound",
+    "text_tokens": "text tokens",
+    "llm_tokens": "LLM tokens",
+}
 _NUM_BINS = 28
 _MOST_DOTS = 2500
+_MOST_SOURCES = 8
 _MARKERS = dict(zip(MODALITIES, "ovsDP^", strict=True))
+_LONGEST_EXAMPLE = 92
+# Times the median from which samples are said to differ; of the items, a tenth of the samples would hold a tenth.
+_MUCH = 1.5
 
 
-def shapes_height_in(samples: pl.DataFrame) -> float:
-    return 2.4 + 0.8 * max(3, len(_groups(samples)))
+def shapes_height_in(samples: pl.DataFrame, rejects: pl.DataFrame) -> float:
+    return sum(_heights_in(samples, rejects))
 
 
-def draw_shapes(figure: Figure, samples: pl.DataFrame, rejects: Mapping[str, int]) -> None:
-    """`rejects` counts the rejected records by reason."""
+def draw_shapes(figure: Figure, samples: pl.DataFrame, rejects: pl.DataFrame) -> None:
+    """The tables `samples` and `rejects` of `shapes.duckdb`."""
+    has_items, has_rejects = bool(samples["num_items"].sum()), bool(len(rejects))
+    top, below = figure, None
+    if has_items or has_rejects:
+        top, below = figure.subfigures(2, 1, height_ratios=_heights_in(samples, rejects))
+    _draw_spread(top, samples)
+    if has_items:
+        left, below = below.subfigures(1, 2, width_ratios=[1, 1.4])
+        _scatter(left.subplots(), samples)
+    if has_rejects:
+        _rejects(below.subplots(), rejects, len(samples))
+    elif has_items:
+        say_instead(below.subplots(), "No record was rejected.")
+    heading(figure, _finding(samples), _note(samples, rejects))
+
+
+def _heights_in(samples: pl.DataFrame, rejects: pl.DataFrame) -> tuple[float, float]:
+    """Of the histograms, and of what stands below them."""
+    below = max(3.4 if samples["num_items"].sum() else 0.0, 0.8 + 0.55 * rejects["reason"].n_unique())
+    return 1.2 + 0.75 * max(2, len(_groups(samples))), below if len(rejects) or samples["num_items"].sum() else 0.0
+
+
+def _draw_spread(figure: Figure | SubFigure, samples: pl.DataFrame) -> None:
     groups = _groups(samples)
-    has_items = bool(samples["num_items"].max())
-    left, right = figure.subfigures(1, 2, width_ratios=[1.75, 1]) if has_items else (figure, None)
-    grid = left.subplots(len(groups), len(_QUANTITIES), sharex="col", squeeze=False)
-    for column, (quantity, name) in enumerate(_QUANTITIES.items()):
+    quantities = {key: name for key, name in _QUANTITIES.items() if samples[key].sum() or key == "llm_tokens"}
+    grid = figure.subplots(len(groups), len(quantities), sharex="col", squeeze=False)
+    for column, (quantity, name) in enumerate(quantities.items()):
         present = samples[quantity].filter(samples[quantity] > 0)
         limits = (0.7 * present.min(), 1.4 * present.max()) if len(present) else (0.7, 1.4)
         for row, (group, frame) in enumerate(groups.items()):
@@ -41,12 +70,8 @@ def draw_shapes(figure: Figure, samples: pl.DataFrame, rejects: Mapping[str, int
             if row == 0:
                 axes.set_title(f"{name} a sample")
             if column == 0:
-                axes.set_ylabel(
-                    f"{group.replace('_', ' ')}\n{len(frame):,}", rotation=0, ha="right", va="center", labelpad=8
-                )
-    if right:
-        _scatter(right.subplots(), samples)
-    heading(figure, _finding(samples), _note(samples, rejects))
+                label = _shortened(group if group.startswith("from ") else group.replace("_", " "), 24)
+                axes.set_ylabel(f"{label}\n{len(frame):,}", rotation=0, ha="right", va="center", labelpad=8)
 
 
 def items_tokens_correlation(samples: pl.DataFrame) -> float | None:
@@ -58,9 +83,12 @@ def items_tokens_correlation(samples: pl.DataFrame) -> float | None:
 
 
 def _groups(samples: pl.DataFrame) -> dict[str, pl.DataFrame]:
-    """All samples first, unless there is one modality only, then each modality."""
-    parts = samples.partition_by("modality", as_dict=True)
-    groups = {name: parts[name,] for name in MODALITIES if (name,) in parts}
+    """All samples first, then those of each modality and of the largest sources, where there are several."""
+    modalities = samples.partition_by("modality", as_dict=True)
+    groups = {name: modalities[name,] for name in MODALITIES if (name,) in modalities}
+    sources = sorted(samples.partition_by("source", as_dict=True).items(), key=lambda item: (-len(item[1]), item[0]))
+    if len(sources) > 1:
+        groups |= {f"from {name}": frame for (name,), frame in sources[:_MOST_SOURCES]}
     return groups if len(groups) == 1 else {"all": samples, **groups}
 
 
@@ -73,7 +101,9 @@ def _histogram(axes: Axes, values: np.ndarray, limits: tuple[float, float], colo
     present = values[values > 0]
     said = []
     if len(present):
-        edges = np.unique(np.round(np.geomspace(*limits, _NUM_BINS))) - 0.5
+        edges = np.geomspace(*limits, _NUM_BINS)
+        if values.dtype.kind == "i":
+            edges = np.unique(np.round(edges)) - 0.5
         counts, _ = np.histogram(present, edges)
         axes.bar(edges[:-1], counts / counts.max(), np.diff(edges), align="edge", color=colour, linewidth=0)
         middle, high = np.quantile(values, [0.5, 0.95])
@@ -124,6 +154,28 @@ def _scatter(axes: Axes, samples: pl.DataFrame) -> None:
     axes.legend(loc="best", handletextpad=0.2, labelspacing=0.35)
 
 
+def _rejects(axes: Axes, rejects: pl.DataFrame, num_samples: int) -> None:
+    """A bar a reason, and below it what was found in one of its records."""
+    reasons = rejects.group_by("reason", maintain_order=True).agg(
+        pl.len(), pl.col("source").first(), pl.col("row").first(), pl.col("detail").first()
+    )
+    reasons = reasons.sort("len", "reason", descending=[True, False])
+    places = np.arange(len(reasons))
+    axes.barh(places, reasons["len"], height=0.34, color=PALE)
+    for place, (_, count, source, row, detail) in zip(places, reasons.rows(), strict=True):
+        axes.text(0, place, f" {count:,}", va="center")
+        example = _shortened(f"{source}, row {row}: {detail}", _LONGEST_EXAMPLE)
+        said = axes.text(0, place + 0.4, f" {example}", va="center", fontsize=8, color=MUTED, parse_math=False)
+        said.set_in_layout(False)
+    axes.set_yticks(places, reasons["reason"])
+    axes.set_ylim(len(reasons) - 0.2, -0.5)
+    axes.set_xticks([])
+    for side in ("bottom", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(f"Rejected: {len(rejects):,} of {num_samples + len(rejects):,} records, one example a reason")
+
+
 def _count_axis(axis: Axis, zero_at: float | None = None) -> None:
     """Ticks at 1, 2, 5, 10 …; on a logarithmic axis nothing is drawn at zero, so 0 stands at `zero_at`."""
     low, high = sorted(axis.get_view_interval())
@@ -136,26 +188,36 @@ def _count_axis(axis: Axis, zero_at: float | None = None) -> None:
     axis.set_tick_params(which="minor", length=0)
 
 
+def _shortened(text: str, length: int) -> str:
+    """Without what a picture's XML may not hold, too: names of files are anybody's."""
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
 def _finding(samples: pl.DataFrame) -> str:
+    if not len(samples):
+        return "No record can be used"
     middle, high = np.quantile(samples["llm_tokens"].to_numpy(), [0.5, 0.95])
-    finding = f"Samples differ: the 95th percentile has {high / max(middle, 1):.1f}x the LLM tokens of the median"
+    times = high / max(middle, 1)
+    differ = times >= _MUCH
+    verdict = "Samples differ" if differ else "Samples are much alike"
+    finding = f"{verdict}: the 95th percentile has {times:.1f}x the LLM tokens of the median"
     items = samples["num_items"].to_numpy()
-    if items.max():
-        share = np.sort(items)[::-1][: max(1, len(items) // 10)].sum() / items.sum()
-        finding += f", and a tenth of them holds {share:.0%} of the encoder items"
+    if len(items) >= 10 and items.max():
+        share = np.sort(items)[::-1][: len(items) // 10].sum() / items.sum()
+        finding += f", {'and' if differ == (share >= _MUCH / 10) else 'but'} a tenth of them holds {share:.0%} of the "
+        finding += "encoder items"
     return finding
 
 
-def _note(samples: pl.DataFrame, rejects: Mapping[str, int]) -> str:
+def _note(samples: pl.DataFrame, rejects: pl.DataFrame) -> str:
     note = f"Measured from headers and text. {len(samples):,} samples, "
-    if rejects:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejects.items())
-        note += f"{sum(rejects.values()):,} records rejected ({reasons})."
-    else:
-        note += "no record rejected."
-    num_audio = int((samples["audio_tokens"] > 0).sum()) if "audio_tokens" in samples.columns else 0
+    note += f"{len(rejects):,} record{'s' * (len(rejects) > 1)} rejected." if len(rejects) else "no record rejected."
+    num_audio = int((samples["audio_tokens"] > 0).sum())
     if num_audio:
         note += f" {num_audio:,} with audio are counted here but not trained on."
-    if not samples["num_items"].max():
+    if not samples["num_items"].sum():
         note += " No sample has encoder items."
+    if (num_sources := samples["source"].n_unique()) > _MOST_SOURCES:
+        note += f" The {_MOST_SOURCES} largest of {num_sources} sources are drawn."
     return note + " Solid line: median (p50), dashed: 95th percentile (p95)."

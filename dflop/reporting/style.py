@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 from dflop.artifacts import written_whole
 
@@ -91,7 +92,18 @@ def drawing(path: Path, height_in: float) -> Iterator[Figure]:
     with rc_context(_STYLE), written_whole(path) as beside:
         figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
         yield figure
+        _settle(figure)
         figure.savefig(beside, format="svg", metadata={"Date": None})
+
+
+def _settle(figure: Figure) -> None:
+    """Lay the figure out and round the panels' places: the solver's last bits differ from call to call."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for part in figure.findobj(SubFigure):
+        part.bbox_relative.set_points(np.round(part.bbox_relative.get_points(), 6))
+    for axes in figure.axes:
+        axes.set_position(np.round(axes.get_position().bounds, 6))
 
 
 def heading(figure: Figure, finding: str, note: str) -> None:

@@ -95,6 +95,7 @@ class Trainer:
             reader=ShapeReader(
                 rules=spec.rules,
                 video=config.data.video,
+                audio=config.data.audio,
                 max_image_pixels=config.data.max_image_pixels,
                 max_text_bytes=config.data.max_text_bytes,
             ),

@@ -63,6 +63,7 @@ def time_headers(pictures: Path, most: int) -> dict[str, float]:
     reader = ShapeReader(
         rules=spec.rules,
         video=data.video,
+        audio=data.audio,
         max_image_pixels=data.max_image_pixels,
         max_text_bytes=data.max_text_bytes,
     )
@@ -113,7 +114,7 @@ def write_manifest(path: Path, captions: Path | None, num_records: int, demo: Pa
     sources = coco_records(captions) if captions else demo_records(demo)
     with path.open("w") as file:
         for number, record in enumerate(islice(cycle(sources), num_records)):
-            file.write((",\n" if number else "[") + json.dumps({"id": str(number), **record}))
+            file.write((",\n" if number else "[") + json.dumps({**record, "id": str(number)}))
         file.write("]\n")
 
 

@@ -84,6 +84,7 @@ def _reader(config) -> ShapeReader:
     return ShapeReader(
         rules=load_model_spec(config.model).rules,
         video=data.video,
+        audio=data.audio,
         max_image_pixels=data.max_image_pixels,
         max_text_bytes=data.max_text_bytes,
     )

@@ -9,6 +9,7 @@ compare every number with transformers' own processor and model.
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dflop.config import AudioConfig
 from dflop.models.audio import whisper_audio
 from dflop.models.spec import ItemCount
 
@@ -46,8 +47,8 @@ class InternvlShapes:
     def video(self, num_frames: int) -> ItemCount:
         return self._tiles(num_frames)
 
-    def audio(self, seconds: float) -> ItemCount:
-        return whisper_audio(seconds)
+    def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
+        return whisper_audio(seconds, audio)
 
     def in_text(self, kind: str, count: ItemCount) -> str:
         if kind == "image":

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dflop.config import AudioConfig
 from dflop.models.audio import whisper_audio
 from dflop.models.spec import ItemCount
 
@@ -47,8 +48,8 @@ class LlavaOnevisionShapes:
         pooled_side = math.ceil(self.patches_per_side / 2)
         return ItemCount(num_frames, num_frames * pooled_side**2 + 1)
 
-    def audio(self, seconds: float) -> ItemCount:
-        return whisper_audio(seconds)
+    def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
+        return whisper_audio(seconds, audio)
 
     def in_text(self, kind: str, count: ItemCount) -> str:
         return f"<{kind}>"

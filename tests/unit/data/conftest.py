@@ -2,7 +2,8 @@
 
 import io
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from dflop.config import DataConfig, VideoConfig
+from dflop.config import AudioConfig, DataConfig, VideoConfig
 from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, Source, list_shards, profile_shard
 from dflop.data.manifests.formats import open_reader
 
@@ -23,6 +24,7 @@ def reader(tiny_spec) -> ShapeReader:
     return ShapeReader(
         rules=tiny_spec.rules,
         video=VideoConfig(fps=1.0, max_frames=16),
+        audio=AudioConfig(),
         max_image_pixels=DataConfig().max_image_pixels,
         max_text_bytes=DataConfig().max_text_bytes,
     )
@@ -79,14 +81,27 @@ def profile_source(reader) -> Callable[..., pl.DataFrame]:
 
 @pytest.fixture(scope="session")
 def write_clip() -> Callable[..., None]:
-    def write(path: Path, num_frames: int = 24, fps: int = 8, size: tuple[int, int] = (64, 48), title: str = "A clip"):
-        with av.open(str(path), "w") as container:
+    """`times`: when each frame is shown, in frames; `header_first`: as clips that are streamed have it."""
+
+    def write(
+        path: Path,
+        num_frames: int = 24,
+        fps: int = 8,
+        size: tuple[int, int] = (64, 48),
+        title: str = "A clip",
+        times: Iterable[int] | None = None,
+        header_first: bool = False,
+    ) -> None:
+        options = {"movflags": "faststart"} if header_first and path.suffix == ".mp4" else {}
+        with av.open(str(path), "w", options=options) as container:
             container.metadata["title"] = title
             stream = container.add_stream("mpeg4", rate=fps)
             stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-            for number in range(num_frames):
+            for number, time in zip(range(num_frames), times or range(num_frames), strict=True):
                 shade = np.full((size[1], size[0], 3), number * 5 % 256, dtype=np.uint8)
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
+                frame = av.VideoFrame.from_ndarray(shade, format="rgb24")
+                frame.pts, frame.time_base = time, Fraction(1, fps)
+                container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
 
     return write

@@ -102,6 +102,7 @@ def profiled(source: Source, family: str, preset: str) -> tuple[ShapeReader, pl.
     reader = ShapeReader(
         rules=load_model_spec(ModelConfig(family=family, preset=preset)).rules,
         video=config.data.video,
+        audio=config.data.audio,
         max_image_pixels=config.data.max_image_pixels,
         max_text_bytes=config.data.max_text_bytes,
     )

@@ -1,6 +1,7 @@
 """What a rank loads is what the schedule gave it: packed in order, split by encoder, whole where a file is not."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,8 @@ def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_
     if kind == "image":
         path = tmp_path / "picture.png"
         Image.fromarray(np.random.default_rng(0).integers(0, 256, (150, 320, 3), dtype=np.uint8)).save(path)
-        path.write_bytes(path.read_bytes()[:3000])
+        content = path.read_bytes()
+        path.write_bytes(content[:3000] + bytes(3000) + content[6000:])
     else:
         path = tmp_path / "clip.mp4"
         body = content.index(b"mdat") + 4  # the header stands before it
@@ -149,3 +151,21 @@ def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_
     assert path.name in loaded.unreadable[0]
     black = loaded.batch.items.amax(dim=(0, 2, 3)) - loaded.batch.items.amin(dim=(0, 2, 3))
     assert black.max() < 1e-4
+
+
+def test_frames_that_cannot_be_decoded_are_said_and_the_last_one_takes_their_places(
+    make_loader, profile_records, write_clip, tmp_path
+):
+    path = tmp_path / "clip.mp4"
+    write_clip(path, num_frames=48, fps=8, header_first=True)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3] + bytes(len(content) - len(content) * 2 // 3))
+    talk = [{"from": "human", "value": "<video>"}, {"from": "gpt", "value": "Grey."}]
+    manifest = tmp_path / "train.json"
+    manifest.write_text(json.dumps([{"video": path.name, "conversations": talk}]))
+    frame = profile_records(json.loads(manifest.read_text()), tmp_path, max_llm_tokens=MAX_LLM_TOKENS)
+    assert frame["num_items"].to_list() == [6]
+    loaded = make_loader(manifest, of_media=True)[job([0], [frame["kept_vision_tokens"][0]])]
+    (said,) = loaded.unreadable
+    assert re.search(r"clip\.mp4: [1-5] of 6 frames could be decoded: ", said)
+    assert torch.equal(loaded.batch.items[-1], loaded.batch.items[-2])

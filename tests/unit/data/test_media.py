@@ -1,5 +1,6 @@
 """Headers give what decoding would give, and a damaged file is one reason, never a crash."""
 
+import io
 import resource
 import struct
 import zlib
@@ -10,10 +11,10 @@ import pytest
 import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 from dflop.config import VideoConfig
-from dflop.data.media import VideoHeader, audio_seconds, frame_indices, image_size, video_header
+from dflop.data.media import VideoHeader, audio_header, frame_indices, image_size, video_header
 from dflop.data.records import EmbeddedBytes, RecordError
 
 # Pillow warns of what is wrong in a TIFF before it gives up.
@@ -27,9 +28,9 @@ def picture_size(path):
 
 
 READERS = {
-    **dict.fromkeys(("picture.jpg", "picture.png", "picture.tif"), picture_size),
+    **dict.fromkeys(("picture.jpg", "picture.png", "picture.tif", "picture.webp"), picture_size),
     **dict.fromkeys(("clip.mp4", "clip.mkv"), video_header),
-    **dict.fromkeys(("sound.wav", "sound.flac"), audio_seconds),
+    **dict.fromkeys(("sound.wav", "sound.flac"), audio_header),
 }
 
 
@@ -94,15 +95,98 @@ def test_a_pngs_orientation_counts_wherever_it_stands(tmp_path, kind, before_pix
         assert picture_size(path) == ImageOps.exif_transpose(image).size == (20, 30)
 
 
-def test_a_picture_is_measured_by_its_header_even_where_its_pixels_are_lost(folder, tmp_path):
-    for name in ("picture.png", "picture.jpg"):
-        with Image.open(folder / name) as image:
-            image.save(tmp_path / name, exif=b"")
-        content = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content[: len(content) // 2])
-        assert picture_size(tmp_path / name) == (70, 40)
-        with Image.open(tmp_path / name) as image, pytest.raises(OSError, match="truncated"):
+ENDINGS = [".jpg", ".png", ".gif", ".webp", ".tif", ".bmp", ".avif", ".ppm"]
+
+
+def can_be_decoded(path) -> bool:
+    try:
+        with Image.open(path) as image:
             image.load()
+    except (OSError, SyntaxError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("suffix", ENDINGS)
+def test_a_picture_that_breaks_off_is_measured_if_training_can_decode_it_and_refused_if_not(tmp_path, suffix):
+    whole, path = tmp_path / f"whole{suffix}", tmp_path / f"cut{suffix}"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 70, 3), dtype=np.uint8)).save(whole)
+    content = whole.read_bytes()
+    assert picture_size(whole) == (70, 40)
+    decoded = set()
+    for missing in (1, 2, 3, 8, 12, 13, 40, 64, 65, len(content) // 10, len(content) // 2):
+        path.write_bytes(content[:-missing])
+        decoded.add(can_be_decoded(path))
+        if can_be_decoded(path):
+            assert picture_size(path) == (70, 40)
+        else:
+            refusal(picture_size, path)
+    assert False in decoded
+
+
+WEBP = {
+    "lossy": {},
+    "lossless": {"lossless": True},
+    "with a profile": {"icc_profile": ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()},
+    "with a title": {"xmp": b"<x:xmpmeta/>"},
+    "turned": {"xmp": b'<x:xmpmeta tiff:Orientation="6"/>'},
+    "moving": {"save_all": True},
+}
+
+
+@pytest.mark.parametrize("size", [(1, 1), (255, 256), (300, 7)])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+@pytest.mark.parametrize("name", WEBP)
+def test_a_webp_is_as_large_as_it_is_once_decoded(tmp_path, name, mode, size):
+    path = tmp_path / "picture.webp"
+    options = {"append_images": [Image.new(mode, size, "red")]} if name == "moving" else {}
+    Image.new(mode, size, (9, 9, 9, 99)[: len(mode)]).save(path, **WEBP[name] | options)
+    with Image.open(path) as image:
+        assert picture_size(path) == ImageOps.exif_transpose(image).size
+    refusal(lambda path: image_size(path, size[0] * size[1] - 1), path)
+
+
+@pytest.mark.parametrize("suffix", [".webp", ".jpg", ".png"])
+def test_of_a_large_picture_little_is_read(suffix):
+    num_read = 0
+
+    class Counted(io.BytesIO):
+        def read(self, size=-1):
+            nonlocal num_read
+            content = super().read(size)
+            num_read += len(content)
+            return content
+
+    class CountedMedium(EmbeddedBytes):
+        def open(self):
+            return Counted(self.content)
+
+    saved = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(saved, Image.registered_extensions()[suffix])
+    assert picture_size(CountedMedium("picture", saved.getvalue())) == (400, 300)
+    assert num_read < 2_000 < len(saved.getvalue()) / 20
+
+
+def test_a_tiff_whose_pixels_lie_beyond_any_file_is_refused(tmp_path):
+    path = tmp_path / "picture.tif"
+    Image.new("L", (30, 20)).save(path, big_tiff=True)
+    content = path.read_bytes()
+    place = content.index(struct.pack("<HHQ", 273, 4, 1)) + 12
+    path.write_bytes(content[:place].replace(b"\x11\x01\x04", b"\x11\x01\x10") + b"\xff" * 8 + content[place + 8 :])
+    refusal(picture_size, path)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 40, 100_000])
+@pytest.mark.parametrize("suffix", ENDINGS)
+def test_bytes_behind_a_pictures_end_are_no_reason_to_refuse_it(tmp_path, suffix, num_bytes):
+    path = tmp_path / f"picture{suffix}"
+    Image.new("RGB", (30, 20)).save(path)
+    path.write_bytes(path.read_bytes() + b"more"[:num_bytes] * (num_bytes // 4 or 1))
+    if can_be_decoded(path):
+        assert picture_size(path) == (30, 20)
+    else:
+        assert suffix == ".avif"  # Pillow itself refuses those
 
 
 @pytest.mark.filterwarnings("error::PIL.Image.DecompressionBombWarning")
@@ -112,6 +196,17 @@ def test_a_large_scan_is_only_measured_and_a_larger_one_refused_by_its_header(tm
     assert image_size(path, 12_000 * 9_000) == (12_000, 9_000)
     detail = refusal(lambda path: image_size(path, 12_000 * 9_000 - 1), path)
     assert "12000 x 9000 are 108,000,000 pixels, over 107,999,999 (`data.max_image_pixels`)" in detail
+
+
+def test_pillows_own_guard_is_as_its_process_set_it(tmp_path, monkeypatch):
+    assert Image.MAX_IMAGE_PIXELS is not None
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    path = tmp_path / "scan.png"
+    Image.new("1", (200, 100)).save(path)
+    assert picture_size(path) == (200, 100)
+    path.write_text("no picture")
+    refusal(picture_size, path)
+    assert Image.MAX_IMAGE_PIXELS == 100
 
 
 def test_a_picture_that_would_unfold_to_gigabytes_is_refused_before_any_pixel_is_decoded(tmp_path):
@@ -138,12 +233,36 @@ def test_a_clips_header_agrees_with_its_decoded_frames(tmp_path, write_clip, num
     assert header == (num_frames, fps, 64, 48)
 
 
-def test_a_clip_whose_header_counts_no_frames_is_counted_by_its_duration(tmp_path, write_clip):
+def decoded_frames(path) -> int:
+    count = 0
+    with av.open(str(path)) as container:
+        try:
+            for _ in container.decode(video=0):
+                count += 1
+        except av.error.FFmpegError:
+            pass
+    return count
+
+
+@pytest.mark.parametrize("times", [range(30), [*range(15), *range(60, 75)]], ids=["even", "with a pause"])
+def test_a_clip_whose_header_counts_no_frames_has_as_many_as_are_there(tmp_path, write_clip, times):
     path = tmp_path / "clip.mkv"
-    write_clip(path, num_frames=30, fps=10)
+    write_clip(path, num_frames=30, fps=10, times=times)
     with av.open(str(path)) as container:
         assert container.streams.video[0].frames == 0
+    assert video_header(path).num_frames == decoded_frames(path) == 30
+
+
+@pytest.mark.parametrize("suffix", [".mkv", ".mp4", ".avi"])
+def test_a_clip_that_breaks_off_is_as_long_as_what_is_left_of_it(tmp_path, write_clip, suffix):
+    path = tmp_path / f"clip{suffix}"
+    write_clip(path, num_frames=30, fps=10, header_first=True)
     assert video_header(path)[:2] == (30, 10)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3])
+    # The last frame lacks its end; some decoders show it all the same.
+    assert decoded_frames(path) - 1 <= video_header(path).num_frames <= decoded_frames(path) < 30
+    assert video_header(EmbeddedBytes(path.name, path.read_bytes())) == video_header(path)
 
 
 def test_a_clip_whose_title_is_not_utf8_is_still_a_clip(tmp_path, write_clip):
@@ -168,7 +287,46 @@ def test_a_clip_of_an_unknown_codec_is_unreadable(folder, tmp_path):
 def test_a_sound_lasts_as_many_seconds_as_it_has_samples(tmp_path, suffix, rate):
     path = tmp_path / f"sound{suffix}"
     soundfile.write(path, np.zeros((rate // 2, 2), dtype=np.float32), rate)
-    assert audio_seconds(path) == 0.5
+    assert audio_header(path) == (0.5, rate)
+
+
+def test_a_sound_that_libsndfile_does_not_know_is_measured_by_ffmpeg(tmp_path):
+    path = tmp_path / "sound.m4a"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=22_050)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 22_050), dtype=np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 22_050
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    header = audio_header(path)
+    assert header.seconds == pytest.approx(1.0, abs=0.1)
+    assert header.rate_hz == 22_050
+
+
+def test_a_sound_that_breaks_off_is_not_said_to_be_silent(tmp_path):
+    """An Ogg without one whole page: libsndfile gives it no samples, FFmpeg says why."""
+    path = tmp_path / "sound.ogg"
+    soundfile.write(path, np.random.default_rng(0).normal(0, 0.1, 20_000), 16_000)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    assert soundfile.info(path).frames == 0
+    assert refusal(audio_header, path) == "sound.ogg: End of file"
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_the_system_or_a_library_says_comes_without_its_number_and_the_path(tmp_path, name):
+    for make in (lambda path: path.write_bytes(b"\0\0\0\x18ftypmp42" + bytes(40)), lambda path: path.unlink()):
+        make(tmp_path / name)
+        detail = refusal(READERS[name], tmp_path / name)
+        assert "Errno" not in detail
+        assert str(tmp_path) not in detail
+
+
+@pytest.mark.parametrize("brand", [b"heic", b"mif1"])
+def test_a_picture_as_telephones_take_them_is_named(tmp_path, brand):
+    path = tmp_path / "picture.jpg"
+    path.write_bytes(b"\0\0\0\x18ftyp" + brand + bytes(100))
+    assert "it is a HEIC picture, which Pillow cannot read; convert it to JPEG" in refusal(picture_size, path)
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -200,7 +358,7 @@ def test_a_file_that_is_not_there_is_unreadable(tmp_path, name):
 def test_a_sound_of_no_length_is_unreadable(tmp_path):
     path = tmp_path / "silence.wav"
     soundfile.write(path, np.zeros(0, dtype=np.float32), 16_000)
-    assert "zero seconds" in refusal(audio_seconds, path)
+    assert "zero seconds" in refusal(audio_header, path)
 
 
 def test_a_sound_that_claims_to_last_for_years_has_a_damaged_header(tmp_path):
@@ -210,15 +368,15 @@ def test_a_sound_that_claims_to_last_for_years_has_a_damaged_header(tmp_path):
     content[21] |= 0x0F  # the upper bits of the number of samples
     content[22:26] = b"\xff" * 4
     path.write_bytes(content)
-    assert "its header says that it lasts 4,294,967 seconds" in refusal(audio_seconds, path)
+    assert "its header says that it lasts 4,294,967 seconds" in refusal(audio_header, path)
 
 
 def test_a_sound_named_raw_is_measured_by_its_content(folder, tmp_path):
     path = tmp_path / "sound.raw"
     path.write_bytes((folder / "sound.wav").read_bytes())
-    assert audio_seconds(path) == 1.25
+    assert audio_header(path) == (1.25, 16_000)
     path.write_bytes(b"noise" * 100)
-    refusal(audio_seconds, path)
+    refusal(audio_header, path)
 
 
 @pytest.mark.parametrize("name", READERS)

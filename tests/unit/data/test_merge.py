@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 from dflop.cli import cli
 from dflop.config import DataConfig, SourceConfig
 from dflop.data import SourceRecords, list_sources
+from dflop.errors import UserError
 from dflop.store import read_table
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -105,6 +106,15 @@ def test_what_is_printed_counts_samples_and_rejects_by_source_and_reason():
     assert line.split()[:3] == ["a", "text", "9"]
 
 
+def test_that_the_bundled_tokenizer_counted_is_said_once():
+    write_records("a.json", [{"id": row, "conversations": talk("hello")} for row in range(40)])
+    _, output = shapes_of({"sources": [{"path": "a.json"}]})
+    assert output.count("text was counted with the small bundled tokenizer") == 1
+    shard = dflop("list-shards", {"sources": [{"path": "a.json"}]}).output.split("\t")[0]
+    one = dflop("profile-shapes", {"sources": [{"path": "a.json"}]}, "--shard", shard, "--out", "one.parquet").output
+    assert "tokenizer" not in one
+
+
 def test_shapes_survive_when_records_are_inserted_before_them():
     """The shards that stay the same keep their files, and their rows count on from where the shard begins now."""
     records = [{"id": f"r{row}", "conversations": talk("hello")} for row in range(60)]
@@ -122,3 +132,17 @@ def test_shapes_survive_when_records_are_inserted_before_them():
     samples = read_table(Path("shapes.duckdb"), "samples", made_by="merge-shapes")
     assert samples["row"].to_list() == list(range(61))
     assert samples["sample_id"].to_list() == ["new", *(f"r{row}" for row in range(60))]
+
+
+def test_data_of_which_nothing_can_be_used_ends_the_run_with_the_reasons():
+    """Under Snakemake the database goes with the failed job; the shards' files stay."""
+    records = [{"image": f"{row}.jpg", "conversations": talk("<image>")} for row in range(3)]
+    write_records("a.json", [*records, "hello"])
+    Path("elsewhere").mkdir()
+    with pytest.raises(UserError) as caught:
+        shapes_of({"sources": [{"path": "a.json", "media_root": "elsewhere"}]})
+    message = str(caught.value)
+    assert message.startswith("none of 4 records can be used: 3 missing_media, e.g. a/0: 0.jpg is not a file under ")
+    assert "; 1 bad_record, e.g. a/3: a record is an object" in message
+    assert "`media_root`; shapes/*.parquet hold the reason of every record" in message
+    assert len(read_table(Path("shapes.duckdb"), "rejects", made_by="merge-shapes")) == 4

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dflop.config import DataConfig, SourceConfig
+from dflop.config import AudioConfig, DataConfig, SourceConfig
 from dflop.data import ChatTokenizer, Source, list_shards, list_sources, profile_shard
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.text import BUNDLED_TOKENIZER
@@ -147,6 +147,8 @@ def test_sums_are_made_of_their_parts(demo_data, profile_records):
     assert (sounds["audio_s"] > 0.4).all()
     assert (sounds["audio_tokens"] > 10).all()
     assert (sounds["num_items"] == 0).all()
+    assert (sounds["num_audio_windows"] == 1).all()
+    assert (sounds["audio_rate_hz"] == 16_000).all()
     clips = frame.filter(pl.col("modality") == "video")
     assert (clips["num_frames"] == clips["num_items"]).all()
 
@@ -206,6 +208,20 @@ def test_a_bad_record_costs_its_row_and_none_of_its_neighbours(few, profile_reco
     assert long["llm_tokens"] == 400
     both = frame.row(11, named=True)
     assert (both["modality"], both["num_images"], both["audio_s"]) == ("mixed", 1, 1.0)
+    assert (both["num_audio_windows"], both["audio_rate_hz"]) == (1, 16_000)
+
+
+def test_windows_and_pooling_of_sounds_are_the_configs_to_say(few, reader, profile_source):
+    soundfile.write(few / "long.wav", np.zeros(70 * 16_000), 16_000)
+    soundfile.write(few / "low.wav", np.zeros(8_000), 8_000)
+    records = [record("<audio><audio>", audio=["long.wav", "low.wav"]), record("hello")]
+    Path("train.json").write_text(json.dumps(records))
+    source = Source(name="it", path=Path("train.json"), media_root=few)
+    columns = ["audio_s", "audio_rate_hz", "num_audio_windows", "audio_tokens"]
+    frame = profile_source(source)
+    assert frame.select(columns).rows() == [(71.0, 16_000, 4, 1750 + 25), (0.0, None, 0, 0)]
+    frame = profile_source(source, reader=replace(reader, audio=AudioConfig(window_s=10.0, pooling=1)))
+    assert frame.select(columns).row(0) == (71.0, 16_000, 8, 3500 + 50)
 
 
 def test_a_text_that_is_too_long_says_how_long_and_which_key_cut_it(few, profile_records):

@@ -111,7 +111,6 @@ def test_a_template_over_parts_gives_the_same_tokens(tmp_path_factory, tokenizer
 def test_the_template_may_lie_in_a_file_or_in_the_config(tmp_path, in_config):
     folder = make_folder(tmp_path / "mine", template_in_config=in_config)
     mine = ChatTokenizer(folder)
-    assert not mine.is_bundled
     assert mine.encode([[Turn("user", "a"), Turn("assistant", "b")]])[0].is_target.any()
 
 
@@ -171,11 +170,12 @@ def test_a_template_that_refuses_a_conversation_is_named_with_its_own_words(tmp_
         mine.encode([[Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c")]])
 
 
-def test_a_template_that_rewrites_earlier_turns_cannot_tell_what_is_learned(tmp_path):
+def test_a_conversation_that_the_template_rewrites_is_refused_and_no_other(tmp_path):
     template = "{{ messages|length }}" + CHATML
     mine = ChatTokenizer(make_folder(tmp_path / "counting", template=template))
-    with pytest.raises(UserError, match="changes earlier turns when later ones follow"):
+    with pytest.raises(RecordError, match="changes turn 2 when others follow") as caught:
         mine.encode([[Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"), Turn("assistant", "d")]])
+    assert caught.value.reason == "bad_record"
 
 
 def test_a_template_runs_in_a_sandbox(tmp_path):

@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import InternVLConfig, InternVLModel, InternVLProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
+from dflop.config import AudioConfig
 from dflop.errors import UserError
 from dflop.models import ItemCount
 from dflop.models.audio import whisper_audio
@@ -177,8 +178,8 @@ def test_a_clip_is_one_tile_a_frame_and_stands_in_the_text_as_transformers_write
 
 
 def test_audio_has_the_whisper_rule_and_its_placeholder_alone(real):
-    count = real.rules.audio(12.3)
-    assert count == whisper_audio(12.3)
+    count = real.rules.audio(12.3, AudioConfig())
+    assert count == whisper_audio(12.3, AudioConfig())
     assert real.rules.in_text("audio", count) == "<audio>"
 
 

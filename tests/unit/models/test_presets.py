@@ -1,6 +1,8 @@
 """Presets are configs that transformers understands, of models that have the sizes they are named for."""
 
+import re
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from dflop.models import internvl, llava_onevision
 from dflop.models.presets import LLMS
 
+CONFIG_README = Path(__file__).parents[3] / "config" / "README.md"
 FAMILIES = {"internvl": internvl, "llava_onevision": llava_onevision}
 PRESETS = [(family, name) for family, module in FAMILIES.items() for name in module.PRESETS]
 
@@ -144,6 +147,13 @@ def test_transformers_gives_every_field_of_a_preset_back(family, name):
             assert {field: getattr(section, field) for field in value} == value
         else:
             assert getattr(config, key) == value, key
+
+
+def test_every_preset_is_named_in_the_configs_readme():
+    (line,) = [line for line in CONFIG_README.read_text().splitlines() if line.startswith("| `model.preset` |")]
+    for family, module in FAMILIES.items():
+        named = line[line.index(f"{family} (") :].split(": ", 1)[1].split("; ")[0]
+        assert re.findall("`([^`]+)`", named) == list(module.PRESETS)
 
 
 @pytest.mark.parametrize(("family", "name"), PRESETS)

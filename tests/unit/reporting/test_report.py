@@ -19,11 +19,12 @@ from dflop.pipeline import Grid, Plan
 from dflop.reporting import plot_shapes, write_report
 from dflop.reporting.plans import draw_plans
 from dflop.reporting.schedules import price_preview, replay
+from dflop.reporting.shapes import draw_shapes
 from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, predicted_boxes
 from dflop.reporting.training import draw_training
 from dflop.scheduling import preview_frames
 from dflop.scheduling.service import open_scheduler
-from dflop.store import SHARD_SCHEMA, ShardFile, write_observations, write_shapes
+from dflop.store import SHARD_SCHEMA, ShardFile, read_table, write_observations, write_shapes
 
 NAMES = ["costs.svg", "plans.svg", "timeline.svg", "training.svg", "summary.json"]
 CREATED = {"created": "2025-01-01T00:00:00+00:00"}
@@ -66,8 +67,59 @@ def test_the_summary_holds_the_figures_of_every_stage(usual):
     assert summary["training"] == {"final_loss": 2.5}
 
 
-def test_rejected_records_are_said_with_their_reasons(usual):
-    assert "3 records rejected (2 missing_media, 1 too_long)" in texts(usual.folder / "report" / "shapes.svg")
+def test_rejected_records_are_counted_by_reason_with_an_example_of_each(usual):
+    said = texts(usual.folder / "report" / "shapes.svg")
+    assert "Rejected: 3 of 63 records, one example a reason" in said
+    for part in ("missing_media", "train, row 60: made up", "too_long", "train, row 61: made up"):
+        assert part in said
+
+
+def test_the_headline_says_that_samples_differ_where_they_do(usual):
+    said = texts(usual.folder / "report" / "shapes.svg")
+    assert re.search(
+        r"Samples differ: the 95th percentile has [1-9]\.\dx the LLM tokens of the median, and a tenth", said
+    )
+    samples = read_table(usual.folder / "shapes.duckdb", "samples", made_by="merge-shapes")
+    rejects = read_table(usual.folder / "shapes.duckdb", "rejects", made_by="merge-shapes")
+    figure = Figure()
+    draw_shapes(figure, samples.with_columns(llm_tokens=pl.lit(100, pl.Int32)), rejects)
+    assert "Samples are much alike: the 95th percentile has 1.0x the LLM tokens of the median, but a tenth" in words(
+        figure
+    )
+
+
+def test_samples_are_drawn_by_modality_and_by_source_in_what_they_have(usual):
+    samples = read_table(usual.folder / "shapes.duckdb", "samples", made_by="merge-shapes")
+    rejects = read_table(usual.folder / "shapes.duckdb", "rejects", made_by="merge-shapes")[:0]
+    figure = Figure()
+    draw_shapes(figure, samples, rejects)
+    said = words(figure)
+    assert "vision tokens a sample" in said
+    assert "seconds of sound" not in said
+    assert "from " not in said.replace("from headers", "")
+    with_sound = samples.with_columns(
+        audio_s=pl.when(pl.col("modality") == "text").then(2.5).otherwise(0.0),
+        source=pl.when(pl.col("row") < 40).then(pl.lit("train")).otherwise(pl.lit("a $very$ long name of a source")),
+    )
+    figure = Figure()
+    draw_shapes(figure, with_sound, rejects)
+    said = words(figure)
+    for part in ("seconds of sound a sample", "p50 2.5 · p95 2.5", "from train\n40", "from a $very$ long name…\n20"):
+        assert part in said
+
+
+def test_names_that_no_picture_can_hold_are_drawn_all_the_same(tmp_path):
+    make_shapes(tmp_path, ("image",), num_rejects=1, detail="a\0b\x1b $x$ is not a file" + " of any kind" * 30)
+    plot_shapes(tmp_path / "shapes.duckdb", tmp_path / "shapes.svg")
+    assert "train, row 60: a?b? $x$ is not a file of any kind" in texts(tmp_path / "shapes.svg")
+
+
+def test_data_of_which_nothing_can_be_used_is_drawn_too(tmp_path):
+    make_shapes(tmp_path, ("image",), num_samples=0, num_rejects=3)
+    plot_shapes(tmp_path / "shapes.duckdb", tmp_path / "shapes.svg")
+    said = texts(tmp_path / "shapes.svg")
+    assert "No record can be used" in said
+    assert "3 records rejected" in said
 
 
 def test_the_step_is_shown_as_scheduled_at_random_and_as_measured(usual):
@@ -276,14 +328,14 @@ def texts(path: Path) -> str:
     return re.sub(r"\s+", " ", " | ".join(said))
 
 
-def make_shapes(folder, modalities, num_rejects):
+def make_shapes(folder, modalities, num_rejects, num_samples=60, detail="made up"):
     rng = np.random.default_rng(0)
     rows = []
-    for index in range(60 + num_rejects):
+    for index in range(num_samples + num_rejects):
         modality = modalities[index % len(modalities)]
         num_items = 0 if modality == "text" else int(rng.integers(1, 32))
         text_tokens = int(rng.integers(20, 200))
-        rejected = index >= 60
+        rejected = index >= num_samples
         rows.append(
             dict.fromkeys(SHARD_SCHEMA, 0)
             | {
@@ -299,7 +351,7 @@ def make_shapes(folder, modalities, num_rejects):
                 "llm_tokens": text_tokens + 10 * num_items,
                 "truncated": False,
                 "reason": ("missing_media", "too_long")[index % 2] if rejected else None,
-                "detail": "made up" if rejected else None,
+                "detail": detail if rejected else None,
             }
         )
     shard = folder / "shard.parquet"
