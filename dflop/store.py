@@ -215,7 +215,8 @@ def write_shapes(
         "source_frame": sources.with_row_index("position"),
         "sampled_frame": pl.concat([pl.DataFrame(schema=sampled_schema), *sampled_frames]),
     }
-    parameters = {"files": [str(shard.path) for shard in shards], "keep_duplicates": keep_duplicates}
+    # Sources that are the same have the same files; the join with their shards counts a file for each.
+    parameters = {"files": list(dict.fromkeys(str(shard.path) for shard in shards)), "keep_duplicates": keep_duplicates}
     _write(path, _SHAPES_SQL, frames, meta, parameters)
 
 

@@ -75,17 +75,17 @@ def shards_of(source):
         stop_with(error)
 
 
-def source_of_shard(name):
-    return next(source for source in SOURCES if any(shard.name == name for shard in shards_of(source)))
+@cache
+def sources_of_shards():
+    return {shard.name: source for source in SOURCES for shard in shards_of(source)}
 
 
 def config_for_shard(wildcards):
-    """As `config_for`, with the shard's own source alone: other sources do not matter to it."""
-    source = source_of_shard(wildcards.shard)
+    """As `config_for`, with the shard's own source alone and without its name, which other sources may change."""
+    source = sources_of_shards()[wildcards.shard]
     part = json.loads(config_for("profile-shapes"))
     part["data"]["sources"] = [
         {
-            "name": source.name,
             "path": str(source.path),
             "media_root": str(source.media_root),
             "sampling": source.sampling,
@@ -102,7 +102,7 @@ def seed_for(sources):
 
 
 def all_shards(wildcards=None):
-    return [shard.name for source in SOURCES for shard in shards_of(source)]
+    return list(sources_of_shards())
 
 
 def is_measured():

@@ -1,8 +1,9 @@
 """A source's records and its shards: runs of consecutive records that are profiled as one job.
 
 Cuts are chosen by the records' own content, so that an inserted record changes the shard it falls into and
-leaves the others alone; a shard's name holds the digest of its records and, where the media are watched, of
-their files' sizes and times.
+leaves the others alone; a shard's name comes from its source's own path and settings, from a digest of its
+records and, where the media are watched, of their files' sizes and times. Which other sources there are, and in
+which order, is no matter; sources that are the same share their shards.
 """
 
 import json
@@ -29,7 +30,7 @@ from dflop.errors import UserError
 
 __all__ = ["Shard", "SourceRecords", "list_shards"]
 
-_FORMAT = 2
+_FORMAT = 3
 _STAT_THREADS = 16
 
 
@@ -38,7 +39,6 @@ class Shard:
     """Records `[start, start + num_records)` of those that a source's sampling keeps."""
 
     name: str
-    source: str
     start: int
     num_records: int
     digest: str
@@ -139,7 +139,7 @@ def list_shards(
             "`data.sources[].media_root`"
         )
     # The seed matters to random sampling alone.
-    asked = [source.name, source.sampling, samples_per_shard, seed if "random" in source.sampling else 0]
+    asked = [str(source.path), source.key, samples_per_shard, seed if "random" in source.sampling else 0]
     if watch_media:
         asked.append(str(source.media_root.resolve()))
     cache = cache_folder() / f"shards-{stamp_of(json.dumps(asked), _FORMAT, files)}.json"
@@ -167,7 +167,7 @@ def _kept_rows(num_records: int, source: Source, seed: int) -> Sequence[int]:
         return range(count)
     if how == "end":
         return range(num_records - count, num_records)
-    chosen = random.Random(f"{seed}/{source.name}").sample(range(num_records), count)
+    chosen = random.Random(f"{seed}/{source.label}").sample(range(num_records), count)
     return np.sort(np.asarray(chosen, dtype=np.int64))
 
 
@@ -186,22 +186,22 @@ def _cut(records: SourceRecords, samples_per_shard: int) -> list[Shard]:
         at = np.searchsorted(cuts, start + least - 1)
         chosen = int(cuts[at]) + 1 if at < len(cuts) else num_kept
         end = min(chosen, start + most, num_kept)
-        shards.append(_shard(records.source.name, start, end - start, records.digest(start, end), seen))
+        shards.append(_shard(records.source, start, end - start, records.digest(start, end), seen))
         start = end
     return shards
 
 
-def _shard(source: str, start: int, num_records: int, digest: str, seen: dict[str, int]) -> Shard:
-    """A shard named by its digest; where several hold the same records, all but the first have a number, too."""
+def _shard(source: Source, start: int, num_records: int, digest: str, seen: dict[str, int]) -> Shard:
+    """A shard named by its source's manifest and by a digest of both; of equal ones, all but the first are numbered."""
     seen[digest] = seen.get(digest, 0) + 1
     repeat = f"-{seen[digest]}" if seen[digest] > 1 else ""
-    name = f"{source}-{digest[:12]}{repeat}"
-    return Shard(name=name, source=source, start=start, num_records=num_records, digest=digest)
+    name = f"{source.label}-{sha256(f'{source.key}/{digest}'.encode()).hexdigest()[:12]}{repeat}"
+    return Shard(name=name, start=start, num_records=num_records, digest=digest)
 
 
 def _with_media(shards: list[Shard], records: SourceRecords) -> list[Shard]:
     """The shards with digests that cover the size and modification time of every media file."""
-    root, source = str(records.source.media_root), records.source.name
+    root = str(records.source.media_root)
     seen: dict[str, int] = {}
     watched = []
     with ThreadPoolExecutor(_STAT_THREADS) as pool:  # threads: on a network file system each look takes a while
@@ -209,7 +209,7 @@ def _with_media(shards: list[Shard], records: SourceRecords) -> list[Shard]:
             running = sha256(shard.digest.encode())
             for line in pool.map(_stamp_files, [(root, part) for part in _parts(paths)]):
                 running.update(line)
-            watched.append(_shard(source, shard.start, shard.num_records, running.hexdigest(), seen))
+            watched.append(_shard(records.source, shard.start, shard.num_records, running.hexdigest(), seen))
     return watched
 
 

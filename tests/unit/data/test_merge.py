@@ -93,6 +93,15 @@ def test_the_config_says_what_becomes_of_duplicate_ids(duplicate_ids):
         assert "a: 2 rejected as duplicate_id, e.g. x: an earlier record of the source has the same id" in output
 
 
+def test_a_source_that_is_named_twice_counts_twice_and_is_profiled_once():
+    write_records("a.json", [{"id": f"r{row}", "conversations": talk("hello")} for row in range(20)])
+    tables, _ = shapes_of({"sources": [{"path": "a.json"}, {"path": "a.json"}]})
+    listed = [(source, row) for source, row, _ in tables["samples"]]
+    assert listed == [(source, row) for source in ("a", "a-2") for row in range(20)]
+    assert len({sample_id for *_, sample_id in tables["samples"]}) == 40
+    assert len(list(Path("shapes").iterdir())) < 5
+
+
 def test_what_is_printed_counts_samples_and_rejects_by_source_and_reason():
     records = [{"id": row, "conversations": talk("hello " * row)} for row in range(11)]
     records[4:6] = [{"id": 4, "conversations": []}, "hello"]
