@@ -39,15 +39,19 @@ class ManifestFile:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def digests(self, start: int, end: int) -> bytes:
-        """The digests of records `[start, end)`, one after the other."""
-        return np.ascontiguousarray(self._entries["digest"][start:end]).tobytes()
+    def digests(self, rows: slice | np.ndarray) -> bytes:
+        """The digests of these records, one after the other."""
+        return np.ascontiguousarray(self._entries["digest"][rows]).tobytes()
+
+    def digest_words(self) -> np.ndarray:
+        """The last 8 bytes of every record's digest, independent of the first 8: uint64 [num_records]."""
+        return np.frombuffer(self.digests(slice(None)), dtype="<u8").reshape(-1, DIGEST_BYTES // 8)[:, -1]
 
     def records_below(self, threshold: int) -> np.ndarray:
         """Records whose digest's first 8 bytes, as a number, fall below the threshold: int64, ascending."""
         found = []
         for first in range(0, len(self), _BUFFER_ENTRIES):
-            digests = self.digests(first, first + _BUFFER_ENTRIES)
+            digests = self.digests(slice(first, first + _BUFFER_ENTRIES))
             keys = np.frombuffer(digests, dtype=">u8").reshape(-1, DIGEST_BYTES // 8)[:, 0]
             found.append(first + np.flatnonzero(keys < np.uint64(min(threshold, (1 << 64) - 1))))
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)

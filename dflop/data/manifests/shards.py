@@ -9,13 +9,12 @@ which order, is no matter; sources that are the same share their shards.
 import json
 import math
 import os
-import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from itertools import accumulate
 from typing import Any
 
@@ -30,7 +29,7 @@ from dflop.errors import UserError
 
 __all__ = ["Shard", "SourceRecords", "list_shards"]
 
-_FORMAT = 3
+_FORMAT = 4
 _STAT_THREADS = 16
 
 
@@ -68,7 +67,11 @@ class SourceRecords:
     @cached_property
     def kept(self) -> Sequence[int]:
         """The rows that the sampling keeps, ascending: a range, or an int64 array for random sampling."""
-        return _kept_rows(len(self), self.source, self.seed)
+        how, count = _amount_kept(self.source.sampling, len(self))
+        if how == "random":
+            words = np.concatenate([file.digest_words() for file in self.files])
+            return _draw(words, count, key=f"{self.seed}/{self.source.label}")
+        return range(len(self) - count, len(self)) if how == "end" else range(count)
 
     def read(self, row: int) -> Any | RecordError:
         """One raw record, or why it cannot be read.
@@ -98,20 +101,17 @@ class SourceRecords:
         return positions[inside]
 
     def digest(self, start: int, end: int) -> str:
-        """The digest of the kept records at positions `[start, end)`."""
+        """The digest of the kept records at positions `[start, end)`, which are not none."""
         running = sha256()
         rows = self.kept[start:end]
-        if isinstance(rows, range):
-            row = rows.start
-            while row < rows.stop:
-                file, offset = self._locate(row)
-                until = min(rows.stop, self._ends[file])
-                running.update(self.files[file].digests(offset, offset + until - row))
-                row = until
-        else:
-            for row in rows:
-                file, offset = self._locate(row)
-                running.update(self.files[file].digests(offset, offset + 1))
+        for number in range(bisect_right(self._ends, rows[0]), bisect_right(self._ends, rows[-1]) + 1):
+            file, file_end = self.files[number], self._ends[number]
+            first = file_end - len(file)
+            if isinstance(rows, range):
+                inside = slice(max(rows.start - first, 0), max(rows.stop - first, 0))
+            else:
+                inside = rows[np.searchsorted(rows, first) : np.searchsorted(rows, file_end)] - first
+            running.update(file.digests(inside))
         return running.hexdigest()
 
     def _locate(self, row: int) -> tuple[int, int]:
@@ -154,21 +154,38 @@ def list_shards(
     return shards
 
 
-def _kept_rows(num_records: int, source: Source, seed: int) -> Sequence[int]:
-    if source.sampling == "all":
-        return range(num_records)
-    how, amount = source.sampling.split(":")
+def _amount_kept(sampling: str, num_records: int) -> tuple[str, int]:
+    """Which end of so many records a sampling keeps, or `random`, and how many of them."""
+    if sampling == "all":
+        return "first", num_records
+    how, amount = sampling.split(":")
     wanted = float(amount.rstrip("%"))
     if amount.endswith("%"):
         # Rounded up, as LLaVA's own loader does; rounding first keeps 7 % of 100 from being 8.
         wanted = math.ceil(round(num_records * wanted / 100, 6))
-    count = min(num_records, int(wanted))
-    if how == "first":
-        return range(count)
-    if how == "end":
-        return range(num_records - count, num_records)
-    chosen = random.Random(f"{seed}/{source.label}").sample(range(num_records), count)
-    return np.sort(np.asarray(chosen, dtype=np.int64))
+    return how, min(num_records, int(wanted))
+
+
+def _draw(words: np.ndarray, count: int, key: str) -> np.ndarray:
+    """The `count` records with the smallest keyed hashes of their digests' words: int64, ascending.
+
+    Each record stands for itself, so that one that is inserted takes the place of one other at most, and those
+    that are drawn hardly change. Equal records have hashes of their own, as the first, second, … of them.
+    """
+    by_word = np.argsort(words, kind="stable")
+    ordered = words[by_word]
+    begins = np.flatnonzero(np.diff(ordered, prepend=~ordered[:1]))  # where a run of equal words does
+    copy = np.arange(len(words)) - np.repeat(begins, np.diff(begins, append=len(words)))
+    salt = np.frombuffer(blake2b(key.encode(), digest_size=8).digest(), dtype="<u8")
+    hashes = _mix(_mix(ordered ^ salt) + copy.astype(np.uint64))
+    return np.sort(by_word[np.argsort(hashes)[:count]])
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): uint64 -> uint64, every bit from all bits."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def _cut(records: SourceRecords, samples_per_shard: int) -> list[Shard]:

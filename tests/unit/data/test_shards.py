@@ -175,6 +175,52 @@ def test_random_sampling_keeps_the_order_and_depends_on_the_seed_and_the_source(
     assert max(drawn(0)) > 100
 
 
+@properties
+@given(
+    place=st.integers(0, 1000),
+    change=st.sampled_from(["insert", "remove", "edit"]),
+    amount=st.sampled_from(["500", "50%"]),
+)
+@example(place=0, change="insert", amount="50%")
+@example(place=1000, change="insert", amount="500")
+def test_an_edit_changes_few_of_the_records_that_are_drawn_and_few_of_their_shards(place, change, amount):
+    records = make_records(1000)
+    source = write_source(records, sampling=f"random:{amount}")
+    before, drawn = {shard.name for shard in list_shards(source, 20, 0)}, set(kept_ids(source))
+    records[place : place + (change != "insert")] = [] if change == "remove" else make_records(1, first=5000)
+    source = write_source(records, sampling=f"random:{amount}")
+    after = list_shards(source, 20, 0)
+    assert len(kept_ids(source)) == (500 if amount == "500" else math.ceil(len(records) / 2))
+    assert len(drawn ^ set(kept_ids(source))) <= 2
+    assert len(after) > 15
+    assert sum(shard.name not in before for shard in after) <= 6
+
+
+def test_equal_records_are_drawn_one_by_one():
+    records = make_records(40) * 5
+    drawn = kept_ids(write_source(records, sampling="random:100"))
+    assert len(drawn) == 100
+    assert len({drawn.count(number) for number in range(40)}) > 2
+    assert sorted(kept_ids(write_source(sorted(records, key=str), sampling="random:100"))) == sorted(drawn)
+
+
+@properties
+@given(num_records=st.integers(1, 100), smaller=st.integers(1, 100), larger=st.integers(1, 100))
+def test_a_smaller_draw_is_part_of_a_larger_one(num_records, smaller, larger):
+    smaller, larger = sorted((smaller, larger))
+    records = make_records(num_records)
+    few, many = (kept_ids(write_source(records, sampling=f"random:{count}")) for count in (smaller, larger))
+    assert set(few) <= set(many)
+
+
+def test_every_record_is_drawn_as_often_as_any_other():
+    source = write_source(make_records(40), sampling="random:25%")
+    times = np.bincount([number for seed in range(400) for number in kept_ids(source, seed)], minlength=40)
+    assert times.sum() == 4000
+    assert times.min() > 60  # 100 expected, 8.7 the standard deviation
+    assert times.max() < 140
+
+
 def test_the_seed_changes_the_shards_of_random_sampling_alone():
     records = make_records(100)
     for sampling, is_same in (("random:40%", False), ("first:40%", True), ("all", True)):
