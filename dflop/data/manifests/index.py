@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ from dflop.errors import UserError
 
 __all__ = ["ManifestFile", "cache_folder", "stamp_of"]
 
-_FORMAT = 1
+_FORMAT = 2
 _ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
-_BUFFER_ENTRIES = 1 << 16
+_ENTRIES_AT_ONCE = 1 << 16
 
 
 class ManifestFile:
@@ -50,8 +51,8 @@ class ManifestFile:
     def records_below(self, threshold: int) -> np.ndarray:
         """Records whose digest's first 8 bytes, as a number, fall below the threshold: int64, ascending."""
         found = []
-        for first in range(0, len(self), _BUFFER_ENTRIES):
-            digests = self.digests(slice(first, first + _BUFFER_ENTRIES))
+        for first in range(0, len(self), _ENTRIES_AT_ONCE):
+            digests = self.digests(slice(first, first + _ENTRIES_AT_ONCE))
             keys = np.frombuffer(digests, dtype=">u8").reshape(-1, DIGEST_BYTES // 8)[:, 0]
             found.append(first + np.flatnonzero(keys < np.uint64(min(threshold, (1 << 64) - 1))))
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
@@ -79,17 +80,12 @@ class ManifestFile:
 
     def _build(self, path: Path) -> None:
         reader = open_reader(self.path)
-        buffer = np.zeros(_BUFFER_ENTRIES, dtype=_ENTRY)
+        pack = Struct(f"<QQ{DIGEST_BYTES}s").pack
         with path.open("wb") as file, _progress(self.path, reader.size) as bar:
-            count = 0
-            for span in reader.scan():
-                buffer[count] = (span.start, span.end, np.void(span.digest))
-                count += 1
-                if count == _BUFFER_ENTRIES:
-                    buffer.tofile(file)
+            for number, span in enumerate(reader.scan()):
+                file.write(pack(*span))
+                if number % 10_000 == 0:
                     bar.update(span.end - bar.n)
-                    count = 0
-            buffer[:count].tofile(file)
         reader.close()
 
 

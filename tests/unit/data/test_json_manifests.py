@@ -48,6 +48,7 @@ def scanned(path: Path, chunk_bytes: int = 8 << 20) -> list[tuple[int, int, byte
     reader = open_reader(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_text, "_CHUNK_BYTES", chunk_bytes)
+        patch.setattr(json_text, "_LONG_RECORD_BYTES", min(chunk_bytes, 256 << 10))
         spans = list(reader.scan())
     found = [(span.start, span.end, span.digest, reader.read(span.start, span.end)) for span in spans]
     reader.close()
@@ -203,6 +204,62 @@ def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_the_file_into_me
     good, broken = records_in('[{"a": 1}, {"a: 2}' + ", {}" * 100 + "]", chunk_bytes=8)
     assert good == {"a": 1}
     assert_bad(broken, "byte 10: 409 bytes up to the next record; is a quote or bracket not closed?")
+
+
+@properties
+@given(data=st.data(), chunk_bytes=st.sampled_from([16, 300, 8 << 20]))
+def test_a_stray_sign_costs_the_record_it_stands_in_and_its_neighbours_at_most(data, chunk_bytes):
+    entries = [conversation(number) for number in range(12)]
+    indent = data.draw(st.sampled_from([None, 1]))
+    text = json.dumps(entries, ensure_ascii=False, indent=indent)
+    place = data.draw(st.integers(1, len(text) - 1))
+    damaged = text[:place] + data.draw(st.sampled_from('"[]{}\\,:x')) + text[place:]
+    found = [record for record in records_in(damaged, chunk_bytes=chunk_bytes) if record in entries]
+    assert found == [entry for entry in entries if entry in found]
+    assert len(found) >= 10
+    assert len(records_in(damaged, chunk_bytes=chunk_bytes)) <= 14
+
+
+@pytest.mark.parametrize("chunk_bytes", [32, 8 << 20])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('question 5?"', 'question "5?"'),  # the rest's strings and signs change places
+        ('question 5?"', "question 5?"),
+        ('question 5?"}, {', 'question 5?"}]]}, {'),  # the list seems to end
+        ('question 5?"}, {', 'question 5?"}, [{'),  # and never to end
+        ('"id": "é5"', '"id": "é5'),
+        ('"id": "é5"', '"id": é5"}}], '),
+    ],
+)
+def test_a_damaged_record_is_one_reject_that_names_its_byte_and_what_follows_is_kept(old, new, chunk_bytes):
+    entries = [conversation(number) for number in range(60)]
+    text = json.dumps(entries, ensure_ascii=False)
+    assert text.count(old) == 1
+    records = records_in(text.replace(old, new), chunk_bytes=chunk_bytes)
+    assert [record for record in records if record in entries] == entries[:5] + entries[6:]
+    assert 60 <= len(records) <= 62
+    broken = next(record for record in records if isinstance(record, RecordError))
+    at = int(broken.detail.split("byte ")[1].split(":")[0].replace(",", ""))
+    begins = [text.encode().index(f'{{"id": "é{number}"'.encode()) for number in (5, 6)]
+    assert begins[0] <= at <= begins[1] + 10
+
+
+def test_two_records_without_a_comma_between_them_are_two():
+    entries = [conversation(number) for number in range(4)]
+    text = json.dumps(entries).replace('}, {"id": "\\u00e92"', '} {"id": "\\u00e92"')
+    assert text != json.dumps(entries)
+    assert records_in(text) == entries
+
+
+def test_damage_in_many_places_does_not_make_scanning_slow():
+    entries = [conversation(number) for number in range(20_000)]
+    text = json.dumps(entries).replace("question 1", 'question "1')
+    began = time.perf_counter()
+    records = records_in(text)
+    assert time.perf_counter() - began < 20
+    good = [record for record in records if not isinstance(record, RecordError)]
+    assert good == [entry for entry in entries if "question 1" not in str(entry)]
 
 
 @pytest.mark.parametrize("content", ["[]", "[ ]", " \n[\n]\n", b"\xef\xbb\xbf[]"])
