@@ -3,7 +3,7 @@
 A reader scans its file once, giving each record's *span* (byte offsets, or row numbers where the format
 counts rows) and a digest; later it reads single records by their spans. A record that cannot be read is
 given as a `RecordError`, so that one bad record costs no other. Files are streamed: what is held in memory
-is one record, one chunk of JSON or one row group.
+is one record, one chunk of JSON or a few rows.
 """
 
 import json
