@@ -80,15 +80,16 @@ CREATE TABLE records AS
     SELECT shard.position AS shard_position, shape.row AS shard_row, shard.source, shard.source_position,
            coalesce(sampled.row, shard.first_row + shape.row) AS manifest_row, shard.name AS shard,
            shape.* EXCLUDE (row, filename, sample_id),
-           coalesce(shape.sample_id, shard.source || '/' || manifest_row) AS given_id
+           coalesce(shape.sample_id, shard.source || '/' || manifest_row) AS given_id,
+           shape.sample_id IS NULL AS is_unnamed
     FROM read_parquet($files, filename = true) AS shape
     JOIN shard_frame AS shard ON shape.filename = shard.path
     LEFT JOIN sampled_frame AS sampled
         ON sampled.source = shard.source AND sampled.position = shard.start + shape.row;
 
 CREATE TABLE accepted AS
-    SELECT *, row_number() OVER (PARTITION BY source, given_id ORDER BY shard_position, shard_row) AS occurrence,
-           min(source_position) OVER (PARTITION BY given_id) AS first_source
+    SELECT *, min(source_position) OVER (PARTITION BY given_id) AS first_source,
+           row_number() OVER (PARTITION BY source, given_id, is_unnamed ORDER BY shard_position, shard_row) AS occurrence
     FROM records WHERE reason IS NULL;
 
 CREATE TABLE named AS
@@ -105,7 +106,8 @@ CREATE TABLE samples AS
     SELECT CASE WHEN number > 1 THEN given_id || (SELECT mark FROM numbering) || number ELSE given_id END AS sample_id,
            source, manifest_row AS row, shard, modality, num_images, num_frames, audio_s, num_items, vision_tokens,
            audio_tokens, text_tokens, llm_tokens, truncated, kept_vision_tokens, target_tokens
-    FROM (SELECT *, row_number() OVER (PARTITION BY given_id ORDER BY shard_position, shard_row) AS number FROM named)
+    FROM (SELECT *, row_number() OVER (PARTITION BY given_id ORDER BY is_unnamed, shard_position, shard_row) AS number
+          FROM named)
     ORDER BY shard_position, shard_row;
 
 CREATE TABLE rejects AS

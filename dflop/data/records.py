@@ -128,7 +128,7 @@ def media_paths(raw: Any) -> list[str]:
 def record_id(raw: Any) -> str | None:
     """The id that a raw record gives itself; half surrogate pairs, which JSON may hold, are written as escapes."""
     given = raw.get("id") if isinstance(raw, dict) else None
-    return None if given is None else str(given).encode("utf-8", "backslashreplace").decode()
+    return None if given in (None, "") else str(given).encode("utf-8", "backslashreplace").decode()
 
 
 def resolve_medium(media_root: Path, medium: Medium) -> Path | Embedded:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dflop.data.manifests.formats import DIGEST_BYTES, Span
-from dflop.data.records import MEDIA_KINDS, Embedded, RecordError
+from dflop.data.records import MEDIA_KINDS, Embedded, RecordError, record_id
 from dflop.errors import UserError
 
 __all__ = ["TarMember", "TarReader"]
@@ -166,7 +166,8 @@ class TarReader:
             marks = "".join(f"<{kind}>\n" for kind in MEDIA_KINDS for _ in by_kind[kind])
             answer = self._text(caption).decode("utf-8")
             raw["conversations"] = [{"from": "human", "value": marks}, {"from": "gpt", "value": answer}]
-        raw.setdefault("id", key)
+        if record_id(raw) is None:
+            raw["id"] = key
         for kind, media in by_kind.items():
             if media:
                 named = raw.pop(f"{kind}s", None)

@@ -55,6 +55,8 @@ def test_a_caption_with_several_media_asks_about_all(records_of, write_tar):
 
 
 def test_a_json_and_a_text_are_a_record_with_its_caption(records_of, write_tar):
+    (unnamed,) = records_of(write_tar({"a": {".json": b'{"id": ""}'}}))
+    assert unnamed["id"] == "a"
     (record,) = records_of(write_tar({"a": {".json": b'{"id": 7, "width": 30}', ".txt": b"A dog.", ".png": b"1"}}))
     assert (record["id"], record["width"]) == (7, 30)
     assert record["conversations"] == talk("<image>\n", "A dog.")

@@ -102,6 +102,13 @@ def test_a_source_that_is_named_twice_counts_twice_and_is_profiled_once():
     assert len(list(Path("shapes").iterdir())) < 5
 
 
+def test_an_empty_id_is_none():
+    write_records("a.json", [{"id": name, "conversations": talk("hello")} for name in ("", None, "", "x", 0)])
+    tables, _ = shapes_of({"sources": [{"path": "a.json"}]})
+    assert [sample_id for *_, sample_id in tables["samples"]] == ["a/0", "a/1", "a/2", "x", "0"]
+    assert tables["rejects"] == []
+
+
 def test_what_is_printed_counts_samples_and_rejects_by_source_and_reason():
     records = [{"id": row, "conversations": talk("hello " * row)} for row in range(11)]
     records[4:6] = [{"id": 4, "conversations": []}, "hello"]
