@@ -89,7 +89,8 @@ CREATE TABLE records AS
 
 CREATE TABLE accepted AS
     SELECT *, min(source_position) OVER (PARTITION BY given_id) AS first_source,
-           row_number() OVER (PARTITION BY source, given_id, is_unnamed ORDER BY shard_position, shard_row) AS occurrence
+           row_number() OVER (PARTITION BY source, is_unnamed, given_id
+                              ORDER BY shard_position, shard_row) AS occurrence
     FROM records WHERE reason IS NULL;
 
 CREATE TABLE named AS

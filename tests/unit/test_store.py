@@ -253,9 +253,8 @@ def test_every_sample_has_an_id_of_its_own_and_every_record_is_a_sample_or_a_rej
     # Oracle: the first good record of an id in a source is a sample, the others as the config says.
     seen, kept = set(), []
     for source, row, name, is_bad in records:
-        name = name if name is not None else f"{source}/{row}"
-        if not is_bad and (keep_duplicates or (source, name) not in seen):
-            kept.append((source, row, name))
+        if not is_bad and (keep_duplicates or name is None or (source, name) not in seen):
+            kept.append((source, row, name if name is not None else f"{source}/{row}"))
         if not is_bad:
             seen.add((source, name))
     assert [key[:2] for key in samples] == [key[:2] for key in kept]

@@ -15,9 +15,12 @@ from typing import Any, NamedTuple, Protocol
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
-__all__ = ["DIGEST_BYTES", "EntryReader", "Span", "digest_of", "open_reader"]
+__all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "Span", "digest_of", "open_reader"]
 
 DIGEST_BYTES = 16
+
+# What the detail of a record says that is broken because its file ends inside it.
+CUT_OFF = "the file is cut off here"
 
 # What a picture's or clip's shape is read from; hashing more of an embedded medium would only cost time.
 _HASHED_MEDIA_BYTES = 1 << 16

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflop.data.manifests.formats import DIGEST_BYTES, Span
+from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
@@ -60,6 +60,8 @@ def open_json(path: Path) -> "JsonListReader | JsonLinesReader":
 class _JsonReader:
     """What lists and lines share: records are bytes of UTF-8 text."""
 
+    _last_sign: str  # of a whole file
+
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
         self.size = path.stat().st_size
@@ -75,22 +77,32 @@ class _JsonReader:
         self._file.seek(start)
         content = self._file.read(end - start)
         try:
-            return json.loads(content.decode("utf-8"))
+            text = content.decode("utf-8")
+            return json.loads(text)
         except UnicodeDecodeError as error:
-            return RecordError("bad_record", f"{self.path.name}, byte {start + error.start:,}: not UTF-8")
+            is_cut = end >= self.size and error.reason == "unexpected end of data"
+            why = f"{CUT_OFF} (inside a character)" if is_cut else "not UTF-8"
+            return RecordError("bad_record", f"{self.path.name}, byte {start + error.start:,}: {why}")
         except json.JSONDecodeError as error:
-            at = start + len(content.decode("utf-8")[: error.pos].encode())
-            ends = " (the file ends here)" if at >= self.size else ""
-            return RecordError("bad_record", f"{self.path.name}, byte {at:,}: not JSON, {error.msg}{ends}")
+            at = start + len(text[: error.pos].encode())
+            why = f"{CUT_OFF} ({error.msg})" if self._is_cut_off(end, text, error.pos) else f"not JSON, {error.msg}"
+            return RecordError("bad_record", f"{self.path.name}, byte {at:,}: {why}")
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
             return RecordError("bad_record", f"{self.path.name}, byte {start:,}: {error}")
 
     def close(self) -> None:
         self._file.close()
 
+    def _is_cut_off(self, end: int, content: str, at: int) -> bool:
+        """Whether content that is broken at character `at` might be whole if the file did not end with it."""
+        is_open = at >= len(content) or not content.rstrip().endswith(self._last_sign)
+        return end >= self.size and not content.startswith("]") and is_open
+
 
 class JsonLinesReader(_JsonReader):
     """One record a line; blank lines are none."""
+
+    _last_sign = "}"
 
     def __init__(self, path: Path, file: BinaryIO, start: int = 0) -> None:
         super().__init__(path, file)
@@ -107,6 +119,8 @@ class JsonLinesReader(_JsonReader):
 
 class JsonListReader(_JsonReader):
     """The elements of a top-level list, which begins before byte `start`."""
+
+    _last_sign = "]"
 
     def __init__(self, path: Path, file: BinaryIO, start: int) -> None:
         super().__init__(path, file)

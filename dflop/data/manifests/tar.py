@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflop.data.manifests.formats import DIGEST_BYTES, Span
+from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span
 from dflop.data.records import MEDIA_KINDS, Embedded, RecordError, record_id
 from dflop.errors import UserError
 
@@ -117,7 +117,7 @@ class TarReader:
             members = [member for _, member in self._members(start, end)]
             return self._record(members)
         except _DAMAGE as error:
-            return RecordError("bad_record", f"{self.path.name}, byte {start:,}: the archive is cut off ({error})")
+            return RecordError("bad_record", f"{self.path.name}, byte {start:,}: {CUT_OFF} ({error})")
         except UnicodeDecodeError as error:
             return RecordError("bad_record", f"{self.path.name}, byte {start:,}: a text that is not UTF-8 ({error})")
         except (ValueError, RecursionError) as error:

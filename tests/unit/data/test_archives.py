@@ -161,7 +161,7 @@ def test_an_archive_cut_off_anywhere_keeps_the_samples_before(media, records_of,
             assert any(span.end == length for span in spans), "cut off between two samples"
         elif isinstance(records[-1], RecordError):
             assert records[-1].reason == "bad_record"
-            assert "the archive is cut off" in records[-1].detail
+            assert "the file is cut off here" in records[-1].detail
         else:
             assert "image" not in records[-1], "cut off between two members"
 
@@ -175,7 +175,7 @@ def test_a_header_with_a_damaged_size_costs_what_follows_it_and_ends(records_of,
     first, broken = records_of(path)
     assert first == {"id": 1}
     assert broken.reason == "bad_record"
-    assert "the archive is cut off (b.png ends at byte " in broken.detail
+    assert "the file is cut off here (b.png ends at byte " in broken.detail
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])

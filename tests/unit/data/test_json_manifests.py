@@ -135,19 +135,32 @@ def test_a_list_cut_off_at_any_byte_keeps_the_records_before_and_names_the_byte_
     assert records_in(content[: content.rindex(b"]") + 1], chunk_bytes=chunk_bytes) == entries
 
 
-def test_where_a_cut_is_plain_to_see_the_message_says_that_the_file_ends_there():
-    (last,) = records_in('[{"id": 1, "conv')
-    assert last.detail == "train.json, byte 11: not JSON, Unterminated string starting at"
-    assert_bad(records_in('[{"id": 1},')[1], "byte 11: not JSON, Expecting value (the file ends here)")
-    assert_bad(records_in('[{"id": 1}')[1], "byte 10: not JSON, Expecting value (the file ends here)")
-    assert_bad(records_in('[{"id": 1')[0], "byte 9: not JSON, Expecting ',' delimiter (the file ends here)")
-    assert_bad(records_in("[")[0], "byte 1: not JSON, Expecting value (the file ends here)")
+@pytest.mark.parametrize(
+    ("content", "at", "why"),
+    [
+        ('[{"id": 1, "conv', 11, "Unterminated string starting at"),
+        ('[{"id": 1}, {"a": [{"b": 2}', 27, "Expecting ',' delimiter"),
+        ('[{"id": 1},', 11, "Expecting value"),
+        ('[{"id": 1}', 10, "Expecting value"),
+        ('[{"id": 1', 9, "Expecting ',' delimiter"),
+        ("[", 1, "Expecting value"),
+    ],
+)
+def test_a_list_that_the_file_ends_in_is_said_to_be_cut_off(content, at, why):
+    assert_bad(records_in(content)[-1], f"train.json, byte {at}: the file is cut off here ({why})")
+
+
+def test_what_is_only_broken_is_not_said_to_be_cut_off():
+    for content in ('[{"id": "1}, {"id": "2"}]', '[{"id": 1}] and more', '[{"id": 1}, ]'):
+        assert not any("cut off" in str(record) for record in records_in(content))
+    for content in ('{"id": 1}\n{"id": nope}', '{"id": 1}\n{"id": "2}\n'):
+        assert not any("cut off" in str(record) for record in records_in(content, "train.jsonl"))
 
 
 def test_a_line_cut_off_is_one_bad_record():
     first, last = records_in('{"id": 1}\n{"id": 2, "te', "train.jsonl")
     assert first == {"id": 1}
-    assert_bad(last, "train.jsonl, byte 20: not JSON")
+    assert_bad(last, "train.jsonl, byte 20: the file is cut off here (Unterminated string starting at)")
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 5, 8 << 20])

@@ -109,6 +109,16 @@ def test_an_empty_id_is_none():
     assert tables["rejects"] == []
 
 
+def test_a_manifest_that_is_cut_off_is_a_warning_of_its_own():
+    content = json.dumps([{"id": row, "conversations": talk("hello") if row else []} for row in range(20)])
+    Path("a.json").write_text(content.replace('"id": 2', '"id": nope')[:-30])
+    tables, output = shapes_of({"sources": [{"path": "a.json"}]})
+    assert len(tables["samples"]) == 17
+    (line,) = [line for line in output.splitlines() if line.startswith("warning")]
+    assert line.startswith("warning: a manifest of a is not whole, what follows is missing: a.json, byte ")
+    assert "the file is cut off here" in line
+
+
 def test_what_is_printed_counts_samples_and_rejects_by_source_and_reason():
     records = [{"id": row, "conversations": talk("hello " * row)} for row in range(11)]
     records[4:6] = [{"id": 4, "conversations": []}, "hello"]
