@@ -23,12 +23,11 @@ from dflop.data.text import ChatTokenizer, TokenizedText
 from dflop.errors import UserError
 from dflop.store import SHARD_SCHEMA
 
-__all__ = ["ShapeProfiler", "profile_shard"]
+__all__ = ["ShapeProfiler", "profile_shard", "useful_workers"]
 
 # A part of a shard, and what is tokenised at once; texts fewer at a time where they are long.
 _BATCH = 512
 _BATCH_CHARACTERS = 4 << 20
-# Below so many records another process costs more time to start than it saves.
 _LEAST_RECORDS_PER_WORKER = 2_000
 
 
@@ -158,7 +157,7 @@ def profile_shard(
         max_llm_tokens=max_llm_tokens,
     )
     starts = range(0, shard.num_records, _BATCH)
-    num_workers = min(num_workers, shard.num_records // _LEAST_RECORDS_PER_WORKER)
+    num_workers = min(num_workers, useful_workers(shard.num_records))
     if num_workers < 2:
         frames = _collect(map(_Part(recipe).profile, starts), progress)
     else:
@@ -175,6 +174,11 @@ def profile_shard(
                     f"a process that profiled {shard.name} died, most often for want of memory; use fewer `--workers`"
                 ) from None
     return pl.concat([pl.DataFrame(schema=SHARD_SCHEMA), *frames])
+
+
+def useful_workers(num_records: int) -> int:
+    """How many processes can share a shard before they cost more time to start than they save."""
+    return max(1, num_records // _LEAST_RECORDS_PER_WORKER)
 
 
 class _Part:

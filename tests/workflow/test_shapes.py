@@ -55,6 +55,13 @@ def test_sampled_records_are_profiled_and_know_their_rows(profiled):
     assert pictures["sample_id"].to_list() == [f"picture-{number}" for number in range(20, 40)]
 
 
+def test_small_shards_take_one_core_each(profiled):
+    checkout, config = profiled
+    listed = checkout.snakemake(TARGET, "-n", "--cores", "4", "--forceall", "--configfile", config).stdout
+    assert listed.count("rule profile_shapes:") > 10
+    assert "threads: 4" not in listed
+
+
 def test_an_unchanged_dataset_reruns_nothing(profiled):
     assert jobs(profiled) == []
 
