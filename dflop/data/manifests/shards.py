@@ -130,7 +130,7 @@ def list_shards(
     false: then what was found last is taken, as a workflow's jobs do.
 
     Raises:
-        UserError: when the manifest or its media root is missing, or the manifest cannot be read.
+        UserError: when the manifest or its media root is missing, or the manifest holds no record or cannot be read.
     """
     files = source.files()
     if not source.media_root.is_dir():
@@ -147,6 +147,11 @@ def list_shards(
         return [Shard(**entry) for entry in json.loads(cache.read_text(encoding="utf-8"))]
     records = SourceRecords(source, seed)
     shards = _cut(records, samples_per_shard)
+    if not shards:
+        raise UserError(
+            f"the manifest {source.path} (source `{source.name}`) holds no record; fill it, or take it out of "
+            "`data.sources`"
+        )
     if watch_media:
         shards = _with_media(shards, records)
     with written_whole(cache) as path:

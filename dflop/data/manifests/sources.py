@@ -17,7 +17,7 @@ from typing import Any
 from braceexpand import UnbalancedBracesError, braceexpand
 from yaml import YAMLError, safe_load
 
-from dflop.config import SAMPLING, DataConfig, SourceConfig
+from dflop.config import SAMPLING, SAMPLING_FORMS, DataConfig, SourceConfig
 from dflop.errors import UserError
 
 __all__ = ["Source", "list_sources"]
@@ -153,9 +153,7 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{where}.{unknown[0]}` is unknown; an entry holds `json_path` and `sampling_strategy`")
         sampling = entry.get("sampling_strategy", "all")
         if not isinstance(sampling, str) or not SAMPLING.fullmatch(sampling):
-            raise UserError(
-                f"{where}.sampling_strategy` is {sampling!r}; it must be all, first:30%, first:1000, end:… or random:…"
-            )
+            raise UserError(f"{where}.sampling_strategy` is {sampling!r}; it must be {SAMPLING_FORMS}")
     return entries
 
 
