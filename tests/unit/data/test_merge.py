@@ -126,7 +126,7 @@ def test_what_is_printed_counts_samples_and_rejects_by_source_and_reason():
     _, output = shapes_of({"sources": [{"path": "a.json"}]})
     assert "shapes.duckdb: 9 samples, 2 rejects" in output
     assert "a: 1 rejected as empty, e.g. 4: no turn of the assistant holds any text" in output
-    assert "a: 1 rejected as bad_record, e.g. a/5: a record is an object, this is a str" in output
+    assert "a: 1 rejected as bad_record, e.g. a/5: a record is an object, this is a text" in output
     (line,) = [line for line in output.splitlines() if line.startswith("a ")]
     assert line.split()[:3] == ["a", "text", "9"]
 
