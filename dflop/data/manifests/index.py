@@ -8,7 +8,7 @@ touches only the part it needs.
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,7 @@ from dflop.data.manifests.formats import DIGEST_BYTES, EntryReader, open_reader
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
-__all__ = ["ManifestFile", "cache_folder", "stamp_of"]
+__all__ = ["ManifestFile", "cache_folder", "remove_outdated", "stamp_of"]
 
 _FORMAT = 2
 _ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
@@ -71,9 +71,7 @@ class ManifestFile:
         if not path.is_file():
             with written_whole(path) as beside:
                 self._build(beside)
-            for outdated in path.parent.glob(f"records-{owner}-*.bin"):
-                if outdated != path:
-                    outdated.unlink(missing_ok=True)
+            remove_outdated(f"records-{owner}-*.bin", {path})
         if not path.stat().st_size:
             return np.zeros(0, dtype=_ENTRY)
         return np.memmap(path, dtype=_ENTRY, mode="r")
@@ -111,6 +109,13 @@ def cache_folder() -> Path:
     if os.access(".", os.W_OK):
         return Path(".snakemake/dflop")
     return Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"
+
+
+def remove_outdated(pattern: str, current: Set[Path]) -> None:
+    """Remove the files in the cache that match a pattern and are not current."""
+    for path in cache_folder().glob(pattern):
+        if path not in current:
+            path.unlink(missing_ok=True)
 
 
 def _members(path: Path) -> Iterator[Path]:

@@ -111,10 +111,15 @@ class JsonLinesReader(_JsonReader):
     def scan(self) -> Iterator[Span]:
         position = self._start
         self._file.seek(position)
-        for line in self._file:
+        while line := self._file.readline(_MAX_RECORD_BYTES + 1):
+            num_bytes = len(line)
+            rest = line
+            while len(rest) > _MAX_RECORD_BYTES and not rest.endswith(b"\n"):  # too long to be a record
+                rest = self._file.readline(_MAX_RECORD_BYTES + 1)
+                num_bytes += len(rest)
             if content := line.strip(_SPACE):
-                yield Span(position, position + len(line), _digest(content))
-            position += len(line)
+                yield Span(position, position + num_bytes, _digest(content))
+            position += num_bytes
 
 
 class JsonListReader(_JsonReader):

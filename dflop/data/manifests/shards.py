@@ -22,14 +22,14 @@ import numpy as np
 import polars as pl
 
 from dflop.artifacts import written_whole
-from dflop.data.manifests.index import ManifestFile, cache_folder, stamp_of
+from dflop.data.manifests.index import ManifestFile, cache_folder, remove_outdated, stamp_of
 from dflop.data.manifests.sources import Source
 from dflop.data.records import RecordError, media_paths
 from dflop.errors import UserError
 
 __all__ = ["Shard", "SourceRecords", "list_shards"]
 
-_FORMAT = 4
+_FORMAT = 5
 _STAT_THREADS = 16
 
 
@@ -142,7 +142,8 @@ def list_shards(
     asked = [str(source.path), source.key, samples_per_shard, seed if "random" in source.sampling else 0]
     if watch_media:
         asked.append(str(source.media_root.resolve()))
-    cache = cache_folder() / f"shards-{stamp_of(json.dumps(asked), _FORMAT, files)}.json"
+    owner = sha256(json.dumps([str(source.path.resolve()), *asked]).encode()).hexdigest()[:12]
+    cache = cache_folder() / f"shards-{owner}-{stamp_of(json.dumps(asked), _FORMAT, files)}.json"
     if cache.is_file() and not (watch_media and look_again):
         return [Shard(**entry) for entry in json.loads(cache.read_text(encoding="utf-8"))]
     records = SourceRecords(source, seed)
@@ -153,9 +154,10 @@ def list_shards(
             "`data.sources`"
         )
     if watch_media:
-        shards = _with_media(shards, records)
+        shards = _with_media(shards, records, owner)
     with written_whole(cache) as path:
         path.write_text(json.dumps([asdict(shard) for shard in shards]), encoding="utf-8")
+    remove_outdated(f"shards-{owner}-*.json", {cache})
     return shards
 
 
@@ -221,13 +223,13 @@ def _shard(source: Source, start: int, num_records: int, digest: str, seen: dict
     return Shard(name=name, start=start, num_records=num_records, digest=digest)
 
 
-def _with_media(shards: list[Shard], records: SourceRecords) -> list[Shard]:
+def _with_media(shards: list[Shard], records: SourceRecords, owner: str) -> list[Shard]:
     """The shards with digests that cover the size and modification time of every media file."""
     root = str(records.source.media_root)
     seen: dict[str, int] = {}
     watched = []
     with ThreadPoolExecutor(_STAT_THREADS) as pool:  # threads: on a network file system each look takes a while
-        for shard, paths in zip(shards, _media_of_shards(shards, records), strict=True):
+        for shard, paths in zip(shards, _media_of_shards(shards, records, owner), strict=True):
             running = sha256(shard.digest.encode())
             for line in pool.map(_stamp_files, [(root, part) for part in _parts(paths)]):
                 running.update(line)
@@ -251,10 +253,11 @@ def _stamp_files(task: tuple[str, list[str]]) -> bytes:
     return "\n".join(stamps).encode("utf-8", "surrogateescape")
 
 
-def _media_of_shards(shards: list[Shard], records: SourceRecords) -> Iterator[list[str]]:
+def _media_of_shards(shards: list[Shard], records: SourceRecords, owner: str) -> Iterator[list[str]]:
     """The media paths that each shard's records name, kept beside the index so that records are parsed once."""
-    for shard in shards:
-        cache = cache_folder() / f"media-{shard.digest[:20]}.parquet"
+    caches = [cache_folder() / f"media-{owner}-{shard.digest[:20]}.parquet" for shard in shards]
+    remove_outdated(f"media-{owner}-*.parquet", set(caches))
+    for shard, cache in zip(shards, caches, strict=True):
         if not cache.is_file():
             paths = [path for raw in records.read_shard(shard) for path in media_paths(raw)]
             with written_whole(cache) as beside:

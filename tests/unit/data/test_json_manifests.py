@@ -275,6 +275,14 @@ def test_damage_in_many_places_does_not_make_scanning_slow():
     assert good == [entry for entry in entries if "question 1" not in str(entry)]
 
 
+def test_a_line_beyond_any_record_is_one_bad_record_and_is_not_read_whole(monkeypatch):
+    monkeypatch.setattr(json_text, "_MAX_RECORD_BYTES", 50)
+    for num_bytes in (45, 100, 101, 102, 1000):
+        records = records_in('{"a": 1}\n{"b": "' + "x" * num_bytes + '"}\n{"a": 2}\n', "train.jsonl")
+        assert [record for record in records if not isinstance(record, RecordError)] == [{"a": 1}, {"a": 2}]
+        assert_bad(records[1], f"byte 9: {num_bytes + 10:,} bytes up to the next record; is a quote or bracket")
+
+
 @pytest.mark.parametrize("content", ["[]", "[ ]", " \n[\n]\n", b"\xef\xbb\xbf[]"])
 @pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
 def test_an_empty_list_has_no_record(content, name):

@@ -370,6 +370,16 @@ def test_a_changed_manifests_index_takes_the_old_ones_place_and_leaves_others_al
     assert not first.exists()
 
 
+def test_what_is_kept_of_a_manifest_goes_when_the_manifest_changes(watched):
+    list_shards(write_source(make_records(5), "other"), 5, 0)
+    for text in (" 7", " seven", " siebzehn"):
+        watched.path.write_text(watched.path.read_text().replace(" 7", text))
+        shards = list_shards(watched, 5, 0, watch_media=True)
+        assert list_shards(watched, 5, 0, watch_media=True) == shards
+        assert len(list(CACHE.glob("media-*"))) == len({shard.digest for shard in shards}) == len(shards)
+        assert len(list(CACHE.glob("shards-*"))) == len(list(CACHE.glob("records-*"))) == 2
+
+
 def test_an_index_is_made_once_for_all_who_ask():
     source = write_source(make_records(40))
     list_shards(source, 10, 0)
