@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
-__all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "Span", "digest_of", "open_reader"]
+__all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "Span", "UnreadableFile", "digest_of", "open_reader"]
 
 DIGEST_BYTES = 16
 
@@ -24,6 +24,10 @@ CUT_OFF = "the file is cut off here"
 
 # What a picture's or clip's shape is read from; hashing more of an embedded medium would only cost time.
 _HASHED_MEDIA_BYTES = 1 << 16
+
+
+class UnreadableFile(UserError):
+    """A file that is not what its suffix says: empty, damaged, or cut off so that nothing of it can be read."""
 
 
 class Span(NamedTuple):
@@ -56,7 +60,8 @@ def open_reader(path: Path) -> EntryReader:
     """The reader for a file or folder, by its suffix.
 
     Raises:
-        UserError: for a suffix or folder that no reader knows, and for files that cannot be opened.
+        UnreadableFile: for files whose content no reader can make anything of.
+        UserError: for a suffix or folder that no reader knows.
     """
     # Imported where needed: each format has libraries of its own, and a workflow's jobs open few of them.
     if path.is_dir():

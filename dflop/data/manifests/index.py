@@ -19,19 +19,25 @@ import numpy as np
 from tqdm import tqdm
 
 from dflop.artifacts import written_whole
-from dflop.data.manifests.formats import DIGEST_BYTES, EntryReader, open_reader
+from dflop.data.manifests.formats import DIGEST_BYTES, EntryReader, Span, UnreadableFile, open_reader
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
 __all__ = ["ManifestFile", "cache_folder", "remove_outdated", "stamp_of"]
 
-_FORMAT = 2
+_FORMAT = 3
 _ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
+_pack = Struct(f"<QQ{DIGEST_BYTES}s").pack
+# Stands for all that is lost with a file that cannot be read.
+_NO_RECORD = Span(0, 0, bytes(DIGEST_BYTES))
 _ENTRIES_AT_ONCE = 1 << 16
 
 
 class ManifestFile:
-    """One file (or saved dataset folder) of a manifest; records are numbered from 0."""
+    """One file (or saved dataset folder) of a manifest; records are numbered from 0.
+
+    One that cannot be read at all has a single record, which cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,6 +45,10 @@ class ManifestFile:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def is_unreadable(self) -> bool:
+        return len(self) == 1 and self._entries[0].tobytes() == _pack(*_NO_RECORD)
 
     def digests(self, rows: slice | np.ndarray) -> bytes:
         """The digests of these records, one after the other."""
@@ -60,8 +70,11 @@ class ManifestFile:
     def read(self, row: int) -> Any | RecordError:
         """The raw record, or why it cannot be read."""
         entry = self._entries[row]
-        if self._reader is None:
-            self._reader = open_reader(self.path)
+        try:
+            if self._reader is None:
+                self._reader = open_reader(self.path)
+        except UnreadableFile as error:
+            return RecordError("bad_record", str(error))
         return self._reader.read(int(entry["start"]), int(entry["end"]))
 
     @cached_property
@@ -77,11 +90,14 @@ class ManifestFile:
         return np.memmap(path, dtype=_ENTRY, mode="r")
 
     def _build(self, path: Path) -> None:
-        reader = open_reader(self.path)
-        pack = Struct(f"<QQ{DIGEST_BYTES}s").pack
+        try:
+            reader = open_reader(self.path)
+        except UnreadableFile:
+            path.write_bytes(_pack(*_NO_RECORD))
+            return
         with path.open("wb") as file, _progress(self.path, reader.size) as bar:
             for number, span in enumerate(reader.scan()):
-                file.write(pack(*span))
+                file.write(_pack(*span))
                 if number % 10_000 == 0:
                     bar.update(span.end - bar.n)
         reader.close()

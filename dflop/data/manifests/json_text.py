@@ -15,9 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span
+from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
 from dflop.data.records import RecordError
-from dflop.errors import UserError
 
 __all__ = ["JsonLinesReader", "JsonListReader", "open_json"]
 
@@ -40,7 +39,7 @@ def open_json(path: Path) -> "JsonListReader | JsonLinesReader":
     """The reader that the file's first character asks for: a list, or objects line by line.
 
     Raises:
-        UserError: when it begins with neither.
+        UnreadableFile: when it begins with neither.
     """
     file = path.open("rb")
     head = file.read(_CHUNK_BYTES)
@@ -52,7 +51,7 @@ def open_json(path: Path) -> "JsonListReader | JsonLinesReader":
         return JsonLinesReader(path, file, start)
     file.close()
     found = f"begins with {text[:1].decode('utf-8', 'replace')!r}" if text else "is empty"
-    raise UserError(
+    raise UnreadableFile(
         f"the manifest {path} {found}; it must be a JSON list of records, `[{{…}}, …]`, or one record a line (.jsonl)"
     )
 

@@ -50,11 +50,14 @@ class SourceRecords:
         """Open the source; its files are indexed the first time.
 
         Raises:
-            UserError: when a file is missing or is no manifest.
+            UserError: when a file is missing or is no manifest, or none can be read; where some can, each other
+                is one bad record.
         """
         self.source = source
         self.seed = seed
         self.files = [ManifestFile(path) for path in source.files()]
+        if all(file.is_unreadable for file in self.files):
+            raise UserError(self.files[0].read(0).detail)
 
     @cached_property
     def _ends(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflop.data.manifests.formats import Span, digest_of
+from dflop.data.manifests.formats import Span, UnreadableFile, digest_of
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
@@ -38,7 +38,7 @@ class ParquetReader:
         try:
             self._file = ParquetFile(path, memory_map=True)
         except (ArrowException, OSError, ValueError) as error:
-            raise UserError(f"the manifest {path} is not a Parquet file that can be read: {error}") from None
+            raise UnreadableFile(f"the manifest {path} is not a Parquet file that can be read: {error}") from None
         metadata = self._file.metadata
         self.size = metadata.num_rows
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]

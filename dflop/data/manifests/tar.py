@@ -14,9 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span
+from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
 from dflop.data.records import MEDIA_KINDS, Embedded, RecordError, record_id
-from dflop.errors import UserError
 
 __all__ = ["TarMember", "TarReader"]
 
@@ -85,7 +84,7 @@ class TarReader:
         try:
             self._archive = tarfile.TarFile(path)
         except tarfile.TarError as error:
-            raise UserError(
+            raise UnreadableFile(
                 f"the manifest {path} is not a tar file that can be read ({error}); compressed archives must be "
                 "unpacked to plain tar first"
             ) from None

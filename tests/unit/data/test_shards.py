@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dflop.data import Shard, Source, SourceRecords, list_shards
+from dflop.data.records import RecordError
 from dflop.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -307,7 +308,6 @@ def test_a_manifest_that_cannot_be_used_is_named_with_the_reason(reader):
     missing = Source(name="mine", path=Path("none.json"), media_root=Path())
     assert "(source `mine`) does not exist; correct `data.sources`" in refusal(missing)
     assert "must be a JSON list of records" in refusal(write_source("hello"))
-    assert not list(CACHE.glob("*")), "nothing is kept of what could not be read"
     source = write_source([])
     source.path.write_bytes(b"\x1f\x8b compressed")
     assert "must be a JSON list of records" in refusal(source)
@@ -317,6 +317,22 @@ def test_a_manifest_that_cannot_be_used_is_named_with_the_reason(reader):
     table = Source(name="it", path=Path("table.csv"), media_root=Path())
     table.path.touch()
     assert "is no manifest that can be read: known are .json, .jsonl, .parquet" in refusal(table)
+
+
+def test_a_file_that_cannot_be_read_costs_its_own_records_alone(write_tar):
+    for number in range(3):
+        write_tar({f"{number}-{row}": {".json": b'{"id": 1}'} for row in range(4)}, f"part-{number}.tar")
+    Path("part-1.tar").write_bytes(b"")
+    source = Source(name="it", path=Path("part-*.tar"), media_root=Path())
+    assert sum(shard.num_records for shard in list_shards(source, 10, 0)) == 9
+    records = SourceRecords(source, 0)
+    broken = [record for record in map(records.read, range(9)) if isinstance(record, RecordError)]
+    assert [error.reason for error in broken] == ["bad_record"]
+    assert "the manifest part-1.tar is not a tar file that can be read (empty file)" in broken[0].detail
+    for number in (0, 2):
+        Path(f"part-{number}.tar").write_bytes(b"")
+    with pytest.raises(UserError, match=r"the manifest part-0\.tar is not a tar file that can be read"):
+        list_shards(source, 10, 0)
 
 
 def test_a_source_without_a_record_is_refused_before_any_job():
