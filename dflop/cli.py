@@ -169,6 +169,7 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     from dflop.artifacts import written_whole
     from dflop.costs.design import bounds_of_samples
     from dflop.data import SourceRecords, list_sources
+    from dflop.data.manifests.formats import CUT_OFF
     from dflop.store import ShardFile, read_table, write_shapes
 
     config = _load("merge-shapes", configs)
@@ -212,6 +213,9 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     shape_summary, reject_summary = (
         read_table(out, f"{of}_summary", made_by="merge-shapes") for of in ("shape", "reject")
     )
+    rejects = read_table(out, "rejects", made_by="merge-shapes")
+    for source, detail in rejects.filter(pl.col("detail").str.contains(CUT_OFF)).select("source", "detail").iter_rows():
+        click.echo(f"warning: a manifest of {source} is not whole, what follows is missing: {detail}")
     num_samples = shape_summary.filter(pl.col("quantity") == "llm_tokens")["num_samples"].sum()
     click.echo(f"{out}: {num_samples:,} samples, {reject_summary['num_records'].sum():,} rejects")
     if not num_samples:

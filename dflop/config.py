@@ -25,6 +25,7 @@ from dflop.errors import UserError
 
 __all__ = [
     "SAMPLING",
+    "SAMPLING_FORMS",
     "AudioConfig",
     "ClusterConfig",
     "Config",
@@ -236,7 +237,8 @@ _NOT_NEGATIVE = ("seed", "train.weight_decay", "train.warmup_steps", "train.load
 _NOT_EMPTY = ("costs.tp_sizes", "plan.placements")
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-SAMPLING = re.compile(r"all|(first|end|random):\d+(\.\d+)?%?")
+SAMPLING = re.compile(r"all|(first|end|random):(?=[\d.]*[1-9])\d+(%|\.\d+%)?")
+SAMPLING_FORMS = "all, first:30%, first:1000, end:… or random:…, with a whole number above 0 or a percentage"
 
 
 def load_config(*layers: Path | str | Mapping[str, Any]) -> Config:
@@ -456,10 +458,7 @@ def _check_sources(sources: list[SourceConfig]) -> None:
         if not source.path:
             raise UserError(f"`data.sources[{index}].path` is empty; it must name a manifest")
         if not SAMPLING.fullmatch(source.sampling):
-            raise UserError(
-                f"`data.sources[{index}].sampling` is {source.sampling!r}; it must be all, first:30%, first:1000, "
-                "end:… or random:…"
-            )
+            raise UserError(f"`data.sources[{index}].sampling` is {source.sampling!r}; it must be {SAMPLING_FORMS}")
         if source.name is not None and not _RUN_NAME.fullmatch(source.name):
             raise UserError(
                 f"`data.sources[{index}].name` is {source.name!r}; use letters, digits, dot, dash and underscore"

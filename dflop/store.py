@@ -108,15 +108,17 @@ CREATE TABLE records AS
     SELECT shard.position AS shard_position, shape.row AS shard_row, shard.source, shard.source_position,
            coalesce(sampled.row, shard.first_row + shape.row) AS manifest_row, shard.name AS shard,
            shape.* EXCLUDE (row, filename, sample_id),
-           coalesce(shape.sample_id, shard.source || '/' || manifest_row) AS given_id
+           coalesce(shape.sample_id, shard.source || '/' || manifest_row) AS given_id,
+           shape.sample_id IS NULL AS is_unnamed
     FROM read_parquet($files, filename = true) AS shape
     JOIN shard_frame AS shard ON shape.filename = shard.path
     LEFT JOIN sampled_frame AS sampled
         ON sampled.source = shard.source AND sampled.position = shard.start + shape.row;
 
 CREATE TABLE accepted AS
-    SELECT *, row_number() OVER (PARTITION BY source, given_id ORDER BY shard_position, shard_row) AS occurrence,
-           min(source_position) OVER (PARTITION BY given_id) AS first_source
+    SELECT *, min(source_position) OVER (PARTITION BY given_id) AS first_source,
+           row_number() OVER (PARTITION BY source, is_unnamed, given_id
+                              ORDER BY shard_position, shard_row) AS occurrence
     FROM records WHERE reason IS NULL;
 
 CREATE TABLE named AS
@@ -134,7 +136,8 @@ CREATE TABLE samples AS
            source, manifest_row AS row, shard, modality, num_images, num_frames, audio_s, num_items, vision_tokens,
            audio_tokens, text_tokens, llm_tokens, truncated, kept_vision_tokens, target_tokens, num_audio_windows,
            audio_rate_hz
-    FROM (SELECT *, row_number() OVER (PARTITION BY given_id ORDER BY shard_position, shard_row) AS number FROM named)
+    FROM (SELECT *, row_number() OVER (PARTITION BY given_id ORDER BY is_unnamed, shard_position, shard_row) AS number
+          FROM named)
     ORDER BY shard_position, shard_row;
 
 CREATE TABLE rejects AS
@@ -247,7 +250,8 @@ def write_shapes(
         "source_frame": sources.with_row_index("position"),
         "sampled_frame": pl.concat([pl.DataFrame(schema=sampled_schema), *sampled_frames]),
     }
-    parameters = {"files": [str(shard.path) for shard in shards], "keep_duplicates": keep_duplicates}
+    # Sources that are the same have the same files; the join with their shards counts a file for each.
+    parameters = {"files": list(dict.fromkeys(str(shard.path) for shard in shards)), "keep_duplicates": keep_duplicates}
     _write(path, _SHAPES_SQL, frames, meta, parameters)
 
 

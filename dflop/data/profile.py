@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -24,10 +23,11 @@ from dflop.data.text import ChatTokenizer, TokenizedText
 from dflop.errors import UserError
 from dflop.store import SHARD_SCHEMA
 
-__all__ = ["ShapeProfiler", "profile_shard"]
+__all__ = ["ShapeProfiler", "profile_shard", "useful_workers"]
 
+# A part of a shard, and what is tokenised at once; texts fewer at a time where they are long.
 _BATCH = 512
-# Below so many records another process costs more time to start than it saves.
+_BATCH_CHARACTERS = 4 << 20
 _LEAST_RECORDS_PER_WORKER = 2_000
 
 
@@ -43,13 +43,10 @@ class ShapeProfiler:
     def profile(self, raw_records: Iterable[Any | RecordError], first_row: int = 0) -> pl.DataFrame:
         """Shapes of all records, in order, as a frame with the columns of `store.SHARD_SCHEMA`."""
         rows: list[dict[str, Any]] = []
-        for batch in _batches(raw_records):
-            outcomes = [self._read(raw) for raw in batch]
-            texts = iter(
-                _encode([placed.turns for _, placed in outcomes if isinstance(placed, PlacedText)], self.tokenizer)
-            )
-            for raw, (columns, placed) in zip(batch, outcomes, strict=True):
-                row = {"row": first_row + len(rows), "sample_id": record_id(raw)}
+        for batch in _batches(map(self._read, raw_records)):
+            texts = iter(_encode([each.placed.turns for each in batch if each.is_placed], self.tokenizer))
+            for sample_id, columns, placed in batch:
+                row = {"row": first_row + len(rows), "sample_id": sample_id}
                 outcome = placed if isinstance(placed, RecordError) else next(texts)
                 if isinstance(outcome, TokenizedText):
                     outcome = self._token_columns(placed, outcome)
@@ -60,14 +57,15 @@ class ShapeProfiler:
                 rows.append(row)
         return pl.DataFrame(rows, schema=SHARD_SCHEMA, orient="row")
 
-    def _read(self, raw: Any | RecordError) -> tuple[dict[str, Any], PlacedText | RecordError]:
-        """A record's media columns and its text with the media in it, or why there are none."""
+    def _read(self, raw: Any | RecordError) -> "_ReadRecord":
+        sample_id = record_id(raw)
         try:
             record = parse_record(raw, trust_sizes=self.source.trust_sizes)
             shapes = self.reader.read_media(record, self.source.media_root)
-            return _media_columns(record, shapes), self.reader.place_media(record, shapes)
+            return _ReadRecord(sample_id, _media_columns(record, shapes), self.reader.place_media(record, shapes))
         except RecordError as error:
-            return {}, error
+            # A copy: the error itself holds on to where it was raised, and so to the media.
+            return _ReadRecord(sample_id, {}, RecordError(error.reason, error.detail))
 
     def _token_columns(self, placed: PlacedText, text: TokenizedText) -> dict[str, Any] | RecordError:
         if len(text.placeholders) != len(placed.num_tokens):
@@ -99,6 +97,18 @@ class ShapeProfiler:
             "llm_tokens": min(whole, most),
             "truncated": whole > most,
         }
+
+
+class _ReadRecord(NamedTuple):
+    """What is kept of a record until its text is tokenised, which is none of its media: or why there is no text."""
+
+    sample_id: str | None
+    media_columns: dict[str, Any]
+    placed: PlacedText | RecordError
+
+    @property
+    def is_placed(self) -> bool:
+        return isinstance(self.placed, PlacedText)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +157,7 @@ def profile_shard(
         max_llm_tokens=max_llm_tokens,
     )
     starts = range(0, shard.num_records, _BATCH)
-    num_workers = min(num_workers, shard.num_records // _LEAST_RECORDS_PER_WORKER)
+    num_workers = min(num_workers, useful_workers(shard.num_records))
     if num_workers < 2:
         frames = _collect(map(_Part(recipe).profile, starts), progress)
     else:
@@ -164,6 +174,11 @@ def profile_shard(
                     f"a process that profiled {shard.name} died, most often for want of memory; use fewer `--workers`"
                 ) from None
     return pl.concat([pl.DataFrame(schema=SHARD_SCHEMA), *frames])
+
+
+def useful_workers(num_records: int) -> int:
+    """How many processes can share a shard before they cost more time to start than they save."""
+    return max(1, num_records // _LEAST_RECORDS_PER_WORKER)
 
 
 class _Part:
@@ -198,9 +213,16 @@ def _collect(frames: Iterable[pl.DataFrame], progress: Callable[[int], None]) ->
     return collected
 
 
-def _batches(raw_records: Iterable[Any]) -> Iterator[list[Any]]:
-    remaining = iter(raw_records)
-    while batch := list(islice(remaining, _BATCH)):
+def _batches(records: Iterable[_ReadRecord]) -> Iterator[list[_ReadRecord]]:
+    batch, num_characters = [], 0
+    for record in records:
+        batch.append(record)
+        if record.is_placed:
+            num_characters += sum(len(turn.content) for turn in record.placed.turns)
+        if len(batch) == _BATCH or num_characters > _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
         yield batch
 
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -107,11 +108,11 @@ def parse_record(raw: Any, *, trust_sizes: bool = False) -> Record:
     if isinstance(raw, RecordError):
         raise raw
     if not isinstance(raw, dict):
-        raise RecordError("bad_record", f"a record is an object, this is a {type(raw).__name__}")
+        raise RecordError("bad_record", f"a record is an object, this is {_json_name(raw)}")
     turns, parts = _turns(raw)
     by_kind: dict[str, list[Medium]] = {}
     for kind in MEDIA_KINDS:
-        files = _media_files(raw, kind) or parts[kind]
+        files = _media_files(raw, kind, parts[kind])
         sizes = _trusted_sizes(raw, len(files)) if trust_sizes and kind == "image" else [None] * len(files)
         by_kind[kind] = [Medium(kind, file, size) for file, size in zip(files, sizes, strict=True)]
     turns, media = _match_placeholders(turns, by_kind)
@@ -130,7 +131,7 @@ def media_paths(raw: Any) -> list[str]:
 def record_id(raw: Any) -> str | None:
     """The id that a raw record gives itself; half surrogate pairs, which JSON may hold, are written as escapes."""
     given = raw.get("id") if isinstance(raw, dict) else None
-    return None if given is None else str(given).encode("utf-8", "backslashreplace").decode()
+    return None if given in (None, "") else str(given).encode("utf-8", "backslashreplace").decode()
 
 
 def resolve_medium(media_root: Path, medium: Medium) -> Path | Embedded:
@@ -172,14 +173,22 @@ def _resolved(folder: Path) -> Path:
     return folder.resolve()
 
 
-def _media_files(raw: dict[str, Any], kind: str) -> list[str | Embedded]:
-    value = raw.get(kind)
-    if value is None or value == "" or value == []:
-        value = raw.get(f"{kind}s")
-    if value is None or value == "":
-        return []
-    entries = value if isinstance(value, list) else [value]
-    return [_media_file(entry, f"{kind}-{number}", f"`{kind}`") for number, entry in enumerate(entries)]
+def _media_files(raw: dict[str, Any], kind: str, parts: list[str | Embedded]) -> list[str | Embedded]:
+    """A record's media of a kind, from the one place that gives any.
+
+    Raises:
+        RecordError: bad_record, also where two places give different ones.
+    """
+    given = {"the parts of `messages`": parts} if parts else {}
+    for key in (kind, f"{kind}s"):
+        value = raw.get(key)
+        entries = value if isinstance(value, list) else [] if value is None or value == "" else [value]
+        files = [_media_file(entry, f"{kind}-{number}", f"`{key}`") for number, entry in enumerate(entries)]
+        if files:
+            given[f"`{key}`"] = files
+    if any(files != other for files, other in pairwise(given.values())):
+        raise RecordError("bad_record", f"{' and '.join(given)} give different media; keep one of them")
+    return next(iter(given.values()), [])
 
 
 def _media_file(entry: Any, name: str, where: str) -> str | Embedded:
@@ -219,23 +228,27 @@ def _trusted_sizes(raw: dict[str, Any], num_images: int) -> list[ImageSize | Non
 def _turns(raw: dict[str, Any]) -> tuple[list[Turn], dict[str, list[str | Embedded]]]:
     """The turns, and by kind the media that stand in `messages` themselves, as parts of a content."""
     forms = {"conversations": ("from", "value"), "messages": ("role", "content")}
-    key = next((key for key in forms if raw.get(key) is not None), None)
-    if key is None:
+    present = [key for key in forms if raw.get(key) is not None]
+    if not present:
         raise RecordError("bad_record", "a record needs `conversations` or `messages`")
+    key = next(filter(raw.get, present), present[0])
     role_key, text_key = forms[key]
     if not isinstance(raw[key], list):
         raise RecordError("bad_record", f"`{key}` must be a list of turns")
     turns: list[Turn] = []
     parts: dict[str, list[str | Embedded]] = {kind: [] for kind in MEDIA_KINDS}
-    for entry in raw[key]:
+    for number, entry in enumerate(raw[key]):
+        where = f"`{key}[{number}]`"
         content = entry.get(text_key) if isinstance(entry, dict) else None
         if isinstance(content, list) and key == "messages":
             content = "".join(_read_parts(content, parts))
+        if not isinstance(content, str):
+            raise RecordError("bad_record", f"{where} needs `{role_key}` and a text in `{text_key}`")
         if not _is_text(content):
-            raise RecordError("bad_record", f"a turn of `{key}` needs `{role_key}` and a text in `{text_key}`")
+            raise RecordError("bad_record", f"{where} holds half a surrogate pair, which is no character")
         speaker = entry.get(role_key)
         if not isinstance(speaker, str) or speaker not in _ROLES:
-            raise RecordError("bad_record", f"unknown speaker {speaker!r}; known: {', '.join(_ROLES)}")
+            raise RecordError("bad_record", f"{where} has the unknown speaker {speaker!r}; known: {', '.join(_ROLES)}")
         turns.append(Turn(_ROLES[speaker], content))
     if not any(turn.role == "assistant" and turn.content.strip() for turn in turns):
         raise RecordError("empty", "no turn of the assistant holds any text: there is nothing to learn")
@@ -258,6 +271,12 @@ def _read_parts(content: list[Any], media: dict[str, list[str | Embedded]]) -> I
             yield f"<{kind}>"
         else:
             raise RecordError("bad_record", "a part of `content` must be a text, image, video or audio with its `type`")
+
+
+def _json_name(value: Any) -> str:
+    """What JSON calls a value that is no object."""
+    names = {type(None): "null", bool: "true or false", str: "a text", list: "a list"}
+    return names.get(type(value), "a number")
 
 
 def _is_text(value: Any) -> bool:

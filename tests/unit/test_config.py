@@ -143,14 +143,18 @@ def test_a_run_name_that_is_no_folder_name_is_refused(run):
     assert f"`run` is {run!r}" in refusal({"run": run})
 
 
-@pytest.mark.parametrize("sampling", ["firs:3", "first:", "first:-1", "30%", "random:x%"])
+@pytest.mark.parametrize(
+    "sampling", ["firs:3", "first:", "first:-1", "30%", "random:x%", "first:0", "end:0%", "random:0.00%", "first:1.5"]
+)
 def test_an_unknown_sampling_lists_the_forms(sampling):
     message = refusal({"data": {"sources": [{"path": "a.json", "sampling": sampling}]}})
     assert f"`data.sources[0].sampling` is {sampling!r}" in message
     assert "first:30%" in message
 
 
-@pytest.mark.parametrize("sampling", ["all", "first:30%", "first:1000", "end:5", "random:12.5%"])
+@pytest.mark.parametrize(
+    "sampling", ["all", "first:30%", "first:1000", "end:5", "random:12.5%", "first:0.05%", "end:10"]
+)
 def test_every_documented_sampling_is_accepted(sampling):
     source = load_config({"data": {"sources": [{"path": "a.json", "sampling": sampling}]}}).data.sources[0]
     assert source.sampling == sampling

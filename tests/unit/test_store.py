@@ -184,6 +184,19 @@ def test_a_later_record_with_the_same_id_in_its_source_is_a_duplicate_across_sha
     assert "`data.duplicate_ids: keep`" in rows_of(path, "rejects", "detail")[0][0]
 
 
+@pytest.mark.parametrize("keep_duplicates", [False, True])
+def test_a_record_without_an_id_is_no_duplicate_of_one_that_is_called_as_it_would_be(merge, keep_duplicates):
+    rows = [good(0, None), good(1, "train/0"), good(2, "train/3"), good(3, None)]
+    path = merge(("train", 0, rows), keep_duplicates=keep_duplicates)
+    assert rows_of(path, "samples", "sample_id", "row") == [
+        ("train/0#2", 0),
+        ("train/0", 1),
+        ("train/3", 2),
+        ("train/3#2", 3),
+    ]
+    assert rows_of(path, "rejects", "reason") == []
+
+
 def test_the_same_id_in_two_sources_is_kept_and_the_later_one_named_after_its_source(merge):
     assert rows_of(merge(*DUPLICATES), "samples", "sample_id", "source", "row") == [
         ("a", "train", 0),
@@ -240,9 +253,8 @@ def test_every_sample_has_an_id_of_its_own_and_every_record_is_a_sample_or_a_rej
     # Oracle: the first good record of an id in a source is a sample, the others as the config says.
     seen, kept = set(), []
     for source, row, name, is_bad in records:
-        name = name if name is not None else f"{source}/{row}"
-        if not is_bad and (keep_duplicates or (source, name) not in seen):
-            kept.append((source, row, name))
+        if not is_bad and (keep_duplicates or name is None or (source, name) not in seen):
+            kept.append((source, row, name if name is not None else f"{source}/{row}"))
         if not is_bad:
             seen.add((source, name))
     assert [key[:2] for key in samples] == [key[:2] for key in kept]

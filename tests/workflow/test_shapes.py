@@ -55,6 +55,13 @@ def test_sampled_records_are_profiled_and_know_their_rows(profiled):
     assert pictures["sample_id"].to_list() == [f"picture-{number}" for number in range(20, 40)]
 
 
+def test_small_shards_take_one_core_each(profiled):
+    checkout, config = profiled
+    listed = checkout.snakemake(TARGET, "-n", "--cores", "4", "--forceall", "--configfile", config).stdout
+    assert listed.count("rule profile_shapes:") > 10
+    assert "threads: 4" not in listed
+
+
 def test_an_unchanged_dataset_reruns_nothing(profiled):
     assert jobs(profiled) == []
 
@@ -93,6 +100,24 @@ def test_a_removed_source_takes_its_samples_with_it_and_reruns_the_merge_alone(p
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(read_table(checkout.folder / TARGET, "samples", made_by="merge-shapes")["source"]) == {"texts"}
     assert checkout.snakemake(TARGET, "--cores", "2", "--configfile", config).returncode == 0
+
+
+def test_a_source_of_the_same_name_that_comes_or_goes_reruns_no_shard_of_the_others(profiled):
+    checkout, _ = profiled
+    paths = [f"data/{folder}/train.jsonl" for folder in "xyz"]
+    for number, path in enumerate(paths):
+        (checkout.folder / path).parent.mkdir()
+        (checkout.folder / path).write_text("".join(json.dumps(text_record(7 * number + i)) + "\n" for i in range(60)))
+
+    def config_of(*chosen: str) -> str:
+        sources = [{"path": path, "sampling": "random:50%"} for path in chosen]
+        return checkout.write_config("same.yaml", run="same", data={"sources": sources, "samples_per_shard": 100})
+
+    target = "results/same/shapes.duckdb"
+    done = checkout.snakemake(target, "--cores", "2", "--configfile", config_of(*paths))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for chosen in (paths[1:], paths[::-1], paths[1:2]):
+        assert checkout.jobs_of_dry_run(target, "--configfile", config_of(*chosen)) == ["merge_shapes"]
 
 
 def test_a_key_that_is_no_matter_of_shapes_reruns_none(profiled):

@@ -11,6 +11,7 @@ from snakemake.exceptions import WorkflowError
 from dflop.config import load_config, select_keys
 from dflop.costs.devices import load_device
 from dflop.data.manifests import list_shards, list_sources
+from dflop.data.profile import useful_workers
 from dflop.errors import UserError
 from dflop.models.spec import check_runnable, load_model_spec, model_digest
 from dflop.stages import STAGES
@@ -75,17 +76,24 @@ def shards_of(source):
         stop_with(error)
 
 
-def source_of_shard(name):
-    return next(source for source in SOURCES if any(shard.name == name for shard in shards_of(source)))
+@cache
+def shards_by_name():
+    """Every shard with its source."""
+    return {shard.name: (source, shard) for source in SOURCES for shard in shards_of(source)}
+
+
+def threads_for_shard(wildcards):
+    """No more than its records can use, so that small shards run side by side."""
+    _, shard = shards_by_name()[wildcards.shard]
+    return min(8, useful_workers(shard.num_records))
 
 
 def config_for_shard(wildcards):
-    """As `config_for`, with the shard's own source alone: other sources do not matter to it."""
-    source = source_of_shard(wildcards.shard)
+    """As `config_for`, with the shard's own source alone and without its name, which other sources may change."""
+    source, _ = shards_by_name()[wildcards.shard]
     part = json.loads(config_for("profile-shapes"))
     part["data"]["sources"] = [
         {
-            "name": source.name,
             "path": str(source.path),
             "media_root": str(source.media_root),
             "sampling": source.sampling,
@@ -102,7 +110,7 @@ def seed_for(sources):
 
 
 def all_shards(wildcards=None):
-    return [shard.name for source in SOURCES for shard in shards_of(source)]
+    return list(shards_by_name())
 
 
 def is_measured():

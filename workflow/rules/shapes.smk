@@ -20,7 +20,7 @@ rule profile_shapes:
         f"{RESULTS}/logs/profile_shapes/{{shard}}.log",
     # Before the costs are measured: mistakes in the data show here, within seconds.
     priority: 10
-    threads: 8
+    threads: threads_for_shard
     params:
         config=config_for_shard,
         model=model_digest(CONFIG.model),

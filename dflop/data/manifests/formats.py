@@ -3,7 +3,7 @@
 A reader scans its file once, giving each record's *span* (byte offsets, or row numbers where the format
 counts rows) and a digest; later it reads single records by their spans. A record that cannot be read is
 given as a `RecordError`, so that one bad record costs no other. Files are streamed: what is held in memory
-is one record, one chunk of JSON or one row group.
+is one record, one chunk of JSON or a few rows.
 """
 
 import json
@@ -15,12 +15,19 @@ from typing import Any, NamedTuple, Protocol
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
-__all__ = ["DIGEST_BYTES", "EntryReader", "Span", "digest_of", "open_reader"]
+__all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "Span", "UnreadableFile", "digest_of", "open_reader"]
 
 DIGEST_BYTES = 16
 
+# What the detail of a record says that is broken because its file ends inside it.
+CUT_OFF = "the file is cut off here"
+
 # What a picture's or clip's shape is read from; hashing more of an embedded medium would only cost time.
 _HASHED_MEDIA_BYTES = 1 << 16
+
+
+class UnreadableFile(UserError):
+    """A file that is not what its suffix says: empty, damaged, or cut off so that nothing of it can be read."""
 
 
 class Span(NamedTuple):
@@ -53,7 +60,8 @@ def open_reader(path: Path) -> EntryReader:
     """The reader for a file or folder, by its suffix.
 
     Raises:
-        UserError: for a suffix or folder that no reader knows, and for files that cannot be opened.
+        UnreadableFile: for files whose content no reader can make anything of.
+        UserError: for a suffix or folder that no reader knows.
     """
     # Imported where needed: each format has libraries of its own, and a workflow's jobs open few of them.
     if path.is_dir():

@@ -8,29 +8,36 @@ touches only the part it needs.
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from dflop.artifacts import written_whole
-from dflop.data.manifests.formats import DIGEST_BYTES, EntryReader, open_reader
+from dflop.data.manifests.formats import DIGEST_BYTES, EntryReader, Span, UnreadableFile, open_reader
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
-__all__ = ["ManifestFile", "cache_folder", "stamp_of"]
+__all__ = ["ManifestFile", "cache_folder", "remove_outdated", "stamp_of"]
 
-_FORMAT = 1
+_FORMAT = 3
 _ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
-_BUFFER_ENTRIES = 1 << 16
+_pack = Struct(f"<QQ{DIGEST_BYTES}s").pack
+# Stands for all that is lost with a file that cannot be read.
+_NO_RECORD = Span(0, 0, bytes(DIGEST_BYTES))
+_ENTRIES_AT_ONCE = 1 << 16
 
 
 class ManifestFile:
-    """One file (or saved dataset folder) of a manifest; records are numbered from 0."""
+    """One file (or saved dataset folder) of a manifest; records are numbered from 0.
+
+    One that cannot be read at all has a single record, which cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,15 +46,23 @@ class ManifestFile:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def digests(self, start: int, end: int) -> bytes:
-        """The digests of records `[start, end)`, one after the other."""
-        return np.ascontiguousarray(self._entries["digest"][start:end]).tobytes()
+    @property
+    def is_unreadable(self) -> bool:
+        return len(self) == 1 and self._entries[0].tobytes() == _pack(*_NO_RECORD)
+
+    def digests(self, rows: slice | np.ndarray) -> bytes:
+        """The digests of these records, one after the other."""
+        return np.ascontiguousarray(self._entries["digest"][rows]).tobytes()
+
+    def digest_words(self) -> np.ndarray:
+        """The last 8 bytes of every record's digest, independent of the first 8: uint64 [num_records]."""
+        return np.frombuffer(self.digests(slice(None)), dtype="<u8").reshape(-1, DIGEST_BYTES // 8)[:, -1]
 
     def records_below(self, threshold: int) -> np.ndarray:
         """Records whose digest's first 8 bytes, as a number, fall below the threshold: int64, ascending."""
         found = []
-        for first in range(0, len(self), _BUFFER_ENTRIES):
-            digests = self.digests(first, first + _BUFFER_ENTRIES)
+        for first in range(0, len(self), _ENTRIES_AT_ONCE):
+            digests = self.digests(slice(first, first + _ENTRIES_AT_ONCE))
             keys = np.frombuffer(digests, dtype=">u8").reshape(-1, DIGEST_BYTES // 8)[:, 0]
             found.append(first + np.flatnonzero(keys < np.uint64(min(threshold, (1 << 64) - 1))))
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
@@ -55,8 +70,11 @@ class ManifestFile:
     def read(self, row: int) -> Any | RecordError:
         """The raw record, or why it cannot be read."""
         entry = self._entries[row]
-        if self._reader is None:
-            self._reader = open_reader(self.path)
+        try:
+            if self._reader is None:
+                self._reader = open_reader(self.path)
+        except UnreadableFile as error:
+            return RecordError("bad_record", str(error))
         return self._reader.read(int(entry["start"]), int(entry["end"]))
 
     @cached_property
@@ -66,26 +84,22 @@ class ManifestFile:
         if not path.is_file():
             with written_whole(path) as beside:
                 self._build(beside)
-            for outdated in path.parent.glob(f"records-{owner}-*.bin"):
-                if outdated != path:
-                    outdated.unlink(missing_ok=True)
+            remove_outdated(f"records-{owner}-*.bin", {path})
         if not path.stat().st_size:
             return np.zeros(0, dtype=_ENTRY)
         return np.memmap(path, dtype=_ENTRY, mode="r")
 
     def _build(self, path: Path) -> None:
-        reader = open_reader(self.path)
-        buffer = np.zeros(_BUFFER_ENTRIES, dtype=_ENTRY)
+        try:
+            reader = open_reader(self.path)
+        except UnreadableFile:
+            path.write_bytes(_pack(*_NO_RECORD))
+            return
         with path.open("wb") as file, _progress(self.path, reader.size) as bar:
-            count = 0
-            for span in reader.scan():
-                buffer[count] = (span.start, span.end, np.void(span.digest))
-                count += 1
-                if count == _BUFFER_ENTRIES:
-                    buffer.tofile(file)
+            for number, span in enumerate(reader.scan()):
+                file.write(_pack(*span))
+                if number % 10_000 == 0:
                     bar.update(span.end - bar.n)
-                    count = 0
-            buffer[:count].tofile(file)
         reader.close()
 
 
@@ -111,6 +125,13 @@ def cache_folder() -> Path:
     if os.access(".", os.W_OK):
         return Path(".snakemake/dflop")
     return Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"
+
+
+def remove_outdated(pattern: str, current: Set[Path]) -> None:
+    """Remove the files in the cache that match a pattern and are not current."""
+    for path in cache_folder().glob(pattern):
+        if path not in current:
+            path.unlink(missing_ok=True)
 
 
 def _members(path: Path) -> Iterator[Path]:

@@ -2,53 +2,64 @@
 
 A JSON list is cut at the commas between its elements by a scanner that knows only strings and brackets;
 what stands between two cuts is parsed on its own. So an element that is no JSON is one bad record, and a
-file that ends too early keeps all records before the end.
+file that ends too early keeps all records before the end. A stray quote or bracket would lead that scanner
+astray: where an element looks as if it held others, it is cut again at the next whole record in it.
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflop.data.manifests.formats import DIGEST_BYTES, Span
+from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
 from dflop.data.records import RecordError
-from dflop.errors import UserError
 
 __all__ = ["JsonLinesReader", "JsonListReader", "open_json"]
 
 _CHUNK_BYTES = 8 << 20
 # Longer than any record: a quote or bracket that is never closed would otherwise take the whole file into memory.
 _MAX_RECORD_BYTES = 256 << 20
+# Of one that is so long already, it is asked whether it holds others.
+_LONG_RECORD_BYTES = 256 << 10
+# A whole record behind a damaged one is looked for in so many bytes; longer ones are given up with it.
+_MAX_BYTES_AFTER_DAMAGE = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
+_BRACES = tuple(b"{}")
+_BETWEEN_OBJECTS = re.compile(rb"}[ \t\r\n]*(,?)[ \t\r\n]*(?={)")
+_TURN_KEYS = ("conversations", "messages")
+_CONVERSATIONS, _MESSAGES = (f'"{key}"'.encode() for key in _TURN_KEYS)
 
 
 def open_json(path: Path) -> "JsonListReader | JsonLinesReader":
     """The reader that the file's first character asks for: a list, or objects line by line.
 
     Raises:
-        UserError: when it begins with neither.
+        UnreadableFile: when it begins with neither.
     """
     file = path.open("rb")
     head = file.read(_CHUNK_BYTES)
     start = len(_BYTE_ORDER_MARK) if head.startswith(_BYTE_ORDER_MARK) else 0
     text = head[start:].lstrip(_SPACE)
     if text.startswith(b"["):
-        return JsonListReader(path, file)
+        return JsonListReader(path, file, head.index(b"[") + 1)
     if path.suffix == ".jsonl" or _holds_lines(text):
         return JsonLinesReader(path, file, start)
     file.close()
     found = f"begins with {text[:1].decode('utf-8', 'replace')!r}" if text else "is empty"
-    raise UserError(
+    raise UnreadableFile(
         f"the manifest {path} {found}; it must be a JSON list of records, `[{{…}}, …]`, or one record a line (.jsonl)"
     )
 
 
 class _JsonReader:
     """What lists and lines share: records are bytes of UTF-8 text."""
+
+    _last_sign: str  # of a whole file
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
@@ -65,22 +76,32 @@ class _JsonReader:
         self._file.seek(start)
         content = self._file.read(end - start)
         try:
-            return json.loads(content.decode("utf-8"))
+            text = content.decode("utf-8")
+            return json.loads(text)
         except UnicodeDecodeError as error:
-            return RecordError("bad_record", f"{self.path.name}, byte {start + error.start:,}: not UTF-8")
+            is_cut = end >= self.size and error.reason == "unexpected end of data"
+            why = f"{CUT_OFF} (inside a character)" if is_cut else "not UTF-8"
+            return RecordError("bad_record", f"{self.path.name}, byte {start + error.start:,}: {why}")
         except json.JSONDecodeError as error:
-            at = start + len(content.decode("utf-8")[: error.pos].encode())
-            ends = " (the file ends here)" if at >= self.size else ""
-            return RecordError("bad_record", f"{self.path.name}, byte {at:,}: not JSON, {error.msg}{ends}")
+            at = start + len(text[: error.pos].encode())
+            why = f"{CUT_OFF} ({error.msg})" if self._is_cut_off(end, text, error.pos) else f"not JSON, {error.msg}"
+            return RecordError("bad_record", f"{self.path.name}, byte {at:,}: {why}")
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
             return RecordError("bad_record", f"{self.path.name}, byte {start:,}: {error}")
 
     def close(self) -> None:
         self._file.close()
 
+    def _is_cut_off(self, end: int, content: str, at: int) -> bool:
+        """Whether content that is broken at character `at` might be whole if the file did not end with it."""
+        is_open = at >= len(content) or not content.rstrip().endswith(self._last_sign)
+        return end >= self.size and not content.startswith("]") and is_open
+
 
 class JsonLinesReader(_JsonReader):
     """One record a line; blank lines are none."""
+
+    _last_sign = "}"
 
     def __init__(self, path: Path, file: BinaryIO, start: int = 0) -> None:
         super().__init__(path, file)
@@ -89,46 +110,116 @@ class JsonLinesReader(_JsonReader):
     def scan(self) -> Iterator[Span]:
         position = self._start
         self._file.seek(position)
-        for line in self._file:
+        while line := self._file.readline(_MAX_RECORD_BYTES + 1):
+            num_bytes = len(line)
+            rest = line
+            while len(rest) > _MAX_RECORD_BYTES and not rest.endswith(b"\n"):  # too long to be a record
+                rest = self._file.readline(_MAX_RECORD_BYTES + 1)
+                num_bytes += len(rest)
             if content := line.strip(_SPACE):
-                yield Span(position, position + len(line), _digest(content))
-            position += len(line)
+                yield Span(position, position + num_bytes, _digest(content))
+            position += num_bytes
 
 
 class JsonListReader(_JsonReader):
-    """The elements of a top-level list."""
+    """The elements of a top-level list, which begins before byte `start`."""
+
+    _last_sign = "]"
+
+    def __init__(self, path: Path, file: BinaryIO, start: int) -> None:
+        super().__init__(path, file)
+        self._start = start
 
     def scan(self) -> Iterator[Span]:
         """Spans lie between the commas. The last is no record where the file ends before the list does, or after it."""
+        begin: int | None = self._start
+        while begin is not None:
+            begin = yield from self._scan_from(begin)
+
+    def _scan_from(self, begin: int) -> Generator[Span, None, int | None]:
+        """The spans from byte `begin` on, up to a damaged one; returns where a whole record begins after it."""
+        searched = begin
+        for start, end, content in self._elements(begin):
+            if content is not None and _is_sound(content):
+                yield Span(start, end, _digest(content))
+                continue
+            if found := self._next_record(max(start, searched), end):
+                end, resumed = found
+                yield Span(start, end, _digest(self._read_bytes(start, min(end, start + _MAX_RECORD_BYTES))))
+                return resumed
+            searched = end
+            if content is not None:
+                yield Span(start, end, _digest(content))
+        return None
+
+    def _elements(self, begin: int) -> Iterator[tuple[int, int, bytes | None]]:
+        """Start, end and content of the elements from byte `begin` on; None for one that goes on and on."""
         from dflop.data.manifests.json_cuts import find_cuts  # numba: only scanning needs it
 
-        self._file.seek(0)
-        state = np.zeros(3, dtype=np.int64)  # depth, inside a string, after a backslash
-        begin, chunk_start, pending, num_spans, is_over = -1, 0, bytearray(), 0, False
-        while chunk := self._file.read(_CHUNK_BYTES):
+        state = np.array([1, 0, 0])  # depth, inside a string, after a backslash
+        position, pending, is_over = begin, bytearray(), False
+        chunk_bytes = min(_LONG_RECORD_BYTES, _CHUNK_BYTES)  # grows, so that many damaged places are soon done with
+        while chunk := self._read_bytes(position, position + chunk_bytes):
+            chunk_bytes = min(2 * chunk_bytes, _CHUNK_BYTES)
             cuts = [] if is_over else find_cuts(np.frombuffer(chunk, dtype=np.uint8), state).tolist()
             used = 0
             for cut in cuts:
-                if begin < 0:  # the opening bracket
-                    begin, used = chunk_start + cut + 1, cut + 1
-                    continue
                 pending += chunk[used:cut]
                 is_over = chunk[cut] == ord("]")
                 content = pending.strip(_SPACE)
-                if content or num_spans or not is_over:  # an empty list has no record, `[1, ]` has a bad one
-                    yield Span(begin, chunk_start + cut, _digest(content))
-                    num_spans += 1
-                begin, used, pending = chunk_start + cut + 1, cut + 1, bytearray()
-            if begin >= 0 and len(pending) <= _MAX_RECORD_BYTES:
+                if content or not is_over or begin > self._start:  # an empty list has no record, `[1, ]` has a bad one
+                    yield begin, position + cut, content
+                begin, used, pending = position + cut + 1, cut + 1, bytearray()
+            if len(pending) <= _MAX_RECORD_BYTES:
                 pending += chunk[used:]
-            chunk_start += len(chunk)
+            position += len(chunk)
+            if len(pending) > _LONG_RECORD_BYTES or (position == self.size and not is_over):
+                yield begin, position, None
         rest = pending.strip(_SPACE)
         if is_over and rest:  # with the closing bracket, so that it is no record whatever it holds
-            yield Span(begin - 1, chunk_start, _digest(rest))
+            yield begin - 1, position, b"]" + rest
         if not is_over:
-            yield Span(begin, chunk_start, _digest(rest))
+            yield begin, position, rest
             if rest and state[0] == 1 and not state[1]:  # a whole record, and yet the list goes on
-                yield Span(chunk_start, chunk_start, _digest(b""))
+                yield position, position, b""
+
+    def _next_record(self, start: int, end: int) -> tuple[int, int] | None:
+        """Where a damaged stretch ends, and where the first whole record that begins inside it does.
+
+        A record is told from the objects in it by what only records hold, their turns.
+        """
+        for first in range(start, end, _CHUNK_BYTES):
+            block = self._read_bytes(first, min(end, first + _CHUNK_BYTES) + 4096)  # for what lies across two blocks
+            for match in _BETWEEN_OBJECTS.finditer(block):
+                if first + match.start() < end and self._begins_record(first + match.end()):
+                    return first + match.start(1), first + match.end()
+        return None
+
+    def _begins_record(self, at: int) -> bool:
+        for num_bytes in (4096, _MAX_BYTES_AFTER_DAMAGE):  # most objects in a stretch are short turns
+            text = self._read_bytes(at, at + num_bytes).decode("utf-8", "replace")
+            try:
+                value, length = json.JSONDecoder().raw_decode(text)
+            except (ValueError, RecursionError):
+                continue
+            return any(key in value for key in _TURN_KEYS) and text[length:].lstrip()[:1] in ("", ",", "]")
+        return False
+
+    def _read_bytes(self, start: int, end: int) -> bytes:
+        self._file.seek(start)
+        return self._file.read(end - start)
+
+
+def _is_sound(content: bytes | bytearray) -> bool:
+    """Whether an element is cut rightly, for all that can be seen: an object with the turns of one record, or JSON."""
+    is_object = not content or (content[0], content[-1]) == _BRACES
+    if is_object and content.count(_CONVERSATIONS) + content.count(_MESSAGES) < 2:
+        return True
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _digest(content: bytes | bytearray) -> bytes:
@@ -144,4 +235,4 @@ def _holds_lines(text: bytes) -> bool:
         return False
     if not isinstance(record, dict):
         return False
-    return bool(others.strip(_SPACE)) or "conversations" in record or "messages" in record
+    return bool(others.strip(_SPACE)) or any(key in record for key in _TURN_KEYS)

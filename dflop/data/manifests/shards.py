@@ -1,20 +1,20 @@
 """A source's records and its shards: runs of consecutive records that are profiled as one job.
 
 Cuts are chosen by the records' own content, so that an inserted record changes the shard it falls into and
-leaves the others alone; a shard's name holds the digest of its records and, where the media are watched, of
-their files' sizes and times.
+leaves the others alone; a shard's name comes from its source's own path and settings, from a digest of its
+records and, where the media are watched, of their files' sizes and times. Which other sources there are, and in
+which order, is no matter; sources that are the same share their shards.
 """
 
 import json
 import math
 import os
-import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from itertools import accumulate
 from typing import Any
 
@@ -22,14 +22,14 @@ import numpy as np
 import polars as pl
 
 from dflop.artifacts import written_whole
-from dflop.data.manifests.index import ManifestFile, cache_folder, stamp_of
+from dflop.data.manifests.index import ManifestFile, cache_folder, remove_outdated, stamp_of
 from dflop.data.manifests.sources import Source
 from dflop.data.records import RecordError, media_paths
 from dflop.errors import UserError
 
 __all__ = ["Shard", "SourceRecords", "list_shards"]
 
-_FORMAT = 2
+_FORMAT = 5
 _STAT_THREADS = 16
 
 
@@ -38,7 +38,6 @@ class Shard:
     """Records `[start, start + num_records)` of those that a source's sampling keeps."""
 
     name: str
-    source: str
     start: int
     num_records: int
     digest: str
@@ -51,11 +50,14 @@ class SourceRecords:
         """Open the source; its files are indexed the first time.
 
         Raises:
-            UserError: when a file is missing or is no manifest.
+            UserError: when a file is missing or is no manifest, or none can be read; where some can, each other
+                is one bad record.
         """
         self.source = source
         self.seed = seed
         self.files = [ManifestFile(path) for path in source.files()]
+        if all(file.is_unreadable for file in self.files):
+            raise UserError(self.files[0].read(0).detail)
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -68,7 +70,11 @@ class SourceRecords:
     @cached_property
     def kept(self) -> Sequence[int]:
         """The rows that the sampling keeps, ascending: a range, or an int64 array for random sampling."""
-        return _kept_rows(len(self), self.source, self.seed)
+        how, count = _amount_kept(self.source.sampling, len(self))
+        if how == "random":
+            words = np.concatenate([file.digest_words() for file in self.files])
+            return _draw(words, count, key=f"{self.seed}/{self.source.label}")
+        return range(len(self) - count, len(self)) if how == "end" else range(count)
 
     def read(self, row: int) -> Any | RecordError:
         """One raw record, or why it cannot be read.
@@ -98,20 +104,17 @@ class SourceRecords:
         return positions[inside]
 
     def digest(self, start: int, end: int) -> str:
-        """The digest of the kept records at positions `[start, end)`."""
+        """The digest of the kept records at positions `[start, end)`, which are not none."""
         running = sha256()
         rows = self.kept[start:end]
-        if isinstance(rows, range):
-            row = rows.start
-            while row < rows.stop:
-                file, offset = self._locate(row)
-                until = min(rows.stop, self._ends[file])
-                running.update(self.files[file].digests(offset, offset + until - row))
-                row = until
-        else:
-            for row in rows:
-                file, offset = self._locate(row)
-                running.update(self.files[file].digests(offset, offset + 1))
+        for number in range(bisect_right(self._ends, rows[0]), bisect_right(self._ends, rows[-1]) + 1):
+            file, file_end = self.files[number], self._ends[number]
+            first = file_end - len(file)
+            if isinstance(rows, range):
+                inside = slice(max(rows.start - first, 0), max(rows.stop - first, 0))
+            else:
+                inside = rows[np.searchsorted(rows, first) : np.searchsorted(rows, file_end)] - first
+            running.update(file.digests(inside))
         return running.hexdigest()
 
     def _locate(self, row: int) -> tuple[int, int]:
@@ -130,7 +133,7 @@ def list_shards(
     false: then what was found last is taken, as a workflow's jobs do.
 
     Raises:
-        UserError: when the manifest or its media root is missing, or the manifest cannot be read.
+        UserError: when the manifest or its media root is missing, or the manifest holds no record or cannot be read.
     """
     files = source.files()
     if not source.media_root.is_dir():
@@ -139,36 +142,60 @@ def list_shards(
             "`data.sources[].media_root`"
         )
     # The seed matters to random sampling alone.
-    asked = [source.name, source.sampling, samples_per_shard, seed if "random" in source.sampling else 0]
+    asked = [str(source.path), source.key, samples_per_shard, seed if "random" in source.sampling else 0]
     if watch_media:
         asked.append(str(source.media_root.resolve()))
-    cache = cache_folder() / f"shards-{stamp_of(json.dumps(asked), _FORMAT, files)}.json"
+    owner = sha256(json.dumps([str(source.path.resolve()), *asked]).encode()).hexdigest()[:12]
+    cache = cache_folder() / f"shards-{owner}-{stamp_of(json.dumps(asked), _FORMAT, files)}.json"
     if cache.is_file() and not (watch_media and look_again):
         return [Shard(**entry) for entry in json.loads(cache.read_text(encoding="utf-8"))]
     records = SourceRecords(source, seed)
     shards = _cut(records, samples_per_shard)
+    if not shards:
+        raise UserError(
+            f"the manifest {source.path} (source `{source.name}`) holds no record; fill it, or take it out of "
+            "`data.sources`"
+        )
     if watch_media:
-        shards = _with_media(shards, records)
+        shards = _with_media(shards, records, owner)
     with written_whole(cache) as path:
         path.write_text(json.dumps([asdict(shard) for shard in shards]), encoding="utf-8")
+    remove_outdated(f"shards-{owner}-*.json", {cache})
     return shards
 
 
-def _kept_rows(num_records: int, source: Source, seed: int) -> Sequence[int]:
-    if source.sampling == "all":
-        return range(num_records)
-    how, amount = source.sampling.split(":")
+def _amount_kept(sampling: str, num_records: int) -> tuple[str, int]:
+    """Which end of so many records a sampling keeps, or `random`, and how many of them."""
+    if sampling == "all":
+        return "first", num_records
+    how, amount = sampling.split(":")
     wanted = float(amount.rstrip("%"))
     if amount.endswith("%"):
         # Rounded up, as LLaVA's own loader does; rounding first keeps 7 % of 100 from being 8.
         wanted = math.ceil(round(num_records * wanted / 100, 6))
-    count = min(num_records, int(wanted))
-    if how == "first":
-        return range(count)
-    if how == "end":
-        return range(num_records - count, num_records)
-    chosen = random.Random(f"{seed}/{source.name}").sample(range(num_records), count)
-    return np.sort(np.asarray(chosen, dtype=np.int64))
+    return how, min(num_records, int(wanted))
+
+
+def _draw(words: np.ndarray, count: int, key: str) -> np.ndarray:
+    """The `count` records with the smallest keyed hashes of their digests' words: int64, ascending.
+
+    Each record stands for itself, so that one that is inserted takes the place of one other at most, and those
+    that are drawn hardly change. Equal records have hashes of their own, as the first, second, … of them.
+    """
+    by_word = np.argsort(words, kind="stable")
+    ordered = words[by_word]
+    begins = np.flatnonzero(np.diff(ordered, prepend=~ordered[:1]))  # where a run of equal words does
+    copy = np.arange(len(words)) - np.repeat(begins, np.diff(begins, append=len(words)))
+    salt = np.frombuffer(blake2b(key.encode(), digest_size=8).digest(), dtype="<u8")
+    hashes = _mix(_mix(ordered ^ salt) + copy.astype(np.uint64))
+    return np.sort(by_word[np.argsort(hashes)[:count]])
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): uint64 -> uint64, every bit from all bits."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def _cut(records: SourceRecords, samples_per_shard: int) -> list[Shard]:
@@ -186,30 +213,30 @@ def _cut(records: SourceRecords, samples_per_shard: int) -> list[Shard]:
         at = np.searchsorted(cuts, start + least - 1)
         chosen = int(cuts[at]) + 1 if at < len(cuts) else num_kept
         end = min(chosen, start + most, num_kept)
-        shards.append(_shard(records.source.name, start, end - start, records.digest(start, end), seen))
+        shards.append(_shard(records.source, start, end - start, records.digest(start, end), seen))
         start = end
     return shards
 
 
-def _shard(source: str, start: int, num_records: int, digest: str, seen: dict[str, int]) -> Shard:
-    """A shard named by its digest; where several hold the same records, all but the first have a number, too."""
+def _shard(source: Source, start: int, num_records: int, digest: str, seen: dict[str, int]) -> Shard:
+    """A shard named by its source's manifest and by a digest of both; of equal ones, all but the first are numbered."""
     seen[digest] = seen.get(digest, 0) + 1
     repeat = f"-{seen[digest]}" if seen[digest] > 1 else ""
-    name = f"{source}-{digest[:12]}{repeat}"
-    return Shard(name=name, source=source, start=start, num_records=num_records, digest=digest)
+    name = f"{source.label}-{sha256(f'{source.key}/{digest}'.encode()).hexdigest()[:12]}{repeat}"
+    return Shard(name=name, start=start, num_records=num_records, digest=digest)
 
 
-def _with_media(shards: list[Shard], records: SourceRecords) -> list[Shard]:
+def _with_media(shards: list[Shard], records: SourceRecords, owner: str) -> list[Shard]:
     """The shards with digests that cover the size and modification time of every media file."""
-    root, source = str(records.source.media_root), records.source.name
+    root = str(records.source.media_root)
     seen: dict[str, int] = {}
     watched = []
     with ThreadPoolExecutor(_STAT_THREADS) as pool:  # threads: on a network file system each look takes a while
-        for shard, paths in zip(shards, _media_of_shards(shards, records), strict=True):
+        for shard, paths in zip(shards, _media_of_shards(shards, records, owner), strict=True):
             running = sha256(shard.digest.encode())
             for line in pool.map(_stamp_files, [(root, part) for part in _parts(paths)]):
                 running.update(line)
-            watched.append(_shard(source, shard.start, shard.num_records, running.hexdigest(), seen))
+            watched.append(_shard(records.source, shard.start, shard.num_records, running.hexdigest(), seen))
     return watched
 
 
@@ -229,10 +256,11 @@ def _stamp_files(task: tuple[str, list[str]]) -> bytes:
     return "\n".join(stamps).encode("utf-8", "surrogateescape")
 
 
-def _media_of_shards(shards: list[Shard], records: SourceRecords) -> Iterator[list[str]]:
+def _media_of_shards(shards: list[Shard], records: SourceRecords, owner: str) -> Iterator[list[str]]:
     """The media paths that each shard's records name, kept beside the index so that records are parsed once."""
-    for shard in shards:
-        cache = cache_folder() / f"media-{shard.digest[:20]}.parquet"
+    caches = [cache_folder() / f"media-{owner}-{shard.digest[:20]}.parquet" for shard in shards]
+    remove_outdated(f"media-{owner}-*.parquet", set(caches))
+    for shard, cache in zip(shards, caches, strict=True):
         if not cache.is_file():
             paths = [path for raw in records.read_shard(shard) for path in media_paths(raw)]
             with written_whole(cache) as beside:

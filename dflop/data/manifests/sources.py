@@ -6,16 +6,18 @@ A source's path may be a pattern (`shards-{000..127}.tar`, `*.parquet`), or a YA
 
 import glob
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from hashlib import sha256
+from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import Any
 
 from braceexpand import UnbalancedBracesError, braceexpand
 from yaml import YAMLError, safe_load
 
-from dflop.config import SAMPLING, DataConfig, SourceConfig
+from dflop.config import SAMPLING, SAMPLING_FORMS, DataConfig, SourceConfig
 from dflop.errors import UserError
 
 __all__ = ["Source", "list_sources"]
@@ -30,6 +32,18 @@ class Source:
     media_root: Path
     sampling: str = "all"
     trust_sizes: bool = False
+
+    @property
+    def label(self) -> str:
+        """The manifest's folder and name, up to a pattern's first sign: unlike `name` no matter of other sources."""
+        whole = Path(re.split(r"[*?\[{]", str(self.path))[0])
+        return _plain_names(whole)[:2][-1]
+
+    @property
+    def key(self) -> str:
+        """A digest of what makes samples of its records, wherever those come from."""
+        parts = (self.label, str(self.media_root), self.sampling, str(self.trust_sizes))
+        return sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
     def files(self) -> list[Path]:
         """The manifest's files, in order.
@@ -60,28 +74,41 @@ def _matches(path: Path) -> Iterator[tuple[str, list[Path]]]:
 
 
 def list_sources(data: DataConfig) -> list[Source]:
-    """The configured sources, lists of datasets opened; names are made unique.
+    """The configured sources, lists of datasets opened.
+
+    Their names are those of the config. Where it gives none, a name is the manifest's, with as many of its
+    folders as tell it from the others (`x-train`); manifests that are named twice are numbered.
 
     Raises:
         UserError: when there is no source, or a list of datasets cannot be read.
     """
     if not data.sources:
         raise UserError("`data.sources` is empty; name at least one manifest: `- {path: …/train.json}`")
-    sources: list[Source] = []
-    taken: set[str] = set()
-    for source in chain.from_iterable(map(_open_lists, data.sources)):
-        name, number = source.name, 2
-        while name in taken:
-            name, number = f"{source.name}-{number}", number + 1
-        taken.add(name)
-        sources.append(replace(source, name=name))
-    return sources
+    entries = list(chain.from_iterable(map(_open_lists, data.sources)))
+    names = _tell_apart([names for _, names in entries])
+    return [_fill_defaults(entry, name) for (entry, _), name in zip(entries, names, strict=True)]
 
 
-def _open_lists(entry: SourceConfig) -> Iterator[Source]:
+def _tell_apart(choices: Sequence[list[str]]) -> list[str]:
+    """For each source the first of its names that no other one has, or else its last, numbered."""
+    left = list(choices)
+    while shared := {name for name, uses in Counter(names[0] for names in left).items() if uses > 1}:
+        longer = [names[1:] if names[0] in shared and len(names) > 1 else names for names in left]
+        if longer == left:
+            break
+        left = longer
+    unique: list[str] = []
+    for name, *_ in left:
+        numbered = (f"{name}-{number}" for number in count(2))
+        unique.append(next(other for other in chain([name], numbered) if other not in unique))
+    return unique
+
+
+def _open_lists(entry: SourceConfig) -> Iterator[tuple[SourceConfig, list[str]]]:
+    """An entry, or those of the list of datasets that it is; each with the names it may have, the shortest first."""
     path = Path(entry.path)
     if path.suffix not in (".yaml", ".yml"):
-        yield _fill_defaults(entry)
+        yield entry, [entry.name] if entry.name else _plain_names(path)
         return
     if entry.sampling != "all":
         raise UserError(
@@ -92,9 +119,8 @@ def _open_lists(entry: SourceConfig) -> Iterator[Source]:
         manifest = Path(listed["json_path"])
         if not manifest.is_absolute() and not _is_there(manifest) and _is_there(path.parent / manifest):
             manifest = path.parent / manifest
-        name = f"{entry.name}-{_plain_name(manifest)}" if entry.name else None
-        sampling = listed.get("sampling_strategy", "all")
-        yield _fill_defaults(replace(entry, path=str(manifest), sampling=sampling, name=name))
+        names = [f"{entry.name}-{name}" if entry.name else name for name in _plain_names(manifest)]
+        yield replace(entry, path=str(manifest), sampling=listed.get("sampling_strategy", "all")), names
 
 
 def _is_there(path: Path) -> bool:
@@ -127,16 +153,14 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{where}.{unknown[0]}` is unknown; an entry holds `json_path` and `sampling_strategy`")
         sampling = entry.get("sampling_strategy", "all")
         if not isinstance(sampling, str) or not SAMPLING.fullmatch(sampling):
-            raise UserError(
-                f"{where}.sampling_strategy` is {sampling!r}; it must be all, first:30%, first:1000, end:… or random:…"
-            )
+            raise UserError(f"{where}.sampling_strategy` is {sampling!r}; it must be {SAMPLING_FORMS}")
     return entries
 
 
-def _fill_defaults(entry: SourceConfig) -> Source:
+def _fill_defaults(entry: SourceConfig, name: str) -> Source:
     path = Path(entry.path)
     return Source(
-        name=entry.name or _plain_name(path),
+        name=name,
         path=path,
         media_root=Path(entry.media_root) if entry.media_root else _folder_of(path),
         sampling=entry.sampling,
@@ -144,9 +168,14 @@ def _fill_defaults(entry: SourceConfig) -> Source:
     )
 
 
-def _plain_name(path: Path) -> str:
-    """A file's name as a config may give it: ASCII letters, digits, dot, dash and underscore."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", path.stem).strip("-._") or "source"
+def _plain_names(path: Path) -> list[str]:
+    """Names for a file: its own, with its folder's, with that one's, and so on.
+
+    They are as a config may give them: ASCII letters, digits, dot, dash and underscore.
+    """
+    folders = [part for part in reversed(path.parent.parts) if part != "/"]
+    named = accumulate([path.stem, *folders], lambda name, folder: f"{folder}-{name}")
+    return [re.sub(r"[^A-Za-z0-9._-]", "-", name).strip("-._") or "source" for name in named]
 
 
 def _folder_of(path: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflop.data.manifests.formats import Span, digest_of
+from dflop.data.manifests.formats import Span, UnreadableFile, digest_of
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetReader", "ParquetReader"]
 
-# Rows taken from the file at once while scanning: embedded media make rows large.
+# What is taken from a file at once: embedded media make rows large.
 _BATCH_ROWS = 256
+_BATCH_BYTES = 16 << 20
 
 
 class ParquetReader:
-    """A Parquet file. Reading a row takes its row group into memory, and keeps it for the rows that follow."""
+    """A Parquet file, read forwards, a few rows at a time; to go back takes its row group from the start.
+
+    What is in memory is a page, the least that can be unpacked, and for columns with a dictionary, that.
+    """
 
     def __init__(self, path: Path) -> None:
         from pyarrow import ArrowException
@@ -34,12 +38,15 @@ class ParquetReader:
         try:
             self._file = ParquetFile(path, memory_map=True)
         except (ArrowException, OSError, ValueError) as error:
-            raise UserError(f"the manifest {path} is not a Parquet file that can be read: {error}") from None
+            raise UnreadableFile(f"the manifest {path} is not a Parquet file that can be read: {error}") from None
         metadata = self._file.metadata
         self.size = metadata.num_rows
-        group_rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self._group_ends = np.cumsum(group_rows, dtype=np.int64)
-        self._loaded: tuple[int, pyarrow.Table | RecordError] | None = None
+        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        self._group_ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
+        self._batch_rows = [_batch_rows(group.total_byte_size, group.num_rows) for group in groups]
+        self._group = -1
+        self._batches: Iterator[tuple[int, pyarrow.RecordBatch | RecordError]] = iter(())
+        self._first, self._batch = 0, None
 
     def scan(self) -> Iterator[Span]:
         for row in range(self.size):
@@ -47,25 +54,38 @@ class ParquetReader:
 
     def read(self, start: int, end: int) -> Any | RecordError:
         group = int(np.searchsorted(self._group_ends, start, side="right"))
-        if self._loaded is None or self._loaded[0] != group:
-            self._loaded = None  # the old group goes before the new one comes
-            self._loaded = (group, self._load(group))
-        table = self._loaded[1]
-        if isinstance(table, RecordError):
-            return table
-        first = int(self._group_ends[group]) - table.num_rows
-        return _record(table.slice(start - first, end - start), f"{self.path.name}, row {start:,}")
+        if group != self._group or start < self._first:
+            self._batch, self._group = None, group  # the old batch goes before a new one comes
+            self._batches = self._read_group(group)
+            self._first, self._batch = next(self._batches)
+        while not isinstance(self._batch, RecordError) and start >= self._first + self._batch.num_rows:
+            self._batch = None
+            self._first, self._batch = next(self._batches)
+        if isinstance(self._batch, RecordError):
+            return self._batch
+        row = self._batch.slice(start - self._first, end - start)
+        return _record(row, f"{self.path.name}, row {start:,}")
 
-    def _load(self, group: int) -> "pyarrow.Table | RecordError":
+    def _read_group(self, group: int) -> "Iterator[tuple[int, pyarrow.RecordBatch | RecordError]]":
+        """The batches of a row group, each with its first row; at the end an error, for rows that it does not have."""
         from pyarrow import ArrowException
 
+        row = int(self._group_ends[group - 1]) if group else 0
+        detail = "it ends too early"
         try:
-            return self._file.read_row_group(group)
+            for batch in self._file.iter_batches(self._batch_rows[group], row_groups=[group], use_threads=False):
+                yield row, batch
+                row += batch.num_rows
         except (ArrowException, OSError, ValueError) as error:
-            return RecordError("bad_record", f"{self.path.name}, row group {group}: {error}")
+            detail = str(error)
+        yield row, RecordError("bad_record", f"{self.path.name}, row group {group}: {detail}")
 
     def close(self) -> None:
+        from pyarrow import default_memory_pool
+
+        self._batches, self._batch = iter(()), None
         self._file.close()
+        default_memory_pool().release_unused()  # it would keep the most that was ever needed
 
 
 class DatasetReader:
@@ -93,8 +113,9 @@ class DatasetReader:
         self.size = len(self._rows)
 
     def scan(self) -> Iterator[Span]:
-        for first in range(0, self.size, _BATCH_ROWS):
-            table = self._rows[first : first + _BATCH_ROWS]
+        step = _batch_rows(self._rows.data.nbytes, len(self._rows.data))
+        for first in range(0, self.size, step):
+            table = self._rows[first : first + step]
             for offset in range(table.num_rows):
                 row = first + offset
                 yield _span(row, _record(table.slice(offset, 1), f"{self.path.name}, row {row:,}"))
@@ -106,8 +127,13 @@ class DatasetReader:
         del self._rows
 
 
-def _record(row: "pyarrow.Table", where: str) -> dict[str, Any] | RecordError:
-    """A table of one row as a record."""
+def _batch_rows(num_bytes: int, num_rows: int) -> int:
+    """How many of so many rows are taken at once."""
+    return int(np.clip(_BATCH_BYTES * num_rows // max(1, num_bytes), 1, _BATCH_ROWS))
+
+
+def _record(row: "pyarrow.Table | pyarrow.RecordBatch", where: str) -> dict[str, Any] | RecordError:
+    """One row of a table as a record."""
     try:
         return row.to_pylist()[0]
     except ValueError as error:  # texts that are not UTF-8, columns of the same name

@@ -14,9 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflop.data.manifests.formats import DIGEST_BYTES, Span
-from dflop.data.records import MEDIA_KINDS, Embedded, RecordError
-from dflop.errors import UserError
+from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
+from dflop.data.records import MEDIA_KINDS, Embedded, RecordError, record_id
 
 __all__ = ["TarMember", "TarReader"]
 
@@ -85,7 +84,7 @@ class TarReader:
         try:
             self._archive = tarfile.TarFile(path)
         except tarfile.TarError as error:
-            raise UserError(
+            raise UnreadableFile(
                 f"the manifest {path} is not a tar file that can be read ({error}); compressed archives must be "
                 "unpacked to plain tar first"
             ) from None
@@ -117,7 +116,7 @@ class TarReader:
             members = [member for _, member in self._members(start, end)]
             return self._record(members)
         except _DAMAGE as error:
-            return RecordError("bad_record", f"{self.path.name}, byte {start:,}: the archive is cut off ({error})")
+            return RecordError("bad_record", f"{self.path.name}, byte {start:,}: {CUT_OFF} ({error})")
         except UnicodeDecodeError as error:
             return RecordError("bad_record", f"{self.path.name}, byte {start:,}: a text that is not UTF-8 ({error})")
         except (ValueError, RecursionError) as error:
@@ -166,7 +165,8 @@ class TarReader:
             marks = "".join(f"<{kind}>\n" for kind in MEDIA_KINDS for _ in by_kind[kind])
             answer = self._text(caption).decode("utf-8")
             raw["conversations"] = [{"from": "human", "value": marks}, {"from": "gpt", "value": answer}]
-        raw.setdefault("id", key)
+        if record_id(raw) is None:
+            raw["id"] = key
         for kind, media in by_kind.items():
             if media:
                 named = raw.pop(f"{kind}s", None)

@@ -55,6 +55,8 @@ def test_a_caption_with_several_media_asks_about_all(records_of, write_tar):
 
 
 def test_a_json_and_a_text_are_a_record_with_its_caption(records_of, write_tar):
+    (unnamed,) = records_of(write_tar({"a": {".json": b'{"id": ""}'}}))
+    assert unnamed["id"] == "a"
     (record,) = records_of(write_tar({"a": {".json": b'{"id": 7, "width": 30}', ".txt": b"A dog.", ".png": b"1"}}))
     assert (record["id"], record["width"]) == (7, 30)
     assert record["conversations"] == talk("<image>\n", "A dog.")
@@ -159,7 +161,7 @@ def test_an_archive_cut_off_anywhere_keeps_the_samples_before(media, records_of,
             assert any(span.end == length for span in spans), "cut off between two samples"
         elif isinstance(records[-1], RecordError):
             assert records[-1].reason == "bad_record"
-            assert "the archive is cut off" in records[-1].detail
+            assert "the file is cut off here" in records[-1].detail
         else:
             assert "image" not in records[-1], "cut off between two members"
 
@@ -173,7 +175,7 @@ def test_a_header_with_a_damaged_size_costs_what_follows_it_and_ends(records_of,
     first, broken = records_of(path)
     assert first == {"id": 1}
     assert broken.reason == "bad_record"
-    assert "the archive is cut off (b.png ends at byte " in broken.detail
+    assert "the file is cut off here (b.png ends at byte " in broken.detail
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])

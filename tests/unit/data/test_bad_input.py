@@ -142,8 +142,23 @@ BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no answer": (lambda root: {"conversations": talk("hello", " \n")}, "empty", "there is nothing to learn"),
     "no conversation": (lambda root: {"image": "good.jpg"}, "bad_record", "needs `conversations` or `messages`"),
     "no object": (lambda root: ["hello"], "bad_record", "a record is an object, this is a list"),
-    "null": (lambda root: None, "bad_record", "a record is an object, this is a NoneType"),
-    "half a smile": (lambda root: {"conversations": talk("\ud83d")}, "bad_record", "and a text in `value`"),
+    "null": (lambda root: None, "bad_record", "a record is an object, this is null"),
+    "a number": (lambda root: 7, "bad_record", "a record is an object, this is a number"),
+    "half a smile": (
+        lambda root: {"conversations": talk("hello", "\ud83d")},
+        "bad_record",
+        "`conversations[1]` holds half a surrogate pair, which is no character",
+    ),
+    "no text": (
+        lambda root: {"conversations": [*talk("hello"), {"from": "human"}]},
+        "bad_record",
+        "`conversations[2]` needs `from` and a text in `value`",
+    ),
+    "other media at two places": (
+        lambda root: {"conversations": talk("<image>"), "image": "good.jpg", "images": ["bad.jpg"]},
+        "bad_record",
+        "`image` and `images` give different media; keep one of them",
+    ),
     "ten megabytes of text": (
         lambda root: {"conversations": talk("word " * 2_000_000)},
         "too_long",

@@ -48,6 +48,7 @@ def scanned(path: Path, chunk_bytes: int = 8 << 20) -> list[tuple[int, int, byte
     reader = open_reader(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_text, "_CHUNK_BYTES", chunk_bytes)
+        patch.setattr(json_text, "_LONG_RECORD_BYTES", min(chunk_bytes, 256 << 10))
         spans = list(reader.scan())
     found = [(span.start, span.end, span.digest, reader.read(span.start, span.end)) for span in spans]
     reader.close()
@@ -134,19 +135,32 @@ def test_a_list_cut_off_at_any_byte_keeps_the_records_before_and_names_the_byte_
     assert records_in(content[: content.rindex(b"]") + 1], chunk_bytes=chunk_bytes) == entries
 
 
-def test_where_a_cut_is_plain_to_see_the_message_says_that_the_file_ends_there():
-    (last,) = records_in('[{"id": 1, "conv')
-    assert last.detail == "train.json, byte 11: not JSON, Unterminated string starting at"
-    assert_bad(records_in('[{"id": 1},')[1], "byte 11: not JSON, Expecting value (the file ends here)")
-    assert_bad(records_in('[{"id": 1}')[1], "byte 10: not JSON, Expecting value (the file ends here)")
-    assert_bad(records_in('[{"id": 1')[0], "byte 9: not JSON, Expecting ',' delimiter (the file ends here)")
-    assert_bad(records_in("[")[0], "byte 1: not JSON, Expecting value (the file ends here)")
+@pytest.mark.parametrize(
+    ("content", "at", "why"),
+    [
+        ('[{"id": 1, "conv', 11, "Unterminated string starting at"),
+        ('[{"id": 1}, {"a": [{"b": 2}', 27, "Expecting ',' delimiter"),
+        ('[{"id": 1},', 11, "Expecting value"),
+        ('[{"id": 1}', 10, "Expecting value"),
+        ('[{"id": 1', 9, "Expecting ',' delimiter"),
+        ("[", 1, "Expecting value"),
+    ],
+)
+def test_a_list_that_the_file_ends_in_is_said_to_be_cut_off(content, at, why):
+    assert_bad(records_in(content)[-1], f"train.json, byte {at}: the file is cut off here ({why})")
+
+
+def test_what_is_only_broken_is_not_said_to_be_cut_off():
+    for content in ('[{"id": "1}, {"id": "2"}]', '[{"id": 1}] and more', '[{"id": 1}, ]'):
+        assert not any("cut off" in str(record) for record in records_in(content))
+    for content in ('{"id": 1}\n{"id": nope}', '{"id": 1}\n{"id": "2}\n'):
+        assert not any("cut off" in str(record) for record in records_in(content, "train.jsonl"))
 
 
 def test_a_line_cut_off_is_one_bad_record():
     first, last = records_in('{"id": 1}\n{"id": 2, "te', "train.jsonl")
     assert first == {"id": 1}
-    assert_bad(last, "train.jsonl, byte 20: not JSON")
+    assert_bad(last, "train.jsonl, byte 20: the file is cut off here (Unterminated string starting at)")
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 5, 8 << 20])
@@ -203,6 +217,70 @@ def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_the_file_into_me
     good, broken = records_in('[{"a": 1}, {"a: 2}' + ", {}" * 100 + "]", chunk_bytes=8)
     assert good == {"a": 1}
     assert_bad(broken, "byte 10: 409 bytes up to the next record; is a quote or bracket not closed?")
+
+
+@properties
+@given(data=st.data(), chunk_bytes=st.sampled_from([16, 300, 8 << 20]))
+def test_a_stray_sign_costs_the_record_it_stands_in_and_its_neighbours_at_most(data, chunk_bytes):
+    entries = [conversation(number) for number in range(12)]
+    indent = data.draw(st.sampled_from([None, 1]))
+    text = json.dumps(entries, ensure_ascii=False, indent=indent)
+    place = data.draw(st.integers(1, len(text) - 1))
+    damaged = text[:place] + data.draw(st.sampled_from('"[]{}\\,:x')) + text[place:]
+    found = [record for record in records_in(damaged, chunk_bytes=chunk_bytes) if record in entries]
+    assert found == [entry for entry in entries if entry in found]
+    assert len(found) >= 10
+    assert len(records_in(damaged, chunk_bytes=chunk_bytes)) <= 14
+
+
+@pytest.mark.parametrize("chunk_bytes", [32, 8 << 20])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('question 5?"', 'question "5?"'),  # the rest's strings and signs change places
+        ('question 5?"', "question 5?"),
+        ('question 5?"}, {', 'question 5?"}]]}, {'),  # the list seems to end
+        ('question 5?"}, {', 'question 5?"}, [{'),  # and never to end
+        ('"id": "é5"', '"id": "é5'),
+        ('"id": "é5"', '"id": é5"}}], '),
+    ],
+)
+def test_a_damaged_record_is_one_reject_that_names_its_byte_and_what_follows_is_kept(old, new, chunk_bytes):
+    entries = [conversation(number) for number in range(60)]
+    text = json.dumps(entries, ensure_ascii=False)
+    assert text.count(old) == 1
+    records = records_in(text.replace(old, new), chunk_bytes=chunk_bytes)
+    assert [record for record in records if record in entries] == entries[:5] + entries[6:]
+    assert 60 <= len(records) <= 62
+    broken = next(record for record in records if isinstance(record, RecordError))
+    at = int(broken.detail.split("byte ")[1].split(":")[0].replace(",", ""))
+    begins = [text.encode().index(f'{{"id": "é{number}"'.encode()) for number in (5, 6)]
+    assert begins[0] <= at <= begins[1] + 10
+
+
+def test_two_records_without_a_comma_between_them_are_two():
+    entries = [conversation(number) for number in range(4)]
+    text = json.dumps(entries).replace('}, {"id": "\\u00e92"', '} {"id": "\\u00e92"')
+    assert text != json.dumps(entries)
+    assert records_in(text) == entries
+
+
+def test_damage_in_many_places_does_not_make_scanning_slow():
+    entries = [conversation(number) for number in range(20_000)]
+    text = json.dumps(entries).replace("question 1", 'question "1')
+    began = time.perf_counter()
+    records = records_in(text)
+    assert time.perf_counter() - began < 20
+    good = [record for record in records if not isinstance(record, RecordError)]
+    assert good == [entry for entry in entries if "question 1" not in str(entry)]
+
+
+def test_a_line_beyond_any_record_is_one_bad_record_and_is_not_read_whole(monkeypatch):
+    monkeypatch.setattr(json_text, "_MAX_RECORD_BYTES", 50)
+    for num_bytes in (45, 100, 101, 102, 1000):
+        records = records_in('{"a": 1}\n{"b": "' + "x" * num_bytes + '"}\n{"a": 2}\n', "train.jsonl")
+        assert [record for record in records if not isinstance(record, RecordError)] == [{"a": 1}, {"a": 2}]
+        assert_bad(records[1], f"byte 9: {num_bytes + 10:,} bytes up to the next record; is a quote or bracket")
 
 
 @pytest.mark.parametrize("content", ["[]", "[ ]", " \n[\n]\n", b"\xef\xbb\xbf[]"])

@@ -14,7 +14,7 @@ from dflop.store import read_table
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
-SAMPLINGS = ["all", "first:7", "end:25%", "random:40%", "end:0", "random:3"]
+SAMPLINGS = ["all", "first:7", "end:25%", "random:40%", "end:1", "random:3"]
 
 
 def talk(question: str) -> list[dict]:
@@ -72,7 +72,7 @@ def test_rows_lead_back_to_the_records_whatever_the_sampling():
                 assert records.read(row)["id"] == sample_id.removeprefix(f"{source.name}/")
         listed = [row[1] for table in ("samples", "rejects") for row in tables[table] if row[0] == source.name]
         assert sorted(listed) == kept[source.name]
-    assert [len(rows) for rows in kept.values()] == [40, 7, 10, 16, 0, 3]
+    assert [len(rows) for rows in kept.values()] == [40, 7, 10, 16, 1, 3]
     assert tables["sources"] == [
         (f"s{number}", sampling, len(kept[f"s{number}"])) for number, sampling in enumerate(SAMPLINGS)
     ]
@@ -94,6 +94,32 @@ def test_the_config_says_what_becomes_of_duplicate_ids(duplicate_ids):
         assert "a: 2 rejected as duplicate_id, e.g. x: an earlier record of the source has the same id" in output
 
 
+def test_a_source_that_is_named_twice_counts_twice_and_is_profiled_once():
+    write_records("a.json", [{"id": f"r{row}", "conversations": talk("hello")} for row in range(20)])
+    tables, _ = shapes_of({"sources": [{"path": "a.json"}, {"path": "a.json"}]})
+    listed = [(source, row) for source, row, _ in tables["samples"]]
+    assert listed == [(source, row) for source in ("a", "a-2") for row in range(20)]
+    assert len({sample_id for *_, sample_id in tables["samples"]}) == 40
+    assert len(list(Path("shapes").iterdir())) < 5
+
+
+def test_an_empty_id_is_none():
+    write_records("a.json", [{"id": name, "conversations": talk("hello")} for name in ("", None, "", "x", 0)])
+    tables, _ = shapes_of({"sources": [{"path": "a.json"}]})
+    assert [sample_id for *_, sample_id in tables["samples"]] == ["a/0", "a/1", "a/2", "x", "0"]
+    assert tables["rejects"] == []
+
+
+def test_a_manifest_that_is_cut_off_is_a_warning_of_its_own():
+    content = json.dumps([{"id": row, "conversations": talk("hello") if row else []} for row in range(20)])
+    Path("a.json").write_text(content.replace('"id": 2', '"id": nope')[:-30])
+    tables, output = shapes_of({"sources": [{"path": "a.json"}]})
+    assert len(tables["samples"]) == 17
+    (line,) = [line for line in output.splitlines() if line.startswith("warning")]
+    assert line.startswith("warning: a manifest of a is not whole, what follows is missing: a.json, byte ")
+    assert "the file is cut off here" in line
+
+
 def test_what_is_printed_counts_samples_and_rejects_by_source_and_reason():
     records = [{"id": row, "conversations": talk("hello " * row)} for row in range(11)]
     records[4:6] = [{"id": 4, "conversations": []}, "hello"]
@@ -101,7 +127,7 @@ def test_what_is_printed_counts_samples_and_rejects_by_source_and_reason():
     _, output = shapes_of({"sources": [{"path": "a.json"}]})
     assert "shapes.duckdb: 9 samples, 2 rejects" in output
     assert "a: 1 rejected as empty, e.g. 4: no turn of the assistant holds any text" in output
-    assert "a: 1 rejected as bad_record, e.g. a/5: a record is an object, this is a str" in output
+    assert "a: 1 rejected as bad_record, e.g. a/5: a record is an object, this is a text" in output
     (line,) = [line for line in output.splitlines() if line.startswith("a ")]
     assert line.split()[:3] == ["a", "text", "9"]
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from PIL import Image
 from dflop.config import AudioConfig, DataConfig, SourceConfig
 from dflop.data import ChatTokenizer, Source, list_shards, list_sources, profile_shard
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.records import EmbeddedBytes
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import build_stage, make_hf_config
@@ -252,6 +254,37 @@ def test_a_shard_of_more_records_than_are_tokenised_at_once_keeps_their_order(fe
     assert frame["row"].to_list() == list(range(1100))
     assert frame["sample_id"][599:602].to_list() == ["599", None, "601"]
     assert frame["text_tokens"][1092:1099].to_list() == alone[0:7]
+
+
+def test_embedded_media_are_let_go_as_soon_as_their_shape_is_known(few, profile_records):
+    held = weakref.WeakSet()
+    most = 0
+
+    def records():
+        nonlocal most
+        for number in range(600):
+            content = (few / "good.png").read_bytes() if number % 3 else b"no picture"
+            picture = EmbeddedBytes(f"{number}.png", content)
+            held.add(picture)
+            most = max(most, len(held))
+            yield record("<image>", image=picture, id=number)
+            del picture
+
+    frame = profile_records(records(), few)
+    assert frame["reason"].to_list() == ["unreadable_media", None, None] * 200
+    assert most < 5
+
+
+def test_long_texts_are_tokenised_few_at_a_time_and_keep_their_order(few, profile_records, tokenizer, monkeypatch):
+    encoded = []
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda self, turns: encoded.append(len(turns)) or encode(self, turns)
+    )
+    frame = profile_records([record("word " * 100_000, "Yes.", id=number) for number in range(30)], few)
+    assert frame["sample_id"].to_list() == [str(number) for number in range(30)]
+    assert sum(encoded) == 30
+    assert max(encoded) < 12
 
 
 def test_an_empty_shard_has_the_columns_too(few, profile_records):

@@ -207,18 +207,23 @@ def test_a_mismatch_says_how_many_there_are_of_each():
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
-        (None, "a record is an object, this is a NoneType"),
+        (None, "a record is an object, this is null"),
         ([1], "this is a list"),
         ({"id": 1}, "needs `conversations` or `messages`"),
         ({"conversations": "hello"}, "`conversations` must be a list of turns"),
-        ({"conversations": ["hello"]}, "a turn of `conversations` needs `from` and a text in `value`"),
+        (True, "this is true or false"),
+        (1.5, "this is a number"),
+        ({"conversations": ["hello"]}, "`conversations[0]` needs `from` and a text in `value`"),
         ({"messages": [{"role": "user", "content": 3}]}, "needs `role` and a text in `content`"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a part of `content` must be a text, image"),
         ({"messages": [{"role": "user", "content": ["hello"]}]}, "must be a text, image, video or audio with its"),
         ({"messages": [{"role": "user", "content": [{"type": ["image"]}]}]}, "audio with its `type`"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": 3}]}]}, "a part of type image holds 3"),
         ({"conversations": [{"from": "human", "value": [{"type": "text", "text": "a"}]}]}, "and a text in `value`"),
-        ({"conversations": [{"from": "narrator", "value": "Once"}]}, "unknown speaker 'narrator'"),
+        (
+            {"conversations": [{"from": "narrator", "value": "Once"}]},
+            "`conversations[0]` has the unknown speaker 'narrator'",
+        ),
         ({"conversations": [{"from": ["gpt"], "value": "Once"}]}, "unknown speaker ['gpt']"),
         (conversation("<image>", image=3), "`image` holds 3"),
         (conversation("<image>", image=["a.png", None]), "`image` holds None"),
@@ -226,7 +231,12 @@ def test_a_mismatch_says_how_many_there_are_of_each():
         (conversation("<image>", image={"bytes": None, "path": None}), "`image` holds None"),
         (conversation("<image>", image=[["a.png"]]), "`image` holds ['a.png']"),
         (conversation("<image>", image={"bytes": ["x" * 999]}), "xxx…; it must be a path"),
-        (conversation("half a smile: \ud83d"), "needs `from` and a text in `value`"),
+        (conversation("half a smile: \ud83d"), "`conversations[0]` holds half a surrogate pair"),
+        (
+            conversation("<image>", image="a.png", images=["b.png"]),
+            "`image` and `images` give different media; keep one",
+        ),
+        (conversation("<image>", image="a.png", images=[3]), "`images` holds 3"),
         (conversation("<image>", image="\ud83d.png"), "`image` holds '\\ud83d.png'"),
     ],
 )
@@ -234,6 +244,29 @@ def test_a_record_of_another_form_says_what_is_wrong(raw, complaint):
     reason, detail = reason_of(raw)
     assert reason == "bad_record"
     assert complaint in detail
+
+
+@pytest.mark.parametrize("image", ["a.png", ["a.png"], [], "", None])
+def test_media_that_are_given_twice_count_once(image):
+    assert parse_record(conversation("<image>", image=image, images=["a.png"])).media == (Medium("image", "a.png"),)
+
+
+def test_media_in_the_messages_may_not_differ_from_those_beside_them():
+    messages = [
+        {"role": "user", "content": [{"type": "image", "path": "a.png"}]},
+        {"role": "assistant", "content": "Blue."},
+    ]
+    assert len(parse_record({"messages": messages, "images": ["a.png"]}).media) == 1
+    detail = reason_of({"messages": messages, "images": ["b.png"]})[1]
+    assert detail == "the parts of `messages` and `images` give different media; keep one of them"
+
+
+def test_turns_are_taken_from_where_there_are_any():
+    turns = conversation("hello")["conversations"]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi."}]
+    assert len(parse_record({"conversations": [], "messages": messages}).turns) == 2
+    assert len(parse_record({"conversations": turns, "messages": []}).turns) == 2
+    assert reason_of({"conversations": [], "messages": []})[0] == "empty"
 
 
 @pytest.mark.parametrize("answer", ["", "  \n"])

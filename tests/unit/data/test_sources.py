@@ -71,9 +71,21 @@ def test_a_pattern_has_a_plain_name_and_the_folder_before_its_first_sign(path, n
     assert again.data.sources[0].name == name
 
 
-def test_sources_of_the_same_name_are_numbered():
-    names = [source.name for source in sources_of(*(SourceConfig(path=f"{i}/train.json") for i in range(3)))]
-    assert names == ["train", "train-2", "train-3"]
+def test_manifests_of_the_same_name_are_called_after_their_folders_in_whatever_order_they_come():
+    paths = ["x/train.json", "/sets/y/train.json", "a/z/train.json", "b/z/train.json", "other.json"]
+    names = ["x-train", "y-train", "a-z-train", "b-z-train", "other"]
+    for first in range(len(paths)):
+        rolled = sources_of(*(SourceConfig(path=path) for path in paths[first:] + paths[:first]))
+        assert [source.name for source in rolled] == names[first:] + names[:first]
+    told = sources_of(SourceConfig(path="x/train.json"), SourceConfig(path="b.json", name="train"))
+    assert [source.name for source in told] == ["x-train", "train"]
+
+
+def test_manifests_named_twice_and_names_given_twice_are_numbered():
+    names = [source.name for source in sources_of(*[SourceConfig(path="x/train.json")] * 3)]
+    assert names == ["x-train", "x-train-2", "x-train-3"]
+    given = sources_of(SourceConfig(path="a.json", name="it"), SourceConfig(path="b.json", name="it"))
+    assert [source.name for source in given] == ["it", "it-2"]
     taken = sources_of(SourceConfig(path="train-2.json"), SourceConfig(path="train.json"), SourceConfig(path="train"))
     assert [source.name for source in taken] == ["train-2", "train", "train-3"]
 
@@ -131,7 +143,7 @@ def llava_next(records: list, strategy: str) -> list:
 def test_every_strategy_of_a_list_keeps_what_llava_nexts_loader_does():
     write_records("a.json", count=37)
     records = [f"a.json/{number}" for number in range(37)]
-    amounts = ("0", "1", "10", "37", "90", "0%", "1%", "10%", "33%", "99.5%", "100%")
+    amounts = ("1", "10", "37", "90", "1%", "10%", "33%", "99.5%", "100%")
     strategies = ["all", *(f"{how}:{amount}" for how in ("first", "end", "random") for amount in amounts)]
     write_list([{"json_path": "a.json", "sampling_strategy": strategy} for strategy in strategies])
     sources = sources_of(SourceConfig(path="mix.yaml"))
@@ -173,7 +185,7 @@ def test_paths_in_a_list_start_at_the_working_folder_or_else_at_the_list():
 def test_what_is_said_of_a_list_holds_for_its_entries():
     write_list([{"json_path": "a.json"}, {"json_path": "b/a.json"}])
     first, second = sources_of(SourceConfig(path="mix.yaml", name="mix", media_root="media", trust_sizes=True))
-    assert [first.name, second.name] == ["mix-a", "mix-a-2"]
+    assert [first.name, second.name] == ["mix-a", "mix-b-a"]
     assert {first.media_root, second.media_root} == {Path("media")}
     assert first.trust_sizes
     assert second.trust_sizes
@@ -201,6 +213,7 @@ def test_a_list_takes_no_sampling_of_its_own():
         ({"json_path": "a.json", "sampling_strategy": "some"}, "datasets[1].sampling_strategy` is 'some'; it must be"),
         ({"json_path": "a.json", "sampling_strategy": "first:-1"}, "is 'first:-1'; it must be all, first:30%"),
         ({"json_path": "a.json", "sampling_strategy": "first"}, "is 'first'; it must be"),
+        ({"json_path": "a.json", "sampling_strategy": "first:0"}, "is 'first:0'; it must be"),
         ({"json_path": "a.json", "sampling_strategy": None}, "is None; it must be"),
         ({"json_path": "a.json", "sampling_strategy": 100}, "is 100; it must be"),
     ],

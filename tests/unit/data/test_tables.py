@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflop.data import Source
+from dflop.data.manifests.formats import open_reader
 from dflop.data.records import RecordError
 from dflop.errors import UserError
 
@@ -41,6 +42,20 @@ def test_a_message_whose_parts_have_every_column_is_read(profile_source, media):
     frame = profile_source(Source(name="it", path=Path("train.parquet"), media_root=media))
     assert frame["detail"].to_list() == [None]
     assert frame["num_images"].to_list() == [1]
+
+
+def test_a_row_group_of_any_size_is_read_a_few_rows_at_a_time(records_of):
+    rows = [{"id": number, "image": bytes([number]) * 2_000_000} for number in range(60)]
+    pq.write_table(pa.Table.from_pylist(rows), "train.parquet", use_dictionary=False, write_batch_size=1)
+    assert pq.ParquetFile("train.parquet").metadata.num_row_groups == 1
+    reader = open_reader(Path("train.parquet"))
+    before, most = pa.total_allocated_bytes(), 0
+    for number in (*range(60), 3, 50):
+        assert reader.read(number, number + 1) == rows[number]
+        most = max(most, pa.total_allocated_bytes() - before)
+    reader.close()
+    assert most < 60_000_000
+    assert pa.total_allocated_bytes() - before < 1_000_000
 
 
 def test_a_parquet_text_that_is_not_utf8_costs_its_row_alone(records_of):
