@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dflop.artifacts import written_whole
 from dflop.errors import UserError
+from dflop.local_device import local_device
 from dflop.progress import progress_bar
 from dflop.store import LINKS_SCHEMA
 
@@ -134,18 +135,11 @@ def _now(device: torch.device) -> float:
 
 
 def _join_world(device_kind: str) -> torch.device:
+    device = local_device(device_kind)
     if device_kind == "cpu":
         dist.init_process_group("gloo", timeout=_TIMEOUT)
-        return torch.device("cpu")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"`cluster.devices_per_node` is {os.environ['LOCAL_WORLD_SIZE']}, but torch finds "
-            f"{torch.cuda.device_count()} GPU(s) here; correct it or the job's GPUs"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
     return device
 
 

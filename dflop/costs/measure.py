@@ -69,7 +69,6 @@ class Bench:
         self.dtype = torch.float64 if precision == "fp64" else torch.float32
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
         self.depth = depth
-        self.is_tied = False
         self.stage = self._build(placeholder_ids, vocab_size)
         if mesh is not None:
             from dflop.models.tensor_parallel import shard_stage
@@ -91,7 +90,6 @@ class Bench:
         config = make_hf_config(fields, placeholder_ids, vocab_size)
         layer = config.vision_feature_layer
         config.vision_feature_layer = -1 if isinstance(layer, int) else [-1] * len(layer)
-        self.is_tied = config.tie_word_embeddings and self.module == "llm"
         layers = range(self.depth)
         return build_stage(config, self.module, layers=layers, seed=0, dtype=self.dtype, device=self.device)
 

@@ -25,6 +25,7 @@ from dflop.costs.fit import POINT_KEYS
 from dflop.costs.measure import Bench
 from dflop.data import ChatTokenizer
 from dflop.errors import UserError
+from dflop.local_device import local_device
 from dflop.models import load_model_spec
 from dflop.progress import progress_bar
 
@@ -51,14 +52,7 @@ def main() -> int:
 def _measure(config: Config, request: dict[str, Any]) -> None:
     spec, module, tp = load_model_spec(config.model), request["module"], request["tp"]
     is_cuda = config.cluster.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
-    if is_cuda:
-        if torch.cuda.device_count() < tp:
-            raise UserError(
-                f"`cluster.device` is cuda, but torch finds {torch.cuda.device_count()} GPU(s) here, and tp={tp}; run "
-                "on a GPU node, set it to cpu, or plan with `costs.source: analytic`"
-            )
-        torch.cuda.set_device(device)
+    device = local_device(config.cluster.device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
     meshes = DeviceMesh(device.type, torch.arange(dist.get_world_size()).view(-1, tp), mesh_dim_names=("dp", "tp"))
     bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()

@@ -1,13 +1,12 @@
 """Who is who: this rank's place in the plan, and the process groups that its place needs."""
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from dflop.errors import UserError
+from dflop.local_device import local_device
 from dflop.pipeline import Plan, Program, Worker
 from dflop.pipeline.run import Links
 
@@ -39,17 +38,7 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
     """Join the process group that torchrun's environment describes; every rank must call this."""
     store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
     assert world_size == plan.world_size, f"{world_size} processes for a plan of {plan.world_size} ranks"
-    if device_kind == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"the plan puts {os.environ['LOCAL_WORLD_SIZE']} ranks on this node, but torch finds "
-                f"{torch.cuda.device_count()} GPU(s) here; correct `cluster.devices_per_node` or the job's GPUs"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    device = local_device(device_kind)
     dist.init_process_group(
         "nccl" if device_kind == "cuda" else "gloo",
         store=dist.PrefixStore("group", store),
