@@ -17,6 +17,8 @@ from dflop.progress import progress_bar
 
 __all__ = ["main"]
 
+# Fewer whole stages kept out of the fit, or a larger median error, than this are worth a word.
+_FEW_HELD_OUT, _LARGE_ERROR = 6, 0.2
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -314,11 +316,13 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
 
     from dflop.artifacts import written_whole
     from dflop.costs import analytic_points, load_device
+    from dflop.models import digest_of_spec
 
     device = load_device(config.cluster.device_model)
     points = analytic_points(spec, module, tp, device)
     about = {
         "device": f"{config.cluster.device_model} (analytic)",
+        "model": digest_of_spec(spec),
         "device_model": config.cluster.device_model,
         "source": "analytic",
         "module": module,
@@ -412,43 +416,37 @@ def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
 @click.option("--out", type=_FILE, required=True, help="DuckDB file to write.")
 def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, out: Path) -> None:
     """Fit the time and memory model to measurements, with its error on whole stages kept out of the fit."""
-    import polars as pl
-
-    from dflop.costs import fit_costs, fit_links, read_links
+    from dflop.costs import fit_costs, fit_links, read_links, read_measured
     from dflop.stages import STAGES
     from dflop.store import write_costs
 
-    for path in measurements:
-        for suffix in (".parquet", ".parameters.parquet", ".device.parquet"):
-            if not path.with_suffix(suffix).is_file():
-                raise UserError(
-                    f"{path.with_suffix(suffix)} does not exist; "
-                    f"`dflop profile-costs --out {path.with_suffix('.parquet')}` makes it"
-                )
-    measured, parameters, device = (
-        pl.concat([pl.read_parquet(path.with_suffix(suffix)) for path in measurements], how="vertical_relaxed")
-        for suffix in (".parquet", ".parameters.parquet", ".device.parquet")
-    )
-    source = ", ".join(device["source"].unique().sort())
-    tables = fit_costs(measured, parameters, source)
+    measured = read_measured(measurements)
+    (source,) = measured.device["source"].unique()
+    tables = fit_costs(measured.measurements, measured.parameters, source)
     if links_path:
         links = read_links(links_path)
         tables |= {"links": links, "link_model": fit_links(links)}
     write_costs(
         out,
-        {"measurements": measured, "device": device, **tables},
+        {"measurements": measured.measurements, "device": measured.device, **tables},
         {
             "source": source,
-            "config_digest": ",".join(device["config_digest"].unique().sort()),
+            "config_digest": ",".join(measured.device["config_digest"].unique().sort()),
             "code_digest": STAGES["fit-costs"].code_digest,
         },
     )
-    click.echo(f"{out}: error on whole stages, which no fit saw")
+    if source == "analytic":
+        click.echo(f"{out}: analytic; how far the formulas are off is not known")
+    else:
+        click.echo(f"{out}: error on whole stages, which no fit saw")
     for row in tables["fit_error"].iter_rows(named=True):
         click.echo(
             f"  {row['module']} tp{row['tp']} {row['pass']}: median {row['median_error']:.1%}, "
             f"p95 {row['p95_error']:.1%} of {row['num_held_out']}"
         )
+    errors = tables["fit_error"]
+    if len(errors) and (errors["num_held_out"].min() < _FEW_HELD_OUT or errors["median_error"].max() > _LARGE_ERROR):
+        click.echo("  few or rough; raise `costs.time_budget_s`, or measure on a machine that does nothing else")
     for row in tables["link_model"].iter_rows(named=True) if links_path else ():
         click.echo(
             f"  {row['kind']} {row['scope']}, {row['num_ranks']} ranks: {row['latency_s'] * 1e6:.3g} µs and "
@@ -467,7 +465,7 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
     from dflop.artifacts import written_whole
     from dflop.costs import CostModel
     from dflop.data import load_samples
-    from dflop.models import load_model_spec
+    from dflop.models import digest_of_spec, load_model_spec
     from dflop.planning import candidates_frame, describe_choice, search_plans
 
     config = _load("plan", configs)
@@ -481,7 +479,11 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
             bar.update()
 
         cost_model = CostModel.load(costs)
-        found = search_plans(config, load_model_spec(config.model), cost_model, samples, progress)
+        spec = load_model_spec(config.model)
+        cost_model.require_made_for(
+            model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
+        )
+        found = search_plans(config, spec, cost_model, samples, progress)
     with written_whole(candidates) as path:
         candidates_frame(found).write_parquet(path)
     with written_whole(out) as path:

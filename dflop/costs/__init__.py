@@ -5,7 +5,7 @@
 
 from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
 from dflop.costs.devices import DeviceModel, load_device
-from dflop.costs.fit import fit_costs
+from dflop.costs.fit import fit_costs, read_measured
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.model import CostModel, Loads, StageMemory
 
@@ -23,4 +23,5 @@ __all__ = [
     "load_device",
     "module_work",
     "read_links",
+    "read_measured",
 ]

@@ -106,6 +106,8 @@ def load_bounds(path: Path) -> LoadBounds:
         fields = json.loads(path.read_text(encoding="utf-8"))
         bounds = LoadBounds(**{name: (low, high) for name, (low, high) in fields.items()})
         assert all(0 < low <= high for low, high in asdict(bounds).values())
+        counts = (*bounds.num_items, *bounds.num_tokens, *bounds.segment_tokens)
+        assert all(isinstance(count, int) for count in counts)
     except (OSError, ValueError, TypeError, AttributeError, AssertionError):
         raise UserError(f"{path} holds no load bounds; `dflop merge-shapes` writes them beside shapes.duckdb") from None
     return bounds

@@ -7,8 +7,10 @@ weighted by 1/seconds, so that relative errors count, and once more so that outl
 Whole stages (`whole`: embedding to loss, at depths between) are kept out of every fit and give `fit_error`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -19,11 +21,13 @@ from dflop.errors import UserError
 __all__ = [
     "PIECES",
     "POINT_KEYS",
+    "Measured",
     "fit_costs",
     "fit_model",
     "fit_piece",
     "loads_of",
     "median_points",
+    "read_measured",
     "relative_errors",
 ]
 
@@ -31,6 +35,14 @@ __all__ = [
 PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
 POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
 
+_COLUMNS = (
+    (*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"),
+    ("module", "tp", "part", "parameter_bytes"),
+    (
+        *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
+        *("overhead_bytes", "allocator_share", "seconds", "config_digest"),
+    ),
+)
 _NUM_HINGES = 4
 _LEAST_POINTS = {"layers": 4, "first": 2, "last": 2}
 # Relative residuals beyond this weigh less.
@@ -61,6 +73,57 @@ class _Columns:
         slopes = solution[1 + len(self.features) :]
         hinges = tuple((at, float(slope)) for at, slope in zip(self.hinges, slopes, strict=True) if slope > 0)
         return Coefficients(float(solution[0]), tuple(per_load), hinges, self.along)
+
+
+class Measured(NamedTuple):
+    """What `dflop profile-costs` wrote of all modules and tp sizes."""
+
+    measurements: pl.DataFrame
+    parameters: pl.DataFrame
+    device: pl.DataFrame
+
+
+def read_measured(paths: Sequence[Path]) -> Measured:
+    """The files of `dflop profile-costs`, one a module and tp, and what lies beside them.
+
+    Raises:
+        UserError: when one is missing, is no such file, holds nothing that can be fitted, or does not belong to the
+            others: the same module again, another model, device or precision.
+    """
+    parts = []
+    for path in paths:
+        frames = [_read(path.with_suffix(suffix)) for suffix in (".parquet", ".parameters.parquet", ".device.parquet")]
+        for frame, wanted, suffix in zip(frames, _COLUMNS, ("", ".parameters", ".device"), strict=True):
+            if lacking := [name for name in wanted if name not in frame.columns]:
+                raise UserError(
+                    f"{path.with_suffix(suffix + '.parquet')} has no column {lacking[0]!r}: another version of "
+                    "dflop, or another command, wrote it; run `dflop profile-costs` again"
+                )
+        if frames[0]["seconds"].null_count() == len(frames[0]):
+            raise UserError(f"{path}: no point was measured without running out of memory; use a larger tp or device")
+        parts.append(Measured(*(frame.select(wanted) for frame, wanted in zip(frames, _COLUMNS, strict=True))))
+    device = pl.concat([part.device for part in parts], how="vertical_relaxed")
+    if twice := device.filter(device.select("module", "tp").is_duplicated()).select("module", "tp").rows():
+        raise UserError(f"{twice[0][0]} tp={twice[0][1]} was given twice; give each module and tp once")
+    for name in ("source", "model", "device", "device_model", "precision", "torch"):
+        if len(found := device[name].unique(maintain_order=True)) > 1:
+            raise UserError(
+                f"these measurements do not belong together: `{name}` is {' in one, '.join(map(repr, found))} in "
+                "another; measure all modules with the same config on the same device"
+            )
+    return Measured(
+        *(pl.concat(frames, how="vertical_relaxed") for frames in list(zip(*parts, strict=True))[:2]), device
+    )
+
+
+def _read(path: Path) -> pl.DataFrame:
+    try:
+        return pl.read_parquet(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; `dflop profile-costs` makes it") from None
+    except pl.exceptions.PolarsError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is not a Parquet file ({reason}); make it with `dflop profile-costs`") from None
 
 
 def median_points(measurements: pl.DataFrame) -> pl.DataFrame:
@@ -94,16 +157,16 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         if direction == "forward":
             activations |= dict(zip(keys, fit_piece(frame, module, piece, "saved_bytes"), strict=True))
             passing = frame.with_columns(transient=(pl.col("peak_bytes") - pl.col("saved_bytes")).clip(0))
-            fitted = fit_piece(passing, module, piece, "transient")
-            transients |= dict(zip(keys, fitted, strict=True))
-    for (module, tp), frame in points.filter(pl.col("piece") == "layers").group_by("module", "tp"):
-        whole = points.filter((pl.col("module") == module) & (pl.col("tp") == tp))
-        bounds = {
-            feature: (float(own.min() or 0.0), float(own.max() or 0.0))
-            for feature in FEATURES
-            for own in [(frame if feature != "num_targets" else whole).filter(pl.col(feature) > 0)[feature]]
-        }
-        ranges[module, tp] = LoadRange(*(tuple(bounds[feature][end] for feature in FEATURES) for end in (0, 1)))
+            # Layers run one after the other: however many there are, one of them is at work.
+            nothing = Coefficients(0.0, (0.0,) * len(FEATURES), (), FEATURES.index(main_load(module, PIECES[piece][0])))
+            transients |= dict.fromkeys(keys, nothing)
+            transients[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=PIECES[piece][-1:])[0]
+    for (module, tp, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
+        "module", "tp", "checkpointing"
+    ):
+        own = points.filter((pl.col("module") == module) & (pl.col("tp") == tp))
+        bounds = [_bounds(own if feature == "num_targets" else layers, feature) for feature in FEATURES]
+        ranges[module, tp, checkpointing] = LoadRange(*(tuple(bound[end] for bound in bounds) for end in (0, 1)))
     sizes = {
         (row["module"], row["tp"], row["part"]): row["parameter_bytes"] for row in parameters.iter_rows(named=True)
     }
@@ -111,10 +174,20 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         times=times,
         activations=activations,
         transients=transients,
-        parameter_bytes=sizes | {(module, tp, "stage"): 0.0 for module, tp in ranges},
+        parameter_bytes=sizes | {(module, tp, "stage"): 0.0 for module, tp, _ in ranges},
         ranges=ranges,
         source=source,
     )
+
+
+def _bounds(points: pl.DataFrame, feature: str) -> tuple[float, float]:
+    """The least of a load, and the most of it that was measured at every depth."""
+    points = points.filter(pl.col(feature) > 0)
+    if points.is_empty():
+        return 0.0, 0.0
+    if feature == "num_targets":
+        return float(points[feature].min()), float(points[feature].max())
+    return float(points[feature].min()), float(points.group_by("num_layers").agg(pl.col(feature).max())[feature].min())
 
 
 def relative_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
@@ -150,6 +223,8 @@ def fit_costs(
     points = median_points(measurements)
     model = fit_model(points, parameters, source)
     errors = relative_errors(model, points)
+    if source == "analytic":
+        errors = errors.clear()  # a sum of formulas says nothing of how far they are off
     memory = [
         _row(key, fit, "bytes") | {"kind": kind, "parameter_bytes": model.parameter_bytes[key[:3]]}
         for kind, fits in (("activation", model.activations), ("transient", model.transients))
@@ -161,10 +236,10 @@ def fit_costs(
         for key, fit in model.times.items()
     ]
     ranges = [
-        {"module": module, "tp": tp}
+        {"module": module, "tp": tp, "checkpointing": checkpointing}
         | dict(zip((f"least_{feature}" for feature in FEATURES), bounds.least, strict=True))
         | dict(zip((f"most_{feature}" for feature in FEATURES), bounds.most, strict=True))
-        for (module, tp), bounds in model.ranges.items()
+        for (module, tp, checkpointing), bounds in model.ranges.items()
     ]
     return {
         "time_model": pl.DataFrame(
@@ -181,17 +256,20 @@ def fit_costs(
     }
 
 
-def fit_piece(frame: pl.DataFrame, module: str, piece: str, target: str) -> list[Coefficients]:
-    """Coefficients of each of the piece's parts, from one pass's points."""
+def fit_piece(
+    frame: pl.DataFrame, module: str, piece: str, target: str, parts: tuple[str, ...] | None = None
+) -> list[Coefficients]:
+    """Coefficients of each of the piece's parts, or of these as if the piece had each once, from one pass's points."""
     loads = np.column_stack(loads_of(frame))
-    layers = frame["num_layers"].to_numpy().astype(float)
+    once = np.ones(len(frame))
+    layers = frame["num_layers"].to_numpy().astype(float) if parts is None else once
     columns = [
-        _columns(module, part, loads, layers if part == "layer" else np.ones(len(frame)), hinged=target == "seconds")
-        for part in PIECES[piece]
+        _columns(module, part, loads, layers if part == "layer" else once, hinged=target == "seconds")
+        for part in parts or PIECES[piece]
     ]
-    parts = [own.design(loads) for own in columns]
-    solution = _non_negative(np.hstack(parts), np.maximum(frame[target].to_numpy().astype(float), 1e-12))
-    ends = np.cumsum([part.shape[1] for part in parts])[:-1]
+    designs = [own.design(loads) for own in columns]
+    solution = _non_negative(np.hstack(designs), np.maximum(frame[target].to_numpy().astype(float), 1e-12))
+    ends = np.cumsum([design.shape[1] for design in designs])[:-1]
     return [own.coefficients(solved) for own, solved in zip(columns, np.split(solution, ends), strict=True)]
 
 

@@ -91,7 +91,15 @@ class Bench:
         layer = config.vision_feature_layer
         config.vision_feature_layer = -1 if isinstance(layer, int) else [-1] * len(layer)
         layers = range(self.depth)
-        return build_stage(config, self.module, layers=layers, seed=0, dtype=self.dtype, device=self.device)
+        return build_stage(
+            config,
+            self.module,
+            layers=layers,
+            seed=0,
+            dtype=self.dtype,
+            device=self.device,
+            draw_on=self.device,
+        )
 
     def measure(self, point: Point, repeat: int) -> list[dict[str, Any]]:
         """One row a pass: the median of a few runs after a warm-up, short ones more often; the slowest rank counts.
@@ -208,6 +216,7 @@ class Bench:
         """Bytes that live from forward to backward, and the most that live at any time; a warm-up too."""
         self._tidy()
         if self.device.type == "cuda":
+            self._timed(run)  # libraries allocate their workspaces when they are first used
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             output = run.forward()
@@ -340,11 +349,14 @@ def _as_list(value: int | list[int]) -> list[int]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        sign in said for sign in ("allocate memory", "out of memory", "ALLOC_FAILED")
+    )
 
 
 def _cache_bytes(device: torch.device) -> int:
-    """Twice what the device's last cache holds, so that writing as much leaves nothing else in it."""
+    """So much that writing it leaves nothing else in the device's last cache."""
     if device.type == "cuda":
         return 2 * torch.cuda.get_device_properties(device).L2_cache_size
     try:

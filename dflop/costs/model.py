@@ -21,6 +21,7 @@ __all__ = ["FEATURES", "PARTS", "Coefficients", "CostModel", "Loads", "StageMemo
 # The loads that a module's cost depends on; encoders see items, the LLM sees packed text.
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
 PARTS = ("stage", "layer", "first", "last")
+_MADE_FOR = ("model", "precision", "device_model")
 _CHECKPOINTED = ("stage", "layer")
 _TABLES = ("time_model", "memory_model", "load_range", "device", "link_model", "meta")
 
@@ -101,12 +102,15 @@ class CostModel:
     activations: dict[tuple[str, int, str, bool], Coefficients]
     transients: dict[tuple[str, int, str, bool], Coefficients]
     parameter_bytes: dict[tuple[str, int, str], float]
-    ranges: dict[tuple[str, int], LoadRange] = field(default_factory=dict)
+    # By (module, tp, checkpointing).
+    ranges: dict[tuple[str, int, bool], LoadRange] = field(default_factory=dict)
     # What a process holds beside its tensors, and what its allocator holds in vain, as a share of the tensors.
     overhead_bytes: float = 0.0
     allocator_share: float = 0.0
     # Where the costs come from: measured, or analytic, which everything made from them says.
     source: str = "measured"
+    # The model's digest, the precision and the device model that they are costs of, as far as the file says.
+    made_for: dict[str, str] = field(default_factory=dict)
     links: LinkModel = field(default_factory=LinkModel)
 
     @classmethod
@@ -125,10 +129,10 @@ class CostModel:
             {_key(row): _coefficients(row, "bytes") for row in memory if row["kind"] == kind}
             for kind in ("activation", "transient")
         )
-        ranges: dict[tuple[str, int], LoadRange] = {}
+        ranges: dict[tuple[str, int, bool], LoadRange] = {}
         for row in tables["load_range"]:
             bounds = (tuple(float(row[f"{end}_{feature}"]) for feature in FEATURES) for end in ("least", "most"))
-            ranges[row["module"], row["tp"]] = LoadRange(*bounds)
+            ranges[row["module"], row["tp"], row["checkpointing"]] = LoadRange(*bounds)
         return cls(
             times=times,
             activations=kept,
@@ -138,6 +142,7 @@ class CostModel:
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
             allocator_share=max(row["allocator_share"] for row in tables["device"]),
             source=next((row["value"] for row in tables["meta"] if row["key"] == "source"), "measured"),
+            made_for={key: tables["device"][0][key] for key in _MADE_FOR if key in tables["device"][0]},
             links=LinkModel.from_rows(tables["link_model"]),
         )
 
@@ -226,13 +231,22 @@ class CostModel:
                 total += times * fit.without_const(least=least)(loads)
         return total
 
-    def is_extrapolated(self, module: str, tp: int, loads: Loads) -> np.ndarray:
+    def is_extrapolated(self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False) -> np.ndarray:
         """Which microbatches are larger than any that was measured, or smaller."""
         outside = np.zeros(np.shape(loads.num_items), dtype=bool)
-        if (module, tp) in self.ranges:
-            for load, least, most in zip(loads, *self.ranges[module, tp], strict=True):
+        if bounds := self.ranges.get((module, tp, checkpointing)):
+            for load, least, most in zip(loads, *bounds, strict=True):
                 outside |= (load > most) | ((load > 0) & (load < least))
         return outside
+
+    def require_made_for(self, **wanted: str) -> None:
+        """Raise `UserError` when these are costs of another model, precision or device model."""
+        for key, value in wanted.items():
+            if (own := self.made_for.get(key, value)) != value:
+                what = "another model" if key == "model" else f"`{key}` {own!r}, and the config has {value!r}"
+                raise UserError(
+                    f"the costs are of {what}; run `dflop profile-costs` and `dflop fit-costs` again with this config"
+                )
 
     def require(self, module: str, tp: int) -> None:
         """Raise `UserError` when there are no costs of the module at this tp."""

@@ -26,7 +26,7 @@ from dflop.costs.measure import Bench
 from dflop.data import ChatTokenizer
 from dflop.errors import UserError
 from dflop.local_device import local_device
-from dflop.models import load_model_spec
+from dflop.models import digest_of_spec, load_model_spec
 from dflop.progress import progress_bar
 
 # A point may take minutes on a large model; a rank that is gone must not be waited for much longer.
@@ -105,6 +105,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         out = Path(request["out"])
         device_row = {
             "device": torch.cuda.get_device_name() if is_cuda else _cpu_name(),
+            "model": digest_of_spec(spec),
             "device_model": config.cluster.device_model,
             "source": "measured",
             "module": module,

@@ -22,6 +22,7 @@ __all__ = [
     "ShapeRules",
     "check_runnable",
     "check_tp",
+    "digest_of_spec",
     "load_model_spec",
     "model_digest",
     "vision_and_llm",
@@ -153,6 +154,11 @@ def check_tp(spec: ModelSpec, module: str, tp: int) -> None:
             f"tp={tp} does not divide {module}'s {sizes.num_heads} attention heads and {sizes.num_kv_heads} key-value "
             f"heads of {spec.name}; use one of {able}"
         )
+
+
+def digest_of_spec(spec: ModelSpec) -> str:
+    """What the costs of a model depend on: its family and the fields of its config."""
+    return sha256(json.dumps([spec.family, spec.hf_config], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def model_digest(model: ModelConfig) -> str:

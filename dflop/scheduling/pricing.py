@@ -296,7 +296,8 @@ class Pricer:
         for grid in self.plan.grids:
             replica = assignment.llm_dp_rank if grid.module == "llm" else assignment.encoder_rank
             loads = _only(grid.module, self._summed(shapes, replica, assignment.microbatch, grid.dp), slice(None))
-            flags.append(self.costs.is_extrapolated(grid.module, grid.tp, loads).ravel())
+            outside = self.costs.is_extrapolated(grid.module, grid.tp, loads, checkpointing=self.plan.checkpointing)
+            flags.append(outside.ravel())
         return float(np.concatenate(flags).mean())
 
     def _sync_s(self, module: str, stage: int) -> float:

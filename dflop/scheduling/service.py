@@ -16,7 +16,7 @@ from pathlib import Path
 from dflop.config import Config, load_config, select_keys
 from dflop.costs import CostModel
 from dflop.data import load_samples
-from dflop.models import load_model_spec
+from dflop.models import digest_of_spec, load_model_spec
 from dflop.pipeline import load_plan
 from dflop.scheduling.batches import GlobalBatches
 from dflop.scheduling.pricing import Pricer
@@ -29,10 +29,14 @@ __all__ = ["ScheduleService", "open_scheduler"]
 def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
     """The scheduler of a run, from its artifacts (read-only)."""
     samples, _ = load_samples(shapes)
+    spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
+    cost_model.require_made_for(
+        model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
+    )
     pricer = Pricer(
         load_plan(plan),
-        CostModel.load(costs),
-        load_model_spec(config.model),
+        cost_model,
+        spec,
         config.cluster,
         frozen=config.model.freeze,
         precision=config.train.precision,

@@ -36,6 +36,7 @@ def main() -> None:
         sys.exit(f"{arguments.run} is no finished run; `make demo` makes one")
     with tempfile.TemporaryDirectory() as folder:
         figures = measured_anew(arguments.config, arguments.run, Path(folder))
+    figures["held_out_in_the_run"] = held_out(arguments.run / "costs.duckdb")
     figures |= asked(arguments.run / "costs.duckdb") | trained(arguments.run)
     show(figures)
     out = REPOSITORY / "results/benchmarks/costs.json"
@@ -53,12 +54,17 @@ def measured_anew(config: Path, run: Path, folder: Path) -> dict[str, object]:
               "--out", files[-1])  # fmt: skip
         profiling_s[module] = time.perf_counter() - started
     dflop("fit-costs", *files, "--out", folder / "costs.duckdb")
-    with duckdb.connect(str(folder / "costs.duckdb"), read_only=True) as connection:
+    return {"profiling_s": profiling_s, "held_out": held_out(folder / "costs.duckdb")}
+
+
+def held_out(path: Path) -> list[dict[str, object]]:
+    """The errors that a `costs.duckdb` says of itself."""
+    with duckdb.connect(str(path), read_only=True) as connection:
         rows = connection.execute(
             'SELECT module, "pass", num_held_out, median_error, p95_error, bias FROM fit_error ORDER BY ALL'
         ).fetchall()
     names = ("module", "pass", "num_held_out", "median_error", "p95_error", "bias")
-    return {"profiling_s": profiling_s, "held_out": [dict(zip(names, row, strict=True)) for row in rows]}
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def dflop(*arguments: object) -> None:
@@ -109,9 +115,12 @@ def trained(run: Path) -> dict[str, object]:
 
 def show(figures: dict) -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores; python {' '.join(sys.argv)}")
-    for row in figures["held_out"]:
+    for when, row in [
+        *(("in the run", row) for row in figures["held_out_in_the_run"]),
+        *(("anew", row) for row in figures["held_out"]),
+    ]:
         print(
-            f"held out, {row['module']:>6} {row['pass']:<8} median {row['median_error']:6.1%}  p95 "
+            f"held out, {when:<10} {row['module']:>6} {row['pass']:<8} median {row['median_error']:6.1%}  p95 "
             f"{row['p95_error']:6.1%}  bias {row['bias']:+6.1%}  of {row['num_held_out']} whole stages"
         )
     seconds = figures["profiling_s"]

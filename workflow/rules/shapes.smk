@@ -7,6 +7,7 @@ checkpoint demo_data:
         audio=f"{DEMO_DATA}/audio.json",
     log:
         "results/logs/demo_data.log",
+    priority: 10
     params:
         code=code_of("demo-data"),
     shell:

@@ -174,7 +174,16 @@ def test_bounds_come_back_from_their_file(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}x", '{"num_items": [3, 1]}', '{"num_items": [0, 1]}', '{"items": [1, 2]}', '{"num_items": 4}'],
+    [
+        "",
+        "[]",
+        "{}x",
+        '{"num_items": [3, 1]}',
+        '{"num_items": [0, 1]}',
+        '{"items": [1, 2]}',
+        '{"num_items": 4}',
+        '{"num_tokens": [0.5, 10.7]}',
+    ],
 )
 def test_a_file_that_holds_no_bounds_is_refused_with_the_command_that_writes_it(tmp_path, text):
     path = tmp_path / "load_bounds.json"

@@ -1,6 +1,8 @@
 """The fit finds the costs that made the measurements, and says how wrong it is on stages that it has not seen."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.costs import CostModel, Loads, fit_costs
-from dflop.costs.fit import fit_model, median_points
+from dflop.costs.fit import fit_model, median_points, read_measured
 from dflop.costs.model import FEATURES, Coefficients, column_of
 from dflop.errors import UserError
 
@@ -146,7 +148,19 @@ def test_points_that_ran_out_of_memory_are_kept_and_not_fitted(costs, measure_as
     )
     tables = fit(frames._replace(measurements=pl.concat([frames.measurements, lost], how="vertical_relaxed")))
     assert tables["time_model"].equals(fit(frames)["time_model"])
-    assert tables["load_range"].filter(pl.col("module") == "llm")["most_num_tokens"].item() == 2048
+    assert set(tables["load_range"].filter(pl.col("module") == "llm")["most_num_tokens"]) == {2048}
+
+
+def test_the_range_ends_where_a_depth_was_not_measured(costs, measure_as):
+    frames = measure_as(costs, modules=("llm",))
+    too_long = (pl.col("num_layers") == 4) & ~pl.col("checkpointing") & (pl.col("num_tokens") > 512)
+    found = fitted(frames._replace(measurements=frames.measurements.filter(~too_long)))
+    assert found.ranges["llm", 1, False].most[1] == 512
+    assert found.ranges["llm", 1, True].most[1] == 2048
+
+
+def test_analytic_costs_claim_no_error(costs, measure_as):
+    assert fit(measure_as(costs), "analytic")["fit_error"].is_empty()
 
 
 def test_what_is_fitted_is_what_the_cost_model_loads_and_predicts(costs, measure_as, tmp_path):
@@ -154,3 +168,59 @@ def test_what_is_fitted_is_what_the_cost_model_loads_and_predicts(costs, measure
     frames.write(tmp_path / "costs.duckdb", fit(frames))
     loaded = CostModel.load(tmp_path / "costs.duckdb")
     assert loaded == fitted(frames)
+
+
+def write_measured(folder, frames, name, **device) -> Path:
+    """What `dflop profile-costs` writes of one module."""
+    path, module = folder / f"{name}.parquet", name.split("-")[0]
+    about = {"module": module, "tp": 1, "model": "m", "device": "a card", "device_model": "card", "source": "measured"}
+    about |= {"precision": "fp32", "torch": "2", "num_ranks": 1, "threads": 1, "overhead_bytes": 0}
+    about |= {"allocator_share": 0.0, "seconds": 1.0, "config_digest": ""} | device
+    frames.measurements.filter(pl.col("module") == module).write_parquet(path)
+    frames.parameters.filter(pl.col("module") == module).write_parquet(path.with_suffix(".parameters.parquet"))
+    pl.DataFrame([about]).write_parquet(path.with_suffix(".device.parquet"))
+    return path
+
+
+def test_files_of_all_modules_are_read_together(costs, measure_as, tmp_path):
+    frames = measure_as(costs)
+    measured = read_measured([write_measured(tmp_path, frames, module) for module in ("vision", "llm")])
+    assert len(measured.measurements) == len(frames.measurements)
+    assert measured.device["module"].to_list() == ["vision", "llm"]
+
+
+def test_files_that_do_not_belong_together_are_refused_in_one_line(costs, measure_as, tmp_path):
+    frames = measure_as(costs)
+    vision, llm = (write_measured(tmp_path, frames, module) for module in ("vision", "llm"))
+    other = write_measured(tmp_path, frames, "llm-other", device="another card")
+    lost = frames.measurements.with_columns(seconds=pl.lit(None, pl.Float64))
+    empty = write_measured(tmp_path, frames._replace(measurements=lost), "llm-lost")
+    old = write_measured(tmp_path, frames._replace(measurements=frames.measurements.drop("piece")), "llm-old")
+    junk = tmp_path / "junk.parquet"
+    junk.write_text("hello")
+    for paths, said in (
+        ([vision, llm, llm], "llm tp=1 was given twice"),
+        ([vision, other], "`device` is 'a card' in one, 'another card' in another"),
+        ([empty], "no point was measured without running out of memory"),
+        ([old], "llm-old.parquet has no column 'piece': another version of dflop"),
+        ([junk], "junk.parquet is not a Parquet file"),
+        ([tmp_path / "none.parquet"], "none.parquet does not exist; `dflop profile-costs` makes it"),
+    ):
+        with pytest.raises(UserError) as caught:
+            read_measured(paths)
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_costs_of_another_model_precision_or_device_are_refused(costs):
+    made = dataclasses.replace(costs, made_for={"model": "a", "precision": "bf16", "device_model": "h100"})
+    right = {"model": "a", "precision": "bf16", "device_model": "h100"}
+    made.require_made_for(**right)
+    costs.require_made_for(model="b", precision="fp32", device_model="cpu")  # a file that does not say
+    for wrong, said in (
+        ({"model": "b"}, "the costs are of another model; run `dflop profile-costs`"),
+        ({"precision": "fp32"}, "the costs are of `precision` 'bf16', and the config has 'fp32'"),
+        ({"device_model": "cpu"}, "the costs are of `device_model` 'h100', and the config has 'cpu'"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            made.require_made_for(**right | wrong)

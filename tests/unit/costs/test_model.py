@@ -113,10 +113,11 @@ def test_what_a_microbatch_needs_on_top_is_that_of_the_part_that_needs_most(cost
 
 def test_loads_outside_of_what_was_measured_are_flagged(costs):
     bounds = LoadRange((0, 32, 1024, 4), (0, 2048, 2048**2, 1024))
-    ranged = dataclasses.replace(costs, ranges={("llm", 1): bounds})
+    ranged = dataclasses.replace(costs, ranges={("llm", 1, False): bounds})
     loads = make_loads([0] * 5, [100, 4096, 0, 10, 2048], [1e4, 1e6, 0, 100, 2048**2], [5, 5, 0, 5, 2000])
     assert ranged.is_extrapolated("llm", 1, loads).tolist() == [False, True, False, True, True]
     assert not ranged.is_extrapolated("vision", 1, loads).any()
+    assert not ranged.is_extrapolated("llm", 1, loads, checkpointing=True).any()
 
 
 def test_what_a_unit_of_load_adds_lies_between_its_least_and_its_most():

@@ -324,6 +324,6 @@ def test_the_share_of_microbatches_beyond_what_was_measured_is_counted(make_pric
     assignment = at_random(make_pricer(make_plan()), shapes, 0)
     nothing, anything = (0.0,) * 4, (1e12,) * 4
     for most, share in ((anything, 0.0), (nothing, 0.5)):
-        ranges = {("llm", 1): LoadRange(nothing, most), ("vision", 1): LoadRange(nothing, anything)}
+        ranges = {("llm", 1, False): LoadRange(nothing, most), ("vision", 1, False): LoadRange(nothing, anything)}
         pricer = make_pricer(make_plan(), model=dataclasses.replace(costs, ranges=ranges))
         assert pricer.extrapolated_share(shapes, assignment) == share
