@@ -314,8 +314,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
     """Points of the roofline of `cluster.device_model`, and that device as a frame."""
     import polars as pl
 
-    from dflop.artifacts import written_whole
-    from dflop.costs import analytic_points, load_device
+    from dflop.costs import Measured, analytic_points, load_device, write_measured
     from dflop.models import digest_of_spec
 
     device = load_device(config.cluster.device_model)
@@ -336,13 +335,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
         "seconds": 0.0,
         "config_digest": _config_digest("profile-costs", config),
     }
-    for path, frame in (
-        (out, points.measurements),
-        (out.with_suffix(".parameters.parquet"), points.parameters),
-        (out.with_suffix(".device.parquet"), pl.DataFrame([about])),
-    ):
-        with written_whole(path) as beside:
-            frame.write_parquet(beside)
+    write_measured(out, Measured(points.measurements, points.parameters, pl.DataFrame([about])))
 
 
 def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out: Path) -> None:

@@ -84,6 +84,7 @@ STAGES: dict[str, Stage] = {
             "costs/devices.py",
             "costs/devices.yaml",
             "costs/measure.py",
+            "costs/measured.py",
             "local_device.py",
             "memory.py",
             "torchrun.py",
@@ -102,7 +103,7 @@ STAGES: dict[str, Stage] = {
         ),
         code=("costs/links.py", "torchrun.py"),
     ),
-    "fit-costs": Stage((), ("costs/fit.py", "costs/link_model.py", "costs/model.py")),
+    "fit-costs": Stage((), ("costs/fit.py", "costs/measured.py", "costs/link_model.py", "costs/model.py")),
     "plan": Stage(
         (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan"),
         ("data/samples.py", "costs/link_model.py", "costs/model.py", "pipeline", "scheduling", "planning"),

@@ -5,8 +5,9 @@
 
 from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
 from dflop.costs.devices import DeviceModel, load_device
-from dflop.costs.fit import fit_costs, read_measured
+from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
+from dflop.costs.measured import Measured, read_measured, write_measured
 from dflop.costs.model import CostModel, Loads, StageMemory
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Link",
     "LinkModel",
     "Loads",
+    "Measured",
     "StageMemory",
     "analytic_points",
     "fit_costs",
@@ -24,4 +26,5 @@ __all__ = [
     "module_work",
     "read_links",
     "read_measured",
+    "write_measured",
 ]

@@ -228,7 +228,7 @@ class Design:
         model = fit_model(points, parameters)
         errors = relative_errors(model, points)
         if len(errors):
-            self.error = (float(errors["error"].median()), float(errors["error"].quantile(0.95)))
+            self.error = (float(errors["error"].median()), float(errors["error"].quantile(0.95, "linear")))
             good = self.error[0] <= self.target_error and self.error[1] <= _TAIL * self.target_error
             if good and len(errors) >= 2 * _LEAST_HELD_OUT:  # two passes each
                 return []

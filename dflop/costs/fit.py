@@ -7,42 +7,29 @@ weighted by 1/seconds, so that relative errors count, and once more so that outl
 Whole stages (`whole`: embedding to loss, at depths between) are kept out of every fit and give `fit_error`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
+from dflop.costs.measured import POINT_KEYS
 from dflop.costs.model import FEATURES, Coefficients, CostModel, LoadRange, Loads, column_of, main_load
 from dflop.errors import UserError
 
 __all__ = [
     "PIECES",
-    "POINT_KEYS",
-    "Measured",
     "fit_costs",
     "fit_model",
     "fit_piece",
     "loads_of",
     "median_points",
-    "read_measured",
     "relative_errors",
 ]
 
 # What is measured, and the parts it is made of: once, or once a layer.
 PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
-POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
 
-_COLUMNS = (
-    (*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"),
-    ("module", "tp", "part", "parameter_bytes"),
-    (
-        *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
-        *("overhead_bytes", "allocator_share", "seconds", "config_digest"),
-    ),
-)
 _NUM_HINGES = 4
 _LEAST_POINTS = {"layers": 4, "first": 2, "last": 2}
 # Relative residuals beyond this weigh less.
@@ -73,57 +60,6 @@ class _Columns:
         slopes = solution[1 + len(self.features) :]
         hinges = tuple((at, float(slope)) for at, slope in zip(self.hinges, slopes, strict=True) if slope > 0)
         return Coefficients(float(solution[0]), tuple(per_load), hinges, self.along)
-
-
-class Measured(NamedTuple):
-    """What `dflop profile-costs` wrote of all modules and tp sizes."""
-
-    measurements: pl.DataFrame
-    parameters: pl.DataFrame
-    device: pl.DataFrame
-
-
-def read_measured(paths: Sequence[Path]) -> Measured:
-    """The files of `dflop profile-costs`, one a module and tp, and what lies beside them.
-
-    Raises:
-        UserError: when one is missing, is no such file, holds nothing that can be fitted, or does not belong to the
-            others: the same module again, another model, device or precision.
-    """
-    parts = []
-    for path in paths:
-        frames = [_read(path.with_suffix(suffix)) for suffix in (".parquet", ".parameters.parquet", ".device.parquet")]
-        for frame, wanted, suffix in zip(frames, _COLUMNS, ("", ".parameters", ".device"), strict=True):
-            if lacking := [name for name in wanted if name not in frame.columns]:
-                raise UserError(
-                    f"{path.with_suffix(suffix + '.parquet')} has no column {lacking[0]!r}: another version of "
-                    "dflop, or another command, wrote it; run `dflop profile-costs` again"
-                )
-        if frames[0]["seconds"].null_count() == len(frames[0]):
-            raise UserError(f"{path}: no point was measured without running out of memory; use a larger tp or device")
-        parts.append(Measured(*(frame.select(wanted) for frame, wanted in zip(frames, _COLUMNS, strict=True))))
-    device = pl.concat([part.device for part in parts], how="vertical_relaxed")
-    if twice := device.filter(device.select("module", "tp").is_duplicated()).select("module", "tp").rows():
-        raise UserError(f"{twice[0][0]} tp={twice[0][1]} was given twice; give each module and tp once")
-    for name in ("source", "model", "device", "device_model", "precision", "torch"):
-        if len(found := device[name].unique(maintain_order=True)) > 1:
-            raise UserError(
-                f"these measurements do not belong together: `{name}` is {' in one, '.join(map(repr, found))} in "
-                "another; measure all modules with the same config on the same device"
-            )
-    return Measured(
-        *(pl.concat(frames, how="vertical_relaxed") for frames in list(zip(*parts, strict=True))[:2]), device
-    )
-
-
-def _read(path: Path) -> pl.DataFrame:
-    try:
-        return pl.read_parquet(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; `dflop profile-costs` makes it") from None
-    except pl.exceptions.PolarsError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is not a Parquet file ({reason}); make it with `dflop profile-costs`") from None
 
 
 def median_points(measurements: pl.DataFrame) -> pl.DataFrame:

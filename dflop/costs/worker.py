@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging
 
-from dflop.artifacts import written_whole
 from dflop.config import Config, load_config
 from dflop.costs.design import Design, LoadBounds, Point, load_bounds
-from dflop.costs.fit import POINT_KEYS
 from dflop.costs.measure import Bench
+from dflop.costs.measured import POINT_KEYS, Measured, write_measured
 from dflop.data import ChatTokenizer
 from dflop.errors import UserError
 from dflop.local_device import local_device
@@ -100,33 +99,32 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
             bar.set_description(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
     if failure:
         raise failure
-    overhead_bytes, allocator_share = bench.overhead()
+    device_row = _about(config, request, bench, digest_of_spec(spec), time.monotonic() - started)
     if dist.get_rank() == 0:
-        out = Path(request["out"])
-        device_row = {
-            "device": torch.cuda.get_device_name() if is_cuda else _cpu_name(),
-            "model": digest_of_spec(spec),
-            "device_model": config.cluster.device_model,
-            "source": "measured",
-            "module": module,
-            "tp": tp,
-            "num_ranks": dist.get_world_size(),
-            "threads": torch.get_num_threads(),
-            "precision": config.train.precision,
-            "torch": torch.__version__,
-            "overhead_bytes": overhead_bytes,
-            "allocator_share": allocator_share,
-            "seconds": time.monotonic() - started,
-            "config_digest": request["config_digest"],
-        }
-        for path, frame in (
-            (out, pl.DataFrame(rows, infer_schema_length=None).sort(*POINT_KEYS, "pass", "repeat")),
-            (out.with_suffix(".parameters.parquet"), parameters),
-            (out.with_suffix(".device.parquet"), pl.DataFrame([device_row])),
-        ):
-            with written_whole(path) as beside:
-                frame.write_parquet(beside)
+        points = pl.DataFrame(rows, infer_schema_length=None).sort(*POINT_KEYS, "pass", "repeat")
+        write_measured(Path(request["out"]), Measured(points, parameters, pl.DataFrame([device_row])))
     dist.barrier()
+
+
+def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, seconds: float) -> dict[str, Any]:
+    """What was measured, on what; every rank must call this, since it runs a point once more."""
+    overhead_bytes, allocator_share = bench.overhead()
+    return {
+        "module": request["module"],
+        "tp": request["tp"],
+        "model": model,
+        "device": torch.cuda.get_device_name() if bench.device.type == "cuda" else _cpu_name(),
+        "device_model": config.cluster.device_model,
+        "source": "measured",
+        "precision": config.train.precision,
+        "torch": torch.__version__,
+        "num_ranks": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "overhead_bytes": overhead_bytes,
+        "allocator_share": allocator_share,
+        "seconds": seconds,
+        "config_digest": request["config_digest"],
+    }
 
 
 def _told(asked: tuple[Point, int] | None) -> tuple[Point, int] | None:

@@ -9,7 +9,7 @@ import pytest
 
 from dflop.costs import fit_costs
 from dflop.costs.design import LoadBounds
-from dflop.costs.fit import POINT_KEYS
+from dflop.costs.measured import POINT_KEYS
 
 pytestmark = pytest.mark.serial
 

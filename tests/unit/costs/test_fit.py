@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.costs import CostModel, Loads, fit_costs
-from dflop.costs.fit import fit_model, median_points, read_measured
+from dflop.costs.fit import fit_model, median_points
+from dflop.costs.measured import read_measured
 from dflop.costs.model import FEATURES, Coefficients, column_of
 from dflop.errors import UserError
 

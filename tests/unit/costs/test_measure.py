@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dflop.costs.design import Point
-from dflop.costs.fit import POINT_KEYS
 from dflop.costs.measure import Bench, _LiveBytes
+from dflop.costs.measured import POINT_KEYS
 from dflop.errors import UserError
 from dflop.models import internvl
 

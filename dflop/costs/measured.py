@@ -1,0 +1,83 @@
+"""The files of `dflop profile-costs`: what they hold, writing them, and reading those that belong together."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import polars as pl
+
+from dflop.artifacts import written_whole
+from dflop.costs.model import FEATURES
+from dflop.errors import UserError
+
+__all__ = ["POINT_KEYS", "Measured", "read_measured", "write_measured"]
+
+POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
+
+_SUFFIXES = (".parquet", ".parameters.parquet", ".device.parquet")
+_COLUMNS = (
+    (*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"),
+    ("module", "tp", "part", "parameter_bytes"),
+    (
+        *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
+        *("overhead_bytes", "allocator_share", "seconds", "config_digest"),
+    ),
+)
+
+
+class Measured(NamedTuple):
+    """Rows of points, sizes of parts' parameters, and a row on the device and what was measured there."""
+
+    measurements: pl.DataFrame
+    parameters: pl.DataFrame
+    device: pl.DataFrame
+
+
+def write_measured(path: Path, measured: Measured) -> None:
+    """Write the measurements to `path` (.parquet) and the rest beside it."""
+    for frame, columns, suffix in zip(measured, _COLUMNS, _SUFFIXES, strict=True):
+        with written_whole(path.with_suffix(suffix)) as beside:
+            frame.select(columns).write_parquet(beside)
+
+
+def read_measured(paths: Sequence[Path]) -> Measured:
+    """The files of `dflop profile-costs`, one a module and tp, and what lies beside them.
+
+    Raises:
+        UserError: when one is missing, is no such file, holds nothing that can be fitted, or does not belong to the
+            others: the same module again, another model, device or precision.
+    """
+    parts = []
+    for path in paths:
+        frames = [_read(path.with_suffix(suffix)) for suffix in _SUFFIXES]
+        for frame, wanted, suffix in zip(frames, _COLUMNS, _SUFFIXES, strict=True):
+            if lacking := [name for name in wanted if name not in frame.columns]:
+                raise UserError(
+                    f"{path.with_suffix(suffix)} has no column {lacking[0]!r}: another version of "
+                    "dflop, or another command, wrote it; run `dflop profile-costs` again"
+                )
+        if frames[0]["seconds"].null_count() == len(frames[0]):
+            raise UserError(f"{path}: no point was measured without running out of memory; use a larger tp or device")
+        parts.append(Measured(*(frame.select(wanted) for frame, wanted in zip(frames, _COLUMNS, strict=True))))
+    device = pl.concat([part.device for part in parts], how="vertical_relaxed")
+    if twice := device.filter(device.select("module", "tp").is_duplicated()).select("module", "tp").rows():
+        raise UserError(f"{twice[0][0]} tp={twice[0][1]} was given twice; give each module and tp once")
+    for name in ("source", "model", "device", "device_model", "precision", "torch"):
+        if len(found := device[name].unique(maintain_order=True)) > 1:
+            raise UserError(
+                f"these measurements do not belong together: `{name}` is {' in one, '.join(map(repr, found))} in "
+                "another; measure all modules with the same config on the same device"
+            )
+    return Measured(
+        *(pl.concat(frames, how="vertical_relaxed") for frames in list(zip(*parts, strict=True))[:2]), device
+    )
+
+
+def _read(path: Path) -> pl.DataFrame:
+    try:
+        return pl.read_parquet(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; `dflop profile-costs` makes it") from None
+    except pl.exceptions.PolarsError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is not a Parquet file ({reason}); make it with `dflop profile-costs`") from None
