@@ -167,9 +167,8 @@ class CostModel:
         both = []
         for direction in ("forward", "backward"):
             total = np.zeros(np.shape(loads.num_items))
-            for part, times in _parts(num_layers, is_first, is_last):
-                key = (module, tp, part, checkpointing and part in _CHECKPOINTED, direction)
-                total += times * self.times[key](loads)
+            for key, times in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
+                total += times * self.times[*key, direction](loads)
             both.append(np.where(empty, 0.0, total))
         return both[0], both[1]
 
@@ -191,9 +190,8 @@ class CostModel:
         """
         self.require(module, tp)
         parameters, kept, transient = 0.0, np.zeros(np.shape(loads.num_items)), np.zeros(np.shape(loads.num_items))
-        for part, times in _parts(num_layers, is_first, is_last):
-            key = (module, tp, part, checkpointing and part in _CHECKPOINTED)
-            parameters += times * self.parameter_bytes[module, tp, part]
+        for key, times in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
+            parameters += times * self.parameter_bytes[key[:3]]
             kept = kept + times * self.activations[key](loads)
             # Parts run one after the other.
             transient = np.maximum(transient, self.transients[key](loads))
@@ -202,9 +200,8 @@ class CostModel:
     def stage_parameter_bytes(self, module: str, tp: int, num_layers: int, *, is_first: bool, is_last: bool) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
         self.require(module, tp)
-        return sum(
-            times * self.parameter_bytes[module, tp, part] for part, times in _parts(num_layers, is_first, is_last)
-        )
+        parts = _parts(module, tp, num_layers, is_first, is_last, checkpointing=False)
+        return sum(times * self.parameter_bytes[key[:3]] for key, times in parts)
 
     def additive_loads_s(
         self,
@@ -225,10 +222,9 @@ class CostModel:
         """
         self.require(module, tp)
         total = np.zeros(np.shape(loads.num_items))
-        for part, times in _parts(num_layers, is_first, is_last):
+        for key, times in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
             for direction in ("forward", "backward") if has_backward else ("forward",):
-                fit = self.times[module, tp, part, checkpointing and part in _CHECKPOINTED, direction]
-                total += times * fit.without_const(least=least)(loads)
+                total += times * self.times[*key, direction].without_const(least=least)(loads)
         return total
 
     def is_extrapolated(self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False) -> np.ndarray:
@@ -258,9 +254,13 @@ class CostModel:
             )
 
 
-def _parts(num_layers: int, is_first: bool, is_last: bool) -> Iterator[tuple[str, int]]:
-    """The parts of a stage, and how often it has each."""
-    return ((part, times) for part, times in zip(PARTS, (1, num_layers, is_first, is_last), strict=True) if times)
+def _parts(
+    module: str, tp: int, num_layers: int, is_first: bool, is_last: bool, checkpointing: bool
+) -> Iterator[tuple[tuple[str, int, str, bool], int]]:
+    """The keys of a stage's parts, and how often it has each."""
+    for part, times in zip(PARTS, (1, num_layers, is_first, is_last), strict=True):
+        if times:
+            yield (module, tp, part, checkpointing and part in _CHECKPOINTED), times
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, int, str, bool]:
