@@ -92,7 +92,7 @@ def _serve() -> None:
     request = json.loads(sys.stdin.readline())
     config = load_config(request["config"])
     if config.cluster.device == "cpu":
-        os.nice(10)  # it works ahead; the ranks that it shares cores with are waited for
+        os.nice(19)  # it works ahead; the ranks that it shares cores with are waited for
     progress = _Progress(request["first_step"])
     threading.Thread(target=progress.follow_stdin, daemon=True).start()
     scheduler = open_scheduler(config, **{name: Path(request[name]) for name in ("shapes", "costs", "plan")})

@@ -339,7 +339,7 @@ def _data_loader(dataset: MicrobatchLoader, stream: JobStream, config: Config, n
 
 def _give_way(_: int) -> None:
     """Loaders read ahead, ranks are waited for: where they share cores, ranks go first."""
-    os.nice(10)
+    os.nice(19)
 
 
 def _started(loader: DataLoader) -> Iterator:
