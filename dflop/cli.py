@@ -434,7 +434,7 @@ def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, o
         click.echo(f"{out}: error on whole stages, which no fit saw")
     for row in tables["fit_error"].iter_rows(named=True):
         click.echo(
-            f"  {row['module']} tp{row['tp']} {row['pass']}: median {row['median_error']:.1%}, "
+            f"  {row['module']} tp{row['tp']} {row['pass'] or 'peak memory'}: median {row['median_error']:.1%}, "
             f"p95 {row['p95_error']:.1%} of {row['num_held_out']}"
         )
     errors = tables["fit_error"]

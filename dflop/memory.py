@@ -1,16 +1,28 @@
-"""Memory of this process, as Linux counts it."""
+"""Memory of this process and of the machine, as Linux counts it."""
 
+import math
 import re
 from pathlib import Path
 
-__all__ = ["process_bytes"]
+__all__ = ["available_bytes", "process_bytes"]
 
 
 def process_bytes(field: str) -> int:
     """A field of /proc/self/status in bytes: VmRSS (now) or VmHWM (at most); 0 where there is no such file."""
+    found = _field(Path("/proc/self/status"), field)
+    return 0 if found is None else found
+
+
+def available_bytes() -> float:
+    """What processes may still take without swapping; infinite where there is no such file."""
+    found = _field(Path("/proc/meminfo"), "MemAvailable")
+    return math.inf if found is None else float(found)
+
+
+def _field(path: Path, name: str) -> int | None:
     try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
+        text = path.read_text(encoding="ascii")
     except OSError:
-        return 0
-    found = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+        return None
+    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

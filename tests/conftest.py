@@ -122,6 +122,9 @@ def _measure_as(
             keys = {part: (module, 1, part, checkpointing and part in ("stage", "layer")) for part in parts}
             saved = sum(count * model.activations[keys[part]](loads) for part, count in each.items())
             passing = np.max([model.transients[keys[part]](loads) for part in parts], axis=0)
+            if piece == "whole":
+                ends = {"is_first": True, "is_last": True, "checkpointing": checkpointing}
+                passing = model.stage_memory(module, 1, depth, loads, **ends).transient_bytes
             for direction in ("forward", "backward"):
                 seconds = sum(count * model.times[*keys[part], direction](loads) for part, count in each.items())
                 frames += [

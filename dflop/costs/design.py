@@ -1,8 +1,9 @@
 """Which points to measure: a first few over the range of the data, then where the fit is least sure.
 
 Fits to parts of what is known disagree where something is missing; the next point is where they disagree most,
-counted in seconds of a whole stage. Between them whole stages are measured at random loads. No fit sees those:
-they say how good the predictions are, and when they are good enough measuring ends.
+counted in seconds of a whole stage. Between them whole stages are measured on microbatches packed from segments
+of random lengths, sizes spread evenly over their range. No fit sees those: they say how good the predictions are,
+and when they are good enough measuring ends.
 """
 
 import json
@@ -20,13 +21,16 @@ from dflop.costs.fit import PIECES, fit_model, fit_piece, loads_of, median_point
 from dflop.costs.model import CostModel
 from dflop.errors import UserError
 
-__all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "load_bounds"]
+__all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "fitted_depths", "load_bounds"]
 
 _FIRST_SIZES = 5
 _LEAST_SIZES = 3
 _BATCH = 4
-_HELD_OUT_A_BATCH = 2
-_LEAST_HELD_OUT = 10
+_FIRST_HELD_OUT = 12
+_HELD_OUT_A_BATCH = 3
+_LEAST_HELD_OUT = 20
+# Steps of this share of a range come near to every point of it, however many there are (Kronecker's sequence).
+_GOLDEN = (math.sqrt(5) - 1) / 2
 _NUM_FOLDS = 5
 # A p95 within this many times the target median is good enough.
 _TAIL = 2.5
@@ -36,14 +40,13 @@ _LEAST_LONGEST_S = 0.05
 
 
 class Point(NamedTuple):
-    """One microbatch to measure on one piece of a module; segments are of equal length."""
+    """One microbatch to measure on one piece of a module: so many items, or text in segments of these lengths."""
 
     piece: str
     num_layers: int
     checkpointing: bool
     num_items: int = 0
-    num_tokens: int = 0
-    num_segments: int = 0
+    segments: tuple[int, ...] = ()
     num_targets: int = 0
 
     def keys(self) -> dict[str, object]:
@@ -54,13 +57,17 @@ class Point(NamedTuple):
             "checkpointing": self.checkpointing,
             "num_items": self.num_items,
             "num_tokens": self.num_tokens,
-            "sum_sq_tokens": self.num_segments * self.segment_tokens**2,
+            "sum_sq_tokens": sum(length**2 for length in self.segments),
             "num_targets": self.num_targets,
         }
 
     @property
-    def segment_tokens(self) -> int:
-        return self.num_tokens // self.num_segments if self.num_segments else 0
+    def num_tokens(self) -> int:
+        return sum(self.segments)
+
+    @property
+    def size(self) -> int:
+        return self.num_tokens or self.num_items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +120,11 @@ def load_bounds(path: Path) -> LoadBounds:
     return bounds
 
 
+def fitted_depths(num_layers: int) -> tuple[int, int]:
+    """The two depths at which layers are measured: what one layer adds is the difference."""
+    return 1, max(2, min(4, num_layers))
+
+
 class Design:
     """The points of one module at one tp, in the order in which to measure them."""
 
@@ -126,21 +138,27 @@ class Design:
         repeats: int,
         target_error: float,
         time_budget_s: float,
+        room_bytes: float = math.inf,
     ) -> None:
+        """`room_bytes`: what a rank has left for microbatches; none is asked for that would not fit."""
         self.module, self.tp, self.num_layers, self.bounds = module, tp, num_layers, bounds
-        self.depths = (1, max(2, min(4, num_layers)))
+        self.depths = fitted_depths(num_layers)
         self.target_error = target_error
         self.longest_s = max(_LEAST_LONGEST_S, time_budget_s * _LONGEST_SHARE)
+        self.room_bytes = room_bytes
         self.error: tuple[float, float] | None = None
         self._rng = np.random.default_rng(0)
+        self._num_held_out = 0
         self._repeats = repeats
         self._asked: Counter[Point] = Counter()
         self._shortest: dict[tuple[str, int, bool], tuple[int, float]] = {}
+        # The largest size of each kind that does not take too long, and that fits into memory.
         self._limits: dict[tuple[str, int, bool], int] = {}
+        self._fitting: dict[tuple[str, int, bool], int] = {}
         self._sizes = _geometric(*(bounds.num_tokens if module == "llm" else bounds.num_items), ratio=math.sqrt(2))
         self._kinds = [("layers", depth, checkpointing) for checkpointing in (False, True) for depth in self.depths]
         self._kinds += [("first", 0, False), ("last", 0, False)]
-        self._queue = self._rounds(self._spread_points(_FIRST_SIZES) + self._held_out(_HELD_OUT_A_BATCH))
+        self._queue = self._rounds(self._spread_points(_FIRST_SIZES) + self._held_out(_FIRST_HELD_OUT))
 
     def next(self, rows: list[dict], parameters: pl.DataFrame) -> tuple[Point, int] | None:
         """The next point and which repeat of it this is, given all rows so far; None when predictions are good enough.
@@ -150,7 +168,7 @@ class Design:
         while True:
             while self._queue:
                 point = self._queue.pop(0)
-                if not self._is_too_long(point):
+                if not self._is_too_large(point):
                     self._asked[point] += 1
                     return point, self._asked[point] - 1
             more = self._more(rows, parameters)
@@ -162,36 +180,45 @@ class Design:
         return self._repeats * list(dict.fromkeys(points))
 
     def _is_new(self, point: Point) -> bool:
-        return point not in self._asked and not self._is_too_long(point)
+        return point not in self._asked and not self._is_too_large(point)
 
     @property
     def is_covered(self) -> bool:
         """Whether every point that was to come first has been measured, so that a fit is possible."""
         return not any(self._is_new(point) for point in self._queue)
 
-    def took(self, point: Point, seconds: float | None) -> None:
-        """Note how long one run of the point lasted; None if it ran out of memory."""
-        kind, size = point[:3], _size(point)
+    def took(self, point: Point, seconds: float | None, peak_bytes: int | None = None) -> None:
+        """Note how long one run of the point lasted (None if it ran out of memory), and its bytes if it says."""
+        kind, size = point[:3], point.size
         if seconds is None:
             self._limits[kind] = min(size - 1, self._limits.get(kind, size))
             return
+        if peak_bytes and math.isfinite(self.room_bytes):
+            # Taken as proportional to the size; constants make it less for a larger one.
+            fitting = max(size, int(size * self.room_bytes / peak_bytes))
+            self._fitting[kind] = max(fitting, self._fitting.get(kind, 0))
         least, least_s = self._shortest.setdefault(kind, (size, seconds))
         if size > least and kind not in self._limits and seconds > max(least_s, self.longest_s / 4):
             more = (self.longest_s - seconds) * (size - least) / (seconds - least_s)
             self._limits[kind] = max(self._sizes[:_LEAST_SIZES][-1], int(size + more))
 
-    def _is_too_long(self, point: Point) -> bool:
-        return _size(point) > self._limits.get(point[:3], math.inf)
+    def _is_too_large(self, point: Point) -> bool:
+        """Whether it would take too long or too much memory."""
+        return point.size > self._largest(point[:3])
+
+    def _largest(self, kind: tuple[str, int, bool]) -> float:
+        kinds = [kind, *self._kinds] if kind[0] == "whole" else [kind]
+        return min(min(self._limits.get(kind, math.inf), self._fitting.get(kind, math.inf)) for kind in kinds)
 
     def _spread_points(self, count: int) -> list[Point]:
         """`count` sizes of each piece over the range that does not take too long, small ones first."""
         points = []
         for kind in self._kinds:
-            sizes = [size for size in self._sizes if size <= self._limits.get(kind, math.inf)] or self._sizes[:1]
+            sizes = [size for size in self._sizes if size <= self._largest(kind)] or self._sizes[:1]
             for size in _spread(sizes, count - 2 if kind[2] else count):
                 forms = self._forms(*kind, size)
                 points += forms if kind[0] == "last" or not kind[2] else forms[:1]
-        return sorted(points, key=_size)
+        return sorted(points, key=lambda point: point.size)
 
     def _forms(self, piece: str, depth: int, checkpointing: bool, size: int) -> list[Point]:
         """The points of a size: one for an encoder; of text, long and short segments, or few and many targets."""
@@ -201,23 +228,28 @@ class Design:
         least, most = self.bounds.segment_tokens
         lengths = [min(size, most), min(size, least)] if piece == "layers" else [min(size, most)]
         shares = self.bounds.target_share if piece == "last" else (0.0,)
-        return [_text_point(point, size, length, share) for length in lengths for share in shares]
+        return [_with_text(point, (length,) * max(1, size // length), share) for length in lengths for share in shares]
 
     def _held_out(self, count: int) -> list[Point]:
-        """Whole stages at random loads and at depths that are not fitted where there are such."""
+        """The next whole stages, at depths that are not fitted where there are such, every third with checkpointing."""
         points = []
-        largest = max(self._sizes[0], min(self._limits.get(kind, self._sizes[-1]) for kind in self._kinds))
+        depths = range(min(2, self.depths[1]), max(3, self.depths[1]))
         for _ in range(count):
-            depth = int(self._rng.integers(min(2, self.depths[1]), max(3, self.depths[1])))
-            size = int(self._rng.integers(self._sizes[0], largest + 1))
-            point = Point("whole", depth, bool(self._rng.random() < 0.25))
-            if self.module != "llm":
-                points.append(point._replace(num_items=size))
-                continue
-            (low, high), (few, many) = self.bounds.segment_tokens, self.bounds.target_share
-            length = min(size, int(low * (high / low) ** self._rng.random()))
-            points.append(_text_point(point, size, length, few * (many / few) ** self._rng.random()))
+            number, self._num_held_out = self._num_held_out, self._num_held_out + 1
+            point = Point("whole", depths[number // 3 % len(depths)], number % 3 == 2)
+            largest = max(self._sizes[0], min(self._sizes[-1], self._largest(point[:3])))
+            size = round(_between((self._sizes[0], largest), (0.5 + number * _GOLDEN) % 1))
+            if self.module == "llm":
+                point = _with_text(point, self._segments(size), _between(self.bounds.target_share, self._rng.random()))
+            points.append(point if self.module == "llm" else point._replace(num_items=size))
         return points
+
+    def _segments(self, num_tokens: int) -> tuple[int, ...]:
+        """Segments of random lengths that make up so many tokens."""
+        lengths: list[int] = []
+        while (rest := num_tokens - sum(lengths)) > 0:
+            lengths.append(min(rest, round(_between(self.bounds.segment_tokens, self._rng.random()))))
+        return tuple(lengths)
 
     def _more(self, rows: list[dict], parameters: pl.DataFrame) -> list[Point]:
         """What comes next; nothing when the predictions are good enough."""
@@ -230,7 +262,7 @@ class Design:
         if len(errors):
             self.error = (float(errors["error"].median()), float(errors["error"].quantile(0.95, "linear")))
             good = self.error[0] <= self.target_error and self.error[1] <= _TAIL * self.target_error
-            if good and len(errors) >= 2 * _LEAST_HELD_OUT:  # two passes each
+            if good and len(errors) >= 2 * _LEAST_HELD_OUT:  # of two passes each
                 return []
         return self._most_doubtful(points, model) + [
             point for point in self._held_out(_HELD_OUT_A_BATCH) if self._is_new(point)
@@ -273,16 +305,15 @@ class Design:
         return total
 
 
-def _text_point(point: Point, num_tokens: int, length: int, target_share: float) -> Point:
-    """Whole segments of `length` that make up about so many tokens."""
-    num_segments = max(1, num_tokens // length)
-    num_tokens = num_tokens // num_segments * num_segments
-    num_targets = min(num_tokens, math.ceil(num_tokens * target_share))
-    return point._replace(num_tokens=num_tokens, num_segments=num_segments, num_targets=num_targets)
+def _with_text(point: Point, segments: tuple[int, ...], target_share: float) -> Point:
+    num_tokens = sum(segments)
+    return point._replace(segments=segments, num_targets=min(num_tokens, math.ceil(num_tokens * target_share)))
 
 
-def _size(point: Point) -> int:
-    return point.num_tokens or point.num_items
+def _between(bounds: tuple[float, float], share: float) -> float:
+    """So far from the lower to the upper bound, on a logarithmic scale."""
+    low, high = bounds
+    return low * (high / low) ** share
 
 
 def _geometric(low: int, high: int, *, ratio: float) -> list[int]:

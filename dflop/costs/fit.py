@@ -142,6 +142,20 @@ def relative_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(rows).with_columns(error=(pl.col("predicted_s") / pl.col("seconds") - 1).abs())
 
 
+def memory_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
+    """The points of whole stages, with `predicted_bytes` at their peak and the absolute relative `error` of each."""
+    frames = [points.clear().with_columns(predicted_bytes=pl.lit(0.0))]
+    known = points.filter((pl.col("piece") == "whole") & (pl.col("pass") == "forward") & (pl.col("peak_bytes") > 0))
+    for (module, tp, depth, checkpointing), frame in known.group_by(
+        "module", "tp", "num_layers", "checkpointing", maintain_order=True
+    ):
+        memory = model.stage_memory(
+            module, tp, depth, loads_of(frame), is_first=True, is_last=True, checkpointing=checkpointing
+        )
+        frames.append(frame.with_columns(predicted_bytes=pl.Series(memory.activation_bytes + memory.transient_bytes)))
+    return pl.concat(frames).with_columns(error=(pl.col("predicted_bytes") / pl.col("peak_bytes") - 1).abs())
+
+
 def loads_of(points: pl.DataFrame) -> Loads:
     return Loads(*(points[feature].to_numpy().astype(float) for feature in FEATURES))
 
@@ -151,6 +165,8 @@ def fit_costs(
 ) -> dict[str, pl.DataFrame]:
     """The tables `time_model`, `memory_model`, `load_range` and `fit_error`.
 
+    `fit_error` has a row for the seconds of each pass and one, without a pass, for the bytes at the peak.
+
     `measurements` has the columns of `dflop profile-costs`; `parameters` has module, tp, part, parameter_bytes.
 
     Raises:
@@ -158,9 +174,9 @@ def fit_costs(
     """
     points = median_points(measurements)
     model = fit_model(points, parameters, source)
-    errors = relative_errors(model, points)
-    if source == "analytic":
-        errors = errors.clear()  # a sum of formulas says nothing of how far they are off
+    errors, byte_errors = relative_errors(model, points), memory_errors(model, points)
+    if source == "analytic":  # a sum of formulas says nothing of how far they are off
+        errors, byte_errors = errors.clear(), byte_errors.clear()
     memory = [
         _row(key, fit, "bytes") | {"kind": kind, "parameter_bytes": model.parameter_bytes[key[:3]]}
         for kind, fits in (("activation", model.activations), ("transient", model.transients))
@@ -183,13 +199,24 @@ def fit_costs(
         ),
         "memory_model": pl.DataFrame(memory),
         "load_range": pl.DataFrame(ranges),
-        "fit_error": errors.group_by("module", "tp", "pass", maintain_order=True).agg(
-            num_held_out=pl.len(),
-            median_error=pl.col("error").median(),
-            p95_error=pl.col("error").quantile(0.95, "linear"),
-            bias=(pl.col("predicted_s") / pl.col("seconds")).median() - 1,
+        "fit_error": pl.concat(
+            [
+                _error_summary(errors, "seconds", "predicted_s", by=("module", "tp", "pass")),
+                _error_summary(byte_errors, "peak_bytes", "predicted_bytes", by=("module", "tp")),
+            ],
+            how="diagonal",
         ),
     }
+
+
+def _error_summary(errors: pl.DataFrame, quantity: str, predicted: str, *, by: tuple[str, ...]) -> pl.DataFrame:
+    return errors.group_by(*by, maintain_order=True).agg(
+        quantity=pl.lit(quantity),
+        num_held_out=pl.len(),
+        median_error=pl.col("error").median(),
+        p95_error=pl.col("error").quantile(0.95, "linear"),
+        bias=(pl.col(predicted) / pl.col(quantity)).median() - 1,
+    )
 
 
 def fit_piece(

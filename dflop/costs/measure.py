@@ -6,6 +6,7 @@ layers, its head, or all of them together. Microbatches are made up, but packed 
 
 import ctypes
 import gc
+import itertools
 import re
 import statistics
 import time
@@ -13,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import polars as pl
 import torch
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dflop.costs.design import Point
-from dflop.memory import process_bytes
+from dflop.memory import available_bytes, process_bytes
 from dflop.models import ModelSpec, check_runnable
 from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 from dflop.models.llava_onevision.stages import LlmStage, Stage, VisionStage, build_stage, make_hf_config
@@ -34,6 +35,10 @@ __all__ = ["Bench"]
 _LEAST_MEASURED_S = 0.02
 _MOST_RUNS = 5
 _CPU_CACHE_BYTES = 32 * 2**20
+# Of the free memory, so that fragments do not matter.
+_USABLE_SHARE = 0.9
+
+_Result = TypeVar("_Result")
 
 
 class _Run(NamedTuple):
@@ -111,20 +116,18 @@ class Bench:
         saved_bytes = peak_bytes = None
         seconds: list[float | None] = [None, None]
         try:
-            run = self._run(point)
+            run = self._together(lambda: self._run(point))
             if repeat == 0:
-                saved_bytes, peak_bytes = self._bytes(run)
+                saved_bytes, peak_bytes = self._together(lambda: self._bytes(run))
                 if self._largest is None or peak_bytes > self._largest[1]:
                     self._largest = (point, peak_bytes)
             else:
-                self._timed(run)
-            runs = [self._agreed(self._timed(run))]
+                self._together(lambda: self._timed(run))
+            runs = [self._slowest(self._together(lambda: self._timed(run)))]
             count = min(_MOST_RUNS, int(_LEAST_MEASURED_S / sum(runs[0])))
-            runs += [self._agreed(self._timed(run)) for _ in range(count - 1)]
+            runs += [self._slowest(self._together(lambda: self._timed(run))) for _ in range(count - 1)]
             seconds = [statistics.median(passes) for passes in zip(*runs, strict=True)]
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
+        except torch.OutOfMemoryError:
             run = saved_bytes = peak_bytes = None
             self._tidy()
         about = {"module": self.module, "tp": self.tp} | point.keys()
@@ -149,6 +152,18 @@ class Bench:
                 for part, size in sizes.items()
             ]
         )
+
+    def room_bytes(self) -> float:
+        """What the microbatches of this process may take, the least over all ranks; they share a machine's memory."""
+        if self.device.type == "cuda":
+            room = float(torch.cuda.mem_get_info(self.device)[0])
+        else:
+            num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+            room = available_bytes() / num_ranks
+        least = torch.tensor([-_USABLE_SHARE * room], dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(least, dist.ReduceOp.MAX)
+        return -float(least)
 
     def overhead(self) -> tuple[int, float]:
         """Bytes that the process holds beside its tensors, and what its allocator holds in vain (a share of them)."""
@@ -179,8 +194,9 @@ class Bench:
         for leaf in run.inputs:
             leaf.grad = None
         self._zero_gradients()
-        if self._group is not None:
-            dist.barrier(self._group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # launches must not hide behind what was queued before
+        self._slowest([0.0])  # ranks begin together
         start = self._mark()
         output = run.forward()
         half = self._mark()
@@ -207,13 +223,31 @@ class Bench:
         end.synchronize()
         return start.elapsed_time(end) / 1000
 
-    def _agreed(self, seconds: list[float]) -> list[float]:
-        """The slowest of the ranks that act as one."""
+    def _together(self, call: Callable[[], _Result]) -> _Result:
+        """What the call returns. What is out of memory on one of the ranks that act as one is so on all of them.
+
+        Raises:
+            torch.OutOfMemoryError: on every one of these ranks.
+        """
+        result, failure = None, None
+        try:
+            result = call()
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            failure = error
+        (has_failed,) = self._slowest([float(failure is not None)])
+        if has_failed:
+            raise torch.OutOfMemoryError("a rank is out of memory") from failure
+        return result
+
+    def _slowest(self, numbers: list[float]) -> list[float]:
+        """The largest over the ranks that act as one."""
         if self._group is None:
-            return seconds
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
-        return slowest.tolist()
+            return numbers
+        largest = torch.tensor(numbers, dtype=torch.float64)  # on the host: gloo carries it, whatever the device does
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return largest.tolist()
 
     def _bytes(self, run: _Run) -> tuple[int, int]:
         """Bytes that live from forward to backward, and the most that live at any time; a warm-up too."""
@@ -276,13 +310,13 @@ class Bench:
         llm = self.stage
         assert isinstance(llm, LlmStage)
         config = llm.hf.config.text_config
-        length, num_tokens = point.segment_tokens, point.num_tokens
+        num_tokens = point.num_tokens
         ids = torch.randint(config.vocab_size, (num_tokens,), device=self.device, generator=self._generator)
         targets = torch.arange(num_tokens - point.num_targets, num_tokens, device=self.device)
         batch = TextBatch(
             token_ids=ids,
-            position_ids=torch.arange(length, device=self.device).repeat(point.num_segments),
-            segment_ends=[length * (index + 1) for index in range(point.num_segments)],
+            position_ids=torch.cat([torch.arange(length, device=self.device) for length in point.segments]),
+            segment_ends=list(itertools.accumulate(point.segments)),
             visual_positions=(torch.arange(num_tokens // 2, device=self.device),),
             target_positions=targets,
             target_ids=ids[targets],

@@ -190,11 +190,16 @@ class CostModel:
         """
         self.require(module, tp)
         parameters, kept, transient = 0.0, np.zeros(np.shape(loads.num_items)), np.zeros(np.shape(loads.num_items))
+        freed = np.zeros_like(kept)
         for key, times in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
             parameters += times * self.parameter_bytes[key[:3]]
             kept = kept + times * self.activations[key](loads)
-            # Parts run one after the other.
-            transient = np.maximum(transient, self.transients[key](loads))
+            if module == "llm" and key[2] == "last":
+                # Backward comes to the layers when the head has given up what it kept (an encoder's output stays).
+                freed = self.activations[key](loads)
+        for key, _ in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
+            own = self.transients[key](loads)  # parts run one after the other
+            transient = np.maximum(transient, own if key[2] == "last" else own - freed)
         return StageMemory(4.0 * parameters, kept, transient)
 
     def stage_parameter_bytes(self, module: str, tp: int, num_layers: int, *, is_first: bool, is_last: bool) -> float:

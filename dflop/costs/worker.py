@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging
 
 from dflop.config import Config, load_config
-from dflop.costs.design import Design, LoadBounds, Point, load_bounds
+from dflop.costs.design import Design, LoadBounds, Point, fitted_depths, load_bounds
 from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS, Measured, write_measured
 from dflop.data import ChatTokenizer
@@ -55,6 +55,17 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
     meshes = DeviceMesh(device.type, torch.arange(dist.get_world_size()).view(-1, tp), mesh_dim_names=("dp", "tp"))
     bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()
+    tokenizer = ChatTokenizer(Path(request["tokenizer"]) if request["tokenizer"] else None)
+    bench = Bench(
+        spec,
+        module,
+        fitted_depths(spec.module(module).num_layers)[-1],
+        placeholder_ids=tokenizer.placeholder_ids,
+        vocab_size=tokenizer.vocab_size,
+        device=device,
+        precision=config.train.precision,
+        mesh=meshes["tp"] if tp > 1 else None,
+    )
     design = Design(
         module,
         tp,
@@ -63,17 +74,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         repeats=config.costs.repeats,
         target_error=config.costs.target_error,
         time_budget_s=config.costs.time_budget_s,
-    )
-    tokenizer = ChatTokenizer(Path(request["tokenizer"]) if request["tokenizer"] else None)
-    bench = Bench(
-        spec,
-        module,
-        design.depths[-1],
-        placeholder_ids=tokenizer.placeholder_ids,
-        vocab_size=tokenizer.vocab_size,
-        device=device,
-        precision=config.train.precision,
-        mesh=meshes["tp"] if tp > 1 else None,
+        room_bytes=bench.room_bytes(),
     )
     parameters = bench.parameter_sizes()
     rows: list[dict[str, Any]] = []
@@ -93,7 +94,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
             measured = bench.measure(*asked)
             rows += measured
             seconds = [row["seconds"] for row in measured]
-            design.took(asked[0], None if None in seconds else sum(seconds))
+            design.took(asked[0], None if None in seconds else sum(seconds), measured[0]["peak_bytes"])
             bar.update(min(round(budget_s), round(time.monotonic() - started)) - bar.n)
             error = f", held-out error {design.error[0]:.1%} (p95 {design.error[1]:.0%})" if design.error else ""
             bar.set_description(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
@@ -129,16 +130,17 @@ def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, se
 
 def _told(asked: tuple[Point, int] | None) -> tuple[Point, int] | None:
     """Rank 0's point and repeat on every rank; None ends measuring."""
-    numbers = torch.zeros(2 + len(Point._fields), dtype=torch.int64)
-    if asked is not None:
-        point, repeat = asked
-        numbers = torch.tensor([1, repeat, _PIECES.index(point.piece), *map(int, point[1:])])
-    dist.broadcast(numbers, src=0)
-    given, repeat, piece, depth, checkpointing, *loads = numbers.tolist()
-    return (Point(_PIECES[piece], depth, bool(checkpointing), *loads), repeat) if given else None
-
-
-_PIECES = ("layers", "first", "last", "whole")
+    text = torch.tensor(list(json.dumps(asked).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, src=0)
+    if dist.get_rank() != 0:
+        text = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, src=0)
+    told = json.loads(bytes(text.tolist()))
+    if told is None:
+        return None
+    (piece, depth, checkpointing, num_items, segments, num_targets), repeat = told
+    return Point(piece, depth, checkpointing, num_items, tuple(segments), num_targets), repeat
 
 
 def _cpu_name() -> str:

@@ -69,6 +69,7 @@ def draw_costs(
             _parity(grid[row, column], whole, errors.get((module, tp, direction)))
         _throughput(grid[row, 2], own.filter(pl.col("piece") == "layers"), costs)
     finding = "Costs: nothing was measured"
+    fit_error = fit_error.filter(pl.col("quantity") == "seconds")
     if len(fit_error):
         least, most = fit_error["median_error"].min(), fit_error["median_error"].max()
         finding = f"On whole stages, which no fit saw, the cost model is off by {least:.0%} to {most:.0%} (median)"

@@ -234,7 +234,10 @@ def _cost_figures(run: _Run, device: str) -> dict[str, Any]:
         "source": run.costs_meta.get("source", "measured"),
         "device": device,
         "held_out_error": {
-            f"{row['module']} tp{row['tp']} {row['pass']}": {"median": row["median_error"], "p95": row["p95_error"]}
+            f"{row['module']} tp{row['tp']} {row['pass'] or 'peak memory'}": {
+                "median": row["median_error"],
+                "p95": row["p95_error"],
+            }
             for row in run.fit_error.iter_rows(named=True)
         },
     }

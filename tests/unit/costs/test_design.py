@@ -79,7 +79,7 @@ def test_the_first_points_span_the_range_of_the_data_on_every_piece(costs, modul
 
 def test_text_is_measured_in_long_and_in_short_segments_with_few_and_many_targets(costs):
     points, _ = run(make_design(), costs)
-    lengths = {point.segment_tokens for point in points if point.piece == "layers" and point.num_tokens >= 1024}
+    lengths = {point.segments[0] for point in points if point.piece == "layers" and point.num_tokens >= 1024}
     assert {32, 1024} <= lengths
     shares = {round(point.num_targets / point.num_tokens, 2) for point in points if point.piece == "last"}
     assert {0.03, 0.5} <= shares
@@ -100,6 +100,36 @@ def test_noise_asks_for_more_points_and_held_out_stages_come_between_them(costs)
     assert len(whole) >= 25
     assert {point.num_layers for point in whole} <= {2, 3}  # depths that are not fitted
     assert {point.checkpointing for point in whole} == {False, True}
+
+
+def test_held_out_stages_are_packed_from_unequal_segments_and_cover_all_sizes(costs):
+    points, _ = run(make_design(target_error=1e-6), costs, noise=0.1, most=120)
+    whole = [point for point in points if point.piece == "whole"]
+    (low, high), (shortest, longest) = BOUNDS.num_tokens, BOUNDS.segment_tokens
+    octaves = {int(np.log2(point.size / low)) for point in whole}
+    assert octaves >= set(range(int(np.log2(high / low))))
+    for point in whole:
+        assert low <= point.num_tokens <= high
+        assert max(point.segments) <= longest
+        assert all(length >= shortest for length in point.segments[:-1])
+    assert np.median([len(set(point.segments)) for point in whole if point.size > longest]) > 3
+
+
+def test_what_would_not_fit_into_memory_is_not_asked_for(costs):
+    def peak_bytes(point):
+        return 1e6 * point.size * max(1, point.num_layers)
+
+    room = 1e6 * 1500
+    design = Design("llm", 1, 24, BOUNDS, repeats=1, target_error=1e-6, time_budget_s=600, room_bytes=room)
+    asked = []
+    for _ in range(45):
+        point, _ = design.next([], None)
+        asked.append(point)
+        design.took(point, 1e-3, peak_bytes(point))
+    assert max(map(peak_bytes, asked)) <= room
+    sizes = {kind: max(point.size for point in asked if point[:2] == kind) for kind in (("layers", 1), ("layers", 4))}
+    assert sizes["layers", 1] > 2 * sizes["layers", 4]
+    assert any(point.piece == "whole" for point in asked)
 
 
 def test_points_go_where_the_fits_disagree(costs):
@@ -132,7 +162,7 @@ def test_repeats_of_a_point_lie_apart(costs):
 
 def test_a_point_that_runs_out_of_memory_ends_its_sizes():
     design, lost = make_design(), ("layers", 4, False)
-    design.took(Point(*lost, num_tokens=512, num_segments=1), None)
+    design.took(Point(*lost, segments=(512,)), None)
     points = [design.next([], None)[0] for _ in range(35)]
     assert max(point.num_tokens for point in points if point[:3] == lost) < 512
     assert max(point.num_tokens for point in points if point[:3] != lost) > 512

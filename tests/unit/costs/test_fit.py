@@ -28,6 +28,10 @@ def fit(frames, source="measured"):
     return fit_costs(frames.measurements, frames.parameters, source)
 
 
+def seconds_errors(frames) -> pl.DataFrame:
+    return fit(frames)["fit_error"].filter(quantity="seconds")
+
+
 def fitted(frames) -> CostModel:
     return fit_model(median_points(frames.measurements), frames.parameters)
 
@@ -82,11 +86,12 @@ def test_no_coefficient_is_ever_negative(costs, measure_as, noise, seed):
 def test_exact_measurements_leave_no_error_and_noisy_ones_about_their_noise(costs, measure_as):
     exact = fit(measure_as(costs))["fit_error"]
     assert (exact["p95_error"] < 2e-3).all()
-    assert exact.select("module", "tp", "pass").rows() == [
-        (module, 1, direction) for module in ("vision", "llm") for direction in ("forward", "backward")
+    assert exact.select("module", "tp", "quantity", "pass").rows() == [
+        *((module, 1, "seconds", direction) for module in ("vision", "llm") for direction in ("forward", "backward")),
+        *((module, 1, "peak_bytes", None) for module in ("vision", "llm")),
     ]
-    assert exact["num_held_out"].to_list() == [16, 16, 60, 60]
-    noisy = fit(measure_as(costs, noise=0.1, repeats=1))["fit_error"]
+    assert exact["num_held_out"].to_list() == [16, 16, 60, 60, 16, 60]
+    noisy = seconds_errors(measure_as(costs, noise=0.1, repeats=1))
     assert noisy["median_error"].is_between(0.01, 0.3).all()
     assert (noisy["p95_error"] >= noisy["median_error"]).all()
 
@@ -97,8 +102,16 @@ def test_whole_stages_are_kept_out_of_the_fit_and_a_stage_that_is_more_than_its_
     disturbed = frames._replace(measurements=frames.measurements.with_columns(seconds=pl.col("seconds") * slower))
     before, after = fit(frames), fit(disturbed)
     assert after["time_model"].equals(before["time_model"])
-    assert after["fit_error"]["median_error"].to_list() == pytest.approx([1 / 3] * 4, abs=1e-3)
-    assert after["fit_error"]["bias"].to_list() == pytest.approx([-1 / 3] * 4, abs=1e-3)
+    errors = seconds_errors(disturbed)
+    assert errors["median_error"].to_list() == pytest.approx([1 / 3] * 4, abs=1e-3)
+    assert errors["bias"].to_list() == pytest.approx([-1 / 3] * 4, abs=1e-3)
+
+
+def test_stages_that_hold_more_than_their_parts_show_in_the_error_of_memory(costs, measure_as):
+    frames = measure_as(costs)
+    fuller = pl.when(pl.col("piece") == "whole").then(pl.col("peak_bytes") * 5 // 4).otherwise(pl.col("peak_bytes"))
+    errors = fit(frames._replace(measurements=frames.measurements.with_columns(peak_bytes=fuller)))["fit_error"]
+    assert errors.filter(quantity="peak_bytes")["bias"].to_list() == pytest.approx([-0.2] * 2, abs=2e-3)
 
 
 def test_a_single_slow_repeat_changes_nothing(costs, measure_as):
@@ -116,7 +129,7 @@ def test_a_slow_point_in_twenty_changes_little(costs, measure_as):
             seconds=slow
         )
     )
-    assert (fit(disturbed)["fit_error"]["median_error"] < 0.05).all()
+    assert (seconds_errors(disturbed)["median_error"] < 0.05).all()
 
 
 def test_modules_are_fitted_apart(costs, measure_as):

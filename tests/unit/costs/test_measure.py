@@ -34,10 +34,10 @@ def benches(tiny_spec, tokenizer):
     gc.unfreeze()
 
 
-def point_of(module, piece, size, *, depth=1, checkpointing=False, num_segments=1):
+def point_of(module, piece, size, *, depth=1, checkpointing=False, segments=None):
     if module == "vision":
         return Point(piece, depth, checkpointing, num_items=size)
-    return Point(piece, depth, checkpointing, num_tokens=size, num_segments=num_segments, num_targets=size // 4)
+    return Point(piece, depth, checkpointing, segments=segments or (size,), num_targets=size // 4)
 
 
 def measure(bench, point):
@@ -79,9 +79,12 @@ def test_a_whole_stage_keeps_what_its_parts_keep(benches):
         assert kept["whole"] == pytest.approx(kept["first"] + kept["layers"] + kept["last"], rel=0.1)
 
 
-def test_segments_square_apart(benches):
-    frames = [measure(benches["llm"], point_of("llm", "layers", 256, num_segments=count)) for count in (1, 8)]
-    assert [frame["sum_sq_tokens"][0] for frame in frames] == [256**2, 8 * 32**2]
+@pytest.mark.parametrize("segments", [(256,), (32,) * 8, (5, 200, 51)])
+def test_segments_square_apart(benches, segments):
+    frame = measure(benches["llm"], point_of("llm", "layers", 256, segments=segments))
+    assert frame["num_tokens"][0] == 256
+    assert frame["sum_sq_tokens"][0] == sum(length**2 for length in segments)
+    assert (frame["seconds"] > 0).all()
 
 
 def test_parameters_are_counted_by_part(benches):

@@ -104,11 +104,23 @@ def test_resident_memory_is_parameters_gradients_and_two_moments(costs):
 
 
 def test_what_a_microbatch_needs_on_top_is_that_of_the_part_that_needs_most(costs):
+    loads = make_loads(30)
+    parts = [float(costs.transients["vision", 1, part, False](loads)) for part in ("layer", "first", "last")]
+    assert float(costs.stage_memory("vision", 1, 9, loads, **WHOLE).transient_bytes) == max(parts)
     loads = llm_loads(100)
-    parts = [float(costs.transients["llm", 1, part, False](loads)) for part in ("layer", "first", "last")]
-    assert float(costs.stage_memory("llm", 1, 9, loads, **WHOLE).transient_bytes) == max(parts)
     again = costs.stage_memory("llm", 1, 9, loads, **INNER, checkpointing=True)
     assert float(again.transient_bytes) == float(costs.activations["llm", 1, "layer", False](loads))
+
+
+def test_the_llms_layers_use_again_what_the_head_has_given_up(costs):
+    loads = llm_loads(100)
+    layer, first, last = (float(costs.transients["llm", 1, part, False](loads)) for part in ("layer", "first", "last"))
+    given_up = float(costs.activations["llm", 1, "last", False](loads))
+    assert layer > last > layer - given_up  # or the test shows nothing
+    whole = costs.stage_memory("llm", 1, 9, loads, **WHOLE)
+    assert float(whole.transient_bytes) == max(layer - given_up, first - given_up, last)
+    inner = costs.stage_memory("llm", 1, 9, loads, **INNER)
+    assert float(inner.transient_bytes) == layer
 
 
 def test_loads_outside_of_what_was_measured_are_flagged(costs):
