@@ -1,19 +1,38 @@
 """Scheduling: one global batch regrouped into microbatches so that no pipeline stage waits.
 
 `problem` states the question, `policies` and `ilp` answer it, `pricing` says what an answer costs,
-`scheduler` picks, `service` does so beside training.
+`scheduler` picks, `service` does so beside training. `sampler` stands apart: for other people's training loops, which
+need neither databases nor solvers. Names are therefore fetched when they are first asked for.
 """
 
-from dflop.scheduling.batches import GlobalBatches
-from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets
-from dflop.scheduling.policies import descend, lpt_buckets, random_buckets
-from dflop.scheduling.preview import preview_frames
-from dflop.scheduling.pricing import Assignment, Pricer
-from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, goal_s, lower_bound_s
-from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflop.scheduling.batches import GlobalBatches
+    from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets
+    from dflop.scheduling.policies import descend, lpt_buckets, random_buckets
+    from dflop.scheduling.preview import preview_frames
+    from dflop.scheduling.pricing import Assignment, Pricer
+    from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, goal_s, lower_bound_s
+    from dflop.scheduling.sampler import BalancedBatchSampler
+    from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+
+_HOMES = {
+    "batches": ("GlobalBatches",),
+    "ilp": ("CbcProcess", "IlpResult", "ilp_buckets"),
+    "policies": ("descend", "lpt_buckets", "random_buckets"),
+    "preview": ("preview_frames",),
+    "pricing": ("Assignment", "Pricer"),
+    "problem": ("BatchProblem", "bucket_loads", "check_assignment", "goal_s", "lower_bound_s"),
+    "sampler": ("BalancedBatchSampler",),
+    "scheduler": ("BatchScheduler", "StepSchedule"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Assignment",
+    "BalancedBatchSampler",
     "BatchProblem",
     "BatchScheduler",
     "CbcProcess",
@@ -31,3 +50,9 @@ __all__ = [
     "preview_frames",
     "random_buckets",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dflop
+from dflop import scheduling
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(dflop.__file__).parent
@@ -42,6 +43,9 @@ IMPORTED_WITHOUT_TORCH = (
     "dflop.pipeline",
     "dflop.pipeline.simulate",
     "dflop.scheduling",
+    "dflop.scheduling.preview",
+    "dflop.scheduling.replicas",
+    "dflop.scheduling.scheduler",
     "dflop.scheduling.service",
     "dflop.planning",
     "dflop.training",
@@ -140,6 +144,11 @@ def test_planning_and_scheduling_load_neither_torch_nor_transformers():
         script += f"assert not {{'torch', 'transformers'}} & set(sys.modules), {name!r}\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_name_that_scheduling_offers_can_be_had():
+    missing = [name for name in scheduling.__all__ if not hasattr(scheduling, name)]
+    assert missing == []
 
 
 def pyproject() -> dict:
