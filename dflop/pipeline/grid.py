@@ -21,6 +21,8 @@ class Grid:
     tp: int = 1
     pp: int = 1
     rank_offset: int = 0
+    # Layers of each pipeline stage where they are not split evenly; with `num_chunks`, of each of the stages' chunks.
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_ranks % (self.tp * self.pp):
@@ -28,6 +30,8 @@ class Grid:
                 f"{self.module}: {self.num_ranks} ranks cannot be split into tp={self.tp} x pp={self.pp}; "
                 f"use a multiple of {self.tp * self.pp}"
             )
+        if any(count < 1 for count in self.layers):
+            raise UserError(f"{self.module}: layers {list(self.layers)}; every pipeline stage needs at least one")
 
     @property
     def dp(self) -> int:
