@@ -4,6 +4,7 @@
 """
 
 from dflop.pipeline.check import check_program, most_in_flight
+from dflop.pipeline.compiled import CompiledPlan, compile_plan
 from dflop.pipeline.grid import Grid, tile_world
 from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, make_program
 from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, workers_of
@@ -17,16 +18,7 @@ from dflop.pipeline.plan import (
     split_layers,
     why_not_runnable,
 )
-from dflop.pipeline.simulate import (
-    Bridges,
-    CompiledPlan,
-    StageTimes,
-    Timeline,
-    compile_plan,
-    peak_bytes,
-    simulate,
-    simulate_step_s,
-)
+from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
 
 __all__ = [
     "PLACEMENTS",

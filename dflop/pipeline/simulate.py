@@ -1,31 +1,32 @@
 """The simulator: when every forward and backward of a step starts and ends, given how long each takes.
 
-Which computation waits for which follows from the plan alone. So a plan is compiled once: its stages' orders are
-merged into one in which everything comes behind what it waits for. Pricing a batch is then a single pass over
-that order, with all replicas of a stage in an inner loop; the planner and the scheduler make millions of them.
-Compiling never looks at single replicas, and bridges are given as they are used: one entry a message.
+Pricing a batch is a single pass over a compiled plan's order, with all replicas of a stage in an inner loop; the
+planner and the scheduler make millions of them. Bridges are given as they are used: one entry a message.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
 
-from dflop.pipeline.layout import stages_of
-from dflop.pipeline.orders import BACKWARD, FORWARD, WEIGHT, group_orders, has_backward, splits_backward
-from dflop.pipeline.plan import Plan
+from dflop.pipeline.compiled import (
+    BRIDGE_IN,
+    BRIDGE_OUT,
+    DP,
+    FIRST_NODE,
+    FIRST_WORKER,
+    KIND,
+    NO_BACKWARD,
+    SPAN,
+    SPLIT_BACKWARD,
+    STAGE_BEFORE,
+    STAGE_BEHIND,
+    WHOLE_BACKWARD,
+    CompiledPlan,
+)
+from dflop.pipeline.orders import BACKWARD, FORWARD, WEIGHT
 
-__all__ = [
-    "Bridges",
-    "CompiledPlan",
-    "StageTimes",
-    "Timeline",
-    "compile_plan",
-    "peak_bytes",
-    "simulate",
-    "simulate_step_s",
-]
+__all__ = ["Bridges", "StageTimes", "Timeline", "peak_bytes", "simulate", "simulate_step_s"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,70 +84,6 @@ class Timeline:
     def busy_s(self) -> np.ndarray:
         """Seconds that each node computes, [num_nodes]."""
         return np.nansum(self.end_s - self.start_s, axis=(0, 2))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledPlan:
-    """`order` is [num_computations, 3]: pass, stage, microbatch; `stages` is [num_stages, 9] with `_COLUMNS`."""
-
-    num_nodes: int
-    num_workers: int
-    num_microbatches: int
-    splits_backward: bool
-    order: np.ndarray
-    stages: np.ndarray
-    ranks_of_worker: np.ndarray
-
-
-# dp; first node; first worker; workers a node; the stages before and behind in the module, or -1; whether bridges end
-# or begin here (the LLM's first stage, an encoder's last); what a backward pass is (one of `_BACKWARDS`).
-_COLUMNS = (_DP, _NODE, _WORKER, _SPAN, _BEFORE, _BEHIND, _BRIDGE_IN, _BRIDGE_OUT, _KIND) = tuple(range(9))
-_BACKWARDS = (_NONE, _WHOLE, _SPLIT) = (0, 1, 2)
-
-
-def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
-    """Merge the orders of a plan's stages; encoders in `frozen` have no backward."""
-    listed = stages_of(plan)
-    orders = group_orders(plan, frozen)
-    stages = np.zeros((len(listed), len(_COLUMNS)), dtype=np.int64)
-    has_bridges = plan.placement != "monolithic" and len(plan.grids) > 1
-    for place, stage in enumerate(listed):
-        is_first, is_last = stage.pp_stage == 0, stage.pp_stage == plan.num_stages(stage.module) - 1
-        is_llm = stage.module == "llm"
-        kind = _NONE if not has_backward(stage.module, frozen) else _WHOLE
-        stages[place] = (
-            stage.dp,
-            stage.first_node,
-            stage.first_worker,
-            stage.span,
-            -1 if is_first else place - 1,
-            -1 if is_last else place + 1,
-            has_bridges and is_llm and is_first,
-            has_bridges and not is_llm and is_last,
-            _SPLIT if kind == _WHOLE and splits_backward(plan, stage.module) else kind,
-        )
-    groups = np.array([(stage.group, stage.num_groups) for stage in listed], dtype=np.int64)
-    offsets = np.cumsum([0, *(len(order) for order in orders)])
-    num_distinct = sum(len(order) for order in orders)
-    for place, stage in enumerate(listed):
-        if stage.num_groups > 1:
-            num_distinct -= (stage.num_groups - 1) * int((orders[stage.group][:, 1] == place).sum())
-    merged, num_merged = _merge(np.concatenate(orders), offsets, stages, groups, num_distinct, plan.num_microbatches)
-    assert num_merged == num_distinct, "the orders wait for each other in a circle"
-    last = stages[-1]
-    num_workers = max(int(row[_WORKER] + row[_DP] * row[_SPAN]) for row in stages)
-    ranks_of_worker = np.zeros(num_workers, dtype=np.int64)
-    for stage in listed:
-        ranks_of_worker[stage.first_worker : stage.first_worker + stage.dp * stage.span] = stage.tp // stage.span
-    return CompiledPlan(
-        num_nodes=int(last[_NODE] + last[_DP]),
-        num_workers=num_workers,
-        num_microbatches=plan.num_microbatches,
-        splits_backward=plan.schedule == "zb_h1",
-        order=merged,
-        stages=stages,
-        ranks_of_worker=ranks_of_worker,
-    )
 
 
 def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
@@ -226,62 +163,6 @@ def _by_microbatch(num_batches, num_microbatches, batch, microbatch, source, tar
 
 
 @njit(cache=True)
-def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
-    """One order of all groups' computations in which each stands behind what it waits for; and how many were placed.
-
-    All replicas of an encoder are taken to feed all of the LLM's, so that one order serves every batch.
-    """
-    num_groups, num_stages = len(offsets) - 1, len(stages)
-    merged = np.empty((num_distinct, 3), dtype=np.int64)
-    done = np.zeros((3, num_stages, num_microbatches), dtype=np.bool_)
-    cursor = offsets[:-1].copy()
-    count = 0
-    moved = True
-    while moved:
-        moved = False
-        for group in range(num_groups):
-            while cursor[group] < offsets[group + 1]:
-                which, stage, microbatch = items[cursor[group]]
-                first = groups[stage, 0]
-                ready = first == group
-                for other in range(first, first + groups[stage, 1]):
-                    if not ready or cursor[other] >= offsets[other + 1]:
-                        ready = False
-                        break
-                    ready = (items[cursor[other]] == items[cursor[group]]).all()
-                if ready:
-                    ready = _has_what_it_needs(which, stage, microbatch, stages, done)
-                if not ready:
-                    break
-                merged[count] = items[cursor[group]]
-                done[which, stage, microbatch] = True
-                for other in range(first, first + groups[stage, 1]):
-                    cursor[other] += 1
-                count += 1
-                moved = True
-    return merged, count
-
-
-@njit(cache=True)
-def _has_what_it_needs(which, stage, microbatch, stages, done):
-    if which == WEIGHT:
-        return done[BACKWARD, stage, microbatch]
-    if which == FORWARD:
-        neighbour, bridge, far = stages[stage, _BEFORE], stages[stage, _BRIDGE_IN], _BRIDGE_OUT
-    else:
-        if not done[FORWARD, stage, microbatch]:
-            return False
-        neighbour, bridge, far = stages[stage, _BEHIND], stages[stage, _BRIDGE_OUT], _BRIDGE_IN
-    if neighbour >= 0 and not done[which, neighbour, microbatch]:
-        return False
-    if bridge:
-        for other in range(len(stages)):
-            if stages[other, far] and not done[which, other, microbatch]:
-                return False
-    return True
-
-
-@njit(cache=True)
 def _walk(
     order,
     stages,
@@ -303,18 +184,18 @@ def _walk(
     num_batches, _, num_microbatches = forward_s.shape
     keeps_starts = start_s.size > 0
     step_s = np.zeros(num_batches)
-    arrived_s = np.zeros(stages[:, _DP].max())
+    arrived_s = np.zeros(stages[:, DP].max())
     for batch in range(num_batches):
         clocks = np.zeros(num_workers)
         for item in range(len(order)):
             which, stage, microbatch = order[item, 0], order[item, 1], order[item, 2]
-            dp, first_node, span = stages[stage, _DP], stages[stage, _NODE], stages[stage, _SPAN]
-            is_split = stages[stage, _KIND] == _SPLIT
+            dp, first_node, span = stages[stage, DP], stages[stage, FIRST_NODE], stages[stage, SPAN]
+            is_split = stages[stage, KIND] == SPLIT_BACKWARD
             neighbour = -1
             if which != WEIGHT:
                 is_forward = which == FORWARD
-                neighbour = stages[stage, _BEFORE] if is_forward else stages[stage, _BEHIND]
-                if stages[stage, _BRIDGE_IN if is_forward else _BRIDGE_OUT]:
+                neighbour = stages[stage, STAGE_BEFORE] if is_forward else stages[stage, STAGE_BEHIND]
+                if stages[stage, BRIDGE_IN if is_forward else BRIDGE_OUT]:
                     cell = batch * num_microbatches + microbatch
                     for message in range(message_starts[cell], message_starts[cell + 1]):
                         here, there = target[message] - first_node, source[message]
@@ -326,7 +207,7 @@ def _walk(
                             )
             for replica in range(dp):
                 node = first_node + replica
-                worker = stages[stage, _WORKER] + replica * span
+                worker = stages[stage, FIRST_WORKER] + replica * span
                 ready_s = max(arrived_s[replica], clocks[worker])
                 arrived_s[replica] = 0.0
                 for lane in range(1, span):
@@ -334,14 +215,14 @@ def _walk(
                 if which == FORWARD:
                     duration_s = forward_s[batch, node, microbatch]
                     if neighbour >= 0:
-                        other = stages[neighbour, _NODE] + replica
+                        other = stages[neighbour, FIRST_NODE] + replica
                         ready_s = max(ready_s, end_s[0, 0, other, microbatch] + chain_s[batch, other, microbatch])
                 elif which == BACKWARD:
                     duration_s = backward_s[batch, node, microbatch]
                     if is_split:
                         duration_s -= weight_s[batch, node, microbatch]
                     if neighbour >= 0:
-                        other = stages[neighbour, _NODE] + replica
+                        other = stages[neighbour, FIRST_NODE] + replica
                         ready_s = max(ready_s, end_s[0, 1, other, microbatch] + chain_s[batch, node, microbatch])
                 else:
                     duration_s = weight_s[batch, node, microbatch]
@@ -360,10 +241,10 @@ def _per_worker(stages, values, num_workers):
     """Sums over the nodes that each worker carries."""
     sums = np.zeros(num_workers)
     for stage in range(len(stages)):
-        for replica in range(stages[stage, _DP]):
-            for lane in range(stages[stage, _SPAN]):
-                worker = stages[stage, _WORKER] + replica * stages[stage, _SPAN] + lane
-                sums[worker] += values[stages[stage, _NODE] + replica]
+        for replica in range(stages[stage, DP]):
+            for lane in range(stages[stage, SPAN]):
+                worker = stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN] + lane
+                sums[worker] += values[stages[stage, FIRST_NODE] + replica]
     return sums
 
 
@@ -372,13 +253,13 @@ def _peak(order, stages, kept, transient, num_workers):
     held, peak = np.zeros(num_workers), np.zeros(num_workers)
     for item in range(len(order)):
         which, stage, microbatch = order[item, 0], order[item, 1], order[item, 2]
-        kind = stages[stage, _KIND]
+        kind = stages[stage, KIND]
         # What ends here: the whole backward or its last part; a forward that no backward follows.
-        is_end = which == (FORWARD if kind == _NONE else BACKWARD if kind == _WHOLE else WEIGHT)
-        for replica in range(stages[stage, _DP]):
-            node = stages[stage, _NODE] + replica
-            for lane in range(stages[stage, _SPAN]):
-                worker = stages[stage, _WORKER] + replica * stages[stage, _SPAN] + lane
+        is_end = which == (FORWARD if kind == NO_BACKWARD else BACKWARD if kind == WHOLE_BACKWARD else WEIGHT)
+        for replica in range(stages[stage, DP]):
+            node = stages[stage, FIRST_NODE] + replica
+            for lane in range(stages[stage, SPAN]):
+                worker = stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN] + lane
                 if which == FORWARD:
                     held[worker] += kept[node, microbatch]
                 peak[worker] = max(peak[worker], held[worker] + transient[node, microbatch])
