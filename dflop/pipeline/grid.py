@@ -25,6 +25,8 @@ class Grid:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if min(self.tp, self.pp) < 1:
+            raise UserError(f"{self.module}: tp={self.tp} and pp={self.pp} must be at least 1")
         if self.num_ranks < 1 or self.num_ranks % (self.tp * self.pp):
             raise UserError(
                 f"{self.module}: {self.num_ranks} ranks cannot be split into tp={self.tp} x pp={self.pp}; "
@@ -48,6 +50,10 @@ def tile_world(grids: Sequence[Grid], world_size: int) -> None:
     Raises:
         UserError: naming the first rank that no module, or more than one, owns.
     """
+    ordered = sorted(grids, key=lambda grid: grid.rank_offset)
+    ends = [0, *(grid.rank_offset + grid.num_ranks for grid in ordered)]
+    if [*(grid.rank_offset for grid in ordered), world_size] == ends:
+        return
     owners: list[list[str]] = [[] for _ in range(world_size)]
     for grid in grids:
         for rank in range(grid.rank_offset, grid.rank_offset + grid.num_ranks):
