@@ -44,8 +44,9 @@ def most_in_flight(plan: Plan, stage: Stage) -> int:
     """Activations of microbatches that a worker of the stage holds of its module at a time, at most; each chunk counts.
 
     1F1B: one for itself and one for each stage behind it. ZB-H1: as many as 1F1B's first stage, on every stage (Qi et
-    al. 2023). Interleaved: the warm-up's and one (Narayanan et al. 2021, section 2.2.2); the LLM's first
-    chunk is at most two rounds ahead of its backwards. GPipe, and colocated encoders: all.
+    al. 2023). Interleaved: the warm-up's and one (Narayanan et al. 2021, section 2.2.2); the LLM's first chunk is at
+    most two rounds ahead of its backwards, and an encoder half a round ahead of that. GPipe, and colocated encoders:
+    all.
     """
     llm, num_chunks = plan.grid("llm"), plan.num_chunks
     is_llm = stage.module == "llm"
@@ -58,7 +59,7 @@ def most_in_flight(plan: Plan, stage: Stage) -> int:
     if plan.schedule == "interleaved_1f1b" and is_llm:
         return min(plan.num_microbatches * num_chunks, 2 * (llm.pp - place - 1) + (num_chunks - 1) * llm.pp + 1)
     if plan.schedule == "interleaved_1f1b":
-        bound = 2 * llm.pp + plan.grid(stage.module).pp - stage.pp_stage
+        bound = 2 * llm.pp + llm.pp // 2 + plan.grid(stage.module).pp - stage.pp_stage
     elif splits_backward(plan, stage.module):
         before = max((grid.pp for grid in plan.grids[:-1]), default=0) if plan.placement == "disjoint" else 0
         bound = before + llm.pp
