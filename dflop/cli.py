@@ -512,7 +512,7 @@ def schedule_command(
     with open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).open() as scheduler:
         schedules = [scheduler.schedule(step) for step in range(batches)]
         random_s = [scheduler.schedule(step, "random").step_s for step in range(batches)]
-        samples, stages = preview_frames(schedules, scheduler.pricer.program.workers)
+        samples, stages = preview_frames(schedules, scheduler.pricer.nodes)
     for path, frame in ((out, samples), (out.with_name(f"{out.stem}_stages.parquet"), stages)):
         with written_whole(path) as beside:
             frame.write_parquet(beside)
@@ -535,14 +535,16 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
     from dflop.artifacts import written_whole
     from dflop.models import check_runnable
+    from dflop.pipeline import load_plan
     from dflop.reporting.trace import chrome_trace
     from dflop.scheduling.service import open_scheduler
     from dflop.store import read_table
     from dflop.torchrun import is_first_node
-    from dflop.training import launch_ranks, merge_observations, summarise
+    from dflop.training import check_plan, launch_ranks, merge_observations, summarise
 
     config = _load("train", configs)
     check_runnable(config.model.family)
+    check_plan(plan_path, load_plan(plan_path))
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
     # What is amiss is said here, before any rank starts.
     open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).check(config.train.steps)

@@ -1,38 +1,59 @@
 """The pipeline language: grids and plans, the instruction list, and its two executors.
 
-`simulate` prices a program; `run`, which needs torch, executes it and is imported by the trainer alone.
+`simulate` prices a plan; `run`, which needs torch, executes a program and is imported by the trainer alone.
 """
 
+from dflop.pipeline.check import check_program, most_in_flight
+from dflop.pipeline.compiled import CompiledPlan, compile_plan
 from dflop.pipeline.grid import Grid, tile_world
 from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, make_program
-from dflop.pipeline.plan import Plan, Worker, load_plan, plan_from_dict, split_layers
-from dflop.pipeline.simulate import (
-    CompiledProgram,
-    StageTimes,
-    Timeline,
-    compile_program,
-    simulate,
-    simulate_step_s,
+from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, workers_of
+from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
+from dflop.pipeline.plan import (
+    PLACEMENTS,
+    SCHEDULES,
+    Plan,
+    load_plan,
+    plan_from_dict,
+    split_layers,
+    why_not_runnable,
 )
+from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
 
 __all__ = [
-    "CompiledProgram",
+    "PLACEMENTS",
+    "SCHEDULES",
+    "Action",
+    "Bridges",
+    "CompiledPlan",
     "Edge",
     "Grid",
     "Instruction",
+    "Node",
     "Op",
     "Plan",
     "Program",
     "Span",
+    "Stage",
     "StageTimes",
     "Timeline",
     "Worker",
-    "compile_program",
+    "actions_of",
+    "check_program",
+    "compile_plan",
+    "format_actions",
     "load_plan",
     "make_program",
+    "most_in_flight",
+    "nodes_of",
+    "parse_actions",
+    "peak_bytes",
     "plan_from_dict",
     "simulate",
     "simulate_step_s",
     "split_layers",
+    "stages_of",
     "tile_world",
+    "why_not_runnable",
+    "workers_of",
 ]

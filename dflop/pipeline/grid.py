@@ -21,13 +21,19 @@ class Grid:
     tp: int = 1
     pp: int = 1
     rank_offset: int = 0
+    # Layers of each pipeline stage where they are not split evenly; with `num_chunks`, of each of the stages' chunks.
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if min(self.tp, self.pp) < 1:
+            raise UserError(f"{self.module}: tp={self.tp} and pp={self.pp} must be at least 1")
         if self.num_ranks < 1 or self.num_ranks % (self.tp * self.pp):
             raise UserError(
                 f"{self.module}: {self.num_ranks} ranks cannot be split into tp={self.tp} x pp={self.pp}; "
                 f"use a multiple of {self.tp * self.pp}"
             )
+        if any(count < 1 for count in self.layers):
+            raise UserError(f"{self.module}: layers {list(self.layers)}; every pipeline stage needs at least one")
 
     @property
     def dp(self) -> int:
@@ -44,6 +50,10 @@ def tile_world(grids: Sequence[Grid], world_size: int) -> None:
     Raises:
         UserError: naming the first rank that no module, or more than one, owns.
     """
+    ordered = sorted(grids, key=lambda grid: grid.rank_offset)
+    ends = [0, *(grid.rank_offset + grid.num_ranks for grid in ordered)]
+    if [*(grid.rank_offset for grid in ordered), world_size] == ends:
+        return
     owners: list[list[str]] = [[] for _ in range(world_size)]
     for grid in grids:
         for rank in range(grid.rank_offset, grid.rank_offset + grid.num_ranks):

@@ -1,16 +1,19 @@
-"""The instruction list: what every worker does in one step, in which order.
+"""The instruction list: what every worker does in one step, in which order, transfers included.
 
-A pure function of the plan. The simulator prices the list, the trainer executes it. Workers are numbered
-as in `Plan.workers`; an edge joins a worker to one that consumes what it makes, inside a module or over
-the bridge between two modules. What travels over an edge is known from the schedule, so a list holds no
-sizes; an edge without data for a microbatch is skipped by both ends.
+A pure function of the plan. The trainer executes the list; the simulator prices the same orders, without
+making an object of every instruction. Nodes and workers are numbered as in `layout`; an edge joins a node to
+one that consumes what it makes, inside a module or over the bridge between two modules. What travels over an
+edge is known from the schedule, so a list holds no sizes; an edge without data for a microbatch is skipped by
+both ends, and one between nodes that share ranks needs no transfer.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dflop.pipeline.plan import Plan, Worker
+from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, workers_of
+from dflop.pipeline.orders import BACKWARD, FORWARD, group_orders, has_backward, splits_backward
+from dflop.pipeline.plan import Plan
 
 __all__ = ["Edge", "Instruction", "Op", "Program", "Span", "make_program"]
 
@@ -23,21 +26,24 @@ class Op(StrEnum):
     SEND_FORWARD = "SEND_F"
     RECV_BACKWARD = "RECV_B"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
     SEND_BACKWARD = "SEND_B"
     SYNC_GRADIENTS = "SYNC"
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One action; `microbatch` is -1 for the gradient sync, `edge` the index of the edge for transfers."""
+    """One action of a node; `microbatch` is -1 for the gradient sync, `edge` the index of the edge for transfers."""
 
     op: Op
+    node: int
     microbatch: int = -1
     edge: int = -1
 
     def __str__(self) -> str:
         where = f"@{self.edge}" if self.edge >= 0 else ""
-        return f"{self.microbatch if self.microbatch >= 0 else ''}{self.op}{where}"
+        return f"{self.node}{self.op}{self.microbatch if self.microbatch >= 0 else ''}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Data flows from worker `source` to worker `target` going forward, back again going backward."""
+    """Data flows from node `source` to node `target` going forward, back again going backward."""
 
     source: int
     target: int
@@ -65,8 +71,12 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """Every worker's instructions for one step, and the edges they speak of."""
+    """Every worker's instructions for one step, and the nodes and edges they speak of.
 
+    A node that several workers carry stands in the lists of all of them.
+    """
+
+    nodes: tuple[Node, ...]
     workers: tuple[Worker, ...]
     edges: tuple[Edge, ...]
     num_microbatches: int
@@ -74,77 +84,69 @@ class Program:
 
 
 def make_program(plan: Plan, frozen: Collection[str] = ()) -> Program:
-    """The 1F1B program of a plan. Modules in `frozen` compute no gradients, and encoders among them no backward.
-
-    The encoder stage stands before the LLM's stages in one chain of `depth` stages; the stage at place s
-    runs `depth - s - 1` forwards ahead of its first backward (PipeDream-Flush, Narayanan et al. 2021).
-    """
-    assert plan.schedule == "1f1b", plan.schedule
-    workers = plan.workers
-    edges = _edges(plan)
-    llm_depth = plan.grid("llm").pp
-    programs = []
+    """The program of a plan. Modules in `frozen` compute no gradients, and encoders among them no backward."""
+    stages, nodes, workers = stages_of(plan), nodes_of(plan), workers_of(plan)
+    edges = _edges(plan, stages)
+    carriers: list[set[int]] = [set() for _ in nodes]
     for index, worker in enumerate(workers):
-        ahead = llm_depth - worker.pp_stage - 1 if worker.module == "llm" else llm_depth
-        inputs = [number for number, edge in enumerate(edges) if edge.target == index]
-        outputs = [number for number, edge in enumerate(edges) if edge.source == index]
-        # A frozen encoder computes no gradient, so neither end of its bridge moves one.
-        has_backward = worker.module == "llm" or worker.module not in frozen
-        owed = [
-            number
-            for number in inputs
-            if workers[edges[number].source].module == "llm" or workers[edges[number].source].module not in frozen
-        ]
-        forwards = [_forward(microbatch, inputs, outputs) for microbatch in range(plan.num_microbatches)]
-        backwards = [
-            _backward(microbatch, outputs, owed) if has_backward else [] for microbatch in range(plan.num_microbatches)
-        ]
-        programs.append((*_one_forward_one_backward(forwards, backwards, ahead), Instruction(Op.SYNC_GRADIENTS)))
-    return Program(workers=workers, edges=edges, num_microbatches=plan.num_microbatches, instructions=tuple(programs))
+        for node in worker.nodes:
+            carriers[node].add(index)
+    inputs: list[list[int]] = [[] for _ in nodes]
+    outputs: list[list[int]] = [[] for _ in nodes]
+    for number, edge in enumerate(edges):
+        if not carriers[edge.source] & carriers[edge.target]:
+            inputs[edge.target].append(number)
+            outputs[edge.source].append(number)
+    # A frozen encoder computes no gradient, so neither end of its bridge moves one.
+    owed = [[edge for edge in own if has_backward(nodes[edges[edge].source].module, frozen)] for own in inputs]
+    # The workers of a group follow each other, one run of workers a group.
+    lists: list[tuple[Instruction, ...]] = [()] * len(workers)
+    for group, order in enumerate(group_orders(plan, frozen)):
+        for worker in _workers_of_group(stages, group):
+            listed: list[Instruction] = []
+            for pass_, place, microbatch in order.tolist():
+                stage = stages[place]
+                node = stage.first_node + (worker - stage.first_worker) // stage.span
+                if pass_ == FORWARD:
+                    listed += (Instruction(Op.RECV_FORWARD, node, microbatch, edge) for edge in inputs[node])
+                    listed.append(Instruction(Op.FORWARD, node, microbatch))
+                    listed += (Instruction(Op.SEND_FORWARD, node, microbatch, edge) for edge in outputs[node])
+                elif pass_ == BACKWARD:
+                    op = Op.BACKWARD_INPUT if splits_backward(plan, stage.module) else Op.BACKWARD
+                    listed += (Instruction(Op.RECV_BACKWARD, node, microbatch, edge) for edge in outputs[node])
+                    listed.append(Instruction(op, node, microbatch))
+                    listed += (Instruction(Op.SEND_BACKWARD, node, microbatch, edge) for edge in owed[node])
+                else:
+                    listed.append(Instruction(Op.BACKWARD_WEIGHT, node, microbatch))
+            lists[worker] = (*listed, *(Instruction(Op.SYNC_GRADIENTS, node) for node in workers[worker].nodes))
+    return Program(
+        nodes=nodes,
+        workers=workers,
+        edges=edges,
+        num_microbatches=plan.num_microbatches,
+        instructions=tuple(lists),
+    )
 
 
-def _edges(plan: Plan) -> tuple[Edge, ...]:
-    place = {worker: index for index, worker in enumerate(plan.workers)}
-    llm = plan.grid("llm")
+def _workers_of_group(stages: tuple[Stage, ...], group: int) -> range:
+    stage = next(stage for stage in reversed(stages) if stage.group == group and stage.num_groups == 1)
+    return range(stage.first_worker, stage.first_worker + stage.dp * stage.span)
+
+
+def _edges(plan: Plan, stages: tuple[Stage, ...]) -> tuple[Edge, ...]:
+    """Bridges first: each encoder replica to each of the LLM's, or, where they share a grid, to its own."""
+    first_llm = next(stage for stage in stages if stage.module == "llm")
     bridges = [
-        Edge(place[Worker(encoder.module, encoder.pp - 1, source)], place[Worker("llm", 0, target)], True)
-        for encoder in plan.grids[:-1]
-        for source in range(encoder.dp)
-        for target in range(llm.dp)
+        Edge(stage.first_node + source, first_llm.first_node + target, True)
+        for stage in stages
+        if stage.module != "llm" and stage.pp_stage == plan.num_stages(stage.module) - 1
+        for source in range(stage.dp)
+        for target in ([source] if plan.placement == "monolithic" else range(first_llm.dp))
     ]
     inside = [
-        Edge(place[Worker(grid.module, stage, replica)], place[Worker(grid.module, stage + 1, replica)], False)
-        for grid in plan.grids
-        for stage in range(grid.pp - 1)
-        for replica in range(grid.dp)
+        Edge(stage.first_node + replica, stage.first_node + stage.dp + replica, False)
+        for stage in stages
+        if stage.pp_stage < plan.num_stages(stage.module) - 1
+        for replica in range(stage.dp)
     ]
     return (*bridges, *inside)
-
-
-def _forward(microbatch: int, inputs: list[int], outputs: list[int]) -> list[Instruction]:
-    return [
-        *(Instruction(Op.RECV_FORWARD, microbatch, edge) for edge in inputs),
-        Instruction(Op.FORWARD, microbatch),
-        *(Instruction(Op.SEND_FORWARD, microbatch, edge) for edge in outputs),
-    ]
-
-
-def _backward(microbatch: int, outputs: list[int], inputs: list[int]) -> list[Instruction]:
-    return [
-        *(Instruction(Op.RECV_BACKWARD, microbatch, edge) for edge in outputs),
-        Instruction(Op.BACKWARD, microbatch),
-        *(Instruction(Op.SEND_BACKWARD, microbatch, edge) for edge in inputs),
-    ]
-
-
-def _one_forward_one_backward(
-    forwards: list[list[Instruction]], backwards: list[list[Instruction]], ahead: int
-) -> list[Instruction]:
-    num_microbatches = len(forwards)
-    ahead = min(ahead, num_microbatches)
-    listed = [instruction for forward in forwards[:ahead] for instruction in forward]
-    for microbatch in range(num_microbatches):
-        if ahead + microbatch < num_microbatches:
-            listed += forwards[ahead + microbatch]
-        listed += backwards[microbatch]
-    return listed

@@ -1,10 +1,11 @@
 """Plans: a placement, one grid per module, the number of microbatches, checkpointing and the schedule.
 
 A plan is what the search chooses and what the trainer obeys; `plan.yaml` holds one, with the prediction
-that it was chosen for beside it.
+that it was chosen for beside it. More can be said, and priced, than can be trained today: `why_not_runnable`
+draws that line.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,41 +15,96 @@ import yaml
 from dflop.errors import UserError
 from dflop.pipeline.grid import Grid, tile_world
 
-__all__ = ["Plan", "Worker", "load_plan", "plan_from_dict", "split_layers"]
+__all__ = ["PLACEMENTS", "SCHEDULES", "Plan", "load_plan", "plan_from_dict", "split_layers", "why_not_runnable"]
 
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One replica of one pipeline stage of a module: `tp` ranks that act as one."""
-
-    module: str
-    pp_stage: int
-    dp_rank: int
+PLACEMENTS = ("disjoint", "colocated", "monolithic")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
+_RUNNABLE_SCHEDULES = ("1f1b", "gpipe")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Grids in the order the data takes: encoders first, the LLM last."""
+    """Grids in the order the data takes: encoders first, the LLM last.
+
+    `disjoint`: every module has ranks of its own. `colocated`: each encoder has a shard on all of the LLM's ranks.
+    `monolithic`: each encoder sits on the ranks of the LLM's first pipeline stage, with its tp and dp.
+    `num_chunks` is the number of runs of LLM layers that an LLM rank holds (v of `interleaved_1f1b`).
+
+    Raises:
+        UserError: when the grids do not fit the placement, or the numbers the schedule.
+    """
 
     placement: str
     grids: tuple[Grid, ...]
     num_microbatches: int
     checkpointing: bool = False
     schedule: str = "1f1b"
+    num_chunks: int = 1
 
     def __post_init__(self) -> None:
         assert self.grids[-1].module == "llm", "the LLM's grid stands last"
-        tile_world(self.grids, self.world_size)
-        for encoder in self.grids[:-1]:
-            if encoder.pp > 1:
-                raise UserError(f"{encoder.module}: pp={encoder.pp}, but encoders run in one stage; use pp: 1")
+        for name, value, choices in (
+            ("placement", self.placement, PLACEMENTS),
+            ("schedule", self.schedule, SCHEDULES),
+        ):
+            if value not in choices:
+                raise UserError(f"the plan's {name} is {value!r}; it must be one of {', '.join(choices)}")
+        if self.num_microbatches < 1:
+            raise UserError(f"the plan has {self.num_microbatches} microbatches; use at least 1")
+        self._check_placement()
+        self._check_chunks()
         for grid in self.grids:
-            if grid.tp > 1:
-                raise UserError(f"{grid.module}: tp={grid.tp}, but tensor parallelism cannot run yet; use tp: 1")
+            if grid.layers and len(grid.layers) != self.num_stages(grid.module):
+                raise UserError(
+                    f"{grid.module}: layers are given for {len(grid.layers)} stages, but pp={grid.pp}"
+                    + (f" with {self.num_chunks} chunks" if grid.module == "llm" and self.num_chunks > 1 else "")
+                    + f" makes {self.num_stages(grid.module)}; give as many numbers, or none for an even split"
+                )
+
+    def _check_placement(self) -> None:
+        if self.placement == "disjoint":
+            tile_world(self.grids, self.world_size)
+            return
+        llm = self.grid("llm")
+        num_ranks = llm.num_ranks if self.placement == "colocated" else llm.dp * llm.tp
+        where = "all of the LLM's ranks" if self.placement == "colocated" else "the ranks of the LLM's first stage"
+        tile_world((llm,), llm.num_ranks)
+        for encoder in self.grids[:-1]:
+            if (encoder.num_ranks, encoder.rank_offset, encoder.pp) != (num_ranks, 0, 1):
+                raise UserError(
+                    f"{encoder.module}: {encoder.num_ranks} ranks from rank {encoder.rank_offset} on with "
+                    f"pp={encoder.pp}, but {self.placement} encoders own {where}; "
+                    f"use num_ranks: {num_ranks}, rank_offset: 0, pp: 1"
+                )
+            if self.placement == "monolithic" and encoder.tp != llm.tp:
+                raise UserError(
+                    f"{encoder.module}: tp={encoder.tp}, but a monolithic encoder has the LLM's grid; use tp: {llm.tp}"
+                )
+
+    def _check_chunks(self) -> None:
+        pp = self.grid("llm").pp
+        if self.schedule != "interleaved_1f1b":
+            if self.num_chunks != 1:
+                raise UserError(
+                    f"the plan has num_chunks={self.num_chunks} with {self.schedule}; use num_chunks: 1 or "
+                    "schedule: interleaved_1f1b"
+                )
+            return
+        if self.num_chunks < 2 or pp < 2:
+            raise UserError(
+                f"interleaved_1f1b with num_chunks={self.num_chunks} and llm pp={pp} interleaves nothing; use both of "
+                "at least 2, or schedule: 1f1b"
+            )
+        if self.num_microbatches % pp:
+            raise UserError(
+                f"interleaved_1f1b takes microbatches in rounds of pp={pp}, but there are {self.num_microbatches}; "
+                f"use a multiple of {pp}"
+            )
 
     @property
     def world_size(self) -> int:
-        return sum(grid.num_ranks for grid in self.grids)
+        grids = self.grids if self.placement == "disjoint" else self.grids[-1:]
+        return sum(grid.num_ranks for grid in grids)
 
     @property
     def num_buckets(self) -> int:
@@ -57,15 +113,25 @@ class Plan:
     def grid(self, module: str) -> Grid:
         return next(grid for grid in self.grids if grid.module == module)
 
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """All stage replicas by rising rank."""
-        return tuple(
-            Worker(grid.module, stage, replica)
-            for grid in self.grids
-            for stage in range(grid.pp)
-            for replica in range(grid.dp)
-        )
+    def num_stages(self, module: str) -> int:
+        """Pipeline stages of a module; each chunk of an LLM rank is one."""
+        return self.grid(module).pp * (self.num_chunks if module == "llm" else 1)
+
+    def layers_of(self, module: str, num_layers: int) -> list[range]:
+        """Layers of each of a module's stages.
+
+        Raises:
+            UserError: when the plan's `layers` are not as many as the module has, or there are more stages than layers.
+        """
+        given = self.grid(module).layers
+        if not given:
+            return split_layers(num_layers, self.num_stages(module))
+        if sum(given) != num_layers:
+            raise UserError(
+                f"{module}: the plan's layers {list(given)} are {sum(given)} together, the model has {num_layers}; "
+                "make the plan again with `dflop plan`"
+            )
+        return _ranges(given)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -77,21 +143,48 @@ class Plan:
                     "pp": grid.pp,
                     "dp": grid.dp,
                     "rank_offset": grid.rank_offset,
+                    "layers": list(grid.layers) or None,
                 }
                 for grid in self.grids
             },
             "num_microbatches": self.num_microbatches,
             "checkpointing": self.checkpointing,
             "schedule": self.schedule,
+            "num_chunks": self.num_chunks,
         }
 
     def __str__(self) -> str:
-        grids = " + ".join(f"{grid.module} tp{grid.tp} pp{grid.pp} dp{grid.dp}" for grid in self.grids)
+        grids = " + ".join(
+            f"{grid.module} tp{grid.tp} pp{grid.pp} dp{grid.dp}"
+            + (f" (layers {'+'.join(map(str, grid.layers))})" if grid.layers else "")
+            for grid in self.grids
+        )
+        chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         checkpointing = ", checkpointing" if self.checkpointing else ""
-        return f"{self.placement}: {grids}, {self.num_microbatches} microbatches, {self.schedule}{checkpointing}"
+        return (
+            f"{self.placement}: {grids}, {self.num_microbatches} microbatches, {self.schedule}{chunks}{checkpointing}"
+        )
+
+
+def why_not_runnable(plan: Plan) -> str | None:
+    """A sentence on what keeps the plan from being trained today; None when nothing does."""
+    if plan.placement != "disjoint":
+        return f"{plan.placement} plans can be priced, but not trained yet; use placement: disjoint"
+    if plan.schedule not in _RUNNABLE_SCHEDULES:
+        return f"{plan.schedule} can be priced, but not trained yet; use schedule: {' or '.join(_RUNNABLE_SCHEDULES)}"
+    if len(plan.grids) != 2:
+        return f"the plan has {len(plan.grids) - 1} encoders, and training knows one; use one encoder and the LLM"
+    for grid in plan.grids:
+        if grid.tp > 1:
+            return f"{grid.module}: tp={grid.tp}, but tensor parallelism cannot be trained yet; use tp: 1"
+    for encoder in plan.grids[:-1]:
+        if encoder.pp > 1:
+            return f"{encoder.module}: pp={encoder.pp}, but encoders are trained in one stage; use pp: 1"
+    return None
 
 
 def plan_from_dict(values: Mapping[str, Any]) -> Plan:
+    """The plan that `to_dict` gave; what older files lack has its default."""
     return Plan(
         placement=values["placement"],
         grids=tuple(
@@ -101,6 +194,7 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
                 tp=grid["tp"],
                 pp=grid["pp"],
                 rank_offset=grid["rank_offset"],
+                layers=tuple(grid.get("layers") or ()),
             )
             for module, grid in sorted(
                 values["grids"].items(), key=lambda entry: (entry[0] == "llm", entry[1]["rank_offset"])
@@ -109,6 +203,7 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
         num_microbatches=values["num_microbatches"],
         checkpointing=values["checkpointing"],
         schedule=values["schedule"],
+        num_chunks=values.get("num_chunks", 1),
     )
 
 
@@ -135,9 +230,12 @@ def split_layers(num_layers: int, pp: int) -> list[range]:
     if pp > num_layers:
         raise UserError(f"{num_layers} layers cannot be split into {pp} pipeline stages")
     small, extra = divmod(num_layers, pp)
+    return _ranges([small + (stage < extra) for stage in range(pp)])
+
+
+def _ranges(counts: Sequence[int]) -> list[range]:
     stages, start = [], 0
-    for stage in range(pp):
-        stop = start + small + (stage < extra)
-        stages.append(range(start, stop))
-        start = stop
+    for count in counts:
+        stages.append(range(start, start + count))
+        start += count
     return stages

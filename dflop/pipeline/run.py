@@ -19,7 +19,7 @@ __all__ = ["Links", "StageWork", "run_instructions"]
 
 
 class StageWork(Protocol):
-    """What a worker computes. Tensors come and go by edge; an edge without data is left out of the dicts."""
+    """What a node computes. Tensors come and go by edge; an edge without data is left out of the dicts."""
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
         """Shape of what travels over an edge, the same in both directions; None where nothing does."""
@@ -34,14 +34,14 @@ class StageWork(Protocol):
         """Take the gradients of what was sent; return those of what was received."""
 
     def sync_gradients(self) -> None:
-        """Sum the gradients over the worker's replicas."""
+        """Sum the gradients over the node's replicas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """How edges map to the world: the rank of each worker, and a process group a direction."""
+    """How edges map to the world: the rank of each node, and a process group a direction."""
 
-    rank_of_worker: tuple[int, ...]
+    rank_of_node: tuple[int, ...]
     edges: tuple[Edge, ...]
     forward_group: dist.ProcessGroup | None
     backward_group: dist.ProcessGroup | None
@@ -50,7 +50,7 @@ class Links:
 
 
 def run_instructions(instructions: Sequence[Instruction], work: StageWork, links: Links) -> list[Span]:
-    """Carry out one step's instructions; returns the computations with their times."""
+    """Carry out one step's instructions, all of one node; returns the computations with their times."""
     clock = _Clock(links.device)
     received: dict[tuple[Op, int], dict[int, torch.Tensor]] = {}
     made: dict[tuple[Op, int], dict[int, torch.Tensor]] = {}
@@ -88,13 +88,13 @@ def _transfer(
     group = links.forward_group if is_forward else links.backward_group
     direction = Op.FORWARD if is_forward else Op.BACKWARD
     if item.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
-        peer = links.rank_of_worker[edge.target if is_forward else edge.source]
+        peer = links.rank_of_node[edge.target if is_forward else edge.source]
         tensor = made[direction, item.microbatch].pop(item.edge).to(links.dtype).contiguous()
         assert tuple(tensor.shape) == shape, f"edge {item.edge}: made {tuple(tensor.shape)}, scheduled {shape}"
         sends[:] = [send for send in sends if not send[0].is_completed()]  # lets go of what has arrived
         sends.append((dist.isend(tensor, dst=peer, group=group), tensor))
     else:
-        peer = links.rank_of_worker[edge.source if is_forward else edge.target]
+        peer = links.rank_of_node[edge.source if is_forward else edge.target]
         tensor = torch.empty(shape, dtype=links.dtype, device=links.device)
         dist.irecv(tensor, src=peer, group=group).wait()
         received.setdefault((direction, item.microbatch), {})[item.edge] = tensor

@@ -164,8 +164,8 @@ def _price(
 
 
 def _busiest(pricer: Pricer, module: str, busy_s: np.ndarray) -> float:
-    workers = [index for index, worker in enumerate(pricer.program.workers) if worker.module == module]
-    return float(busy_s[workers].max())
+    own = [slice(stage.first_node, stage.first_node + stage.dp) for stage in pricer.stages if stage.module == module]
+    return float(max(busy_s[nodes].max() for nodes in own))
 
 
 def _bottleneck(step_s: float, busy_s: dict[str, float]) -> str:

@@ -18,7 +18,7 @@ from dflop.artifacts import written_whole
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.errors import UserError
-from dflop.pipeline import Plan, Worker, load_plan
+from dflop.pipeline import Node, Plan, load_plan
 from dflop.reporting.costs import costs_height_in, draw_costs, measured_points
 from dflop.reporting.plans import draw_plans, plans_height_in
 from dflop.reporting.schedules import PreviewPrices, price_preview, replay
@@ -50,7 +50,6 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         prices = price_preview(scheduler, run.preview, run_folder / "schedule.parquet")
         step = _middle_step(run)
         panels, step_figures, finding = _step_panels(config, scheduler, run, step)
-    workers = scheduler.pricer.program.workers
     rejects = _counts(run.rejects["reason"])
     points = measured_points(run.measurements, run.costs)
     device = ", ".join(run.device["device"].unique(maintain_order=True)) if len(run.device) else "no device"
@@ -59,8 +58,8 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         draw_costs(figure, points, run.fit_error, run.costs, run.costs_meta, device)
     with drawing(out / "plans.svg", plans_height_in(run.candidates)) as figure:
         draw_plans(figure, run.candidates, run.plan, config.cluster.memory_gib)
-    with drawing(out / "timeline.svg", timeline_height_in(workers, len(panels))) as figure:
-        draw_timeline(figure, panels, workers, finding)
+    with drawing(out / "timeline.svg", timeline_height_in(run.plan, len(panels))) as figure:
+        draw_timeline(figure, panels, run.plan, finding)
     with drawing(out / "training.svg", 6.2) as figure:
         draw_training(figure, run.metrics)
     summary = {
@@ -154,13 +153,13 @@ def _step_panels(
     config: Config, scheduler: BatchScheduler, run: _Run, step: int
 ) -> tuple[list[StepPanel], dict[str, Any], str]:
     """The step as scheduled, as `random` would have it, and as measured; its figures, and what they say."""
-    workers = scheduler.pricer.program.workers
+    plan = scheduler.pricer.plan
     policy = config.schedule.policy
     ours, other = scheduler.schedule(step), scheduler.schedule(step, "random")
     faster = other.step_s / ours.step_s
     observed = run.observations.filter(pl.col("step") == step)
     measured = run.metrics.filter(pl.col("step") == step).row(0, named=True)
-    is_same = _is_trained_as(observed, workers, ours.forward_s, ours.backward_s)
+    is_same = _is_trained_as(observed, scheduler.pricer.nodes, ours.forward_s, ours.backward_s)
     slower = measured["pipeline_s"] / measured["predicted_step_s"]
     titles = (
         f"{policy}, predicted: {format_seconds(ours.step_s)}, idle {ours.idle:.0%}",
@@ -170,7 +169,7 @@ def _step_panels(
         + ("" if is_same else f" of {format_seconds(measured['predicted_step_s'])} (not the assignment drawn above)"),
     )
     predicted = [
-        StepPanel(title, predicted_boxes(workers, *replay(scheduler, schedule)), schedule.step_s)
+        StepPanel(title, predicted_boxes(plan, *replay(scheduler, schedule)), schedule.step_s)
         for title, schedule in zip(titles, (ours, other), strict=False)
     ]
     figures = {
@@ -186,7 +185,7 @@ def _step_panels(
         f"measured, the step took {slower:.2f}x its prediction"
     )
     return (
-        [*predicted, StepPanel(titles[2], measured_boxes(workers, observed), measured["pipeline_s"])],
+        [*predicted, StepPanel(titles[2], measured_boxes(plan, observed), measured["pipeline_s"])],
         figures,
         finding,
     )
@@ -197,10 +196,10 @@ def _faster(ratio: float) -> str:
 
 
 def _is_trained_as(
-    observed: pl.DataFrame, workers: tuple[Worker, ...], forward_s: np.ndarray, backward_s: np.ndarray
+    observed: pl.DataFrame, nodes: tuple[Node, ...], forward_s: np.ndarray, backward_s: np.ndarray
 ) -> bool:
     """Whether the trainer's predictions are these: a time limit or a correction may have led it elsewhere."""
-    place = {(worker.module, worker.pp_stage, worker.dp_rank): index for index, worker in enumerate(workers)}
+    place = {(node.module, node.pp_stage, node.dp_rank): index for index, node in enumerate(nodes)}
     computed = observed.filter(pl.col("predicted_s").is_not_null())
     times = {"forward": forward_s, "backward": backward_s}
     return all(

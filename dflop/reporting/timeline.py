@@ -1,7 +1,7 @@
 """The plot of one step: who computes which microbatch when, as scheduled, as `random` would have it, as measured.
 
-All panels have one time axis and the same rows, a row a worker (a replica of a pipeline stage), and show
-boxes: a frame with the columns worker, module, pass, microbatch, start_s, end_s.
+All panels have one time axis and the same rows, a row a worker (ranks that act together), and show boxes: a
+frame with the columns worker, module, chunk, pass, microbatch, start_s, end_s.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,19 @@ import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dflop.pipeline import StageTimes, Timeline, Worker
+from dflop.pipeline import Plan, StageTimes, Timeline, nodes_of, stages_of, workers_of
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
 
 __all__ = ["StepPanel", "draw_timeline", "measured_boxes", "predicted_boxes", "timeline_height_in"]
 
 _MOST_ROWS = 20
 _SYNC_COLOUR = "#CC79A7"
+_WEIGHT_COLOUR = "#6F7F3F"
+_PASSES = ("forward", "backward", "weight")
 # About what a digit takes of the 12.5 inches' time axis.
 _DIGIT_SHARE = 0.0062
 
@@ -34,73 +37,89 @@ class StepPanel:
     step_s: float
 
 
-def predicted_boxes(workers: Sequence[Worker], times: StageTimes, timeline: Timeline) -> pl.DataFrame:
-    """The simulator's starts and ends; the gradient sync follows a worker's last computation."""
+def predicted_boxes(plan: Plan, times: StageTimes, timeline: Timeline) -> pl.DataFrame:
+    """The simulator's starts and ends; the gradient syncs of what a worker carries follow its last computation."""
     rows = []
-    for index, worker in enumerate(workers):
-        for direction, name in enumerate(("forward", "backward")):
-            for microbatch in np.flatnonzero(timeline.end_s[direction, index] > timeline.start_s[direction, index]):
-                start_s, end_s = (table[direction, index, microbatch] for table in (timeline.start_s, timeline.end_s))
-                rows.append((index, worker.module, name, int(microbatch), float(start_s), float(end_s)))
-        if times.sync_s[index]:
-            started = float(np.nanmax(timeline.end_s[:, index]))
-            rows.append((index, worker.module, "sync", -1, started, started + float(times.sync_s[index])))
+    nodes, chunks = nodes_of(plan), _chunks(plan)
+    for index, worker in enumerate(workers_of(plan)):
+        own = list(worker.nodes)
+        for node in own:
+            for which, name in enumerate(_PASSES):
+                for microbatch in np.flatnonzero(timeline.end_s[which, node] > timeline.start_s[which, node]):
+                    ends = (float(table[which, node, microbatch]) for table in (timeline.start_s, timeline.end_s))
+                    rows.append((index, nodes[node].module, chunks[node], name, int(microbatch), *ends))
+        clock_s = float(np.nanmax(timeline.end_s[:, own]))
+        for node in own:
+            if times.sync_s[node]:
+                ended_s = clock_s + float(times.sync_s[node])
+                rows.append((index, nodes[node].module, chunks[node], "sync", -1, clock_s, ended_s))
+                clock_s = ended_s
     return _boxes(rows)
 
 
-def measured_boxes(workers: Sequence[Worker], observations: pl.DataFrame) -> pl.DataFrame:
+def measured_boxes(plan: Plan, observations: pl.DataFrame) -> pl.DataFrame:
     """One step's observations. Of tensor-parallel ranks, which act as one worker, the first is taken."""
-    place = {(worker.module, worker.pp_stage, worker.dp_rank): index for index, worker in enumerate(workers)}
+    worker_of = {node: index for index, worker in enumerate(workers_of(plan)) for node in worker.nodes}
+    place = {(node.module, node.pp_stage, node.dp_rank): number for number, node in enumerate(nodes_of(plan))}
+    chunks = _chunks(plan)
     first = pl.col("rank") == pl.col("rank").min().over("module", "pp_stage", "dp_rank")
-    rows = [
-        (
-            place[row["module"], row["pp_stage"], row["dp_rank"]],
-            row["module"],
-            row["pass"],
-            row["microbatch"],
-            row["start_s"],
-            row["start_s"] + row["seconds"],
-        )
-        for row in observations.filter(first).iter_rows(named=True)
-    ]
+    rows = []
+    for row in observations.filter(first).iter_rows(named=True):
+        node = place[row["module"], row["pp_stage"], row["dp_rank"]]
+        times = (row["start_s"], row["start_s"] + row["seconds"])
+        rows.append((worker_of[node], row["module"], chunks[node], row["pass"], row["microbatch"], *times))
     return _boxes(rows)
 
 
-def timeline_height_in(workers: Sequence[Worker], num_panels: int) -> float:
-    return 1.6 + num_panels * (0.45 + _row_in(workers) * len(_shown(workers)))
+def timeline_height_in(plan: Plan, num_panels: int) -> float:
+    return 1.6 + num_panels * (0.45 + _row_in(plan) * len(_shown(plan)))
 
 
-def draw_timeline(figure: Figure, panels: Sequence[StepPanel], workers: Sequence[Worker], finding: str) -> None:
+def draw_timeline(figure: Figure, panels: Sequence[StepPanel], plan: Plan, finding: str) -> None:
     """One panel below the other, in the order given."""
-    shown = _shown(workers)
+    rows = _shown(plan)
     longest_s = max(panel.step_s for panel in panels)
     for axes, panel in zip(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels, strict=True):
-        _draw_panel(axes, panel, workers, shown, longest_s, _row_in(workers) > 0.2)
+        _draw_panel(axes, panel, rows, longest_s, _row_in(plan) > 0.2, plan.num_chunks)
         axes.set_title(panel.title)
     axes.set_xlim(0, longest_s * 1.07)
     axes.tick_params(axis="x", length=3)
     axes.set_xlabel("seconds since the step began")
-    modules = list(dict.fromkeys(worker.module for worker in workers))
-    handles = [
-        Patch(color=MODULE_SHADES.get(module, ("#bbb", "#444"))[shade], label=f"{module} {name}")
-        for module in modules
-        for shade, name in enumerate(("forward", "backward"))
-    ]
-    if any(_sync_is_visible(panel) for panel in panels):
-        handles.append(Patch(color=_SYNC_COLOUR, label="gradient sync"))
-    legend_beside_title(figure.axes[0], handles)
+    legend_beside_title(figure.axes[0], _legend(plan, panels))
     note = (
         "Pale grey: waiting. Numbers are microbatches. Measured: each rank's clock starts at its own first instruction."
     )
-    if len(shown) < len(workers):
-        note += f" The first replicas of every stage are drawn ({len(shown)} of {len(workers)} workers)."
+    if plan.num_chunks > 1:
+        note += " The LLM's later chunks are darker."
+    num_workers = len(workers_of(plan))
+    if len(rows) < num_workers:
+        note += f" The first replicas of every stage are drawn ({len(rows)} of {num_workers} workers)."
     heading(figure, finding, note)
+
+
+def _legend(plan: Plan, panels: Sequence[StepPanel]) -> list[Patch]:
+    handles = [
+        Patch(color=_shade(grid.module, name), label=f"{grid.module} {name}")
+        for grid in plan.grids
+        for name in ("forward", "backward")
+    ]
+    if any((panel.boxes["pass"] == "weight").any() for panel in panels):
+        handles.append(Patch(color=_WEIGHT_COLOUR, label="weight gradients"))
+    if any(_sync_is_visible(panel) for panel in panels):
+        handles.append(Patch(color=_SYNC_COLOUR, label="gradient sync"))
+    return handles
+
+
+def _chunks(plan: Plan) -> list[int]:
+    """Of every node, which of its ranks' runs of layers it is."""
+    return [stage.pp_stage // plan.grid(stage.module).pp for stage in stages_of(plan) for _ in range(stage.dp)]
 
 
 def _boxes(rows: list[tuple]) -> pl.DataFrame:
     schema = {
         "worker": pl.Int64,
         "module": pl.String,
+        "chunk": pl.Int64,
         "pass": pl.String,
         "microbatch": pl.Int64,
         "start_s": pl.Float64,
@@ -114,29 +133,53 @@ def _sync_is_visible(panel: StepPanel) -> bool:
     return len(sync) > 0 and (sync["end_s"] - sync["start_s"]).max() > panel.step_s / 1000
 
 
-def _shown(workers: Sequence[Worker]) -> list[int]:
-    """All workers, or as many replicas of every stage as leave the rows readable."""
-    num_stages = len({(worker.module, worker.pp_stage) for worker in workers})
-    most_replicas = max(1, _MOST_ROWS // num_stages)
-    return [index for index, worker in enumerate(workers) if worker.dp_rank < most_replicas]
+def _shown(plan: Plan) -> dict[int, str]:
+    """All workers with their labels, or as many of every stage's replicas as leave the rows readable."""
+    nodes, workers = nodes_of(plan), workers_of(plan)
+    owners = [[nodes[node] for node in worker.nodes] for worker in workers]
+    # A worker is named by the last module that it carries; of a colocated one that is the LLM.
+    stages = [(own[-1].module, own[-1].pp_stage % plan.grid(own[-1].module).pp) for own in owners]
+    most_replicas = max(1, _MOST_ROWS // len(set(stages)))
+    rows, seen = {}, dict.fromkeys(stages, 0)
+    for index, (own, (module, stage)) in enumerate(zip(owners, stages, strict=True)):
+        seen[module, stage] += 1
+        if seen[module, stage] > most_replicas:
+            continue
+        label = " + ".join(dict.fromkeys(node.module for node in own))
+        if plan.grid(module).pp > 1:
+            label += f" stage {stage}"
+        if stages.count((module, stage)) > 1:
+            label += f" · dp {own[-1].dp_rank}"
+        rows[index] = label
+    return rows
 
 
-def _row_in(workers: Sequence[Worker]) -> float:
-    return min(0.42, max(0.2, 2.0 / len(_shown(workers))))
+def _row_in(plan: Plan) -> float:
+    return min(0.42, max(0.2, 2.0 / len(_shown(plan))))
+
+
+def _shade(module: str, direction: str, chunk: int = 0, num_chunks: int = 1) -> tuple[float, float, float]:
+    if direction == "sync":
+        return to_rgb(_SYNC_COLOUR)
+    colour = _WEIGHT_COLOUR
+    if direction != "weight":
+        colour = MODULE_SHADES.get(module, ("#bbb", "#444"))[direction == "backward"]
+    darker = 1 - 0.35 * chunk / max(1, num_chunks - 1)
+    return tuple(darker * part for part in to_rgb(colour))
 
 
 def _draw_panel(
-    axes: Axes, panel: StepPanel, workers: Sequence[Worker], shown: list[int], longest_s: float, is_roomy: bool
+    axes: Axes, panel: StepPanel, rows: dict[int, str], longest_s: float, is_roomy: bool, num_chunks: int
 ) -> None:
-    row_of = {worker: row for row, worker in enumerate(shown)}
+    row_of = {worker: row for row, worker in enumerate(rows)}
     half = 0.4
-    axes.barh(range(len(shown)), panel.step_s, height=2 * half, color="#efefef", linewidth=0)
-    for (worker, module, direction), frame in panel.boxes.group_by("worker", "module", "pass", maintain_order=True):
+    axes.barh(range(len(rows)), panel.step_s, height=2 * half, color="#efefef", linewidth=0)
+    keys = ("worker", "module", "chunk", "pass")
+    for (worker, module, chunk, direction), frame in panel.boxes.group_by(*keys, maintain_order=True):
         if worker not in row_of:
             continue
         row = row_of[worker]
-        is_backward = direction == "backward"
-        colour = _SYNC_COLOUR if direction == "sync" else MODULE_SHADES.get(module, ("#bbb", "#444"))[is_backward]
+        colour = _shade(module, direction, chunk, num_chunks)
         starts, ends = frame["start_s"].to_numpy(), frame["end_s"].to_numpy()
         corners = [
             [(start, row - half), (end, row - half), (end, row + half), (start, row + half)]
@@ -154,30 +197,20 @@ def _draw_panel(
                     ha="center",
                     va="center_baseline",
                     fontsize=8 if is_roomy else 7,
-                    color="white" if is_backward else INK,
+                    color=INK if direction == "forward" else "white",
                 )
-    axes.plot([panel.step_s] * 2, [-0.5, len(shown) - 0.5], color=INK, linewidth=1.2)
+    axes.plot([panel.step_s] * 2, [-0.5, len(rows) - 0.5], color=INK, linewidth=1.2)
     axes.annotate(
         format_seconds(panel.step_s),
-        (panel.step_s, (len(shown) - 1) / 2),
+        (panel.step_s, (len(rows) - 1) / 2),
         xytext=(5, 0),
         textcoords="offset points",
         va="center",
         fontweight="bold",
     )
-    axes.set_ylim(len(shown) - 0.45, -0.55)
-    axes.set_yticks(range(len(shown)), [_label(workers[index], workers) for index in shown])
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    axes.set_yticks(range(len(rows)), list(rows.values()))
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", length=0)
     axes.spines["left"].set_visible(False)
     axes.spines["bottom"].set_color(MUTED)
-
-
-def _label(worker: Worker, workers: Sequence[Worker]) -> str:
-    label = worker.module
-    own = [other for other in workers if other.module == worker.module]
-    if any(other.pp_stage for other in own):
-        label += f" stage {worker.pp_stage}"
-    if any(other.dp_rank for other in own):
-        label += f" · dp {worker.dp_rank}"
-    return label

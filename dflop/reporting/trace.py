@@ -13,10 +13,10 @@ def chrome_trace(observations: pl.DataFrame, num_steps: int = _LAST_STEPS) -> di
     """The last steps, one after the other: a row a rank, a box a computation, times in microseconds."""
     steps = observations["step"].unique().sort()[-num_steps:]
     events: list[dict[str, Any]] = []
-    for rank, module, stage, replica in (
-        observations.select("rank", "module", "pp_stage", "dp_rank").unique().sort("rank").rows()
-    ):
-        name = f"{module} stage {stage} replica {replica}"
+    parts = observations.select("rank", "module", "pp_stage", "dp_rank").unique(maintain_order=True).sort("rank")
+    for (rank,), frame in parts.group_by("rank", maintain_order=True):
+        # A rank may carry several: an encoder beside the LLM, or several chunks of it.
+        name = " + ".join(f"{module} stage {stage} replica {replica}" for _, module, stage, replica in frame.rows())
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}})
     offset_s = 0.0
     for step in steps:

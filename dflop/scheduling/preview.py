@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from dflop.pipeline import Worker
+from dflop.pipeline import Node
 from dflop.scheduling.scheduler import StepSchedule
 
 __all__ = ["preview_frames"]
 
 
-def preview_frames(schedules: Sequence[StepSchedule], workers: Sequence[Worker]) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """One row a sample, and one row a (worker, microbatch) with its predicted forward and backward seconds."""
+def preview_frames(schedules: Sequence[StepSchedule], nodes: Sequence[Node]) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """One row a sample, and one row a (node, microbatch) with its predicted forward and backward seconds."""
     samples = pl.concat(
         pl.DataFrame(
             {
@@ -31,15 +31,15 @@ def preview_frames(schedules: Sequence[StepSchedule], workers: Sequence[Worker])
         [
             {
                 "step": schedule.step,
-                "module": worker.module,
-                "dp_rank": worker.dp_rank,
-                "pp_stage": worker.pp_stage,
+                "module": node.module,
+                "dp_rank": node.dp_rank,
+                "pp_stage": node.pp_stage,
                 "microbatch": microbatch,
                 "forward_s": float(schedule.forward_s[index, microbatch]),
                 "backward_s": float(schedule.backward_s[index, microbatch]),
             }
             for schedule in schedules
-            for index, worker in enumerate(workers)
+            for index, node in enumerate(nodes)
             for microbatch in range(schedule.forward_s.shape[1])
         ]
     )

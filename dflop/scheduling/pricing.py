@@ -3,34 +3,42 @@
 This is where a plan, a model's costs and a batch's shapes meet. Planning and scheduling both ask here.
 """
 
-import math
+import heapq
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
+from numba import njit
 
 from dflop.config import ClusterConfig
-from dflop.costs import CostModel, Link, Loads, StageMemory
+from dflop.costs import CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.pipeline import (
+    Node,
     Plan,
     StageTimes,
     Timeline,
-    Worker,
-    compile_program,
-    make_program,
+    compile_plan,
+    nodes_of,
+    peak_bytes,
     simulate,
     simulate_step_s,
-    split_layers,
 )
 from dflop.scheduling.problem import BatchProblem
+from dflop.scheduling.stage_costs import StageCosts, loads_of, only
+from dflop.scheduling.transfers import Transfers
 
 __all__ = ["Assignment", "Pricer"]
 
 _BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp64": 8}
+# Of a backward pass, where the costs do not know better.
+_WEIGHT_SHARE = 0.5
+# Of a bucket's tokens, how many are learned, and in how many samples they come, where their number alone is asked for.
+_TARGET_SHARE = 0.25
+_SAMPLES_A_BUCKET = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,19 +66,18 @@ class Pricer:
         frozen: Collection[str] = (),
         precision: str = "fp32",
     ) -> None:
-        assert len(plan.grids) == 2, "one encoder and the LLM"
-        self.plan, self.costs, self.spec, self.cluster, self.frozen = plan, costs, spec, cluster, frozenset(frozen)
-        self.program = make_program(plan, self.frozen)
-        self._compiled = compile_program(self.program)
-        self._bytes_per_value = _BYTES_PER_VALUE[precision]
-        self._layers = {
-            grid.module: [len(part) for part in split_layers(spec.module(grid.module).num_layers, grid.pp)]
-            for grid in plan.grids
-        }
-        self._edge_links = [
-            self._link("p2p", *(self._first_rank(self.program.workers[end]) for end in (edge.source, edge.target)))
-            for edge in self.program.edges
-        ]
+        assert len(plan.grids) == 2, "samples know the items of one encoder"
+        self.plan, self.costs, self.cluster = plan, costs, cluster
+        self._stage_costs = StageCosts(plan, costs, spec, frozen)
+        self._transfers = Transfers(plan, costs.links, cluster)
+        self._compiled = compile_plan(plan, frozen)
+        self._bytes_per_token = spec.module("llm").hidden_size * _BYTES_PER_VALUE[precision]
+        self.stages = self._stage_costs.stages
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """What the rows of stage times stand for."""
+        return nodes_of(self.plan)
 
     @property
     def encoder(self) -> str:
@@ -80,56 +87,74 @@ class Pricer:
         """The batch as a balancing problem: what each sample adds to its bucket, on each module's slowest stage.
 
         All buckets of a microbatch share the encoder's replicas, so an encoder's load counts by the ratio of
-        the LLM's replicas to its own.
+        the LLM's replicas to its own. A monolithic encoder's counts together with the LLM's first stage.
         """
         encoder, llm = self.plan.grids
-        share = llm.dp / encoder.dp
-        loads = _loads(shapes)
-        per_module = [self._stage_loads_s(module, loads).max(axis=0) for module in (self.encoder, "llm")]
-        per_module[0] *= share
+        encoding_s, llm_s = (
+            self._stage_costs.additive_loads_s(grid.module, loads_of(shapes)) for grid in (encoder, llm)
+        )
+        if self.plan.placement == "monolithic":
+            first_s = encoding_s[0] + llm_s[0]
+        else:
+            first_s = encoding_s.max(axis=0) * (llm.dp / encoder.dp)
+        shares_ranks = self.plan.placement != "disjoint"
+        items_per_token = float(shapes.num_items.sum() / max(1, shapes.llm_tokens.sum())) if shares_ranks else 0.0
         return BatchProblem(
-            loads_s=np.column_stack(per_module),
+            loads_s=np.column_stack([first_s, llm_s.max(axis=0)]),
             llm_tokens=shapes.llm_tokens,
             num_dp_ranks=llm.dp,
             num_microbatches=self.plan.num_microbatches,
-            max_bucket_tokens=self.max_bucket_tokens(),
+            max_bucket_tokens=self.max_bucket_tokens(items_per_token),
         )
 
     def assign(self, shapes: SampleShapes, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> Assignment:
-        """Complete an assignment: give each microbatch's media to the encoder's replicas, largest first."""
-        num_encoders = self.plan.grids[0].dp
-        encoder_rank = np.zeros(len(shapes), dtype=np.int64)
-        if num_encoders > 1:
-            load = np.zeros((self.plan.num_microbatches, num_encoders))
-            for sample in np.argsort(-shapes.num_items, kind="stable"):
-                replica = int(np.argmin(load[microbatch[sample]]))
-                encoder_rank[sample] = replica
-                load[microbatch[sample], replica] += shapes.num_items[sample]
+        """Complete an assignment: give media to the encoder's replicas, largest first to the least loaded.
+
+        Disjoint encoders balance each microbatch, colocated ones, which do all forwards before anything else, what
+        they have been given so far; monolithic ones take what their LLM replica does.
+        """
+        if self.plan.placement == "monolithic":
+            return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=llm_dp_rank)
+        order = np.lexsort((np.arange(len(shapes)), -shapes.num_items, microbatch))
+        starts_anew = self.plan.placement == "disjoint"
+        num_items = shapes.num_items.astype(np.int64)
+        encoder_rank = _deal(order, microbatch, num_items, self.plan.grids[0].dp, starts_anew)
         return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=encoder_rank)
 
     def stage_times(self, shapes: SampleShapes, assignment: Assignment) -> StageTimes:
-        """Predicted seconds of every computation, transfer and gradient sync of the step."""
-        plan, num_microbatches = self.plan, self.plan.num_microbatches
-        llm = plan.grid("llm")
-        encoder_loads = self._summed(shapes, assignment.encoder_rank, assignment.microbatch, plan.grids[0].dp)
-        llm_loads = self._summed(shapes, assignment.llm_dp_rank, assignment.microbatch, llm.dp)
-        forward_s = np.zeros((len(self.program.workers), num_microbatches))
-        backward_s = np.zeros_like(forward_s)
-        sync_s = np.zeros(len(self.program.workers))
-        for index, worker in enumerate(self.program.workers):
-            loads = _only(worker.module, llm_loads if worker.module == "llm" else encoder_loads, worker.dp_rank)
-            stage = self._stage(worker.module, worker.pp_stage)
-            forward_s[index], backward_s[index] = self.costs.stage_time(
-                worker.module, loads=loads, checkpointing=plan.checkpointing, **stage
-            )
-            if not self._has_backward(worker.module):
-                backward_s[index] = 0.0
-            sync_s[index] = self._sync_s(worker.module, worker.pp_stage)
+        """Predicted seconds of every computation, transfer and gradient sync of the step.
+
+        The weights' part of a backward is taken to be half of it: the gradients of a matrix's input and of its weights
+        are products of the same size. Attention, which has no weights, is thereby shared out too. What travels
+        inside an encoder is priced as if it were its features: no shape says how much it is.
+        """
+        frozen = self._stage_costs.frozen
+        of_module = self._of_modules(shapes, assignment)
+        forward_s, backward_s = self._stage_costs.stage_times({name: loads for name, (loads, _) in of_module.items()})
+        chain_s = [
+            self._transfers.chain_s(stage, of_module[stage.module][1] * self._bytes_per_token) for stage in self.stages
+        ]
+        sync_s = [
+            0.0
+            if stage.module in frozen
+            else self._transfers.all_reduce_s(stage, self._stage_costs.parameter_bytes(stage))
+            for stage in self.stages
+        ]
+        num_replicas = [stage.dp for stage in self.stages]
+        trains = np.repeat([stage.module not in frozen for stage in self.stages], num_replicas)
+        splits = self.plan.schedule == "zb_h1"
         return StageTimes(
             forward_s=forward_s,
             backward_s=backward_s,
-            transfer_s=self._transfer_s(shapes, assignment, llm_loads),
-            sync_s=sync_s,
+            weight_s=_WEIGHT_SHARE * backward_s * trains[:, None] if splits else None,
+            chain_s=np.concatenate(chain_s),
+            bridges=self._transfers.bridges(
+                assignment.encoder_rank,
+                assignment.llm_dp_rank,
+                assignment.microbatch,
+                shapes.kept_vision_tokens * self._bytes_per_token,
+            ),
+            sync_s=np.repeat(sync_s, num_replicas),
         )
 
     def step_s(self, shapes: SampleShapes, assignment: Assignment) -> float:
@@ -139,203 +164,137 @@ class Pricer:
         return simulate(self._compiled, times)
 
     def lower_bound_s(self, shapes: SampleShapes) -> float:
-        """No schedule of this batch is faster: each stage's work over its replicas, and its largest sample."""
-        loads = _loads(shapes)
+        """No schedule of this batch is faster: each stage's work over its replicas, and its largest sample.
+
+        Where modules share ranks, nor than all of the work over all ranks, or what the first stage does of both.
+        """
+        encoder, llm = self.plan.grids
+        loads = loads_of(shapes)
+        works_s = [self._stage_costs.additive_loads_s(grid.module, loads, least=True) for grid in (encoder, llm)]
         bounds = []
-        for grid in self.plan.grids:
-            work_s = self._stage_loads_s(grid.module, loads, least=True)
+        for grid, work_s in zip((encoder, llm), works_s, strict=True):
             bounds += [work_s.sum(axis=1).max() / grid.dp, work_s.max()]
+        if self.plan.placement == "colocated":
+            rank_s = encoder.tp * works_s[0].sum() + llm.tp * works_s[1].sum()
+            bounds.append(rank_s / self.plan.world_size)
+        elif self.plan.placement == "monolithic":
+            both_s = works_s[0][0] + works_s[1][0]
+            bounds += [both_s.sum() / llm.dp, both_s.max()]
         return float(max(bounds))
 
     def memory_bytes(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, float]:
-        """Predicted peak of each module's fullest rank: what is resident, and the microbatches in flight."""
-        plan = self.plan
-        peaks = {}
-        for grid in plan.grids:
-            replica = assignment.llm_dp_rank if grid.module == "llm" else assignment.encoder_rank
-            loads = _only(grid.module, self._summed(shapes, replica, assignment.microbatch, grid.dp), slice(None))
-            layers = self._layers[grid.module]
-            tokens = self._edge_tokens(shapes, assignment, grid.module)
-            stages = [
-                self._stage_peak(
-                    grid.module, stage, loads, tokens, min(plan.num_microbatches, self._in_flight(grid.module, stage))
-                )
-                for stage in range(len(layers))
-            ]
-            peaks[grid.module] = max(stages)
-        return peaks
+        """Predicted peak of each module's fullest rank: what is resident, and the microbatches in flight.
 
-    def max_bucket_tokens(self) -> int:
-        """LLM tokens that a bucket may hold so that the fullest LLM stage stays within the device's memory.
+        Where modules share ranks, a rank holds both, and counts for both.
+        """
+        tensors = self._resident_bytes() + self._peak_bytes(self._of_modules(shapes, assignment))
+        held = self.costs.overhead_bytes + tensors * (1 + self.costs.allocator_share)
+        return {grid.module: float(held[self._workers(grid.module)].max()) for grid in self.plan.grids}
+
+    def max_bucket_tokens(self, items_per_token: float = 0.0) -> int:
+        """LLM tokens that a bucket may hold so that the fullest LLM rank stays within the device's memory.
+
+        `items_per_token` is what comes with them to encoders on the same ranks. It is a mean: a bucket with more
+        items may hold more than is counted here.
 
         Raises:
             UserError: when the parameters alone exceed it.
         """
-        budget = self.cluster.memory_gib * 2**30
-        llm = "llm"
-        caps = []
-        for stage in range(len(self._layers[llm])):
-            probe = Loads(*(np.array([0.0, value]) for value in (0, 1000, 1000**2 / 4, 250)))
-            memory = self.costs.stage_memory(
-                llm, loads=probe, checkpointing=self.plan.checkpointing, **self._stage(llm, stage)
+        encoder, llm = self.plan.grids
+        own = self._workers("llm")
+        resident = self._resident_bytes()[own]
+        room = (self.cluster.memory_gib * 2**30 - self.costs.overhead_bytes) / (1 + self.costs.allocator_share)
+        if room <= resident.max():
+            raise UserError(
+                f"{self.plan}: the LLM's parameters, gradients and optimiser state take {resident.max() / 2**30:.3g} "
+                f"GiB a device and what every process holds {self.costs.overhead_bytes / 2**30:.3g} GiB, "
+                f"`cluster.memory_gib` is {self.cluster.memory_gib}; use more pipeline stages or devices with more "
+                "memory"
             )
-            in_flight = min(self.plan.num_microbatches, self._in_flight(llm, stage))
-            resident = self._resident_bytes(llm, memory)
-            free = (budget - self.costs.overhead_bytes) / (1 + self.costs.allocator_share) - resident
-            if free <= 0:
-                raise UserError(
-                    f"{self.plan}: the LLM's parameters, gradients and optimiser state take {resident / 2**30:.3g} GiB "
-                    f"a device and what every process holds {self.costs.overhead_bytes / 2**30:.3g} GiB, "
-                    f"`cluster.memory_gib` is {self.cluster.memory_gib}; use more pipeline stages or devices with more "
-                    "memory"
-                )
-            nothing, much = in_flight * (memory.activation_bytes + self._edge_bytes(probe.num_tokens))
-            nothing, much = nothing + memory.transient_bytes[0], much + memory.transient_bytes[1]
-            caps.append(int((free - nothing) / max((much - nothing) / 1000, 1e-9)))
-        return min(caps)
-
-    def _in_flight(self, module: str, stage: int) -> int:
-        depth = self.plan.grid("llm").pp
-        return depth - stage if module == "llm" else depth + 1
-
-    def _stage(self, module: str, stage: int) -> dict[str, Any]:
-        """A stage as the cost model wants to know it."""
-        layers = self._layers[module]
-        return {
-            "tp": self.plan.grid(module).tp,
-            "num_layers": layers[stage],
-            "is_first": stage == 0,
-            "is_last": stage == len(layers) - 1,
-        }
-
-    def _stage_peak(self, module: str, stage: int, loads: Loads, tokens: np.ndarray, in_flight: int) -> float:
-        """Bytes of a stage's fullest replica; `tokens` cross the stage's edge with each microbatch."""
-        memory = self.costs.stage_memory(
-            module, loads=loads, checkpointing=self.plan.checkpointing, **self._stage(module, stage)
-        )
-        kept = memory.activation_bytes if self._has_backward(module) else np.zeros_like(memory.activation_bytes)
-        kept = kept + self._edge_bytes(tokens)
-        fullest = np.sort(kept, axis=-1)[..., -in_flight:].sum(axis=-1) + memory.transient_bytes.max(axis=-1)
-        tensors = self._resident_bytes(module, memory) + float(fullest.max())
-        return self.costs.overhead_bytes + tensors * (1 + self.costs.allocator_share)
-
-    def _edge_bytes(self, tokens: np.ndarray) -> np.ndarray:
-        """What came over an edge or waits to leave, once forward and once backward."""
-        return 2.0 * tokens * self.spec.module("llm").hidden_size * self._bytes_per_value
-
-    def _resident_bytes(self, module: str, memory: StageMemory) -> float:
-        """A frozen module holds its parameters alone: no gradients, no moments."""
-        return memory.resident_bytes / 4 if module in self.frozen else memory.resident_bytes
-
-    def _stage_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
-        """Seconds that each sample adds to each stage, [num_stages, num_samples]; `least`: whatever the microbatch."""
-        return np.array(
-            [
-                self.costs.additive_loads_s(
-                    module,
-                    loads=_only(module, loads, slice(None)),
-                    checkpointing=self.plan.checkpointing,
-                    has_backward=self._has_backward(module),
-                    least=least,
-                    **self._stage(module, stage),
-                )
-                for stage in range(len(self._layers[module]))
-            ]
-        )
-
-    def _has_backward(self, module: str) -> bool:
-        """A frozen encoder has none; a frozen LLM still passes gradients on."""
-        return module == "llm" or module not in self.frozen
-
-    def _summed(self, shapes: SampleShapes, replica: np.ndarray, microbatch: np.ndarray, num_replicas: int) -> Loads:
-        """Loads of each (replica, microbatch), arrays [num_replicas, num_microbatches]."""
-        num_microbatches = self.plan.num_microbatches
-        cell = replica * num_microbatches + microbatch
-        return Loads(
-            *(
-                np.bincount(cell, weights=load, minlength=num_replicas * num_microbatches).reshape(num_replicas, -1)
-                for load in _loads(shapes)
-            )
-        )
-
-    def _transfer_s(self, shapes: SampleShapes, assignment: Assignment, llm_loads: Loads) -> np.ndarray:
-        """[num_edges, num_microbatches]: latency and bytes over bandwidth; NaN where a bridge carries nothing."""
-        num_microbatches = self.plan.num_microbatches
-        bridged = self._bridged_tokens(shapes, assignment)
-        bytes_per_token = self.spec.module("llm").hidden_size * self._bytes_per_value
-        workers = self.program.workers
-        transfer_s = np.zeros((len(self.program.edges), num_microbatches))
-        for index, edge in enumerate(self.program.edges):
-            source, target = workers[edge.source], workers[edge.target]
-            tokens = bridged[source.dp_rank, target.dp_rank] if edge.is_bridge else llm_loads.num_tokens[source.dp_rank]
-            transfer_s[index] = self._edge_links[index].seconds(tokens * bytes_per_token)
-            if edge.is_bridge:
-                transfer_s[index, tokens == 0] = np.nan
-        return transfer_s
-
-    def _bridged_tokens(self, shapes: SampleShapes, assignment: Assignment) -> np.ndarray:
-        """Visual tokens that each encoder replica sends to each of the LLM's, [encoders, llms, num_microbatches]."""
-        plan = self.plan
-        shape = (plan.grids[0].dp, plan.grid("llm").dp, plan.num_microbatches)
-        cell = np.ravel_multi_index((assignment.encoder_rank, assignment.llm_dp_rank, assignment.microbatch), shape)
-        return np.bincount(cell, weights=shapes.kept_vision_tokens, minlength=math.prod(shape)).reshape(shape)
-
-    def _edge_tokens(self, shapes: SampleShapes, assignment: Assignment, module: str) -> np.ndarray:
-        """Tokens that each replica of a module exchanges with its neighbours, [replicas, num_microbatches]."""
-        bridged = self._bridged_tokens(shapes, assignment)
-        if module != "llm":
-            return bridged.sum(axis=1)
-        if self.plan.grid("llm").pp == 1:
-            return bridged.sum(axis=0)
-        replica = assignment.llm_dp_rank
-        return self._summed(shapes, replica, assignment.microbatch, self.plan.grid("llm").dp).num_tokens
+        peaks = []
+        for tokens in (0.0, 1000.0):
+            media, text = (np.zeros((grid.dp, self.plan.num_microbatches)) for grid in (encoder, llm))
+            share = tokens * llm.dp / encoder.dp
+            full = text + tokens
+            # As if all of the text were features, where these are sent at all.
+            sent = media if self.plan.placement == "monolithic" else media + share
+            learned = Loads(text, full, full**2 / _SAMPLES_A_BUCKET, full * _TARGET_SHARE)
+            items = Loads(media + share * items_per_token, media, media, media)
+            peaks.append(self._peak_bytes({encoder.module: (items, sent), "llm": (learned, full)}))
+        nothing, much = (peak[own] for peak in peaks)
+        return int(((room - resident - nothing) / np.maximum((much - nothing) / 1000, 1e-9)).min())
 
     def extrapolated_share(self, shapes: SampleShapes, assignment: Assignment) -> float:
         """The share of the microbatches whose loads lie outside of what was measured."""
         flags = []
         for grid in self.plan.grids:
-            replica = assignment.llm_dp_rank if grid.module == "llm" else assignment.encoder_rank
-            loads = _only(grid.module, self._summed(shapes, replica, assignment.microbatch, grid.dp), slice(None))
+            loads, _ = self._of_modules(shapes, assignment)[grid.module]
             outside = self.costs.is_extrapolated(grid.module, grid.tp, loads, checkpointing=self.plan.checkpointing)
             flags.append(outside.ravel())
         return float(np.concatenate(flags).mean())
 
-    def _sync_s(self, module: str, stage: int) -> float:
-        """All-reduce of the stage's fp32 gradients over its replicas."""
-        grid = self.plan.grid(module)
-        if grid.dp == 1 or module in self.frozen:
-            return 0.0
-        size = self.costs.stage_parameter_bytes(module, **self._stage(module, stage))
-        first, last = grid.first_rank(stage, 0), grid.first_rank(stage, grid.dp - 1)
-        return self._link("all_reduce", first, last, grid.dp).seconds(size)
+    def _workers(self, module: str) -> np.ndarray:
+        """Indices of the workers that carry a module."""
+        own = [stage for stage in self.stages if stage.module == module]
+        return np.unique(
+            np.concatenate([np.arange(stage.first_worker, stage.first_worker + stage.dp * stage.span) for stage in own])
+        )
 
-    def _link(self, kind: str, first_rank: int, last_rank: int, num_ranks: int = 2) -> Link:
-        """As measured; where it was not, at the configured bandwidth, in a ring and without latency."""
-        cluster = self.cluster
-        is_intra = first_rank // cluster.devices_per_node == last_rank // cluster.devices_per_node
-        measured = self.costs.links.find(kind, "intra" if is_intra else "inter", num_ranks)
-        if measured is not None:
-            return measured
-        bytes_per_s = (cluster.intra_node_gbps if is_intra else cluster.inter_node_gbps) * 1e9 / 8
-        return Link(0.0, bytes_per_s if kind == "p2p" else bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
+    def _resident_bytes(self) -> np.ndarray:
+        """Parameters, gradients and optimiser state on each worker's ranks, [num_workers]."""
+        resident = np.zeros(self._compiled.num_workers)
+        for stage in self.stages:
+            size = self._stage_costs.memory(stage, Loads(*np.zeros((4, 1)))).resident_bytes
+            resident[stage.first_worker : stage.first_worker + stage.dp * stage.span] += size
+        return resident
 
-    def _first_rank(self, worker: Worker) -> int:
-        return self.plan.grid(worker.module).first_rank(worker.pp_stage, worker.dp_rank)
+    def _peak_bytes(self, of_module: dict[str, tuple[Loads, np.ndarray]]) -> np.ndarray:
+        """What each worker's ranks hold at most of microbatches, [num_workers]: activations, and what crosses edges.
+
+        An edge's tokens are held as they came or wait to leave, once forward and once backward.
+        """
+        kept, transient = [], []
+        for stage in self.stages:
+            loads, tokens = of_module[stage.module]
+            memory = self._stage_costs.memory(stage, loads)
+            activations = memory.activation_bytes if self._stage_costs.has_backward(stage.module) else 0.0
+            kept.append(activations + 2.0 * tokens * self._bytes_per_token)
+            transient.append(memory.transient_bytes)
+        return peak_bytes(self._compiled, np.concatenate(kept), np.concatenate(transient))
+
+    def _of_modules(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, tuple[Loads, np.ndarray]]:
+        """Each module's loads, and the tokens that cross its stages' edges; arrays [dp, num_microbatches]."""
+        of_module = {}
+        for grid in self.plan.grids:
+            is_llm = grid.module == "llm"
+            replica = assignment.llm_dp_rank if is_llm else assignment.encoder_rank
+            cell = replica * self.plan.num_microbatches + assignment.microbatch
+
+            def summed(values: np.ndarray, cell: np.ndarray = cell, dp: int = grid.dp) -> np.ndarray:
+                return np.bincount(cell, weights=values, minlength=dp * self.plan.num_microbatches).reshape(dp, -1)
+
+            loads = Loads(*(summed(load) for load in only(grid.module, loads_of(shapes))))
+            if is_llm and self.plan.num_stages("llm") > 1:
+                tokens = loads.num_tokens
+            elif self.plan.placement == "monolithic":
+                tokens = np.zeros_like(loads.num_tokens)
+            else:
+                tokens = summed(shapes.kept_vision_tokens)
+            of_module[grid.module] = loads, tokens
+        return of_module
 
 
-def _loads(shapes: SampleShapes) -> Loads:
-    return Loads(
-        num_items=shapes.num_items.astype(float),
-        num_tokens=shapes.llm_tokens.astype(float),
-        sum_sq_tokens=shapes.llm_tokens.astype(float) ** 2,
-        num_targets=shapes.target_tokens.astype(float),
-    )
-
-
-def _only(module: str, loads: Loads, index: object) -> Loads:
-    """The loads that a module sees: items for encoders, text for the LLM."""
-    chosen = Loads(*(load[index] for load in loads))
-    nothing = np.zeros_like(chosen.num_items)
-    if module == "llm":
-        return chosen._replace(num_items=nothing)
-    return Loads(chosen.num_items, nothing, nothing, nothing)
+@njit(cache=True)
+def _deal(order, microbatch, num_items, num_encoders, starts_anew):
+    """Each sample's encoder replica: samples come in `order`, by microbatch; `starts_anew` with each of them."""
+    encoder_rank = np.zeros(len(order), dtype=np.int64)
+    loads = [(0, replica) for replica in range(num_encoders)]
+    current = -1
+    for sample in order:
+        if starts_anew and microbatch[sample] != current:
+            loads = [(0, replica) for replica in range(num_encoders)]
+        current = microbatch[sample]
+        load, replica = loads[0]
+        encoder_rank[sample] = replica
+        heapq.heapreplace(loads, (load + num_items[sample], replica))
+    return encoder_rank

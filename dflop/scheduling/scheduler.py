@@ -27,7 +27,7 @@ __all__ = ["BatchScheduler", "PricedBatch", "StepSchedule"]
 class StepSchedule:
     """One step. Arrays are [num_samples], sorted by (LLM dp rank, microbatch, position); times are predictions.
 
-    `forward_s` and `backward_s` are [num_workers, num_microbatches] in the order of `Plan.workers`.
+    `forward_s` and `backward_s` are [num_nodes, num_microbatches] in the order of `nodes_of`.
     """
 
     step: int
@@ -66,7 +66,7 @@ class StepSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PricedBatch:
-    """What one scheduled batch would take; `busy_s` is [num_workers].
+    """What one scheduled batch would take; `busy_s` is [num_nodes].
 
     `extrapolated` is the share of its microbatches that are larger, or smaller, than any that was measured.
     """
@@ -130,7 +130,7 @@ class BatchScheduler:
         return PricedBatch(
             step_s=timeline.step_s,
             idle=timeline.idle,
-            busy_s=(1 - timeline.idle_of_worker) * timeline.step_s,
+            busy_s=timeline.busy_s + times.sync_s,
             memory_bytes=self.pricer.memory_bytes(shapes, assignment),
             extrapolated=self.pricer.extrapolated_share(shapes, assignment),
         )

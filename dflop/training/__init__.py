@@ -3,7 +3,7 @@
 What is named here needs no torch; the ranks themselves run `dflop.training.worker`.
 """
 
-from dflop.training.launch import check_devices, launch_ranks, summarise
+from dflop.training.launch import check_devices, check_plan, launch_ranks, summarise
 from dflop.training.observations import merge_observations
 
-__all__ = ["check_devices", "launch_ranks", "merge_observations", "summarise"]
+__all__ = ["check_devices", "check_plan", "launch_ranks", "merge_observations", "summarise"]

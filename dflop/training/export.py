@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LlavaOnevisionConfig
 
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import Stage
-from dflop.pipeline import Plan, Worker
+from dflop.pipeline import Node, Plan
 
 __all__ = ["export_model"]
 
@@ -29,7 +29,7 @@ _TOKENIZER_FILES = (
 def export_model(
     folder: Path,
     stage: Stage,
-    worker: Worker,
+    node: Node,
     plan: Plan,
     config: LlavaOnevisionConfig,
     pixels: LlavaOnevisionPixels,
@@ -46,8 +46,8 @@ def export_model(
         part.mkdir(parents=True)
     dist.barrier()
     stages = [(grid.module, number) for grid in plan.grids for number in range(grid.pp)]
-    if worker.dp_rank == 0:
-        index = stages.index((worker.module, worker.pp_stage)) + 1
+    if node.dp_rank == 0:
+        index = stages.index((node.module, node.pp_stage)) + 1
         weights = {name: tensor.contiguous().cpu() for name, tensor in stage.hf_state_dict().items()}
         if config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dflop.config import Config
 from dflop.data.loading import MicrobatchJob, SampleRef
 from dflop.errors import UserError
-from dflop.pipeline import Worker
+from dflop.pipeline import Node
 from dflop.scheduling import BatchScheduler, StepSchedule
 from dflop.scheduling.service import ScheduleService, open_scheduler
 
@@ -108,10 +108,10 @@ class ScheduleFeed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobStream:
-    """The microbatches of one worker, step after step, as a sampler for torch's DataLoader."""
+    """The microbatches of one node, step after step, as a sampler for torch's DataLoader."""
 
     feed: ScheduleFeed
-    worker: Worker
+    node: Node
     num_microbatches: int
     steps: range
 
@@ -119,12 +119,12 @@ class JobStream:
         for step in self.steps:
             schedule = self.feed.get(step)
             for microbatch in range(self.num_microbatches):
-                yield job_of(schedule, self.worker, microbatch)
+                yield job_of(schedule, self.node, microbatch)
 
 
-def job_of(schedule: StepSchedule, worker: Worker, microbatch: int) -> MicrobatchJob:
-    """What one worker loads for one microbatch: an encoder the samples with media, the LLM all of its own."""
-    chosen = samples_of(schedule, worker, microbatch)
+def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob:
+    """What one node loads for one microbatch: an encoder the samples with media, the LLM all of its own."""
+    chosen = samples_of(schedule, node, microbatch)
     return MicrobatchJob(
         samples=tuple(
             SampleRef(str(source), int(row))
@@ -135,9 +135,9 @@ def job_of(schedule: StepSchedule, worker: Worker, microbatch: int) -> Microbatc
     )
 
 
-def samples_of(schedule: StepSchedule, worker: Worker, microbatch: int):
-    """Mask [num_samples] of a worker's samples in a microbatch."""
+def samples_of(schedule: StepSchedule, node: Node, microbatch: int):
+    """Mask [num_samples] of a node's samples in a microbatch."""
     in_microbatch = schedule.microbatch == microbatch
-    if worker.module == "llm":
-        return in_microbatch & (schedule.llm_dp_rank == worker.dp_rank)
-    return in_microbatch & (schedule.encoder_rank == worker.dp_rank) & (schedule.num_items > 0)
+    if node.module == "llm":
+        return in_microbatch & (schedule.llm_dp_rank == node.dp_rank)
+    return in_microbatch & (schedule.encoder_rank == node.dp_rank) & (schedule.num_items > 0)

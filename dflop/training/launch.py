@@ -13,22 +13,23 @@ from dflop.artifacts import written_whole
 from dflop.config import Config, select_keys
 from dflop.errors import UserError
 from dflop.models import check_runnable
-from dflop.pipeline import Plan, load_plan
+from dflop.pipeline import Plan, load_plan, why_not_runnable
 from dflop.stages import STAGES
 from dflop.torchrun import run_ranks
 
-__all__ = ["check_devices", "launch_ranks", "summarise"]
+__all__ = ["check_devices", "check_plan", "launch_ranks", "summarise"]
 
 
 def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> None:
     """Run torchrun to its end.
 
     Raises:
-        UserError: when the model's family cannot be trained, the plan is for other devices than the config's, or a
-            rank failed.
+        UserError: when the model's family or the plan cannot be trained, the plan is for other devices than the
+            config's, or a rank failed.
     """
     check_runnable(config.model.family)
     loaded = load_plan(plan)
+    check_plan(plan, loaded)
     check_devices(config, loaded)
     per_node = config.cluster.devices_per_node
     if loaded.world_size < per_node:
@@ -46,6 +47,12 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> No
         checkpoints = sorted((Path(arguments["out"]) / "checkpoints").glob("step-*"))
         onward = f"; the same command goes on from {checkpoints[-1]}" if checkpoints else ""
         raise UserError(f"training {why}{onward}")
+
+
+def check_plan(path: Path, plan: Plan) -> None:
+    """Raise `UserError` when a plan, read from `path`, cannot be trained today."""
+    if why := why_not_runnable(plan):
+        raise UserError(f"{path}: {why}")
 
 
 def check_devices(config: Config, plan: Plan) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import polars as pl
 
-from dflop.pipeline import Op, Span, Worker
+from dflop.pipeline import Node, Op, Span
 from dflop.scheduling import StepSchedule
 from dflop.store import write_observations
 
@@ -23,16 +23,16 @@ _PASS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.SYNC_GRADIENTS: "syn
 class Observations:
     """One rank's computations, buffered until `flush`."""
 
-    def __init__(self, folder: Path, rank: int, worker: Worker) -> None:
-        self._folder, self._rank, self._worker = folder, rank, worker
+    def __init__(self, folder: Path, rank: int, node: Node) -> None:
+        self._folder, self._rank, self._node = folder, rank, node
         self._rows: list[dict[str, object]] = []
         self._num_steps = 0
 
-    def add(self, step: int, schedule: StepSchedule, worker_index: int, spans: list[Span], zero_s: float) -> None:
+    def add(self, step: int, schedule: StepSchedule, node_index: int, spans: list[Span], zero_s: float) -> None:
         """Note one step; `zero_s` is when its first instruction began on this rank."""
         predicted = {
-            Op.FORWARD: schedule.forward_s[worker_index],
-            Op.BACKWARD: schedule.backward_s[worker_index],
+            Op.FORWARD: schedule.forward_s[node_index],
+            Op.BACKWARD: schedule.backward_s[node_index],
         }
         for span in spans:
             known = span.op in predicted
@@ -40,9 +40,9 @@ class Observations:
                 {
                     "step": step,
                     "rank": self._rank,
-                    "module": self._worker.module,
-                    "pp_stage": self._worker.pp_stage,
-                    "dp_rank": self._worker.dp_rank,
+                    "module": self._node.module,
+                    "pp_stage": self._node.pp_stage,
+                    "dp_rank": self._node.dp_rank,
                     "microbatch": span.microbatch,
                     "pass": _PASS[span.op],
                     "start_s": span.start_s - zero_s,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dflop.local_device import local_device
-from dflop.pipeline import Plan, Program, Worker
+from dflop.pipeline import Node, Plan, Program
 from dflop.pipeline.run import Links
 
 __all__ = ["Topology", "join_world"]
@@ -21,8 +21,8 @@ class Topology:
 
     rank: int
     world_size: int
-    worker_index: int
-    worker: Worker
+    node_index: int
+    node: Node
     device: torch.device
     store: dist.Store
     replicas: dist.ProcessGroup
@@ -48,11 +48,9 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
         device_id=device if device_kind == "cuda" else None,
     )
     forward_group, backward_group = (dist.new_group(timeout=_TIMEOUT) for _ in range(2))
-    worker_ranks = tuple(
-        plan.grid(worker.module).first_rank(worker.pp_stage, worker.dp_rank) for worker in program.workers
-    )
-    own_index = worker_ranks.index(rank)
-    own = program.workers[own_index]
+    # Of what can be trained today, every rank is a worker and carries one node.
+    rank_of_node = tuple(plan.grid(node.module).first_rank(node.pp_stage, node.dp_rank) for node in program.nodes)
+    own_index = rank_of_node.index(rank)
     replicas, num_replicas = None, 1
     for grid in plan.grids:
         for stage in range(grid.pp):
@@ -63,14 +61,14 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
     return Topology(
         rank=rank,
         world_size=world_size,
-        worker_index=own_index,
-        worker=own,
+        node_index=own_index,
+        node=program.nodes[own_index],
         device=device,
         store=dist.PrefixStore("dflop", store),
         replicas=replicas,
         num_replicas=num_replicas,
         links=Links(
-            rank_of_worker=worker_ranks,
+            rank_of_node=rank_of_node,
             edges=program.edges,
             forward_group=forward_group,
             backward_group=backward_group,

@@ -28,7 +28,7 @@ from dflop.memory import process_bytes
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import build_stage, make_hf_config
-from dflop.pipeline import Op, Span, load_plan, make_program, split_layers
+from dflop.pipeline import Op, Span, check_program, load_plan, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.scheduling import StepSchedule
 from dflop.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, set_aside
@@ -62,31 +62,32 @@ class Trainer:
         self.config, self.files = config, files
         self.plan = load_plan(files.plan)
         self.program = make_program(self.plan, config.model.freeze)
+        check_program(self.plan, self.program, config.model.freeze)
         dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
         travels_as = torch.bfloat16 if config.train.precision == "bf16" else dtype
         self.topology = join_world(self.plan, self.program, config.cluster.device, travels_as)
-        worker = self.topology.worker
+        node = self.topology.node
         spec = load_model_spec(config.model)
         checkpoint = Path(config.model.path) if config.model.path else None
         self.tokenizer_folder = find_tokenizer(config)
         tokenizer = ChatTokenizer(self.tokenizer_folder)
         self.hf_config = make_hf_config(spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
-        layers = split_layers(spec.module(worker.module).num_layers, self.plan.grid(worker.module).pp)
+        layers = self.plan.layers_of(node.module, spec.module(node.module).num_layers)
         self.stage = build_stage(
             self.hf_config,
-            worker.module,
-            layers=layers[worker.pp_stage],
+            node.module,
+            layers=layers[node.pp_stage],
             seed=config.seed,
             checkpoint=checkpoint,
             dtype=dtype,
             device=self.topology.device,
             checkpointing=self.plan.checkpointing,
         )
-        self.stage.requires_grad_(worker.module not in config.model.freeze)
+        self.stage.requires_grad_(node.module not in config.model.freeze)
         self.pixels = LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size, checkpoint)
         self.optimizer = _make_optimizer(self.stage, config)
         self.parameters = self.stage.named_hf_parameters()
-        self.observations = Observations(files.out / "observations", self.topology.rank, worker)
+        self.observations = Observations(files.out / "observations", self.topology.rank, node)
         self.first_step, self.restarts = self._resume()
         self.feed = ScheduleFeed(self.topology.store)
         self.publisher = self._start_publisher() if self.topology.is_main else None
@@ -102,13 +103,13 @@ class Trainer:
             tokenizer_folder=self.tokenizer_folder,
             max_llm_tokens=config.data.max_llm_tokens,
             num_encoder_ranks=self.plan.grids[0].dp,
-            pixels=None if worker.module == "llm" else self.pixels,
+            pixels=None if node.module == "llm" else self.pixels,
         )
-        stream = JobStream(self.feed, worker, self.plan.num_microbatches, range(self.first_step, config.train.steps))
+        stream = JobStream(self.feed, node, self.plan.num_microbatches, range(self.first_step, config.train.steps))
         self.work = make_work(
             self.stage,
             program=self.program,
-            worker_index=self.topology.worker_index,
+            node_index=self.topology.node_index,
             loader=_started(_data_loader(dataset, stream, config, self.plan.num_microbatches)),
             autocast=torch.autocast(
                 self.topology.device.type, torch.bfloat16, enabled=config.train.precision == "bf16"
@@ -132,7 +133,7 @@ class Trainer:
             export_model(
                 self.files.out / "model",
                 self.stage,
-                self.topology.worker,
+                self.topology.node,
                 self.plan,
                 self.hf_config,
                 self.pixels,
@@ -150,11 +151,11 @@ class Trainer:
         schedule = self.feed.get(step)
         self.work.begin_step(schedule)
         zero_s = time.monotonic()
-        spans = run_instructions(self.program.instructions[self.topology.worker_index], self.work, self.topology.links)
+        spans = run_instructions(self.program.instructions[self.topology.node_index], self.work, self.topology.links)
         pipeline_s = time.monotonic() - zero_s
         totals = self._update(step, schedule, spans)
         step_s = time.monotonic() - started
-        self.observations.add(step, schedule, self.topology.worker_index, spans, zero_s)
+        self.observations.add(step, schedule, self.topology.node_index, spans, zero_s)
         if self.topology.is_main:
             self._log(step, schedule, totals, step_s, pipeline_s)
         self.feed.forget(step)
@@ -254,7 +255,7 @@ class Trainer:
             own = process_bytes("VmHWM")
         modules = [grid.module for grid in self.plan.grids]
         peaks = torch.zeros(len(modules), dtype=torch.float64, device=device)
-        peaks[modules.index(self.topology.worker.module)] = own
+        peaks[modules.index(self.topology.node.module)] = own
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return {module: int(peak) for module, peak in zip(modules, peaks.tolist(), strict=True)}
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dflop.data.loading import LoadedVisual
 from dflop.models.batches import TextBatch, VisualBatch
 from dflop.models.llava_onevision.stages import LlmStage, VisionStage
-from dflop.pipeline import Program, Worker
+from dflop.pipeline import Node, Program
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of
 
@@ -43,15 +43,15 @@ class _Work:
         self,
         stage: VisionStage | LlmStage,
         program: Program,
-        worker_index: int,
+        node_index: int,
         loader: Iterator,
         autocast: torch.autocast,
         replicas: dist.ProcessGroup,
         num_replicas: int,
         hidden_size: int,
     ) -> None:
-        self.stage, self.program, self.worker_index = stage, program, worker_index
-        self.worker: Worker = program.workers[worker_index]
+        self.stage, self.program, self.node_index = stage, program, node_index
+        self.node: Node = program.nodes[node_index]
         self._loader, self._autocast, self._hidden_size = loader, autocast, hidden_size
         self._replicas, self._num_replicas = replicas, num_replicas
         self.trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
@@ -78,8 +78,8 @@ class _Work:
         self.data_wait_s += time.monotonic() - started
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
-        source = self.program.workers[self.program.edges[edge].source]
-        target = self.program.workers[self.program.edges[edge].target]
+        source = self.program.nodes[self.program.edges[edge].source]
+        target = self.program.nodes[self.program.edges[edge].target]
         if source.module == "llm":
             tokens = self.schedule.llm_tokens[samples_of(self.schedule, target, microbatch)].sum()
             return (1, int(tokens), self._hidden_size)
@@ -97,10 +97,10 @@ class _Work:
                 gradient.copy_(summed.view_as(gradient))
 
     def _outgoing(self) -> list[int]:
-        return [number for number, edge in enumerate(self.program.edges) if edge.source == self.worker_index]
+        return [number for number, edge in enumerate(self.program.edges) if edge.source == self.node_index]
 
     def _incoming(self) -> list[int]:
-        return [number for number, edge in enumerate(self.program.edges) if edge.target == self.worker_index]
+        return [number for number, edge in enumerate(self.program.edges) if edge.target == self.node_index]
 
 
 class VisionWork(_Work):
@@ -122,13 +122,13 @@ class VisionWork(_Work):
             return {}
         with self._autocast:
             features = self.stage(batch)
-        chosen = samples_of(self.schedule, self.worker, microbatch)
+        chosen = samples_of(self.schedule, self.node, microbatch)
         llm_rank = self.schedule.llm_dp_rank[chosen]
         outputs = {}
         for edge in self._outgoing():
             if self.edge_shape(microbatch, edge) is None:
                 continue
-            target = self.program.workers[self.program.edges[edge].target]
+            target = self.program.nodes[self.program.edges[edge].target]
             outputs[edge] = torch.cat([features[place] for place in np.flatnonzero(llm_rank == target.dp_rank)])
         self._outputs[microbatch] = outputs
         return {edge: output.detach() for edge, output in outputs.items()}
@@ -175,7 +175,7 @@ class LlmWork(_Work):
     def _features(self, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """What each encoder replica sent, in the replicas' order; nothing where it had no sample."""
         by_encoder = {
-            self.program.workers[self.program.edges[edge].source].dp_rank: leaves.get(edge) for edge in self._incoming()
+            self.program.nodes[self.program.edges[edge].source].dp_rank: leaves.get(edge) for edge in self._incoming()
         }
         nothing = torch.zeros(0, self._hidden_size, device=self.device)
         return [

@@ -90,16 +90,26 @@ def _reader(config) -> ShapeReader:
     )
 
 
-def _plan(folder: Path, *, vision_dp: int, llm_dp: int, llm_pp: int, num_microbatches: int = 2) -> Path:
+def _plan(
+    folder: Path,
+    *,
+    vision_dp: int = 1,
+    llm_dp: int = 1,
+    llm_pp: int = 1,
+    num_microbatches: int = 2,
+    schedule: str = "1f1b",
+    llm_layers: tuple[int, ...] = (),
+) -> Path:
     plan = Plan(
         placement="disjoint",
         grids=(
             Grid(module="vision", num_ranks=vision_dp),
-            Grid(module="llm", num_ranks=llm_dp * llm_pp, pp=llm_pp, rank_offset=vision_dp),
+            Grid(module="llm", num_ranks=llm_dp * llm_pp, pp=llm_pp, rank_offset=vision_dp, layers=llm_layers),
         ),
         num_microbatches=num_microbatches,
+        schedule=schedule,
     )
-    path = folder / f"plan-{vision_dp}-{llm_dp}-{llm_pp}.yaml"
+    path = folder / f"plan-{vision_dp}-{llm_dp}-{llm_pp}-{schedule}.yaml"
     path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
     return path
 
@@ -202,15 +212,18 @@ def _loss_of_sample(model, loaders, batch, index: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("vision_dp", "llm_dp", "llm_pp"),
-    [(1, 1, 1), (1, 2, 1), (2, 1, 2)],
-    ids=["two ranks", "llm dp 2", "vision dp 2, llm pp 2"],
+    "layout",
+    [
+        {},
+        {"llm_dp": 2},
+        {"vision_dp": 2, "llm_pp": 2},
+        {"llm_pp": 2, "num_microbatches": 4, "schedule": "gpipe", "llm_layers": (3, 1)},
+    ],
+    ids=["two ranks", "llm dp 2", "vision dp 2, llm pp 2", "gpipe, layers split unevenly"],
 )
-def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(
-    run, reference, tmp_path, vision_dp, llm_dp, llm_pp
-):
+def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(run, reference, tmp_path, layout):
     folder, config = run
-    plan = _plan(folder, vision_dp=vision_dp, llm_dp=llm_dp, llm_pp=llm_pp)
+    plan = _plan(folder, **layout)
     steps = _train(folder, config, plan, tmp_path / "train")
     expected, weights = reference
     for step, (loss, norm) in zip(steps, expected, strict=True):

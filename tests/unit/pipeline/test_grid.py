@@ -23,6 +23,10 @@ def test_a_grid_that_does_not_divide_says_which_number_would():
         Grid(module="llm", num_ranks=6, tp=2, pp=2)
     with pytest.raises(UserError, match="0 ranks"):
         Grid(module="llm", num_ranks=0)
+    with pytest.raises(UserError, match="llm: tp=0 and pp=1 must be at least 1"):
+        Grid(module="llm", num_ranks=2, tp=0)
+    with pytest.raises(UserError, match=r"llm: layers \[3, 0\]; every pipeline stage needs at least one"):
+        Grid(module="llm", num_ranks=2, pp=2, layers=(3, 0))
 
 
 @given(st.lists(sizes, min_size=1, max_size=5))

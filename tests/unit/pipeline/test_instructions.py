@@ -1,239 +1,276 @@
-"""The instruction list does every microbatch once, its transfers match at both ends, and it never deadlocks.
+"""The instruction list of every plan passes the check, the check catches broken lists, and the orders are torch's.
 
-The oracle is a slow, obvious interpreter: every worker carries out its list, a send never waits, a receive waits for
-the message, and messages between two workers arrive in the order they were sent (as NCCL has it, without tags).
+torch's schedules serve as oracle where it has them: for an LLM without encoders.
 """
 
-from collections import defaultdict, deque
+from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
+from drawn_plans import disjoint, frozen_sets, llm_alone, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
 
-from dflop.pipeline import Edge, Grid, Instruction, Op, Plan, Program, Worker, make_program
-
-RECEIVES = (Op.RECV_FORWARD, Op.RECV_BACKWARD)
-SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
-frozen_sets = st.sampled_from([(), ("vision",), ("llm",), ("vision", "llm")])
-
-
-def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=1) -> Plan:
-    return Plan(
-        placement="disjoint",
-        grids=(
-            Grid(module="vision", num_ranks=vision_dp),
-            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_dp),
-        ),
-        num_microbatches=num_microbatches,
-    )
-
-
-plans = st.builds(
-    make_plan,
-    vision_dp=st.integers(1, 3),
-    llm_pp=st.integers(1, 4),
-    llm_dp=st.integers(1, 3),
-    num_microbatches=st.integers(1, 6),
+from dflop.pipeline import (
+    Edge,
+    Grid,
+    Instruction,
+    Op,
+    Plan,
+    Program,
+    actions_of,
+    check_program,
+    make_program,
+    most_in_flight,
+    nodes_of,
+    stages_of,
 )
 
-
-def computed(items: tuple[Instruction, ...], op: Op) -> list[int]:
-    return [item.microbatch for item in items if item.op is op]
+properties = settings(deadline=None, max_examples=400)
 
 
-def route(program: Program, item: Instruction) -> tuple[int, int, str]:
-    """(sending worker, receiving worker, direction) of a transfer."""
-    edge = program.edges[item.edge]
-    if item.op in (Op.SEND_FORWARD, Op.RECV_FORWARD):
-        return edge.source, edge.target, "forward"
-    return edge.target, edge.source, "backward"
+@properties
+@given(plan=plans(), frozen=frozen_sets)
+def test_every_program_does_everything_once_matches_its_transfers_and_never_deadlocks(plan, frozen):
+    check_program(plan, make_program(plan, frozen), frozen)
 
 
-def interpret(program: Program, carries=lambda edge, microbatch: True) -> list[tuple[int, Instruction]]:
-    """Carry out all lists with blocking receives; returns what was done, in order. Fails on deadlock and mismatch."""
-    mail: dict[tuple[int, int, str], deque] = defaultdict(deque)
-    done, history = [0] * len(program.workers), []
-    moved = True
-    while moved:
-        moved = False
-        for worker, items in enumerate(program.instructions):
-            while done[worker] < len(items):
-                item = items[done[worker]]
-                if item.edge >= 0 and carries(item.edge, item.microbatch):
-                    box = mail[route(program, item)]
-                    if item.op in SENDS:
-                        assert route(program, item)[0] == worker
-                        box.append(item.microbatch)
-                    else:
-                        assert route(program, item)[1] == worker
-                        if not box:
-                            break
-                        assert box.popleft() == item.microbatch, "messages arrive in another order"
-                done[worker] += 1
-                moved = True
-                history.append((worker, item))
-    assert done == [len(items) for items in program.instructions], "deadlock"
-    assert not any(mail.values()), "a message that nobody receives"
-    return history
-
-
-@given(plan=plans, frozen=frozen_sets)
-def test_every_worker_does_every_microbatch_once_in_each_direction(plan, frozen):
+@properties
+@given(plan=plans(), frozen=frozen_sets)
+def test_every_node_computes_every_microbatch_once_in_each_direction(plan, frozen):
+    """Counted apart from the check: forwards and backwards in the microbatches' order, one sync."""
     program = make_program(plan, frozen)
     everything = list(range(plan.num_microbatches))
     for worker, items in zip(program.workers, program.instructions, strict=True):
-        assert computed(items, Op.FORWARD) == everything
-        has_backward = worker.module == "llm" or worker.module not in frozen
-        assert computed(items, Op.BACKWARD) == (everything if has_backward else [])
-        assert [item for item in items if item.op is Op.SYNC_GRADIENTS] == [items[-1]]
-
-
-@given(plan=plans, frozen=frozen_sets)
-def test_both_ends_of_an_edge_speak_of_the_same_microbatches_in_the_same_order(plan, frozen):
-    program = make_program(plan, frozen)
-    for number, edge in enumerate(program.edges):
-        for sender, receiver, send, receive in (
-            (edge.source, edge.target, Op.SEND_FORWARD, Op.RECV_FORWARD),
-            (edge.target, edge.source, Op.SEND_BACKWARD, Op.RECV_BACKWARD),
-        ):
-            sent, received = (
-                [item.microbatch for item in program.instructions[worker] if item.op is op and item.edge == number]
-                for worker, op in ((sender, send), (receiver, receive))
+        for node in worker.nodes:
+            done = {op: [item.microbatch for item in items if item.node == node and item.op is op] for op in Op}
+            module = program.nodes[node].module
+            assert done[Op.FORWARD] == everything
+            assert done[Op.BACKWARD] + done[Op.BACKWARD_INPUT] == (
+                everything if module == "llm" or module not in frozen else []
             )
-            assert sent == received
-            if send is Op.SEND_FORWARD:
-                assert sent == list(range(plan.num_microbatches))
+            assert done[Op.BACKWARD_WEIGHT] == done[Op.BACKWARD_INPUT]
+            assert done[Op.SYNC_GRADIENTS] == [-1]
 
 
-@given(plan=plans)
-def test_edges_join_each_encoder_to_each_llm_replica_and_stages_within_a_replica(plan):
-    program = make_program(plan)
-    llm = plan.grid("llm")
-    bridges = {(program.workers[e.source], program.workers[e.target]) for e in program.edges if e.is_bridge}
-    assert bridges == {
-        (Worker("vision", 0, a), Worker("llm", 0, b)) for a in range(plan.grid("vision").dp) for b in range(llm.dp)
-    }
-    inside = [(program.workers[e.source], program.workers[e.target]) for e in program.edges if not e.is_bridge]
-    assert sorted(inside, key=str) == sorted(
-        ((Worker("llm", s, r), Worker("llm", s + 1, r)) for s in range(llm.pp - 1) for r in range(llm.dp)), key=str
-    )
-    assert len({(edge.source, edge.target) for edge in program.edges}) == len(program.edges)
-
-
-@given(plan=plans, frozen=frozen_sets)
-def test_what_is_computed_has_all_its_inputs_and_is_sent_on(plan, frozen):
-    """Within a list: receives stand before the computation that needs them, sends behind the one that makes them."""
+@properties
+@given(plan=plans(), frozen=st.sampled_from([("vision",), ("vision", "audio")]))
+def test_a_frozen_encoder_has_no_backward_and_no_gradient_comes_to_it(plan, frozen):
     program = make_program(plan, frozen)
-    for items in program.instructions:
-        place = {(item.op, item.microbatch): index for index, item in enumerate(items) if item.edge < 0}
-        for index, item in enumerate(items):
-            needed_by = {Op.RECV_FORWARD: Op.FORWARD, Op.RECV_BACKWARD: Op.BACKWARD}.get(item.op)
-            made_by = {Op.SEND_FORWARD: Op.FORWARD, Op.SEND_BACKWARD: Op.BACKWARD}.get(item.op)
-            if needed_by:
-                assert index < place[needed_by, item.microbatch]
-            if made_by:
-                assert index > place[made_by, item.microbatch]
-            if item.op is Op.BACKWARD:
-                assert index > place[Op.FORWARD, item.microbatch]
+    for item in (item for items in program.instructions for item in items):
+        if item.op in (Op.SEND_BACKWARD, Op.RECV_BACKWARD):
+            assert program.nodes[program.edges[item.edge].source].module not in frozen
+        if item.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+            assert program.nodes[item.node].module not in frozen
 
 
-@settings(deadline=None)
-@given(plan=plans, frozen=frozen_sets)
-def test_the_program_never_deadlocks(plan, frozen):
-    interpret(make_program(plan, frozen))
-
-
-@settings(deadline=None)
-@given(plan=plans, frozen=frozen_sets, data=st.data())
-def test_the_program_never_deadlocks_where_bridges_carry_nothing(plan, frozen, data):
-    program = make_program(plan, frozen)
-    empty = {
-        (edge, microbatch)
-        for edge in range(len(program.edges))
-        for microbatch in range(plan.num_microbatches)
-        if program.edges[edge].is_bridge and data.draw(st.booleans())
-    }
-    interpret(program, lambda edge, microbatch: (edge, microbatch) not in empty)
-
-
-@given(plan=plans, frozen=frozen_sets)
-def test_as_many_microbatches_are_in_flight_as_there_are_stages_ahead(plan, frozen):
-    """Memory follows: the encoder stands before `pp` stages, stage s of the LLM before `pp - s - 1`."""
-    program = make_program(plan, frozen)
-    pp = plan.grid("llm").pp
-    for worker, items in zip(program.workers, program.instructions, strict=True):
-        if worker.module != "llm" and worker.module in frozen:
-            continue
-        allowed = min(plan.num_microbatches, pp - worker.pp_stage if worker.module == "llm" else pp + 1)
-        in_flight = peak = 0
-        for item in items:
-            in_flight += (item.op is Op.FORWARD) - (item.op is Op.BACKWARD)
-            peak = max(peak, in_flight)
-        assert peak == allowed
-        assert in_flight == 0
-
-
-@given(plan=plans)
-def test_in_the_steady_state_forwards_and_backwards_alternate(plan):
-    program = make_program(plan)
-    pp = plan.grid("llm").pp
-    for worker, items in zip(program.workers, program.instructions, strict=True):
-        ahead = min(pp - worker.pp_stage - 1 if worker.module == "llm" else pp, plan.num_microbatches)
-        order = "".join(item.op for item in items if item.op in (Op.FORWARD, Op.BACKWARD))
-        steady = plan.num_microbatches - ahead
-        assert order == "F" * ahead + "FB" * steady + "B" * ahead
-
-
-@given(plan=plans, frozen=st.sampled_from([("vision",), ("vision", "llm")]))
-def test_a_frozen_encoder_has_no_backward_and_no_gradient_comes_over_its_bridge(plan, frozen):
-    program = make_program(plan, frozen)
-    for worker, items in zip(program.workers, program.instructions, strict=True):
-        for item in items:
-            if item.op in (Op.SEND_BACKWARD, Op.RECV_BACKWARD):
-                assert not program.edges[item.edge].is_bridge
-            assert not (worker.module == "vision" and item.op is Op.BACKWARD)
-
-
-@given(plan=plans)
+@given(plan=plans())
 def test_a_frozen_llm_still_passes_gradients_on_to_the_encoder(plan):
     assert make_program(plan, ("llm",)) == make_program(plan)
 
 
+@properties
+@given(plan=plans())
+def test_edges_join_each_encoder_to_each_llm_replica_and_stages_within_a_replica(plan):
+    program = make_program(plan)
+    nodes, llm = program.nodes, plan.grid("llm")
+    bridges = [(nodes[edge.source], nodes[edge.target]) for edge in program.edges if edge.is_bridge]
+    assert sorted(bridges, key=str) == sorted(
+        (
+            (source, target)
+            for source in nodes
+            for target in nodes
+            if source.module != "llm"
+            and source.pp_stage == plan.grid(source.module).pp - 1
+            and (target.module, target.pp_stage) == ("llm", 0)
+            and (plan.placement != "monolithic" or source.dp_rank == target.dp_rank)
+        ),
+        key=str,
+    )
+    inside = [(nodes[edge.source], nodes[edge.target]) for edge in program.edges if not edge.is_bridge]
+    assert all((a.module, a.pp_stage + 1, a.dp_rank) == (b.module, b.pp_stage, b.dp_rank) for a, b in inside)
+    assert len(inside) == sum((plan.num_stages(grid.module) - 1) * grid.dp for grid in plan.grids)
+    assert llm.dp == sum(node.module == "llm" and node.pp_stage == 0 for node in nodes)
+
+
+def passes(plan: Plan) -> list[str]:
+    """The order of each group of workers as letters."""
+    return ["".join(action.op for action in row) for row in actions_of(plan)]
+
+
+@given(pp=st.integers(1, 6), num_microbatches=st.integers(1, 14))
+def test_1f1b_runs_one_forward_ahead_for_every_stage_behind(pp, num_microbatches):
+    plan = disjoint(llm_pp=pp, num_microbatches=num_microbatches)
+    for place, order in enumerate(passes(plan)):
+        ahead = min(pp - place, num_microbatches)
+        assert order == "F" * ahead + "FB" * (num_microbatches - ahead) + "B" * ahead
+
+
+def torch_order(schedule: type, pp: int, num_microbatches: int, num_chunks: int = 1) -> list[list[str]]:
+    """Each rank's computations as torch's schedule has them, without its bubbles."""
+    self = SimpleNamespace(
+        _num_stages=pp,
+        _n_microbatches=num_microbatches,
+        n_local_stages=num_chunks,
+        pp_group_size=pp,
+        microbatches_per_round=pp if num_microbatches >= pp else num_microbatches,
+    )
+    if hasattr(schedule, "_calculate_single_rank_operations"):
+        ranks = [schedule._calculate_single_rank_operations(self, rank) for rank in range(pp)]
+    else:
+        ranks = list(schedule._get_pipeline_order(self).values())
+    return [[str(item) for item in rank if item is not None and "REDUCE" not in str(item)] for rank in ranks]
+
+
+def own_order(plan: Plan) -> list[list[str]]:
+    return [[str(action) for action in row] for row in actions_of(plan)]
+
+
+@given(pp=st.integers(1, 6), num_microbatches=st.integers(1, 14))
+def test_gpipe_is_torchs(pp, num_microbatches):
+    expected = torch_order(torch_schedules.ScheduleGPipe, pp, num_microbatches)
+    assert own_order(llm_alone(pp, num_microbatches, "gpipe")) == expected
+
+
+@given(pp=st.integers(2, 6), more=st.integers(0, 8))
+def test_1f1b_is_torchs(pp, more):
+    """All ranks but the last, of which torch 2.13 numbers the forwards from 1."""
+    expected = torch_order(torch_schedules.Schedule1F1B, pp, pp + more)
+    own = own_order(llm_alone(pp, pp + more))
+    assert own[:-1] == expected[:-1]
+    assert [action[1] for action in own[-1]] == [action[1] for action in expected[-1]]
+
+
+@given(pp=st.integers(2, 6), rounds=st.integers(1, 4), num_chunks=st.integers(2, 4))
+def test_interleaved_1f1b_is_torchs(pp, rounds, num_chunks):
+    expected = torch_order(torch_schedules.ScheduleInterleaved1F1B, pp, pp * rounds, num_chunks)
+    assert own_order(llm_alone(pp, pp * rounds, "interleaved_1f1b", num_chunks)) == expected
+
+
+@given(pp=st.integers(1, 6), rounds=st.integers(1, 4))
+def test_zb_h1_is_torchs_zero_bubble_schedule_of_one_chunk(pp, rounds):
+    expected = torch_order(torch_schedules.ScheduleInterleavedZeroBubble, pp, pp * rounds)
+    assert own_order(llm_alone(pp, pp * rounds, "zb_h1")) == expected
+
+
+@properties
+@given(plan=plans(schedules=["1f1b", "zb_h1", "gpipe"], placements=["disjoint", "monolithic"]))
+def test_the_bound_of_microbatches_in_flight_is_reached(plan):
+    """Memory follows from it; it would be of no use if it were merely never exceeded."""
+    orders = actions_of(plan)
+    for place, stage in enumerate(stages_of(plan)):
+        held, most = 0, 0
+        own = [action for action in orders[stage.group] if action.stage == place]
+        end = Op.BACKWARD_WEIGHT if any(action.op is Op.BACKWARD_WEIGHT for action in own) else Op.BACKWARD
+        for action in own:
+            held += (action.op is Op.FORWARD) - (action.op is end)
+            most = max(most, held)
+        is_short = plan.schedule == "zb_h1" and len(plan.grids) > 2  # encoders of fewer stages are later in the chain
+        assert most == most_in_flight(plan, stage) or (is_short and most < most_in_flight(plan, stage))
+
+
 def test_a_small_program_reads_as_expected():
-    program = make_program(make_plan(llm_pp=2, num_microbatches=2))
+    program = make_program(disjoint(llm_pp=2, num_microbatches=2))
     assert program.edges == (Edge(0, 1, True), Edge(1, 2, False))
     assert [" ".join(map(str, items)) for items in program.instructions] == [
-        "0F 0SEND_F@0 1F 1SEND_F@0 0RECV_B@0 0B 1RECV_B@0 1B SYNC",
-        "0RECV_F@0 0F 0SEND_F@1 1RECV_F@0 1F 1SEND_F@1 0RECV_B@1 0B 0SEND_B@0 1RECV_B@1 1B 1SEND_B@0 SYNC",
-        "0RECV_F@1 0F 0B 0SEND_B@1 1RECV_F@1 1F 1B 1SEND_B@1 SYNC",
+        "0F0 0SEND_F0@0 0F1 0SEND_F1@0 0RECV_B0@0 0B0 0RECV_B1@0 0B1 0SYNC",
+        "1RECV_F0@0 1F0 1SEND_F0@1 1RECV_F1@0 1F1 1SEND_F1@1 1RECV_B0@1 1B0 1SEND_B0@0 1RECV_B1@1 1B1 1SEND_B1@0 1SYNC",
+        "2RECV_F0@1 2F0 2B0 2SEND_B0@1 2RECV_F1@1 2F1 2B1 2SEND_B1@1 2SYNC",
     ]
 
 
-def test_a_list_that_sends_in_another_order_would_be_caught():
-    """The interpreter itself can fail: swap two sends, or drop one."""
-    program = make_program(make_plan(num_microbatches=2))
+def test_a_monolithic_encoder_moves_nothing_over_its_bridge():
+    grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=2, pp=2))
+    program = make_program(Plan(placement="monolithic", grids=grids, num_microbatches=1))
+    assert [" ".join(map(str, items)) for items in program.instructions] == [
+        "0F0 1F0 1SEND_F0@1 1RECV_B0@1 1B0 0B0 0SYNC 1SYNC",
+        "2RECV_F0@1 2F0 2B0 2SEND_B0@1 2SYNC",
+    ]
+
+
+def test_a_colocated_rank_first_encodes_then_does_its_part_of_the_pipeline_then_goes_back():
+    grids = (Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2, pp=2))
+    plan = Plan(placement="colocated", grids=grids, num_microbatches=3)
+    assert [" ".join(map(str, row)) for row in actions_of(plan)] == [
+        "0F0 0F1 0F2 1F0 1F1 1B0 1F2 1B1 1B2 0B0 0B1 0B2",
+        "0F0 0F1 0F2 2F0 2B0 2F1 2B1 2F2 2B2 0B0 0B1 0B2",
+    ]
+
+
+def broken(program: Program, worker: int, items: list[Instruction]) -> Program:
+    lists = list(program.instructions)
+    lists[worker] = tuple(items)
+    return Program(
+        nodes=program.nodes,
+        workers=program.workers,
+        edges=program.edges,
+        num_microbatches=program.num_microbatches,
+        instructions=tuple(lists),
+    )
+
+
+@properties
+@given(plan=plans(), data=st.data())
+def test_a_list_that_lacks_an_instruction_or_has_one_twice_does_not_pass(plan, data):
+    program = make_program(plan)
+    worker = data.draw(st.integers(0, len(program.workers) - 1))
+    items = list(program.instructions[worker])
+    place = data.draw(st.integers(0, len(items) - 1))
+    changed = (
+        items[:place] + items[place + 1 :]
+        if data.draw(st.booleans())
+        else [*items[:place], items[place], *items[place:]]
+    )
+    with pytest.raises(ValueError, match=r"once|deadlock|receive|order|sends|computed|stands"):
+        check_program(plan, broken(program, worker, changed))
+
+
+def test_lists_that_differ_in_their_order_or_wait_in_a_circle_are_told_apart():
+    plan = disjoint(num_microbatches=2)
+    program = make_program(plan)
     encoder = list(program.instructions[0])
     first, second = (index for index, item in enumerate(encoder) if item.op is Op.SEND_FORWARD)
-    swapped = encoder.copy()
-    swapped[first], swapped[second] = swapped[second], swapped[first]
-    for broken, complaint in (
-        (swapped, "another order"),
-        ([*encoder[:first], *encoder[first + 1 :]], "order|deadlock"),
-    ):
-        with pytest.raises(AssertionError, match=complaint):
-            interpret(
-                Program(
-                    workers=program.workers,
-                    edges=program.edges,
-                    num_microbatches=2,
-                    instructions=(tuple(broken), *program.instructions[1:]),
-                )
-            )
+    late = encoder.copy()
+    late.insert(second, late.pop(first))
+    late[second - 1], late[second] = late[second], late[second - 1]
+    swapped = [item for item in encoder if item.op is not Op.SEND_FORWARD]
+    swapped[2:2] = [encoder[second], encoder[first]]
+    waiting = list(program.instructions[1])
+    waiting.insert(
+        0, waiting.pop(next(i for i, item in enumerate(waiting) if item == Instruction(Op.RECV_FORWARD, 1, 1, 0)))
+    )
+    with pytest.raises(ValueError, match="the two ends differ in their order"):
+        check_program(plan, broken(program, 0, swapped))
+    with pytest.raises(ValueError, match="the two ends differ in their order"):
+        check_program(plan, broken(program, 1, waiting))
+    gradient_first = [item for item in encoder if item.op is Op.RECV_BACKWARD] + [
+        item for item in encoder if item.op is not Op.RECV_BACKWARD
+    ]
+    with pytest.raises(ValueError, match="worker 0 waits for ever at 0RECV_B0@0: a deadlock"):
+        check_program(plan, broken(program, 0, gradient_first))
 
 
-def test_the_interpreter_keeps_each_workers_order():
-    program = make_program(make_plan(vision_dp=2, llm_pp=3, llm_dp=2, num_microbatches=4))
-    history = interpret(program)
-    for worker, items in enumerate(program.instructions):
-        assert tuple(item for who, item in history if who == worker) == items
-    assert len(history) == sum(map(len, program.instructions))
+def test_a_list_that_runs_too_far_ahead_is_refused_by_its_memory():
+    """GPipe's list is no 1F1B list: it deadlocks nowhere, but holds all microbatches."""
+    gpipe, plan = disjoint(num_microbatches=4, schedule="gpipe"), disjoint(num_microbatches=4)
+    with pytest.raises(ValueError, match="worker 0 holds activations of 4 microbatches of vision, more than 2"):
+        check_program(plan, make_program(gpipe))
+
+
+def test_each_worker_keeps_one_channel_for_bridges_and_one_for_hidden_states():
+    """The features of late microbatches are sent before early hidden states go the same way, and received after."""
+    grids = (Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2, pp=2))
+    plan = Plan(placement="colocated", grids=grids, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2)
+    program = make_program(plan)
+    (sender,) = (index for index, worker in enumerate(program.workers) if 1 in worker.nodes)
+    to_first = [
+        program.edges[item.edge].is_bridge
+        for item in program.instructions[sender]
+        if item.op is Op.SEND_FORWARD and program.edges[item.edge].target in program.workers[0].nodes
+    ]
+    received = [program.edges[item.edge].is_bridge for item in program.instructions[0] if item.op is Op.RECV_FORWARD]
+    assert [kind for kind, _ in groupby(to_first)] == [True, False]
+    assert len(list(groupby(received))) > 2
+    assert len(nodes_of(plan)) == 6
+    check_program(plan, program)

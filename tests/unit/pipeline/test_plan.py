@@ -1,12 +1,15 @@
 """A plan refuses what cannot run, and comes back from its file as it was written."""
 
+import dataclasses
+import re
+
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.errors import UserError
-from dflop.pipeline import Grid, Plan, Worker, load_plan, plan_from_dict, split_layers
+from dflop.pipeline import Grid, Plan, load_plan, plan_from_dict, split_layers, why_not_runnable
 
 
 def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=2, **more) -> Plan:
@@ -32,20 +35,8 @@ plans = st.builds(
 
 
 @given(plans)
-def test_workers_come_by_rising_rank_and_cover_the_world(plan):
-    ranks = [plan.grid(worker.module).first_rank(worker.pp_stage, worker.dp_rank) for worker in plan.workers]
-    assert ranks == list(range(plan.world_size))
+def test_every_bucket_is_a_replica_and_a_microbatch(plan):
     assert plan.num_buckets == plan.grid("llm").dp * plan.num_microbatches
-
-
-def test_the_encoder_comes_first_then_the_llms_stages_by_replica():
-    assert make_plan(vision_dp=1, llm_pp=2, llm_dp=2).workers == (
-        Worker("vision", 0, 0),
-        Worker("llm", 0, 0),
-        Worker("llm", 0, 1),
-        Worker("llm", 1, 0),
-        Worker("llm", 1, 1),
-    )
 
 
 @given(plans)
@@ -73,25 +64,90 @@ def test_a_missing_plan_says_which_command_makes_it(tmp_path):
         load_plan(tmp_path / "plan.yaml")
 
 
+def shared(placement, vision: dict, llm: dict, **more) -> Plan:
+    return Plan(
+        placement=placement,
+        grids=(Grid(module="vision", **vision), Grid(module="llm", **llm)),
+        **{"num_microbatches": 4} | more,
+    )
+
+
+def test_a_plan_with_all_that_there_is_comes_back_from_its_dict():
+    llm = {"num_ranks": 8, "pp": 4, "layers": (2, 1, 1, 1, 1, 1, 1, 1)}
+    plan = shared("colocated", {"num_ranks": 8, "tp": 2}, llm, schedule="interleaved_1f1b", num_chunks=2)
+    assert plan_from_dict(yaml.safe_load(yaml.safe_dump(plan.to_dict()))) == plan
+
+
+def test_a_file_from_before_chunks_and_layers_still_loads():
+    values = make_plan(llm_pp=2).to_dict()
+    del values["num_chunks"]
+    for grid in values["grids"].values():
+        del grid["layers"]
+    assert plan_from_dict(values) == make_plan(llm_pp=2)
+
+
 @pytest.mark.parametrize(
-    ("vision", "llm", "complaint"),
+    ("arguments", "complaint"),
     [
-        ({"pp": 2}, {}, "vision: pp=2, but encoders run in one stage; use pp: 1"),
-        ({}, {"tp": 2}, "llm: tp=2, but tensor parallelism cannot run yet; use tp: 1"),
-        ({"tp": 2}, {}, "vision: tp=2, but tensor parallelism cannot run yet"),
-        ({}, {"rank_offset": 1}, "rank 1 is owned by vision and llm"),
+        (("nearby", {"num_ranks": 2}, {"num_ranks": 2}), "placement is 'nearby'; it must be one of disjoint, coloc"),
+        (("disjoint", {"num_ranks": 2}, {"num_ranks": 2, "rank_offset": 1}), "rank 1 is owned by vision and llm"),
+        (
+            ("colocated", {"num_ranks": 2}, {"num_ranks": 4}),
+            "2 ranks from rank 0 on with pp=1, but colocated encoders own all of the LLM's ranks; use num_ranks: 4",
+        ),
+        (("colocated", {"num_ranks": 4, "pp": 2}, {"num_ranks": 4}), "pp=2, but colocated .* pp: 1"),
+        (
+            ("monolithic", {"num_ranks": 4}, {"num_ranks": 4, "pp": 2}),
+            "the ranks of the LLM's first stage; use num_ranks: 2",
+        ),
+        (("monolithic", {"num_ranks": 4}, {"num_ranks": 4, "tp": 2}), "vision: tp=1, but a monolithic .* use tp: 2"),
+        (("colocated", {"num_ranks": 4}, {"num_ranks": 4, "rank_offset": 4}), "llm owns rank 4, but there are only 4"),
+        (
+            ("colocated", {"num_ranks": 4}, {"num_ranks": 4, "layers": (2, 2)}),
+            r"layers are given for 2 stages, but pp=1 makes 1",
+        ),
     ],
 )
-def test_what_cannot_run_is_refused_with_what_can(vision, llm, complaint):
+def test_grids_that_do_not_fit_the_placement_are_refused_with_those_that_would(arguments, complaint):
     with pytest.raises(UserError, match=complaint):
-        Plan(
-            placement="disjoint",
-            grids=(
-                Grid(module="vision", num_ranks=2, **vision),
-                Grid(module="llm", num_ranks=2, **{"rank_offset": 2, **llm}),
-            ),
-            num_microbatches=1,
-        )
+        shared(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"schedule": "dualpipe"}, "schedule is 'dualpipe'; it must be one of gpipe, 1f1b, interleaved_1f1b, zb_h1"),
+        ({"num_chunks": 2}, "num_chunks=2 with 1f1b; use num_chunks: 1 or schedule: interleaved_1f1b"),
+        ({"schedule": "interleaved_1f1b"}, "num_chunks=1 and llm pp=4 interleaves nothing"),
+        ({"schedule": "interleaved_1f1b", "num_chunks": 2, "num_microbatches": 6}, "there are 6; use a multiple of 4"),
+        ({"num_microbatches": 0}, "0 microbatches; use at least 1"),
+    ],
+)
+def test_numbers_that_do_not_fit_the_schedule_are_refused_with_those_that_would(more, complaint):
+    with pytest.raises(UserError, match=complaint):
+        shared("colocated", {"num_ranks": 4}, {"num_ranks": 4, "pp": 4}, **more)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (shared("colocated", {"num_ranks": 2}, {"num_ranks": 2}), "colocated plans can be priced, but not trained"),
+        (make_plan(schedule="zb_h1"), "zb_h1 can be priced, but not trained yet; use schedule: 1f1b or gpipe"),
+        (
+            shared("disjoint", {"num_ranks": 2, "pp": 2}, {"num_ranks": 2, "rank_offset": 2}),
+            "vision: pp=2, .* use pp: 1",
+        ),
+        (shared("disjoint", {"num_ranks": 2}, {"num_ranks": 2, "rank_offset": 2, "tp": 2}), "llm: tp=2, .* use tp: 1"),
+        (Plan(placement="disjoint", grids=(Grid(module="llm", num_ranks=1),), num_microbatches=1), "0 encoders"),
+    ],
+)
+def test_what_cannot_be_trained_yet_is_said_with_what_can(plan, why):
+    assert re.search(why, why_not_runnable(plan))
+
+
+@given(plans, st.sampled_from(["1f1b", "gpipe"]))
+def test_disjoint_plans_of_one_encoder_can_be_trained_however_their_layers_are_split(plan, schedule):
+    assert why_not_runnable(dataclasses.replace(plan, schedule=schedule)) is None
 
 
 def test_a_plan_reads_as_one_line():
@@ -107,6 +163,18 @@ def test_layers_are_split_in_order_into_stages_that_differ_by_one_at_most(pp, mo
     lengths = [len(stage) for stage in stages]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] - lengths[-1] <= 1
+
+
+def test_layers_are_split_as_the_plan_says_and_else_evenly():
+    grids = {"num_ranks": 4, "pp": 2}
+    uneven = shared("colocated", {"num_ranks": 4}, grids | {"layers": (5, 1)})
+    assert uneven.layers_of("llm", 6) == [range(5), range(5, 6)]
+    assert uneven.layers_of("vision", 3) == [range(3)]
+    assert "llm tp1 pp2 dp2 (layers 5+1)" in str(uneven)
+    with pytest.raises(UserError, match=r"layers \[5, 1\] are 6 together, the model has 7"):
+        uneven.layers_of("llm", 7)
+    chunked = shared("colocated", {"num_ranks": 4}, grids, schedule="interleaved_1f1b", num_chunks=2)
+    assert [len(part) for part in chunked.layers_of("llm", 6)] == [2, 2, 1, 1]
 
 
 def test_more_stages_than_layers_are_refused():

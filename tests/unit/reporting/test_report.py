@@ -15,7 +15,7 @@ from matplotlib.text import Text
 
 from dflop.config import load_config
 from dflop.errors import UserError
-from dflop.pipeline import Grid, Plan
+from dflop.pipeline import Grid, Plan, nodes_of, workers_of
 from dflop.reporting import plot_shapes, write_report
 from dflop.reporting.plans import draw_plans
 from dflop.reporting.schedules import price_preview, replay
@@ -166,9 +166,9 @@ def test_a_plan_of_hundreds_of_workers_shows_some_replicas_of_every_stage():
         grids=(Grid(module="vision", num_ranks=40), Grid(module="llm", num_ranks=120, pp=4, rank_offset=40)),
         num_microbatches=8,
     )
-    boxes = measured_boxes(plan.workers, pl.DataFrame([observation(index) for index in range(2)]))
+    boxes = measured_boxes(plan, pl.DataFrame([observation(index) for index in range(2)]))
     figure = Figure()
-    draw_timeline(figure, [StepPanel("measured", boxes, 1.0)], plan.workers, "a step")
+    draw_timeline(figure, [StepPanel("measured", boxes, 1.0)], plan, "a step")
     assert "(20 of 160 workers)" in words(figure)
 
 
@@ -217,17 +217,17 @@ def test_predicted_boxes_fill_the_step_without_overlap(name, plan, request):
     scheduler = scheduler_of(request.getfixturevalue(name).folder, plan)
     schedule = scheduler.schedule(0)
     times, timeline = replay(scheduler, schedule)
-    boxes = predicted_boxes(plan.workers, times, timeline)
+    boxes = predicted_boxes(plan, times, timeline)
     assert boxes["end_s"].max() == pytest.approx(schedule.step_s)
     for _, frame in boxes.sort("start_s").group_by("worker"):
         assert (frame["start_s"][1:] >= frame["end_s"][:-1] - 1e-12).all()
     busy_s = (boxes["end_s"] - boxes["start_s"]).sum()
-    assert 1 - busy_s / (len(plan.workers) * schedule.step_s) == pytest.approx(schedule.idle)
+    assert 1 - busy_s / (len(workers_of(plan)) * schedule.step_s) == pytest.approx(schedule.idle)
 
 
 def test_measured_boxes_take_one_of_the_ranks_that_act_as_one_worker():
     observations = pl.DataFrame([observation(rank, start_s=0.1 * rank) for rank in (5, 6)])
-    boxes = measured_boxes(SMALL.workers, observations)
+    boxes = measured_boxes(SMALL, observations)
     assert boxes.select("worker", "start_s", "end_s").rows() == [(1, 0.5, 1.5)]
 
 
@@ -288,7 +288,7 @@ def make_run(
     )
     make_candidates(plan, 5).write_parquet(folder / "candidates.parquet")
     scheduler = scheduler_of(folder, plan)
-    preview, _ = preview_frames([scheduler.schedule(step) for step in range(3)], plan.workers)
+    preview, _ = preview_frames([scheduler.schedule(step) for step in range(3)], nodes_of(plan))
     preview.write_parquet(folder / "schedule.parquet")
     make_training(folder / "train", scheduler, num_steps, predicted_in_training)
     return folder
@@ -382,18 +382,18 @@ def make_training(folder, scheduler, num_steps, predicted):
     """A training that takes one and a half times what was predicted; `predicted` scales what its trainer foresaw."""
     folder.mkdir()
     lines, rows = [], []
-    workers = scheduler.pricer.program.workers
+    nodes = scheduler.pricer.nodes
     for step in range(num_steps):
         schedule = scheduler.schedule(step)
         times, timeline = replay(scheduler, schedule)
-        for index, worker in enumerate(workers):
+        for index, node in enumerate(nodes):
             for direction, name in enumerate(("forward", "backward")):
                 for microbatch in range(schedule.forward_s.shape[1]):
                     seconds = (times.forward_s, times.backward_s)[direction][index, microbatch]
                     start_s = timeline.start_s[direction, index, microbatch]
                     rows.append(
-                        {"step": step, "rank": index, "module": worker.module, "pp_stage": worker.pp_stage}
-                        | {"dp_rank": worker.dp_rank, "microbatch": microbatch, "pass": name}
+                        {"step": step, "rank": index, "module": node.module, "pp_stage": node.pp_stage}
+                        | {"dp_rank": node.dp_rank, "microbatch": microbatch, "pass": name}
                         | {"start_s": 1.5 * start_s, "seconds": 1.5 * seconds}
                         | {"predicted_s": predicted * seconds, "warmup": step < 2}
                     )

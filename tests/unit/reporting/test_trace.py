@@ -68,3 +68,14 @@ def test_every_rank_is_named_by_its_part_of_the_plan(observations):
         event["tid"]: event["args"]["name"] for event in chrome_trace(observations)["traceEvents"] if event["ph"] == "M"
     }
     assert named == {0: "vision stage 0 replica 0", 1: "llm stage 0 replica 0", 2: "llm stage 1 replica 0"}
+
+
+def test_a_rank_that_carries_several_parts_is_named_by_all_of_them(observations):
+    both = pl.concat(
+        [observations, observations.with_columns(module=pl.lit("vision"), pp_stage=pl.lit(0, dtype=pl.Int64))]
+    )
+    named = [event for event in chrome_trace(both)["traceEvents"] if event["ph"] == "M"]
+    assert {event["tid"]: event["args"]["name"] for event in named}[2] == (
+        "llm stage 1 replica 0 + vision stage 0 replica 0"
+    )
+    assert len(named) == NUM_RANKS

@@ -1,6 +1,7 @@
 """Prices add up: loads go to who computes them, memory bounds hold, and no step beats the lower bound."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from dflop.config import ClusterConfig
 from dflop.costs import CostModel, Link, LinkModel, Loads
 from dflop.costs.model import Coefficients, LoadRange
 from dflop.errors import UserError
-from dflop.pipeline import Grid, Plan
+from dflop.pipeline import Grid, Plan, nodes_of
 from dflop.scheduling import Assignment, Pricer, random_buckets
 
 CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0)
@@ -92,26 +93,26 @@ def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(make_pr
     pricer, shapes = make_pricer(plan), draw_samples(24, seed)
     assignment = at_random(pricer, shapes, seed)
     times = pricer.stage_times(shapes, assignment)
-    for index, worker in enumerate(plan.workers):
+    for index, node in enumerate(nodes_of(plan)):
         for microbatch in range(plan.num_microbatches):
             loads = np.zeros(4)
             for sample in range(len(shapes)):
                 if assignment.microbatch[sample] != microbatch:
                     continue
                 tokens = int(shapes.llm_tokens[sample])
-                if worker.module == "llm" and assignment.llm_dp_rank[sample] == worker.dp_rank:
+                if node.module == "llm" and assignment.llm_dp_rank[sample] == node.dp_rank:
                     loads += [0, tokens, tokens**2, shapes.target_tokens[sample]]
-                if worker.module == "vision" and assignment.encoder_rank[sample] == worker.dp_rank:
+                if node.module == "vision" and assignment.encoder_rank[sample] == node.dp_rank:
                     loads[0] += shapes.num_items[sample]
-            pp = plan.grid(worker.module).pp
-            num_layers = 4 // pp + (worker.pp_stage < 4 % pp)
+            pp = plan.grid(node.module).pp
+            num_layers = 4 // pp + (node.pp_stage < 4 % pp)
             expected = costs.stage_time(
-                worker.module,
+                node.module,
                 1,
                 num_layers,
                 Loads(*loads),
-                is_first=worker.pp_stage == 0,
-                is_last=worker.pp_stage == pp - 1,
+                is_first=node.pp_stage == 0,
+                is_last=node.pp_stage == pp - 1,
                 checkpointing=plan.checkpointing,
             )
             assert times.forward_s[index, microbatch] == pytest.approx(float(expected[0]))
@@ -121,22 +122,42 @@ def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(make_pr
 @properties
 @given(plan=plans, seed=st.integers(0, 1000))
 def test_bridges_carry_the_visual_tokens_from_their_encoder_to_their_replica(make_pricer, draw_samples, plan, seed):
+    """One message for every pair of replicas and microbatch with tokens, none for the others."""
     pricer, shapes = make_pricer(plan), draw_samples(24, seed)
     assignment = at_random(pricer, shapes, seed)
-    times = pricer.stage_times(shapes, assignment)
-    for index, edge in enumerate(pricer.program.edges):
-        source, target = pricer.program.workers[edge.source], pricer.program.workers[edge.target]
-        ranks = [plan.grid(w.module).first_rank(w.pp_stage, w.dp_rank) for w in (source, target)]
-        gbps = CLUSTER.intra_node_gbps if ranks[0] // 4 == ranks[1] // 4 else CLUSTER.inter_node_gbps
+    nodes, bridges = nodes_of(plan), pricer.stage_times(shapes, assignment).bridges
+    expected = {}
+    for source, target in itertools.product(range(len(nodes)), repeat=2):
+        if (nodes[source].module, nodes[target].module, nodes[target].pp_stage) != ("vision", "llm", 0):
+            continue
         for microbatch in range(plan.num_microbatches):
-            chosen = (assignment.microbatch == microbatch) & (assignment.llm_dp_rank == target.dp_rank)
-            if edge.is_bridge:
-                chosen &= assignment.encoder_rank == source.dp_rank
-                tokens = int(shapes.kept_vision_tokens[chosen].sum())
-            else:
-                tokens = int(shapes.llm_tokens[chosen].sum())
-            expected = tokens * 128 * 4 / (gbps * 1e9 / 8) if tokens or not edge.is_bridge else np.nan
-            assert times.transfer_s[index, microbatch] == pytest.approx(expected, nan_ok=True)
+            chosen = (assignment.microbatch == microbatch) & (assignment.llm_dp_rank == nodes[target].dp_rank)
+            tokens = int(shapes.kept_vision_tokens[chosen & (assignment.encoder_rank == nodes[source].dp_rank)].sum())
+            if tokens:
+                expected[source, target, microbatch] = tokens * 128 * 4 / (gbps_between(source, target) * 1e9 / 8)
+    keys = list(zip(*(a.tolist() for a in (bridges.source, bridges.target, bridges.microbatch)), strict=True))
+    assert len(set(keys)) == len(keys)
+    assert dict(zip(keys, bridges.seconds.tolist(), strict=True)) == pytest.approx(expected)
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_hidden_states_go_from_stage_to_stage_within_a_replica(make_pricer, draw_samples, plan, seed):
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    chain_s = pricer.stage_times(shapes, assignment).chain_s
+    for index, node in enumerate(nodes_of(plan)):
+        is_last = node.module == "vision" or node.pp_stage == plan.grid("llm").pp - 1
+        for microbatch in range(plan.num_microbatches):
+            chosen = (assignment.microbatch == microbatch) & (assignment.llm_dp_rank == node.dp_rank)
+            tokens = 0 if is_last else int(shapes.llm_tokens[chosen].sum())
+            gbps = gbps_between(index, index + plan.grid("llm").dp)
+            assert chain_s[index, microbatch] == pytest.approx(tokens * 128 * 4 / (gbps * 1e9 / 8))
+
+
+def gbps_between(rank: int, other: int) -> float:
+    """Nodes of disjoint plans at tp 1 are numbered as their ranks."""
+    return CLUSTER.intra_node_gbps if rank // 4 == other // 4 else CLUSTER.inter_node_gbps
 
 
 @properties
@@ -167,20 +188,16 @@ def test_transfers_are_priced_by_the_links_that_were_measured_and_else_by_the_co
     pricer = make_pricer(make_plan(llm_pp=4), model=with_links(costs, p2p_intra_2=Link(3e-4, 2e9)))
     shapes = draw_samples(24, 0)
     assignment = at_random(pricer, shapes, 0)
-    transfer_s = pricer.stage_times(shapes, assignment).transfer_s
+    times = pricer.stage_times(shapes, assignment)
     llm_bytes = np.bincount(assignment.microbatch, weights=shapes.llm_tokens, minlength=4) * 128 * 4
-    seen = []
-    for index, edge in enumerate(pricer.program.edges):
-        ends = {pricer.program.workers[end].pp_stage for end in (edge.source, edge.target)}
-        if edge.is_bridge:
-            vision_bytes = np.bincount(assignment.microbatch, weights=shapes.kept_vision_tokens, minlength=4) * 128 * 4
-            np.testing.assert_allclose(transfer_s[index], np.where(vision_bytes, 3e-4 + vision_bytes / 2e9, np.nan))
-        elif 3 in ends:
-            np.testing.assert_allclose(transfer_s[index], llm_bytes / (CLUSTER.inter_node_gbps * 1e9 / 8))
-        else:
-            np.testing.assert_allclose(transfer_s[index], 3e-4 + llm_bytes / 2e9)
-        seen.append((edge.is_bridge, 3 in ends))
-    assert sorted(seen) == [(False, False), (False, False), (False, True), (True, False)]
+    vision_bytes = np.bincount(assignment.microbatch, weights=shapes.kept_vision_tokens, minlength=4) * 128 * 4
+    np.testing.assert_allclose(times.bridges.seconds, 3e-4 + vision_bytes[times.bridges.microbatch] / 2e9)
+    assert sorted(times.bridges.microbatch) == np.flatnonzero(vision_bytes).tolist()
+    _, first, second, third, last = times.chain_s
+    np.testing.assert_allclose(first, 3e-4 + llm_bytes / 2e9)
+    np.testing.assert_allclose(second, 3e-4 + llm_bytes / 2e9)
+    np.testing.assert_allclose(third, llm_bytes / (CLUSTER.inter_node_gbps * 1e9 / 8))
+    assert (last == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +217,7 @@ def test_gradients_are_summed_over_the_replicas_links(make_pricer, draw_samples,
     shapes = draw_samples(24, 0)
     sync_s = pricer.stage_times(shapes, at_random(pricer, shapes, 0)).sync_s
     size = 4 * 5e5 + 3e5
-    llm = [index for index, worker in enumerate(pricer.program.workers) if worker.module == "llm"]
+    llm = [index for index, node in enumerate(pricer.nodes) if node.module == "llm"]
     assert sync_s[llm] == pytest.approx(expected(size))
 
 
@@ -215,9 +232,10 @@ def test_more_bytes_never_cross_faster_and_a_latency_makes_no_step_shorter(
     more = dataclasses.replace(
         shapes, llm_tokens=shapes.llm_tokens * 2, kept_vision_tokens=shapes.kept_vision_tokens * 2
     )
-    less_s, more_s = (pricer.stage_times(batch, assignment).transfer_s for batch in (shapes, more))
-    assert (np.isnan(less_s) == np.isnan(more_s)).all()
-    assert (more_s[less_s > 2e-3] > less_s[less_s > 2e-3]).all()
+    less, more = (pricer.stage_times(batch, assignment) for batch in (shapes, more))
+    assert (more.bridges.source == less.bridges.source).all()
+    assert (more.bridges.seconds > less.bridges.seconds).all()
+    assert (more.chain_s[less.chain_s > 1e-3] > less.chain_s[less.chain_s > 1e-3]).all()
     assert pricer.step_s(shapes, assignment) >= make_pricer(plan).step_s(shapes, assignment)
 
 
@@ -225,9 +243,9 @@ def test_half_precision_halves_what_crosses_a_bridge(make_pricer, draw_samples):
     shapes = draw_samples(16, 0)
     full, half = (make_pricer(make_plan(), precision=precision) for precision in ("fp32", "bf16"))
     assignment = at_random(full, shapes, 0)
-    np.testing.assert_allclose(
-        half.stage_times(shapes, assignment).transfer_s, full.stage_times(shapes, assignment).transfer_s / 2
-    )
+    whole_s, half_s = (pricer.stage_times(shapes, assignment).bridges.seconds for pricer in (full, half))
+    assert len(whole_s)
+    np.testing.assert_allclose(half_s, whole_s / 2)
 
 
 def test_a_frozen_encoder_takes_no_backward_time_and_balances_by_its_forward_alone(make_pricer, draw_samples):

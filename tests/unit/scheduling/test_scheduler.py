@@ -7,7 +7,7 @@ import pytest
 
 from dflop.config import ClusterConfig, ScheduleConfig
 from dflop.errors import UserError
-from dflop.pipeline import Grid, Plan
+from dflop.pipeline import Grid, Plan, nodes_of
 from dflop.scheduling import (
     Assignment,
     BatchScheduler,
@@ -35,8 +35,8 @@ def make_plan(vision_dp: int, llm_pp: int, llm_dp: int, num_microbatches: int = 
 
 
 def plan_of(schedule: StepSchedule) -> Plan:
-    """The layout that a schedule is for: no two of them have as many workers."""
-    plans = {len(plan.workers): plan for plan in (make_plan(*layout) for layout in LAYOUTS.values())}
+    """The layout that a schedule is for: no two of them have as many nodes."""
+    plans = {len(nodes_of(plan)): plan for plan in (make_plan(*layout) for layout in LAYOUTS.values())}
     return plans[len(schedule.forward_s)]
 
 
@@ -200,7 +200,7 @@ def test_closing_ends_the_solvers_process_and_a_later_step_starts_another(make_s
 def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedules, make_scheduler):
     listed = schedules["lpt"]
     plan = plan_of(listed[0])
-    samples, stages = preview_frames(listed, plan.workers)
+    samples, stages = preview_frames(listed, nodes_of(plan))
     assert samples.columns[:7] == [
         "step",
         "sample_id",
@@ -212,5 +212,5 @@ def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedul
     ]
     assert len(samples) == NUM_STEPS * 32
     assert stages.columns == ["step", "module", "dp_rank", "pp_stage", "microbatch", "forward_s", "backward_s"]
-    assert len(stages) == NUM_STEPS * len(plan.workers) * 4
+    assert len(stages) == NUM_STEPS * len(nodes_of(plan)) * 4
     assert stages["forward_s"].sum() == pytest.approx(sum(schedule.forward_s.sum() for schedule in listed))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dflop.config import ClusterConfig, ScheduleConfig
 from dflop.errors import UserError
-from dflop.pipeline import Grid, Plan
+from dflop.pipeline import Grid, Plan, nodes_of
 from dflop.scheduling import BatchScheduler, GlobalBatches, Pricer, StepSchedule
 from dflop.training.feed import JobStream, ScheduleFeed, job_of, samples_of
 
@@ -37,9 +37,9 @@ def case(request, costs, tiny_spec, draw_samples) -> tuple[Plan, list[StepSchedu
 def jobs_of(plan: Plan, schedule: StepSchedule, module: str, pp_stage: int = 0) -> list[tuple]:
     """(dp rank, microbatch, job) of every replica of one stage."""
     return [
-        (worker.dp_rank, microbatch, job_of(schedule, worker, microbatch))
-        for worker in plan.workers
-        if worker.module == module and worker.pp_stage == pp_stage
+        (node.dp_rank, microbatch, job_of(schedule, node, microbatch))
+        for node in nodes_of(plan)
+        if node.module == module and node.pp_stage == pp_stage
         for microbatch in range(NUM_MICROBATCHES)
     ]
 
@@ -105,9 +105,9 @@ def test_masks_of_all_workers_cover_the_batch(case):
     plan, schedules = case
     schedule = schedules[0]
     masks = [
-        samples_of(schedule, worker, microbatch)
-        for worker in plan.workers
-        if (worker.module, worker.pp_stage) == ("llm", 0)
+        samples_of(schedule, node, microbatch)
+        for node in nodes_of(plan)
+        if (node.module, node.pp_stage) == ("llm", 0)
         for microbatch in range(NUM_MICROBATCHES)
     ]
     np.testing.assert_array_equal(np.sum(masks, axis=0), np.ones(len(schedule.row)))
@@ -118,11 +118,11 @@ def test_a_stream_is_its_workers_jobs_step_after_step(case):
     store = dist.HashStore()
     for schedule in schedules:
         store.set(f"schedule/{schedule.step}", schedule.to_json())
-    worker = plan.workers[-1]
+    node = nodes_of(plan)[-1]
     feed = ScheduleFeed(store)
-    stream = list(JobStream(feed, worker, NUM_MICROBATCHES, range(1, 3)))
+    stream = list(JobStream(feed, node, NUM_MICROBATCHES, range(1, 3)))
     assert stream == [
-        job_of(schedule, worker, microbatch) for schedule in schedules[1:] for microbatch in range(NUM_MICROBATCHES)
+        job_of(schedule, node, microbatch) for schedule in schedules[1:] for microbatch in range(NUM_MICROBATCHES)
     ]
     assert set(feed.waited_s) == {1, 2}
     feed.forget(1)

@@ -1,5 +1,6 @@
 """Before anything is started: the plan must be for the devices there are, and threads are shared among ranks."""
 
+import dataclasses
 import os
 
 import pytest
@@ -50,6 +51,22 @@ def test_nothing_is_started_for_a_plan_that_does_not_fit(tmp_path):
         launch_ranks(load_config({"cluster": {"devices_per_node": 2}}), plan=path, arguments={})
     with pytest.raises(UserError, match="make it with `dflop plan`"):
         launch_ranks(load_config(), plan=tmp_path / "none.yaml", arguments={})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"schedule": "zb_h1"}, "zb_h1 can be priced, but not trained yet; use schedule: 1f1b or gpipe"),
+        ({"placement": "monolithic"}, "monolithic plans can be priced, but not trained yet; use placement: disjoint"),
+    ],
+)
+def test_nothing_is_started_for_a_plan_that_can_only_be_priced(tmp_path, change, complaint):
+    grids = {"grids": (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=1))}
+    plan = dataclasses.replace(make_plan(), **change, **(grids if "placement" in change else {}))
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
+    with pytest.raises(UserError, match=f"plan.yaml: {complaint}"):
+        launch_ranks(load_config({"cluster": {"devices_per_node": 8}}), plan=path, arguments={})
 
 
 def test_nothing_is_started_for_a_family_that_cannot_be_trained_yet(tmp_path):

@@ -1,0 +1,193 @@
+"""The check that a program can be run: everything once, transfers that match, no deadlock, bounded memory.
+
+It carries the lists out as the trainer would, only without computing: a send never waits, a receive waits for
+its message, and messages between two workers arrive in the order in which they were sent, as NCCL has it. Forward
+and backward, bridges and the edges inside modules each have a channel (a process group) of their own: a colocated
+worker sends its features long before the hidden states that go to the same worker.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Collection
+
+from dflop.pipeline.instructions import Instruction, Op, Program
+from dflop.pipeline.layout import Stage, stages_of
+from dflop.pipeline.orders import has_backward, splits_backward
+from dflop.pipeline.plan import Plan
+
+__all__ = ["check_program", "most_in_flight"]
+
+_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
+_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+
+
+def check_program(plan: Plan, program: Program, frozen: Collection[str] = ()) -> None:
+    """Check the lists of all workers, made with these modules frozen.
+
+    Raises:
+        ValueError: naming what is violated, and by which node or worker.
+    """
+    _check_that_nodes_do_everything_once(plan, program, frozen)
+    _carry_out(program, frozen)
+    for stage in stages_of(plan):
+        bound = most_in_flight(plan, stage)
+        for replica in range(stage.dp):
+            worker = stage.first_worker + replica * stage.span
+            own = {node for node in program.workers[worker].nodes if program.nodes[node].module == stage.module}
+            held = _in_flight(program.instructions[worker], own)
+            if held > bound:
+                raise ValueError(
+                    f"worker {worker} holds activations of {held} microbatches of {stage.module}, more than {bound}"
+                )
+
+
+def most_in_flight(plan: Plan, stage: Stage) -> int:
+    """Activations of microbatches that a worker of the stage holds of its module at a time, at most; each chunk counts.
+
+    1F1B: one for itself and one for each stage behind it. ZB-H1: as many as 1F1B's first stage, on every stage (Qi et
+    al. 2023). Interleaved: the warm-up's and one (Narayanan et al. 2021, section 2.2.2); the LLM's first chunk is at
+    most two rounds ahead of its backwards, and an encoder half a round ahead of that. GPipe, and colocated encoders:
+    all.
+    """
+    llm, num_chunks = plan.grid("llm"), plan.num_chunks
+    is_llm = stage.module == "llm"
+    if plan.schedule == "gpipe" or (plan.placement == "colocated" and not is_llm):
+        return plan.num_microbatches
+    if plan.placement == "monolithic" and not is_llm:
+        # The first chunk's: rounds of pp microbatches, two of them at most.
+        return min(plan.num_microbatches, 2 * llm.pp if num_chunks > 1 else llm.pp)
+    place = stage.pp_stage % llm.pp
+    if plan.schedule == "interleaved_1f1b" and is_llm:
+        return min(plan.num_microbatches * num_chunks, 2 * (llm.pp - place - 1) + (num_chunks - 1) * llm.pp + 1)
+    if plan.schedule == "interleaved_1f1b":
+        bound = 2 * llm.pp + llm.pp // 2 + plan.grid(stage.module).pp - stage.pp_stage
+    elif splits_backward(plan, stage.module):
+        before = max((grid.pp for grid in plan.grids[:-1]), default=0) if plan.placement == "disjoint" else 0
+        bound = before + llm.pp
+    elif is_llm:
+        bound = llm.pp - place
+    else:
+        bound = llm.pp + plan.grid(stage.module).pp - stage.pp_stage
+    return min(plan.num_microbatches, bound)
+
+
+def _check_that_nodes_do_everything_once(plan: Plan, program: Program, frozen: Collection[str]) -> None:
+    for index, worker in enumerate(program.workers):
+        for node in worker.nodes:
+            own = [item for item in program.instructions[index] if item.node == node]
+            place = {(item.op, item.microbatch): number for number, item in enumerate(own) if item.edge < 0}
+            expected = {(op, microbatch) for op in _passes(plan, program.nodes[node].module, frozen)
+                        for microbatch in range(program.num_microbatches)}  # fmt: skip
+            num_computed = sum(item.edge < 0 for item in own)
+            if set(place) != expected | {(Op.SYNC_GRADIENTS, -1)} or num_computed != len(place):
+                raise ValueError(f"node {node} on worker {index} does not do every microbatch once in each direction")
+            for item in own:
+                _check_place(item, place, node)
+
+
+def _passes(plan: Plan, module: str, frozen: Collection[str]) -> tuple[Op, ...]:
+    if not has_backward(module, frozen):
+        return (Op.FORWARD,)
+    if splits_backward(plan, module):
+        return (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    return (Op.FORWARD, Op.BACKWARD)
+
+
+def _check_place(item: Instruction, place: dict[tuple[Op, int], int], node: int) -> None:
+    """Forward, backward, weight part, sync, in this order; a sent thing is made before."""
+    order = (Op.FORWARD, *_BACKWARDS, Op.BACKWARD_WEIGHT)
+    if item.op in order:
+        earlier = [place[op, item.microbatch] for op in order[: order.index(item.op)] if (op, item.microbatch) in place]
+        if any(number > place[item.op, item.microbatch] for number in earlier):
+            raise ValueError(f"node {node}: {item} stands before what it needs")
+        if place[item.op, item.microbatch] > place[Op.SYNC_GRADIENTS, -1]:
+            raise ValueError(f"node {node}: {item} stands behind the gradient sync")
+
+
+def _carry_out(program: Program, frozen: Collection[str]) -> None:
+    carriers: dict[int, list[int]] = defaultdict(list)
+    for index, worker in enumerate(program.workers):
+        for node in worker.nodes:
+            carriers[node].append(index)
+    # The edges whose messages a computation must have received: forward and backward, by node.
+    needed: dict[tuple[bool, int], list[int]] = defaultdict(list)
+    for number, edge in enumerate(program.edges):
+        if not set(carriers[edge.source]) & set(carriers[edge.target]):
+            needed[True, edge.target].append(number)
+            if has_backward(program.nodes[edge.source].module, frozen):
+                needed[False, edge.source].append(number)
+    mail: dict[tuple[int, int, bool, bool], deque[tuple[int, int]]] = defaultdict(deque)
+    received: set[tuple[bool, int, int]] = set()
+    made: set[tuple[bool, int, int]] = set()
+    done = [0] * len(program.workers)
+    moved = True
+    while moved:
+        moved = False
+        for index, items in enumerate(program.instructions):
+            while done[index] < len(items):
+                item = items[done[index]]
+                together = carriers[item.node]
+                if any(_next(program, other, done) != item for other in together):
+                    break
+                if not _do(program, item, carriers, needed, mail, received, made):
+                    break
+                for other in together:
+                    done[other] += 1
+                moved = True
+    for index, items in enumerate(program.instructions):
+        if done[index] < len(items):
+            raise ValueError(f"worker {index} waits for ever at {items[done[index]]}: a deadlock")
+    for (sender, receiver, *_), box in mail.items():
+        if box:
+            raise ValueError(f"worker {receiver} never receives what worker {sender} sends over edge {box[0][0]}")
+
+
+def _next(program: Program, worker: int, done: list[int]) -> Instruction | None:
+    items = program.instructions[worker]
+    return items[done[worker]] if done[worker] < len(items) else None
+
+
+def _do(
+    program: Program,
+    item: Instruction,
+    carriers: dict[int, list[int]],
+    needed: dict[tuple[bool, int], list[int]],
+    mail: dict[tuple[int, int, bool, bool], deque[tuple[int, int]]],
+    received: set[tuple[bool, int, int]],
+    made: set[tuple[bool, int, int]],
+) -> bool:
+    """Whether the instruction could be carried out."""
+    is_forward = item.op in (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD)
+    if item.edge < 0:
+        if item.op is Op.FORWARD or item.op in _BACKWARDS:
+            for edge in needed[is_forward, item.node]:
+                if (is_forward, edge, item.microbatch) not in received:
+                    raise ValueError(f"{item} is computed before edge {edge} is received")
+            made.add((is_forward, item.node, item.microbatch))
+        return True
+    edge = program.edges[item.edge]
+    ends = (edge.source, edge.target) if is_forward else (edge.target, edge.source)
+    box = mail[carriers[ends[0]][0], carriers[ends[1]][0], is_forward, edge.is_bridge]
+    if item.op in _SENDS:
+        if item.node != ends[0] or (is_forward, item.node, item.microbatch) not in made:
+            raise ValueError(f"{item} sends what its node has not made")
+        box.append((item.edge, item.microbatch))
+        return True
+    if not box:
+        return False
+    if box.popleft() != (item.edge, item.microbatch):
+        raise ValueError(f"{item} awaits another message than the one that comes: the two ends differ in their order")
+    received.add((is_forward, item.edge, item.microbatch))
+    return True
+
+
+def _in_flight(items: tuple[Instruction, ...], nodes: set[int]) -> int:
+    """The most microbatches between their forward on one of the nodes and the end of their backward there."""
+    own = [item.op for item in items if item.node in nodes]
+    ends = Op.BACKWARD_WEIGHT if Op.BACKWARD_WEIGHT in own else Op.BACKWARD
+    if ends not in own:
+        return 0
+    held = most = 0
+    for op in own:
+        held += (op is Op.FORWARD) - (op is ends)
+        most = max(most, held)
+    return most

@@ -1,0 +1,139 @@
+"""A plan as the simulator wants it: all its stages' orders merged into one.
+
+Which computation waits for which follows from the plan alone. So it is worked out once: in the merged order everything
+stands behind what it waits for, whatever the times are. It is an order of stages, never of single replicas: a plan for
+thousands of ranks compiles as fast as one for a few.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from dflop.pipeline.layout import stages_of
+from dflop.pipeline.orders import BACKWARD, FORWARD, WEIGHT, group_orders, has_backward, splits_backward
+from dflop.pipeline.plan import Plan
+
+__all__ = ["CompiledPlan", "compile_plan"]
+
+# Columns of `CompiledPlan.stages`. The stages before and behind are of the same module, -1 where there is none; bridges
+# end at the LLM's first stage and begin at an encoder's last; KIND says what a backward is. (numba's cache of
+# simulate.py does not see a change here: change both.)
+NUM_COLUMNS = 9
+DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, KIND = range(NUM_COLUMNS)
+NO_BACKWARD, WHOLE_BACKWARD, SPLIT_BACKWARD = range(3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledPlan:
+    """`order` is [num_computations, 3]: pass, stage, microbatch; `stages` is [num_stages, NUM_COLUMNS]."""
+
+    num_nodes: int
+    num_workers: int
+    num_microbatches: int
+    splits_backward: bool
+    order: np.ndarray
+    stages: np.ndarray
+    ranks_of_worker: np.ndarray
+
+
+def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
+    """Merge the orders of a plan's stages; encoders in `frozen` have no backward."""
+    listed = stages_of(plan)
+    orders = group_orders(plan, frozen)
+    stages = np.zeros((len(listed), NUM_COLUMNS), dtype=np.int64)
+    has_bridges = plan.placement != "monolithic" and len(plan.grids) > 1
+    for place, stage in enumerate(listed):
+        is_first, is_last = stage.pp_stage == 0, stage.pp_stage == plan.num_stages(stage.module) - 1
+        is_llm = stage.module == "llm"
+        kind = NO_BACKWARD if not has_backward(stage.module, frozen) else WHOLE_BACKWARD
+        stages[place] = (
+            stage.dp,
+            stage.first_node,
+            stage.first_worker,
+            stage.span,
+            -1 if is_first else place - 1,
+            -1 if is_last else place + 1,
+            has_bridges and is_llm and is_first,
+            has_bridges and not is_llm and is_last,
+            SPLIT_BACKWARD if kind == WHOLE_BACKWARD and splits_backward(plan, stage.module) else kind,
+        )
+    groups = np.array([(stage.group, stage.num_groups) for stage in listed], dtype=np.int64)
+    offsets = np.cumsum([0, *(len(order) for order in orders)])
+    num_distinct = sum(len(order) for order in orders)
+    for place, stage in enumerate(listed):
+        if stage.num_groups > 1:
+            num_distinct -= (stage.num_groups - 1) * int((orders[stage.group][:, 1] == place).sum())
+    merged, num_merged = _merge(np.concatenate(orders), offsets, stages, groups, num_distinct, plan.num_microbatches)
+    assert num_merged == num_distinct, "the orders wait for each other in a circle"
+    last = stages[-1]
+    num_workers = max(int(row[FIRST_WORKER] + row[DP] * row[SPAN]) for row in stages)
+    ranks_of_worker = np.zeros(num_workers, dtype=np.int64)
+    for stage in listed:
+        ranks_of_worker[stage.first_worker : stage.first_worker + stage.dp * stage.span] = stage.tp // stage.span
+    return CompiledPlan(
+        num_nodes=int(last[FIRST_NODE] + last[DP]),
+        num_workers=num_workers,
+        num_microbatches=plan.num_microbatches,
+        splits_backward=plan.schedule == "zb_h1",
+        order=merged,
+        stages=stages,
+        ranks_of_worker=ranks_of_worker,
+    )
+
+
+@njit(cache=True)
+def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
+    """One order of all groups' computations in which each stands behind what it waits for; and how many were placed.
+
+    All replicas of an encoder are taken to feed all of the LLM's, so that one order serves every batch.
+    """
+    num_groups, num_stages = len(offsets) - 1, len(stages)
+    merged = np.empty((num_distinct, 3), dtype=np.int64)
+    done = np.zeros((3, num_stages, num_microbatches), dtype=np.bool_)
+    cursor = offsets[:-1].copy()
+    count = 0
+    moved = True
+    while moved:
+        moved = False
+        for group in range(num_groups):
+            while cursor[group] < offsets[group + 1]:
+                which, stage, microbatch = items[cursor[group]]
+                first = groups[stage, 0]
+                ready = first == group
+                for other in range(first, first + groups[stage, 1]):
+                    if not ready or cursor[other] >= offsets[other + 1]:
+                        ready = False
+                        break
+                    ready = (items[cursor[other]] == items[cursor[group]]).all()
+                if ready:
+                    ready = _has_what_it_needs(which, stage, microbatch, stages, done)
+                if not ready:
+                    break
+                merged[count] = items[cursor[group]]
+                done[which, stage, microbatch] = True
+                for other in range(first, first + groups[stage, 1]):
+                    cursor[other] += 1
+                count += 1
+                moved = True
+    return merged, count
+
+
+@njit(cache=True)
+def _has_what_it_needs(which, stage, microbatch, stages, done):
+    if which == WEIGHT:
+        return done[BACKWARD, stage, microbatch]
+    if which == FORWARD:
+        neighbour, bridge, far = stages[stage, STAGE_BEFORE], stages[stage, BRIDGE_IN], BRIDGE_OUT
+    else:
+        if not done[FORWARD, stage, microbatch]:
+            return False
+        neighbour, bridge, far = stages[stage, STAGE_BEHIND], stages[stage, BRIDGE_OUT], BRIDGE_IN
+    if neighbour >= 0 and not done[which, neighbour, microbatch]:
+        return False
+    if bridge:
+        for other in range(len(stages)):
+            if stages[other, far] and not done[which, other, microbatch]:
+                return False
+    return True

@@ -1,0 +1,77 @@
+"""torch's notation of pipeline schedules: a row a worker, `0F3` for the forward of microbatch 3 on stage 0.
+
+As in torch.distributed.pipelining.schedules: F forward, B backward, I and W its input and weight parts; rows of CSV,
+computations alone. Stages are numbered as in `stages_of`, so an LLM without encoders reads as in torch.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dflop.errors import UserError
+from dflop.pipeline.instructions import Op
+from dflop.pipeline.layout import stages_of
+from dflop.pipeline.orders import BACKWARD, FORWARD, group_orders, splits_backward
+from dflop.pipeline.plan import Plan
+
+__all__ = ["Action", "actions_of", "format_actions", "parse_actions"]
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """A computation of every replica of a stage."""
+
+    stage: int
+    op: Op
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+
+def actions_of(plan: Plan, frozen: Sequence[str] = ()) -> list[list[Action]]:
+    """The computations of each group of workers: of each physical pipeline stage, encoders' first."""
+    stages = stages_of(plan)
+
+    def op_of(which: int, stage: int) -> Op:
+        if which == FORWARD:
+            return Op.FORWARD
+        if which == BACKWARD:
+            return Op.BACKWARD_INPUT if splits_backward(plan, stages[stage].module) else Op.BACKWARD
+        return Op.BACKWARD_WEIGHT
+
+    return [
+        [Action(stage, op_of(which, stage), microbatch) for which, stage, microbatch in order.tolist()]
+        for order in group_orders(plan, frozen)
+    ]
+
+
+def format_actions(rows: Sequence[Sequence[Action]]) -> str:
+    """CSV, a row a group of workers."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def parse_actions(text: str) -> list[list[Action]]:
+    """The rows that `format_actions` or torch wrote, of computations alone; empty cells, torch's bubbles, are skipped.
+
+    Raises:
+        UserError: naming the row and the cell that is no computation.
+    """
+    rows: list[list[Action]] = []
+    for number, cells in enumerate(csv.reader(io.StringIO(text))):
+        row = []
+        for cell in filter(None, (cell.strip() for cell in cells)):
+            found = _ACTION.fullmatch(cell)
+            if not found:
+                raise UserError(
+                    f"row {number} of the schedule holds {cell!r}; a computation is a stage, one of F, B, I, W, and a "
+                    "microbatch, like 0F3"
+                )
+            row.append(Action(int(found[1]), Op(found[2]), int(found[3])))
+        rows.append(row)
+    return rows

@@ -1,0 +1,107 @@
+"""What the cost model says of a plan's stages, each asked for with all its replicas and microbatches together.
+
+Stages that are alike (as many layers, in the middle of the module) are asked for once.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from dflop.costs import CostModel, Loads, StageMemory
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec
+from dflop.pipeline import Plan, Stage, stages_of
+
+__all__ = ["StageCosts", "loads_of", "only"]
+
+
+def loads_of(shapes: SampleShapes) -> Loads:
+    """Loads of every sample, arrays [num_samples]."""
+    return Loads(
+        num_items=shapes.num_items.astype(float),
+        num_tokens=shapes.llm_tokens.astype(float),
+        sum_sq_tokens=shapes.llm_tokens.astype(float) ** 2,
+        num_targets=shapes.target_tokens.astype(float),
+    )
+
+
+def only(module: str, loads: Loads) -> Loads:
+    """The loads that a module sees: items for encoders, text for the LLM."""
+    nothing = np.zeros_like(loads.num_items)
+    if module == "llm":
+        return loads._replace(num_items=nothing)
+    return Loads(loads.num_items, nothing, nothing, nothing)
+
+
+class StageCosts:
+    """Seconds and bytes of a plan's stages, by a cost model."""
+
+    def __init__(self, plan: Plan, costs: CostModel, spec: ModelSpec, frozen: Collection[str]) -> None:
+        self.plan, self.costs, self.frozen = plan, costs, frozenset(frozen)
+        self.stages = stages_of(plan)
+        self._layers = {
+            grid.module: [len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers)]
+            for grid in plan.grids
+        }
+
+    def has_backward(self, module: str) -> bool:
+        """A frozen encoder has none; a frozen LLM still passes gradients on."""
+        return module == "llm" or module not in self.frozen
+
+    def stage_times(self, of_module: dict[str, Loads]) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward seconds, [num_nodes, num_microbatches], of modules' loads [dp, num_microbatches]."""
+        priced: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+        forward_s, backward_s = [], []
+        for stage in self.stages:
+            part = self.part(stage)
+            kind = (stage.module, *part.values())
+            if kind not in priced:
+                priced[kind] = self.costs.stage_time(
+                    stage.module, loads=of_module[stage.module], checkpointing=self.plan.checkpointing, **part
+                )
+            forward_s.append(priced[kind][0])
+            backward_s.append(priced[kind][1] if self.has_backward(stage.module) else np.zeros_like(priced[kind][1]))
+        return np.concatenate(forward_s), np.concatenate(backward_s)
+
+    def memory(self, stage: Stage, loads: Loads) -> StageMemory:
+        """Of a frozen module, parameters alone are resident: no gradients, no moments."""
+        memory = self.costs.stage_memory(
+            stage.module, loads=loads, checkpointing=self.plan.checkpointing, **self.part(stage)
+        )
+        return memory._replace(resident_bytes=memory.resident_bytes / 4) if stage.module in self.frozen else memory
+
+    def parameter_bytes(self, stage: Stage) -> float:
+        return self.costs.stage_parameter_bytes(stage.module, **self.part(stage))
+
+    def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
+        """Seconds that each sample adds to each pipeline stage, [pp, num_samples]; `least`: whatever the microbatch."""
+        priced: dict[tuple, np.ndarray] = {}
+        per_stage = []
+        for stage in self.stages:
+            if stage.module != module:
+                continue
+            part = self.part(stage)
+            kind = tuple(part.values())
+            if kind not in priced:
+                priced[kind] = self.costs.additive_loads_s(
+                    module,
+                    loads=only(module, loads),
+                    checkpointing=self.plan.checkpointing,
+                    has_backward=self.has_backward(module),
+                    least=least,
+                    **part,
+                )
+            per_stage.append(priced[kind])
+        # A rank does all of its chunks' work.
+        return np.array(per_stage).reshape(-1, self.plan.grid(module).pp, len(per_stage[0])).sum(axis=0)
+
+    def part(self, stage: Stage) -> dict[str, Any]:
+        """A stage as the cost model wants to know it."""
+        layers = self._layers[stage.module]
+        return {
+            "tp": stage.tp,
+            "num_layers": layers[stage.pp_stage],
+            "is_first": stage.pp_stage == 0,
+            "is_last": stage.pp_stage == len(layers) - 1,
+        }

@@ -1,0 +1,84 @@
+"""What moves between ranks in a step, and how long it takes: hidden states, features over bridges, gradient sums."""
+
+import numpy as np
+
+from dflop.config import ClusterConfig
+from dflop.costs import Link, LinkModel
+from dflop.pipeline import Bridges, Plan, Stage, stages_of
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """Seconds of a plan's transfers over the links of a cluster, as measured, or else as configured."""
+
+    def __init__(self, plan: Plan, links: LinkModel, cluster: ClusterConfig) -> None:
+        self.plan, self._links, self._cluster = plan, links, cluster
+        self._stages = stages_of(plan)
+
+    def chain_s(self, stage: Stage, num_bytes: np.ndarray) -> np.ndarray:
+        """[dp, num_microbatches]: what bytes [dp, num_microbatches] take to the module's next stage, 0 without one."""
+        place = self._stages.index(stage)
+        behind = self._stages[place + 1] if place + 1 < len(self._stages) else None
+        if behind is None or behind.module != stage.module:
+            return np.zeros_like(num_bytes)
+        replicas = np.arange(stage.dp)[:, None]
+        return self._p2p_s(self._first_ranks(stage, replicas), self._first_ranks(behind, replicas), num_bytes)
+
+    def bridges(
+        self, encoder_rank: np.ndarray, llm_dp_rank: np.ndarray, microbatch: np.ndarray, num_bytes: np.ndarray
+    ) -> Bridges:
+        """One message for every (encoder replica, LLM replica, microbatch) that features travel between.
+
+        Arrays are [num_samples]; what a sample brings to its message is `num_bytes`.
+        """
+        if self.plan.placement == "monolithic":
+            return Bridges.none()
+        llm = next(stage for stage in self._stages if stage.module == "llm")
+        encoder = self._stages[self._stages.index(llm) - 1]
+        sent = np.flatnonzero(num_bytes)
+        shape = (encoder.dp, llm.dp, self.plan.num_microbatches)
+        places = np.ravel_multi_index((encoder_rank[sent], llm_dp_rank[sent], microbatch[sent]), shape)
+        cells, message = np.unique(places, return_inverse=True)
+        source, target, microbatch = np.unravel_index(cells, shape)
+        seconds = self._p2p_s(
+            self._first_ranks(encoder, source),
+            self._first_ranks(llm, target),
+            np.bincount(message, weights=num_bytes[sent], minlength=len(cells)),
+        )
+        if self.plan.placement == "colocated":
+            # To the same ranks nothing moves.
+            here, there = encoder.first_worker + source * encoder.span, llm.first_worker + target * llm.span
+            seconds[(here < there + llm.span) & (there < here + encoder.span)] = 0.0
+        return Bridges(
+            source=encoder.first_node + source,
+            target=llm.first_node + target,
+            microbatch=microbatch,
+            seconds=seconds,
+        )
+
+    def all_reduce_s(self, stage: Stage, num_bytes: float) -> float:
+        """The sum of a stage's gradients over its replicas."""
+        if stage.dp == 1:
+            return 0.0
+        first, last = self._first_ranks(stage, np.array([0, stage.dp - 1]))
+        return self._link("all_reduce", self._is_intra(first, last), stage.dp).seconds(num_bytes)
+
+    def _p2p_s(self, first: np.ndarray, second: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+        intra, inter = (self._link("p2p", is_intra).seconds(num_bytes) for is_intra in (True, False))
+        return np.where(self._is_intra(first, second), intra, inter)
+
+    def _is_intra(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        return first // self._cluster.devices_per_node == second // self._cluster.devices_per_node
+
+    def _link(self, kind: str, is_intra: bool, num_ranks: int = 2) -> Link:
+        """As measured; where it was not, at the configured bandwidth, in a ring and without latency."""
+        measured = self._links.find(kind, "intra" if is_intra else "inter", num_ranks)
+        if measured is not None:
+            return measured
+        bytes_per_s = (self._cluster.intra_node_gbps if is_intra else self._cluster.inter_node_gbps) * 1e9 / 8
+        return Link(0.0, bytes_per_s if kind == "p2p" else bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
+
+    def _first_ranks(self, stage: Stage, replica: np.ndarray) -> np.ndarray:
+        grid = self.plan.grid(stage.module)
+        return grid.first_rank(stage.pp_stage % grid.pp, replica)

@@ -1,0 +1,63 @@
+"""Plans of every placement and schedule, for tests that must hold for all of them."""
+
+from hypothesis import strategies as st
+
+from dflop.pipeline import PLACEMENTS, SCHEDULES, Grid, Plan
+
+frozen_sets = st.sampled_from([(), ("vision",), ("llm",)])
+
+
+def llm_alone(pp: int, num_microbatches: int, schedule: str = "1f1b", num_chunks: int = 1) -> Plan:
+    """A pipeline as in textbooks: no encoder, one replica."""
+    return Plan(
+        placement="disjoint",
+        grids=(Grid(module="llm", num_ranks=pp, pp=pp),),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        num_chunks=num_chunks,
+    )
+
+
+def disjoint(
+    vision_dp: int = 1, llm_pp: int = 1, llm_dp: int = 1, num_microbatches: int = 1, vision_pp: int = 1, **more
+) -> Plan:
+    vision_ranks = vision_dp * vision_pp
+    return Plan(
+        placement="disjoint",
+        grids=(
+            Grid(module="vision", num_ranks=vision_ranks, pp=vision_pp),
+            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_ranks),
+        ),
+        num_microbatches=num_microbatches,
+        **more,
+    )
+
+
+@st.composite
+def plans(draw, placements=PLACEMENTS, schedules=SCHEDULES) -> Plan:
+    """Any plan: up to two encoders, tp that differs between modules, encoders of several stages, chunks."""
+    placement, schedule = draw(st.sampled_from(placements)), draw(st.sampled_from(schedules))
+    is_interleaved = schedule == "interleaved_1f1b"
+    pp = draw(st.integers(2, 3) if is_interleaved else st.integers(1, 4))
+    dp, tp = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2]))
+    llm_ranks = pp * dp * tp
+    encoders = []
+    for module in draw(st.sampled_from([("vision",), ("vision", "audio")])):
+        offset = sum(grid.num_ranks for grid in encoders) if placement == "disjoint" else 0
+        if placement == "disjoint":
+            encoder_tp, encoder_pp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 1, 2]))
+            ranks = encoder_tp * encoder_pp * draw(st.integers(1, 3))
+        elif placement == "colocated":
+            ranks, encoder_pp = llm_ranks, 1
+            encoder_tp = draw(st.sampled_from([size for size in (1, 2, 4) if llm_ranks % size == 0]))
+        else:
+            ranks, encoder_tp, encoder_pp = dp * tp, tp, 1
+        encoders.append(Grid(module=module, num_ranks=ranks, tp=encoder_tp, pp=encoder_pp, rank_offset=offset))
+    offset = sum(grid.num_ranks for grid in encoders) if placement == "disjoint" else 0
+    return Plan(
+        placement=placement,
+        grids=(*encoders, Grid(module="llm", num_ranks=llm_ranks, tp=tp, pp=pp, rank_offset=offset)),
+        num_microbatches=pp * draw(st.integers(1, 3)) if is_interleaved else draw(st.integers(1, 7)),
+        schedule=schedule,
+        num_chunks=draw(st.integers(2, 3)) if is_interleaved else 1,
+    )
