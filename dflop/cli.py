@@ -90,14 +90,14 @@ def demo_data(out: Path, records: int, seed: int) -> None:
 def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int | None) -> None:
     """Read the shapes of one shard's samples from media headers and text."""
     from dflop.artifacts import written_whole
-    from dflop.data import ChatTokenizer, ShapeReader, profile_shard
+    from dflop.data import ChatTokenizer, ShapeReader, profile_shard, tokenizer_folder
     from dflop.models import load_model_spec
 
     config = _load("profile-shapes", configs)
     data = config.data
     source, found = _find_shard(config, shard)
     rules = load_model_spec(config.model).rules
-    folder = _tokenizer_folder(config)
+    folder = tokenizer_folder(config.model)
     ChatTokenizer(folder)  # a folder that is no tokenizer's is refused here, before processes start
     with progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
         frame = profile_shard(
@@ -170,7 +170,7 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
 
     from dflop.artifacts import written_whole
     from dflop.costs.design import bounds_of_samples
-    from dflop.data import SourceRecords, list_sources
+    from dflop.data import BUNDLED_TOKENIZER, SourceRecords, list_sources, tokenizer_folder
     from dflop.data.manifests.formats import CUT_OFF
     from dflop.store import ShardFile, read_table, write_shapes
 
@@ -224,7 +224,7 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
         raise UserError(_nothing_usable(reject_summary, shapes))
     for line in _shape_lines(shape_summary, reject_summary):
         click.echo(line)
-    if _tokenizer_folder(config) is None:
+    if tokenizer_folder(config.model) == BUNDLED_TOKENIZER:
         click.echo(
             "text was counted with the small bundled tokenizer; for the counts of a real model set "
             "`model.tokenizer` to its tokenizer directory"
@@ -342,6 +342,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     """Measure on ranks of this node that torchrun starts; they write the frames."""
     from dflop.config import select_keys
     from dflop.costs.design import load_bounds
+    from dflop.data import tokenizer_folder
     from dflop.models import check_runnable
     from dflop.stages import STAGES
     from dflop.torchrun import run_ranks
@@ -363,7 +364,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
         "module": module,
         "tp": tp,
         "bounds": str(bounds) if bounds else None,
-        "tokenizer": str(_tokenizer_folder(config) or ""),
+        "tokenizer": str(tokenizer_folder(config.model)),
         "out": str(out),
         "config_digest": _config_digest("profile-costs", config),
     }
@@ -581,12 +582,6 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
     config = _load("report", configs)
     for path in write_report(config, run_folder, out):
         click.echo(str(path))
-
-
-def _tokenizer_folder(config) -> Path | None:
-    """The configured tokenizer directory, else the checkpoint's; None for the bundled one."""
-    folder = config.model.tokenizer or config.model.path
-    return Path(folder) if folder else None
 
 
 def _run_digest(config, data_digests: list[str]) -> str:

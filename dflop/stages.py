@@ -127,7 +127,7 @@ STAGES: dict[str, WorkflowStage] = {
     ),
     "report": WorkflowStage(
         ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule"),
-        ("reporting", "pipeline", "scheduling"),
+        ("reporting", "training/observations.py", "pipeline", "scheduling"),
     ),
 }
 

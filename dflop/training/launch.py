@@ -16,6 +16,7 @@ from dflop.models import check_runnable
 from dflop.pipeline import Plan, load_plan
 from dflop.stages import STAGES
 from dflop.torchrun import run_ranks
+from dflop.training.observations import NUM_WARMUP_STEPS
 
 __all__ = ["check_devices", "launch_ranks", "summarise"]
 
@@ -67,7 +68,7 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     last = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     run = json.loads((last / "run.json").read_text(encoding="utf-8"))
-    steady = steps[2:] or steps  # the first steps warm up
+    steady = steps[NUM_WARMUP_STEPS:] or steps
     steady_s = sum(step["step_s"] for step in steady)
     at_each_end = max(1, min(5, len(steps) // 2))
     summary = {

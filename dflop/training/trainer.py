@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from dflop.config import Config
 from dflop.data import ShapeReader, list_sources
 from dflop.data.loading import MicrobatchLoader, TrainingRecords
-from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer
+from dflop.data.text import ChatTokenizer, tokenizer_folder
 from dflop.errors import UserError
 from dflop.memory import process_bytes
 from dflop.models import load_model_spec
@@ -68,7 +68,7 @@ class Trainer:
         worker = self.topology.worker
         spec = load_model_spec(config.model)
         checkpoint = Path(config.model.path) if config.model.path else None
-        self.tokenizer_folder = find_tokenizer(config)
+        self.tokenizer_folder = tokenizer_folder(config.model)
         tokenizer = ChatTokenizer(self.tokenizer_folder)
         self.hf_config = make_hf_config(spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
         layers = split_layers(spec.module(worker.module).num_layers, self.plan.grid(worker.module).pp)
@@ -296,13 +296,6 @@ class Trainer:
         )
         publisher.start()
         return publisher
-
-
-def find_tokenizer(config: Config) -> Path:
-    """The tokenizer directory: the configured one, else the checkpoint's, else the bundled one."""
-    if config.model.tokenizer:
-        return Path(config.model.tokenizer)
-    return Path(config.model.path) if config.model.path else BUNDLED_TOKENIZER
 
 
 def _make_optimizer(stage: torch.nn.Module, config: Config) -> torch.optim.AdamW:
