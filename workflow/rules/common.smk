@@ -23,6 +23,9 @@ def stop_with(error):
     sys.exit(2)
 
 
+# Where it is, manifests' indexes are kept in it, for this process and for the jobs.
+Path(".snakemake").mkdir(exist_ok=True)
+
 try:
     CONFIG = load_config(dict(config))
     SOURCES = list_sources(CONFIG.data)
