@@ -1,5 +1,6 @@
 """The commands on costs: modules and links, measured or from a data sheet, and the models fitted to them."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -46,10 +47,12 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
     """Points of the roofline of `cluster.device_model`, and that device as a frame."""
     import polars as pl
 
-    from dflop.costs import Measured, analytic_points, load_device, write_measured
+    from dflop.costs import Measured, analytic_points, write_measured
+    from dflop.devices import load_device
     from dflop.models import digest_of_spec
 
-    device = load_device(config.cluster.device_model)
+    own_file = config.cluster.device_models
+    device = load_device(config.cluster.device_model, Path(own_file) if own_file else None)
     points = analytic_points(spec, module, tp, device)
     about = {
         "device": f"{config.cluster.device_model} (analytic)",
@@ -65,7 +68,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
         "overhead_bytes": int(device.overhead_bytes),
         "allocator_share": device.allocator_share,
         "seconds": 0.0,
-        "config_digest": config_digest("profile-costs", config),
+        "config_digest": config_digest("profile-costs", config, device=asdict(device)),
     }
     write_measured(out, Measured(points.measurements, points.parameters, pl.DataFrame([about])))
 

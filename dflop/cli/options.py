@@ -42,10 +42,10 @@ def meta_of(stage: str, config) -> dict[str, str]:
     return {"config_digest": config_digest(stage, config), "code_digest": STAGES[stage].code_digest}
 
 
-def config_digest(stage: str, config) -> str:
-    """Of the keys that `stage` reads."""
+def config_digest(stage: str, config, **beside: object) -> str:
+    """Of the keys that `stage` reads, and of what else its output depends on."""
     from dflop.config import select_keys
     from dflop.stages import STAGES
 
-    keys = json.dumps(select_keys(config, STAGES[stage].reads), sort_keys=True)
+    keys = json.dumps(select_keys(config, STAGES[stage].reads) | beside, sort_keys=True)
     return hashlib.sha256(keys.encode()).hexdigest()[:16]

@@ -19,12 +19,15 @@ __all__ = ["plan_command", "schedule_command"]
 def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path, candidates: Path) -> None:
     """Search the layouts and choose the one with the shortest expected step."""
     from dflop.artifacts import written_whole
+    from dflop.config import excess_memory
     from dflop.costs import CostModel
     from dflop.data import load_samples
     from dflop.models import digest_of_spec, load_model_spec
     from dflop.planning import candidates_frame, describe_choice, search_plans
 
     config = load_for("plan", configs)
+    if excess := excess_memory(config.cluster):
+        click.echo(f"warning: {excess}; plans may not fit there", err=True)
     samples, num_left_out = load_samples(shapes)
     if num_left_out:
         click.echo(f"{num_left_out} samples with audio are left out: the model has no audio encoder")

@@ -4,7 +4,6 @@
 """
 
 from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
-from dflop.costs.devices import DeviceModel, load_device
 from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, write_measured
@@ -13,7 +12,6 @@ from dflop.costs.model import CostModel, Loads, StageMemory
 __all__ = [
     "AnalyticPoints",
     "CostModel",
-    "DeviceModel",
     "Link",
     "LinkModel",
     "Loads",
@@ -22,7 +20,6 @@ __all__ = [
     "analytic_points",
     "fit_costs",
     "fit_links",
-    "load_device",
     "module_work",
     "read_links",
     "read_measured",

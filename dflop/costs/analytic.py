@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from dflop.costs.devices import DeviceModel
 from dflop.costs.model import FEATURES, Coefficients, Loads
+from dflop.devices import DeviceModel
 from dflop.errors import UserError
 from dflop.models import ModelSpec, check_tp
 

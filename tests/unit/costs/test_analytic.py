@@ -15,10 +15,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from dflop.costs import CostModel, Loads, analytic_points, fit_costs, load_device, module_work
+from dflop.costs import CostModel, Loads, analytic_points, fit_costs, module_work
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
 from dflop.costs.model import FEATURES, Coefficients
+from dflop.devices import load_device
 from dflop.errors import UserError
 from dflop.models import ModelSpec, internvl, llava_onevision
 from dflop.models.attention import PACKED
@@ -480,7 +481,10 @@ def test_products_reach_their_share_of_the_peak_where_they_are_large(h100):
 def test_a_device_that_is_not_known_names_those_that_are_and_the_way_to_add_one():
     with pytest.raises(UserError) as caught:
         load_device("h100")
-    assert "no device is called 'h100'; known are a100-80g, h100-80g, h200-141g. To add one, copy" in str(caught.value)
+    message = str(caught.value)
+    assert "`cluster.device_model` is 'h100', a device of which no data sheet is known; " in message
+    assert "choose one of a100-80g, h100-80g, h200-141g, or copy an entry of " in message
+    assert "name the file in `cluster.device_models`" in message
 
 
 ENTRY = """
@@ -504,7 +508,7 @@ def test_a_file_of_ones_own_adds_devices_and_replaces_ours(tmp_path):
     assert (load_device("mine", path).peak_flops_per_s, load_device("mine", path).launch_s) == (2e14, 0)
     assert load_device("a100-80g", path).memory_bytes == 48e9
     assert load_device("h100-80g", path) == load_device("h100-80g")
-    with pytest.raises(UserError, match=r"known are .*h200-141g, mine\."):
+    with pytest.raises(UserError, match=r"choose one of .*h200-141g, mine, or copy"):
         load_device("yours", path)
 
 
@@ -532,5 +536,5 @@ def test_an_entry_that_is_no_device_names_the_file_and_the_key(old, new, reason,
 
 
 def test_a_file_that_is_not_there_says_so(tmp_path):
-    with pytest.raises(UserError, match=r"none\.yaml cannot be read"):
+    with pytest.raises(UserError, match=r"none\.yaml \(`cluster\.device_models` names it\) cannot be read"):
         load_device("mine", tmp_path / "none.yaml")
