@@ -20,7 +20,7 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
     """Search the layouts and choose the one with the shortest expected step."""
     from dflop.artifacts import written_whole
     from dflop.config import excess_memory
-    from dflop.costs import CostModel
+    from dflop.costs import BEYOND_MEASURED, CostModel
     from dflop.data import load_samples
     from dflop.models import digest_of_spec, load_model_spec
     from dflop.planning import candidates_frame, describe_choice, search_plans
@@ -48,11 +48,7 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
     with written_whole(out) as path:
         path.write_text(describe_choice(found, config, cost_model), encoding="utf-8")
     if found[0].extrapolated:
-        click.echo(
-            f"{found[0].extrapolated:.0%} of its microbatches lie outside of the loads that were measured; for surer "
-            "costs raise `costs.time_budget_s`, or measure again if the data has changed "
-            "(`snakemake --forcerun profile_costs`)"
-        )
+        click.echo(f"{found[0].extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
     of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
     click.echo(f"{out}: {found[0].plan}; expected step {found[0].step_s:.3g} s{of_costs}, idle {found[0].idle:.0%}")
 
@@ -71,6 +67,7 @@ def schedule_command(
     import statistics
 
     from dflop.artifacts import written_whole
+    from dflop.costs import BEYOND_MEASURED
     from dflop.scheduling import preview_frames
     from dflop.scheduling.service import open_scheduler
 
@@ -82,6 +79,8 @@ def schedule_command(
     for path, frame in ((out, samples), (out.with_name(f"{out.stem}_stages.parquet"), stages)):
         with written_whole(path) as beside:
             frame.write_parquet(beside)
+    if share := stages["extrapolated"].mean():
+        click.echo(f"{share:.1%} of the ranks' microbatches {BEYOND_MEASURED}")
     step_s = statistics.fmean(schedule.step_s for schedule in schedules)
     bound_s = statistics.fmean(schedule.lower_bound_s for schedule in schedules)
     click.echo(

@@ -41,6 +41,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
             "costs": str(costs),
             "plan": str(plan_path),
             "out": str(out),
+            "measured_on": _measured_on(costs),
             "run_digest": _run_digest(config, data_digests),
         },
     )
@@ -67,6 +68,15 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
     config = load_for("report", configs)
     for path in write_report(config, run_folder, out):
         click.echo(str(path))
+
+
+def _measured_on(costs: Path) -> str | None:
+    """The device's own name; `read_measured` has seen that there is one. None where the costs are analytic."""
+    from dflop.store import read_meta, read_table
+
+    if read_meta(costs, made_by="fit-costs").get("source", "measured") != "measured":
+        return None
+    return read_table(costs, "device", made_by="fit-costs")["device"][0]
 
 
 def _run_digest(config, data_digests: list[str]) -> str:

@@ -290,15 +290,25 @@ class Pricer:
         replica = assignment.llm_dp_rank
         return self._summed(shapes, replica, assignment.microbatch, self.plan.grid("llm").dp).num_tokens
 
+    def extrapolated(self, shapes: SampleShapes, assignment: Assignment) -> np.ndarray:
+        """Which workers' microbatches hold loads outside of what was measured, bool [num_workers, num_microbatches]."""
+        by_module = self._outside(shapes, assignment)
+        return np.array([by_module[worker.module][worker.dp_rank] for worker in self.program.workers])
+
     def extrapolated_share(self, shapes: SampleShapes, assignment: Assignment) -> float:
         """The share of the microbatches whose loads lie outside of what was measured."""
-        flags = []
+        return float(np.concatenate([flags.ravel() for flags in self._outside(shapes, assignment).values()]).mean())
+
+    def _outside(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, np.ndarray]:
+        """By module, bool [dp, num_microbatches]."""
+        flags = {}
         for grid in self.plan.grids:
             replica = assignment.llm_dp_rank if grid.module == "llm" else assignment.encoder_rank
             loads = _only(grid.module, self._summed(shapes, replica, assignment.microbatch, grid.dp), slice(None))
-            outside = self.costs.is_extrapolated(grid.module, grid.tp, loads, checkpointing=self.plan.checkpointing)
-            flags.append(outside.ravel())
-        return float(np.concatenate(flags).mean())
+            flags[grid.module] = self.costs.is_extrapolated(
+                grid.module, grid.tp, loads, checkpointing=self.plan.checkpointing
+            )
+        return flags
 
     def _sync_s(self, module: str, stage: int) -> float:
         """All-reduce of the stage's fp32 gradients over its replicas."""

@@ -21,7 +21,7 @@ from dflop.training.observations import NUM_WARMUP_STEPS
 __all__ = ["check_devices", "launch_ranks", "summarise"]
 
 
-def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> None:
+def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str | None]) -> None:
     """Run torchrun to its end.
 
     Raises:
@@ -84,6 +84,9 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str
         "idle": statistics.fmean(step["idle"] for step in steady),
         "total_schedule_wait_s": sum(step["wait_s"] for step in steps),
         "total_data_wait_s": sum(step["data_wait_s"] for step in steps),
+        # Steps of which a part was predicted for loads outside of what was measured.
+        "num_extrapolated_steps": sum(step.get("extrapolated", 0.0) > 0 for step in steps),
+        "extrapolated": statistics.fmean(step.get("extrapolated", 0.0) for step in steps),
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "restarts": run["restarts"],
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),
