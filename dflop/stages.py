@@ -81,6 +81,9 @@ STAGES: dict[str, WorkflowStage] = {
         code=(
             "models",
             "costs/analytic.py",
+            "costs/llm_work.py",
+            "costs/vision_work.py",
+            "costs/work.py",
             "costs/design.py",
             "costs/measure.py",
             "costs/measured.py",

@@ -8,8 +8,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
@@ -243,6 +245,54 @@ def test_what_an_llm_keeps_is_what_autograd_keeps(name):
         expected = whole(spec, "llm", lambda part, loads=loads: part.saved_bytes(loads))
         expected += module_work(spec, "llm").stage_bytes(loads)
         assert found - copies == pytest.approx(expected, rel=1e-5)  # nor the loss's weight
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process: all that ranks do to share a vocabulary, which is then whole."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def head_bench(tokenizer, vocab_size: int, mesh: DeviceMesh | None = None) -> tuple[ModelSpec, Bench]:
+    fields = deepcopy(llava_onevision.PRESETS["tiny"])
+    fields["text_config"]["vocab_size"] = vocab_size
+    spec = make_spec("llava_onevision", fields)
+    bench = Bench(
+        spec,
+        "llm",
+        1,
+        placeholder_ids=tokenizer.placeholder_ids,
+        vocab_size=vocab_size,
+        device=torch.device("cpu"),
+        precision="bf16",
+        mesh=mesh,
+    )
+    gc.unfreeze()
+    return spec, bench
+
+
+def passing_bytes_of_head(bench: Bench, num_targets: int) -> int:
+    point = Point("last", 0, False, num_tokens=2048, num_segments=1, num_targets=num_targets)
+    row = bench.measure(point, 0)[0]
+    return row["peak_bytes"] - row["saved_bytes"]
+
+
+# What is not counted is of the order of the hidden states: 128 wide beside a vocabulary of 4,000.
+@pytest.mark.parametrize("num_targets", [2, 30, 60, 512, 2000])
+def test_the_heads_passing_memory_is_what_is_measured(num_targets, tokenizer):
+    spec, bench = head_bench(tokenizer, 4000)
+    expected = module_work(spec, "llm").last.most_passing_bytes(make_loads(0, 2048, 2048**2, num_targets))
+    assert passing_bytes_of_head(bench, num_targets) == pytest.approx(float(expected), rel=0.04)
+
+
+@pytest.mark.parametrize("num_targets", [512, 2000])
+def test_the_passing_memory_of_a_shared_vocabulary_is_what_is_measured(num_targets, tokenizer, alone):
+    spec, _ = head_bench(tokenizer, 8000)  # of which each of two ranks has half
+    _, bench = head_bench(tokenizer, 4000, alone)
+    expected = module_work(spec, "llm", 2).last.most_passing_bytes(make_loads(0, 2048, 2048**2, num_targets))
+    assert passing_bytes_of_head(bench, num_targets) == pytest.approx(float(expected), rel=0.04)
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
