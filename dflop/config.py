@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
+from dflop.devices import find_device, load_device
 from dflop.errors import UserError
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "SourceConfig",
     "TrainConfig",
     "VideoConfig",
+    "excess_memory",
     "load_config",
     "select_keys",
 ]
@@ -93,13 +95,16 @@ class ModelConfig:
 
 @_section
 class ClusterConfig:
+    """`load_config` puts a number in place of a `memory_gib` of null."""
+
     device: str = "cpu"
     num_nodes: int = 1
     devices_per_node: int = 2
-    memory_gib: float = 4.0
+    memory_gib: Optional[float] = None
     intra_node_gbps: float = 100.0
     inter_node_gbps: float = 50.0
     device_model: str = "cpu"
+    device_models: Optional[str] = None
 
     @property
     def num_devices(self) -> int:
@@ -235,6 +240,8 @@ _ABOVE_ZERO = (
 )
 _NOT_NEGATIVE = ("seed", "train.weight_decay", "train.warmup_steps", "train.loader_workers")
 _NOT_EMPTY = ("costs.tp_sizes", "plan.placements")
+# Of a device that no data sheet describes.
+_MEMORY_GIB = 4.0
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SAMPLING = re.compile(r"all|(first|end|random):(?=[\d.]*[1-9])\d+(%|\.\d+%)?")
@@ -263,7 +270,7 @@ def load_config(*layers: Path | str | Mapping[str, Any]) -> Config:
     except OmegaConfBaseException as error:  # a `${…}` that leads nowhere
         raise UserError(f"`{error.full_key}`: {str(error).splitlines()[0]}") from None
     _check_values(config)
-    return config
+    return dataclasses.replace(config, cluster=_with_memory(config))
 
 
 def select_keys(config: Config, keys: Iterable[str]) -> dict[str, Any]:
@@ -451,6 +458,29 @@ def _check_values(config: Config) -> None:
         )
     _check_sources(config.data.sources)
     _check_devices(config)
+
+
+def _with_memory(config: Config) -> ClusterConfig:
+    """The cluster with its devices' memory, which may be left to the device model."""
+    cluster, is_analytic = config.cluster, config.costs.source == "analytic"
+    own_file = Path(cluster.device_models) if cluster.device_models else None
+    device = (load_device if is_analytic else find_device)(cluster.device_model, own_file)
+    if cluster.memory_gib is None:
+        return dataclasses.replace(cluster, memory_gib=device.memory_gib if device else _MEMORY_GIB)
+    if is_analytic and cluster.memory_gib > device.most_memory_gib:
+        raise UserError(f"{excess_memory(cluster)}; lower it, leave it out, or choose another `cluster.device_model`")
+    return cluster
+
+
+def excess_memory(cluster: ClusterConfig) -> str | None:
+    """What to say of a `memory_gib` that is more than the device model has; None where it is not."""
+    device = find_device(cluster.device_model, Path(cluster.device_models) if cluster.device_models else None)
+    if device is None or cluster.memory_gib <= device.most_memory_gib:
+        return None
+    return (
+        f"`cluster.memory_gib` is {cluster.memory_gib:g}, more than the {device.most_memory_gib:g} that the data sheet "
+        f"of `cluster.device_model` {cluster.device_model!r} says"
+    )
 
 
 def _check_sources(sources: list[SourceConfig]) -> None:

@@ -1,12 +1,13 @@
-"""The device of a rank that torchrun started."""
+"""The device of a rank that torchrun started, and its name."""
 
 import os
+from pathlib import Path
 
 import torch
 
 from dflop.errors import UserError
 
-__all__ = ["local_device"]
+__all__ = ["device_name", "local_device"]
 
 
 def local_device(kind: str) -> torch.device:
@@ -27,3 +28,14 @@ def local_device(kind: str) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it: the GPU's name, or the processor's model."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "cpu"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")

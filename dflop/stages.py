@@ -15,7 +15,7 @@ from typing import Any
 
 from dflop.config import Config
 
-__all__ = ["STAGES", "Stage", "restrict"]
+__all__ = ["STAGES", "WorkflowStage", "restrict"]
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
 _LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video", "data.audio")
@@ -34,7 +34,7 @@ _BATCH = ("seed", "train.global_batch_size", "train.precision")
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class WorkflowStage:
     """`reads` are dotted config keys; `code` are files and folders under `dflop/`."""
 
     reads: tuple[str, ...]
@@ -45,9 +45,9 @@ class Stage:
         return _digest(("config.py", "store.py", *self.code))
 
 
-STAGES: dict[str, Stage] = {
-    "demo-data": Stage((), ("data/demo",)),
-    "profile-shapes": Stage(
+STAGES: dict[str, WorkflowStage] = {
+    "demo-data": WorkflowStage((), ("data/demo",)),
+    "profile-shapes": WorkflowStage(
         reads=(*_SHARDS, *_LIMITS, *_MODEL),
         code=(
             "models/spec.py",
@@ -60,16 +60,17 @@ STAGES: dict[str, Stage] = {
             *_RECORDS,
         ),
     ),
-    "merge-shapes": Stage(
+    "merge-shapes": WorkflowStage(
         (*_SHARDS, "data.duplicate_ids", "model.path", "model.tokenizer"),
         ("data/manifests", "costs/design.py"),
     ),
-    "plot-shapes": Stage((), ("reporting/report.py", "reporting/shapes.py", "reporting/style.py")),
-    "profile-costs": Stage(
+    "plot-shapes": WorkflowStage((), ("reporting/report.py", "reporting/shapes.py", "reporting/style.py")),
+    "profile-costs": WorkflowStage(
         reads=(
             *_MODEL,
             "cluster.device",
             "cluster.device_model",
+            "cluster.device_models",
             "cluster.devices_per_node",
             "costs.source",
             "costs.repeats",
@@ -80,11 +81,14 @@ STAGES: dict[str, Stage] = {
         code=(
             "models",
             "costs/analytic.py",
+            "costs/llm_work.py",
+            "costs/vision_work.py",
+            "costs/work.py",
             "costs/design.py",
-            "costs/devices.py",
-            "costs/devices.yaml",
             "costs/measure.py",
             "costs/measured.py",
+            "devices.py",
+            "devices.yaml",
             "local_device.py",
             "memory.py",
             "torchrun.py",
@@ -93,7 +97,7 @@ STAGES: dict[str, Stage] = {
             "data/tokenizer",
         ),
     ),
-    "profile-links": Stage(
+    "profile-links": WorkflowStage(
         reads=(
             "cluster.device",
             "cluster.device_model",
@@ -103,16 +107,16 @@ STAGES: dict[str, Stage] = {
         ),
         code=("costs/links.py", "torchrun.py"),
     ),
-    "fit-costs": Stage((), ("costs/fit.py", "costs/measured.py", "costs/link_model.py", "costs/model.py")),
-    "plan": Stage(
+    "fit-costs": WorkflowStage((), ("costs/fit.py", "costs/measured.py", "costs/link_model.py", "costs/model.py")),
+    "plan": WorkflowStage(
         (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan"),
         ("data/samples.py", "costs/link_model.py", "costs/model.py", "pipeline", "scheduling", "planning"),
     ),
-    "schedule": Stage(
+    "schedule": WorkflowStage(
         (*_BATCH, *_MODEL, "model.freeze", "cluster", "schedule"),
         ("data/samples.py", "costs/link_model.py", "costs/model.py", "pipeline", "scheduling"),
     ),
-    "train": Stage(
+    "train": WorkflowStage(
         ("seed", "data.sources", *_LIMITS, "model", "cluster", "schedule", "train"),
         (
             "models",
@@ -125,9 +129,9 @@ STAGES: dict[str, Stage] = {
             "training",
         ),
     ),
-    "report": Stage(
+    "report": WorkflowStage(
         ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule"),
-        ("reporting", "pipeline", "scheduling"),
+        ("reporting", "training/observations.py", "pipeline", "scheduling"),
     ),
 }
 

@@ -11,14 +11,17 @@ import signal
 import socket
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping
 
 from dflop.config import ClusterConfig
 from dflop.errors import UserError
 
-__all__ = ["is_first_node", "run_ranks", "threads_per_rank"]
+__all__ = ["is_first_node", "rendezvous", "run_ranks", "threads_per_rank"]
 
-_RENDEZVOUS_PORT = 29_400
+# Ports below those that Linux gives to clients; a variable names another one.
+_PORTS = range(20_000, 30_000)
+_PORT_VARIABLE = "DFLOP_RENDEZVOUS_PORT"
 
 
 def run_ranks(
@@ -29,7 +32,7 @@ def run_ranks(
     Returns torchrun's exit code, and whether it was stopped by a SIGTERM, which is passed on.
 
     Raises:
-        UserError: when there are several nodes and this runs outside `srun`.
+        UserError: when there are several nodes and this runs outside `srun`, or the port's variable holds none.
     """
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads_per_rank(cluster)),
@@ -42,7 +45,7 @@ def run_ranks(
         "-m",
         "dflop.torchrun",
         f"--nproc-per-node={per_node}",
-        *_rendezvous(num_nodes),
+        *rendezvous(num_nodes),
         "--module",
         module,
         json.dumps(request),
@@ -77,8 +80,11 @@ def is_first_node(cluster: ClusterConfig) -> bool:
     return cluster.num_nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
 
 
-def _rendezvous(num_nodes: int) -> list[str]:
-    """How the nodes' torchruns meet: alone on one node, at the first node of the Slurm job on several."""
+def rendezvous(num_nodes: int) -> list[str]:
+    """How the nodes' torchruns meet: on one node at a free port, on several at the first node of the Slurm job.
+
+    There the port follows from the job and its step, which all nodes know, so that jobs that share a node stay apart.
+    """
     if num_nodes == 1:
         return ["--standalone"]
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
@@ -88,12 +94,22 @@ def _rendezvous(num_nodes: int) -> list[str]:
             "profile does), or set `cluster.num_nodes: 1`"
         )
     head = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     return [
         f"--nnodes={num_nodes}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={head.stdout.split()[0]}:{_RENDEZVOUS_PORT}",
-        f"--rdzv-id={os.environ.get('SLURM_JOB_ID', 'dflop')}",
+        f"--rdzv-endpoint={head.stdout.split()[0]}:{_port_of(step)}",
+        f"--rdzv-id={step}",
     ]
+
+
+def _port_of(step: str) -> int:
+    named = os.environ.get(_PORT_VARIABLE)
+    if named is None:
+        return _PORTS[zlib.crc32(step.encode()) % len(_PORTS)]
+    if not named.isdecimal() or not 1024 <= int(named) < 65_536:
+        raise UserError(f"{_PORT_VARIABLE} is {named!r}; it must be a port's number from 1024 to 65535, or not be set")
+    return int(named)
 
 
 def _main() -> int:

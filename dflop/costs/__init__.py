@@ -4,16 +4,21 @@
 """
 
 from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
-from dflop.costs.devices import DeviceModel, load_device
 from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, write_measured
 from dflop.costs.model import CostModel, Loads, StageMemory
 
+# What to say of microbatches, after their number, that `CostModel.is_extrapolated` marks.
+BEYOND_MEASURED = (
+    "lie outside of the loads that were measured; for surer costs raise `costs.time_budget_s`, or measure again if the "
+    "data has changed (`snakemake --forcerun profile_costs`)"
+)
+
 __all__ = [
+    "BEYOND_MEASURED",
     "AnalyticPoints",
     "CostModel",
-    "DeviceModel",
     "Link",
     "LinkModel",
     "Loads",
@@ -22,7 +27,6 @@ __all__ = [
     "analytic_points",
     "fit_costs",
     "fit_links",
-    "load_device",
     "module_work",
     "read_links",
     "read_measured",

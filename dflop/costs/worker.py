@@ -24,7 +24,7 @@ from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS, Measured, write_measured
 from dflop.data import ChatTokenizer
 from dflop.errors import UserError
-from dflop.local_device import local_device
+from dflop.local_device import device_name, local_device
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.progress import progress_bar
 
@@ -114,7 +114,7 @@ def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, se
         "module": request["module"],
         "tp": request["tp"],
         "model": model,
-        "device": torch.cuda.get_device_name() if bench.device.type == "cuda" else _cpu_name(),
+        "device": device_name(bench.device),
         "device_model": config.cluster.device_model,
         "source": "measured",
         "precision": config.train.precision,
@@ -141,14 +141,6 @@ def _told(asked: tuple[Point, int] | None) -> tuple[Point, int] | None:
         return None
     (piece, depth, checkpointing, num_items, segments, num_targets), repeat = told
     return Point(piece, depth, checkpointing, num_items, tuple(segments), num_targets), repeat
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "cpu"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
 if __name__ == "__main__":

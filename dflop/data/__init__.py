@@ -7,9 +7,10 @@ from dflop.data.manifests import Shard, Source, SourceRecords, list_shards, list
 from dflop.data.profile import ShapeProfiler, profile_shard
 from dflop.data.samples import SampleShapes, load_samples
 from dflop.data.shapes import ShapeReader
-from dflop.data.text import ChatTokenizer
+from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer, tokenizer_folder
 
 __all__ = [
+    "BUNDLED_TOKENIZER",
     "ChatTokenizer",
     "SampleShapes",
     "ShapeProfiler",
@@ -21,4 +22,5 @@ __all__ = [
     "list_sources",
     "load_samples",
     "profile_shard",
+    "tokenizer_folder",
 ]

@@ -15,12 +15,19 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from dflop.config import ModelConfig
 from dflop.data.records import MEDIA_KINDS, RecordError, Turn
 from dflop.errors import UserError
 
-__all__ = ["BUNDLED_TOKENIZER", "ChatTokenizer", "TokenizedText"]
+__all__ = ["BUNDLED_TOKENIZER", "ChatTokenizer", "TokenizedText", "tokenizer_folder"]
 
 BUNDLED_TOKENIZER = Path(__file__).parent / "tokenizer"
+
+
+def tokenizer_folder(model: ModelConfig) -> Path:
+    """The tokenizer directory of a run: the configured one, else the checkpoint's, else the bundled one."""
+    folder = model.tokenizer or model.path
+    return Path(folder) if folder else BUNDLED_TOKENIZER
 
 
 @dataclass(frozen=True, slots=True)

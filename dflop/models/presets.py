@@ -1,4 +1,5 @@
-"""The sizes of released LLMs, as fields of a Hugging Face `text_config`; the families' presets pair them with encoders.
+"""The sizes of released LLMs, and of a tiny one, as fields of a Hugging Face `text_config`; the families' presets pair
+them with encoders.
 
 A field that says nothing of size is left to transformers. Vocabularies are those of the LLMs themselves:
 a multimodal model that adds tokens has its own.
@@ -6,7 +7,7 @@ a multimodal model that adds tokens has its own.
 
 from typing import Any
 
-__all__ = ["LLMS"]
+__all__ = ["LLMS", "TINY_LLM"]
 
 
 def _qwen2(tied: bool = False, **sizes: int) -> dict[str, Any]:
@@ -73,4 +74,17 @@ LLMS: dict[str, dict[str, Any]] = {
     "qwen2.5_72b": _QWEN_72B,
     "llama3_8b": _llama3(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
     "llama3_70b": _llama3(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
+}
+
+# Of the families' `tiny`: two query heads share a key-value head, as in the released ones.
+TINY_LLM: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
 }

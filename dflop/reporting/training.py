@@ -9,17 +9,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dflop.reporting.style import MEASURED, MUTED, PREDICTED, format_seconds, heading
+from dflop.training import NUM_WARMUP_STEPS
 
 __all__ = ["draw_training"]
 
-# The first steps of a process load data and warm caches: they are drawn, but no figure is taken from them.
-_WARMUP_STEPS = 2
 _MOST_POINTS = 1500
 
 
 def draw_training(figure: Figure, metrics: pl.DataFrame) -> None:
     """`metrics` has the fields of `metrics.jsonl`, one row a step."""
-    steady = metrics[_WARMUP_STEPS:] if len(metrics) > _WARMUP_STEPS else metrics
+    steady = metrics[NUM_WARMUP_STEPS:] if len(metrics) > NUM_WARMUP_STEPS else metrics
     metrics = metrics.with_columns(tokens_per_s=pl.col("num_tokens") / pl.col("step_s"))
     drawn, thinned = _thinned(metrics)
     (loss, rate), (seconds, idle) = figure.subplots(2, 2, sharex=True)
@@ -117,7 +116,7 @@ def _cut_off(axes: Axes, drawn: pl.DataFrame, columns: list[str], written: Calla
 
 def _top(drawn: pl.DataFrame, *columns: str) -> float:
     """The axis' end: room above nearly all warm steps, and above every step if the largest is not far away."""
-    warm = drawn[_WARMUP_STEPS:] if len(drawn) > _WARMUP_STEPS else drawn
+    warm = drawn[NUM_WARMUP_STEPS:] if len(drawn) > NUM_WARMUP_STEPS else drawn
     usual = max(warm[column].quantile(0.95, "linear") for column in columns)
     largest = max(drawn[column].max() for column in columns)
     return 1.15 * (largest if largest <= 2 * usual else 1.25 * usual) or 1.0

@@ -11,7 +11,8 @@ __all__ = ["preview_frames"]
 
 
 def preview_frames(schedules: Sequence[StepSchedule], nodes: Sequence[Node]) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """One row a sample, and one row a (node, microbatch) with its predicted forward and backward seconds."""
+    """One row a sample, and one row a (node, microbatch) with its predicted forward and backward seconds
+    and whether they are of a load outside of what was measured."""
     samples = pl.concat(
         pl.DataFrame(
             {
@@ -37,6 +38,7 @@ def preview_frames(schedules: Sequence[StepSchedule], nodes: Sequence[Node]) -> 
                 "microbatch": microbatch,
                 "forward_s": float(schedule.forward_s[index, microbatch]),
                 "backward_s": float(schedule.backward_s[index, microbatch]),
+                "extrapolated": bool(schedule.extrapolated[index, microbatch]),
             }
             for schedule in schedules
             for index, node in enumerate(nodes)

@@ -224,14 +224,24 @@ class Pricer:
         nothing, much = (peak[own] for peak in peaks)
         return int(((room - resident - nothing) / np.maximum((much - nothing) / 1000, 1e-9)).min())
 
+    def extrapolated(self, shapes: SampleShapes, assignment: Assignment) -> np.ndarray:
+        """Which nodes' microbatches hold loads outside of what was measured, bool [num_nodes, num_microbatches]."""
+        by_module = self._outside(shapes, assignment)
+        return np.concatenate([by_module[stage.module] for stage in self.stages])
+
     def extrapolated_share(self, shapes: SampleShapes, assignment: Assignment) -> float:
         """The share of the microbatches whose loads lie outside of what was measured."""
-        flags = []
+        return float(np.concatenate([flags.ravel() for flags in self._outside(shapes, assignment).values()]).mean())
+
+    def _outside(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, np.ndarray]:
+        """By module, bool [dp, num_microbatches]."""
+        flags = {}
         for grid in self.plan.grids:
             loads, _ = self._of_modules(shapes, assignment)[grid.module]
-            outside = self.costs.is_extrapolated(grid.module, grid.tp, loads, checkpointing=self.plan.checkpointing)
-            flags.append(outside.ravel())
-        return float(np.concatenate(flags).mean())
+            flags[grid.module] = self.costs.is_extrapolated(
+                grid.module, grid.tp, loads, checkpointing=self.plan.checkpointing
+            )
+        return flags
 
     def _workers(self, module: str) -> np.ndarray:
         """Indices of the workers that carry a module."""

@@ -27,7 +27,8 @@ __all__ = ["BatchScheduler", "PricedBatch", "StepSchedule"]
 class StepSchedule:
     """One step. Arrays are [num_samples], sorted by (LLM dp rank, microbatch, position); times are predictions.
 
-    `forward_s` and `backward_s` are [num_nodes, num_microbatches] in the order of `nodes_of`.
+    `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside of what was measured) are
+    [num_nodes, num_microbatches] in the order of `nodes_of`.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepSchedule:
     target_tokens: np.ndarray
     forward_s: np.ndarray
     backward_s: np.ndarray
+    extrapolated: np.ndarray
     step_s: float
     idle: float
     lower_bound_s: float
@@ -113,6 +115,7 @@ class BatchScheduler:
             target_tokens=sorted_shapes.target_tokens,
             forward_s=times.forward_s,
             backward_s=times.backward_s,
+            extrapolated=self.pricer.extrapolated(shapes, assignment),
             step_s=timeline.step_s,
             idle=timeline.idle,
             lower_bound_s=self.pricer.lower_bound_s(shapes),

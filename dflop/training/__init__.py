@@ -4,6 +4,6 @@ What is named here needs no torch; the ranks themselves run `dflop.training.work
 """
 
 from dflop.training.launch import check_devices, check_plan, launch_ranks, summarise
-from dflop.training.observations import merge_observations
+from dflop.training.observations import NUM_WARMUP_STEPS, merge_observations
 
-__all__ = ["check_devices", "check_plan", "launch_ranks", "merge_observations", "summarise"]
+__all__ = ["NUM_WARMUP_STEPS", "check_devices", "check_plan", "launch_ranks", "merge_observations", "summarise"]

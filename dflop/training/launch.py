@@ -16,11 +16,12 @@ from dflop.models import check_runnable
 from dflop.pipeline import Plan, load_plan, why_not_runnable
 from dflop.stages import STAGES
 from dflop.torchrun import run_ranks
+from dflop.training.observations import NUM_WARMUP_STEPS
 
 __all__ = ["check_devices", "check_plan", "launch_ranks", "summarise"]
 
 
-def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str]) -> None:
+def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str | None]) -> None:
     """Run torchrun to its end.
 
     Raises:
@@ -74,7 +75,7 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     last = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     run = json.loads((last / "run.json").read_text(encoding="utf-8"))
-    steady = steps[2:] or steps  # the first steps warm up
+    steady = steps[NUM_WARMUP_STEPS:] or steps
     steady_s = sum(step["step_s"] for step in steady)
     at_each_end = max(1, min(5, len(steps) // 2))
     summary = {
@@ -90,6 +91,9 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str
         "idle": statistics.fmean(step["idle"] for step in steady),
         "total_schedule_wait_s": sum(step["wait_s"] for step in steps),
         "total_data_wait_s": sum(step["data_wait_s"] for step in steps),
+        # Steps of which a part was predicted for loads outside of what was measured.
+        "num_extrapolated_steps": sum(step.get("extrapolated", 0.0) > 0 for step in steps),
+        "extrapolated": statistics.fmean(step.get("extrapolated", 0.0) for step in steps),
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "restarts": run["restarts"],
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),

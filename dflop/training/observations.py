@@ -13,10 +13,11 @@ from dflop.pipeline import Node, Op, Span
 from dflop.scheduling import StepSchedule
 from dflop.store import write_observations
 
-__all__ = ["Observations", "merge_observations"]
+__all__ = ["NUM_WARMUP_STEPS", "Observations", "merge_observations"]
 
-# The first steps of a process warm caches and allocators; they are kept but not compared.
-_WARMUP_STEPS = 2
+# The first steps of a process load data and warm caches and allocators: they are kept and drawn, but no figure is
+# taken from them.
+NUM_WARMUP_STEPS = 2
 _PASS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.SYNC_GRADIENTS: "sync"}
 
 
@@ -48,7 +49,7 @@ class Observations:
                     "start_s": span.start_s - zero_s,
                     "seconds": span.seconds,
                     "predicted_s": float(predicted[span.op][span.microbatch]) if known else None,
-                    "warmup": self._num_steps < _WARMUP_STEPS,
+                    "warmup": self._num_steps < NUM_WARMUP_STEPS,
                 }
             )
         self._num_steps += 1

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dflop.config import Config
+from dflop.costs import BEYOND_MEASURED
 from dflop.data import ShapeReader, list_sources
 from dflop.data.loading import MicrobatchLoader, TrainingRecords
-from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer
+from dflop.data.text import ChatTokenizer, tokenizer_folder
 from dflop.errors import UserError
+from dflop.local_device import device_name
 from dflop.memory import process_bytes
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
@@ -46,13 +49,18 @@ _PREFETCH = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFiles:
-    """What training reads, and the folder it writes to. `run_digest` tells whose checkpoints it may resume."""
+    """What training reads, and the folder it writes to.
+
+    `run_digest` tells whose checkpoints it may resume, `measured_on` the name of the device that the costs were
+    measured on (None for analytic ones).
+    """
 
     shapes: Path
     costs: Path
     plan: Path
     out: Path
     run_digest: str
+    measured_on: str | None
 
 
 class Trainer:
@@ -69,7 +77,7 @@ class Trainer:
         node = self.topology.node
         spec = load_model_spec(config.model)
         checkpoint = Path(config.model.path) if config.model.path else None
-        self.tokenizer_folder = find_tokenizer(config)
+        self.tokenizer_folder = tokenizer_folder(config.model)
         tokenizer = ChatTokenizer(self.tokenizer_folder)
         self.hf_config = make_hf_config(spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
         layers = self.plan.layers_of(node.module, spec.module(node.module).num_layers)
@@ -87,6 +95,9 @@ class Trainer:
         self.pixels = LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size, checkpoint)
         self.optimizer = _make_optimizer(self.stage, config)
         self.parameters = self.stage.named_hf_parameters()
+        if self.topology.is_main:
+            self._say_if_costs_are_of_another(device_name(self.topology.device))
+        self.said_extrapolated = False
         self.observations = Observations(files.out / "observations", self.topology.rank, node)
         self.first_step, self.restarts = self._resume()
         self.feed = ScheduleFeed(self.topology.store)
@@ -143,6 +154,17 @@ class Trainer:
             if self.publisher:
                 self.publisher.close()
         dist.destroy_process_group()
+
+    def _say_if_costs_are_of_another(self, running_on: str) -> None:
+        measured_on = self.files.measured_on
+        if measured_on not in (None, running_on):
+            print(
+                f"dflop: warning: the costs were measured on {measured_on!r} and this is {running_on!r}: the plan and "
+                "the schedules follow another device; measure again with `dflop profile-costs` (`snakemake --forcerun "
+                "profile_costs`) and give each device a `cluster.device_model` of its own",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _step(self, step: int) -> None:
         started = time.monotonic()
@@ -202,6 +224,15 @@ class Trainer:
     def _log(
         self, step: int, schedule: StepSchedule, totals: dict[str, float], step_s: float, pipeline_s: float
     ) -> None:
+        extrapolated = float(schedule.extrapolated.mean())
+        if extrapolated and not self.said_extrapolated:
+            self.said_extrapolated = True
+            print(
+                f"dflop: warning: step {step}: {extrapolated:.1%} of the ranks' microbatches {BEYOND_MEASURED}; said "
+                "once, metrics.jsonl has the share of every step (`extrapolated`)",
+                file=sys.stderr,
+                flush=True,
+            )
         # A rank's step is its computations plus its waits; ranks end the step together, at the all-reduce.
         idle = 1 - totals["busy_s"] / (self.topology.world_size * step_s)
         line: dict[str, Any] = {
@@ -223,6 +254,7 @@ class Trainer:
             "policy_status": schedule.status,
             "deciding_s": schedule.deciding_s,
             "num_unreadable": int(totals["unreadable"]),
+            "extrapolated": extrapolated,
         }
         with (self.files.out / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -297,13 +329,6 @@ class Trainer:
         )
         publisher.start()
         return publisher
-
-
-def find_tokenizer(config: Config) -> Path:
-    """The tokenizer directory: the configured one, else the checkpoint's, else the bundled one."""
-    if config.model.tokenizer:
-        return Path(config.model.tokenizer)
-    return Path(config.model.path) if config.model.path else BUNDLED_TOKENIZER
 
 
 def _make_optimizer(stage: torch.nn.Module, config: Config) -> torch.optim.AdamW:

@@ -18,7 +18,8 @@ def main() -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     logging.set_verbosity_error()
     files = RunFiles(
-        **{name: Path(request[name]) for name in ("shapes", "costs", "plan", "out")}, run_digest=request["run_digest"]
+        **{name: Path(request[name]) for name in ("shapes", "costs", "plan", "out")},
+        **{name: request[name] for name in ("run_digest", "measured_on")},
     )
     try:
         Trainer(load_config(request["config"]), files).train()

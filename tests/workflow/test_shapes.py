@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.resources import files
 
 import pytest
 from PIL import Image
@@ -170,17 +171,27 @@ def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled
         "run": "analytic",
         "data": {"sources": [{"path": "data/pictures.json"}]},
         "model": {"preset": "llava_ov_7b"},
-        "cluster": {"device": "cuda", "devices_per_node": 8, "memory_gib": 74, "device_model": "h100-80g"},
+        "cluster": {"device": "cuda", "devices_per_node": 8, "device_model": "ours", "device_models": "devices.yaml"},
         "costs": {"source": "analytic"},
         "plan": {"search_batches": 1, "fixed": {"num_microbatches": 8}},
         "train": {"precision": "bf16", "global_batch_size": 8},
     }
     config = checkout.write_config("analytic.yaml", **sections)
+    known = files("dflop") / "devices.yaml"
+    devices = checkout.folder / "devices.yaml"
+    devices.write_text(known.read_text().replace("h100-80g:", "ours:"))
     plan, folder = "results/analytic/plan.yaml", checkout.folder / "results/analytic"
     done = checkout.snakemake(plan, "--cores", "2", "--configfile", config)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "costs: h100-80g, analytic" in (folder / "plan.yaml").read_text()
+    assert "costs: ours, analytic" in (folder / "plan.yaml").read_text()
     assert read_meta(folder / "costs.duckdb", made_by="fit-costs")["source"] == "analytic"
+    costs = "results/analytic/costs.duckdb"
+    first = read_meta(checkout.folder / costs, made_by="fit-costs")["config_digest"]
+    assert checkout.jobs_of_dry_run(plan, "--configfile", config) == []
+    devices.write_text(devices.read_text().replace("3350e9", "3000e9"))
+    again = checkout.snakemake(costs, "--cores", "2", "--configfile", config)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert read_meta(checkout.folder / costs, made_by="fit-costs")["config_digest"] != first
     sections["cluster"] |= {"device_model": "h1000"}
     refused = checkout.snakemake(
         plan, "-n", "--cores", "2", "--configfile", checkout.write_config("no.yaml", **sections)

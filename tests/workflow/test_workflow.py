@@ -108,7 +108,9 @@ def test_the_preview_places_each_sample_of_a_batch_once(finished):
     cells = schedule.select("step", "llm_dp_rank", "microbatch", "position")
     assert cells.is_unique().all()
     stages = pl.read_parquet(folder / "schedule_stages.parquet")
-    assert stages.columns == ["step", "module", "dp_rank", "pp_stage", "microbatch", "forward_s", "backward_s"]
+    assert stages.columns == [
+        *("step", "module", "dp_rank", "pp_stage", "microbatch", "forward_s", "backward_s", "extrapolated"),
+    ]
 
 
 def test_training_leaves_metrics_observations_a_trace_a_checkpoint_and_a_model(finished):

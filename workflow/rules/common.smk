@@ -9,7 +9,6 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from dflop.config import load_config, select_keys
-from dflop.costs.devices import load_device
 from dflop.data.manifests import list_shards, list_sources
 from dflop.data.profile import useful_workers
 from dflop.errors import UserError
@@ -23,14 +22,15 @@ def stop_with(error):
     sys.exit(2)
 
 
+# Where it is, manifests' indexes are kept in it, for this process and for the jobs.
+Path(".snakemake").mkdir(exist_ok=True)
+
 try:
     CONFIG = load_config(dict(config))
     SOURCES = list_sources(CONFIG.data)
     if CONFIG.model.tokenizer and not Path(CONFIG.model.tokenizer, "tokenizer.json").is_file():
         raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")
     MODULES = [module.name for module in load_model_spec(CONFIG.model).modules]
-    if CONFIG.costs.source == "analytic":
-        load_device(CONFIG.cluster.device_model)
 except UserError as error:
     stop_with(error)
 
@@ -135,6 +135,12 @@ def all_measurements(wildcards):
     if is_measured():
         check_model()
     return [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in CONFIG.costs.tp_sizes]
+
+
+def device_models():
+    """The user's own file of device models, where costs are made from it."""
+    own = CONFIG.cluster.device_models
+    return [own] if own and not is_measured() else []
 
 
 def measured_links():

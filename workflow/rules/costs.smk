@@ -2,6 +2,8 @@
 
 
 rule profile_costs:
+    input:
+        device_models(),
     output:
         measurements=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parquet",
         parameters=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parameters.parquet",
@@ -22,7 +24,7 @@ rule profile_costs:
         code=code_of("profile-costs"),
     shell:
         "dflop profile-costs --config {params.config:q} --module {wildcards.module} --tp {wildcards.tp}"
-        # No input: other data does not change what a load costs, and as `ancient` it would hide changed params.
+        # No input either: other data does not change what a load costs, and as `ancient` it would hide changed params.
         # The data's jobs go first where they can; without the file the range is a usual one.
         " --bounds $(dirname {output.measurements})/../load_bounds.json"
         " --out {output.measurements} 2> {log} | tee -a {log}"

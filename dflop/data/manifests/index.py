@@ -1,10 +1,11 @@
 """The index of a manifest: where every record of its files lies, and a digest of each.
 
-Made in one pass and kept under `.snakemake/dflop` for as long as a file's size and modification time stand,
-because every Snakemake job asks again. Indexes are mapped into memory, 32 bytes a record, so that a job
+Made in one pass and kept (`cache_folder`) for as long as a file's size and modification time stand, because every
+job of the workflow asks again. Indexes are mapped into memory, 32 bytes a record, so that a job
 touches only the part it needs.
 """
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -121,9 +122,15 @@ def stamp_of(kind: str, number: int, files: Sequence[Path]) -> str:
 
 
 def cache_folder() -> Path:
-    """Where indexes lie: in the workflow's folder, or in the system's temporary one where that cannot be written."""
-    if os.access(".", os.W_OK):
+    """Where indexes lie: in a workflow's folder with all that Snakemake keeps there; elsewhere, where a command was run
+    by hand, in the user's cache, or in the system's temporary folder where neither can be written."""
+    if Path(".snakemake").is_dir() and os.access(".snakemake", os.W_OK):
         return Path(".snakemake/dflop")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dflop")
+    with contextlib.suppress(OSError):
+        user.mkdir(parents=True, exist_ok=True)
+        if os.access(user, os.W_OK):
+            return user
     return Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"
 
 

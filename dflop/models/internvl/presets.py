@@ -10,7 +10,7 @@ from typing import Any
 
 from dflop.errors import UserError
 from dflop.models.internvl.shapes import InternvlShapes
-from dflop.models.presets import LLMS
+from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.spec import ModelSpec, vision_and_llm
 
 __all__ = ["PRESETS", "make_spec"]
@@ -66,17 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "image_size": [56, 56],
             "patch_size": [14, 14],
         },
-        "text_config": {
-            "model_type": "qwen2",
-            "hidden_size": 128,
-            "intermediate_size": 352,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 1024,
-            "max_position_embeddings": 16384,
-            "tie_word_embeddings": False,
-        },
+        "text_config": TINY_LLM,
         "downsample_ratio": 0.5,
         "image_seq_length": 4,
         "tie_word_embeddings": False,

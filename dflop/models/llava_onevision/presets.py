@@ -10,7 +10,7 @@ from typing import Any
 
 from dflop.errors import UserError
 from dflop.models.llava_onevision.shapes import LlavaOnevisionShapes
-from dflop.models.presets import LLMS
+from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.spec import ModelSpec, vision_and_llm
 
 __all__ = ["PRESETS", "make_spec"]
@@ -59,17 +59,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "patch_size": 14,
             "vision_use_head": False,
         },
-        "text_config": {
-            "model_type": "qwen2",
-            "hidden_size": 128,
-            "intermediate_size": 352,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 1024,
-            "max_position_embeddings": 16384,
-            "tie_word_embeddings": False,
-        },
+        "text_config": TINY_LLM,
         "image_grid_pinpoints": _square_grids(84),
     },
     "llava_ov_7b": _siglip_with(LLMS["qwen2_7b"] | {"vocab_size": 152_000}),

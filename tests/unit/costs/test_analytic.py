@@ -8,17 +8,20 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from dflop.costs import CostModel, Loads, analytic_points, fit_costs, load_device, module_work
+from dflop.costs import CostModel, Loads, analytic_points, fit_costs, module_work
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
 from dflop.costs.model import FEATURES, Coefficients
+from dflop.devices import load_device
 from dflop.errors import UserError
 from dflop.models import ModelSpec, internvl, llava_onevision
 from dflop.models.attention import PACKED
@@ -244,6 +247,54 @@ def test_what_an_llm_keeps_is_what_autograd_keeps(name):
         assert found - copies == pytest.approx(expected, rel=1e-5)  # nor the loss's weight
 
 
+@pytest.fixture
+def alone():
+    """A process group of this process: all that ranks do to share a vocabulary, which is then whole."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def head_bench(tokenizer, vocab_size: int, mesh: DeviceMesh | None = None) -> tuple[ModelSpec, Bench]:
+    fields = deepcopy(llava_onevision.PRESETS["tiny"])
+    fields["text_config"]["vocab_size"] = vocab_size
+    spec = make_spec("llava_onevision", fields)
+    bench = Bench(
+        spec,
+        "llm",
+        1,
+        placeholder_ids=tokenizer.placeholder_ids,
+        vocab_size=vocab_size,
+        device=torch.device("cpu"),
+        precision="bf16",
+        mesh=mesh,
+    )
+    gc.unfreeze()
+    return spec, bench
+
+
+def passing_bytes_of_head(bench: Bench, num_targets: int) -> int:
+    point = Point("last", 0, False, num_tokens=2048, num_segments=1, num_targets=num_targets)
+    row = bench.measure(point, 0)[0]
+    return row["peak_bytes"] - row["saved_bytes"]
+
+
+# What is not counted is of the order of the hidden states: 128 wide beside a vocabulary of 4,000.
+@pytest.mark.parametrize("num_targets", [2, 30, 60, 512, 2000])
+def test_the_heads_passing_memory_is_what_is_measured(num_targets, tokenizer):
+    spec, bench = head_bench(tokenizer, 4000)
+    expected = module_work(spec, "llm").last.most_passing_bytes(make_loads(0, 2048, 2048**2, num_targets))
+    assert passing_bytes_of_head(bench, num_targets) == pytest.approx(float(expected), rel=0.04)
+
+
+@pytest.mark.parametrize("num_targets", [512, 2000])
+def test_the_passing_memory_of_a_shared_vocabulary_is_what_is_measured(num_targets, tokenizer, alone):
+    spec, _ = head_bench(tokenizer, 8000)  # of which each of two ranks has half
+    _, bench = head_bench(tokenizer, 4000, alone)
+    expected = module_work(spec, "llm", 2).last.most_passing_bytes(make_loads(0, 2048, 2048**2, num_targets))
+    assert passing_bytes_of_head(bench, num_targets) == pytest.approx(float(expected), rel=0.04)
+
+
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_checkpointing_keeps_a_layers_input_in_fp32(module):
     spec = variant("internvit_6b_llama", depth=1)
@@ -309,7 +360,7 @@ def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp,
     measurements = pl.concat([points.measurements for points in both])
     tables = fit_costs(measurements, pl.concat([points.parameters for points in both]))
     # What the fit leaves is where a product is bound by memory, and not by computing.
-    assert (tables["fit_error"].filter(quantity="seconds")["p95_error"] < 0.05).all()
+    assert (tables["fit_error"]["p95_error"] < 0.05).all()
     path = tmp_path / "costs.duckdb"
     device_frame = pl.DataFrame({"device": [device], "overhead_bytes": [0], "allocator_share": [0.0]})
     write_costs(path, {"measurements": measurements, "device": device_frame, **tables}, {})
@@ -478,7 +529,10 @@ def test_products_reach_their_share_of_the_peak_where_they_are_large(h100):
 def test_a_device_that_is_not_known_names_those_that_are_and_the_way_to_add_one():
     with pytest.raises(UserError) as caught:
         load_device("h100")
-    assert "no device is called 'h100'; known are a100-80g, h100-80g, h200-141g. To add one, copy" in str(caught.value)
+    message = str(caught.value)
+    assert "`cluster.device_model` is 'h100', a device of which no data sheet is known; " in message
+    assert "choose one of a100-80g, h100-80g, h200-141g, or copy an entry of " in message
+    assert "name the file in `cluster.device_models`" in message
 
 
 ENTRY = """
@@ -502,7 +556,7 @@ def test_a_file_of_ones_own_adds_devices_and_replaces_ours(tmp_path):
     assert (load_device("mine", path).peak_flops_per_s, load_device("mine", path).launch_s) == (2e14, 0)
     assert load_device("a100-80g", path).memory_bytes == 48e9
     assert load_device("h100-80g", path) == load_device("h100-80g")
-    with pytest.raises(UserError, match=r"known are .*h200-141g, mine\."):
+    with pytest.raises(UserError, match=r"choose one of .*h200-141g, mine, or copy"):
         load_device("yours", path)
 
 
@@ -530,5 +584,5 @@ def test_an_entry_that_is_no_device_names_the_file_and_the_key(old, new, reason,
 
 
 def test_a_file_that_is_not_there_says_so(tmp_path):
-    with pytest.raises(UserError, match=r"none\.yaml cannot be read"):
+    with pytest.raises(UserError, match=r"none\.yaml \(`cluster\.device_models` names it\) cannot be read"):
         load_device("mine", tmp_path / "none.yaml")

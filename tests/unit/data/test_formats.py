@@ -173,6 +173,7 @@ def make(media, reader, profile_source, tiny_spec) -> Callable[[Callable[[Path],
 def from_files(make, tmp_path_factory) -> Made:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("files"))
+        patch.setenv("XDG_CACHE_HOME", str(Path.cwd() / ".cache"))
         return make(write_json)
 
 

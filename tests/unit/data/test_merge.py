@@ -35,7 +35,7 @@ def dflop(command: str, data: dict, *arguments: str) -> Result:
 def shapes_of(data: dict) -> tuple[dict[str, list[tuple]], str]:
     """Tables of the database that the commands make one after the other, and what the last one prints."""
     data = {"samples_per_shard": 8} | data
-    for line in dflop("list-shards", data).output.splitlines():
+    for line in dflop("list-shards", data).stdout.splitlines():
         shard = line.split("\t")[0]
         dflop("profile-shapes", data, "--shard", shard, "--out", f"shapes/{shard}.parquet", "--workers", "1")
     output = dflop("merge-shapes", data, "--shapes", "shapes", "--out", "shapes.duckdb").output
@@ -149,7 +149,7 @@ def test_shapes_survive_when_records_are_inserted_before_them():
     before = {path: path.stat().st_mtime_ns for path in Path("shapes").iterdir()}
     write_records("a.json", [{"id": "new", "conversations": talk("hello")}, *records])
     data = {"sources": [{"path": "a.json"}], "samples_per_shard": 8}
-    shards = [line.split("\t")[0] for line in dflop("list-shards", data).output.splitlines()]
+    shards = [line.split("\t")[0] for line in dflop("list-shards", data).stdout.splitlines()]
     new = [shard for shard in shards if Path(f"shapes/{shard}.parquet") not in before]
     assert 1 <= len(new) < len(shards) - 2
     for shard in new:

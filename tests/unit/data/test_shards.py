@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 properties = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-CACHE = Path(".snakemake/dflop")
+CACHE = Path(".cache/dflop")
 
 
 def make_records(count: int, first: int = 0) -> list[dict]:
@@ -347,7 +347,7 @@ def test_a_media_root_that_is_no_folder_is_named_before_every_record_is_rejected
 
 
 def test_shards_come_from_the_cache_while_size_and_time_of_the_manifest_stand():
-    """Proven by swapping the records behind the cache's back; the cache lies in Snakemake's folder."""
+    """Proven by swapping the records behind the cache's back."""
     source = write_source(make_records(40))
     shards = list_shards(source, 10, 0)
     stat = source.path.stat()
@@ -359,6 +359,26 @@ def test_shards_come_from_the_cache_while_size_and_time_of_the_manifest_stand():
     fresh = list_shards(source, 10, 0)
     assert fresh[0].digest != shards[0].digest
     assert fresh[-1] == shards[-1]
+
+
+def test_a_command_run_by_hand_leaves_nothing_where_it_was_run_and_a_workflow_keeps_all_in_one_folder(monkeypatch):
+    source = write_source(make_records(4))
+    before = set(Path().iterdir())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path("elsewhere").absolute()))
+    list_shards(source, 10, 0)
+    assert set(Path().iterdir()) == before | {Path("elsewhere")}
+    assert list(Path("elsewhere/dflop").glob("records-*.bin"))
+    Path(".snakemake").mkdir()
+    list_shards(source, 10, 0)
+    assert list(Path(".snakemake/dflop").glob("records-*.bin"))
+
+
+def test_where_neither_folder_can_be_written_the_temporary_one_serves(monkeypatch):
+    Path("occupied").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path("occupied").absolute()))
+    monkeypatch.setattr("tempfile.tempdir", str(Path("passing").absolute()))
+    list_shards(write_source(make_records(4)), 10, 0)
+    assert list(Path("passing").glob("dflop-*/records-*.bin"))
 
 
 @pytest.mark.parametrize("change", [{"sampling": "first:20"}, {"trust_sizes": True}])

@@ -345,3 +345,8 @@ def test_the_share_of_microbatches_beyond_what_was_measured_is_counted(make_pric
         ranges = {("llm", 1, False): LoadRange(nothing, most), ("vision", 1, False): LoadRange(nothing, anything)}
         pricer = make_pricer(make_plan(), model=dataclasses.replace(costs, ranges=ranges))
         assert pricer.extrapolated_share(shapes, assignment) == share
+        marked = pricer.extrapolated(shapes, assignment)
+        workers = pricer.program.workers
+        assert marked.shape == (len(workers), pricer.plan.num_microbatches)
+        for worker, of_worker in zip(workers, marked, strict=True):
+            assert of_worker.all() == of_worker.any() == (worker.module == "llm" and share > 0)

@@ -44,7 +44,7 @@ def plan_of(schedule: StepSchedule) -> Plan:
 def make_scheduler(costs, tiny_spec, draw_samples):
     def make(plan: Plan, policy: str = "lpt", seed: int = 0, batch_size: int = 32) -> BatchScheduler:
         samples = draw_samples(150, seed=1)
-        pricer = Pricer(plan, costs, tiny_spec, ClusterConfig(devices_per_node=8))
+        pricer = Pricer(plan, costs, tiny_spec, ClusterConfig(devices_per_node=8, memory_gib=4.0))
         config = ScheduleConfig(policy=policy, time_limit_s=0.15)
         return BatchScheduler(samples, pricer, GlobalBatches(150, batch_size, seed), config, seed)
 
@@ -211,6 +211,9 @@ def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedul
         "llm_tokens",
     ]
     assert len(samples) == NUM_STEPS * 32
-    assert stages.columns == ["step", "module", "dp_rank", "pp_stage", "microbatch", "forward_s", "backward_s"]
+    assert stages.columns == [
+        *("step", "module", "dp_rank", "pp_stage", "microbatch", "forward_s", "backward_s", "extrapolated"),
+    ]
     assert len(stages) == NUM_STEPS * len(nodes_of(plan)) * 4
     assert stages["forward_s"].sum() == pytest.approx(sum(schedule.forward_s.sum() for schedule in listed))
+    assert stages["extrapolated"].sum() == sum(schedule.extrapolated.sum() for schedule in listed)

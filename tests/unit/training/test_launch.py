@@ -9,7 +9,7 @@ import yaml
 from dflop.config import ClusterConfig, load_config
 from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan
-from dflop.torchrun import threads_per_rank
+from dflop.torchrun import rendezvous, threads_per_rank
 from dflop.training import check_devices, launch_ranks
 
 
@@ -82,6 +82,48 @@ def test_several_nodes_need_the_jobs_node_list(tmp_path, monkeypatch):
     path.write_text(yaml.safe_dump({"plan": make_plan(2, 2).to_dict()}))
     with pytest.raises(UserError, match=r"`cluster\.num_nodes` is 2: run this inside `srun`"):
         launch_ranks(load_config({"cluster": {"num_nodes": 2, "devices_per_node": 2}}), plan=path, arguments={})
+
+
+@pytest.fixture
+def torchrun_arguments(monkeypatch, tmp_path):
+    """What torchrun would be told on a node of a Slurm job; a stub stands for `scontrol`."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(scontrol.parent), prepend=os.pathsep)
+    monkeypatch.delenv("DFLOP_RENDEZVOUS_PORT", raising=False)
+
+    def of(job: str, step: str, num_nodes: int = 2) -> dict[str, str]:
+        for name, value in {"JOB_ID": job, "STEP_ID": step, "STEP_NODELIST": "n[1-2]"}.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        return dict(argument.partition("=")[::2] for argument in rendezvous(num_nodes))
+
+    return of
+
+
+def test_one_node_takes_a_free_port(torchrun_arguments):
+    assert torchrun_arguments("7", "0", num_nodes=1) == {"--standalone": ""}
+
+
+def test_the_nodes_of_a_step_meet_at_one_port_and_other_steps_and_jobs_at_others(torchrun_arguments):
+    first = torchrun_arguments("7", "0")
+    assert first == torchrun_arguments("7", "0")
+    host, port = first["--rdzv-endpoint"].split(":")
+    assert host == "n1"
+    assert 20_000 <= int(port) < 30_000
+    others = [torchrun_arguments(job, step) for job, step in (("7", "1"), ("8", "0"), ("70", "0"))]
+    assert len({entry["--rdzv-endpoint"] for entry in (first, *others)}) == 4
+    assert len({entry["--rdzv-id"] for entry in (first, *others)}) == 4
+
+
+def test_a_port_that_the_environment_names_is_taken_and_one_that_is_none_refused(torchrun_arguments, monkeypatch):
+    monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", "31234")
+    assert torchrun_arguments("7", "0")["--rdzv-endpoint"] == "n1:31234"
+    for wrong in ("80", "70000", "free", ""):
+        monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", wrong)
+        with pytest.raises(UserError, match=f"^DFLOP_RENDEZVOUS_PORT is '{wrong}'; it must be a port's number"):
+            torchrun_arguments("7", "0")
 
 
 def test_ranks_on_cpus_share_the_cores_and_each_has_at_least_one():

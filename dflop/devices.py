@@ -1,4 +1,4 @@
-"""Devices that are not at hand, by their data sheets: `devices.yaml` and files like it."""
+"""Devices by their data sheets, to plan for some that are not at hand: `devices.yaml` and files like it."""
 
 import math
 from dataclasses import MISSING, dataclass, fields
@@ -11,7 +11,9 @@ from yaml import YAMLError, safe_load
 
 from dflop.errors import UserError
 
-__all__ = ["DeviceModel", "load_device"]
+__all__ = ["DeviceModel", "find_device", "load_device"]
+
+_OWN = files("dflop") / "devices.yaml"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,15 @@ class DeviceModel:
     overhead_bytes: float = 0.0
     allocator_share: float = 0.0
 
+    @property
+    def memory_gib(self) -> float:
+        return self.memory_bytes / 2**30
+
+    @property
+    def most_memory_gib(self) -> float:
+        """What a device of this data sheet has at most: many sheets say GB and mean GiB."""
+        return self.memory_bytes / 1e9
+
     def matmul_flops_per_s(self, size: np.ndarray) -> np.ndarray:
         """The rate of matrix products, which saturates with their size."""
         size = np.maximum(size, 1.0)
@@ -44,25 +55,34 @@ def load_device(name: str, path: Path | None = None) -> DeviceModel:
     Raises:
         UserError: for an unknown name, listing the known ones, or an entry that is no device, naming the key.
     """
-    own = files("dflop.costs") / "devices.yaml"
-    entries = [(str(own), key, entry) for key, entry in _read_entries(own).items()]
-    if path is not None:
-        entries += [(str(path), key, entry) for key, entry in _read_entries(path).items()]
-    known = {key: (where, entry) for where, key, entry in entries}
+    known = _known_entries(path)
     if name not in known:
         raise UserError(
-            f"no device is called {name!r}; known are {', '.join(known)}. To add one, copy an entry of {own} to a "
-            "YAML file of your own and put your device's numbers in"
+            f"`cluster.device_model` is {name!r}, a device of which no data sheet is known; choose one of "
+            f"{', '.join(known)}, or copy an entry of {_OWN} to a YAML file of your own, put your device's numbers in "
+            "and name the file in `cluster.device_models`"
         )
     where, entry = known[name]
     return DeviceModel(name=name, **_checked_numbers(entry, f"{where}: `{name}"))
+
+
+def find_device(name: str, path: Path | None = None) -> DeviceModel | None:
+    """As `load_device`; None for an unknown name, which may be anything where devices are measured."""
+    return load_device(name, path) if name in _known_entries(path) else None
+
+
+def _known_entries(path: Path | None) -> dict[str, tuple[str, Any]]:
+    """Every device's file and entry; a file of the user's own goes before ours."""
+    read = [_OWN] if path is None else [_OWN, path]
+    return {name: (str(file), entry) for file in read for name, entry in _read_entries(file).items()}
 
 
 def _read_entries(path: Any) -> dict[str, Any]:
     try:
         entries = safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        named = "" if path == _OWN else " (`cluster.device_models` names it)"
+        raise UserError(f"{path}{named} cannot be read: {error}") from None
     if not isinstance(entries, dict):
         raise UserError(f"{path} holds a {type(entries).__name__}; it must hold one entry a device")
     return {str(key): entry for key, entry in entries.items()}
@@ -82,7 +102,7 @@ def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
         if key not in entry and key in optional:
             continue
         if key not in entry:
-            raise UserError(f"{where}.{key}` is missing; devices.yaml of dflop/costs explains it")
+            raise UserError(f"{where}.{key}` is missing; {_OWN} explains it")
         try:
             number = float(entry[key]) if not isinstance(entry[key], bool) else math.nan
         except (TypeError, ValueError):

@@ -1,0 +1,65 @@
+"""The `dflop` command: one subcommand a stage, each reading files and writing files.
+
+A mistake of the user's is one line on stderr and exit code 2. Heavy imports stand inside the commands
+that need them, so that `dflop --help` answers at once.
+"""
+
+import sys
+
+import click
+
+from dflop.cli.costs import fit_costs_command, profile_costs, profile_links
+from dflop.cli.data import demo_data, list_shards_command, merge_shapes, plot_shapes_command, profile_shapes
+from dflop.cli.plans import plan_command, schedule_command
+from dflop.cli.training import report_command, train_command
+from dflop.errors import UserError
+
+__all__ = ["cli", "main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="dflop")
+def cli() -> None:
+    """Plan and run multimodal-LLM training around the data.
+
+    The workflow runs these commands in this order: demo-data (for the demo), profile-shapes, merge-shapes,
+    plot-shapes, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also be run by hand.
+    """
+
+
+for command in (
+    demo_data,
+    profile_shapes,
+    list_shards_command,
+    merge_shapes,
+    plot_shapes_command,
+    profile_costs,
+    profile_links,
+    fit_costs_command,
+    plan_command,
+    schedule_command,
+    train_command,
+    report_command,
+):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Entry point of the `dflop` command."""
+    try:
+        cli(standalone_mode=False)
+    except UserError as error:
+        click.echo(f"dflop: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"dflop: {where}{error.strerror or error}", err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("dflop: interrupted", err=True)
+        sys.exit(130)

@@ -1,0 +1,3 @@
+from dflop.cli import main
+
+main()

@@ -1,0 +1,183 @@
+"""The commands on costs: modules and links, measured or from a data sheet, and the models fitted to them."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from dflop.cli.options import FILE, config_digest, config_option, load_for
+from dflop.errors import UserError
+
+__all__ = ["fit_costs_command", "profile_costs", "profile_links"]
+
+# Fewer whole stages kept out of the fit, or a larger median error, than this are worth a word.
+_FEW_HELD_OUT, _LARGE_ERROR = 6, 0.2
+
+
+@click.command("profile-costs")
+@config_option
+@click.option("--module", required=True, help="vision or llm.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--bounds",
+    type=FILE,
+    help="What `dflop merge-shapes --bounds` wrote: the loads that the data brings; usual ones while it is not there.",
+)
+@click.option(
+    "--out", type=FILE, required=True, help="Parquet file to write; sizes go beside it as *.parameters.parquet."
+)
+def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path | None, out: Path) -> None:
+    """What a module's layers cost at several sizes: measured on this device, or (`costs.source`) analytic."""
+    import polars as pl
+
+    from dflop.models import check_tp, load_model_spec
+
+    config = load_for("profile-costs", configs)
+    spec = load_model_spec(config.model)
+    check_tp(spec, module, tp)
+    if config.costs.source == "analytic":
+        _write_analytic_costs(config, spec, module, tp, out)
+    else:
+        _measure_costs(config, spec, module, tp, bounds, out)
+    what = "analytic points" if config.costs.source == "analytic" else "measurements"
+    click.echo(f"{out}: {len(pl.read_parquet(out))} {what}")
+
+
+def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None:
+    """Points of the roofline of `cluster.device_model`, and that device as a frame."""
+    import polars as pl
+
+    from dflop.costs import Measured, analytic_points, write_measured
+    from dflop.devices import load_device
+    from dflop.models import digest_of_spec
+
+    own_file = config.cluster.device_models
+    device = load_device(config.cluster.device_model, Path(own_file) if own_file else None)
+    points = analytic_points(spec, module, tp, device)
+    about = {
+        "device": f"{config.cluster.device_model} (analytic)",
+        "model": digest_of_spec(spec),
+        "device_model": config.cluster.device_model,
+        "source": "analytic",
+        "module": module,
+        "tp": tp,
+        "num_ranks": tp,
+        "threads": 0,
+        "precision": "bf16",
+        "torch": "",
+        "overhead_bytes": int(device.overhead_bytes),
+        "allocator_share": device.allocator_share,
+        "seconds": 0.0,
+        "config_digest": config_digest("profile-costs", config, device=asdict(device)),
+    }
+    write_measured(out, Measured(points.measurements, points.parameters, pl.DataFrame([about])))
+
+
+def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out: Path) -> None:
+    """Measure on ranks of this node that torchrun starts; they write the frames."""
+    from dflop.config import select_keys
+    from dflop.costs.design import load_bounds
+    from dflop.data import tokenizer_folder
+    from dflop.models import check_runnable
+    from dflop.stages import STAGES
+    from dflop.torchrun import run_ranks
+
+    check_runnable(spec.family)
+    if bounds and not bounds.exists():
+        click.echo(f"{bounds} is not there yet: measuring over a usual range of loads", err=True)
+        bounds = None
+    if bounds:
+        load_bounds(bounds)
+    cluster = config.cluster
+    if tp > cluster.devices_per_node:
+        raise UserError(
+            f"tp={tp}: a node has {cluster.devices_per_node} devices (`cluster.devices_per_node`), and tensor "
+            "parallelism does not cross nodes; take smaller `costs.tp_sizes`"
+        )
+    request = {
+        "config": select_keys(config, STAGES["profile-costs"].reads),
+        "module": module,
+        "tp": tp,
+        "bounds": str(bounds) if bounds else None,
+        "tokenizer": str(tokenizer_folder(config.model)),
+        "out": str(out),
+        "config_digest": config_digest("profile-costs", config),
+    }
+    per_node = tp if cluster.device == "cuda" else cluster.devices_per_node // tp * tp
+    code, _ = run_ranks("dflop.costs.worker", request, cluster, num_nodes=1, per_node=per_node)
+    if code:
+        raise UserError(f"measuring {module} at tp={tp} ended early (torchrun's exit code {code}); why stands above")
+
+
+@click.command("profile-links")
+@config_option
+@click.option(
+    "--max-bytes", type=click.IntRange(min=4096), default=64 * 2**20, show_default=True, help="Largest message."
+)
+@click.option("--out", type=FILE, required=True, help="Parquet file to write.")
+def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
+    """Time transfers and all-reduces between the cluster's devices: torchrun on all of them."""
+    import polars as pl
+
+    from dflop.torchrun import is_first_node, run_ranks
+
+    config = load_for("profile-links", configs)
+    cluster = config.cluster
+    request = {
+        "device": cluster.device,
+        "repeats": config.costs.repeats,
+        "max_bytes": max_bytes,
+        "out": str(out),
+    }
+    code, stopped = run_ranks(
+        "dflop.costs.links", request, cluster, num_nodes=cluster.num_nodes, per_node=cluster.devices_per_node
+    )
+    if code:
+        why = "was stopped by SIGTERM" if stopped else f"ended early (torchrun's exit code {code}); see above"
+        raise UserError(f"measuring links {why}")
+    if is_first_node(cluster):
+        click.echo(f"{out}: {len(pl.read_parquet(out))} measurements")
+
+
+@click.command("fit-costs")
+@click.argument("measurements", nargs=-1, required=True, type=FILE)
+@click.option("--links", "links_path", type=FILE, help="What `dflop profile-links` measured, if it did.")
+@click.option("--out", type=FILE, required=True, help="DuckDB file to write.")
+def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, out: Path) -> None:
+    """Fit the time and memory model to measurements, with its error on whole stages kept out of the fit."""
+    from dflop.costs import fit_costs, fit_links, read_links, read_measured
+    from dflop.stages import STAGES
+    from dflop.store import write_costs
+
+    measured = read_measured(measurements)
+    (source,) = measured.device["source"].unique()
+    tables = fit_costs(measured.measurements, measured.parameters, source)
+    if links_path:
+        links = read_links(links_path)
+        tables |= {"links": links, "link_model": fit_links(links)}
+    write_costs(
+        out,
+        {"measurements": measured.measurements, "device": measured.device, **tables},
+        {
+            "source": source,
+            "config_digest": ",".join(measured.device["config_digest"].unique().sort()),
+            "code_digest": STAGES["fit-costs"].code_digest,
+        },
+    )
+    if source == "analytic":
+        click.echo(f"{out}: analytic; how far the formulas are off is not known")
+    else:
+        click.echo(f"{out}: error on whole stages, which no fit saw")
+    for row in tables["fit_error"].iter_rows(named=True):
+        click.echo(
+            f"  {row['module']} tp{row['tp']} {row['pass'] or 'peak memory'}: median {row['median_error']:.1%}, "
+            f"p95 {row['p95_error']:.1%} of {row['num_held_out']}"
+        )
+    errors = tables["fit_error"]
+    if len(errors) and (errors["num_held_out"].min() < _FEW_HELD_OUT or errors["median_error"].max() > _LARGE_ERROR):
+        click.echo("  few or rough; raise `costs.time_budget_s`, or measure on a machine that does nothing else")
+    for row in tables["link_model"].iter_rows(named=True) if links_path else ():
+        click.echo(
+            f"  {row['kind']} {row['scope']}, {row['num_ranks']} ranks: {row['latency_s'] * 1e6:.3g} µs and "
+            f"{row['bytes_per_s'] / 1e9:.3g} GB/s, median error {row['median_error']:.0%} of {row['num_points']} sizes"
+        )

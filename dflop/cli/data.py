@@ -1,0 +1,226 @@
+"""The commands on data: drawing the demo's, shapes of a shard, merging and drawing them."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import click
+
+from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of
+from dflop.errors import UserError
+from dflop.progress import progress_bar
+
+__all__ = ["demo_data", "list_shards_command", "merge_shapes", "plot_shapes_command", "profile_shapes"]
+
+
+@click.command("demo-data")
+@click.option("--out", type=FOLDER, required=True, help="Folder for train.json, audio.json and their media.")
+@click.option("--records", type=click.IntRange(min=10), default=400, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+def demo_data(out: Path, records: int, seed: int) -> None:
+    """Draw a small LLaVA-style dataset: pictures, clips, texts and sounds, with questions and answers."""
+    from dflop.data.demo import make_demo_data
+
+    with progress_bar(total=records, unit="record") as bar:
+        made = make_demo_data(out, num_records=records, seed=seed, progress=lambda done: bar.update(done - bar.n))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in made.num_records.items())
+    click.echo(f"{out}: {kinds}; {made.total_bytes / 1e6:.1f} MB")
+
+
+@click.command("profile-shapes")
+@config_option
+@click.option("--shard", required=True, help="Name of the shard (`dflop list-shards` prints them).")
+@click.option("--out", type=FILE, required=True, help="Parquet file to write.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes that share the shard; one a core if not given.")
+def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int | None) -> None:
+    """Read the shapes of one shard's samples from media headers and text."""
+    from dflop.artifacts import written_whole
+    from dflop.data import ChatTokenizer, ShapeReader, profile_shard, tokenizer_folder
+    from dflop.models import load_model_spec
+
+    config = load_for("profile-shapes", configs)
+    data = config.data
+    source, found = _find_shard(config, shard)
+    rules = load_model_spec(config.model).rules
+    folder = tokenizer_folder(config.model)
+    ChatTokenizer(folder)  # a folder that is no tokenizer's is refused here, before processes start
+    with progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
+        frame = profile_shard(
+            source,
+            found,
+            seed=config.seed,
+            reader=ShapeReader(
+                rules=rules,
+                video=data.video,
+                audio=data.audio,
+                max_image_pixels=data.max_image_pixels,
+                max_text_bytes=data.max_text_bytes,
+            ),
+            tokenizer_folder=folder,
+            max_llm_tokens=data.max_llm_tokens,
+            num_workers=workers or len(os.sched_getaffinity(0)),
+            progress=bar.update,
+        )
+    with written_whole(out) as path:
+        frame.write_parquet(path)
+    num_rejected = frame["reason"].is_not_null().sum()
+    click.echo(f"{out}: {len(frame) - num_rejected} samples, {num_rejected} rejected")
+
+
+def _find_shard(config, name: str):
+    """A shard and its source; watched media are looked at again only where the shard is not known yet."""
+    from dflop.data import list_sources
+
+    sources = list_sources(config.data)
+    for look_again in (False, True) if config.data.watch_media else (False,):
+        for source in sources:
+            for shard in _shards(config, source, look_again=look_again):
+                if shard.name == name:
+                    return source, shard
+    raise UserError(f"no source has a shard `{name}`; `dflop list-shards` prints their names")
+
+
+def _shards(config, source, *, look_again: bool):
+    from dflop.data import list_shards
+
+    return list_shards(
+        source,
+        config.data.samples_per_shard,
+        config.seed,
+        watch_media=config.data.watch_media,
+        look_again=look_again,
+    )
+
+
+@click.command("list-shards")
+@config_option
+def list_shards_command(configs: tuple[str, ...]) -> None:
+    """Print the shards of all sources: name, first record, number of records."""
+    from dflop.data import list_sources
+
+    config = load_for("merge-shapes", configs)
+    for source in list_sources(config.data):
+        for shard in _shards(config, source, look_again=True):
+            click.echo(f"{shard.name}\t{shard.start}\t{shard.num_records}")
+
+
+@click.command("merge-shapes")
+@config_option
+@click.option("--shapes", type=FOLDER, required=True, help="Folder with the shards' Parquet files.")
+@click.option("--out", type=FILE, required=True, help="DuckDB file to write.")
+@click.option("--bounds", type=FILE, help="JSON file to write: the loads that `dflop profile-costs` is to measure.")
+def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path | None) -> None:
+    """Merge the shards into one database: samples, rejects, sources, and summaries of them."""
+    import polars as pl
+
+    from dflop.artifacts import written_whole
+    from dflop.costs.design import bounds_of_samples
+    from dflop.data import BUNDLED_TOKENIZER, SourceRecords, list_sources, tokenizer_folder
+    from dflop.data.manifests.formats import CUT_OFF
+    from dflop.store import ShardFile, read_table, write_shapes
+
+    config = load_for("merge-shapes", configs)
+    files, source_rows, sampled_rows = [], [], {}
+    for source in list_sources(config.data):
+        shards = _shards(config, source, look_again=False)
+        kept = SourceRecords(source, config.seed).kept
+        first_row = kept.start if isinstance(kept, range) else 0
+        if not isinstance(kept, range):
+            sampled_rows[source.name] = kept
+        files += [
+            ShardFile(shapes / f"{shard.name}.parquet", shard.name, source.name, shard.start, first_row + shard.start)
+            for shard in shards
+        ]
+        source_rows.append(
+            {
+                "name": source.name,
+                "path": str(source.path),
+                "media_root": str(source.media_root),
+                "sampling": source.sampling,
+                "digest": hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest(),
+                "num_records": len(kept),
+            }
+        )
+    for file in files:
+        if not file.path.is_file():
+            raise UserError(f"{file.path} does not exist; make it with `dflop profile-shapes --shard {file.name}`")
+    write_shapes(
+        out,
+        files,
+        pl.DataFrame(source_rows),
+        meta_of("merge-shapes", config),
+        sampled_rows=sampled_rows,
+        keep_duplicates=config.data.duplicate_ids == "keep",
+    )
+    if bounds:
+        samples = read_table(out, "samples", made_by="merge-shapes")
+        loads = (samples[name].to_numpy() for name in ("num_items", "llm_tokens", "target_tokens"))
+        with written_whole(bounds) as path:
+            path.write_text(bounds_of_samples(*loads).to_json(), encoding="utf-8")
+    shape_summary, reject_summary = (
+        read_table(out, f"{of}_summary", made_by="merge-shapes") for of in ("shape", "reject")
+    )
+    rejects = read_table(out, "rejects", made_by="merge-shapes")
+    for source, detail in rejects.filter(pl.col("detail").str.contains(CUT_OFF)).select("source", "detail").iter_rows():
+        click.echo(f"warning: a manifest of {source} is not whole, what follows is missing: {detail}")
+    num_samples = shape_summary.filter(pl.col("quantity") == "llm_tokens")["num_samples"].sum()
+    click.echo(f"{out}: {num_samples:,} samples, {reject_summary['num_records'].sum():,} rejects")
+    if not num_samples:
+        raise UserError(_nothing_usable(reject_summary, shapes))
+    for line in _shape_lines(shape_summary, reject_summary):
+        click.echo(line)
+    if tokenizer_folder(config.model) == BUNDLED_TOKENIZER:
+        click.echo(
+            "text was counted with the small bundled tokenizer; for the counts of a real model set "
+            "`model.tokenizer` to its tokenizer directory"
+        )
+
+
+def _nothing_usable(rejects, shapes: Path) -> str:
+    """What became of the records where none is left; training would only find out once the costs are measured."""
+    import polars as pl
+
+    reasons = rejects.group_by("reason").agg(pl.col("num_records").sum(), pl.col("examples").first().list.first())
+    found = [
+        f"{count:,} {reason}, e.g. {example}" for reason, count, example in reasons.sort(-pl.col("num_records")).rows()
+    ]
+    return (
+        f"none of {reasons['num_records'].sum():,} records can be used: {'; '.join(found)}. Check `data.sources` and "
+        f"its `media_root`; {shapes}/*.parquet hold the reason of every record"
+    )
+
+
+def _shape_lines(shapes, rejects) -> list[str]:
+    """What a person wants to know of a dataset: samples, items and tokens by source and modality, and the rejects."""
+    import polars as pl
+
+    table = [("source", "modality", "samples", "items p50", "p95", "max", "LLM tokens p50", "p95", "max", "variation")]
+    for (source, modality), rows in shapes.group_by("source", "modality", maintain_order=True):
+        items, tokens = (
+            rows.row(by_predicate=pl.col("quantity") == name, named=True) for name in ("num_items", "llm_tokens")
+        )
+        numbers = [entry[key] for entry in (items, tokens) for key in ("p50", "p95", "max")]
+        variation = f"{tokens['coefficient_of_variation']:.2f}"
+        table.append((source, modality, f"{tokens['num_samples']:,}", *(f"{n:,.0f}" for n in numbers), variation))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
+    for source, reason, count, examples in rejects.rows():
+        lines.append(f"{source}: {count:,} rejected as {reason}, e.g. {examples[0]}")
+    return lines
+
+
+@click.command("plot-shapes")
+@click.option("--shapes", type=FILE, required=True, help="shapes.duckdb")
+@click.option("--out", type=FILE, required=True, help="SVG file to write.")
+def plot_shapes_command(shapes: Path, out: Path) -> None:
+    """Draw how much samples differ, by modality, and what was rejected."""
+    from dflop.reporting import plot_shapes
+
+    plot_shapes(shapes, out)
+    click.echo(str(out))

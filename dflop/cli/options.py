@@ -1,0 +1,51 @@
+"""What the commands share: their options, the part of the config that a stage reads, and what its output says of it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import click
+
+from dflop.errors import UserError
+
+__all__ = ["FILE", "FOLDER", "config_digest", "config_option", "load_for", "meta_of"]
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+def config_option(function):
+    return click.option(
+        "--config",
+        "configs",
+        multiple=True,
+        metavar="FILE|JSON",
+        help="A config file, or its text as JSON; later ones win. Repeatable.",
+    )(function)
+
+
+def load_for(stage: str, configs: tuple[str, ...]):
+    """The config with the keys that `stage` reads, from what `--config` named."""
+    from dflop.config import load_config
+    from dflop.stages import STAGES, restrict
+
+    if not configs:
+        raise UserError(f"`dflop {stage}` needs a config: --config config/config.yaml")
+    layers = [text if text.lstrip().startswith("{") else Path(text) for text in configs]
+    return restrict(load_config(*layers), STAGES[stage].reads)
+
+
+def meta_of(stage: str, config) -> dict[str, str]:
+    """What a DuckDB file says of its making."""
+    from dflop.stages import STAGES
+
+    return {"config_digest": config_digest(stage, config), "code_digest": STAGES[stage].code_digest}
+
+
+def config_digest(stage: str, config, **beside: object) -> str:
+    """Of the keys that `stage` reads, and of what else its output depends on."""
+    from dflop.config import select_keys
+    from dflop.stages import STAGES
+
+    keys = json.dumps(select_keys(config, STAGES[stage].reads) | beside, sort_keys=True)
+    return hashlib.sha256(keys.encode()).hexdigest()[:16]

@@ -1,0 +1,90 @@
+"""The commands on plans: the search, and a preview of how the chosen plan's batches are regrouped."""
+
+from pathlib import Path
+
+import click
+
+from dflop.cli.options import FILE, config_option, load_for
+from dflop.progress import progress_bar
+
+__all__ = ["plan_command", "schedule_command"]
+
+
+@click.command("plan")
+@config_option
+@click.option("--shapes", type=FILE, required=True)
+@click.option("--costs", type=FILE, required=True)
+@click.option("--out", type=FILE, required=True, help="plan.yaml to write.")
+@click.option("--candidates", type=FILE, required=True, help="Parquet file of all priced plans to write.")
+def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path, candidates: Path) -> None:
+    """Search the layouts and choose the one with the shortest expected step."""
+    from dflop.artifacts import written_whole
+    from dflop.config import excess_memory
+    from dflop.costs import BEYOND_MEASURED, CostModel
+    from dflop.data import load_samples
+    from dflop.models import digest_of_spec, load_model_spec
+    from dflop.planning import candidates_frame, describe_choice, search_plans
+
+    config = load_for("plan", configs)
+    if excess := excess_memory(config.cluster):
+        click.echo(f"warning: {excess}; plans may not fit there", err=True)
+    samples, num_left_out = load_samples(shapes)
+    if num_left_out:
+        click.echo(f"{num_left_out} samples with audio are left out: the model has no audio encoder")
+    with progress_bar(unit="plan") as bar:
+
+        def progress(text: str) -> None:
+            bar.set_description(text, refresh=False)
+            bar.update()
+
+        cost_model = CostModel.load(costs)
+        spec = load_model_spec(config.model)
+        cost_model.require_made_for(
+            model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
+        )
+        found = search_plans(config, spec, cost_model, samples, progress)
+    with written_whole(candidates) as path:
+        candidates_frame(found).write_parquet(path)
+    with written_whole(out) as path:
+        path.write_text(describe_choice(found, config, cost_model), encoding="utf-8")
+    if found[0].extrapolated:
+        click.echo(f"{found[0].extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
+    of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
+    click.echo(f"{out}: {found[0].plan}; expected step {found[0].step_s:.3g} s{of_costs}, idle {found[0].idle:.0%}")
+
+
+@click.command("schedule")
+@config_option
+@click.option("--shapes", type=FILE, required=True)
+@click.option("--costs", type=FILE, required=True)
+@click.option("--plan", "plan_path", type=FILE, required=True)
+@click.option("--batches", type=click.IntRange(min=1), default=8, show_default=True, help="Global batches to preview.")
+@click.option("--out", type=FILE, required=True, help="Parquet file to write; stage times go to *_stages.parquet.")
+def schedule_command(
+    configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, batches: int, out: Path
+) -> None:
+    """Preview how the first global batches are regrouped, and what that saves."""
+    import statistics
+
+    from dflop.artifacts import written_whole
+    from dflop.costs import BEYOND_MEASURED
+    from dflop.scheduling import preview_frames
+    from dflop.scheduling.service import open_scheduler
+
+    config = load_for("schedule", configs)
+    with open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).open() as scheduler:
+        schedules = [scheduler.schedule(step) for step in range(batches)]
+        random_s = [scheduler.schedule(step, "random").step_s for step in range(batches)]
+        samples, stages = preview_frames(schedules, scheduler.pricer.nodes)
+    for path, frame in ((out, samples), (out.with_name(f"{out.stem}_stages.parquet"), stages)):
+        with written_whole(path) as beside:
+            frame.write_parquet(beside)
+    if share := stages["extrapolated"].mean():
+        click.echo(f"{share:.1%} of the ranks' microbatches {BEYOND_MEASURED}")
+    step_s = statistics.fmean(schedule.step_s for schedule in schedules)
+    bound_s = statistics.fmean(schedule.lower_bound_s for schedule in schedules)
+    click.echo(
+        f"{out}: {batches} batches by {config.schedule.policy}: predicted step {step_s:.3g} s, "
+        f"{statistics.fmean(random_s) / step_s:.2f}x faster than random, {step_s / bound_s:.2f}x the lower bound, "
+        f"decided in {statistics.fmean(schedule.deciding_s for schedule in schedules) * 1e3:.0f} ms each"
+    )

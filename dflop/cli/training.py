@@ -1,0 +1,101 @@
+"""The commands at the end of the way: training with the plan, and the report of a run."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import click
+
+from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of
+
+__all__ = ["report_command", "train_command"]
+
+
+@click.command("train")
+@config_option
+@click.option("--shapes", type=FILE, required=True)
+@click.option("--costs", type=FILE, required=True)
+@click.option("--plan", "plan_path", type=FILE, required=True)
+@click.option("--out", type=FOLDER, required=True, help="Folder for metrics, checkpoints, the model and summary.json.")
+def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
+    """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
+    from dflop.artifacts import written_whole
+    from dflop.models import check_runnable
+    from dflop.pipeline import load_plan
+    from dflop.reporting.trace import chrome_trace
+    from dflop.scheduling.service import open_scheduler
+    from dflop.store import read_table
+    from dflop.torchrun import is_first_node
+    from dflop.training import check_plan, launch_ranks, merge_observations, summarise
+
+    config = load_for("train", configs)
+    check_runnable(config.model.family)
+    check_plan(plan_path, load_plan(plan_path))
+    data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
+    # What is amiss is said here, before any rank starts.
+    open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).check(config.train.steps)
+    out.mkdir(parents=True, exist_ok=True)
+    launch_ranks(
+        config,
+        plan=plan_path,
+        arguments={
+            "shapes": str(shapes),
+            "costs": str(costs),
+            "plan": str(plan_path),
+            "out": str(out),
+            "measured_on": _measured_on(costs),
+            "run_digest": _run_digest(config, data_digests),
+        },
+    )
+    if not is_first_node(config.cluster):
+        return
+    observations = merge_observations(out / "observations", out / "observations.duckdb", meta_of("train", config))
+    with written_whole(out / "trace.json") as path:
+        path.write_text(json.dumps(chrome_trace(observations)), encoding="utf-8")
+    summary = summarise(config, out, observations)
+    click.echo(
+        f"{out / 'summary.json'}: loss {summary['first_loss']:.3f} -> {summary['final_loss']:.3f}, "
+        f"{summary['tokens_per_s']:,.0f} tokens/s, idle {summary['idle']:.0%}, model in {out / 'model'}"
+    )
+
+
+@click.command("report")
+@config_option
+@click.option("--run", "run_folder", type=FOLDER, required=True, help="results/<run>, with all earlier artifacts.")
+@click.option("--out", type=FOLDER, required=True, help="Folder for the plots and summary.json.")
+def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
+    """Draw what the run found: costs, plans, one step's timeline, loss and throughput."""
+    from dflop.reporting import write_report
+
+    config = load_for("report", configs)
+    for path in write_report(config, run_folder, out):
+        click.echo(str(path))
+
+
+def _measured_on(costs: Path) -> str | None:
+    """The device's own name; `read_measured` has seen that there is one. None where the costs are analytic."""
+    from dflop.store import read_meta, read_table
+
+    if read_meta(costs, made_by="fit-costs").get("source", "measured") != "measured":
+        return None
+    return read_table(costs, "device", made_by="fit-costs")["device"][0]
+
+
+def _run_digest(config, data_digests: list[str]) -> str:
+    """What a checkpoint must agree on to be resumed: data, model, batch size, precision; not the optimiser's knobs."""
+    from dflop.config import select_keys
+
+    keys = select_keys(config, ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train"))
+    for free in (
+        "steps",
+        "checkpoint_every",
+        "resume",
+        "loader_workers",
+        "lr",
+        "warmup_steps",
+        "weight_decay",
+        "grad_clip",
+    ):
+        keys["train"].pop(free)
+    text = json.dumps([keys, data_digests], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,185 @@
+"""What the parts of a module do in one forward pass: FLOPs, bytes moved, bytes kept, parameters.
+
+Everything is a linear function of a microbatch's loads, from the config alone. Here stand the types and what the LLM
+and the encoders share, a transformer layer; `llm_work` and `vision_work` count the rest of each.
+
+Counted is what `dflop profile-costs` would see with `train.precision: bf16`: Hugging Face's layers in eager
+PyTorch, fp32 weights and residual stream, matrix products in bf16 (autocast, which keeps a bf16 copy of the
+weights for each microbatch in flight), FlashAttention on packed segments. Not counted: the optimiser, gradient
+sync, workspace inside a pass other than the head's, and the kernels' padding. Backward does twice the matrix
+products of forward.
+
+Tensor parallelism divides as Megatron's does: heads, the MLP's inner width, the projector's, and the vocabulary.
+Norms, the residual stream, the patch embedding and biases after a reduction are whole on every rank (no
+sequence parallelism), for two all-reduces of the hidden states a layer in forward and two in backward.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflop.costs.model import FEATURES, Coefficients, Loads
+from dflop.errors import UserError
+from dflop.models import ModelSpec
+
+__all__ = ["Layer", "ModuleWork", "PartWork", "coefficients", "size_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartWork:
+    """What a layer, or the first or last part of a module, does on one tensor-parallel rank in one forward pass.
+
+    `square_flops` is attention over the whole square of every segment, which is what torch's FlopCounterMode
+    counts; the variable-length kernels skip the half above the diagonal where the module is `causal`.
+    `num_matrix_parameters` are those that autocast copies. The most of `passing_bytes` lives for a moment beside what
+    is saved. `reduced_bytes` go through all-reduces, in forward and in backward. `size` is what the speed of matrix
+    products depends on.
+    """
+
+    dense_flops: Coefficients
+    square_flops: Coefficients
+    causal: bool
+    matmul_bytes: Coefficients
+    pointwise_bytes: Coefficients
+    reduced_bytes: tuple[Coefficients, Coefficients]
+    saved_bytes: Coefficients
+    size: Coefficients
+    num_parameters: float
+    num_matrix_parameters: float
+    num_kernels: int
+    passing_bytes: tuple[Coefficients, ...] = ()
+
+    def most_passing_bytes(self, loads: Loads) -> np.ndarray:
+        nothing = np.zeros(np.shape(loads.num_items))
+        return np.max([nothing, *(passing(loads) for passing in self.passing_bytes)], axis=0)
+
+    def attention_flops(self, loads: Loads) -> np.ndarray:
+        return self.square_flops(loads) * (0.5 if self.causal else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleWork:
+    """The parts of a module. `input_bytes` is a layer's input, which is all that checkpointing keeps of it;
+    `stage_bytes` is what every stage keeps once."""
+
+    layer: PartWork
+    first: PartWork
+    last: PartWork
+    input_bytes: Coefficients
+    stage_bytes: Coefficients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """A transformer layer by its widths; every method counts for one position, on one of `tp` ranks.
+
+    `head_norm` is the width that a norm of the queries sees: all of them, one head, or 0 for none.
+    """
+
+    hidden: int
+    query: int
+    key_value: int
+    inner: int
+    num_heads: int
+    head_norm: int = 0
+    rms_norm: bool
+    gated: bool
+    rotary: bool
+    scaled: bool = False
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+
+    @property
+    def qkv(self) -> int:
+        return self.query + 2 * self.key_value
+
+    @property
+    def num_ups(self) -> int:
+        return 2 if self.gated else 1
+
+    def num_casts(self, tp: int) -> int:
+        """Of inputs to bf16: one a matrix, but what is cast where ranks share matrices is cast once for all of them."""
+        return 3 + self.num_ups if tp == 1 else 2
+
+    def num_matrix_parameters(self, tp: int) -> float:
+        return (self.hidden * (self.qkv + self.query) + (self.num_ups + 1) * self.hidden * self.inner) / tp
+
+    def num_parameters(self, tp: int) -> float:
+        """Norms, layer scales, and the biases that follow a reduction are whole on every rank."""
+        divided = self.qkv_bias * self.qkv + self.mlp_bias * self.num_ups * self.inner
+        whole = 2 * self.hidden * (1 if self.rms_norm else 2)
+        whole += (self.out_bias + self.mlp_bias + 2 * self.scaled) * self.hidden
+        if self.head_norm == self.query:
+            divided += self.query + self.key_value
+        else:
+            whole += 2 * self.head_norm
+        return self.num_matrix_parameters(tp) + divided / tp + whole
+
+    def saved_bytes(self, tp: int) -> float:
+        """What autograd keeps: fp32 in and around norms, bf16 in and out of products and attention."""
+        norms = 2 * (8 * self.hidden + 4 if self.rms_norm else 4 * self.hidden + 8)
+        casts = 2 * self.num_casts(tp) * self.hidden
+        scales = 4 * self.hidden * self.scaled
+        attention = 4 * self.query + 4 * self.key_value + 4 * self.num_heads
+        if self.head_norm:
+            attention += 6 * (self.query + self.key_value) + 4 * (self.query + self.key_value) // self.head_norm
+        mlp = (8 if self.gated else 4) * self.inner
+        return norms + casts + scales + (attention + mlp) / tp
+
+    def matmul_bytes(self, tp: int) -> float:
+        """Operands and results of the products and of attention, in bf16."""
+        whole = (5 + self.num_ups) * self.hidden
+        divided = self.qkv + self.query + 2 * (self.query + self.key_value) + (self.num_ups + 1) * self.inner
+        return 2.0 * (whole + divided / tp)
+
+    def pointwise_bytes(self, tp: int) -> float:
+        """What unfused kernels read and write: norms, casts, rotary positions, activation, residual sums."""
+        whole = 2 * (28 if self.rms_norm else 8) + 6 * self.num_casts(tp) + 20 + 16 * self.scaled
+        per_head = 36 * self.rotary + 44 * bool(self.head_norm)
+        divided = per_head * (self.query + self.key_value) + (10 if self.gated else 4) * self.inner
+        return whole * self.hidden + divided / tp
+
+    def work(
+        self, tp: int, load: str, positions: int, squares: tuple[str, int], *, causal: bool, num_kernels: int
+    ) -> PartWork:
+        """For a `load` that brings so many positions, and for `squares`, a load and the squares that it brings."""
+
+        def per_load(count: float) -> Coefficients:
+            return coefficients(**{load: positions * count})
+
+        matrices = self.num_matrix_parameters(tp)
+        reduced_bytes = per_load(2 * 2.0 * self.hidden)
+        return PartWork(
+            dense_flops=per_load(2.0 * matrices),
+            square_flops=coefficients(**{squares[0]: 4.0 * self.query / tp * squares[1]}),
+            causal=causal,
+            matmul_bytes=per_load(self.matmul_bytes(tp)),
+            pointwise_bytes=per_load(self.pointwise_bytes(tp)),
+            reduced_bytes=(reduced_bytes, reduced_bytes),
+            saved_bytes=coefficients(2.0 * matrices, **{load: positions * self.saved_bytes(tp)}),
+            size=per_load(self.hidden / tp),
+            num_parameters=self.num_parameters(tp),
+            num_matrix_parameters=matrices,
+            num_kernels=num_kernels,
+        )
+
+
+def coefficients(const: float = 0.0, **per_load: float) -> Coefficients:
+    """A linear function of the loads that are named."""
+    return Coefficients(float(const), tuple(float(per_load.get(feature, 0.0)) for feature in FEATURES))
+
+
+def size_of(spec: ModelSpec, section: str, key: str) -> int:
+    """A field of the model's config.
+
+    Raises:
+        UserError: when it is not there.
+    """
+    size = spec.hf_config.get(section, {}).get(key)
+    if size is None:
+        raise UserError(
+            f"the config of {spec.name} has no `{section}.{key}`, which analytic costs follow from; write it into "
+            "the checkpoint's config.json"
+        )
+    return size
