@@ -346,7 +346,7 @@ def test_the_share_of_microbatches_beyond_what_was_measured_is_counted(make_pric
         pricer = make_pricer(make_plan(), model=dataclasses.replace(costs, ranges=ranges))
         assert pricer.extrapolated_share(shapes, assignment) == share
         marked = pricer.extrapolated(shapes, assignment)
-        workers = pricer.program.workers
-        assert marked.shape == (len(workers), pricer.plan.num_microbatches)
-        for worker, of_worker in zip(workers, marked, strict=True):
-            assert of_worker.all() == of_worker.any() == (worker.module == "llm" and share > 0)
+        nodes = pricer.nodes
+        assert marked.shape == (len(nodes), pricer.plan.num_microbatches)
+        for node, of_node in zip(nodes, marked, strict=True):
+            assert of_node.all() == of_node.any() == (node.module == "llm" and share > 0)
