@@ -37,7 +37,7 @@ __all__ = [
     "write_shapes",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 MODALITIES = ("text", "image", "multi_image", "video", "audio", "mixed")
 

@@ -31,6 +31,7 @@ __all__ = [
 PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
 
 _NUM_HINGES = 4
+_NUMBERS = pl.List(pl.Float64)
 _LEAST_POINTS = {"layers": 4, "first": 2, "last": 2}
 # Relative residuals beyond this weigh less.
 _OUTLIER = 0.08
@@ -182,11 +183,7 @@ def fit_costs(
         for kind, fits in (("activation", model.activations), ("transient", model.transients))
         for key, fit in fits.items()
     ]
-    times = [
-        _row(key[:4], fit, "s")
-        | {"pass": key[4], "hinge_at": [at for at, _ in fit.hinges], "hinge_s": [slope for _, slope in fit.hinges]}
-        for key, fit in model.times.items()
-    ]
+    times = [_row(key[:4], fit, "s") | {"pass": key[4]} for key, fit in model.times.items()]
     ranges = [
         {"module": module, "tp": tp, "checkpointing": checkpointing}
         | dict(zip((f"least_{feature}" for feature in FEATURES), bounds.least, strict=True))
@@ -194,10 +191,8 @@ def fit_costs(
         for (module, tp, checkpointing), bounds in model.ranges.items()
     ]
     return {
-        "time_model": pl.DataFrame(
-            times, schema_overrides={"hinge_at": pl.List(pl.Float64), "hinge_s": pl.List(pl.Float64)}
-        ),
-        "memory_model": pl.DataFrame(memory),
+        "time_model": pl.DataFrame(times, schema_overrides=dict.fromkeys(("hinge_at", "hinge_s"), _NUMBERS)),
+        "memory_model": pl.DataFrame(memory, schema_overrides=dict.fromkeys(("hinge_at", "hinge_bytes"), _NUMBERS)),
         "load_range": pl.DataFrame(ranges),
         "fit_error": pl.concat(
             [
@@ -227,7 +222,7 @@ def fit_piece(
     once = np.ones(len(frame))
     layers = frame["num_layers"].to_numpy().astype(float) if parts is None else once
     columns = [
-        _columns(module, part, loads, layers if part == "layer" else once, hinged=target == "seconds")
+        _columns(module, part, loads, layers if part == "layer" else once, hinged=target != "saved_bytes")
         for part in parts or PIECES[piece]
     ]
     designs = [own.design(loads) for own in columns]
@@ -274,4 +269,5 @@ def _row(key: tuple[str, int, str, bool], fit: Coefficients, unit: str) -> dict[
         named
         | {f"const_{unit}": fit.const}
         | dict(zip((column_of(feature, unit) for feature in FEATURES), fit.per_load, strict=True))
+        | {"hinge_at": [at for at, _ in fit.hinges], f"hinge_{unit}": [slope for _, slope in fit.hinges]}
     )

@@ -276,6 +276,6 @@ def _coefficients(row: Mapping[str, Any], unit: str) -> Coefficients:
     return Coefficients(
         row[f"const_{unit}"],
         tuple(row[column_of(feature, unit)] for feature in FEATURES),
-        tuple(zip(row["hinge_at"], row["hinge_s"], strict=True)) if unit == "s" else (),
+        tuple(zip(row["hinge_at"], row[f"hinge_{unit}"], strict=True)),
         FEATURES.index(main_load(row["module"], row["part"])),
     )
