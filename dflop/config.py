@@ -506,10 +506,13 @@ def _check_devices(config: Config) -> None:
         )
     if fixed is None:
         return
-    needed = sum(grid.least_ranks if grid else 1 for grid in (fixed.vision, fixed.llm))
+    placements = config.plan.placements if fixed.placement is None else [fixed.placement]
+    of_modules = [grid.least_ranks if grid else 1 for grid in (fixed.vision, fixed.llm)]
+    needed = sum(of_modules) if placements == ["disjoint"] else of_modules[1]
     if needed > cluster.num_devices:
+        own = " (each module its own)" if placements == ["disjoint"] else ""
         raise UserError(
-            f"`plan.fixed` needs {needed} devices (each module its own), but `cluster` has {cluster.num_devices} "
+            f"`plan.fixed` needs {needed} devices{own}, but `cluster` has {cluster.num_devices} "
             f"({cluster.num_nodes} x {cluster.devices_per_node}); "
             "ask for fewer ranks or raise `cluster.devices_per_node`"
         )

@@ -69,10 +69,15 @@ class Coefficients:
         return total
 
     @property
-    def form(self) -> np.ndarray:
-        """The constant and a unit of each load, [1 + num_features]; what has no hinges is nothing else."""
-        assert not self.hinges
-        return np.array([self.const, *self.per_load])
+    def forms(self) -> np.ndarray:
+        """Constants and units of each load of the lines whose largest this is, [1 + num_hinges, 1 + num_features]."""
+        lines = [np.array([self.const, *self.per_load])]
+        for at, slope in self.hinges:
+            line = lines[-1].copy()
+            line[0] -= slope * at
+            line[1 + self.along] += slope
+            lines.append(line)
+        return np.array(lines)
 
     def without_const(self, *, least: bool) -> "Coefficients":
         """What a unit of load adds: at `least`, or as the last hinge sees it (the mean slope up to twice there)."""
@@ -259,12 +264,12 @@ class CostModel:
         kept, freed = np.zeros(1 + len(FEATURES)), np.zeros(1 + len(FEATURES))
         parts = list(_parts(module, tp, num_layers, is_first, is_last, checkpointing))
         for key, times in parts:
-            own = self.activations[key].form
+            (own,) = self.activations[key].forms
             kept += times * own
             if module == "llm" and key[2] == "last":
                 freed = own
-        forms = [self.transients[key].form - (0.0 if key[2] == "last" else freed) for key, _ in parts]
-        return kept, np.array([*forms, np.zeros_like(kept)])
+        forms = [self.transients[key].forms - (0.0 if key[2] == "last" else freed) for key, _ in parts]
+        return kept, np.concatenate([*forms, np.zeros((1, len(kept)))])
 
     def stage_parameter_bytes(self, module: str, tp: int, num_layers: int, *, is_first: bool, is_last: bool) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""

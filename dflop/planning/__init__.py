@@ -1,7 +1,7 @@
 """Planning: the search space, bounds on it, the price of a plan on scheduled batches, the search, and baselines."""
 
 from dflop.planning.baselines import Baseline, price_baselines
-from dflop.planning.explain import candidates_frame, describe_choice, explain
+from dflop.planning.explain import candidates_frame, describe_choice, explain_choice
 from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
@@ -14,7 +14,7 @@ __all__ = [
     "candidates_frame",
     "describe_choice",
     "enumerate_space",
-    "explain",
+    "explain_choice",
     "plan_of",
     "price_baselines",
     "search_plans",

@@ -8,19 +8,19 @@
   with balanced batches. Its least value is taken, which is at least as good as any other way to accept a plan by it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from dflop.config import Config
+from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.pipeline import Grid, Plan
 from dflop.planning.batches import GroupedBatches, llm_loads
-from dflop.planning.bounds import least_sync_s
+from dflop.planning.bounds import least_sync
 from dflop.planning.price import PlanPricer
 from dflop.planning.search import search_plans
 from dflop.planning.space import enumerate_space, plan_of
@@ -41,7 +41,6 @@ class Baseline:
 
 def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Baseline]:
     """All of them, on the batches that plans are priced on; `plan.fixed` does not bind them."""
-    config = replace(config, plan=replace(config.plan, fixed=None))
     batches = GroupedBatches(config, spec, costs, samples)
     return [
         _published_rule(config, spec, costs, batches),
@@ -52,9 +51,9 @@ def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: 
 
 def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Baseline:
     name = "monolithic, random batches (Megatron-style)"
-    plan = replace(config.plan, placements=["monolithic"], schedules=["1f1b"])
+    within = PlanConfig(placements=["monolithic"], schedules=["1f1b"])
     try:
-        found = search_plans(replace(config, plan=plan), spec, costs, samples, grouping="random", splits_evenly=True)
+        found = search_plans(config, spec, costs, samples, grouping="random", within=within, splits_evenly=True)
     except UserError:
         return _nothing(name)
     best = found.candidates[0]
@@ -69,9 +68,9 @@ def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: 
 
 def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Baseline:
     name = "published rule at mean shapes, balanced batches"
-    config = replace(config, plan=replace(config.plan, placements=["disjoint"], schedules=["1f1b"]))
+    within = PlanConfig(placements=["disjoint"], schedules=["1f1b"])
     try:
-        rows = enumerate_space(config, spec, costs.tp_sizes, {})
+        rows = enumerate_space(config, spec, costs.tp_sizes, {}, within)
     except UserError:
         return _nothing(name)
     stage_s = np.maximum(
@@ -144,7 +143,8 @@ def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: Grou
             # Half-precision parameters twice a microbatch, full-precision gradients once a step.
             moving_s = (2 * count * size / 2 + size) * (1 - 1 / num_devices) / (gbps * 1e9 / 8)
             # The plan's own gradient sync is an all-reduce at its end; here it is part of what moves.
-            sync_s = least_sync_s(costs, cluster, size, num_devices, 1)
+            (latency_s,), (byte_s,) = least_sync(costs, cluster, np.array([num_devices]), 1)
+            sync_s = latency_s + size * byte_s
             step_s = max(own.step_s - sync_s, moving_s)
             if step_s < best.step_s:
                 idle = 1 - ((1 - own.idle) * own.step_s - sync_s) / step_s

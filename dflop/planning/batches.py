@@ -17,7 +17,7 @@ from dflop.scheduling import GlobalBatches, quick_buckets
 __all__ = ["GroupedBatches", "llm_loads"]
 
 # The larger a batch is, the less it differs from the next.
-_LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 16_384
+_LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
 
 
 class GroupedBatches:

@@ -21,7 +21,7 @@ from dflop.planning.batches import llm_loads
 from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits
 from dflop.scheduling import find_link
 
-__all__ = ["LowerBounds", "least_sync_s", "lower_bounds"]
+__all__ = ["LowerBounds", "least_sync", "lower_bounds"]
 
 _PARTS = ("stage", "layer", "first", "last")
 _LLM_KEYS = (*LLM_LAYOUT, "num_microbatches", "checkpointing", "schedule", "num_chunks", "balanced")
@@ -30,7 +30,7 @@ _VISION_KEYS = (*VISION_LAYOUT, "num_microbatches", "checkpointing")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowerBounds:
-    """Seconds, addressed through the rows' places in them: of the encoder [num_keys, num_batches], of the LLM [num_keys, 1].
+    """Seconds, addressed by the rows' places in them: of the encoder [num_keys, num_batches], of the LLM [num_keys, 1].
 
     `llm_s` and `vision_s` bound the step alone. Where modules share ranks, `shared_s` of both together does. What is
     the LLM's bounds the mean over the batches.
@@ -71,9 +71,6 @@ def lower_bounds(
 ) -> LowerBounds:
     """Bounds of every row of the space for every batch."""
 
-    def sync_s(num_bytes: float, dp: int, tp: int) -> float:
-        return least_sync_s(costs, cluster, num_bytes, dp, tp)
-
     llm_keys = rows.select(*_LLM_KEYS, "placement").unique(maintain_order=True).with_row_index("llm_place")
     vision_keys = rows.select(*_VISION_KEYS).unique(maintain_order=True).with_row_index("vision_place")
     places = (
@@ -82,9 +79,9 @@ def lower_bounds(
         .join(vision_keys, on=_VISION_KEYS, how="left", maintain_order="left")
     )
     asked = _Asked(batches)
-    llm_s, llm_shared_s = _llm_bounds(llm_keys, asked, costs, spec, splits, sync_s, "llm" in frozen)
+    llm_s, llm_shared_s = _llm_bounds(llm_keys, asked, costs, spec, splits, cluster, "llm" in frozen)
     vision_s, vision_shared_s, vision_least_s = _vision_bounds(
-        vision_keys, asked, costs, spec, sync_s, "vision" in frozen
+        vision_keys, asked, costs, spec, cluster, "vision" in frozen
     )
     return LowerBounds(
         llm_keys=llm_keys,
@@ -99,13 +96,17 @@ def lower_bounds(
     )
 
 
-def least_sync_s(costs: CostModel, cluster: ClusterConfig, num_bytes: float, dp: int, tp: int) -> float:
-    """Seconds of an all-reduce over replicas of tp ranks each, wherever they lie."""
-    if dp == 1:
-        return 0.0
-    may_be_intra = (dp - 1) * tp < cluster.devices_per_node
-    links = [find_link(costs.links, cluster, "all_reduce", is_intra, dp) for is_intra in {False, may_be_intra}]
-    return min(link.seconds(num_bytes) for link in links)
+def least_sync(costs: CostModel, cluster: ClusterConfig, dp: np.ndarray, tp: int) -> tuple[np.ndarray, np.ndarray]:
+    """Latency and seconds a byte of an all-reduce over `dp` replicas of tp ranks each, wherever they lie."""
+    latency_s, byte_s = np.zeros(len(dp)), np.zeros(len(dp))
+    for size in np.unique(dp[dp > 1]):
+        may_be_intra = bool((size - 1) * tp < cluster.devices_per_node)
+        links = [
+            find_link(costs.links, cluster, "all_reduce", is_intra, int(size)) for is_intra in {False, may_be_intra}
+        ]
+        latency_s[dp == size] = min(link.latency_s for link in links)
+        byte_s[dp == size] = 1 / max(link.bytes_per_s for link in links)
+    return latency_s, byte_s
 
 
 class _Asked:
@@ -131,7 +132,7 @@ def _llm_bounds(
     costs: CostModel,
     spec: ModelSpec,
     splits: Splits,
-    sync_s: Callable[[float, int, int], float],
+    cluster: ClusterConfig,
     is_frozen: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Bounds of the LLM alone, and what it adds where ranks are shared: to all of them, or to the first stage's.
@@ -162,15 +163,16 @@ def _llm_bounds(
             count = group["num_microbatches"].to_numpy()[:, None]
             place = group["llm_place"].to_numpy()
             is_split = schedule == "zb_h1"
+            latency_s, byte_s = least_sync(costs, cluster, dp, tp)
             best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
             for stage in range(pp):
                 own_chunks = range(stage, num_stages, pp)
                 each = sum(_stage_s(parts, layers, chunk, at) for chunk in own_chunks)
                 busy_s = count * each
                 size = sum(_parameter_bytes(costs, tp, layers, chunk) for chunk in own_chunks)
-                synced = np.zeros(len(dp)) if is_frozen else _per_size(lambda dp, size=size: sync_s(size, dp, tp), dp)
-                best = np.maximum(best, before_s + busy_s + np.maximum(synced[:, None], after_s))
-                together = together + busy_s + synced[:, None]
+                sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
+                best = np.maximum(best, before_s + busy_s + np.maximum(sync_s, after_s))
+                together = together + busy_s + sync_s
                 if stage == 0:
                     first_s = busy_s
                 before_s = before_s + _stage_s({part: times[0] for part, times in smallest.items()}, layers, stage)
@@ -187,10 +189,10 @@ def _vision_bounds(
     asked: _Asked,
     costs: CostModel,
     spec: ModelSpec,
-    sync_s: Callable[[float, int, int], float],
+    cluster: ClusterConfig,
     is_frozen: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bounds of the encoder on ranks of its own; what it adds to the mean rank, and to every rank, where it shares them.
+    """Bounds of the encoder on ranks of its own; what it adds to the mean rank, and to any, where it shares them.
 
     What samples bring goes to the least loaded replica, so that each has at least the mean less the largest sample
     (Graham 1969).
@@ -207,11 +209,12 @@ def _vision_bounds(
         )
         for (pp,), group in own.with_row_index("at").group_by("vision_pp"):
             layers, at = _even(num_layers, pp), group["at"].to_numpy()
+            latency_s, byte_s = least_sync(costs, cluster, dp[at, 0], tp)
             for stage in range(pp):
                 busy_s = count[at] * _stage_s(parts, layers, stage, at)
                 size = _parameter_bytes(costs, tp, layers, stage, "vision")
-                synced = 0.0 if is_frozen else _per_size(lambda dp, size=size: sync_s(size, dp, tp), dp[at, 0])[:, None]
-                bound_s[place[at]] = np.maximum(bound_s[place[at]], busy_s + synced)
+                sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
+                bound_s[place[at]] = np.maximum(bound_s[place[at]], busy_s + sync_s)
                 mean_s[place[at]] += busy_s
                 least_s[place[at]] += count[at] * _stage_s(of_least, layers, stage, at)
     return bound_s, mean_s, least_s
@@ -250,11 +253,6 @@ def _chain_s(costs: CostModel, tp: int, loads: Loads, num_layers: int, is_split:
         "llm", tp, num_layers, loads, is_first=True, is_last=True, checkpointing=checkpointing
     )
     return float((forward_s + (0.0 if is_split else 1.0) * backward_s).max())
-
-
-def _per_size(function: Callable[[int], float], sizes: np.ndarray) -> np.ndarray:
-    distinct, inverse = np.unique(sizes, return_inverse=True)
-    return np.array([function(int(size)) for size in distinct])[inverse]
 
 
 def _even(num_layers: int, num_stages: int) -> tuple[int, ...]:

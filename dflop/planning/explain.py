@@ -1,4 +1,4 @@
-"""A search told to people: the table of the best plans, `candidates.parquet`, and what `plan.yaml` says of the choice."""
+"""A search told to people: the table of the best plans, `candidates.parquet`, and what `plan.yaml` says."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from dflop.planning.baselines import Baseline
 from dflop.planning.price import Candidate
 from dflop.planning.search import SearchResult
 
-__all__ = ["candidates_frame", "describe_choice", "explain"]
+__all__ = ["candidates_frame", "describe_choice", "explain_choice"]
 
 _NUM_SHOWN = 10
 
@@ -47,7 +47,7 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
 
 
 def describe_choice(result: SearchResult, config: Config, costs: CostModel) -> str:
-    """`plan.yaml`: the best plan that can be trained, what was predicted for it and from which costs, and why it won."""
+    """`plan.yaml`: the best plan that can be trained, what is predicted for it and from which costs, and why it won."""
     best = result.best
     values = {
         "plan": best.plan.to_dict(),
@@ -70,7 +70,7 @@ def describe_choice(result: SearchResult, config: Config, costs: CostModel) -> s
     return yaml.safe_dump(values, sort_keys=False, width=110)
 
 
-def explain(result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel) -> str:
+def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel) -> str:
     """What `dflop plan --explain` prints."""
     best = result.best
     cluster = config.cluster
@@ -134,9 +134,10 @@ def _predicted(candidate: Candidate, config: Config) -> dict[str, object]:
 def _why(result: SearchResult) -> str:
     best = result.best
     busiest = ", ".join(f"{module} {seconds:.3g} s" for module, seconds in best.busy_s.items())
+    among = "" if result.passed_over is None else " among those that can be trained"
     why = (
-        f"Shortest expected step of {result.num_plans} plans{'' if result.passed_over is None else ' that can be trained'}; "
-        f"bound by {best.bottleneck} (busiest rank: {busiest})."
+        f"Shortest expected step of {result.num_plans} plans{among}; bound by {best.bottleneck} "
+        f"(busiest rank: {busiest})."
     )
     others = [own for own in result.candidates if own is not best and own.why_not_runnable is None]
     if others:
@@ -149,15 +150,13 @@ def _next_constraint(result: SearchResult, config: Config) -> str:
     if result.larger:
         larger = result.larger[0]
         needed_gib = max(larger.memory_bytes.values()) / 2**30
-        return (
-            f"next: with {needed_gib / config.cluster.memory_gib - 1:.0%} more memory per device ({needed_gib:.3g} GiB) "
-            f"{larger.plan} would take {larger.step_s / best.step_s:.2f}x as long"
-        )
+        more = f"{needed_gib / config.cluster.memory_gib - 1:.0%} more memory per device ({needed_gib:.3g} GiB)"
+        return f"next: with {more}, {larger.plan} would take {larger.step_s / best.step_s:.2f}x as long"
     ways = {
-        "bubble": "the pipeline's fill and drain; a larger `train.global_batch_size` gives more microbatches to hide it",
+        "bubble": "the pipeline's fill and drain; a larger `train.global_batch_size` gives it more microbatches",
         "bridge": "features on their way to the LLM; a faster `cluster.inter_node_gbps` or encoders nearby",
         "gradient sync": "gradients on their way; a faster network, or a larger `train.global_batch_size`",
-        "memory": "memory: without checkpointing nothing as fast fits, and more memory within reach would not change that",
+        "memory": "memory; without checkpointing nothing as fast fits, nor with a little more memory",
     }
     return f"next: bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
 

@@ -1,7 +1,7 @@
 """Bytes that a plan needs at the very least, from some of its replicas: what cannot fit is not priced.
 
-The fullest replica holds at least the mean, and what any one holds. A stage of `1f1b` and its like holds so many consecutive microbatches as
-stages follow it, and itself; an encoder that shares all ranks holds the microbatches of the whole step.
+The fullest replica holds at least the mean, and what any one holds. A stage of `1f1b` and its like holds as many
+consecutive microbatches as stages follow it, and one; an encoder that shares all ranks holds those of the whole step.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,29 +41,42 @@ class LeastMemory:
         self._stages = lru_cache(maxsize=4096)(self._stage_bytes)
 
     def of_llm(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Bytes of tensors of each of the LLM's stages, of the mean replica and of a few full ones [num_replicas, pp]."""
+        """Bytes of tensors of each of the LLM's stages, for the mean replica and a few full ones [num_replicas, pp]."""
         pp, count, num_stages = row["llm_pp"], row["num_microbatches"], row["llm_pp"] * row["num_chunks"]
         layers = self._splits[row["llm_tp"], pp] if row["balanced"] else None
         stages = self._stages("llm", row["llm_tp"], num_stages, layers, row["checkpointing"])
         replicas, _ = self._loads(row["llm_dp"], count)
-        return np.array([_held(*stages, loads, pp, row["schedule"] == "gpipe") for loads in replicas])
+        return _held(*stages, replicas, pp, row["schedule"] == "gpipe")
 
     def least_bytes(self, row: Mapping[str, Any], of_llm: np.ndarray) -> float:
         """Bytes of a device with the encoder; `of_llm` is the LLM's share of them."""
-        resident, kept, _ = self._stages("vision", row["vision_tp"], row["vision_pp"], None, row["checkpointing"])
+        resident, kept, passing = self._stages("vision", row["vision_tp"], row["vision_pp"], None, row["checkpointing"])
         per_item = kept[:, 1]  # constants are not certain, since a replica may have no item
         _, items = self._loads(row["llm_dp"], row["num_microbatches"])
         each = items * (row["llm_dp"] / row["vision_dp"]) if "vision" not in self._frozen else np.zeros_like(items)
         mean, fullest = of_llm[0].mean(), of_llm.max()
         if row["placement"] == "disjoint":
-            ahead = min(row["num_microbatches"], row["llm_pp"])
-            tensors = max(fullest, (resident + per_item * _fullest(each, np.zeros_like(each), ahead)).max())
+            alone = [
+                resident[stage]
+                + _fullest(
+                    per_item[stage] * each,
+                    (np.minimum(passing[stage, :, :1], 0.0) + passing[stage, :, 1:2] * each).max(axis=0),
+                    # As far as the LLM's first stage runs ahead, and the stages between.
+                    min(row["num_microbatches"], row["llm_pp"] + row["vision_pp"] - stage),
+                )
+                for stage in range(row["vision_pp"])
+            ]
+            tensors = max(fullest, *alone)
         elif row["placement"] == "colocated":
             # Items are dealt to the least loaded: no rank has less than the mean and the largest sample's.
             spared = max(0.0, each.sum() - self._most_items)
             tensors = resident[0] + max(mean + per_item[0] * each.sum(), fullest + per_item[0] * spared)
         else:
             tensors = max(fullest, of_llm[:, 0].max() + resident[0])
+        return self.of_device(tensors)
+
+    def of_device(self, tensors: float) -> float:
+        """With what every process holds beside its tensors."""
         return float(self._costs.overhead_bytes + tensors * (1 + self._costs.allocator_share))
 
     def _replica_loads(self, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,21 +108,33 @@ class LeastMemory:
         microbatch keeps [num_stages, 5] and of what comes on top [num_stages, num_forms, 5]."""
         split = layers or [len(part) for part in split_layers(self._spec.module(module).num_layers, num_stages)]
         nothing = Loads(*np.zeros((4, 1)))
-        residents, kept, passing = np.zeros(num_stages), np.zeros((num_stages, 5)), np.zeros((num_stages, 5, 5))
+        residents, kept = np.zeros(num_stages), np.zeros((num_stages, 5))
+        of_stages = []
         for stage, own in enumerate(split):
             ends = {"is_first": stage == 0, "is_last": stage == num_stages - 1, "checkpointing": checkpointing}
             resident = self._costs.stage_memory(module, tp, own, nothing, **ends).resident_bytes
             residents[stage] = resident / 4 if module in self._frozen else resident
             kept[stage], forms = self._costs.stage_memory_forms(module, tp, own, **ends)
-            passing[stage, : len(forms)] = forms
+            of_stages.append(forms)
             if num_stages > 1:
                 kept[stage, 2] += 2.0 * self._token_bytes  # what comes over an edge and goes back
+        passing = np.zeros((num_stages, max(map(len, of_stages)), 5))
+        for stage, forms in enumerate(of_stages):
+            passing[stage, : len(forms)] = forms
         return residents, kept, passing
 
 
 @njit(cache=True)
-def _held(resident, kept_forms, passing_forms, loads, pp, holds_all):
-    """Bytes of each LLM rank of a pipeline, [pp]."""
+def _held(resident, kept_forms, passing_forms, replicas, pp, holds_all):
+    """Bytes of each LLM rank of a pipeline, for replicas' loads [num_replicas, 4, num_microbatches]."""
+    held = np.zeros((len(replicas), pp))
+    for replica in range(len(replicas)):
+        held[replica] = _held_by_one(resident, kept_forms, passing_forms, replicas[replica], pp, holds_all)
+    return held
+
+
+@njit(cache=True)
+def _held_by_one(resident, kept_forms, passing_forms, loads, pp, holds_all):
     num_stages, num_microbatches = len(resident), loads.shape[1]
     held, most = np.zeros(pp), np.zeros(pp)
     kept, passing = np.zeros(num_microbatches), np.zeros(num_microbatches)

@@ -16,7 +16,7 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.pipeline import Bridges, CompiledPlan, Grid, Plan, StageTimes, compile_plan, simulate_step_s, split_layers
 from dflop.planning.batches import GroupedBatches
-from dflop.planning.bounds import least_sync_s
+from dflop.planning.bounds import least_sync
 from dflop.planning.space import Splits
 from dflop.scheduling import BYTES_PER_VALUE, WEIGHT_SHARE, find_link
 
@@ -41,6 +41,8 @@ class MeanPipelines:
         self._cluster, self._frozen = config.cluster, frozenset(config.model.freeze)
         self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
         self._costs, self._batches, self._splits, self._grouping = costs, batches, splits, grouping
+        self._least_sync = lru_cache(maxsize=4096)(lambda dp, tp: least_sync(costs, config.cluster, np.array([dp]), tp))
+        self._parameter_bytes = lru_cache(maxsize=4096)(self._stage_parameter_bytes)
         self._compiled = lru_cache(maxsize=4096)(_compile)
         self._text = lru_cache(maxsize=1024)(lambda dp, count: batches.mean_text(grouping, dp, count))
         self._parts = lru_cache(maxsize=1024)(self._part_times)
@@ -71,16 +73,25 @@ class MeanPipelines:
             weight_s=WEIGHT_SHARE * backward_s if row["schedule"] == "zb_h1" else None,
             chain_s=np.broadcast_to(chain_s, forward_s.shape).copy() if pp > 1 else np.zeros_like(forward_s),
             bridges=Bridges.none(),
-            sync_s=np.array([self._sync_s(tp, dp, layers, stage) for stage in range(num_stages)]),
+            sync_s=self._sync_s(tp, dp, tuple(layers.tolist())),
         )
         return simulate_step_s(self._compiled(pp, count, row["schedule"], row["num_chunks"]), times)
 
-    def _sync_s(self, tp: int, dp: int, layers: np.ndarray, stage: int) -> float:
+    def _sync_s(self, tp: int, dp: int, layers: tuple[int, ...]) -> np.ndarray:
+        """Gradient sync of each stage, [num_stages]."""
         if "llm" in self._frozen:
-            return 0.0
-        ends = {"is_first": stage == 0, "is_last": stage == len(layers) - 1}
-        size = self._costs.stage_parameter_bytes("llm", tp, int(layers[stage]), **ends)
-        return least_sync_s(self._costs, self._cluster, size, dp, tp)
+            return np.zeros(len(layers))
+        (latency_s,), (byte_s,) = self._least_sync(dp, tp)
+        return latency_s + self._parameter_bytes(tp, layers) * byte_s
+
+    def _stage_parameter_bytes(self, tp: int, layers: tuple[int, ...]) -> np.ndarray:
+        ends = [{"is_first": stage == 0, "is_last": stage == len(layers) - 1} for stage in range(len(layers))]
+        return np.array(
+            [
+                self._costs.stage_parameter_bytes("llm", tp, count, **own)
+                for count, own in zip(layers, ends, strict=True)
+            ]
+        )
 
     def _part_times(
         self, tp: int, dp: int, num_microbatches: int, checkpointing: bool

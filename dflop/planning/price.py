@@ -55,7 +55,7 @@ class PlanPricer:
     def candidate(
         self, num_looked_at: int, *, step_s: float | None = None, num_batches: int | None = None
     ) -> Candidate:
-        """Everything there is to say of the plan, from its first batches; `step_s` of `num_batches` if that is known."""
+        """All there is to say of the plan, from its first batches; `step_s` is that of `num_batches` if given."""
         steps, idles, extrapolated = [], [], []
         memory: dict[str, list[float]] = {}
         busy: dict[str, list[float]] = {}

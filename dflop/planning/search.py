@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import polars as pl
 
-from dflop.config import Config
+from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.errors import UserError
@@ -27,8 +27,8 @@ from dflop.planning.space import Splits, enumerate_space, plan_of
 
 __all__ = ["SearchResult", "search_plans"]
 
-# So many of the fastest plans are found for certain, for people to compare; of those that can be trained today one.
-_NUM_BEST = {False: 1, True: 1}
+# So many of the fastest plans are found for certain where people compare them, or where that takes no time.
+_NUM_COMPARED, _FEW_PLANS = 10, 20_000
 # Of the plans that memory excludes, so many are priced to say what more memory would bring.
 _NUM_LARGER = 16
 _MARGIN = 1 + 1e-9
@@ -38,7 +38,7 @@ _MARGIN = 1 + 1e-9
 class SearchResult:
     """What a search found.
 
-    `candidates` are priced on all batches, fastest first, of which the first `num_certain` are the fastest of the space.
+    `candidates` are those priced on all batches, fastest first; the first is the fastest of the space.
     `least_bound_s` is the lowest bound of a plan that was not priced to the end: no plan of the space is faster than
     it or the first candidate. `larger` would be faster, and needs more memory than there is.
     """
@@ -69,11 +69,15 @@ def search_plans(
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     grouping: str = "balanced",
+    within: PlanConfig | None = None,
     splits_evenly: bool = False,
+    compares: bool = False,
 ) -> SearchResult:
     """Search the config's space; `progress` is told how many of how many plans are decided.
 
-    `grouping` is how a batch is shared out, `balanced` or `random`; `splits_evenly` leaves uneven pipeline splits out.
+    `grouping` is how a batch is shared out, `balanced` or `random`; `within` are other limits than those of
+    `config.plan`; `splits_evenly` leaves uneven pipeline splits out;
+    `compares` finds the ten fastest plans for certain, and not the fastest alone.
 
     Activation checkpointing costs time and saves memory, so that a plan with it is the faster one only where the same
     plan does not fit without.
@@ -83,9 +87,10 @@ def search_plans(
     """
     batches = GroupedBatches(config, spec, costs, samples)
     splits = {} if splits_evenly else _balanced_splits(config, spec, costs, batches)
-    rows = enumerate_space(config, spec, costs.tp_sizes, splits)
+    rows = enumerate_space(config, spec, costs.tp_sizes, splits, within)
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, config.cluster, config.model.freeze)
-    search = _Search(config, spec, costs, batches, rows, splits, bounds, grouping)
+    num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
+    search = _Search(config, spec, costs, batches, rows, splits, bounds, grouping, num_best)
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     done = 0
@@ -113,7 +118,9 @@ class _Search:
         splits: Splits,
         bounds: LowerBounds,
         grouping: str,
+        num_best: int,
     ) -> None:
+        self._num_best = num_best
         self._config, self._rows, self._splits, self._bounds = config, rows, splits, bounds
         self._about = (config, spec, costs, batches, grouping)
         self._num_batches = len(batches)
@@ -124,9 +131,9 @@ class _Search:
         self._priced: list[tuple[float, float, int]] = []
         self._misses: list[tuple[float, int]] = []
         self._columns = {name: rows[name].to_list() for name in rows.columns}
-        # Of each layout of the LLM: bytes of its stages, or None where they do not fit, and steps of its mean pipeline.
-        self._llm_bytes: dict[int, np.ndarray | None] = {}
-        self._llm_s: dict[int, np.ndarray] = {}
+        # Of each layout of the LLM: bytes of its stages, and the step of its mean pipeline.
+        self._llm_bytes: dict[int, np.ndarray] = {}
+        self._llm_s: dict[int, float] = {}
         self._pipelines = MeanPipelines(config, spec, costs, batches, splits, grouping)
         self._memory = LeastMemory(
             spec, costs, batches, splits, grouping, config.model.freeze, self._pipelines.token_bytes
@@ -142,19 +149,23 @@ class _Search:
         """Price a row, as long as it may be one of the fastest."""
         if not self._may_be_among_the_best(row, least_s):
             return
+        place = int(self._bounds.llm_place[row])
         values = {name: column[row] for name, column in self._columns.items()}
-        place = self._bounds.llm_place[row]
         if place not in self._llm_bytes:
             self._llm_bytes[place] = self._memory.of_llm(values)
-        if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[place])):
+        if not self._fits(row, self._memory.of_device(self._llm_bytes[place].max())):
             return
         if place not in self._llm_s:
             self._llm_s[place] = self._pipelines.step_s(values)
         pipeline_s = self._llm_s[place]
+        if not self._may_be_among_the_best(row, pipeline_s):
+            return
         if values["placement"] == "colocated":
             pipeline_s = pipeline_s + self._bounds.vision_least_s[self._bounds.vision_place[row]]
         bound_s = np.maximum(self._bounds.of(slice(row, row + 1))[0], pipeline_s)
         if not self._may_be_among_the_best(row, bound_s.mean()):
+            return
+        if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[place])):
             return
         pricer = self._pricer(plan_of(values, self._splits))
         known_s = bound_s.copy()
@@ -173,7 +184,7 @@ class _Search:
         self._priced.append((step_s, needed_bytes, row))
         for kind in {False, bool(self._is_runnable[row])}:
             heap = self._fastest[kind]
-            (heapq.heappushpop if len(heap) == _NUM_BEST[kind] else heapq.heappush)(heap, -step_s)
+            (heapq.heappushpop if len(heap) == self._num_best else heapq.heappush)(heap, -step_s)
 
     def result(self, least_bound_s: float) -> SearchResult:
         if not self._priced:
@@ -182,6 +193,8 @@ class _Search:
             self._pricer(self._plan(row)).candidate(1, step_s=step_s, num_batches=self._num_batches)
             for step_s, _, row in sorted(self._priced)
         ]
+        for place in {0, next((place for place, own in enumerate(candidates) if own.why_not_runnable is None), 0)}:
+            candidates[place] = self._pricer(candidates[place].plan).candidate(self._num_batches)
         return SearchResult(
             candidates=[self._with_memory_named(own) for own in candidates],
             num_plans=len(self._rows),
@@ -200,7 +213,7 @@ class _Search:
 
     def _threshold_s(self, runnable: bool) -> float:
         heap = self._fastest[runnable]
-        return -heap[0] if len(heap) == _NUM_BEST[runnable] else np.inf
+        return -heap[0] if len(heap) == self._num_best else np.inf
 
     def _plan(self, row: int) -> Plan:
         return plan_of(self._rows.row(row, named=True), self._splits)

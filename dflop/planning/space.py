@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from dflop.config import Config, FixedGrid, FixedPlan
+from dflop.config import Config, FixedGrid, FixedPlan, PlanConfig
 from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.pipeline import PLACEMENTS, SCHEDULES, Grid, Plan
@@ -28,9 +28,15 @@ _FINEST_SHARE = 64
 
 
 def enumerate_space(
-    config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], splits: Splits
+    config: Config,
+    spec: ModelSpec,
+    tp_sizes: Mapping[str, Sequence[int]],
+    splits: Splits,
+    within: PlanConfig | None = None,
 ) -> pl.DataFrame:
-    """All layouts that use every device. `tp_sizes` are those that costs are known for.
+    """All layouts that use every device, `within` other limits than those of `config.plan` if given.
+
+    `tp_sizes` are those that costs are known for.
 
     Up to 64 devices any number of them may go to the encoder; of more, a multiple of a 64th. Microbatch counts are
     1, 2, 3, 4, 6, 8, 12, … as far as every bucket can hold a sample.
@@ -38,21 +44,25 @@ def enumerate_space(
     Raises:
         UserError: when the devices, the global batch and `plan.fixed` leave nothing.
     """
-    parts = [_of_placement(config, spec, tp_sizes, name) for name in config.plan.placements]
-    grids = _pinned(pl.concat(parts), config.plan.fixed or FixedPlan())
+    within = within or config.plan
+    fixed = within.fixed or FixedPlan()
+    placements = within.placements if fixed.placement is None else [fixed.placement]
+    grids = _pinned(pl.concat([_of_placement(config, spec, tp_sizes, name) for name in placements]), fixed)
     rows = (
-        grids.join(_pipelines(config, spec, grids), on="llm_pp")
-        .join(_microbatches(config, grids), on="llm_dp")
+        grids.join(_pipelines(within, spec, grids), on="llm_pp")
+        .join(_microbatches(config, fixed, grids), on="llm_dp")
         .filter((pl.col("num_chunks") == 1) | (pl.col("num_microbatches") % pl.col("llm_pp") == 0))
         # With one microbatch in flight there is nothing to order differently.
-        .filter((pl.col("schedule") == "1f1b") | (pl.col("num_microbatches") > 1) | _is_pinned_schedule(config))
+        .filter(
+            (pl.col("schedule") == "1f1b") | (pl.col("num_microbatches") > 1) | (pl.lit(fixed.schedule is not None))
+        )
         .join(_splits(splits), on=("llm_tp", "llm_pp", "num_chunks"), how="left", coalesce=True)
         .with_columns(pl.col("balanced").fill_null([False]))
         .explode("balanced")
-        .join(_checkpointing(config), how="cross")
+        .join(_checkpointing(fixed), how="cross")
     )
     if rows.is_empty():
-        raise UserError(_why_nothing(config, spec, tp_sizes))
+        raise UserError(_why_nothing(config, within, spec, tp_sizes))
     return rows
 
 
@@ -126,10 +136,10 @@ def _pinned(grids: pl.DataFrame, fixed: FixedPlan) -> pl.DataFrame:
     return grids
 
 
-def _pipelines(config: Config, spec: ModelSpec, grids: pl.DataFrame) -> pl.DataFrame:
+def _pipelines(within: PlanConfig, spec: ModelSpec, grids: pl.DataFrame) -> pl.DataFrame:
     """Schedules of each number of stages; one stage alone has nothing to order."""
-    fixed = config.plan.fixed or FixedPlan()
-    schedules = config.plan.schedules if fixed.schedule is None else [fixed.schedule]
+    fixed = within.fixed or FixedPlan()
+    schedules = within.schedules if fixed.schedule is None else [fixed.schedule]
     num_layers = spec.module("llm").num_layers
     rows = []
     for pp in grids["llm_pp"].unique().to_list():
@@ -142,8 +152,7 @@ def _pipelines(config: Config, spec: ModelSpec, grids: pl.DataFrame) -> pl.DataF
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 
-def _microbatches(config: Config, grids: pl.DataFrame) -> pl.DataFrame:
-    fixed = config.plan.fixed or FixedPlan()
+def _microbatches(config: Config, fixed: FixedPlan, grids: pl.DataFrame) -> pl.DataFrame:
     rows = []
     for dp in grids["llm_dp"].unique().to_list():
         most = config.train.global_batch_size // dp
@@ -162,28 +171,23 @@ def _splits(splits: Splits) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 
-def _checkpointing(config: Config) -> pl.DataFrame:
-    fixed = config.plan.fixed or FixedPlan()
+def _checkpointing(fixed: FixedPlan) -> pl.DataFrame:
     return pl.DataFrame({"checkpointing": [False, True] if fixed.checkpointing is None else [fixed.checkpointing]})
 
 
-def _is_pinned_schedule(config: Config) -> bool:
-    return bool(config.plan.fixed and config.plan.fixed.schedule)
-
-
-def _why_nothing(config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]]) -> str:
-    cluster, fixed = config.cluster, config.plan.fixed
+def _why_nothing(config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]]) -> str:
+    cluster, fixed = config.cluster, within.fixed
     what = f"no plan uses all {cluster.num_devices} devices of `cluster`"
     if fixed:
         what += f" with `plan.fixed` ({_pins(fixed)})"
     known = ", ".join(f"{module} {'/'.join(map(str, sizes))}" for module, sizes in tp_sizes.items())
     what += (
-        f": placements {', '.join(config.plan.placements)}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
+        f": placements {', '.join(within.placements)}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
         f"{config.train.global_batch_size} samples a batch"
     )
     if fixed:
         return f"{what}; loosen `plan.fixed`"
-    if cluster.num_devices == 1 and config.plan.placements == ["disjoint"]:
+    if cluster.num_devices == 1 and within.placements == ["disjoint"]:
         return f"{what}; disjoint modules need at least 2 devices"
     return f"{what}; raise `train.global_batch_size` or change the number of devices"
 

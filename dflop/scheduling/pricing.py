@@ -299,15 +299,22 @@ class Pricer:
 
 @njit(cache=True)
 def _deal(order, microbatch, num_items, num_encoders, starts_anew):
-    """Each sample's encoder replica: samples come in `order`, by microbatch; `starts_anew` with each of them."""
+    """Each sample's encoder replica: samples come in `order`, by microbatch; `starts_anew` with each of them.
+
+    Of replicas with as much in the microbatch the one is next that has least of all so far: else the same one would
+    have the largest sample of every microbatch.
+    """
     encoder_rank = np.zeros(len(order), dtype=np.int64)
-    loads = [(0, replica) for replica in range(num_encoders)]
+    total = np.zeros(num_encoders, dtype=np.int64)
+    loads = [(0, 0, replica) for replica in range(num_encoders)]
     current = -1
     for sample in order:
         if starts_anew and microbatch[sample] != current:
-            loads = [(0, replica) for replica in range(num_encoders)]
+            loads = [(0, total[replica], replica) for replica in range(num_encoders)]
+            heapq.heapify(loads)
         current = microbatch[sample]
-        load, replica = loads[0]
+        load, _, replica = loads[0]
         encoder_rank[sample] = replica
-        heapq.heapreplace(loads, (load + num_items[sample], replica))
+        total[replica] += num_items[sample]
+        heapq.heapreplace(loads, (load + num_items[sample], total[replica], replica))
     return encoder_rank
