@@ -85,6 +85,8 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
         lines.append(_line(own, best, f"{rank:2}"))
     if best not in result.candidates[:_NUM_SHOWN]:
         lines += ["    …", _line(best, best, f"{result.candidates.index(best) + 1:2}")]
+    if any(own.why_not_runnable for own in result.candidates[:_NUM_SHOWN]):
+        lines.append("    * can be priced, but not trained yet")
     if best.why_not_runnable is None:
         lines += ["", f"chosen: {best.plan}"]
     else:
@@ -114,7 +116,6 @@ def _line(own: Candidate, best: Candidate, rank: str) -> str:
     return (
         f"{rank}{mark} {own.step_s:.3f} s {own.step_s / best.step_s:5.2f}x {own.idle:6.1%}  "
         f"{max(own.memory_bytes.values()) / 2**30:5.1f} GiB  {own.bottleneck:14} {own.plan}"
-        + (" (* not trainable yet)" if mark == "*" else "")
     )
 
 

@@ -111,7 +111,10 @@ class PlanPricer:
             "gradient sync": replace(times, sync_s=np.zeros_like(times.sync_s)),
         }
         shares = {name: step_s - self._pricer.timeline(own).step_s for name, own in without.items()}
-        module, computing_s = max(self._busiest_s(busy_s).items(), key=lambda entry: entry[1])
+        busiest = self._busiest_s(busy_s)
+        module = max(busiest, key=busiest.__getitem__)
+        shares_ranks = self.plan.placement != "disjoint"
+        computing_s = sum(busiest.values()) if shares_ranks else busiest[module]
         shares["bubble"] = step_s - computing_s - sum(shares.values())
         shares[f"{module} compute"] = computing_s
         return max(shares, key=shares.__getitem__)
