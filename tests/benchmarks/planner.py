@@ -38,8 +38,8 @@ from dflop.planning import Baseline, Candidate, price_baselines, search_plans
 from dflop.store import SHARD_SCHEMA, ShardFile, write_shapes
 
 REPOSITORY = Path(__file__).parents[2]
-# Devices, samples of a global batch, and the most seconds that the search may take.
-SPEED = ((64, 512, 3.0), (1024, 4096, 15.0), (8192, 32768, 90.0))
+# Devices, samples of a global batch, tries (others share the machine), and the most seconds that the search may take.
+SPEED = ((64, 512, 5, 3.0), (1024, 4096, 2, 15.0), (8192, 32768, 1, 90.0))
 MOST_BYTES, EVALUATIONS_PER_S = 3 * 2**30, 300_000
 # A SigLIP and a 7B LLM, and an InternViT-6B and a 72B LLM.
 MODELS = {"llava_ov_7b": "llava_onevision", "internvl_78b": "internvl"}
@@ -189,19 +189,24 @@ def measure_speed(folder: Path) -> list[dict[str, object]]:
     return [alone(timed_search, folder, *size) | {"target_s": target_s} for *size, target_s in SPEED]
 
 
-def timed_search(folder: Path, num_devices: int, batch_size: int) -> dict[str, object]:
-    """Timed after another search, of few devices, which loads numba and compiles what is not on disk yet."""
+def timed_search(folder: Path, num_devices: int, batch_size: int, num_tries: int) -> dict[str, object]:
+    """The shortest of some tries, after a search for few devices, which loads and compiles all code."""
     search_plans(*read_inputs(folder, "llava_ov_7b", 8, 64))
     inputs = read_inputs(folder, "llava_ov_7b", num_devices, batch_size)
-    started, computed = time.perf_counter(), time.process_time()
-    found = search_plans(*inputs)
+    tries = []
+    for _ in range(num_tries):
+        started, computed = time.perf_counter(), time.process_time()
+        found = search_plans(*inputs)
+        tries.append((time.perf_counter() - started, time.process_time() - computed))
+    search_s, cpu_s = min(tries)
     return {
         "devices": num_devices,
         "batch_size": batch_size,
         "num_plans": found.num_plans,
         "num_priced": found.num_priced,
-        "search_s": time.perf_counter() - started,
-        "cpu_s": time.process_time() - computed,
+        "num_tries": num_tries,
+        "search_s": search_s,
+        "cpu_s": cpu_s,
         "peak_bytes": process_bytes("VmHWM"),
     }
 
@@ -214,7 +219,7 @@ def read_inputs(folder: Path, preset: str, num_devices: int, batch_size: int):
 
 def seconds_of_command(folder: Path) -> float:
     """`dflop plan` as a user waits for it, for the smallest of `SPEED`."""
-    num_devices, batch_size, _ = SPEED[0]
+    num_devices, batch_size, *_ = SPEED[0]
     config = write_config(folder, "llava_ov_7b", num_devices, batch_size)
     started = time.perf_counter()
     dflop("plan", "--config", config, "--shapes", folder / "llava_ov_7b.shapes.duckdb",
