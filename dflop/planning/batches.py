@@ -31,7 +31,7 @@ class GroupedBatches:
         self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
         self._seed = config.seed
         self._loads_s = [_loads_s(shapes, spec, costs) for shapes in self.shapes]
-        self._buckets = lru_cache(maxsize=256)(self._bucketed)
+        self._buckets = lru_cache(maxsize=1024)(self._bucketed)
 
     def __len__(self) -> int:
         return len(self.shapes)

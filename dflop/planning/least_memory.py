@@ -36,7 +36,7 @@ class LeastMemory:
         self._spec, self._costs, self._batches, self._splits = spec, costs, batches, splits
         self._group = getattr(batches, grouping)
         self._frozen, self._token_bytes = frozenset(frozen), token_bytes
-        self._loads = lru_cache(maxsize=1024)(self._replica_loads)
+        self._loads = lru_cache(maxsize=2048)(self._replica_loads)
         self._most_items = float(batches.shapes[0].num_items.max())
         self._stages = lru_cache(maxsize=4096)(self._stage_bytes)
 
@@ -110,11 +110,15 @@ class LeastMemory:
         nothing = Loads(*np.zeros((4, 1)))
         residents, kept = np.zeros(num_stages), np.zeros((num_stages, 5))
         of_stages = []
+        asked = {}  # stages of as many layers between the ends are alike
         for stage, own in enumerate(split):
-            ends = {"is_first": stage == 0, "is_last": stage == num_stages - 1, "checkpointing": checkpointing}
-            resident = self._costs.stage_memory(module, tp, own, nothing, **ends).resident_bytes
+            kind = own, stage == 0, stage == num_stages - 1
+            if kind not in asked:
+                ends = {"is_first": kind[1], "is_last": kind[2], "checkpointing": checkpointing}
+                resident = self._costs.stage_memory(module, tp, own, nothing, **ends).resident_bytes
+                asked[kind] = resident, *self._costs.stage_memory_forms(module, tp, own, **ends)
+            resident, kept[stage], forms = asked[kind]
             residents[stage] = resident / 4 if module in self._frozen else resident
-            kept[stage], forms = self._costs.stage_memory_forms(module, tp, own, **ends)
             of_stages.append(forms)
             if num_stages > 1:
                 kept[stage, 2] += 2.0 * self._token_bytes  # what comes over an edge and goes back

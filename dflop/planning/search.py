@@ -8,6 +8,7 @@ better than what was found, the search is over: what it found is the argmin, alt
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -32,6 +33,7 @@ _NUM_COMPARED, _FEW_PLANS = 10, 20_000
 # Of the plans that memory excludes, so many are priced to say what more memory would bring.
 _NUM_LARGER = 16
 _MARGIN = 1 + 1e-9
+_PROGRESS_EVERY = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,16 +95,18 @@ def search_plans(
     search = _Search(config, spec, costs, batches, rows, splits, bounds, grouping, num_best)
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
+    least_s = mean_s[order].tolist()
     done = 0
     for done, row in enumerate(order.tolist()):
-        if mean_s[row] >= search.threshold_s():
+        if least_s[done] >= search.threshold_s:
             break
-        search.look_at(row, mean_s[row])
-        progress(done + 1, len(order))
+        search.look_at(row, least_s[done])
+        if done % _PROGRESS_EVERY == 0:
+            progress(done + 1, len(order))
     else:
         done = len(order)
     progress(len(order), len(order))
-    return search.result(float(mean_s[order[done]]) if done < len(order) else np.inf)
+    return search.result(least_s[done] if done < len(order) else np.inf)
 
 
 class _Search:
@@ -130,36 +134,37 @@ class _Search:
         # Step time, memory and row of what was priced on all batches.
         self._priced: list[tuple[float, float, int]] = []
         self._misses: list[tuple[float, int]] = []
-        self._columns = {name: rows[name].to_list() for name in rows.columns}
-        # Of each layout of the LLM: bytes of its stages, and the step of its mean pipeline.
+        # Of each layout of the LLM: bytes of its stages and of a device with them, and the step of its mean pipeline.
+        self._llm_place = bounds.llm_place.tolist()
         self._llm_bytes: dict[int, np.ndarray] = {}
+        self._device_bytes: dict[int, float] = {}
         self._llm_s: dict[int, float] = {}
         self._pipelines = MeanPipelines(config, spec, costs, batches, splits, grouping)
         self._memory = LeastMemory(
             spec, costs, batches, splits, grouping, config.model.freeze, self._pipelines.token_bytes
         )
-        self._is_runnable = _runnable(rows, splits)
-
-    def threshold_s(self) -> float:
-        """A plan whose bound is not below this cannot be among those asked for."""
-        kinds = (False, True) if self._is_runnable.any() else (False,)
-        return max(self._threshold_s(kind) for kind in kinds)
+        self._is_runnable = _runnable(rows, splits).tolist()
+        self._kinds = {False, *self._is_runnable}
+        # The slowest of the fastest, by kind; whose bound is not below the higher cannot be among those asked for.
+        self._slowest_s = dict.fromkeys((False, True), np.inf)
+        self.threshold_s = np.inf
 
     def look_at(self, row: int, least_s: float) -> None:
         """Price a row, as long as it may be one of the fastest."""
         if not self._may_be_among_the_best(row, least_s):
             return
-        place = int(self._bounds.llm_place[row])
-        values = {name: column[row] for name, column in self._columns.items()}
+        place = self._llm_place[row]
         if place not in self._llm_bytes:
-            self._llm_bytes[place] = self._memory.of_llm(values)
-        if not self._fits(row, self._memory.of_device(self._llm_bytes[place].max())):
+            self._llm_bytes[place] = self._memory.of_llm(self._values(row))
+            self._device_bytes[place] = self._memory.of_device(self._llm_bytes[place].max())
+        if not self._fits(row, self._device_bytes[place]):
             return
         if place not in self._llm_s:
-            self._llm_s[place] = self._pipelines.step_s(values)
+            self._llm_s[place] = self._pipelines.step_s(self._values(row))
         pipeline_s = self._llm_s[place]
         if not self._may_be_among_the_best(row, pipeline_s):
             return
+        values = self._values(row)
         if values["placement"] == "colocated":
             pipeline_s = pipeline_s + self._bounds.vision_least_s[self._bounds.vision_place[row]]
         bound_s = np.maximum(self._bounds.of(slice(row, row + 1))[0], pipeline_s)
@@ -182,9 +187,12 @@ class _Search:
         assert known_s.mean() * _MARGIN >= bound_s.mean(), (values, known_s, bound_s)
         step_s = float(known_s.mean())
         self._priced.append((step_s, needed_bytes, row))
-        for kind in {False, bool(self._is_runnable[row])}:
+        for kind in {False, self._is_runnable[row]}:
             heap = self._fastest[kind]
             (heapq.heappushpop if len(heap) == self._num_best else heapq.heappush)(heap, -step_s)
+            if len(heap) == self._num_best:
+                self._slowest_s[kind] = -heap[0]
+        self.threshold_s = max(self._slowest_s[kind] for kind in self._kinds)
 
     def result(self, least_bound_s: float) -> SearchResult:
         if not self._priced:
@@ -209,14 +217,13 @@ class _Search:
         return needed_bytes <= self._budget_bytes
 
     def _may_be_among_the_best(self, row: int, bound_s: float) -> bool:
-        return bound_s < max(self._threshold_s(False), self._threshold_s(True) if self._is_runnable[row] else 0.0)
+        return bound_s < self._slowest_s[False] or (self._is_runnable[row] and bound_s < self._slowest_s[True])
 
-    def _threshold_s(self, runnable: bool) -> float:
-        heap = self._fastest[runnable]
-        return -heap[0] if len(heap) == self._num_best else np.inf
+    def _values(self, row: int) -> dict[str, Any]:
+        return self._rows.row(row, named=True)
 
     def _plan(self, row: int) -> Plan:
-        return plan_of(self._rows.row(row, named=True), self._splits)
+        return plan_of(self._values(row), self._splits)
 
     def _pricer(self, plan: Plan) -> PlanPricer:
         return PlanPricer(plan, *self._about)
