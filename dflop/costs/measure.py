@@ -129,7 +129,8 @@ class Bench:
             seconds = [statistics.median(passes) for passes in zip(*runs, strict=True)]
         except torch.OutOfMemoryError:
             run = saved_bytes = peak_bytes = None
-            self._tidy()
+        if seconds[0] is None:
+            self._tidy()  # now, and not while the error is handled: it holds the pass's frames, and they its tensors
         about = {"module": self.module, "tp": self.tp} | point.keys()
         bytes_of = {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "repeat": repeat}
         return [
