@@ -77,7 +77,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     """Measure on ranks of this node that torchrun starts; they write the frames."""
     from dflop.config import select_keys
     from dflop.costs.design import load_bounds
-    from dflop.data import tokenizer_folder
+    from dflop.data import ChatTokenizer, tokenizer_folder
     from dflop.models import check_runnable
     from dflop.stages import STAGES
     from dflop.torchrun import run_ranks
@@ -94,12 +94,13 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
             f"tp={tp}: a node has {cluster.devices_per_node} devices (`cluster.devices_per_node`), and tensor "
             "parallelism does not cross nodes; take smaller `costs.tp_sizes`"
         )
+    tokenizer = ChatTokenizer(tokenizer_folder(config.model))  # refused here in one line, not by every rank
     request = {
         "config": select_keys(config, STAGES["profile-costs"].reads),
         "module": module,
         "tp": tp,
         "bounds": str(bounds) if bounds else None,
-        "tokenizer": str(tokenizer_folder(config.model)),
+        "tokenizer": str(tokenizer.folder),
         "out": str(out),
         "config_digest": config_digest("profile-costs", config),
     }
