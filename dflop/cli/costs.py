@@ -30,8 +30,10 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path |
     """What a module's layers cost at several sizes: measured on this device, or (`costs.source`) analytic."""
     import polars as pl
 
+    from dflop.costs import require_parquet
     from dflop.models import check_tp, load_model_spec
 
+    require_parquet(out)
     config = load_for("profile-costs", configs)
     spec = load_model_spec(config.model)
     check_tp(spec, module, tp)
