@@ -227,6 +227,9 @@ class Bench:
     def _together(self, call: Callable[[], _Result]) -> _Result:
         """What the call returns. What is out of memory on one of the ranks that act as one is so on all of them.
 
+        They hold equal parts and run out alike. One that does so alone while others wait for it in an all-reduce of
+        the pass ends measuring: its collective does not match theirs.
+
         Raises:
             torch.OutOfMemoryError: on every one of these ranks.
         """
