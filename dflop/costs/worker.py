@@ -55,7 +55,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
     meshes = DeviceMesh(device.type, torch.arange(dist.get_world_size()).view(-1, tp), mesh_dim_names=("dp", "tp"))
     bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()
-    tokenizer = ChatTokenizer(Path(request["tokenizer"]) if request["tokenizer"] else None)
+    tokenizer = ChatTokenizer(Path(request["tokenizer"]))
     bench = Bench(
         spec,
         module,

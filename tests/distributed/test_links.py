@@ -35,6 +35,14 @@ def test_two_ranks_measure_their_link_over_sizes(tmp_path):
     assert list(out.parent.iterdir()) == [out]
 
 
+def test_too_few_gpus_are_said_once(tmp_path):
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("this machine has them")
+    done = profile_links(tmp_path / "links.parquet", device="cuda", devices_per_node=2)
+    assert done.returncode == 2
+    assert done.stderr.count("2 rank(s) of this node want a GPU each") == 1
+
+
 def measure_directly(tmp_path, *torchrun: str, num_nodes: int = 1) -> pl.DataFrame:
     """What the ranks of these torchruns, one a node, write."""
     request = {"device": "cpu", "repeats": 1, "max_bytes": 4096, "out": str(tmp_path / "links.parquet")}
