@@ -115,7 +115,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
 @click.command("profile-links")
 @config_option
 @click.option(
-    "--max-bytes", type=click.IntRange(min=4096), default=64 * 2**20, show_default=True, help="Largest message."
+    "--max-bytes", type=click.IntRange(min=2**20), default=64 * 2**20, show_default=True, help="Largest message."
 )
 @click.option("--out", type=FILE, required=True, help="Parquet file to write.")
 def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
