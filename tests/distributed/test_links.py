@@ -12,7 +12,7 @@ from dflop.store import LINKS_SCHEMA
 
 pytestmark = pytest.mark.serial
 
-SIZES = [1024, 4096, 16384]
+SIZES = [1024 * 4**power for power in range(6)]
 
 
 def profile_links(out, *arguments: str, **cluster) -> subprocess.CompletedProcess:
