@@ -25,7 +25,7 @@ def test_two_ranks_measure_their_link_over_sizes(tmp_path):
     out = tmp_path / "costs/links.parquet"
     done = profile_links(out, "--max-bytes", str(2**20), devices_per_node=2)
     assert done.returncode == 0, done.stderr
-    assert "12 measurements" in done.stdout
+    assert "24 measurements" in done.stdout
     frame = pl.read_parquet(out)
     assert frame.schema == LINKS_SCHEMA
     assert sorted(frame.drop("seconds").rows()) == sorted(
