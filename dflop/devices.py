@@ -82,9 +82,10 @@ def _read_entries(path: Any) -> dict[str, Any]:
         entries = safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, YAMLError) as error:
         named = "" if path == _OWN else " (`cluster.device_models` names it)"
-        raise UserError(f"{path}{named} cannot be read: {error}") from None
+        raise UserError(f"{path}{named} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(entries, dict):
-        raise UserError(f"{path} holds a {type(entries).__name__}; it must hold one entry a device")
+        found = "nothing" if entries is None else f"a {type(entries).__name__}"
+        raise UserError(f"{path} holds {found}; it must hold one entry a device")
     return {str(key): entry for key, entry in entries.items()}
 
 
@@ -108,9 +109,11 @@ def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
         except (TypeError, ValueError):
             number = math.nan
         most = 1.0 if key.endswith("_share") else math.inf
-        least_ok = number >= 0 if key in ("launch_s", *optional) else number > 0
-        if not (least_ok and number <= most and math.isfinite(number)):
-            right = "a share, above 0 and at most 1" if most == 1.0 else "a number above 0"
+        may_be_zero = key in ("launch_s", *optional)
+        is_enough = number >= 0 if may_be_zero else number > 0
+        if not (is_enough and number <= most and math.isfinite(number)):
+            right = "a share" if most == 1.0 else "a number"
+            right += (" from 0" if may_be_zero else " above 0") + (" to 1" if most == 1.0 else "")
             raise UserError(f"{where}.{key}` is {entry[key]!r}; it must be {right}")
         numbers[key] = number
     return numbers

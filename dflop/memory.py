@@ -13,10 +13,16 @@ def process_bytes(field: str) -> int:
     return 0 if found is None else found
 
 
-def available_bytes() -> float:
-    """What processes may still take without swapping; infinite where there is no such file."""
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """What processes may still take without swapping, of the machine and of the control group that a container or a
+    Slurm job is; infinite where neither says."""
     found = _field(Path("/proc/meminfo"), "MemAvailable")
-    return math.inf if found is None else float(found)
+    free = math.inf if found is None else float(found)
+    try:
+        most, now = ((cgroup / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        return free if most == "max" else min(free, float(most) - float(now))
+    except (OSError, ValueError):
+        return free
 
 
 def _field(path: Path, name: str) -> int | None:

@@ -308,6 +308,10 @@ def _rows_of(
         return connection.sql(f'SELECT * FROM "{table}"')
     except duckdb.CatalogException:
         raise UserError(f"{path} has no table `{table}`; make the file again with `dflop {made_by}`") from None
+    except duckdb.Error as error:
+        raise UserError(
+            f"{path}: table `{table}` cannot be read ({str(error).splitlines()[0]}); remake it: `dflop {made_by}`"
+        ) from None
 
 
 def _open(path: Path, made_by: str) -> "duckdb.DuckDBPyConnection":

@@ -113,7 +113,8 @@ def _port_of(step: str) -> int:
 
 
 def _main() -> int:
-    """torchrun, without its stack of its own calls where a rank fails."""
+    """torchrun, without its stack of its own calls where a rank fails or a signal ends all of them."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -124,6 +125,9 @@ def _main() -> int:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         print(f"dflop: rank {rank} of {socket.gethostname()} ended first, with {how}", file=sys.stderr, flush=True)
+        return 1
+    except SignalException as error:
+        print(f"dflop: the ranks of {socket.gethostname()} were stopped by {error.sigval.name}", file=sys.stderr)
         return 1
     return 0
 

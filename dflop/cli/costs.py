@@ -30,8 +30,10 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path |
     """What a module's layers cost at several sizes: measured on this device, or (`costs.source`) analytic."""
     import polars as pl
 
+    from dflop.costs import require_parquet
     from dflop.models import check_tp, load_model_spec
 
+    require_parquet(out)
     config = load_for("profile-costs", configs)
     spec = load_model_spec(config.model)
     check_tp(spec, module, tp)
@@ -77,7 +79,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     """Measure on ranks of this node that torchrun starts; they write the frames."""
     from dflop.config import select_keys
     from dflop.costs.design import load_bounds
-    from dflop.data import tokenizer_folder
+    from dflop.data import ChatTokenizer, tokenizer_folder
     from dflop.models import check_runnable
     from dflop.stages import STAGES
     from dflop.torchrun import run_ranks
@@ -94,12 +96,13 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
             f"tp={tp}: a node has {cluster.devices_per_node} devices (`cluster.devices_per_node`), and tensor "
             "parallelism does not cross nodes; take smaller `costs.tp_sizes`"
         )
+    tokenizer = ChatTokenizer(tokenizer_folder(config.model))  # refused here in one line, not by every rank
     request = {
         "config": select_keys(config, STAGES["profile-costs"].reads),
         "module": module,
         "tp": tp,
         "bounds": str(bounds) if bounds else None,
-        "tokenizer": str(tokenizer_folder(config.model)),
+        "tokenizer": str(tokenizer.folder),
         "out": str(out),
         "config_digest": config_digest("profile-costs", config),
     }
@@ -112,7 +115,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
 @click.command("profile-links")
 @config_option
 @click.option(
-    "--max-bytes", type=click.IntRange(min=4096), default=64 * 2**20, show_default=True, help="Largest message."
+    "--max-bytes", type=click.IntRange(min=2**20), default=64 * 2**20, show_default=True, help="Largest message."
 )
 @click.option("--out", type=FILE, required=True, help="Parquet file to write.")
 def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:

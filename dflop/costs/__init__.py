@@ -6,7 +6,7 @@
 from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
 from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
-from dflop.costs.measured import Measured, read_measured, write_measured
+from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
 from dflop.costs.model import CostModel, Loads, StageMemory
 
 # What to say of microbatches, after their number, that `CostModel.is_extrapolated` marks.
@@ -30,5 +30,6 @@ __all__ = [
     "module_work",
     "read_links",
     "read_measured",
+    "require_parquet",
     "write_measured",
 ]

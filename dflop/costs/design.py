@@ -112,6 +112,7 @@ def load_bounds(path: Path) -> LoadBounds:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         bounds = LoadBounds(**{name: (low, high) for name, (low, high) in fields.items()})
+        assert fields.keys() == asdict(bounds).keys()
         assert all(0 < low <= high for low, high in asdict(bounds).values())
         counts = (*bounds.num_items, *bounds.num_tokens, *bounds.segment_tokens)
         assert all(isinstance(count, int) for count in counts)

@@ -149,7 +149,8 @@ def main() -> int:
     try:
         device = _join_world(request["device"])
     except UserError as error:
-        print(f"dflop: {error}", file=sys.stderr, flush=True)
+        if int(os.environ["LOCAL_RANK"]) == 0:  # a node's ranks fail alike
+            print(f"dflop: {error}", file=sys.stderr, flush=True)
         return 2
     is_main, per_node = dist.get_rank() == 0, int(os.environ["LOCAL_WORLD_SIZE"])
     groups, sizes = groups_to_measure(dist.get_world_size() // per_node, per_node), sizes_up_to(request["max_bytes"])

@@ -129,7 +129,8 @@ class Bench:
             seconds = [statistics.median(passes) for passes in zip(*runs, strict=True)]
         except torch.OutOfMemoryError:
             run = saved_bytes = peak_bytes = None
-            self._tidy()
+        if seconds[0] is None:
+            self._tidy()  # now, and not while the error is handled: it holds the pass's frames, and they its tensors
         about = {"module": self.module, "tp": self.tp} | point.keys()
         bytes_of = {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "repeat": repeat}
         return [
@@ -225,6 +226,9 @@ class Bench:
 
     def _together(self, call: Callable[[], _Result]) -> _Result:
         """What the call returns. What is out of memory on one of the ranks that act as one is so on all of them.
+
+        They hold equal parts and run out alike. One that does so alone while others wait for it in an all-reduce of
+        the pass ends measuring: its collective does not match theirs.
 
         Raises:
             torch.OutOfMemoryError: on every one of these ranks.

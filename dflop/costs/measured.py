@@ -10,7 +10,7 @@ from dflop.artifacts import written_whole
 from dflop.costs.model import FEATURES
 from dflop.errors import UserError
 
-__all__ = ["POINT_KEYS", "Measured", "read_measured", "write_measured"]
+__all__ = ["POINT_KEYS", "Measured", "read_measured", "require_parquet", "write_measured"]
 
 POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
 
@@ -49,12 +49,14 @@ def read_measured(paths: Sequence[Path]) -> Measured:
     """
     parts = []
     for path in paths:
-        frames = [_read(path.with_suffix(suffix)) for suffix in _SUFFIXES]
-        for frame, wanted, suffix in zip(frames, _COLUMNS, _SUFFIXES, strict=True):
-            if lacking := [name for name in wanted if name not in frame.columns]:
+        require_parquet(path)
+        frames = []
+        for suffix, wanted in zip(_SUFFIXES, _COLUMNS, strict=True):
+            frames.append(_read(path.with_suffix(suffix)))
+            if lacking := [name for name in wanted if name not in frames[-1].columns]:
                 raise UserError(
-                    f"{path.with_suffix(suffix)} has no column {lacking[0]!r}: another version of "
-                    "dflop, or another command, wrote it; run `dflop profile-costs` again"
+                    f"{path.with_suffix(suffix)} has no column {lacking[0]!r}: another version of dflop, or another "
+                    "command, wrote it; run `dflop profile-costs` again and give its `--out`, not what lies beside"
                 )
         if frames[0]["seconds"].null_count() == len(frames[0]):
             raise UserError(f"{path}: no point was measured without running out of memory; use a larger tp or device")
@@ -71,6 +73,15 @@ def read_measured(paths: Sequence[Path]) -> Measured:
     return Measured(
         *(pl.concat(frames, how="vertical_relaxed") for frames in list(zip(*parts, strict=True))[:2]), device
     )
+
+
+def require_parquet(path: Path) -> None:
+    """Raise `UserError` for a name that does not end as those of measurements do, beside which others are named."""
+    if path.suffix != _SUFFIXES[0]:
+        raise UserError(
+            f"{path}: the name of measurements must end in {_SUFFIXES[0]} (sizes and device go beside them, as "
+            f"{path.with_suffix(_SUFFIXES[1]).name} and {path.with_suffix(_SUFFIXES[2]).name})"
+        )
 
 
 def _read(path: Path) -> pl.DataFrame:

@@ -53,9 +53,9 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     is_cuda = config.cluster.device == "cuda"
     device = local_device(config.cluster.device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
-    meshes = DeviceMesh(device.type, torch.arange(dist.get_world_size()).view(-1, tp), mesh_dim_names=("dp", "tp"))
+    mesh = _tp_mesh(device.type, tp) if tp > 1 else None
     bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()
-    tokenizer = ChatTokenizer(Path(request["tokenizer"]) if request["tokenizer"] else None)
+    tokenizer = ChatTokenizer(Path(request["tokenizer"]))
     bench = Bench(
         spec,
         module,
@@ -64,7 +64,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         vocab_size=tokenizer.vocab_size,
         device=device,
         precision=config.train.precision,
-        mesh=meshes["tp"] if tp > 1 else None,
+        mesh=mesh,
     )
     design = Design(
         module,
@@ -105,6 +105,15 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         points = pl.DataFrame(rows, infer_schema_length=None).sort(*POINT_KEYS, "pass", "repeat")
         write_measured(Path(request["out"]), Measured(points, parameters, pl.DataFrame([device_row])))
     dist.barrier()
+
+
+def _tp_mesh(device_type: str, tp: int) -> DeviceMesh:
+    """This rank and those that share the module with it, in a group that waits no longer than the others."""
+    for first in range(0, dist.get_world_size(), tp):
+        group = dist.new_group(list(range(first, first + tp)), timeout=_TIMEOUT)  # all ranks make all groups
+        if first <= dist.get_rank() < first + tp:
+            own = group
+    return DeviceMesh.from_group(own, device_type, mesh_dim_names=("tp",))
 
 
 def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, seconds: float) -> dict[str, Any]:

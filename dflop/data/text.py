@@ -59,7 +59,13 @@ class ChatTokenizer:
                 f"{self.folder} is not a tokenizer directory: it has no tokenizer.json; "
                 "write one with `AutoTokenizer.from_pretrained(…).save_pretrained(folder)`"
             )
-        self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises no narrower one
+            raise UserError(
+                f"{tokenizer_file} is not a tokenizer ({error}); "
+                "write it again with `AutoTokenizer.from_pretrained(…).save_pretrained(folder)`"
+            ) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         needed = [*(f"<{kind}>" for kind in MEDIA_KINDS), *special_tokens]

@@ -61,7 +61,7 @@ def packed_causal_attention(
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ends: list[int], scaling: float | None
 ) -> torch.Tensor:
-    bounds = torch.tensor([0, *segment_ends], dtype=torch.int32, device=query.device)
+    bounds = _bounds(tuple(segment_ends), query.device)
     longest = max(end - start for start, end in itertools.pairwise([0, *segment_ends]))
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     flash = _flash_attention()
@@ -74,6 +74,15 @@ def _varlen(
             *packed, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
         )
     return attended.unsqueeze(0)
+
+
+@functools.lru_cache(maxsize=256)
+def _bounds(segment_ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Where segments begin and end, [num_segments + 1], int32.
+
+    Kept for a microbatch's other layers and its backward: each copy from the host waits for the device.
+    """
+    return torch.tensor([0, *segment_ends], dtype=torch.int32, device=device)
 
 
 @functools.cache

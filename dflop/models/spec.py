@@ -218,7 +218,7 @@ def _read_fields(path: Path) -> dict[str, Any] | None:
     """A JSON file's keys and values; None where there is no file."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None

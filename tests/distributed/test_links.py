@@ -12,7 +12,7 @@ from dflop.store import LINKS_SCHEMA
 
 pytestmark = pytest.mark.serial
 
-SIZES = [1024, 4096, 16384]
+SIZES = [1024 * 4**power for power in range(6)]
 
 
 def profile_links(out, *arguments: str, **cluster) -> subprocess.CompletedProcess:
@@ -23,9 +23,9 @@ def profile_links(out, *arguments: str, **cluster) -> subprocess.CompletedProces
 
 def test_two_ranks_measure_their_link_over_sizes(tmp_path):
     out = tmp_path / "costs/links.parquet"
-    done = profile_links(out, "--max-bytes", "16384", devices_per_node=2)
+    done = profile_links(out, "--max-bytes", str(2**20), devices_per_node=2)
     assert done.returncode == 0, done.stderr
-    assert "12 measurements" in done.stdout
+    assert "24 measurements" in done.stdout
     frame = pl.read_parquet(out)
     assert frame.schema == LINKS_SCHEMA
     assert sorted(frame.drop("seconds").rows()) == sorted(
@@ -33,6 +33,14 @@ def test_two_ranks_measure_their_link_over_sizes(tmp_path):
     )
     assert frame["seconds"].is_between(1e-6, 1.0).all()
     assert list(out.parent.iterdir()) == [out]
+
+
+def test_too_few_gpus_are_said_once(tmp_path):
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("this machine has them")
+    done = profile_links(tmp_path / "links.parquet", device="cuda", devices_per_node=2)
+    assert done.returncode == 2
+    assert done.stderr.count("2 rank(s) of this node want a GPU each") == 1
 
 
 def measure_directly(tmp_path, *torchrun: str, num_nodes: int = 1) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""Ranks that act as one agree on what does not fit: none is left waiting for one that ran out of memory."""
+"""Ranks that act as one agree on what does not fit, where one runs out of memory between their collectives."""
 
 import json
 from datetime import timedelta

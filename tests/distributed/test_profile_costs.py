@@ -91,4 +91,6 @@ def test_what_cannot_be_measured_is_one_line_with_the_way_out(tmp_path, module, 
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+    if sections.get("cluster", {}).get("device") != "cuda":  # only the ranks find out how many GPUs there are
+        assert done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("*.parquet"))

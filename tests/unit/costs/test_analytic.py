@@ -567,8 +567,10 @@ def test_a_file_of_ones_own_adds_devices_and_replaces_ours(tmp_path):
     ("old", "new", "reason"),
     [
         ("  link_share: 0.7\n", "", "`mine.link_share` is missing"),
-        ("link_share: 0.7", "link_share: 70", "`mine.link_share` is 70; it must be a share, above 0 and at most 1"),
+        ("link_share: 0.7", "link_share: 70", "`mine.link_share` is 70; it must be a share above 0 to 1"),
         ("memory_bytes: 48e9", "memory_bytes: 48 GB", "`mine.memory_bytes` is '48 GB'; it must be a number above 0"),
+        ("launch_s: 0", "launch_s: -1", "`mine.launch_s` is -1; it must be a number from 0"),
+        ("mine:", "mine:\n  allocator_share: 2", "`mine.allocator_share` is 2; it must be a share from 0 to 1"),
         ("memory_bytes: 48e9", "memory_bytes: -1", "`mine.memory_bytes` is -1; it must be"),
         ("memory_bytes: 48e9", "memory_bytes: true", "`mine.memory_bytes` is True; it must be"),
         ("memory_bytes: 48e9", "memory_bytes: .nan", "`mine.memory_bytes` is nan; it must be"),
@@ -576,7 +578,8 @@ def test_a_file_of_ones_own_adds_devices_and_replaces_ours(tmp_path):
         ("launch_s", "launch_us", "`mine.launch_us` is not known; the keys are peak_flops_per_s, "),
         (ENTRY, "mine: fast", "`mine` must hold the keys peak_flops_per_s, "),
         (ENTRY, "- mine", "holds a list; it must hold one entry a device"),
-        (ENTRY, "mine: [", "cannot be read"),
+        (ENTRY, "", "holds nothing; it must hold one entry a device"),
+        (ENTRY, "mine: [\n", "cannot be read: while parsing a flow node .* line 2, column 1"),
     ],
 )
 def test_an_entry_that_is_no_device_names_the_file_and_the_key(old, new, reason, tmp_path):

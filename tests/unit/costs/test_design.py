@@ -207,6 +207,7 @@ def test_bounds_come_back_from_their_file(tmp_path):
     [
         "",
         "[]",
+        "{}",
         "{}x",
         '{"num_items": [3, 1]}',
         '{"num_items": [0, 1]}',

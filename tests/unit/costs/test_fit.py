@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflop.cli import cli
 from dflop.costs import CostModel, Loads, fit_costs
 from dflop.costs.fit import fit_model, median_points
 from dflop.costs.measured import read_measured
@@ -217,6 +219,8 @@ def test_files_that_do_not_belong_together_are_refused_in_one_line(costs, measur
         ([vision, other], "`device` is 'a card' in one, 'another card' in another"),
         ([empty], "no point was measured without running out of memory"),
         ([old], "llm-old.parquet has no column 'piece': another version of dflop"),
+        ([llm.with_suffix(".device.parquet")], "has no column 'piece': another version of dflop, or another command"),
+        ([tmp_path / "costs.duckdb"], "costs.duckdb: the name of measurements must end in .parquet"),
         ([junk], "junk.parquet is not a Parquet file"),
         ([tmp_path / "none.parquet"], "none.parquet does not exist; `dflop profile-costs` makes it"),
     ):
@@ -224,6 +228,13 @@ def test_files_that_do_not_belong_together_are_refused_in_one_line(costs, measur
             read_measured(paths)
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_name_under_which_measurements_cannot_be_written_is_refused_before_measuring(tmp_path):
+    done = CliRunner().invoke(cli, ["profile-costs", "--module", "llm", "--out", str(tmp_path / "costs")])
+    assert isinstance(done.exception, UserError)
+    assert "costs: the name of measurements must end in .parquet" in str(done.exception)
+    assert not list(tmp_path.iterdir())
 
 
 def test_costs_of_another_model_precision_or_device_are_refused(costs):

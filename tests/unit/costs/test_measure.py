@@ -1,6 +1,7 @@
 """Measuring runs the real layers: every piece has its columns, times are times, and bytes are those that live."""
 
 import gc
+import weakref
 
 import polars as pl
 import pytest
@@ -135,6 +136,24 @@ def test_running_out_of_memory_is_a_measurement(benches, monkeypatch):
     monkeypatch.setattr(bench, "_bytes", break_down)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         bench.measure(point_of("llm", "layers", 64), 0)
+
+
+def test_what_ran_out_of_memory_is_given_back_before_the_next_point(benches, monkeypatch):
+    bench, outputs = benches["llm"], []
+
+    def run_out(run):
+        output = run.forward()
+        outputs.append(weakref.ref(output))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(bench, "_timed", run_out)
+    gc.disable()  # so that nothing is given back by chance
+    try:
+        rows = bench.measure(point_of("llm", "layers", 64), 1)
+    finally:
+        gc.enable()
+    assert [row["seconds"] for row in rows] == [None, None]
+    assert [output() for output in outputs] == [None]
 
 
 def test_live_bytes_are_those_of_new_tensors_while_they_live():

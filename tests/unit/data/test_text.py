@@ -156,6 +156,9 @@ def test_the_tokens_that_a_family_needs_are_added_where_the_tokenizer_lacks_them
 def test_a_folder_that_is_no_tokenizer_says_how_to_write_one(tmp_path):
     with pytest.raises(UserError, match=r"is not a tokenizer directory: it has no tokenizer\.json; write one with"):
         ChatTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{bad")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer \(key must be .*\); write it again with"):
+        ChatTokenizer(tmp_path)
     with pytest.raises(UserError, match="has no chat template: put one into"):
         ChatTokenizer(make_folder(tmp_path / "bare", template=None))
     with pytest.raises(UserError, match="not valid Jinja"):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
 
+from dflop.models import attention
 from dflop.models.attention import PACKED, packed_causal_attention
 
 
@@ -66,6 +67,31 @@ def test_no_segment_sees_another():
     after, _ = packed_causal_attention(None, *tensors, None, segment_ends=[3, 7])
     assert torch.equal(before[:, :3], after[:, :3])
     assert not torch.equal(before[:, 3:], after[:, 3:])
+
+
+def test_a_variable_length_kernel_gets_what_gives_the_same_and_one_copy_of_the_bounds_for_all_layers(monkeypatch):
+    """The kernel is flash-attn's by its signature, computed segment by segment."""
+    seen = []
+
+    def flash(query, key, value, bounds, key_bounds, longest, longest_key, *, softmax_scale, causal):
+        assert causal
+        assert bounds is key_bounds
+        assert longest == longest_key == max(bounds.diff())
+        seen.append(bounds)
+        segments = [
+            textbook_attention(*(part[start:end].transpose(0, 1)[None] for part in (query, key, value)), softmax_scale)
+            for start, end in itertools.pairwise(bounds.tolist())
+        ]
+        return torch.cat(segments, dim=2)[0].transpose(0, 1)
+
+    monkeypatch.setattr(attention, "_flash_attention", lambda: flash)
+    tensors, ends = draw(9, 4, 2, 8, seed=0), [2, 3, 9]
+    exact, _ = packed_causal_attention(None, *tensors, None, segment_ends=ends, scaling=0.3)
+    for _ in range(2):
+        torch.testing.assert_close(attention._varlen(*tensors, list(ends), 0.3), exact)
+    first, second = seen
+    assert first is second
+    assert (first.dtype, first.tolist()) == (torch.int32, [0, 2, 3, 9])
 
 
 def test_a_mask_beside_the_segments_is_refused():

@@ -68,6 +68,8 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, checkpoint):
     message = refusal(path=str(tmp_path))
     assert "it has no config.json" in message
     assert "name the folder that `save_pretrained` wrote" in message
+    (tmp_path / "weights.bin").touch()
+    assert "weights.bin is not a Hugging Face checkpoint directory" in refusal(path=str(tmp_path / "weights.bin"))
     checkpoint("config.json", ["a list"])
     assert "config.json holds a list" in refusal(path=str(tmp_path))
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
