@@ -24,6 +24,7 @@ from dflop.planning.least_memory import LeastMemory
 from dflop.planning.pipelines import MeanPipelines
 from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.space import Splits, enumerate_space, plan_of
+from dflop.planning.splits import balanced_splits
 
 __all__ = ["SearchResult", "search_plans"]
 
@@ -86,7 +87,7 @@ def search_plans(
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
     """
     batches = GroupedBatches(config, spec, costs, samples)
-    splits = {} if splits_evenly else _balanced_splits(config, spec, costs, batches)
+    splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
     rows = enumerate_space(config, spec, costs.tp_sizes, splits, within)
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, config.cluster, config.model.freeze)
     num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
@@ -133,7 +134,8 @@ class _Search:
         self._columns = {name: rows[name].to_list() for name in rows.columns}
         # Of each layout of the LLM: bytes of its stages, and the step of its mean pipeline.
         self._llm_bytes: dict[int, np.ndarray] = {}
-        self._llm_s: dict[int, float] = {}
+        self._llm_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._llm_each_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._pipelines = MeanPipelines(config, spec, costs, batches, splits, grouping)
         self._memory = LeastMemory(
             spec, costs, batches, splits, grouping, config.model.freeze, self._pipelines.token_bytes
@@ -155,20 +157,22 @@ class _Search:
             self._llm_bytes[place] = self._memory.of_llm(values)
         if not self._fits(row, self._memory.of_device(self._llm_bytes[place].max())):
             return
-        if place not in self._llm_s:
-            self._llm_s[place] = self._pipelines.step_s(values)
-        pipeline_s = self._llm_s[place]
-        if not self._may_be_among_the_best(row, pipeline_s):
-            return
-        if values["placement"] == "colocated":
-            pipeline_s = pipeline_s + self._bounds.vision_least_s[self._bounds.vision_place[row]]
-        bound_s = np.maximum(self._bounds.of(slice(row, row + 1))[0], pipeline_s)
-        if not self._may_be_among_the_best(row, bound_s.mean()):
+        key = (place, self._pipelines.num_before(values))
+        if key not in self._llm_s:
+            self._llm_s[key] = self._pipelines.of_batches(values, mean=True)
+        (bound_s,) = self._bounds.of_pipeline(row, *self._llm_s[key])
+        if not self._may_be_among_the_best(row, bound_s):
             return
         if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[place])):
             return
+        if key not in self._llm_each_s:
+            self._llm_each_s[key] = self._pipelines.of_batches(values)
+        # What is known of each batch: a bound, then the step itself.
+        known_s = self._bounds.of_pipeline(row, *self._llm_each_s[key])
+        if not self._may_be_among_the_best(row, known_s.mean()):
+            return
+        least_s = max(least_s, bound_s, known_s.mean())
         pricer = self._pricer(plan_of(values, self._splits))
-        known_s = bound_s.copy()
         if not self._fits(row, needed_bytes := max(pricer.memory_bytes(0).values())):
             return
         for batch in range(self._num_batches):
@@ -179,7 +183,7 @@ class _Search:
             needed_bytes = max(needed_bytes, *pricer.memory_bytes(batch).values())
             if not self._fits(row, needed_bytes):
                 return
-        assert known_s.mean() * _MARGIN >= bound_s.mean(), (values, known_s, bound_s)
+        assert known_s.mean() * _MARGIN >= least_s, (values, known_s, least_s)
         step_s = float(known_s.mean())
         self._priced.append((step_s, needed_bytes, row))
         for kind in {False, bool(self._is_runnable[row])}:
@@ -245,35 +249,6 @@ class _Search:
             f"({needed / 2**30 / memory_gib - 1:.0%} more) or the number of devices, or lower "
             "`train.global_batch_size` or `data.max_llm_tokens`"
         )
-
-
-def _balanced_splits(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Splits:
-    """For each LLM tp and number of stages the split whose slowest stage is fastest, where it is not the even one.
-
-    Embedding and head weigh on the first and the last stage; how much depends on the samples' mean.
-    """
-    splits: dict[tuple[int, int], tuple[int, ...]] = {}
-    num_layers = spec.module("llm").num_layers
-    for tp in costs.tp_sizes["llm"]:
-        layer_s, first_s, last_s = batches.mean_part_s(costs, tp)
-        for pp in range(2, min(num_layers, config.cluster.num_devices) + 1):
-            extra_s = np.zeros(pp)
-            extra_s[0] += first_s
-            extra_s[-1] += last_s
-            counts = _least_slowest(num_layers, extra_s / layer_s)
-            small, more = divmod(num_layers, pp)
-            if counts != tuple(small + (stage < more) for stage in range(pp)):
-                splits[tp, pp] = counts
-    return splits
-
-
-def _least_slowest(num_layers: int, extra: np.ndarray) -> tuple[int, ...]:
-    """Layers a stage, at least one each, so that the largest of layers + extra is least; ties go to the later stage,
-    which has fewer microbatches in flight."""
-    counts = np.ones(len(extra), dtype=int)
-    for _ in range(num_layers - len(extra)):
-        counts[len(extra) - 1 - int(np.argmin((counts + extra)[::-1]))] += 1
-    return tuple(counts.tolist())
 
 
 def _runnable(rows: pl.DataFrame, splits: Splits) -> np.ndarray:
