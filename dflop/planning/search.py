@@ -6,6 +6,7 @@ better than what was found, the search is over: what it found is the argmin, alt
 """
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +33,8 @@ __all__ = ["SearchResult", "search_plans"]
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
 # Of the plans that memory excludes, so many are priced to say what more memory would bring.
 _NUM_LARGER = 16
+# Where none fits, so many of those with the lowest bounds are asked what they need.
+_NUM_NEAREST = 256
 _MARGIN = 1 + 1e-9
 
 
@@ -241,14 +244,31 @@ class _Search:
         return sorted(found, key=lambda own: max(own.memory_bytes.values()))
 
     def _why_nothing_fits(self) -> str:
-        needed, row = min(self._misses)
+        needed, row = self._nearest()
         memory_gib = self._config.cluster.memory_gib
         return (
             f"no plan fits into `cluster.memory_gib` = {memory_gib:g}: of {len(self._rows)} the nearest, "
-            f"{self._plan(row)}, needs {needed / 2**30:.3g} GiB a device; raise the memory to that "
+            f"{self._plan(row)}, needs {_rounded_up(needed / 2**30):.4g} GiB a device; raise the memory to that "
             f"({needed / 2**30 / memory_gib - 1:.0%} more) or the number of devices, or lower "
             "`train.global_batch_size` or `data.max_llm_tokens`"
         )
+
+    def _nearest(self) -> tuple[float, int]:
+        """The bytes and the row of the plan that needs least: what was said of a miss is a bound, this is its need."""
+        nearest = (np.inf, -1)
+        for least, row in sorted(self._misses)[:_NUM_NEAREST]:
+            if least >= nearest[0]:
+                break
+            pricer = self._pricer(self._plan(row))
+            needed = max(max(pricer.memory_bytes(batch).values()) for batch in range(self._num_batches))
+            nearest = min(nearest, (needed, row))
+        return nearest
+
+
+def _rounded_up(value: float) -> float:
+    """To four digits: what a message names is enough."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return math.ceil(value / unit) * unit
 
 
 def _runnable(rows: pl.DataFrame, splits: Splits) -> np.ndarray:
