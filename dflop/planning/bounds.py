@@ -21,7 +21,7 @@ from dflop.planning.batches import llm_loads
 from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits
 from dflop.scheduling import find_link
 
-__all__ = ["LowerBounds", "least_sync", "lower_bounds"]
+__all__ = ["LowerBounds", "least_sync", "lower_bounds", "possible_scopes"]
 
 _PARTS = ("stage", "layer", "first", "last")
 _LLM_KEYS = (*LLM_LAYOUT, "num_microbatches", "checkpointing", "schedule", "num_chunks", "balanced")
@@ -115,13 +115,18 @@ def least_sync(costs: CostModel, cluster: ClusterConfig, dp: np.ndarray, tp: int
     """Latency and seconds a byte of an all-reduce over `dp` replicas of tp ranks each, wherever they lie."""
     latency_s, byte_s = np.zeros(len(dp)), np.zeros(len(dp))
     for size in np.unique(dp[dp > 1]):
-        may_be_intra = bool((size - 1) * tp < cluster.devices_per_node)
         links = [
-            find_link(costs.links, cluster, "all_reduce", is_intra, int(size)) for is_intra in {False, may_be_intra}
+            find_link(costs.links, cluster, "all_reduce", is_intra, int(size))
+            for is_intra in possible_scopes(cluster, int(size - 1) * tp)
         ]
         latency_s[dp == size] = min(link.latency_s for link in links)
         byte_s[dp == size] = 1 / max(link.bytes_per_s for link in links)
     return latency_s, byte_s
+
+
+def possible_scopes(cluster: ClusterConfig, distance: int) -> set[bool]:
+    """Whether two ranks so far from each other may lie in one node, in two, or in either way."""
+    return {distance < cluster.devices_per_node, cluster.num_nodes == 1}
 
 
 class _Asked:

@@ -16,7 +16,7 @@ from dflop.costs import CostModel, Loads
 from dflop.models import ModelSpec
 from dflop.pipeline import Bridges, CompiledPlan, Grid, Plan, StageTimes, compile_plan, simulate_step_s, split_layers
 from dflop.planning.batches import GroupedBatches
-from dflop.planning.bounds import least_sync
+from dflop.planning.bounds import least_sync, possible_scopes
 from dflop.planning.space import Splits
 from dflop.scheduling import BYTES_PER_VALUE, WEIGHT_SHARE, find_link
 
@@ -98,7 +98,7 @@ class MeanPipelines:
         bandwidth, for the faster link itself would be concave in the bytes, and Jensen's way would not hold."""
         links = [
             find_link(self._costs.links, self._cluster, "p2p", is_intra)
-            for is_intra in {False, dp * tp < self._cluster.devices_per_node}
+            for is_intra in possible_scopes(self._cluster, dp * tp)
         ]
         num_bytes = self._text(dp, num_microbatches, mean).num_tokens * self.token_bytes
         seconds = min(link.latency_s for link in links) + num_bytes / max(link.bytes_per_s for link in links)
