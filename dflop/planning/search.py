@@ -31,8 +31,8 @@ __all__ = ["SearchResult", "search_plans"]
 
 # So many of the fastest plans are found for certain where people compare them, or where that takes no time.
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
-# Of the plans that memory excludes, so many are priced to say what more memory would bring.
-_NUM_LARGER = 16
+# Of the plans that memory excludes, so many are looked at, and so many priced, to say what more memory would bring.
+_MOST_MISSES, _NUM_LARGER = 4096, 64
 # Where none fits, so many of those with the lowest bounds are asked what they need.
 _NUM_NEAREST = 256
 _MARGIN = 1 + 1e-9
@@ -80,8 +80,7 @@ def search_plans(
     """Search the config's space; `progress` is told how many of how many plans are decided.
 
     `grouping` is how a batch is shared out, `balanced` or `random`; `within` are other limits than those of
-    `config.plan`; `splits_evenly` leaves uneven pipeline splits out;
-    `compares` finds the ten fastest plans for certain, and not the fastest alone.
+    `config.plan`; `splits_evenly` leaves uneven splits out; `compares` finds the ten fastest plans for certain.
 
     Activation checkpointing costs time and saves memory, so that a plan with it is the faster one only where the same
     plan does not fit without.
@@ -129,7 +128,7 @@ class _Search:
         self._about = (config, spec, costs, batches, grouping)
         self._num_batches = len(batches)
         self._budget_bytes = config.cluster.memory_gib * 2**30
-        # The fastest of all plans, and of those that can be trained today, as heaps with the slowest on top.
+        # Of all plans, and of those that can be trained today, as heaps with the slowest on top.
         self._fastest: dict[bool, list[float]] = {True: [], False: []}
         # Step time, memory and row of what was priced on all batches.
         self._priced: list[tuple[float, float, int]] = []
@@ -155,19 +154,17 @@ class _Search:
         if not self._may_be_among_the_best(row, least_s):
             return
         place = int(self._bounds.llm_place[row])
-        values = {name: column[row] for name, column in self._columns.items()}
+        values = self._values(row)
         if place not in self._llm_bytes:
             self._llm_bytes[place] = self._memory.of_llm(values)
         if not self._fits(row, self._memory.of_device(self._llm_bytes[place].max())):
             return
-        key = (place, self._pipelines.num_before(values))
-        if key not in self._llm_s:
-            self._llm_s[key] = self._pipelines.of_batches(values, mean=True)
-        (bound_s,) = self._bounds.of_pipeline(row, *self._llm_s[key])
+        bound_s = self._mean_bound_s(row, values)
         if not self._may_be_among_the_best(row, bound_s):
             return
         if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[place])):
             return
+        key = (place, self._pipelines.num_before(values))
         if key not in self._llm_each_s:
             self._llm_each_s[key] = self._pipelines.of_batches(values)
         # What is known of each batch: a bound, then the step itself.
@@ -175,7 +172,7 @@ class _Search:
         if not self._may_be_among_the_best(row, known_s.mean()):
             return
         least_s = max(least_s, bound_s, known_s.mean())
-        pricer = self._pricer(plan_of(values, self._splits))
+        pricer = self._pricer(self._plan(row))
         if not self._fits(row, needed_bytes := max(pricer.memory_bytes(0).values())):
             return
         for batch in range(self._num_batches):
@@ -229,19 +226,37 @@ class _Search:
         return PlanPricer(plan, *self._about)
 
     def _with_memory_named(self, candidate: Candidate) -> Candidate:
-        """A plan that checkpoints does so because memory is short: that is what bounds it."""
+        """Who checkpoints is short of memory: that is what bounds the plan."""
         if candidate.plan.checkpointing and not (self._config.plan.fixed and self._config.plan.fixed.checkpointing):
             return replace(candidate, bottleneck="memory")
         return candidate
 
     def _larger(self, step_s: float) -> list[Candidate]:
-        """Faster plans that memory excludes, the one that needs least first."""
-        found = []
-        for _, row in sorted(self._misses)[:_NUM_LARGER]:
-            candidate = self._pricer(self._plan(row)).candidate(1)
+        """Faster plans that memory excludes, the one that needs least first: none but those looked at needs less."""
+        found: list[Candidate] = []
+        least_bytes, num_priced = np.inf, 0
+        for least, row in sorted(self._misses)[:_MOST_MISSES]:
+            if least >= least_bytes or num_priced == _NUM_LARGER:
+                break
+            if self._mean_bound_s(row, self._values(row)) >= step_s:
+                continue
+            candidate = self._pricer(self._plan(row)).candidate(self._num_batches)
+            num_priced += 1
             if candidate.step_s < step_s:
                 found.append(candidate)
+                least_bytes = min(least_bytes, max(candidate.memory_bytes.values()))
         return sorted(found, key=lambda own: max(own.memory_bytes.values()))
+
+    def _mean_bound_s(self, row: int, values: dict[str, object]) -> float:
+        """The mean step over the batches is no shorter, as the LLM's mean pipeline on the mean batch has it."""
+        key = (int(self._bounds.llm_place[row]), self._pipelines.num_before(values))
+        if key not in self._llm_s:
+            self._llm_s[key] = self._pipelines.of_batches(values, mean=True)
+        (bound_s,) = self._bounds.of_pipeline(row, *self._llm_s[key])
+        return float(bound_s)
+
+    def _values(self, row: int) -> dict[str, object]:
+        return {name: column[row] for name, column in self._columns.items()}
 
     def _why_nothing_fits(self) -> str:
         needed, row = self._nearest()
