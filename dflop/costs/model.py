@@ -329,7 +329,7 @@ class CostModel:
     def require(self, module: str, tp: int) -> None:
         """Raise `UserError` when there are no costs of the module at this tp."""
         if (module, tp, "layer", False, "forward") not in self.times:
-            known = [f"{name} tp={size}" for name, sizes in self.tp_sizes.items() for size in sizes]
+            known = [f"{name} tp={size}" for name, sizes in sorted(self.tp_sizes.items()) for size in sizes]
             raise UserError(
                 f"no {self.source} costs for {module} tp={tp} (there are: {', '.join(known)}); "
                 f"add {tp} to `costs.tp_sizes` and run `dflop profile-costs` and `dflop fit-costs` again"

@@ -20,10 +20,10 @@ from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.pipeline import Grid, Plan
 from dflop.planning.batches import GroupedBatches, llm_loads
-from dflop.planning.bounds import least_sync
 from dflop.planning.price import PlanPricer
 from dflop.planning.search import search_plans
 from dflop.planning.space import enumerate_space, plan_of
+from dflop.scheduling import find_link
 
 __all__ = ["Baseline", "price_baselines"]
 
@@ -119,6 +119,21 @@ def _mean_stage_s(
 def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Baseline:
     name = "every device the whole model, random batches (FSDP-style)"
     num_devices, cluster = config.cluster.num_devices, config.cluster
+    ends = {"is_first": True, "is_last": True}
+    sizes = {
+        module.name: costs.stage_parameter_bytes(module.name, 1, module.num_layers, **ends) for module in spec.modules
+    }
+    trained = sum(size for module, size in sizes.items() if module not in config.model.freeze)
+    # Gradients and two moments beside the parameters, of what is trained.
+    resident = sum(sizes.values()) + 3 * trained
+    # Half-precision parameters come for every pass; a frozen encoder has no backward.
+    without_backward = set(config.model.freeze) - {"llm"}
+    gathered = sum(size / 2 * (1 if module in without_backward else 2) for module, size in sizes.items())
+    link = find_link(costs.links, cluster, "all_reduce", cluster.num_nodes == 1, num_devices)
+    # The plan's own gradient sync is an all-reduce at its end; here it is part of what moves.
+    sync_s = sum(link.seconds(size) for module, size in sizes.items() if module not in config.model.freeze)
+    away = 1 - 1 / num_devices
+    gbps = cluster.inter_node_gbps if cluster.num_nodes > 1 else cluster.intra_node_gbps
     best = _nothing(name)
     for checkpointing in (False, True):
         for count in range(1, config.train.global_batch_size // num_devices + 1):
@@ -132,19 +147,11 @@ def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: Grou
                 checkpointing=checkpointing,
             )
             own = PlanPricer(plan, config, spec, costs, batches, "random").candidate(len(batches))
-            ends = {"is_first": True, "is_last": True}
-            size = sum(
-                costs.stage_parameter_bytes(module.name, 1, module.num_layers, **ends) for module in spec.modules
-            )
-            held = max(own.memory_bytes.values()) - (1 + costs.allocator_share) * 4 * size * (1 - 1 / num_devices)
+            held = max(own.memory_bytes.values()) - (1 + costs.allocator_share) * resident * away
             if held > cluster.memory_gib * 2**30:
                 continue
-            gbps = cluster.inter_node_gbps if cluster.num_nodes > 1 else cluster.intra_node_gbps
-            # Half-precision parameters twice a microbatch, full-precision gradients once a step.
-            moving_s = (2 * count * size / 2 + size) * (1 - 1 / num_devices) / (gbps * 1e9 / 8)
-            # The plan's own gradient sync is an all-reduce at its end; here it is part of what moves.
-            (latency_s,), (byte_s,) = least_sync(costs, cluster, np.array([num_devices]), 1)
-            sync_s = latency_s + size * byte_s
+            # Full-precision gradients once a step.
+            moving_s = (count * gathered + trained) * away / (gbps * 1e9 / 8)
             step_s = max(own.step_s - sync_s, moving_s)
             if step_s < best.step_s:
                 idle = 1 - ((1 - own.idle) * own.step_s - sync_s) / step_s

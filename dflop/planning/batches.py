@@ -24,7 +24,10 @@ class GroupedBatches:
     """The first global batches as training will draw them: `plan.search_batches`, or enough of them for a mean."""
 
     def __init__(self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> None:
-        """Raise `UserError` when one batch would need more samples than there are."""
+        """Raise `UserError` when one batch would need more samples than there are, or a module has no costs."""
+        for module in spec.modules:
+            if module.name not in costs.tp_sizes:
+                costs.require(module.name, min(config.costs.tp_sizes))
         size = config.train.global_batch_size
         num_batches = config.plan.search_batches or min(_MOST_BATCHES, max(_LEAST_BATCHES, _ENOUGH_SAMPLES // size))
         drawn = GlobalBatches(len(samples), size, config.seed)
@@ -60,14 +63,14 @@ class GroupedBatches:
         return np.divmod(bucket, num_microbatches)
 
     def mean_text(self, grouping: str, dp: int, num_microbatches: int) -> Loads:
-        """Text of each microbatch, means over the LLM's replicas and over the batches, [num_microbatches]."""
+        """Text of each microbatch, means over the LLM's replicas, [num_batches, num_microbatches]."""
         rows = []
         for batch, shapes in enumerate(self.shapes):
             _, microbatch = getattr(self, grouping)(batch, dp, num_microbatches)
             rows.append(
                 [np.bincount(microbatch, weights=load, minlength=num_microbatches) / dp for load in llm_loads(shapes)]
             )
-        return Loads(*np.mean(rows, axis=0))
+        return Loads(*np.stack(rows, axis=1))
 
     def mean_part_s(self, costs: CostModel, tp: int) -> tuple[float, float, float]:
         """What the mean sample adds to one LLM layer, to the embedding and to the head, forward and backward."""

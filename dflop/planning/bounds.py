@@ -21,7 +21,7 @@ from dflop.planning.batches import llm_loads
 from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits
 from dflop.scheduling import find_link
 
-__all__ = ["LowerBounds", "least_sync", "lower_bounds"]
+__all__ = ["LowerBounds", "least_sync", "lower_bounds", "possible_scopes"]
 
 _PARTS = ("stage", "layer", "first", "last")
 _LLM_KEYS = (*LLM_LAYOUT, "num_microbatches", "checkpointing", "schedule", "num_chunks", "balanced")
@@ -30,16 +30,17 @@ _VISION_KEYS = (*VISION_LAYOUT, "num_microbatches", "checkpointing")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowerBounds:
-    """Seconds, addressed by the rows' places in them: of the encoder [num_keys, num_batches], of the LLM [num_keys, 1].
+    """Seconds, addressed by the rows' places in them: of the encoder [num_keys, num_batches], of the LLM [num_keys].
 
     `llm_s` and `vision_s` bound the step alone. Where modules share ranks, `shared_s` of both together does. What is
-    the LLM's bounds the mean over the batches.
+    the LLM's bounds the mean over the batches and no single one of them, so the two meet as means alone: the mean of
+    the larger of both, batch by batch, would be no bound.
     """
 
     llm_keys: pl.DataFrame
     llm_place: np.ndarray
     vision_place: np.ndarray
-    shares_ranks: np.ndarray
+    placement: np.ndarray
     llm_s: np.ndarray
     llm_shared_s: np.ndarray
     vision_s: np.ndarray
@@ -47,17 +48,31 @@ class LowerBounds:
     # What a colocated encoder adds to every rank before and after the LLM's pipeline.
     vision_least_s: np.ndarray
 
-    def of(self, rows: np.ndarray | slice) -> np.ndarray:
-        """Bounds of some rows, [num_rows, num_batches]: their means are what counts."""
-        llm, vision, shares = self.llm_place[rows], self.vision_place[rows], self.shares_ranks[rows]
-        both = self.llm_shared_s[llm] + self.vision_shared_s[vision]
-        alone = self.vision_s[vision]
-        return np.maximum(self.llm_s[llm], np.where(shares[:, None], both, alone))
-
     def means(self) -> np.ndarray:
-        """The mean over the batches, [num_rows]."""
-        chunks = range(0, len(self.llm_place), 1 << 16)
-        return np.concatenate([self.of(slice(start, start + (1 << 16))).mean(axis=1) for start in chunks])
+        """Of every row the least mean step over the batches, [num_rows]."""
+        llm, vision = self.llm_place, self.vision_place
+        both = self.llm_shared_s[llm] + self.vision_shared_s.mean(axis=1)[vision]
+        alone = self.vision_s.mean(axis=1)[vision]
+        return np.maximum(self.llm_s[llm], np.where(self.placement == "disjoint", alone, both))
+
+    def of_pipeline(self, row: int, step_s: np.ndarray, rank_s: np.ndarray) -> np.ndarray:
+        """The least step of each batch, [num_batches], given the LLM's alone (`MeanPipelines`): its step
+        [num_batches] and its work on each pipeline rank [num_batches, pp]; or of the mean batch, given that, [1].
+
+        A colocated encoder's passes lie before and after the LLM's on every rank, so that what any rank has to do of
+        them adds to the LLM's step. A rank works no longer than the step takes, whichever module it works for: that
+        holds for the mean over all ranks (colocated), and over those of the LLM's first stage (monolithic).
+        """
+        place, placement = self.vision_place[row], self.placement[row]
+        alone_s, shared_s, least_s = (
+            own[place] if len(step_s) == own.shape[1] else own[place].mean(keepdims=True)
+            for own in (self.vision_s, self.vision_shared_s, self.vision_least_s)
+        )
+        if placement == "disjoint":
+            return np.maximum(step_s, alone_s)
+        if placement == "colocated":
+            return np.maximum(step_s + least_s, rank_s.mean(axis=1) + shared_s)
+        return np.maximum(step_s, rank_s[:, 0] + shared_s)
 
 
 def lower_bounds(
@@ -87,7 +102,7 @@ def lower_bounds(
         llm_keys=llm_keys,
         llm_place=places["llm_place"].to_numpy(),
         vision_place=places["vision_place"].to_numpy(),
-        shares_ranks=(rows["placement"] != "disjoint").to_numpy(),
+        placement=rows["placement"].cast(pl.String).to_numpy(),
         llm_s=llm_s,
         llm_shared_s=llm_shared_s,
         vision_s=vision_s,
@@ -100,13 +115,18 @@ def least_sync(costs: CostModel, cluster: ClusterConfig, dp: np.ndarray, tp: int
     """Latency and seconds a byte of an all-reduce over `dp` replicas of tp ranks each, wherever they lie."""
     latency_s, byte_s = np.zeros(len(dp)), np.zeros(len(dp))
     for size in np.unique(dp[dp > 1]):
-        may_be_intra = bool((size - 1) * tp < cluster.devices_per_node)
         links = [
-            find_link(costs.links, cluster, "all_reduce", is_intra, int(size)) for is_intra in {False, may_be_intra}
+            find_link(costs.links, cluster, "all_reduce", is_intra, int(size))
+            for is_intra in possible_scopes(cluster, int(size - 1) * tp)
         ]
         latency_s[dp == size] = min(link.latency_s for link in links)
         byte_s[dp == size] = 1 / max(link.bytes_per_s for link in links)
     return latency_s, byte_s
+
+
+def possible_scopes(cluster: ClusterConfig, distance: int) -> set[bool]:
+    """Whether two ranks so far from each other may lie in one node, in two, or in either way."""
+    return {distance < cluster.devices_per_node, cluster.num_nodes == 1}
 
 
 class _Asked:
@@ -137,7 +157,7 @@ def _llm_bounds(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Bounds of the LLM alone, and what it adds where ranks are shared: to all of them, or to the first stage's.
 
-    They hold for the mean over the batches (Jensen once more), [num_keys, 1].
+    They hold for the mean over the batches (Jensen once more), [num_keys].
     """
     total, least = (
         Loads(*(load.mean(keepdims=True) for load in asked.over(asked.text, function))) for function in (np.sum, np.min)
@@ -181,7 +201,7 @@ def _llm_bounds(
             bound_s[place] = np.maximum(best, chain_s[is_split])
             is_monolithic = (group["placement"] == "monolithic").to_numpy()[:, None]
             shared_s[place] = np.where(is_monolithic, first_s, together / pp)
-    return bound_s, shared_s
+    return bound_s[:, 0], shared_s[:, 0]
 
 
 def _vision_bounds(

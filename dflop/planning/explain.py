@@ -31,13 +31,13 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
                 "num_microbatches": plan.num_microbatches,
                 "checkpointing": plan.checkpointing,
                 "schedule": plan.schedule,
-                "num_chunks": plan.num_chunks,
-                "llm_layers": list(llm.layers) or None,
                 "step_s": candidate.step_s,
                 "idle": candidate.idle,
                 "vision_memory_bytes": candidate.memory_bytes["vision"],
                 "llm_memory_bytes": candidate.memory_bytes["llm"],
                 "bottleneck": candidate.bottleneck,
+                "num_chunks": plan.num_chunks,
+                "llm_layers": list(llm.layers) or None,
                 "num_batches": candidate.num_batches,
                 "extrapolated": candidate.extrapolated,
                 "runnable": candidate.why_not_runnable is None,
@@ -79,7 +79,7 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
         f"{len(result.candidates)} priced on {best.num_batches} global batches of {config.train.global_batch_size}; "
         "the bounds of all others are higher",
         "",
-        "    step      vs    idle  memory      bound by       plan",
+        "    step      vs    idle   memory      bound by       plan",
     ]
     for rank, own in enumerate(result.candidates[:_NUM_SHOWN], start=1):
         lines.append(_line(own, best, f"{rank:2}"))
@@ -103,7 +103,7 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
         else:
             lines.append(
                 f"    {baseline.step_s:.3f} s {baseline.step_s / best.step_s:5.2f}x {baseline.idle:6.1%}  "
-                f"{baseline.memory_bytes / 2**30:5.1f} GiB  {baseline.name}\n{'':41}{baseline.plan}"
+                f"{baseline.memory_bytes / 2**30:6.3g} GiB  {baseline.name}\n{'':42}{baseline.plan}"
             )
     lines += ["", _next_constraint(result, config)]
     if note := _uneven(result, config):
@@ -115,7 +115,7 @@ def _line(own: Candidate, best: Candidate, rank: str) -> str:
     mark = " " if own.why_not_runnable is None else "*"
     return (
         f"{rank}{mark} {own.step_s:.3f} s {own.step_s / best.step_s:5.2f}x {own.idle:6.1%}  "
-        f"{max(own.memory_bytes.values()) / 2**30:5.1f} GiB  {own.bottleneck:14} {own.plan}"
+        f"{max(own.memory_bytes.values()) / 2**30:6.3g} GiB  {own.bottleneck:14} {own.plan}"
     )
 
 

@@ -6,9 +6,9 @@ better than what was found, the search is over: what it found is the argmin, alt
 """
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -25,13 +25,16 @@ from dflop.planning.least_memory import LeastMemory
 from dflop.planning.pipelines import MeanPipelines
 from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.space import Splits, enumerate_space, plan_of
+from dflop.planning.splits import balanced_splits
 
 __all__ = ["SearchResult", "search_plans"]
 
 # So many of the fastest plans are found for certain where people compare them, or where that takes no time.
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
-# Of the plans that memory excludes, so many are priced to say what more memory would bring.
-_NUM_LARGER = 16
+# Of the plans that memory excludes, so many are looked at, and so many priced, to say what more memory would bring.
+_MOST_MISSES, _NUM_LARGER = 4096, 64
+# Where none fits, so many of those with the lowest bounds are asked what they need.
+_NUM_NEAREST = 256
 _MARGIN = 1 + 1e-9
 _PROGRESS_EVERY = 64
 
@@ -78,8 +81,7 @@ def search_plans(
     """Search the config's space; `progress` is told how many of how many plans are decided.
 
     `grouping` is how a batch is shared out, `balanced` or `random`; `within` are other limits than those of
-    `config.plan`; `splits_evenly` leaves uneven pipeline splits out;
-    `compares` finds the ten fastest plans for certain, and not the fastest alone.
+    `config.plan`; `splits_evenly` leaves uneven splits out; `compares` finds the ten fastest plans for certain.
 
     Activation checkpointing costs time and saves memory, so that a plan with it is the faster one only where the same
     plan does not fit without.
@@ -88,7 +90,7 @@ def search_plans(
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
     """
     batches = GroupedBatches(config, spec, costs, samples)
-    splits = {} if splits_evenly else _balanced_splits(config, spec, costs, batches)
+    splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
     rows = enumerate_space(config, spec, costs.tp_sizes, splits, within)
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, config.cluster, config.model.freeze)
     num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
@@ -129,7 +131,7 @@ class _Search:
         self._about = (config, spec, costs, batches, grouping)
         self._num_batches = len(batches)
         self._budget_bytes = config.cluster.memory_gib * 2**30
-        # The fastest of all plans, and of those that can be trained today, as heaps with the slowest on top.
+        # Of all plans, and of those that can be trained today, as heaps with the slowest on top.
         self._fastest: dict[bool, list[float]] = {True: [], False: []}
         # Step time, memory and row of what was priced on all batches.
         self._priced: list[tuple[float, float, int]] = []
@@ -138,7 +140,8 @@ class _Search:
         self._llm_place = bounds.llm_place.tolist()
         self._llm_bytes: dict[int, np.ndarray] = {}
         self._device_bytes: dict[int, float] = {}
-        self._llm_s: dict[int, float] = {}
+        self._llm_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._llm_each_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._pipelines = MeanPipelines(config, spec, costs, batches, splits, grouping)
         self._memory = LeastMemory(
             spec, costs, batches, splits, grouping, config.model.freeze, self._pipelines.token_bytes
@@ -159,21 +162,21 @@ class _Search:
             self._device_bytes[place] = self._memory.of_device(self._llm_bytes[place].max())
         if not self._fits(row, self._device_bytes[place]):
             return
-        if place not in self._llm_s:
-            self._llm_s[place] = self._pipelines.step_s(self._values(row))
-        pipeline_s = self._llm_s[place]
-        if not self._may_be_among_the_best(row, pipeline_s):
-            return
         values = self._values(row)
-        if values["placement"] == "colocated":
-            pipeline_s = pipeline_s + self._bounds.vision_least_s[self._bounds.vision_place[row]]
-        bound_s = np.maximum(self._bounds.of(slice(row, row + 1))[0], pipeline_s)
-        if not self._may_be_among_the_best(row, bound_s.mean()):
+        bound_s = self._mean_bound_s(row, values)
+        if not self._may_be_among_the_best(row, bound_s):
             return
         if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[place])):
             return
-        pricer = self._pricer(plan_of(values, self._splits))
-        known_s = bound_s.copy()
+        key = (place, self._pipelines.num_before(values))
+        if key not in self._llm_each_s:
+            self._llm_each_s[key] = self._pipelines.of_batches(values)
+        # What is known of each batch: a bound, then the step itself.
+        known_s = self._bounds.of_pipeline(row, *self._llm_each_s[key])
+        if not self._may_be_among_the_best(row, known_s.mean()):
+            return
+        least_s = max(least_s, bound_s, known_s.mean())
+        pricer = self._pricer(self._plan(row))
         if not self._fits(row, needed_bytes := max(pricer.memory_bytes(0).values())):
             return
         for batch in range(self._num_batches):
@@ -184,7 +187,7 @@ class _Search:
             needed_bytes = max(needed_bytes, *pricer.memory_bytes(batch).values())
             if not self._fits(row, needed_bytes):
                 return
-        assert known_s.mean() * _MARGIN >= bound_s.mean(), (values, known_s, bound_s)
+        assert known_s.mean() * _MARGIN >= least_s, (values, known_s, least_s)
         step_s = float(known_s.mean())
         self._priced.append((step_s, needed_bytes, row))
         for kind in {False, self._is_runnable[row]}:
@@ -219,9 +222,6 @@ class _Search:
     def _may_be_among_the_best(self, row: int, bound_s: float) -> bool:
         return bound_s < self._slowest_s[False] or (self._is_runnable[row] and bound_s < self._slowest_s[True])
 
-    def _values(self, row: int) -> dict[str, Any]:
-        return self._rows.row(row, named=True)
-
     def _plan(self, row: int) -> Plan:
         return plan_of(self._values(row), self._splits)
 
@@ -229,58 +229,64 @@ class _Search:
         return PlanPricer(plan, *self._about)
 
     def _with_memory_named(self, candidate: Candidate) -> Candidate:
-        """A plan that checkpoints does so because memory is short: that is what bounds it."""
+        """Who checkpoints is short of memory: that is what bounds the plan."""
         if candidate.plan.checkpointing and not (self._config.plan.fixed and self._config.plan.fixed.checkpointing):
             return replace(candidate, bottleneck="memory")
         return candidate
 
     def _larger(self, step_s: float) -> list[Candidate]:
-        """Faster plans that memory excludes, the one that needs least first."""
-        found = []
-        for _, row in sorted(self._misses)[:_NUM_LARGER]:
-            candidate = self._pricer(self._plan(row)).candidate(1)
+        """Faster plans that memory excludes, the one that needs least first: none but those looked at needs less."""
+        found: list[Candidate] = []
+        least_bytes, num_priced = np.inf, 0
+        for least, row in sorted(self._misses)[:_MOST_MISSES]:
+            if least >= least_bytes or num_priced == _NUM_LARGER:
+                break
+            if self._mean_bound_s(row, self._values(row)) >= step_s:
+                continue
+            candidate = self._pricer(self._plan(row)).candidate(self._num_batches)
+            num_priced += 1
             if candidate.step_s < step_s:
                 found.append(candidate)
+                least_bytes = min(least_bytes, max(candidate.memory_bytes.values()))
         return sorted(found, key=lambda own: max(own.memory_bytes.values()))
 
+    def _mean_bound_s(self, row: int, values: dict[str, object]) -> float:
+        """The mean step over the batches is no shorter, as the LLM's mean pipeline on the mean batch has it."""
+        key = (int(self._bounds.llm_place[row]), self._pipelines.num_before(values))
+        if key not in self._llm_s:
+            self._llm_s[key] = self._pipelines.of_batches(values, mean=True)
+        (bound_s,) = self._bounds.of_pipeline(row, *self._llm_s[key])
+        return float(bound_s)
+
+    def _values(self, row: int) -> dict[str, object]:
+        return self._rows.row(row, named=True)
+
     def _why_nothing_fits(self) -> str:
-        needed, row = min(self._misses)
+        needed, row = self._nearest()
         memory_gib = self._config.cluster.memory_gib
         return (
             f"no plan fits into `cluster.memory_gib` = {memory_gib:g}: of {len(self._rows)} the nearest, "
-            f"{self._plan(row)}, needs {needed / 2**30:.3g} GiB a device; raise the memory to that "
+            f"{self._plan(row)}, needs {_rounded_up(needed / 2**30):.4g} GiB a device; raise the memory to that "
             f"({needed / 2**30 / memory_gib - 1:.0%} more) or the number of devices, or lower "
             "`train.global_batch_size` or `data.max_llm_tokens`"
         )
 
-
-def _balanced_splits(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Splits:
-    """For each LLM tp and number of stages the split whose slowest stage is fastest, where it is not the even one.
-
-    Embedding and head weigh on the first and the last stage; how much depends on the samples' mean.
-    """
-    splits: dict[tuple[int, int], tuple[int, ...]] = {}
-    num_layers = spec.module("llm").num_layers
-    for tp in costs.tp_sizes["llm"]:
-        layer_s, first_s, last_s = batches.mean_part_s(costs, tp)
-        for pp in range(2, min(num_layers, config.cluster.num_devices) + 1):
-            extra_s = np.zeros(pp)
-            extra_s[0] += first_s
-            extra_s[-1] += last_s
-            counts = _least_slowest(num_layers, extra_s / layer_s)
-            small, more = divmod(num_layers, pp)
-            if counts != tuple(small + (stage < more) for stage in range(pp)):
-                splits[tp, pp] = counts
-    return splits
+    def _nearest(self) -> tuple[float, int]:
+        """The bytes and the row of the plan that needs least: what was said of a miss is a bound, this is its need."""
+        nearest = (np.inf, -1)
+        for least, row in sorted(self._misses)[:_NUM_NEAREST]:
+            if least >= nearest[0]:
+                break
+            pricer = self._pricer(self._plan(row))
+            needed = max(max(pricer.memory_bytes(batch).values()) for batch in range(self._num_batches))
+            nearest = min(nearest, (needed, row))
+        return nearest
 
 
-def _least_slowest(num_layers: int, extra: np.ndarray) -> tuple[int, ...]:
-    """Layers a stage, at least one each, so that the largest of layers + extra is least; ties go to the later stage,
-    which has fewer microbatches in flight."""
-    counts = np.ones(len(extra), dtype=int)
-    for _ in range(num_layers - len(extra)):
-        counts[len(extra) - 1 - int(np.argmin((counts + extra)[::-1]))] += 1
-    return tuple(counts.tolist())
+def _rounded_up(value: float) -> float:
+    """To four digits: what a message names is enough."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return math.ceil(value / unit) * unit
 
 
 def _runnable(rows: pl.DataFrame, splits: Splits) -> np.ndarray:
