@@ -145,8 +145,9 @@ class FixedPlan:
 
 @_section
 class PlanConfig:
-    placements: list[str] = field(default_factory=lambda: ["disjoint"])
-    search_batches: int = 16
+    placements: list[str] = field(default_factory=lambda: ["disjoint", "colocated"])
+    schedules: list[str] = field(default_factory=lambda: ["1f1b", "interleaved_1f1b", "zb_h1"])
+    search_batches: Optional[int] = None
     fixed: Optional[FixedPlan] = None
 
 
@@ -192,9 +193,10 @@ _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "data.duplicate_ids": (("reject", "keep"), ()),
     "cluster.device": (("cpu", "cuda"), ()),
     "costs.source": (("measured", "analytic"), ()),
-    "plan.placements": (("disjoint",), ("colocated", "monolithic")),
-    "plan.fixed.placement": (("disjoint",), ("colocated", "monolithic")),
-    "plan.fixed.schedule": (("1f1b",), ("gpipe", "interleaved_1f1b", "zb_h1")),
+    "plan.placements": (("disjoint", "colocated", "monolithic"), ()),
+    "plan.schedules": (("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"), ()),
+    "plan.fixed.placement": (("disjoint", "colocated", "monolithic"), ()),
+    "plan.fixed.schedule": (("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"), ()),
     "schedule.policy": (("random", "lpt", "ilp"), ("search",)),
     "schedule.correction": (("off", "auto"), ("on",)),
     "train.precision": (("fp32", "bf16", "fp64"), ()),
@@ -239,7 +241,7 @@ _ABOVE_ZERO = (
     "train.grad_clip",
 )
 _NOT_NEGATIVE = ("seed", "train.weight_decay", "train.warmup_steps", "train.loader_workers")
-_NOT_EMPTY = ("costs.tp_sizes", "plan.placements")
+_NOT_EMPTY = ("costs.tp_sizes", "plan.placements", "plan.schedules")
 # Of a device that no data sheet describes.
 _MEMORY_GIB = 4.0
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -504,10 +506,13 @@ def _check_devices(config: Config) -> None:
         )
     if fixed is None:
         return
-    needed = sum(grid.least_ranks if grid else 1 for grid in (fixed.vision, fixed.llm))
+    placements = config.plan.placements if fixed.placement is None else [fixed.placement]
+    of_modules = [grid.least_ranks if grid else 1 for grid in (fixed.vision, fixed.llm)]
+    needed = sum(of_modules) if placements == ["disjoint"] else of_modules[1]
     if needed > cluster.num_devices:
+        own = " (each module its own)" if placements == ["disjoint"] else ""
         raise UserError(
-            f"`plan.fixed` needs {needed} devices (each module its own), but `cluster` has {cluster.num_devices} "
+            f"`plan.fixed` needs {needed} devices{own}, but `cluster` has {cluster.num_devices} "
             f"({cluster.num_nodes} x {cluster.devices_per_node}); "
             "ask for fewer ranks or raise `cluster.devices_per_node`"
         )

@@ -16,14 +16,17 @@ __all__ = ["plan_command", "schedule_command"]
 @click.option("--costs", type=FILE, required=True)
 @click.option("--out", type=FILE, required=True, help="plan.yaml to write.")
 @click.option("--candidates", type=FILE, required=True, help="Parquet file of all priced plans to write.")
-def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path, candidates: Path) -> None:
+@click.option("--explain", is_flag=True, help="Print the ten best plans, what others would run, and what comes next.")
+def plan_command(
+    configs: tuple[str, ...], shapes: Path, costs: Path, out: Path, candidates: Path, explain: bool
+) -> None:
     """Search the layouts and choose the one with the shortest expected step."""
     from dflop.artifacts import written_whole
     from dflop.config import excess_memory
     from dflop.costs import BEYOND_MEASURED, CostModel
     from dflop.data import load_samples
     from dflop.models import digest_of_spec, load_model_spec
-    from dflop.planning import candidates_frame, describe_choice, search_plans
+    from dflop.planning import candidates_frame, describe_choice, explain_choice, price_baselines, search_plans
 
     config = load_for("plan", configs)
     if excess := excess_memory(config.cluster):
@@ -31,26 +34,33 @@ def plan_command(configs: tuple[str, ...], shapes: Path, costs: Path, out: Path,
     samples, num_left_out = load_samples(shapes)
     if num_left_out:
         click.echo(f"{num_left_out} samples with audio are left out: the model has no audio encoder")
-    with progress_bar(unit="plan") as bar:
+    with progress_bar(unit=" plans", unit_scale=True) as bar:
 
-        def progress(text: str) -> None:
-            bar.set_description(text, refresh=False)
-            bar.update()
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
 
         cost_model = CostModel.load(costs)
         spec = load_model_spec(config.model)
         cost_model.require_made_for(
             model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
         )
-        found = search_plans(config, spec, cost_model, samples, progress)
+        found = search_plans(config, spec, cost_model, samples, progress, compares=explain)
     with written_whole(candidates) as path:
         candidates_frame(found).write_parquet(path)
     with written_whole(out) as path:
         path.write_text(describe_choice(found, config, cost_model), encoding="utf-8")
-    if found[0].extrapolated:
-        click.echo(f"{found[0].extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
+    best = found.best
+    if explain:
+        baselines = price_baselines(config, spec, cost_model, samples)
+        click.echo(explain_choice(found, baselines, config, cost_model) + "\n")
+    if best.extrapolated:
+        click.echo(f"{best.extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
     of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
-    click.echo(f"{out}: {found[0].plan}; expected step {found[0].step_s:.3g} s{of_costs}, idle {found[0].idle:.0%}")
+    click.echo(f"{out}: {best.plan}; expected step {best.step_s:.3g} s{of_costs}, idle {best.idle:.0%}")
+    if found.passed_over and not explain:
+        first = found.passed_over
+        click.echo(f"{1 - first.step_s / best.step_s:.0%} shorter, but not trainable yet: {first.plan}")
 
 
 @click.command("schedule")

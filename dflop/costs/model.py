@@ -5,7 +5,7 @@ it begins or ends the module, `first` (embedding; patches and positions) and `la
 projector and token layout). Every part's time and memory never fall when a load of the microbatch grows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,17 @@ class Coefficients:
         for at, slope in self.hinges:
             total += slope * np.maximum(np.asarray(loads[self.along]) - at, 0.0)
         return total
+
+    @property
+    def forms(self) -> np.ndarray:
+        """Constants and units of each load of the lines whose largest this is, [1 + num_hinges, 1 + num_features]."""
+        lines = [np.array([self.const, *self.per_load])]
+        for at, slope in self.hinges:
+            line = lines[-1].copy()
+            line[0] -= slope * at
+            line[1 + self.along] += slope
+            lines.append(line)
+        return np.array(lines)
 
     def without_const(self, *, least: bool) -> "Coefficients":
         """What a unit of load adds: at `least`, or as the last hinge sees it (the mean slope up to twice there)."""
@@ -172,6 +183,39 @@ class CostModel:
             both.append(np.where(empty, 0.0, total))
         return both[0], both[1]
 
+    def stage_times(
+        self, module: str, tp: int, layers: Sequence[int], loads: Loads, *, checkpointing: bool = False
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`stage_time` of every stage of a module that is split into stages of so many layers.
+
+        Raises:
+            UserError: when there are no costs of the module at this tp.
+        """
+        parts = {part: self.part_time(module, tp, part, loads, checkpointing=checkpointing) for part in PARTS}
+        empty = (np.asarray(loads.num_items) == 0) & (np.asarray(loads.num_tokens) == 0)
+        known: dict[tuple[int, bool, bool], tuple[np.ndarray, np.ndarray]] = {}
+        kinds = [(count, stage == 0, stage == len(layers) - 1) for stage, count in enumerate(layers)]
+        for kind in kinds:
+            if kind not in known:
+                both = (
+                    sum(times * parts[part][way] for part, times in zip(PARTS, (1, *kind), strict=True) if times)
+                    for way in (0, 1)
+                )
+                known[kind] = tuple(np.where(empty, 0.0, seconds) for seconds in both)
+        return [known[kind] for kind in kinds]
+
+    def part_time(
+        self, module: str, tp: int, part: str, loads: Loads, *, checkpointing: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward seconds of one of `PARTS`, once: convex in the loads, and never falling.
+
+        Raises:
+            UserError: when there are no costs of the module at this tp.
+        """
+        self.require(module, tp)
+        key = (module, tp, part, checkpointing and part in _CHECKPOINTED)
+        return self.times[*key, "forward"](loads), self.times[*key, "backward"](loads)
+
     def stage_memory(
         self,
         module: str,
@@ -201,6 +245,31 @@ class CostModel:
             own = self.transients[key](loads)  # parts run one after the other
             transient = np.maximum(transient, own if key[2] == "last" else own - freed)
         return StageMemory(4.0 * parameters, kept, transient)
+
+    def stage_memory_forms(
+        self,
+        module: str,
+        tp: int,
+        num_layers: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        checkpointing: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`stage_memory` of a microbatch as linear forms: a constant, and bytes a unit of each of `FEATURES`.
+
+        Activations are one form [5], the transient is the largest of several [num_forms, 5].
+        """
+        self.require(module, tp)
+        kept, freed = np.zeros(1 + len(FEATURES)), np.zeros(1 + len(FEATURES))
+        parts = list(_parts(module, tp, num_layers, is_first, is_last, checkpointing))
+        for key, times in parts:
+            (own,) = self.activations[key].forms
+            kept += times * own
+            if module == "llm" and key[2] == "last":
+                freed = own
+        forms = [self.transients[key].forms - (0.0 if key[2] == "last" else freed) for key, _ in parts]
+        return kept, np.concatenate([*forms, np.zeros((1, len(kept)))])
 
     def stage_parameter_bytes(self, module: str, tp: int, num_layers: int, *, is_first: bool, is_last: bool) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
@@ -240,6 +309,14 @@ class CostModel:
                 outside |= (load > most) | ((load > 0) & (load < least))
         return outside
 
+    @property
+    def tp_sizes(self) -> dict[str, list[int]]:
+        """The tp that there are costs of, by module."""
+        sizes: dict[str, set[int]] = {}
+        for module, tp, *_ in self.times:
+            sizes.setdefault(module, set()).add(tp)
+        return {module: sorted(own) for module, own in sizes.items()}
+
     def require_made_for(self, **wanted: str) -> None:
         """Raise `UserError` when these are costs of another model, precision or device model."""
         for key, value in wanted.items():
@@ -252,7 +329,7 @@ class CostModel:
     def require(self, module: str, tp: int) -> None:
         """Raise `UserError` when there are no costs of the module at this tp."""
         if (module, tp, "layer", False, "forward") not in self.times:
-            known = sorted({f"{name} tp={size}" for name, size, *_ in self.times})
+            known = [f"{name} tp={size}" for name, sizes in sorted(self.tp_sizes.items()) for size in sizes]
             raise UserError(
                 f"no {self.source} costs for {module} tp={tp} (there are: {', '.join(known)}); "
                 f"add {tp} to `costs.tp_sizes` and run `dflop profile-costs` and `dflop fit-costs` again"

@@ -1,6 +1,21 @@
-"""Planning: the search space, the price of a plan on scheduled batches, and the search."""
+"""Planning: the search space, bounds on it, the price of a plan on scheduled batches, the search, and baselines."""
 
-from dflop.planning.search import Candidate, candidates_frame, describe_choice, search_plans
-from dflop.planning.space import enumerate_plans
+from dflop.planning.baselines import Baseline, price_baselines
+from dflop.planning.explain import candidates_frame, describe_choice, explain_choice
+from dflop.planning.price import Candidate, PlanPricer
+from dflop.planning.search import SearchResult, search_plans
+from dflop.planning.space import enumerate_space, plan_of
 
-__all__ = ["Candidate", "candidates_frame", "describe_choice", "enumerate_plans", "search_plans"]
+__all__ = [
+    "Baseline",
+    "Candidate",
+    "PlanPricer",
+    "SearchResult",
+    "candidates_frame",
+    "describe_choice",
+    "enumerate_space",
+    "explain_choice",
+    "plan_of",
+    "price_baselines",
+    "search_plans",
+]

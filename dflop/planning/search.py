@@ -1,43 +1,69 @@
-"""The search: every plan priced by what its scheduled batches would take, the shortest one chosen.
+"""The search: the plan with the shortest expected step among all that fit into memory.
 
-The price is the mean step time over global batches drawn from the data and regrouped by `lpt`, not the
-step time of a mean batch: the variance is the point.
+Every row of the space has a lower bound (`bounds`). Rows are priced in the order of their bounds, each on one batch
+after the other, and given up as soon as it is certain that enough others are faster. When the next bound is no
+better than what was found, the search is over: what it found is the argmin, although most rows were never simulated.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import polars as pl
-import yaml
 
-from dflop.config import Config, ScheduleConfig
+from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.errors import UserError
 from dflop.models import ModelSpec
-from dflop.pipeline import Plan
-from dflop.planning.space import enumerate_plans
-from dflop.scheduling import BatchScheduler, GlobalBatches, Pricer
+from dflop.pipeline import Plan, why_not_runnable
+from dflop.planning.batches import GroupedBatches
+from dflop.planning.bounds import LowerBounds, lower_bounds
+from dflop.planning.least_memory import LeastMemory
+from dflop.planning.pipelines import MeanPipelines
+from dflop.planning.price import Candidate, PlanPricer
+from dflop.planning.space import Splits, enumerate_space, plan_of
+from dflop.planning.splits import balanced_splits
 
-__all__ = ["Candidate", "candidates_frame", "describe_choice", "search_plans"]
+__all__ = ["SearchResult", "search_plans"]
 
-_FIRST_LOOK_BATCHES = 2
-_FINALISTS = 24
+# So many of the fastest plans are found for certain where people compare them, or where that takes no time.
+_NUM_COMPARED, _FEW_PLANS = 10, 20_000
+# Of the plans that memory excludes, so many are looked at, and so many priced, to say what more memory would bring.
+_MOST_MISSES, _NUM_LARGER = 4096, 64
+# Where none fits, so many of those with the lowest bounds are asked what they need.
+_NUM_NEAREST = 256
+_MARGIN = 1 + 1e-9
+_PROGRESS_EVERY = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A priced plan; times are means over the batches it was priced on, memory is the highest of them."""
+class SearchResult:
+    """What a search found.
 
-    plan: Plan
-    num_batches: int
-    step_s: float
-    idle: float
-    memory_bytes: dict[str, float]
-    busy_s: dict[str, float]
-    extrapolated: float
-    bottleneck: str
+    `candidates` are those priced on all batches, fastest first; the first is the fastest of the space.
+    `least_bound_s` is the lowest bound of a plan that was not priced to the end: no plan of the space is faster than
+    it or the first candidate. `larger` would be faster, and needs more memory than there is.
+    """
+
+    candidates: list[Candidate]
+    num_plans: int
+    num_priced: int
+    least_bound_s: float
+    larger: list[Candidate] = field(default_factory=list)
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest plan that can be trained today, or where there is none the fastest."""
+        return next((own for own in self.candidates if own.why_not_runnable is None), self.candidates[0])
+
+    @property
+    def passed_over(self) -> Candidate | None:
+        """A faster plan that cannot be trained today."""
+        first = self.candidates[0]
+        return None if first.why_not_runnable is None or first is self.best else first
 
 
 def search_plans(
@@ -45,163 +71,233 @@ def search_plans(
     spec: ModelSpec,
     costs: CostModel,
     samples: SampleShapes,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Candidate]:
-    """All plans that fit in memory, best first. The first `_FINALISTS` are priced on all `search_batches`.
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    grouping: str = "balanced",
+    within: PlanConfig | None = None,
+    splits_evenly: bool = False,
+    compares: bool = False,
+) -> SearchResult:
+    """Search the config's space; `progress` is told how many of how many plans are decided.
 
-    Activation checkpointing costs time and saves memory: it is tried only where a plan does not fit without.
+    `grouping` is how a batch is shared out, `balanced` or `random`; `within` are other limits than those of
+    `config.plan`; `splits_evenly` leaves uneven splits out; `compares` finds the ten fastest plans for certain.
+
+    Activation checkpointing costs time and saves memory, so that a plan with it is the faster one only where the same
+    plan does not fit without.
 
     Raises:
-        UserError: when nothing fits, naming the nearest miss.
+        UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
     """
-    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
-    for module in spec.modules:
-        costs.require(module.name, tp=1)
-    budget_bytes = config.cluster.memory_gib * 2**30
-    misses: list[tuple[float, str]] = []
+    batches = GroupedBatches(config, spec, costs, samples)
+    splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
+    rows = enumerate_space(config, spec, costs.tp_sizes, splits, within)
+    bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, config.cluster, config.model.freeze)
+    num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
+    search = _Search(config, spec, costs, batches, rows, splits, bounds, grouping, num_best)
+    mean_s = bounds.means()
+    order = np.argsort(mean_s, kind="stable")
+    least_s = mean_s[order].tolist()
+    done = 0
+    for done, row in enumerate(order.tolist()):
+        if least_s[done] >= search.threshold_s:
+            break
+        search.look_at(row, least_s[done])
+        if done % _PROGRESS_EVERY == 0:
+            progress(done + 1, len(order))
+    else:
+        done = len(order)
+    progress(len(order), len(order))
+    return search.result(least_s[done] if done < len(order) else np.inf)
 
-    def price_if_it_fits(plan: Plan, num_batches: int) -> Candidate | None:
-        progress(str(plan))
-        try:
-            candidate = _price(config, spec, costs, samples, batches, plan, num_batches)
-        except UserError as error:
-            misses.append((np.inf, str(error)))
-            return None
-        needed = max(candidate.memory_bytes.values())
-        if needed > budget_bytes:
-            misses.append((needed, f"{plan} needs {needed / 2**30:.3g} GiB a device"))
-            return None
+
+class _Search:
+    """Rows that were looked at, and the fastest of them: of all, and of those that can be trained today."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        costs: CostModel,
+        batches: GroupedBatches,
+        rows: pl.DataFrame,
+        splits: Splits,
+        bounds: LowerBounds,
+        grouping: str,
+        num_best: int,
+    ) -> None:
+        self._num_best = num_best
+        self._config, self._rows, self._splits, self._bounds = config, rows, splits, bounds
+        self._about = (config, spec, costs, batches, grouping)
+        self._num_batches = len(batches)
+        self._budget_bytes = config.cluster.memory_gib * 2**30
+        # Of all plans, and of those that can be trained today, as heaps with the slowest on top.
+        self._fastest: dict[bool, list[float]] = {True: [], False: []}
+        # Step time, memory and row of what was priced on all batches.
+        self._priced: list[tuple[float, float, int]] = []
+        self._misses: list[tuple[float, int]] = []
+        # Of each layout of the LLM: bytes of its stages and of a device with them, and the step of its mean pipeline.
+        self._llm_place = bounds.llm_place.tolist()
+        self._llm_bytes: dict[int, np.ndarray] = {}
+        self._device_bytes: dict[int, float] = {}
+        self._llm_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._llm_each_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._pipelines = MeanPipelines(config, spec, costs, batches, splits, grouping)
+        self._memory = LeastMemory(
+            spec, costs, batches, splits, grouping, config.model.freeze, self._pipelines.token_bytes
+        )
+        self._is_runnable = _runnable(rows, splits).tolist()
+        self._kinds = {False, *self._is_runnable}
+        # The slowest of the fastest, by kind; whose bound is not below the higher cannot be among those asked for.
+        self._slowest_s = dict.fromkeys((False, True), np.inf)
+        self.threshold_s = np.inf
+
+    def look_at(self, row: int, least_s: float) -> None:
+        """Price a row, as long as it may be one of the fastest."""
+        if not self._may_be_among_the_best(row, least_s):
+            return
+        place = self._llm_place[row]
+        if place not in self._llm_bytes:
+            self._llm_bytes[place] = self._memory.of_llm(self._values(row))
+            self._device_bytes[place] = self._memory.of_device(self._llm_bytes[place].max())
+        if not self._fits(row, self._device_bytes[place]):
+            return
+        values = self._values(row)
+        bound_s = self._mean_bound_s(row, values)
+        if not self._may_be_among_the_best(row, bound_s):
+            return
+        if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[place])):
+            return
+        key = (place, self._pipelines.num_before(values))
+        if key not in self._llm_each_s:
+            self._llm_each_s[key] = self._pipelines.of_batches(values)
+        # What is known of each batch: a bound, then the step itself.
+        known_s = self._bounds.of_pipeline(row, *self._llm_each_s[key])
+        if not self._may_be_among_the_best(row, known_s.mean()):
+            return
+        least_s = max(least_s, bound_s, known_s.mean())
+        pricer = self._pricer(self._plan(row))
+        if not self._fits(row, needed_bytes := max(pricer.memory_bytes(0).values())):
+            return
+        for batch in range(self._num_batches):
+            known_s[batch] = pricer.step_s(batch)
+            if not self._may_be_among_the_best(row, known_s.mean()):
+                return
+        for batch in range(1, self._num_batches):  # a later batch may hold a fuller microbatch
+            needed_bytes = max(needed_bytes, *pricer.memory_bytes(batch).values())
+            if not self._fits(row, needed_bytes):
+                return
+        assert known_s.mean() * _MARGIN >= least_s, (values, known_s, least_s)
+        step_s = float(known_s.mean())
+        self._priced.append((step_s, needed_bytes, row))
+        for kind in {False, self._is_runnable[row]}:
+            heap = self._fastest[kind]
+            (heapq.heappushpop if len(heap) == self._num_best else heapq.heappush)(heap, -step_s)
+            if len(heap) == self._num_best:
+                self._slowest_s[kind] = -heap[0]
+        self.threshold_s = max(self._slowest_s[kind] for kind in self._kinds)
+
+    def result(self, least_bound_s: float) -> SearchResult:
+        if not self._priced:
+            raise UserError(self._why_nothing_fits())
+        candidates = [
+            self._pricer(self._plan(row)).candidate(1, step_s=step_s, num_batches=self._num_batches)
+            for step_s, _, row in sorted(self._priced)
+        ]
+        for place in {0, next((place for place, own in enumerate(candidates) if own.why_not_runnable is None), 0)}:
+            candidates[place] = self._pricer(candidates[place].plan).candidate(self._num_batches)
+        return SearchResult(
+            candidates=[self._with_memory_named(own) for own in candidates],
+            num_plans=len(self._rows),
+            num_priced=len(self._priced),
+            least_bound_s=least_bound_s,
+            larger=self._larger(candidates[0].step_s),
+        )
+
+    def _fits(self, row: int, needed_bytes: float) -> bool:
+        if needed_bytes > self._budget_bytes:
+            self._misses.append((needed_bytes, row))
+        return needed_bytes <= self._budget_bytes
+
+    def _may_be_among_the_best(self, row: int, bound_s: float) -> bool:
+        return bound_s < self._slowest_s[False] or (self._is_runnable[row] and bound_s < self._slowest_s[True])
+
+    def _plan(self, row: int) -> Plan:
+        return plan_of(self._values(row), self._splits)
+
+    def _pricer(self, plan: Plan) -> PlanPricer:
+        return PlanPricer(plan, *self._about)
+
+    def _with_memory_named(self, candidate: Candidate) -> Candidate:
+        """Who checkpoints is short of memory: that is what bounds the plan."""
+        if candidate.plan.checkpointing and not (self._config.plan.fixed and self._config.plan.fixed.checkpointing):
+            return replace(candidate, bottleneck="memory")
         return candidate
 
-    fitting: list[Candidate] = []
-    fits_without: set[str] = set()
-    for plan in enumerate_plans(config, spec):
-        layout = str(plan).removesuffix(", checkpointing")
-        if layout not in fits_without and (candidate := price_if_it_fits(plan, _FIRST_LOOK_BATCHES)):
-            fitting.append(candidate)
-            fits_without.add(layout)
-    fitting.sort(key=_rank_key)
-    finalists: list[Candidate] = []
-    num_looked_at = 0
-    may_checkpoint = config.plan.fixed is None or config.plan.fixed.checkpointing is None
-    for candidate in fitting:
-        if len(finalists) == _FINALISTS:
-            break
-        num_looked_at += 1
-        # More batches may hold a fuller one.
-        found = price_if_it_fits(candidate.plan, config.plan.search_batches)
-        if found is None and may_checkpoint and not candidate.plan.checkpointing:
-            found = price_if_it_fits(replace(candidate.plan, checkpointing=True), config.plan.search_batches)
-        if found:
-            finalists.append(found)
-    if not finalists:
-        raise UserError(
-            f"no plan fits into `cluster.memory_gib` = {config.cluster.memory_gib}; the nearest: {min(misses)[1]}. "
-            "Raise the memory or the number of devices, or lower `train.global_batch_size` or `data.max_llm_tokens`"
+    def _larger(self, step_s: float) -> list[Candidate]:
+        """Faster plans that memory excludes, the one that needs least first: none but those looked at needs less."""
+        found: list[Candidate] = []
+        least_bytes, num_priced = np.inf, 0
+        for least, row in sorted(self._misses)[:_MOST_MISSES]:
+            if least >= least_bytes or num_priced == _NUM_LARGER:
+                break
+            if self._mean_bound_s(row, self._values(row)) >= step_s:
+                continue
+            candidate = self._pricer(self._plan(row)).candidate(self._num_batches)
+            num_priced += 1
+            if candidate.step_s < step_s:
+                found.append(candidate)
+                least_bytes = min(least_bytes, max(candidate.memory_bytes.values()))
+        return sorted(found, key=lambda own: max(own.memory_bytes.values()))
+
+    def _mean_bound_s(self, row: int, values: dict[str, object]) -> float:
+        """The mean step over the batches is no shorter, as the LLM's mean pipeline on the mean batch has it."""
+        key = (int(self._bounds.llm_place[row]), self._pipelines.num_before(values))
+        if key not in self._llm_s:
+            self._llm_s[key] = self._pipelines.of_batches(values, mean=True)
+        (bound_s,) = self._bounds.of_pipeline(row, *self._llm_s[key])
+        return float(bound_s)
+
+    def _values(self, row: int) -> dict[str, object]:
+        return self._rows.row(row, named=True)
+
+    def _why_nothing_fits(self) -> str:
+        needed, row = self._nearest()
+        memory_gib = self._config.cluster.memory_gib
+        return (
+            f"no plan fits into `cluster.memory_gib` = {memory_gib:g}: of {len(self._rows)} the nearest, "
+            f"{self._plan(row)}, needs {_rounded_up(needed / 2**30):.4g} GiB a device; raise the memory to that "
+            f"({needed / 2**30 / memory_gib - 1:.0%} more) or the number of devices, or lower "
+            "`train.global_batch_size` or `data.max_llm_tokens`"
         )
-    return sorted(finalists, key=_rank_key) + fitting[num_looked_at:]
+
+    def _nearest(self) -> tuple[float, int]:
+        """The bytes and the row of the plan that needs least: what was said of a miss is a bound, this is its need."""
+        nearest = (np.inf, -1)
+        for least, row in sorted(self._misses)[:_NUM_NEAREST]:
+            if least >= nearest[0]:
+                break
+            pricer = self._pricer(self._plan(row))
+            needed = max(max(pricer.memory_bytes(batch).values()) for batch in range(self._num_batches))
+            nearest = min(nearest, (needed, row))
+        return nearest
 
 
-def candidates_frame(candidates: Sequence[Candidate]) -> pl.DataFrame:
-    """The table `candidates.parquet`."""
-    rows = []
-    for rank, candidate in enumerate(candidates, start=1):
-        plan = candidate.plan
-        vision, llm = plan.grid("vision"), plan.grid("llm")
-        rows.append(
-            {
-                "rank": rank,
-                "placement": plan.placement,
-                **{f"vision_{key}": getattr(vision, key) for key in ("tp", "pp", "dp")},
-                **{f"llm_{key}": getattr(llm, key) for key in ("tp", "pp", "dp")},
-                "num_microbatches": plan.num_microbatches,
-                "checkpointing": plan.checkpointing,
-                "schedule": plan.schedule,
-                "step_s": candidate.step_s,
-                "idle": candidate.idle,
-                "vision_memory_bytes": candidate.memory_bytes["vision"],
-                "llm_memory_bytes": candidate.memory_bytes["llm"],
-                "bottleneck": candidate.bottleneck,
-                "num_batches": candidate.num_batches,
-                "extrapolated": candidate.extrapolated,
-            }
-        )
-    return pl.DataFrame(rows)
+def _rounded_up(value: float) -> float:
+    """To four digits: what a message names is enough."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return math.ceil(value / unit) * unit
 
 
-def _rank_key(candidate: Candidate) -> tuple[float, float]:
-    return candidate.step_s, max(candidate.memory_bytes.values())
-
-
-def _price(
-    config: Config,
-    spec: ModelSpec,
-    costs: CostModel,
-    samples: SampleShapes,
-    batches: GlobalBatches,
-    plan: Plan,
-    num_batches: int,
-) -> Candidate:
-    pricer = Pricer(plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision)
-    scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="lpt"), config.seed)
-    priced = [scheduler.price(step) for step in range(num_batches)]
-    busy_s = {
-        grid.module: float(np.mean([_busiest(pricer, grid.module, entry.busy_s) for entry in priced]))
-        for grid in plan.grids
+def _runnable(rows: pl.DataFrame, splits: Splits) -> np.ndarray:
+    """Which rows can be trained today, [num_rows]; asked of one row of each kind."""
+    kinds = {
+        "placement": pl.col("placement"),
+        "schedule": pl.col("schedule"),
+        **{f"has_{name}": pl.col(name) > 1 for name in ("vision_tp", "vision_pp", "llm_tp")},
     }
-    step_s = float(np.mean([entry.step_s for entry in priced]))
-    memory_bytes = {grid.module: max(entry.memory_bytes[grid.module] for entry in priced) for grid in plan.grids}
-    return Candidate(
-        plan=plan,
-        num_batches=num_batches,
-        step_s=step_s,
-        idle=float(np.mean([entry.idle for entry in priced])),
-        memory_bytes=memory_bytes,
-        busy_s=busy_s,
-        extrapolated=float(np.mean([entry.extrapolated for entry in priced])),
-        bottleneck=_bottleneck(step_s, busy_s),
-    )
-
-
-def _busiest(pricer: Pricer, module: str, busy_s: np.ndarray) -> float:
-    own = [slice(stage.first_node, stage.first_node + stage.dp) for stage in pricer.stages if stage.module == module]
-    return float(max(busy_s[nodes].max() for nodes in own))
-
-
-def _bottleneck(step_s: float, busy_s: dict[str, float]) -> str:
-    """The module that computes longest, unless its ranks wait for more than half of the step."""
-    module, seconds = max(busy_s.items(), key=lambda entry: entry[1])
-    return f"{module} compute" if seconds >= step_s / 2 else "bubble"
-
-
-def describe_choice(candidates: Sequence[Candidate], config: Config, costs: CostModel) -> str:
-    """`plan.yaml`: the best plan, what was predicted for it and from which costs, and why it won."""
-    best = candidates[0]
-    values = {
-        "plan": best.plan.to_dict(),
-        "predicted": {
-            "step_s": float(f"{best.step_s:.6g}"),
-            "idle": round(best.idle, 4),
-            "samples_per_s": round(config.train.global_batch_size / best.step_s, 3),
-            "memory_bytes": {module: round(size) for module, size in best.memory_bytes.items()},
-            "num_batches": best.num_batches,
-            # The share of the microbatches that lie outside of what was measured.
-            "extrapolated": round(best.extrapolated, 4),
-        },
-        "why": _why(candidates),
-        "num_candidates": len(candidates),
-        "costs": f"{config.cluster.device_model}, {costs.source}",
-    }
-    return yaml.safe_dump(values, sort_keys=False, width=110)
-
-
-def _why(candidates: Sequence[Candidate]) -> str:
-    best = candidates[0]
-    why = (
-        f"Shortest expected step of {len(candidates)} plans that fit; bound by {best.bottleneck} "
-        f"(busiest rank: {', '.join(f'{module} {seconds:.3g} s' for module, seconds in best.busy_s.items())})."
-    )
-    if len(candidates) > 1:
-        second = candidates[1]
-        why += f" The next, {second.plan}, takes {second.step_s / best.step_s:.2f}x as long."
-    return why
+    of_kind = rows.select(**kinds).with_row_index("row")
+    firsts = of_kind.group_by(*kinds).agg(pl.col("row").first())
+    said = [why_not_runnable(plan_of(rows.row(row, named=True), splits)) is None for row in firsts["row"]]
+    named = firsts.drop("row").with_columns(runnable=pl.Series(said, dtype=pl.Boolean))
+    return of_kind.join(named, on=list(kinds), how="left", maintain_order="left")["runnable"].to_numpy()

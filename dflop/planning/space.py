@@ -1,58 +1,195 @@
-"""The search space: every plan for a number of devices that the config does not rule out."""
+"""The search space: every layout of a number of devices that the config does not rule out, one row each.
 
-from collections.abc import Iterator
+Placement x (tp, pp, dp) of each module x microbatches x activation checkpointing x pipeline schedule x split of the
+layers. Rows are numbers in a table, since a large cluster has millions of them; `plan_of` makes a plan of one.
+"""
 
-from dflop.config import Config, FixedGrid, FixedPlan
+from collections.abc import Mapping, Sequence
+
+import polars as pl
+
+from dflop.config import Config, FixedGrid, FixedPlan, PlanConfig
 from dflop.errors import UserError
 from dflop.models import ModelSpec
-from dflop.pipeline import Grid, Plan
+from dflop.pipeline import PLACEMENTS, SCHEDULES, Grid, Plan
 
-__all__ = ["enumerate_plans"]
+__all__ = ["LLM_LAYOUT", "VISION_LAYOUT", "Splits", "enumerate_space", "plan_of"]
+
+# Layers of each stage, by (LLM tp, number of stages), where another split than the even one is worth a look.
+Splits = Mapping[tuple[int, int], tuple[int, ...]]
+
+VISION_LAYOUT = ("vision_tp", "vision_pp", "vision_dp")
+LLM_LAYOUT = ("llm_tp", "llm_pp", "llm_dp")
+# Encoders are shallow: more stages than this only add hops.
+_ENCODER_PP = (1, 2, 4)
+_NUM_CHUNKS = (2, 4)
+# A larger cluster is shared out between the modules in this many equal parts.
+_FINEST_SHARE = 64
 
 
-def enumerate_plans(config: Config, spec: ModelSpec) -> Iterator[Plan]:
-    """Disjoint plans over all devices at tp=1, first without and then with activation checkpointing.
+def enumerate_space(
+    config: Config,
+    spec: ModelSpec,
+    tp_sizes: Mapping[str, Sequence[int]],
+    splits: Splits,
+    within: PlanConfig | None = None,
+) -> pl.DataFrame:
+    """All layouts that use every device, `within` other limits than those of `config.plan` if given.
 
-    Microbatch counts are 1, 2, 3, 4, 6, 8, 12, … as far as every bucket can hold a sample.
+    `tp_sizes` are those that costs are known for.
+
+    Up to 64 devices any number of them may go to the encoder; of more, a multiple of a 64th. Microbatch counts are
+    1, 2, 3, 4, 6, 8, 12, … as far as every bucket can hold a sample.
 
     Raises:
-        UserError: when `plan.fixed` and the devices leave nothing.
+        UserError: when the devices, the global batch and `plan.fixed` leave nothing.
     """
-    fixed = config.plan.fixed or FixedPlan()
-    vision, llm = fixed.vision or FixedGrid(), fixed.llm or FixedGrid()
-    for grid, name in ((vision, "vision"), (llm, "llm")):
-        if (grid.tp or 1) > 1:
-            raise UserError(f"`plan.fixed.{name}.tp` is {grid.tp}: tensor parallelism cannot be run yet; use tp: 1")
-    if (vision.pp or 1) > 1:
-        raise UserError(f"`plan.fixed.vision.pp` is {vision.pp}: encoders run in one stage; use pp: 1")
-    num_layers = spec.module("llm").num_layers
-    num_devices = config.cluster.num_devices
-    found = False
-    for checkpointing in (False, True) if fixed.checkpointing is None else (fixed.checkpointing,):
-        for vision_dp in range(1, num_devices):
-            for pp in range(1, min(num_layers, num_devices - vision_dp) + 1):
-                dp, rest = divmod(num_devices - vision_dp, pp)
-                pinned = ((vision.dp, vision_dp), (llm.pp, pp), (llm.dp, dp))
-                if rest or any(want not in (None, have) for want, have in pinned):
-                    continue
-                for num_microbatches in _microbatch_counts(config.train.global_batch_size // dp, fixed):
-                    found = True
-                    yield Plan(
-                        placement="disjoint",
-                        grids=(
-                            Grid(module="vision", num_ranks=vision_dp),
-                            Grid(module="llm", num_ranks=pp * dp, pp=pp, rank_offset=vision_dp),
-                        ),
-                        num_microbatches=num_microbatches,
-                        checkpointing=checkpointing,
-                    )
-    if not found:
-        raise UserError(
-            f"no plan uses all {num_devices} devices of `cluster` with the encoder and the LLM on ranks of their own"
-            + (f" and `plan.fixed` {_pins(fixed)}" if config.plan.fixed else "")
-            + f", {num_layers} LLM layers and {config.train.global_batch_size} samples a batch; "
-            "use at least 2 devices, loosen `plan.fixed` or raise `train.global_batch_size`"
+    within = within or config.plan
+    fixed = within.fixed or FixedPlan()
+    placements = within.placements if fixed.placement is None else [fixed.placement]
+    grids = _pinned(pl.concat([_of_placement(config, spec, tp_sizes, name) for name in placements]), fixed)
+    rows = (
+        grids.join(_pipelines(within, spec, grids), on="llm_pp")
+        .join(_microbatches(config, fixed, grids), on="llm_dp")
+        .filter((pl.col("num_chunks") == 1) | (pl.col("num_microbatches") % pl.col("llm_pp") == 0))
+        # With one microbatch in flight there is nothing to order differently.
+        .filter(
+            (pl.col("schedule") == "1f1b") | (pl.col("num_microbatches") > 1) | (pl.lit(fixed.schedule is not None))
         )
+        .join(_splits(splits), on=("llm_tp", "llm_pp", "num_chunks"), how="left", coalesce=True)
+        .with_columns(pl.col("balanced").fill_null([False]))
+        .explode("balanced")
+        .join(_checkpointing(fixed), how="cross")
+    )
+    if rows.is_empty():
+        raise UserError(_why_nothing(config, within, spec, tp_sizes))
+    return rows
+
+
+def plan_of(row: Mapping[str, object], splits: Splits) -> Plan:
+    """The plan of a row of `enumerate_space`."""
+    vision_tp, vision_pp, vision_dp = (row[name] for name in VISION_LAYOUT)
+    tp, pp, dp = (row[name] for name in LLM_LAYOUT)
+    num_ranks = vision_tp * vision_pp * vision_dp
+    return Plan(
+        placement=row["placement"],
+        grids=(
+            Grid(module="vision", num_ranks=num_ranks, tp=vision_tp, pp=vision_pp),
+            Grid(
+                module="llm",
+                num_ranks=tp * pp * dp,
+                tp=tp,
+                pp=pp,
+                rank_offset=num_ranks if row["placement"] == "disjoint" else 0,
+                layers=splits[tp, pp * row["num_chunks"]] if row["balanced"] else (),
+            ),
+        ),
+        num_microbatches=row["num_microbatches"],
+        checkpointing=row["checkpointing"],
+        schedule=row["schedule"],
+        num_chunks=row["num_chunks"],
+    )
+
+
+def _of_placement(config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], name: str) -> pl.DataFrame:
+    """Grids of both modules, one pair a row."""
+    num_devices, per_node = config.cluster.num_devices, config.cluster.devices_per_node
+    unit = max(1, num_devices // _FINEST_SHARE)
+    encoder_tp, llm_tp = ([size for size in tp_sizes[module] if per_node % size == 0] for module in ("vision", "llm"))
+    num_layers = {module: spec.module(module).num_layers for module in ("vision", "llm")}
+    rows = []
+    shares = range(unit, num_devices, unit) if name == "disjoint" else (0,)
+    for num_encoders in shares:
+        num_llm = num_devices - num_encoders
+        for tp in llm_tp:
+            if num_encoders % tp:
+                continue  # a group would lie on two nodes
+            for pp in range(1, min(num_layers["llm"], num_llm // tp) + 1):
+                if num_llm % (tp * pp):
+                    continue
+                llm = (tp, pp, num_llm // (tp * pp))
+                if name == "monolithic":
+                    encoders = [(tp, 1, llm[2])] if tp in encoder_tp else []
+                elif name == "colocated":
+                    encoders = [(size, 1, num_llm // size) for size in encoder_tp if num_llm % size == 0]
+                else:
+                    encoders = [
+                        (size, stages, num_encoders // (size * stages))
+                        for size in encoder_tp
+                        for stages in _ENCODER_PP
+                        if num_encoders % (size * stages) == 0 and stages <= num_layers["vision"]
+                    ]
+                rows += [(name, *encoder, *llm) for encoder in encoders]
+    sizes = dict.fromkeys((*VISION_LAYOUT, *LLM_LAYOUT), pl.Int32)
+    return pl.DataFrame(rows, schema={"placement": pl.Enum(PLACEMENTS), **sizes}, orient="row")
+
+
+def _pinned(grids: pl.DataFrame, fixed: FixedPlan) -> pl.DataFrame:
+    """The grids that agree with `plan.fixed`."""
+    wanted = {"placement": fixed.placement}
+    for module, grid in (("vision", fixed.vision), ("llm", fixed.llm)):
+        for size in ("tp", "pp", "dp"):
+            wanted[f"{module}_{size}"] = getattr(grid or FixedGrid(), size)
+    for name, value in wanted.items():
+        if value is not None:
+            grids = grids.filter(pl.col(name) == value)
+    return grids
+
+
+def _pipelines(within: PlanConfig, spec: ModelSpec, grids: pl.DataFrame) -> pl.DataFrame:
+    """Schedules of each number of stages; one stage alone has nothing to order."""
+    fixed = within.fixed or FixedPlan()
+    schedules = within.schedules if fixed.schedule is None else [fixed.schedule]
+    num_layers = spec.module("llm").num_layers
+    rows = []
+    for pp in grids["llm_pp"].unique().to_list():
+        for schedule in schedules if pp > 1 or fixed.schedule else ("1f1b",):
+            if schedule == "interleaved_1f1b":
+                rows += [(pp, schedule, chunks) for chunks in _NUM_CHUNKS if pp > 1 and pp * chunks <= num_layers]
+            else:
+                rows.append((pp, schedule, 1))
+    schema = {"llm_pp": pl.Int32, "schedule": pl.Enum(SCHEDULES), "num_chunks": pl.Int32}
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _microbatches(config: Config, fixed: FixedPlan, grids: pl.DataFrame) -> pl.DataFrame:
+    rows = []
+    for dp in grids["llm_dp"].unique().to_list():
+        most = config.train.global_batch_size // dp
+        powers = [1 << exponent for exponent in range(most.bit_length())]
+        counts = {count for power in powers for count in (power, 3 * power)}
+        if fixed.num_microbatches:
+            counts = {fixed.num_microbatches}
+        rows += [(dp, count) for count in sorted(counts) if count <= most]
+    return pl.DataFrame(rows, schema={"llm_dp": pl.Int32, "num_microbatches": pl.Int32}, orient="row")
+
+
+def _splits(splits: Splits) -> pl.DataFrame:
+    """Which (tp, pp) have a second split; chunks are always split evenly."""
+    rows = [(tp, pp, 1, [False, True]) for tp, pp in splits]
+    schema = {"llm_tp": pl.Int32, "llm_pp": pl.Int32, "num_chunks": pl.Int32, "balanced": pl.List(pl.Boolean)}
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _checkpointing(fixed: FixedPlan) -> pl.DataFrame:
+    return pl.DataFrame({"checkpointing": [False, True] if fixed.checkpointing is None else [fixed.checkpointing]})
+
+
+def _why_nothing(config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]]) -> str:
+    cluster, fixed = config.cluster, within.fixed
+    what = f"no plan uses all {cluster.num_devices} devices of `cluster`"
+    if fixed:
+        what += f" with `plan.fixed` ({_pins(fixed)})"
+    known = ", ".join(f"{module} {'/'.join(map(str, sizes))}" for module, sizes in tp_sizes.items())
+    what += (
+        f": placements {', '.join(within.placements)}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
+        f"{config.train.global_batch_size} samples a batch"
+    )
+    if fixed:
+        return f"{what}; loosen `plan.fixed`"
+    if cluster.num_devices == 1 and within.placements == ["disjoint"]:
+        return f"{what}; disjoint modules need at least 2 devices"
+    return f"{what}; raise `train.global_batch_size` or change the number of devices"
 
 
 def _pins(fixed: FixedPlan) -> str:
@@ -63,13 +200,9 @@ def _pins(fixed: FixedPlan) -> str:
         for key in ("tp", "pp", "dp")
         if getattr(grid, key)
     ]
-    if fixed.num_microbatches:
-        parts.append(f"num_microbatches={fixed.num_microbatches}")
-    return f"({', '.join(parts)})"
-
-
-def _microbatch_counts(most: int, fixed: FixedPlan) -> list[int]:
-    if fixed.num_microbatches:
-        return [fixed.num_microbatches] if fixed.num_microbatches <= most else []
-    powers = [1 << exponent for exponent in range(most.bit_length())]
-    return sorted({count for power in powers for count in (power, 3 * power) if count <= most})
+    parts += [
+        f"{key}={getattr(fixed, key)}"
+        for key in ("placement", "num_microbatches", "schedule")
+        if getattr(fixed, key) is not None
+    ]
+    return ", ".join(parts)

@@ -12,6 +12,7 @@ from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, hea
 __all__ = ["draw_plans", "plans_height_in"]
 
 _MOST_PLANS = 12
+_SAME = ("placement", "num_microbatches", "checkpointing", "schedule", "num_chunks")
 
 
 def plans_height_in(candidates: pl.DataFrame) -> float:
@@ -82,8 +83,8 @@ def _is(row: dict, plan: Plan, modules: list[str]) -> bool:
         == (plan.grid(module).tp, plan.grid(module).pp, plan.grid(module).dp)
         for module in modules
     )
-    rest = (row["placement"], row["num_microbatches"], row["checkpointing"], row["schedule"])
-    return same_grids and rest == (plan.placement, plan.num_microbatches, plan.checkpointing, plan.schedule)
+    rest = (*(row[name] for name in _SAME), tuple(row["llm_layers"] or ()))
+    return same_grids and rest == (*(getattr(plan, name) for name in _SAME), plan.grid("llm").layers)
 
 
 def _labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -> list[str]:
@@ -102,10 +103,12 @@ def _labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -
         if row["checkpointing"]:
             parts.append("ckpt")
         if candidates["schedule"].n_unique() > 1:
-            parts.append(row["schedule"])
+            parts.append(row["schedule"] + (f" x{row['num_chunks']}" if row["num_chunks"] > 1 else ""))
+        if row["llm_layers"]:
+            parts.append("+".join(map(str, row["llm_layers"])))
         if candidates["placement"].n_unique() > 1:
             parts.insert(0, row["placement"])
-        labels.append(" · ".join(parts))
+        labels.append(" · ".join(parts) + ("" if row["runnable"] else " *"))
     return labels
 
 
@@ -113,20 +116,24 @@ def _finding(candidates: pl.DataFrame, shown: pl.DataFrame, is_chosen: list[bool
     if len(candidates) == 1:
         return f"One plan fits; its expected step takes {format_seconds(shown['step_s'][0])}"
     best = shown["step_s"][0]
-    finding = f"{len(candidates)} plans fit: "
-    finding += "the chosen one is" if is_chosen[0] else "the best one is"
+    if not is_chosen[0] and any(is_chosen):
+        chosen_s = shown["step_s"].to_list()[is_chosen.index(True)]
+        return f"The chosen plan is predicted to take {chosen_s / best:.2f}x as long as the fastest, not trainable yet"
     to_next, to_slowest = candidates["step_s"][1] / best, candidates["step_s"].max() / best
-    return f"{finding} predicted {to_next:.2f}x faster than the next and {to_slowest:.2f}x than the slowest"
+    finding = f"Of {len(candidates)} plans that were priced the {'chosen' if is_chosen[0] else 'best'} one is predicted"
+    return f"{finding} {to_next:.2f}x faster than the next and {to_slowest:.2f}x than the slowest"
 
 
 def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:
     note = "dp, pp, tp: data-parallel replicas, pipeline stages, tensor-parallel ranks; mb: microbatches"
     if shown["checkpointing"].any():
         note += "; ckpt: activation checkpointing"
+    if not shown["runnable"].all():
+        note += "; *: priced, not trainable yet"
     note += "."
     if "num_batches" in shown.columns:
         counts = sorted(shown["num_batches"].unique())
-        note += f" Means over {' or '.join(str(count) for count in counts)} global batches, scheduled by lpt."
+        note += f" Means over {' or '.join(str(count) for count in counts)} global batches, regrouped."
     if len(shown) < len(candidates):
         note += f" The best {len(shown)} of {len(candidates)} are drawn."
     return note

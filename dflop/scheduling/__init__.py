@@ -11,26 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dflop.scheduling.batches import GlobalBatches
     from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets
-    from dflop.scheduling.policies import descend, lpt_buckets, random_buckets
+    from dflop.scheduling.policies import descend, lpt_buckets, quick_buckets, random_buckets
     from dflop.scheduling.preview import preview_frames
-    from dflop.scheduling.pricing import Assignment, Pricer
+    from dflop.scheduling.pricing import BYTES_PER_VALUE, WEIGHT_SHARE, Assignment, Pricer
     from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, goal_s, lower_bound_s
     from dflop.scheduling.sampler import BalancedBatchSampler
     from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+    from dflop.scheduling.transfers import find_link
 
 _HOMES = {
     "batches": ("GlobalBatches",),
     "ilp": ("CbcProcess", "IlpResult", "ilp_buckets"),
-    "policies": ("descend", "lpt_buckets", "random_buckets"),
+    "policies": ("descend", "lpt_buckets", "quick_buckets", "random_buckets"),
     "preview": ("preview_frames",),
-    "pricing": ("Assignment", "Pricer"),
+    "pricing": ("BYTES_PER_VALUE", "WEIGHT_SHARE", "Assignment", "Pricer"),
     "problem": ("BatchProblem", "bucket_loads", "check_assignment", "goal_s", "lower_bound_s"),
     "sampler": ("BalancedBatchSampler",),
+    "transfers": ("find_link",),
     "scheduler": ("BatchScheduler", "StepSchedule"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BYTES_PER_VALUE",
+    "WEIGHT_SHARE",
     "Assignment",
     "BalancedBatchSampler",
     "BatchProblem",
@@ -43,11 +47,13 @@ __all__ = [
     "bucket_loads",
     "check_assignment",
     "descend",
+    "find_link",
     "goal_s",
     "ilp_buckets",
     "lower_bound_s",
     "lpt_buckets",
     "preview_frames",
+    "quick_buckets",
     "random_buckets",
 ]
 

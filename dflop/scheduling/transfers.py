@@ -1,12 +1,15 @@
 """What moves between ranks in a step, and how long it takes: hidden states, features over bridges, gradient sums."""
 
+import itertools
+from functools import cached_property
+
 import numpy as np
 
 from dflop.config import ClusterConfig
 from dflop.costs import Link, LinkModel
 from dflop.pipeline import Bridges, Plan, Stage, stages_of
 
-__all__ = ["Transfers"]
+__all__ = ["Transfers", "find_link"]
 
 
 class Transfers:
@@ -16,14 +19,31 @@ class Transfers:
         self.plan, self._links, self._cluster = plan, links, cluster
         self._stages = stages_of(plan)
 
-    def chain_s(self, stage: Stage, num_bytes: np.ndarray) -> np.ndarray:
-        """[dp, num_microbatches]: what bytes [dp, num_microbatches] take to the module's next stage, 0 without one."""
-        place = self._stages.index(stage)
-        behind = self._stages[place + 1] if place + 1 < len(self._stages) else None
-        if behind is None or behind.module != stage.module:
-            return np.zeros_like(num_bytes)
-        replicas = np.arange(stage.dp)[:, None]
-        return self._p2p_s(self._first_ranks(stage, replicas), self._first_ranks(behind, replicas), num_bytes)
+    def chain_s(self, num_bytes: dict[str, np.ndarray]) -> np.ndarray:
+        """What it takes to the module's next stage, 0 without one, [num_nodes, num_microbatches].
+
+        Given are each module's bytes, [dp, num_microbatches].
+        """
+        seconds = []
+        for module, own in num_bytes.items():
+            intra_s, inter_s = (
+                find_link(self._links, self._cluster, "p2p", is_intra).seconds(own) for is_intra in (True, False)
+            )
+            for stays in self._stays_in_node[module]:
+                seconds.append(np.where(stays[:, None], intra_s, inter_s))
+            seconds.append(np.zeros_like(own))
+        return np.concatenate(seconds)
+
+    @cached_property
+    def _stays_in_node(self) -> dict[str, list[np.ndarray]]:
+        """For each but the last stage of each module: whether what goes to the next stays in its node, [dp] each."""
+        stays: dict[str, list[np.ndarray]] = {grid.module: [] for grid in self.plan.grids}
+        for stage, behind in itertools.pairwise(self._stages):
+            if stage.module == behind.module:
+                replicas = np.arange(stage.dp)
+                ends = (self._first_ranks(own, replicas) for own in (stage, behind))
+                stays[stage.module].append(self._is_intra(*ends))
+        return stays
 
     def bridges(
         self, encoder_rank: np.ndarray, llm_dp_rank: np.ndarray, microbatch: np.ndarray, num_bytes: np.ndarray
@@ -62,23 +82,28 @@ class Transfers:
         if stage.dp == 1:
             return 0.0
         first, last = self._first_ranks(stage, np.array([0, stage.dp - 1]))
-        return self._link("all_reduce", self._is_intra(first, last), stage.dp).seconds(num_bytes)
+        return find_link(self._links, self._cluster, "all_reduce", self._is_intra(first, last), stage.dp).seconds(
+            num_bytes
+        )
 
     def _p2p_s(self, first: np.ndarray, second: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
-        intra, inter = (self._link("p2p", is_intra).seconds(num_bytes) for is_intra in (True, False))
+        intra, inter = (
+            find_link(self._links, self._cluster, "p2p", is_intra).seconds(num_bytes) for is_intra in (True, False)
+        )
         return np.where(self._is_intra(first, second), intra, inter)
 
     def _is_intra(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         return first // self._cluster.devices_per_node == second // self._cluster.devices_per_node
 
-    def _link(self, kind: str, is_intra: bool, num_ranks: int = 2) -> Link:
-        """As measured; where it was not, at the configured bandwidth, in a ring and without latency."""
-        measured = self._links.find(kind, "intra" if is_intra else "inter", num_ranks)
-        if measured is not None:
-            return measured
-        bytes_per_s = (self._cluster.intra_node_gbps if is_intra else self._cluster.inter_node_gbps) * 1e9 / 8
-        return Link(0.0, bytes_per_s if kind == "p2p" else bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
-
     def _first_ranks(self, stage: Stage, replica: np.ndarray) -> np.ndarray:
         grid = self.plan.grid(stage.module)
         return grid.first_rank(stage.pp_stage % grid.pp, replica)
+
+
+def find_link(links: LinkModel, cluster: ClusterConfig, kind: str, is_intra: bool, num_ranks: int = 2) -> Link:
+    """As measured; where it was not, at the configured bandwidth, in a ring and without latency."""
+    measured = links.find(kind, "intra" if is_intra else "inter", num_ranks)
+    if measured is not None:
+        return measured
+    bytes_per_s = (cluster.intra_node_gbps if is_intra else cluster.inter_node_gbps) * 1e9 / 8
+    return Link(0.0, bytes_per_s if kind == "p2p" else bytes_per_s * num_ranks / (2 * (num_ranks - 1)))

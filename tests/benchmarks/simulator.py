@@ -36,12 +36,7 @@ SIZES = (("20 ranks", 4, 16, 1, 1, 4, 16, 64), ("8,192 ranks", 2048, 6144, 4, 8,
 
 
 def main() -> None:
-    rows = [
-        measured(name, *size, placement, schedule, num_chunks)
-        for name, *size in SIZES
-        for placement in ("disjoint", "colocated", "monolithic")
-        for schedule, num_chunks in SCHEDULES
-    ]
+    rows = measure_all()
     print(f"{platform.machine()}, {os.cpu_count()} cores; python {' '.join(sys.argv)}")
     print(f"{'':44} {'compiled in':>12} {'a batch in':>12} {'peak in':>10} {'evaluations/s':>14}")
     for row in rows:
@@ -52,6 +47,15 @@ def main() -> None:
     out = REPOSITORY / "results/benchmarks/simulator.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+def measure_all() -> list[dict[str, object]]:
+    return [
+        measured(name, *size, placement, schedule, num_chunks)
+        for name, *size in SIZES
+        for placement in ("disjoint", "colocated", "monolithic")
+        for schedule, num_chunks in SCHEDULES
+    ]
 
 
 def measured(

@@ -174,6 +174,8 @@ def test_a_source_without_a_path_is_refused():
     ("key", "value", "choices"),
     [
         ("schedule.policy", "lptt", "random, lpt, ilp"),
+        ("plan.fixed.schedule", "zb", "gpipe, 1f1b, interleaved_1f1b, zb_h1"),
+        ("plan.fixed.placement", "apart", "disjoint, colocated, monolithic"),
         ("train.precision", "fp8", "fp32, bf16, fp64"),
         ("cluster.device", "tpu", "cpu, cuda"),
         ("model.family", "llava", "llava_onevision, internvl"),
@@ -192,8 +194,8 @@ def test_a_closed_choice_in_a_list_names_the_entry():
 @pytest.mark.parametrize(
     ("key", "value", "name"),
     [
-        ("plan.fixed.schedule", "zb_h1", "plan.fixed.schedule"),
-        ("plan.placements", ["disjoint", "monolithic"], "plan.placements[1]"),
+        ("schedule.policy", "search", "schedule.policy"),
+        ("schedule.correction", "on", "schedule.correction"),
     ],
 )
 def test_a_choice_that_is_planned_but_not_there_yet_is_refused_as_such(key, value, name):
@@ -203,11 +205,19 @@ def test_a_choice_that_is_planned_but_not_there_yet_is_refused_as_such(key, valu
 
 
 def test_a_fixed_plan_may_not_need_more_devices_than_there_are():
-    fixed = {"vision": {"dp": 2}, "llm": {"pp": 2, "dp": 2}}
+    fixed = {"placement": "disjoint", "vision": {"dp": 2}, "llm": {"pp": 2, "dp": 2}}
     message = refusal({"plan": {"fixed": fixed}, "cluster": {"num_nodes": 1, "devices_per_node": 4}})
-    assert "`plan.fixed` needs 6 devices" in message
+    assert "`plan.fixed` needs 6 devices (each module its own)" in message
     assert "`cluster` has 4 (1 x 4)" in message
     load_config({"plan": {"fixed": fixed}, "cluster": {"num_nodes": 3, "devices_per_node": 2}})
+
+
+def test_modules_that_may_share_devices_need_no_more_than_the_llm():
+    fixed = {"llm": {"pp": 2, "dp": 2}}
+    load_config({"plan": {"fixed": fixed}, "cluster": {"devices_per_node": 4}})
+    assert "`plan.fixed` needs 4 devices, but" in refusal(
+        {"plan": {"fixed": fixed}, "cluster": {"devices_per_node": 3}}
+    )
 
 
 def test_a_cluster_needs_a_device_for_each_module():
@@ -260,9 +270,9 @@ def test_something_must_be_left_to_train():
     load_config({"model": {"freeze": ["llm"]}})
 
 
-def test_a_module_that_is_not_pinned_still_needs_a_device():
-    message = refusal({"plan": {"fixed": {"llm": {"dp": 2}}}, "cluster": {"devices_per_node": 2}})
-    assert "needs 3 devices" in message
+def test_a_module_that_is_not_pinned_still_needs_a_device_of_its_own():
+    plan = {"placements": ["disjoint"], "fixed": {"llm": {"dp": 2}}}
+    assert "needs 3 devices" in refusal({"plan": plan, "cluster": {"devices_per_node": 2}})
 
 
 def test_more_microbatches_than_samples_are_refused():

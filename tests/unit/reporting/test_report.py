@@ -155,7 +155,7 @@ def test_of_many_plans_the_best_are_drawn_and_the_chosen_one_is_marked():
     figure = Figure()
     draw_plans(figure, make_candidates(SMALL, 30), SMALL, memory_gib=4)
     said = words(figure)
-    assert "30 plans fit" in said
+    assert "Of 30 plans that were priced the chosen one is predicted" in said
     assert said.count("· chosen") == 1
     assert "The best 12 of 30 are drawn" in said
 
@@ -372,7 +372,7 @@ def make_candidates(plan, count):
         | {"num_microbatches": plan.num_microbatches + place, "checkpointing": False, "schedule": plan.schedule}
         | {"step_s": 0.5 + 0.03 * place, "idle": 0.1 + 0.01 * place}
         | {"vision_memory_bytes": 2e8 + 1e7 * place, "llm_memory_bytes": 6e8, "bottleneck": bounds[place % 3]}
-        | {"num_batches": 16}
+        | {"num_batches": 16, "num_chunks": plan.num_chunks, "llm_layers": None, "runnable": True}
         for place in range(count)
     ]
     return pl.DataFrame(rows)

@@ -1,0 +1,279 @@
+"""Step times that no assignment of a batch can undercut, for every row of the search space at once.
+
+Part times are convex in a microbatch's loads, so a replica's microbatches take at least as long as if each held the
+mean (Jensen). A stage also waits until the first microbatch has come through the stages before it, and these for
+what comes back after the last; no microbatch is smaller than the smallest sample. And every sample has to pass the
+whole pipeline, forwards and backwards. What the bounds rule out is never simulated.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from dflop.config import ClusterConfig
+from dflop.costs import CostModel, Loads
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec
+from dflop.pipeline import split_layers
+from dflop.planning.batches import llm_loads
+from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits
+from dflop.scheduling import find_link
+
+__all__ = ["LowerBounds", "least_sync", "lower_bounds", "possible_scopes"]
+
+_PARTS = ("stage", "layer", "first", "last")
+_LLM_KEYS = (*LLM_LAYOUT, "num_microbatches", "checkpointing", "schedule", "num_chunks", "balanced")
+_VISION_KEYS = (*VISION_LAYOUT, "num_microbatches", "checkpointing")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowerBounds:
+    """Seconds, addressed by the rows' places in them: of the encoder [num_keys, num_batches], of the LLM [num_keys].
+
+    `llm_s` and `vision_s` bound the step alone. Where modules share ranks, `shared_s` of both together does. What is
+    the LLM's bounds the mean over the batches and no single one of them, so the two meet as means alone: the mean of
+    the larger of both, batch by batch, would be no bound.
+    """
+
+    llm_keys: pl.DataFrame
+    llm_place: np.ndarray
+    vision_place: np.ndarray
+    placement: np.ndarray
+    llm_s: np.ndarray
+    llm_shared_s: np.ndarray
+    vision_s: np.ndarray
+    vision_shared_s: np.ndarray
+    # What a colocated encoder adds to every rank before and after the LLM's pipeline.
+    vision_least_s: np.ndarray
+
+    def means(self) -> np.ndarray:
+        """Of every row the least mean step over the batches, [num_rows]."""
+        llm, vision = self.llm_place, self.vision_place
+        both = self.llm_shared_s[llm] + self.vision_shared_s.mean(axis=1)[vision]
+        alone = self.vision_s.mean(axis=1)[vision]
+        return np.maximum(self.llm_s[llm], np.where(self.placement == "disjoint", alone, both))
+
+    def of_pipeline(self, row: int, step_s: np.ndarray, rank_s: np.ndarray) -> np.ndarray:
+        """The least step of each batch, [num_batches], given the LLM's alone (`MeanPipelines`): its step
+        [num_batches] and its work on each pipeline rank [num_batches, pp]; or of the mean batch, given that, [1].
+
+        A colocated encoder's passes lie before and after the LLM's on every rank, so that what any rank has to do of
+        them adds to the LLM's step. A rank works no longer than the step takes, whichever module it works for: that
+        holds for the mean over all ranks (colocated), and over those of the LLM's first stage (monolithic).
+        """
+        place, placement = self.vision_place[row], self.placement[row]
+        alone_s, shared_s, least_s = (
+            own[place] if len(step_s) == own.shape[1] else own[place].mean(keepdims=True)
+            for own in (self.vision_s, self.vision_shared_s, self.vision_least_s)
+        )
+        if placement == "disjoint":
+            return np.maximum(step_s, alone_s)
+        if placement == "colocated":
+            return np.maximum(step_s + least_s, rank_s.mean(axis=1) + shared_s)
+        return np.maximum(step_s, rank_s[:, 0] + shared_s)
+
+
+def lower_bounds(
+    rows: pl.DataFrame,
+    batches: Sequence[SampleShapes],
+    costs: CostModel,
+    spec: ModelSpec,
+    splits: Splits,
+    cluster: ClusterConfig,
+    frozen: Collection[str],
+) -> LowerBounds:
+    """Bounds of every row of the space for every batch."""
+
+    llm_keys = rows.select(*_LLM_KEYS, "placement").unique(maintain_order=True).with_row_index("llm_place")
+    vision_keys = rows.select(*_VISION_KEYS).unique(maintain_order=True).with_row_index("vision_place")
+    places = (
+        rows.select(*_LLM_KEYS, *VISION_LAYOUT, "placement")
+        .join(llm_keys, on=(*_LLM_KEYS, "placement"), how="left", maintain_order="left")
+        .join(vision_keys, on=_VISION_KEYS, how="left", maintain_order="left")
+    )
+    asked = _Asked(batches)
+    llm_s, llm_shared_s = _llm_bounds(llm_keys, asked, costs, spec, splits, cluster, "llm" in frozen)
+    vision_s, vision_shared_s, vision_least_s = _vision_bounds(
+        vision_keys, asked, costs, spec, cluster, "vision" in frozen
+    )
+    return LowerBounds(
+        llm_keys=llm_keys,
+        llm_place=places["llm_place"].to_numpy(),
+        vision_place=places["vision_place"].to_numpy(),
+        placement=rows["placement"].cast(pl.String).to_numpy(),
+        llm_s=llm_s,
+        llm_shared_s=llm_shared_s,
+        vision_s=vision_s,
+        vision_shared_s=vision_shared_s,
+        vision_least_s=vision_least_s,
+    )
+
+
+def least_sync(costs: CostModel, cluster: ClusterConfig, dp: np.ndarray, tp: int) -> tuple[np.ndarray, np.ndarray]:
+    """Latency and seconds a byte of an all-reduce over `dp` replicas of tp ranks each, wherever they lie."""
+    latency_s, byte_s = np.zeros(len(dp)), np.zeros(len(dp))
+    for size in np.unique(dp[dp > 1]):
+        links = [
+            find_link(costs.links, cluster, "all_reduce", is_intra, int(size))
+            for is_intra in possible_scopes(cluster, int(size - 1) * tp)
+        ]
+        latency_s[dp == size] = min(link.latency_s for link in links)
+        byte_s[dp == size] = 1 / max(link.bytes_per_s for link in links)
+    return latency_s, byte_s
+
+
+def possible_scopes(cluster: ClusterConfig, distance: int) -> set[bool]:
+    """Whether two ranks so far from each other may lie in one node, in two, or in either way."""
+    return {distance < cluster.devices_per_node, cluster.num_nodes == 1}
+
+
+class _Asked:
+    """Loads that the batches ask for: together, and of every single sample."""
+
+    def __init__(self, batches: Sequence[SampleShapes]) -> None:
+        nothing = [np.zeros(len(shapes)) for shapes in batches]
+        self.text = [llm_loads(shapes) for shapes in batches]
+        self.items = [
+            Loads(shapes.num_items.astype(float), zero, zero, zero)
+            for zero, shapes in zip(nothing, batches, strict=True)
+        ]
+
+    @staticmethod
+    def over(loads: Sequence[Loads], function: Callable[[np.ndarray], float]) -> Loads:
+        """A number of every load of every batch, [num_batches]."""
+        return Loads(*(np.array([function(load) for load in column]) for column in zip(*loads, strict=True)))
+
+
+def _llm_bounds(
+    keys: pl.DataFrame,
+    asked: _Asked,
+    costs: CostModel,
+    spec: ModelSpec,
+    splits: Splits,
+    cluster: ClusterConfig,
+    is_frozen: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds of the LLM alone, and what it adds where ranks are shared: to all of them, or to the first stage's.
+
+    They hold for the mean over the batches (Jensen once more), [num_keys].
+    """
+    total, least = (
+        Loads(*(load.mean(keepdims=True) for load in asked.over(asked.text, function))) for function in (np.sum, np.min)
+    )
+    bound_s, shared_s = np.zeros((len(keys), 1)), np.zeros((len(keys), 1))
+    num_layers = spec.module("llm").num_layers
+    for (tp, checkpointing), own in keys.group_by("llm_tp", "checkpointing"):
+        ask = {"checkpointing": checkpointing}
+        smallest = {part: costs.part_time("llm", tp, part, least, **ask) for part in _PARTS}
+        chain_s = {
+            is_split: np.mean([_chain_s(costs, tp, loads, num_layers, is_split, **ask) for loads in asked.text])
+            for is_split in (False, True)
+        }
+        buckets, inverse = np.unique((own["llm_dp"] * own["num_microbatches"]).to_numpy(), return_inverse=True)
+        mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
+        parts = {part: sum(costs.part_time("llm", tp, part, mean, **ask)) for part in _PARTS}
+        for (pp, schedule, num_chunks, balanced), group in own.with_columns(bucket=inverse).group_by(
+            "llm_pp", "schedule", "num_chunks", "balanced"
+        ):
+            num_stages = pp * num_chunks
+            layers = splits[tp, num_stages] if balanced else _even(num_layers, num_stages)
+            at, dp = group["bucket"].to_numpy(), group["llm_dp"].to_numpy()
+            count = group["num_microbatches"].to_numpy()[:, None]
+            place = group["llm_place"].to_numpy()
+            is_split = schedule == "zb_h1"
+            latency_s, byte_s = least_sync(costs, cluster, dp, tp)
+            best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
+            for stage in range(pp):
+                own_chunks = range(stage, num_stages, pp)
+                each = sum(_stage_s(parts, layers, chunk, at) for chunk in own_chunks)
+                busy_s = count * each
+                size = sum(_parameter_bytes(costs, tp, layers, chunk) for chunk in own_chunks)
+                sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
+                best = np.maximum(best, before_s + busy_s + np.maximum(sync_s, after_s))
+                together = together + busy_s + sync_s
+                if stage == 0:
+                    first_s = busy_s
+                before_s = before_s + _stage_s({part: times[0] for part, times in smallest.items()}, layers, stage)
+                if not is_split:
+                    after_s = after_s + _stage_s({part: times[1] for part, times in smallest.items()}, layers, stage)
+            bound_s[place] = np.maximum(best, chain_s[is_split])
+            is_monolithic = (group["placement"] == "monolithic").to_numpy()[:, None]
+            shared_s[place] = np.where(is_monolithic, first_s, together / pp)
+    return bound_s[:, 0], shared_s[:, 0]
+
+
+def _vision_bounds(
+    keys: pl.DataFrame,
+    asked: _Asked,
+    costs: CostModel,
+    spec: ModelSpec,
+    cluster: ClusterConfig,
+    is_frozen: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bounds of the encoder on ranks of its own; what it adds to the mean rank, and to any, where it shares them.
+
+    What samples bring goes to the least loaded replica, so that each has at least the mean less the largest sample
+    (Graham 1969).
+    """
+    total, largest = asked.over(asked.items, np.sum).num_items, asked.over(asked.items, np.max).num_items
+    num_layers = spec.module("vision").num_layers
+    bound_s, mean_s, least_s = (np.zeros((len(keys), len(asked.items))) for _ in range(3))
+    for (tp, checkpointing), own in keys.group_by("vision_tp", "checkpointing"):
+        dp, count = (own[name].to_numpy()[:, None] for name in ("vision_dp", "num_microbatches"))
+        place = own["vision_place"].to_numpy()
+        parts, of_least = (
+            {part: _items_s(costs, tp, part, items / count, checkpointing, is_frozen) for part in _PARTS}
+            for items in (total / dp, np.maximum(total / dp - largest, 0.0))
+        )
+        for (pp,), group in own.with_row_index("at").group_by("vision_pp"):
+            layers, at = _even(num_layers, pp), group["at"].to_numpy()
+            latency_s, byte_s = least_sync(costs, cluster, dp[at, 0], tp)
+            for stage in range(pp):
+                busy_s = count[at] * _stage_s(parts, layers, stage, at)
+                size = _parameter_bytes(costs, tp, layers, stage, "vision")
+                sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
+                bound_s[place[at]] = np.maximum(bound_s[place[at]], busy_s + sync_s)
+                mean_s[place[at]] += busy_s
+                least_s[place[at]] += count[at] * _stage_s(of_least, layers, stage, at)
+    return bound_s, mean_s, least_s
+
+
+def _items_s(
+    costs: CostModel, tp: int, part: str, num_items: np.ndarray, checkpointing: bool, is_frozen: bool
+) -> np.ndarray:
+    """Of an encoder's part; without its constant, since a replica without an item rests."""
+    nothing = np.zeros_like(num_items)
+    passes = costs.part_time(
+        "vision", tp, part, Loads(num_items, nothing, nothing, nothing), checkpointing=checkpointing
+    )
+    resting = costs.part_time("vision", tp, part, Loads(*np.zeros((4, 1))), checkpointing=checkpointing)
+    each = [seconds - const for seconds, const in zip(passes, resting, strict=True)]
+    return each[0] if is_frozen else each[0] + each[1]
+
+
+def _stage_s(parts: dict[str, np.ndarray], layers: Sequence[int], stage: int, at: object = slice(None)) -> np.ndarray:
+    seconds = parts["stage"][at] + layers[stage] * parts["layer"][at]
+    if stage == 0:
+        seconds = seconds + parts["first"][at]
+    if stage == len(layers) - 1:
+        seconds = seconds + parts["last"][at]
+    return seconds
+
+
+def _parameter_bytes(costs: CostModel, tp: int, layers: Sequence[int], stage: int, module: str = "llm") -> float:
+    ends = {"is_first": stage == 0, "is_last": stage == len(layers) - 1}
+    return costs.stage_parameter_bytes(module, tp, layers[stage], **ends)
+
+
+def _chain_s(costs: CostModel, tp: int, loads: Loads, num_layers: int, is_split: bool, *, checkpointing: bool) -> float:
+    """The way of the slowest sample through all layers and back; weights' gradients may be left for later."""
+    forward_s, backward_s = costs.stage_time(
+        "llm", tp, num_layers, loads, is_first=True, is_last=True, checkpointing=checkpointing
+    )
+    return float((forward_s + (0.0 if is_split else 1.0) * backward_s).max())
+
+
+def _even(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    return tuple(len(part) for part in split_layers(num_layers, num_stages))

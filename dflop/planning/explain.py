@@ -1,0 +1,174 @@
+"""A search told to people: the table of the best plans, `candidates.parquet`, and what `plan.yaml` says."""
+
+from collections.abc import Sequence
+
+import polars as pl
+import yaml
+
+from dflop.config import Config
+from dflop.costs import CostModel
+from dflop.planning.baselines import Baseline
+from dflop.planning.price import Candidate
+from dflop.planning.search import SearchResult
+
+__all__ = ["candidates_frame", "describe_choice", "explain_choice"]
+
+_NUM_SHOWN = 10
+
+
+def candidates_frame(result: SearchResult) -> pl.DataFrame:
+    """The table `candidates.parquet`, fastest first."""
+    rows = []
+    for rank, candidate in enumerate(result.candidates, start=1):
+        plan = candidate.plan
+        vision, llm = plan.grid("vision"), plan.grid("llm")
+        rows.append(
+            {
+                "rank": rank,
+                "placement": plan.placement,
+                **{f"vision_{key}": getattr(vision, key) for key in ("tp", "pp", "dp")},
+                **{f"llm_{key}": getattr(llm, key) for key in ("tp", "pp", "dp")},
+                "num_microbatches": plan.num_microbatches,
+                "checkpointing": plan.checkpointing,
+                "schedule": plan.schedule,
+                "step_s": candidate.step_s,
+                "idle": candidate.idle,
+                "vision_memory_bytes": candidate.memory_bytes["vision"],
+                "llm_memory_bytes": candidate.memory_bytes["llm"],
+                "bottleneck": candidate.bottleneck,
+                "num_chunks": plan.num_chunks,
+                "llm_layers": list(llm.layers) or None,
+                "num_batches": candidate.num_batches,
+                "extrapolated": candidate.extrapolated,
+                "runnable": candidate.why_not_runnable is None,
+            }
+        )
+    return pl.DataFrame(rows, schema_overrides={"llm_layers": pl.List(pl.Int64)})
+
+
+def describe_choice(result: SearchResult, config: Config, costs: CostModel) -> str:
+    """`plan.yaml`: the best plan that can be trained, what is predicted for it and from which costs, and why it won."""
+    best = result.best
+    values = {
+        "plan": best.plan.to_dict(),
+        "predicted": _predicted(best, config),
+        "why": _why(result),
+        "runnable": best.why_not_runnable is None,
+    }
+    if passed_over := result.passed_over:
+        values["passed_over"] = {
+            "plan": passed_over.plan.to_dict(),
+            "predicted": _predicted(passed_over, config),
+            "why_not": passed_over.why_not_runnable,
+            "would_take": f"{passed_over.step_s / best.step_s:.3f}x as long",
+        }
+    values |= {
+        "num_plans": result.num_plans,
+        "num_candidates": len(result.candidates),
+        "costs": f"{config.cluster.device_model}, {costs.source}",
+    }
+    return yaml.safe_dump(values, sort_keys=False, width=110)
+
+
+def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel) -> str:
+    """What `dflop plan --explain` prints."""
+    best = result.best
+    cluster = config.cluster
+    lines = [
+        f"{result.num_plans:,} plans for {cluster.num_devices} devices ({cluster.device_model}, {costs.source} costs), "
+        f"{len(result.candidates)} priced on {best.num_batches} global batches of {config.train.global_batch_size}; "
+        "the bounds of all others are higher",
+        "",
+        "    step      vs    idle   memory      bound by       plan",
+    ]
+    for rank, own in enumerate(result.candidates[:_NUM_SHOWN], start=1):
+        lines.append(_line(own, best, f"{rank:2}"))
+    if best not in result.candidates[:_NUM_SHOWN]:
+        lines += ["    …", _line(best, best, f"{result.candidates.index(best) + 1:2}")]
+    if any(own.why_not_runnable for own in result.candidates[:_NUM_SHOWN]):
+        lines.append("    * can be priced, but not trained yet")
+    if best.why_not_runnable is None:
+        lines += ["", f"chosen: {best.plan}"]
+    else:
+        lines += ["", f"fastest: {best.plan}", f"No plan of the space can be trained today: {best.why_not_runnable}"]
+    if passed_over := result.passed_over:
+        lines.append(
+            f"passed over, {1 - passed_over.step_s / best.step_s:.1%} shorter: {passed_over.plan}\n"
+            f"  {passed_over.why_not_runnable}"
+        )
+    lines += ["", "instead, on the same batches:"]
+    for baseline in baselines:
+        if baseline.plan is None:
+            lines.append(f"    nothing fits     {baseline.name}")
+        else:
+            lines.append(
+                f"    {baseline.step_s:.3f} s {baseline.step_s / best.step_s:5.2f}x {baseline.idle:6.1%}  "
+                f"{baseline.memory_bytes / 2**30:6.3g} GiB  {baseline.name}\n{'':42}{baseline.plan}"
+            )
+    lines += ["", _next_constraint(result, config)]
+    if note := _uneven(result, config):
+        lines.append(note)
+    return "\n".join(lines)
+
+
+def _line(own: Candidate, best: Candidate, rank: str) -> str:
+    mark = " " if own.why_not_runnable is None else "*"
+    return (
+        f"{rank}{mark} {own.step_s:.3f} s {own.step_s / best.step_s:5.2f}x {own.idle:6.1%}  "
+        f"{max(own.memory_bytes.values()) / 2**30:6.3g} GiB  {own.bottleneck:14} {own.plan}"
+    )
+
+
+def _predicted(candidate: Candidate, config: Config) -> dict[str, object]:
+    return {
+        "step_s": float(f"{candidate.step_s:.6g}"),
+        "idle": round(candidate.idle, 4),
+        "samples_per_s": round(config.train.global_batch_size / candidate.step_s, 3),
+        "memory_bytes": {module: round(size) for module, size in candidate.memory_bytes.items()},
+        "bottleneck": candidate.bottleneck,
+        "num_batches": candidate.num_batches,
+        # The share of the microbatches that lie outside of what was measured.
+        "extrapolated": round(candidate.extrapolated, 4),
+    }
+
+
+def _why(result: SearchResult) -> str:
+    best = result.best
+    busiest = ", ".join(f"{module} {seconds:.3g} s" for module, seconds in best.busy_s.items())
+    among = "" if result.passed_over is None else " among those that can be trained"
+    why = (
+        f"Shortest expected step of {result.num_plans} plans{among}; bound by {best.bottleneck} "
+        f"(busiest rank: {busiest})."
+    )
+    others = [own for own in result.candidates if own is not best and own.why_not_runnable is None]
+    if others:
+        why += f" The next, {others[0].plan}, takes {others[0].step_s / best.step_s:.2f}x as long."
+    return why
+
+
+def _next_constraint(result: SearchResult, config: Config) -> str:
+    best = result.best
+    if result.larger:
+        larger = result.larger[0]
+        needed_gib = max(larger.memory_bytes.values()) / 2**30
+        more = f"{needed_gib / config.cluster.memory_gib - 1:.0%} more memory per device ({needed_gib:.3g} GiB)"
+        return f"next: with {more}, {larger.plan} would take {larger.step_s / best.step_s:.2f}x as long"
+    ways = {
+        "bubble": "the pipeline's fill and drain; a larger `train.global_batch_size` gives it more microbatches",
+        "bridge": "features on their way to the LLM; a faster `cluster.inter_node_gbps` or encoders nearby",
+        "gradient sync": "gradients on their way; a faster network, or a larger `train.global_batch_size`",
+        "memory": "memory; without checkpointing nothing as fast fits, nor with a little more memory",
+    }
+    return f"next: bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
+
+
+def _uneven(result: SearchResult, config: Config) -> str:
+    """A global batch that replicas cannot share equally costs as if it were larger."""
+    size, dp = config.train.global_batch_size, result.best.plan.grid("llm").dp
+    if size % dp == 0 or size / dp > 8:
+        return ""
+    least, more = divmod(size, dp)
+    return (
+        f"note: {size} samples do not divide by {dp} LLM replicas: {more} of them get {least + 1}, the others {least}; "
+        f"`train.global_batch_size: {dp * (least + 1)}` would cost hardly more"
+    )

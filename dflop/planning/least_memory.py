@@ -1,0 +1,177 @@
+"""Bytes that a plan needs at the very least, from some of its replicas: what cannot fit is not priced.
+
+The fullest replica holds at least the mean, and what any one holds. A stage of `1f1b` and its like holds as many
+consecutive microbatches as stages follow it, and one; an encoder that shares all ranks holds those of the whole step.
+"""
+
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from dflop.costs import CostModel, Loads
+from dflop.models import ModelSpec
+from dflop.pipeline import split_layers
+from dflop.planning.batches import GroupedBatches, llm_loads
+from dflop.planning.space import Splits
+
+__all__ = ["LeastMemory"]
+
+
+class LeastMemory:
+    """What rows of the search space need on the first batch."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        costs: CostModel,
+        batches: GroupedBatches,
+        splits: Splits,
+        grouping: str,
+        frozen: Collection[str],
+        token_bytes: float,
+    ) -> None:
+        self._spec, self._costs, self._batches, self._splits = spec, costs, batches, splits
+        self._group = getattr(batches, grouping)
+        self._frozen, self._token_bytes = frozenset(frozen), token_bytes
+        self._loads = lru_cache(maxsize=2048)(self._replica_loads)
+        self._most_items = float(batches.shapes[0].num_items.max())
+        self._stages = lru_cache(maxsize=4096)(self._stage_bytes)
+
+    def of_llm(self, row: Mapping[str, Any]) -> np.ndarray:
+        """Bytes of tensors of each of the LLM's stages, for the mean replica and a few full ones [num_replicas, pp]."""
+        pp, count, num_stages = row["llm_pp"], row["num_microbatches"], row["llm_pp"] * row["num_chunks"]
+        layers = self._splits[row["llm_tp"], pp] if row["balanced"] else None
+        stages = self._stages("llm", row["llm_tp"], num_stages, layers, row["checkpointing"])
+        replicas, _ = self._loads(row["llm_dp"], count)
+        return _held(*stages, replicas, pp, row["schedule"] == "gpipe")
+
+    def least_bytes(self, row: Mapping[str, Any], of_llm: np.ndarray) -> float:
+        """Bytes of a device with the encoder; `of_llm` is the LLM's share of them."""
+        resident, kept, passing = self._stages("vision", row["vision_tp"], row["vision_pp"], None, row["checkpointing"])
+        per_item = kept[:, 1]  # constants are not certain, since a replica may have no item
+        _, items = self._loads(row["llm_dp"], row["num_microbatches"])
+        each = items * (row["llm_dp"] / row["vision_dp"]) if "vision" not in self._frozen else np.zeros_like(items)
+        mean, fullest = of_llm[0].mean(), of_llm.max()
+        if row["placement"] == "disjoint":
+            alone = [
+                resident[stage]
+                + _fullest(
+                    per_item[stage] * each,
+                    (np.minimum(passing[stage, :, :1], 0.0) + passing[stage, :, 1:2] * each).max(axis=0),
+                    # As far as the LLM's first stage runs ahead, and the stages between.
+                    min(row["num_microbatches"], row["llm_pp"] + row["vision_pp"] - stage),
+                )
+                for stage in range(row["vision_pp"])
+            ]
+            tensors = max(fullest, *alone)
+        elif row["placement"] == "colocated":
+            # Items are dealt to the least loaded: no rank has less than the mean and the largest sample's.
+            spared = max(0.0, each.sum() - self._most_items)
+            tensors = resident[0] + max(mean + per_item[0] * each.sum(), fullest + per_item[0] * spared)
+        else:
+            tensors = max(fullest, of_llm[:, 0].max() + resident[0])
+        return self.of_device(tensors)
+
+    def of_device(self, tensors: float) -> float:
+        """With what every process holds beside its tensors."""
+        return float(self._costs.overhead_bytes + tensors * (1 + self._costs.allocator_share))
+
+    def _replica_loads(self, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        """Loads of text of the mean and of a few full replicas [num_replicas, 4, num_microbatches], and the items that
+        come with the mean's [num_microbatches]."""
+        shapes = self._batches.shapes[0]
+        rank, microbatch = self._group(0, dp, num_microbatches)
+        cell = rank * num_microbatches + microbatch
+        loads = np.stack(llm_loads(shapes)._replace(num_items=shapes.num_items))
+        all_loads = np.array(
+            [np.bincount(cell, weights=load, minlength=dp * num_microbatches).reshape(dp, -1) for load in loads]
+        )
+        means = all_loads.mean(axis=1)
+        items = means[0].copy()
+        tokens = all_loads[1]
+        full = {
+            int(tokens.sum(axis=1).argmax()),
+            int(tokens.max(axis=1).argmax()),
+            int(all_loads[3].max(axis=1).argmax()),
+        }
+        replicas = np.stack([means, *(all_loads[:, replica] for replica in sorted(full))])
+        replicas[:, 0] = 0.0
+        return replicas, items
+
+    def _stage_bytes(
+        self, module: str, tp: int, num_stages: int, layers: tuple[int, ...] | None, checkpointing: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each stage what always is there [num_stages], and the forms (`CostModel.stage_memory_forms`) of what a
+        microbatch keeps [num_stages, 5] and of what comes on top [num_stages, num_forms, 5]."""
+        split = layers or [len(part) for part in split_layers(self._spec.module(module).num_layers, num_stages)]
+        nothing = Loads(*np.zeros((4, 1)))
+        residents, kept = np.zeros(num_stages), np.zeros((num_stages, 5))
+        of_stages = []
+        asked = {}  # stages of as many layers between the ends are alike
+        for stage, own in enumerate(split):
+            kind = own, stage == 0, stage == num_stages - 1
+            if kind not in asked:
+                ends = {"is_first": kind[1], "is_last": kind[2], "checkpointing": checkpointing}
+                resident = self._costs.stage_memory(module, tp, own, nothing, **ends).resident_bytes
+                asked[kind] = resident, *self._costs.stage_memory_forms(module, tp, own, **ends)
+            resident, kept[stage], forms = asked[kind]
+            residents[stage] = resident / 4 if module in self._frozen else resident
+            of_stages.append(forms)
+            if num_stages > 1:
+                kept[stage, 2] += 2.0 * self._token_bytes  # what comes over an edge and goes back
+        passing = np.zeros((num_stages, max(map(len, of_stages)), 5))
+        for stage, forms in enumerate(of_stages):
+            passing[stage, : len(forms)] = forms
+        return residents, kept, passing
+
+
+@njit(cache=True)
+def _held(resident, kept_forms, passing_forms, replicas, pp, holds_all):
+    """Bytes of each LLM rank of a pipeline, for replicas' loads [num_replicas, 4, num_microbatches]."""
+    held = np.zeros((len(replicas), pp))
+    for replica in range(len(replicas)):
+        held[replica] = _held_by_one(resident, kept_forms, passing_forms, replicas[replica], pp, holds_all)
+    return held
+
+
+@njit(cache=True)
+def _held_by_one(resident, kept_forms, passing_forms, loads, pp, holds_all):
+    num_stages, num_microbatches = len(resident), loads.shape[1]
+    held, most = np.zeros(pp), np.zeros(pp)
+    kept, passing = np.zeros(num_microbatches), np.zeros(num_microbatches)
+    for stage in range(num_stages):
+        rank = stage % pp
+        held[rank] += resident[stage]
+        for microbatch in range(num_microbatches):
+            kept[microbatch] = _form_at(kept_forms[stage], loads, microbatch)
+            passing[microbatch] = 0.0
+            for form in passing_forms[stage]:
+                passing[microbatch] = max(passing[microbatch], _form_at(form, loads, microbatch))
+        if num_stages == pp:
+            most[rank] = _fullest(kept, passing, num_microbatches if holds_all else min(num_microbatches, pp - rank))
+        elif stage < num_stages - pp:  # of the last chunk nothing is certain
+            held[rank] += kept[:pp].sum()
+    return held + most
+
+
+@njit(cache=True)
+def _form_at(form, loads, microbatch):
+    total = form[0]
+    for load in range(len(loads)):
+        total += form[1 + load] * loads[load, microbatch]
+    return total
+
+
+@njit(cache=True)
+def _fullest(kept, passing, num_in_flight):
+    """The most that so many consecutive microbatches keep while the last of them is computed."""
+    now, most = 0.0, 0.0
+    for microbatch in range(len(kept)):
+        now += kept[microbatch]
+        if microbatch >= num_in_flight:
+            now -= kept[microbatch - num_in_flight]
+        most = max(most, now + passing[microbatch])
+    return most

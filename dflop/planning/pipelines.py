@@ -1,0 +1,151 @@
+"""A tighter bound: the LLM's pipeline simulated with one replica that holds the mean of all.
+
+A step time is a maximum of sums of durations, so it is convex in them, and durations are convex in loads. The mean
+replica's step is therefore not above the mean of the replicas' steps (Jensen), and that not above the slowest
+one's. Unlike `bounds` it knows how the batch is grouped, and so what first and last microbatches hold.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from dflop.config import Config
+from dflop.costs import CostModel, Loads
+from dflop.models import ModelSpec
+from dflop.pipeline import Bridges, CompiledPlan, Grid, Plan, StageTimes, compile_plan, simulate_step_s, split_layers
+from dflop.planning.batches import GroupedBatches
+from dflop.planning.bounds import least_sync, possible_scopes
+from dflop.planning.space import Splits
+from dflop.scheduling import BYTES_PER_VALUE, WEIGHT_SHARE, find_link
+
+__all__ = ["MeanPipelines"]
+
+_PARTS = ("stage", "layer", "first", "last")
+
+
+class MeanPipelines:
+    """The LLM alone, of rows of the search space: of the mean batch, or of each."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        costs: CostModel,
+        batches: GroupedBatches,
+        splits: Splits,
+        grouping: str,
+    ) -> None:
+        self._num_layers = spec.module("llm").num_layers
+        self._cluster, self._frozen = config.cluster, frozenset(config.model.freeze)
+        self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
+        self._costs, self._batches, self._splits, self._grouping = costs, batches, splits, grouping
+        self._least_sync = lru_cache(maxsize=4096)(lambda dp, tp: least_sync(costs, config.cluster, np.array([dp]), tp))
+        self._parameter_bytes = lru_cache(maxsize=4096)(self._stage_parameter_bytes)
+        self._compiled = lru_cache(maxsize=4096)(_compile)
+        self._text = lru_cache(maxsize=1024)(self._mean_text)
+        self._parts = lru_cache(maxsize=1024)(self._part_times)
+
+    def step_s(self, row: Mapping[str, Any]) -> float:
+        """Seconds of the LLM's part of the mean batch's step, without waiting for an encoder: not above the mean of the
+        batches' steps, by Jensen once more."""
+        step_s, _ = self.of_batches(row, mean=True)
+        return float(step_s[0])
+
+    def of_batches(self, row: Mapping[str, Any], *, mean: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Of each batch the LLM's part of the step [num_batches], and what each pipeline rank works [num_batches, pp],
+        gradient sync and all. `mean`: of the mean batch alone, [1] and [1, pp]."""
+        tp, pp, dp = row["llm_tp"], row["llm_pp"], row["llm_dp"]
+        count, num_stages = row["num_microbatches"], pp * row["num_chunks"]
+        parts = self._parts(tp, dp, count, row["checkpointing"], mean)
+        layers = np.array(
+            self._splits[tp, pp]
+            if row["balanced"]
+            else [len(part) for part in split_layers(self._num_layers, num_stages)]
+        )
+        forward_s, backward_s = (
+            parts["stage"][way][:, None] + layers[:, None] * parts["layer"][way][:, None] for way in (0, 1)
+        )
+        for way, seconds in enumerate((forward_s, backward_s)):
+            seconds[:, 0] += parts["first"][way]
+            seconds[:, -1] += parts["last"][way]
+        # Of a frozen module no weights have a gradient, and its backward is not split.
+        weight_s = backward_s * (WEIGHT_SHARE if "llm" not in self._frozen else 0.0)
+        sync_s = self._sync_s(tp, dp, tuple(layers.tolist()))
+        chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
+        num_before = self.num_before(row)
+        compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"], num_before)
+        times = StageTimes(
+            forward_s=_behind(num_before, forward_s),
+            backward_s=_behind(num_before, backward_s),
+            weight_s=_behind(num_before, weight_s) if row["schedule"] == "zb_h1" else None,
+            chain_s=_behind(num_before, chain_s),
+            bridges=Bridges.none(),
+            sync_s=np.pad(sync_s, (num_before, 0)),
+        )
+        step_s = simulate_step_s(compiled, times)
+        of_stages = (forward_s + backward_s).sum(axis=2) + sync_s
+        return step_s, of_stages.reshape(len(of_stages), row["num_chunks"], pp).sum(axis=1)
+
+    def num_before(self, row: Mapping[str, Any]) -> int:
+        """Encoder stages that the LLM's order depends on: the gradients of its weights are put off for them."""
+        is_trained = "vision" not in self._frozen
+        return row["vision_pp"] if row["schedule"] == "zb_h1" and row["placement"] == "disjoint" and is_trained else 0
+
+    def _chain_s(self, tp: int, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]) -> np.ndarray:
+        """From stage to stage, on the best of the links that may lie between: the least latency of any and the most
+        bandwidth, for the faster link itself would be concave in the bytes, and Jensen's way would not hold."""
+        links = [
+            find_link(self._costs.links, self._cluster, "p2p", is_intra)
+            for is_intra in possible_scopes(self._cluster, dp * tp)
+        ]
+        num_bytes = self._text(dp, num_microbatches, mean).num_tokens * self.token_bytes
+        seconds = min(link.latency_s for link in links) + num_bytes / max(link.bytes_per_s for link in links)
+        return np.broadcast_to(seconds[:, None], shape).copy()
+
+    def _sync_s(self, tp: int, dp: int, layers: tuple[int, ...]) -> np.ndarray:
+        """Gradient sync of each stage, [num_stages]."""
+        if "llm" in self._frozen:
+            return np.zeros(len(layers))
+        (latency_s,), (byte_s,) = self._least_sync(dp, tp)
+        return latency_s + self._parameter_bytes(tp, layers) * byte_s
+
+    def _stage_parameter_bytes(self, tp: int, layers: tuple[int, ...]) -> np.ndarray:
+        ends = [{"is_first": stage == 0, "is_last": stage == len(layers) - 1} for stage in range(len(layers))]
+        return np.array(
+            [
+                self._costs.stage_parameter_bytes("llm", tp, count, **own)
+                for count, own in zip(layers, ends, strict=True)
+            ]
+        )
+
+    def _mean_text(self, dp: int, num_microbatches: int, mean: bool) -> Loads:
+        """Of the mean replica, [num_batches, num_microbatches]."""
+        text = self._batches.mean_text(self._grouping, dp, num_microbatches)
+        return Loads(*(load.mean(axis=0, keepdims=True) for load in text)) if mean else text
+
+    def _part_times(
+        self, tp: int, dp: int, num_microbatches: int, checkpointing: bool, mean: bool
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Forward and backward of the mean replica, [num_batches, num_microbatches]."""
+        text = self._text(dp, num_microbatches, mean)
+        return {part: self._costs.part_time("llm", tp, part, text, checkpointing=checkpointing) for part in _PARTS}
+
+
+def _behind(num_before: int, seconds: np.ndarray) -> np.ndarray:
+    """The stages' times behind those of an encoder that takes none, [num_batches, num_nodes, num_microbatches]."""
+    return np.pad(seconds, ((0, 0), (num_before, 0), (0, 0)))
+
+
+def _compile(pp: int, num_microbatches: int, schedule: str, num_chunks: int, num_before: int) -> CompiledPlan:
+    encoders = (Grid(module="vision", num_ranks=num_before, pp=num_before),) if num_before else ()
+    return compile_plan(
+        Plan(
+            placement="disjoint",
+            grids=(*encoders, Grid(module="llm", num_ranks=pp, pp=pp, rank_offset=num_before)),
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            num_chunks=num_chunks,
+        )
+    )

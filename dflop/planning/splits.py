@@ -1,0 +1,40 @@
+"""Uneven pipeline splits: layers given out so that embedding and head, too, are somebody's share of the work."""
+
+import numpy as np
+
+from dflop.config import Config
+from dflop.costs import CostModel
+from dflop.models import ModelSpec
+from dflop.planning.batches import GroupedBatches
+from dflop.planning.space import Splits
+
+__all__ = ["balanced_splits", "least_slowest"]
+
+
+def balanced_splits(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Splits:
+    """For each LLM tp and number of stages the split whose slowest stage is fastest, where it is not the even one.
+
+    Embedding and head weigh on the first and the last stage; how much depends on the samples' mean.
+    """
+    splits: dict[tuple[int, int], tuple[int, ...]] = {}
+    num_layers = spec.module("llm").num_layers
+    for tp in costs.tp_sizes["llm"]:
+        layer_s, first_s, last_s = batches.mean_part_s(costs, tp)
+        for pp in range(2, min(num_layers, config.cluster.num_devices) + 1):
+            extra_s = np.zeros(pp)
+            extra_s[0] += first_s
+            extra_s[-1] += last_s
+            counts = least_slowest(num_layers, extra_s / layer_s)
+            small, more = divmod(num_layers, pp)
+            if counts != tuple(small + (stage < more) for stage in range(pp)):
+                splits[tp, pp] = counts
+    return splits
+
+
+def least_slowest(num_layers: int, extra: np.ndarray) -> tuple[int, ...]:
+    """Layers a stage, at least one each, so that the largest of layers + extra is least; ties go to the later stage,
+    which has fewer microbatches in flight."""
+    counts = np.ones(len(extra), dtype=int)
+    for _ in range(num_layers - len(extra)):
+        counts[len(extra) - 1 - int(np.argmin((counts + extra)[::-1]))] += 1
+    return tuple(counts.tolist())

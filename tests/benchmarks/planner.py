@@ -1,0 +1,333 @@
+"""What planning takes, and what it brings: searches timed, and plans beside what others would run.
+
+    python tests/benchmarks/planner.py --shapes FOLDER [--only speed|plans]
+
+FOLDER holds tables (CSV) of real shapes: `coco_val2017.csv` and `math_v.csv` (`width`, `height`) and
+`nextqa_video.csv` (`seconds`), each with `text_tokens_qwen25`. Drawn from them is the mix of the paper, by number of
+samples: 13 % with one picture, 43 % with several, 44 % videos of at most 30 s. No table has samples with several
+pictures: 2 to 8 COCO pictures each are assumed. Costs are analytic, of H100s in nodes of 8, 3600 Gbps inside a node and
+400 between nodes. A table with the targets is printed and `results/benchmarks/planner.json` written.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import simulator
+import yaml
+
+from dflop.config import load_config
+from dflop.costs import CostModel
+from dflop.data import load_samples
+from dflop.errors import UserError
+from dflop.memory import process_bytes
+from dflop.models import check_tp, load_model_spec
+from dflop.planning import Baseline, Candidate, price_baselines, search_plans
+from dflop.store import SHARD_SCHEMA, ShardFile, write_shapes
+
+REPOSITORY = Path(__file__).parents[2]
+# Devices, samples of a global batch, tries (others share the machine), and the most seconds that the search may take.
+SPEED = ((64, 512, 5, 3.0), (1024, 4096, 2, 15.0), (8192, 32768, 1, 90.0))
+MOST_BYTES, EVALUATIONS_PER_S = 3 * 2**30, 300_000
+# A SigLIP and a 7B LLM, and an InternViT-6B and a 72B LLM.
+MODELS = {"llava_ov_7b": "llava_onevision", "internvl_78b": "internvl"}
+SIZES = ((8, 64), (32, 256), (64, 512), (512, 4096))
+NUM_SAMPLES = 65_536
+SHARES = {"image": 0.13, "multi_image": 0.43, "video": 0.44}
+FEWEST_PICTURES, MOST_PICTURES, LONGEST_S = 2, 8, 30.0
+# A prompt's template and a question, where the tables only have an answer; of all text half is learned.
+ADDED_TEXT, TARGET_SHARE = 64, 0.5
+NAMES = {
+    "rule": "published rule at mean shapes, balanced batches",
+    "megatron": "monolithic, random batches (Megatron-style)",
+    "fsdp": "every device the whole model, random batches (FSDP-style)",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=Path, required=True, help="a folder of tables of real shapes")
+    parser.add_argument("--only", choices=("speed", "plans"), help="one half of it")
+    arguments = parser.parse_args()
+    command = " ".join(["python", *sys.argv])
+    figures: dict[str, object] = {"command": command, "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    print(f"{figures['machine']}; {command}")
+    print(
+        f"{', '.join(f'{share:.0%} {kind}' for kind, share in SHARES.items())}; that samples of several pictures have "
+        f"{FEWEST_PICTURES} to {MOST_PICTURES} of COCO's is assumed; analytic costs of H100s, nodes of 8\n",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for preset in MODELS if arguments.only != "speed" else ["llava_ov_7b"]:
+            write_artifacts(arguments.shapes, Path(folder), preset)
+        if arguments.only != "plans":
+            figures["speed"] = measure_speed(Path(folder))
+            figures["command_s"] = seconds_of_command(Path(folder))
+            figures["simulator"] = measure_simulator()
+            print_speed(figures)
+        if arguments.only != "speed":
+            print_heading()
+            figures["plans"] = []
+            for preset in MODELS:
+                for num_devices, batch_size in SIZES:
+                    figures["plans"].append(alone(compare, Path(folder), preset, num_devices, batch_size))
+                    print_row(figures["plans"][-1])
+            print_verdict(figures["plans"])
+    out = REPOSITORY / "results/benchmarks/planner.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def alone(function, *arguments):
+    """Called in a process of its own, so that its peak memory is its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def write_artifacts(tables: Path, folder: Path, preset: str) -> None:
+    """`<preset>.costs.duckdb` and `<preset>.shapes.duckdb`, as the workflow makes them."""
+    config = write_config(folder, preset, 8, 64)
+    spec = load_model_spec(load_config(config).model)
+    files = []
+    for module in ("vision", "llm"):
+        for tp in (1, 2, 4, 8):
+            try:
+                check_tp(spec, module, tp)
+            except UserError:
+                continue  # heads that this many ranks cannot share
+            files.append(folder / f"{preset}.{module}.tp{tp}.parquet")
+            dflop("profile-costs", "--config", config, "--module", module, "--tp", tp, "--out", files[-1])
+    dflop("fit-costs", *files, "--out", folder / f"{preset}.costs.duckdb")
+    shard = folder / f"{preset}.mix.parquet"
+    draw_mix(tables, spec.rules).write_parquet(shard)
+    source = {"name": ["mix"], "path": [""], "media_root": [""], "sampling": ["all"], "digest": [""]}
+    write_shapes(
+        folder / f"{preset}.shapes.duckdb",
+        [ShardFile(shard, "mix", "mix", 0, 0)],
+        pl.DataFrame(source | {"num_records": [NUM_SAMPLES]}),
+        {},
+        sampled_rows={},
+        keep_duplicates=False,
+    )
+
+
+def write_config(folder: Path, preset: str, num_devices: int, batch_size: int) -> Path:
+    path = folder / f"{preset}.{num_devices}.yaml"
+    cluster = {"num_nodes": num_devices // 8, "devices_per_node": 8, "intra_node_gbps": 3600, "inter_node_gbps": 400}
+    values = {
+        "model": {"family": MODELS[preset], "preset": preset},
+        "cluster": cluster | {"device": "cuda", "device_model": "h100-80g", "memory_gib": None},
+        "costs": {"source": "analytic"},
+        "train": {"precision": "bf16", "global_batch_size": batch_size},
+    }
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def dflop(*arguments: object) -> None:
+    command = [sys.executable, "-m", "dflop.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+
+
+def draw_mix(tables: Path, rules) -> pl.DataFrame:
+    """Samples as a shard of profiling holds them, shaped by the rules of the model's family."""
+    names = ("coco_val2017", "math_v", "nextqa_video")
+    columns = ("width", "height", "seconds", "text_tokens_qwen25")
+    coco, math_v, videos = (pl.read_csv(tables / f"{name}.csv", infer_schema_length=None)[columns] for name in names)
+    pictures = pl.concat([coco, math_v], how="vertical_relaxed").rows()
+    coco, videos = coco.rows(), videos.filter(pl.col("seconds") <= LONGEST_S).rows()
+    rng = np.random.default_rng(0)
+    rows = []
+    for number, kind in enumerate(rng.choice(list(SHARES), NUM_SAMPLES, p=list(SHARES.values()))):
+        among, count = (pictures, 1) if kind == "image" else (videos, 1)
+        if kind == "multi_image":
+            among, count = coco, int(rng.integers(FEWEST_PICTURES, MOST_PICTURES + 1))
+        drawn = [among[index] for index in rng.integers(len(among), size=count)]
+        if kind == "video":
+            # One frame a second, the first at 0 s.
+            media = [rules.video(math.floor(seconds) + 1) for _, _, seconds, _ in drawn]
+        else:
+            media = [rules.image(width, height, count) for width, height, _, _ in drawn]
+        text_tokens = ADDED_TEXT + sum(text for _, _, _, text in drawn)
+        num_items, vision_tokens = sum(own.num_items for own in media), sum(own.num_tokens for own in media)
+        rows.append(
+            {
+                "row": number,
+                "sample_id": str(number),
+                "modality": str(kind),
+                "num_images": 0 if kind == "video" else count,
+                "num_frames": num_items if kind == "video" else 0,
+                "num_items": num_items,
+                "vision_tokens": vision_tokens,
+                "kept_vision_tokens": vision_tokens,
+                "text_tokens": text_tokens,
+                "target_tokens": round(TARGET_SHARE * text_tokens),
+                "llm_tokens": vision_tokens + text_tokens,
+                "truncated": False,
+            }
+            | dict.fromkeys(("audio_s", "num_audio_windows", "audio_tokens"), 0)
+        )
+    return pl.DataFrame(rows, schema=SHARD_SCHEMA)
+
+
+def measure_speed(folder: Path) -> list[dict[str, object]]:
+    """Each search in a process of its own."""
+    return [alone(timed_search, folder, *size) | {"target_s": target_s} for *size, target_s in SPEED]
+
+
+def timed_search(folder: Path, num_devices: int, batch_size: int, num_tries: int) -> dict[str, object]:
+    """The shortest of some tries, after a search for few devices, which loads and compiles all code."""
+    search_plans(*read_inputs(folder, "llava_ov_7b", 8, 64))
+    inputs = read_inputs(folder, "llava_ov_7b", num_devices, batch_size)
+    tries = []
+    for _ in range(num_tries):
+        started, computed = time.perf_counter(), time.process_time()
+        found = search_plans(*inputs)
+        tries.append((time.perf_counter() - started, time.process_time() - computed))
+    search_s, cpu_s = min(tries)
+    return {
+        "devices": num_devices,
+        "batch_size": batch_size,
+        "num_plans": found.num_plans,
+        "num_priced": found.num_priced,
+        "num_tries": num_tries,
+        "search_s": search_s,
+        "cpu_s": cpu_s,
+        "peak_bytes": process_bytes("VmHWM"),
+    }
+
+
+def read_inputs(folder: Path, preset: str, num_devices: int, batch_size: int):
+    config = load_config(write_config(folder, preset, num_devices, batch_size))
+    samples, _ = load_samples(folder / f"{preset}.shapes.duckdb")
+    return config, load_model_spec(config.model), CostModel.load(folder / f"{preset}.costs.duckdb"), samples
+
+
+def seconds_of_command(folder: Path) -> float:
+    """`dflop plan` as a user waits for it, for the smallest of `SPEED`."""
+    num_devices, batch_size, *_ = SPEED[0]
+    config = write_config(folder, "llava_ov_7b", num_devices, batch_size)
+    started = time.perf_counter()
+    dflop("plan", "--config", config, "--shapes", folder / "llava_ov_7b.shapes.duckdb",
+          "--costs", folder / "llava_ov_7b.costs.duckdb", "--out", folder / "plan.yaml",
+          "--candidates", folder / "candidates.parquet")  # fmt: skip
+    return time.perf_counter() - started
+
+
+def measure_simulator() -> dict[str, object]:
+    """The slowest of the simulator's benchmark."""
+    slowest = min(simulator.measure_all(), key=lambda row: row["evaluations_per_s"])
+    return {name: slowest[name] for name in ("size", "placement", "schedule", "evaluations_per_s")}
+
+
+def compare(folder: Path, preset: str, num_devices: int, batch_size: int) -> dict[str, object]:
+    """The fastest plan, the fastest that can be trained, and the baselines, on the same batches; None: nothing fits.
+
+    `roomy` is the fastest plan if devices had as much memory as any plan needs.
+    """
+    inputs = read_inputs(folder, preset, num_devices, batch_size)
+    config, *others = inputs
+    roomy = replace(config, cluster=replace(config.cluster, memory_gib=1e6))
+    row: dict[str, object] = {"model": preset, "devices": num_devices, "batch_size": batch_size}
+    row["roomy"] = said(search_plans(roomy, *others).candidates[0])
+    try:
+        found = search_plans(*inputs)
+        is_trainable = found.best.why_not_runnable is None
+        row |= {"ours": said(found.candidates[0]), "trainable": said(found.best) if is_trainable else None}
+    except UserError as error:
+        row |= {"ours": None, "trainable": None, "why": str(error)}
+    by_name = {baseline.name: baseline for baseline in price_baselines(*inputs)}
+    return row | {key: said(by_name[name]) if by_name[name].plan else None for key, name in NAMES.items()}
+
+
+def said(priced: Candidate | Baseline) -> dict[str, object]:
+    memory = priced.memory_bytes
+    most_bytes = max(memory.values()) if isinstance(memory, dict) else memory
+    return {"plan": str(priced.plan), "step_s": priced.step_s, "idle": priced.idle, "memory_bytes": most_bytes}
+
+
+def print_speed(figures: dict) -> None:
+    for row in figures["speed"]:
+        target = f"{row['target_s']:.0f} s, {MOST_BYTES / 2**30:.0f} GiB"
+        met = row["search_s"] <= row["target_s"] and row["peak_bytes"] <= MOST_BYTES
+        print(
+            f"{row['devices']:>5} devices, batches of {row['batch_size']:>5}: {row['num_plans']:>9,} plans in "
+            f"{row['search_s']:5.1f} s ({row['cpu_s']:.1f} s of a core), {row['num_priced']:>3} priced to the end, "
+            f"peak {row['peak_bytes'] / 2**30:.2f} GiB{verdict(met, target)}"
+        )
+    print(f"`dflop plan` for {SPEED[0][0]}: {figures['command_s']:.1f} s")
+    slowest = figures["simulator"]
+    print(
+        f"simulator at its slowest ({slowest['size']}, {slowest['placement']}, {slowest['schedule']}): "
+        f"{slowest['evaluations_per_s']:,.0f} (microbatch, stage) a second and core"
+        f"{verdict(slowest['evaluations_per_s'] >= EVALUATIONS_PER_S, f'{EVALUATIONS_PER_S:,}')}\n",
+        flush=True,
+    )
+
+
+def print_heading() -> None:
+    print("step time over that of our fastest plan, and idle; `trainable`: of what dflop can train today\n")
+    print(
+        f"{'model':<13} {'devices':>7} {'batch':>5} {'ours':>17} {'trainable':>13} {'published rule':>16} "
+        f"{'Megatron-style':>16} {'FSDP-style':>13} {'were memory endless':>20}",
+        flush=True,
+    )
+
+
+def print_row(row: dict) -> None:
+    cells = [f"{row['model']:<13} {row['devices']:>7} {row['batch_size']:>5}"]
+    ours = row["ours"]
+    cells.append(f"{ours['step_s']:8.3f} s {ours['idle']:6.1%}" if ours else f"{'nothing fits':>17}")
+    for key, width in {"trainable": 13, "rule": 16, "megatron": 16, "fsdp": 13, "roomy": 20}.items():
+        other = row[key]
+        if other is None:
+            cells.append(f"{'none' if key == 'trainable' else 'nothing fits':>{width}}")
+        else:
+            ratio = f"{other['step_s'] / ours['step_s']:.2f}x" if ours else f"{other['step_s']:.3f} s"
+            said_of_it = f"{ratio} {other['idle']:6.1%}"
+            cells.append(f"{said_of_it:>{width}}")
+    print(" ".join(cells), flush=True)
+    if ours:
+        print(f"{'':27} {ours['plan']}", flush=True)
+    else:
+        print(f"{'':27} {row['why']}", flush=True)
+
+
+def print_verdict(rows: list[dict]) -> None:
+    slower = [
+        (row, key)
+        for row in rows
+        for key in NAMES
+        if row[key] and (row["ours"] is None or row["ours"]["step_s"] > row[key]["step_s"])
+    ]
+    named = ", ".join(f"{row['model']} on {row['devices']} ({key})" for row, key in slower)
+    print(f"\nours is slower than another: {named or 'nowhere'}{verdict(not slower, 'nowhere')}")
+    for row, key in slower:
+        other = row[key]
+        print(f"  {row['model']} on {row['devices']}, {key}: {other['plan']}, {other['memory_bytes'] / 2**30:.1f} GiB")
+        print(f"    ours, were memory endless: {row['roomy']['step_s'] / other['step_s']:.2f}x as long, with "
+              f"{row['roomy']['memory_bytes'] / 2**30:.0f} GiB: {row['roomy']['plan']}")  # fmt: skip
+    if any(key == "fsdp" for _, key in slower):
+        print("FSDP shards parameters and optimiser states over all devices; in our plans every replica holds its own.")
+
+
+def verdict(is_good: bool, target: str) -> str:
+    return f"  [{'met' if is_good else 'MISSED'}: {target}]"
+
+
+if __name__ == "__main__":
+    main()

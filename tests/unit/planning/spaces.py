@@ -1,0 +1,177 @@
+"""Small search spaces for the planner's tests: configs, costs that bend, and the price of every row by the slow way."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from dflop.config import Config, load_config
+from dflop.costs import CostModel, Link, LinkModel
+from dflop.costs.model import PARTS, Coefficients
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec
+from dflop.pipeline import why_not_runnable
+from dflop.planning import PlanPricer, enumerate_space, plan_of
+from dflop.planning.batches import GroupedBatches
+from dflop.planning.splits import balanced_splits
+
+ALL_PLACEMENTS = ["disjoint", "colocated", "monolithic"]
+ALL_SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
+
+
+def make_config(
+    devices: int = 4,
+    batch_size: int = 8,
+    *,
+    num_nodes: int = 1,
+    placements: Sequence[str] = ALL_PLACEMENTS,
+    schedules: Sequence[str] = ALL_SCHEDULES,
+    fixed: dict | None = None,
+    search_batches: int = 3,
+    freeze: Sequence[str] = (),
+    memory_gib: float = 64.0,
+    **cluster: float,
+) -> Config:
+    """`devices` is the number on all nodes together; everything is searched unless said otherwise."""
+    return load_config(
+        {
+            "model": {"freeze": list(freeze)},
+            "cluster": {
+                "num_nodes": num_nodes,
+                "devices_per_node": devices // num_nodes,
+                "memory_gib": memory_gib,
+                **cluster,
+            },
+            "train": {"global_batch_size": batch_size},
+            "plan": {
+                "placements": list(placements),
+                "schedules": list(schedules),
+                "search_batches": search_batches,
+                "fixed": fixed,
+            },
+        }
+    )
+
+
+def with_memory(config: Config, memory_gib: float) -> Config:
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_gib=memory_gib))
+
+
+class Space(NamedTuple):
+    """What `search_plans` builds of its arguments."""
+
+    batches: GroupedBatches
+    splits: dict[tuple[int, int], tuple[int, ...]]
+    rows: pl.DataFrame
+
+
+def space_of(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Space:
+    batches = GroupedBatches(config, spec, costs, samples)
+    splits = balanced_splits(config, spec, costs, batches)
+    return Space(batches, splits, enumerate_space(config, spec, costs.tp_sizes, splits))
+
+
+def price_all(
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping: str = "balanced"
+) -> pl.DataFrame:
+    """Every row of the space with its plan's mean step, its highest memory, and whether it can be trained today."""
+    batches, splits, rows = space_of(config, spec, costs, samples)
+    priced = []
+    for row in rows.iter_rows(named=True):
+        plan = plan_of(row, splits)
+        pricer = PlanPricer(plan, config, spec, costs, batches, grouping)
+        steps = range(len(batches))
+        priced.append(
+            {
+                "plan": str(plan),
+                "step_s": float(np.mean([pricer.step_s(batch) for batch in steps])),
+                "memory_bytes": max(max(pricer.memory_bytes(batch).values()) for batch in steps),
+                "is_runnable": why_not_runnable(plan) is None,
+            }
+        )
+    return pl.DataFrame(priced)
+
+
+def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2)) -> CostModel:
+    """Drawn costs of both modules. Of half of the seeds each part's time and passing memory is a convex broken line of
+    its main load, of others a straight one; links are measured or not."""
+    rng = np.random.default_rng(seed)
+    is_bent, has_links = rng.random(2) < 0.5
+    times, activations, transients, parameter_bytes = {}, {}, {}, {}
+    for module in ("vision", "llm"):
+        along = {"vision": dict.fromkeys(PARTS, 0), "llm": dict.fromkeys(PARTS, 1) | {"last": 3}}[module]
+        unit_s = 10.0 ** rng.uniform(-5, -3.5) / (20 if module == "llm" else 1)
+        unit_bytes = 10.0 ** rng.uniform(3, 5) / (20 if module == "llm" else 1)
+        for part in PARTS:
+            share = rng.uniform(0, 3) if part in ("first", "last") else 1.0
+            for tp in tp_sizes:
+                scale = share / tp ** rng.uniform(0.5, 1)
+                again_s, kept_share = rng.uniform(1.5, 2.5), rng.uniform(0.05, 0.4)
+                forward = _bent(rng, along[part], scale * unit_s, module == "llm" and part == "layer", is_bent)
+                kept = _bent(rng, along[part], scale * unit_bytes, False, False)
+                for checkpointing in (False, True) if part in ("stage", "layer") else (False,):
+                    key = (module, tp, part, checkpointing)
+                    again = float(checkpointing and part == "layer")
+                    times[*key, "forward"] = forward
+                    times[*key, "backward"] = _times(again_s + again, forward)
+                    activations[key] = _times(kept_share, kept) if again else kept
+                    transients[key] = kept if again else _bent(rng, along[part], scale * unit_bytes, False, is_bent)
+                parameter_bytes[module, tp, part] = rng.uniform(0, 1e6) * share / tp if part != "stage" else 0.0
+    return CostModel(
+        times=times,
+        activations=activations,
+        transients=transients,
+        parameter_bytes=parameter_bytes,
+        overhead_bytes=rng.uniform(0, 1e6),
+        allocator_share=rng.uniform(0, 0.2),
+        links=_links(rng) if has_links else LinkModel(),
+    )
+
+
+def _bent(rng: np.random.Generator, along: int, unit: float, is_square: bool, is_bent: bool) -> Coefficients:
+    per_load = [0.0, 0.0, 0.0, 0.0]
+    per_load[along] = unit * rng.uniform(0.3, 1)
+    if is_square:
+        per_load[2] = unit * rng.uniform(0, 1e-3)
+    ends = np.sort(rng.uniform(1, 40, 2)) * (1 if along == 0 else 20)
+    hinges = tuple((float(at), float(unit * rng.uniform(0, 1))) for at in ends) if is_bent else ()
+    return Coefficients(unit * rng.uniform(0, 10), tuple(per_load), hinges, along)
+
+
+def _times(factor: float, fit: Coefficients) -> Coefficients:
+    hinges = tuple((at, factor * slope) for at, slope in fit.hinges)
+    return Coefficients(factor * fit.const, tuple(factor * value for value in fit.per_load), hinges, fit.along)
+
+
+def _links(rng: np.random.Generator) -> LinkModel:
+    """Latencies and bandwidths that need not agree on which scope is the faster."""
+    kinds = [("p2p", 2), *(("all_reduce", size) for size in (2, 4))]
+    return LinkModel(
+        {
+            (kind, scope, size): Link(10.0 ** rng.uniform(-6, -3), 10.0 ** rng.uniform(7, 10))
+            for kind, size in kinds
+            for scope in ("intra", "inter")
+        }
+    )
+
+
+def uneven_samples(num_samples: int, seed: int) -> SampleShapes:
+    """Samples of which a few are many times the others: text alone, a clip with hardly a word, or both."""
+    rng = np.random.default_rng(seed)
+    num_items = rng.geometric(rng.uniform(0.05, 0.7), num_samples) * (rng.random(num_samples) < 0.7)
+    text_tokens = rng.integers(5, 100, num_samples)
+    is_huge = rng.random((2, num_samples)) < rng.uniform(0, 0.3)
+    num_items[is_huge[0]] *= rng.integers(2, 30)
+    text_tokens[is_huge[1]] *= rng.integers(2, 30)
+    kept_vision_tokens = num_items * rng.integers(1, 40)
+    return SampleShapes(
+        sample_id=np.array([f"s{index}" for index in range(num_samples)], dtype=object),
+        source=np.full(num_samples, "drawn", dtype=object),
+        row=np.arange(num_samples),
+        num_items=num_items,
+        kept_vision_tokens=kept_vision_tokens,
+        llm_tokens=kept_vision_tokens + text_tokens,
+        target_tokens=text_tokens // 3,
+    )

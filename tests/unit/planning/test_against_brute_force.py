@@ -1,0 +1,90 @@
+"""The search finds what pricing every plan of the space on every batch finds, although it prices few of them."""
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from spaces import bent_costs, make_config, price_all, uneven_samples, with_memory
+
+from dflop.costs import CostModel
+from dflop.data import SampleShapes
+from dflop.errors import UserError
+from dflop.models import ModelSpec
+from dflop.planning import search_plans
+
+# Costs are drawn from a seed: a smaller seed is no simpler a case.
+_UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
+_SHAPES = [(2, 1, 6), (3, 1, 7), (4, 1, 8), (4, 2, 5), (6, 2, 6)]
+
+
+def check_against_all(
+    config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, everything: pl.DataFrame, grouping="balanced"
+) -> None:
+    """The search's ten best are the ten best of `everything` that fits, and its best the best that can be trained."""
+    fitting = everything.filter(pl.col("memory_bytes") <= config.cluster.memory_gib * 2**30).sort("step_s")
+    if fitting.is_empty():
+        with pytest.raises(UserError, match=r"no plan fits into `cluster\.memory_gib`"):
+            search_plans(config, spec, costs, samples, grouping=grouping)
+        return
+    found = search_plans(config, spec, costs, samples, grouping=grouping)
+    assert found.num_plans == len(everything)
+    ten = [own.step_s for own in found.candidates[:10]]
+    np.testing.assert_allclose(ten, fitting["step_s"][:10], rtol=1e-9)
+    known = dict(fitting.select("plan", "step_s").iter_rows())
+    np.testing.assert_allclose(ten, [known[str(own.plan)] for own in found.candidates[:10]], rtol=1e-9)
+    runnable = fitting.filter("is_runnable")
+    fastest = runnable if len(runnable) else fitting
+    assert found.best.step_s == pytest.approx(fastest["step_s"][0], rel=1e-9)
+    assert found.candidates[0].step_s <= found.least_bound_s * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=10, phases=_UNSHRUNK)
+@given(
+    shape=st.sampled_from(_SHAPES),
+    seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
+    freeze=st.sampled_from([(), ("vision",), ("llm",)]),
+    grouping=st.sampled_from(["balanced", "random"]),
+    memory_share=st.sampled_from([0.0, 0.02, 0.2, 0.6, 1.0]),
+)
+def test_the_ten_best_and_the_best_that_can_be_trained_are_those_of_all_plans(
+    tiny_spec, shape, seeds, freeze, grouping, memory_share
+):
+    """Memory is such that about `memory_share` of the plans fit."""
+    devices, num_nodes, batch_size = shape
+    config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze)
+    costs, samples = bent_costs(seeds[0]), uneven_samples(40, seeds[1])
+    everything = price_all(config, tiny_spec, costs, samples, grouping)
+    limit = everything["memory_bytes"].quantile(memory_share) * (1 if memory_share else 0.99)
+    check_against_all(with_memory(config, limit / 2**30), tiny_spec, costs, samples, everything, grouping)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"placement": "colocated", "llm": {"pp": 2}},
+        {"schedule": "zb_h1", "vision": {"tp": 2}},
+        {"num_microbatches": 5, "checkpointing": False},
+        {"placement": "disjoint", "vision": {"pp": 2, "dp": 1}},
+    ],
+)
+def test_pins_leave_the_best_of_the_rest(tiny_spec, fixed):
+    config = make_config(6, 8, fixed=fixed)
+    costs, samples = bent_costs(3), uneven_samples(40, 4)
+    everything = price_all(config, tiny_spec, costs, samples)
+    limit = everything["memory_bytes"].quantile(0.5)
+    check_against_all(with_memory(config, limit / 2**30), tiny_spec, costs, samples, everything)
+
+
+@pytest.mark.parametrize("memory_share", [0.05, 1.0])
+def test_sixteen_devices_on_two_nodes(tiny_spec, costs, samples, memory_share):
+    """With the hand-made costs, which know tp 1 alone."""
+    config = make_config(16, 16, num_nodes=2, search_batches=2)
+    everything = price_all(config, tiny_spec, costs, samples)
+    limit = everything["memory_bytes"].quantile(memory_share)
+    config = with_memory(config, limit / 2**30)
+    check_against_all(config, tiny_spec, costs, samples, everything)
+    found = search_plans(config, tiny_spec, costs, samples)
+    assert found.num_priced < 0.1 * len(everything)
+    if memory_share < 1:
+        assert any(own.plan.checkpointing for own in found.candidates[:10])

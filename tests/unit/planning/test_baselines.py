@@ -1,0 +1,127 @@
+"""What others would run: priced on the same batches, each the best of its kind, and never a failure."""
+
+import numpy as np
+import pytest
+from spaces import bent_costs, make_config, price_all, uneven_samples
+
+from dflop.config import PlanConfig
+from dflop.costs import Loads
+from dflop.planning import PlanPricer, enumerate_space, plan_of, price_baselines, search_plans
+from dflop.planning.batches import GroupedBatches
+from dflop.scheduling.stage_costs import loads_of, only
+
+RULE, MEGATRON, FSDP = "published rule", "monolithic, random batches", "every device the whole model"
+
+
+@pytest.fixture(scope="module")
+def price(tiny_spec):
+    """Baselines by the beginning of their name."""
+
+    def run(config, costs, samples):
+        return {
+            next(name for name in (RULE, MEGATRON, FSDP) if own.name.startswith(name)): own
+            for own in price_baselines(config, tiny_spec, costs, samples)
+        }
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_plan_of_the_published_rule_is_faster_than_the_search(price, tiny_spec, seed):
+    """It chooses from the same space, priced the same way: disjoint, 1f1b, balanced batches."""
+    costs, samples = bent_costs(seed), uneven_samples(40, seed)
+    config = make_config(4, 8)
+    found = search_plans(config, tiny_spec, costs, samples)
+    assert found.candidates[0].step_s <= price(config, costs, samples)[RULE].step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_monolithic_baseline_is_the_best_there_is_without_balance(price, tiny_spec, seed):
+    """The search is no slower than the same plan with balanced batches. That balanced batches are the faster ones is no
+    theorem, only what they are for."""
+    costs, samples = bent_costs(seed), uneven_samples(40, seed)
+    config = make_config(4, 8, placements=["monolithic"], schedules=["1f1b"])
+    own = price(config, costs, samples)[MEGATRON]
+    everything = price_all(config, tiny_spec, costs, samples, "random")
+    even = [plan for plan in everything["plan"] if "layers" not in plan]
+    assert own.step_s == pytest.approx(dict(everything.select("plan", "step_s").iter_rows())[str(own.plan)], rel=1e-9)
+    assert own.step_s == pytest.approx(
+        min(step_s for plan, step_s in everything.select("plan", "step_s").iter_rows() if plan in even), rel=1e-9
+    )
+    batches = GroupedBatches(config, tiny_spec, costs, samples)
+    balanced = PlanPricer(own.plan, config, tiny_spec, costs, batches, "balanced")
+    balanced_s = np.mean([balanced.step_s(batch) for batch in range(len(batches))])
+    found = search_plans(make_config(4, 8), tiny_spec, costs, samples)
+    assert found.candidates[0].step_s <= balanced_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_rule_takes_the_least_of_its_formula_at_mean_shapes(price, tiny_spec, seed):
+    """(m + pp_v + pp_l - 1) times the slowest stage of the mean microbatch, written out plan by plan."""
+    costs, samples = bent_costs(seed), uneven_samples(40, seed)
+    config = make_config(4, 8)
+    batches = GroupedBatches(config, tiny_spec, costs, samples)
+    within = PlanConfig(placements=["disjoint"], schedules=["1f1b"])
+
+    def value(plan) -> float:
+        stages_s = []
+        for grid in plan.grids:
+            sums = [[load.sum() for load in only(grid.module, loads_of(shapes))] for shapes in batches.shapes]
+            mean = np.mean(sums, axis=0)[:, None] / (grid.dp * plan.num_microbatches)
+            ends = {"is_first": True, "is_last": True, "checkpointing": plan.checkpointing}
+            whole_s = sum(costs.stage_time(grid.module, grid.tp, 4, Loads(*mean), **ends))
+            stages_s.append(whole_s.item() / grid.pp)
+        return (plan.num_microbatches + sum(grid.pp for grid in plan.grids) - 1) * max(stages_s)
+
+    rows = enumerate_space(config, tiny_spec, costs.tp_sizes, {}, within)
+    least = min(value(plan_of(row, {})) for row in rows.iter_rows(named=True))
+    assert value(price(config, costs, samples)[RULE].plan) == pytest.approx(least)
+
+
+def test_every_device_holds_its_share_of_the_parameters_alone(price, costs, samples):
+    """The plan as it is would hold them all, on every device; and gathering them takes a slow network its time."""
+    own = price(make_config(4, 8), costs, samples)[FSDP]
+    slow = price(make_config(4, 8, intra_node_gbps=1e-3), costs, samples)[FSDP]
+    assert own.plan.grid("llm").dp == own.plan.grid("vision").dp == 4
+    size = sum(costs.stage_parameter_bytes(module, 1, 4, is_first=True, is_last=True) for module in ("vision", "llm"))
+    assert own.memory_bytes > size
+    assert slow.step_s >= (2 * size / 2 + size) * 3 / 4 / (1e-3 * 1e9 / 8)
+    assert 0 < own.idle < slow.idle < 1
+
+
+def test_a_frozen_module_sends_no_gradients(price, costs, samples):
+    """On a network so slow that moving is all there is: half-precision parameters for each pass, gradients once."""
+    sizes = {
+        module: costs.stage_parameter_bytes(module, 1, 4, is_first=True, is_last=True) for module in ("vision", "llm")
+    }
+    for freeze, in_all in (
+        ([], 2 * sizes["vision"] + 2 * sizes["llm"]),
+        (["vision"], 0.5 * sizes["vision"] + 2 * sizes["llm"]),
+        (["llm"], 2 * sizes["vision"] + sizes["llm"]),
+    ):
+        own = price(make_config(4, 8, intra_node_gbps=1e-4, freeze=freeze), costs, samples)[FSDP]
+        assert own.step_s == pytest.approx(in_all * 3 / 4 / (1e-4 * 1e9 / 8), rel=1e-3)
+        assert own.memory_bytes > 0
+
+
+def test_where_nothing_fits_baselines_say_so(price, costs, samples):
+    for own in price(make_config(4, 8, memory_gib=1e-3), costs, samples).values():
+        assert own.plan is None
+        assert own.step_s == np.inf
+
+
+def test_a_baseline_that_fits_stays_within_memory(price, costs, samples):
+    roomy = price(make_config(4, 8), costs, samples)
+    limit = 0.8 * roomy[MEGATRON].memory_bytes
+    tight = price(make_config(4, 8, memory_gib=limit / 2**30), costs, samples)
+    assert all(own.memory_bytes <= limit for own in tight.values() if own.plan)
+    assert tight[MEGATRON].plan
+    assert tight[MEGATRON].step_s > roomy[MEGATRON].step_s
+
+
+def test_pins_do_not_bind_baselines_and_few_samples_do_not_fail_them(price, costs, samples):
+    pinned = price(make_config(4, 8, fixed={"num_microbatches": 5}), costs, samples)
+    assert pinned == price(make_config(4, 8), costs, samples)
+    few = price(make_config(4, 2), costs, samples)
+    assert few[FSDP].plan is None
+    assert few[MEGATRON].plan.num_buckets <= 2

@@ -1,0 +1,131 @@
+"""What people and files are told of a search: the table, plan.yaml and the explanation, held against recorded ones."""
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import yaml
+from spaces import make_config
+
+from dflop.data import SampleShapes
+from dflop.pipeline import load_plan
+from dflop.planning import candidates_frame, describe_choice, explain_choice, price_baselines
+
+RECORDED = Path(__file__).parent / "recorded"
+CONTRACT = [
+    *("rank", "placement", "vision_tp", "vision_pp", "vision_dp", "llm_tp", "llm_pp", "llm_dp"),
+    *("num_microbatches", "checkpointing", "schedule", "step_s", "idle"),
+    *("vision_memory_bytes", "llm_memory_bytes", "bottleneck"),
+]
+
+
+@pytest.fixture(scope="module")
+def explain(tiny_spec, costs, samples, search):
+    def run(config, recorded=samples) -> str:
+        found = search(config, samples=recorded, compares=True)
+        return explain_choice(found, price_baselines(config, tiny_spec, costs, recorded), config, costs)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def recorded_samples() -> SampleShapes:
+    """Sixty samples with a few large ones, kept as a table so that no generator decides what is expected."""
+    table = pl.read_csv(RECORDED / "samples.csv")
+    return SampleShapes(
+        sample_id=np.array([f"s{row}" for row in range(len(table))], dtype=object),
+        source=np.full(len(table), "recorded", dtype=object),
+        row=np.arange(len(table)),
+        **{name: table[name].to_numpy() for name in table.columns},
+    )
+
+
+def test_the_table_has_the_promised_columns_first_and_in_order(search):
+    found = search(make_config(6, 8, num_nodes=2))
+    frame = candidates_frame(found)
+    assert frame.columns[: len(CONTRACT)] == CONTRACT
+    assert frame["rank"].to_list() == list(range(1, len(found.candidates) + 1))
+    assert frame["step_s"].to_list() == [own.step_s for own in found.candidates]
+    assert frame["runnable"].to_list() == [own.why_not_runnable is None for own in found.candidates]
+    ranks = pl.col("llm_dp") * pl.col("llm_pp") * pl.col("llm_tp")
+    encoders = pl.col("vision_dp") * pl.col("vision_pp") * pl.col("vision_tp")
+    disjoint, colocated = (frame.filter(placement=name) for name in ("disjoint", "colocated"))
+    assert disjoint.select((ranks + encoders == 6).all()).item()
+    assert colocated.select(((ranks == 6) & (encoders == 6)).all()).item()
+    assert all(sum(own) == 4 for own in frame["llm_layers"].drop_nulls())
+
+
+def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(search, costs, tmp_path):
+    config = make_config(4, 8)
+    found = search(config)
+    path = tmp_path / "plan.yaml"
+    path.write_text(describe_choice(found, config, costs))
+    assert load_plan(path) == found.best.plan
+    said = yaml.safe_load(path.read_text())
+    assert said["runnable"] is True
+    assert said["predicted"]["step_s"] == pytest.approx(found.best.step_s, rel=1e-5)
+    assert said["predicted"]["samples_per_s"] == pytest.approx(8 / found.best.step_s, rel=1e-3)
+    assert said["costs"] == "cpu, measured"
+    assert found.best.bottleneck in said["why"]
+    first = found.candidates[0]
+    assert said["passed_over"]["why_not"] == first.why_not_runnable
+    assert said["passed_over"]["predicted"]["step_s"] == pytest.approx(first.step_s, rel=1e-5)
+    assert said["passed_over"]["would_take"] == f"{first.step_s / found.best.step_s:.3f}x as long"
+
+
+def test_nothing_is_passed_over_where_the_fastest_can_be_trained(search, costs):
+    config = make_config(4, 8, placements=["disjoint"], schedules=["1f1b"], fixed={"vision": {"pp": 1}})
+    assert "passed_over" not in yaml.safe_load(describe_choice(search(config), config, costs))
+
+
+def test_a_plan_that_nobody_can_train_is_not_called_chosen(explain, search, costs):
+    config = make_config(4, 8, placements=["colocated"])
+    said = explain(config)
+    assert "No plan of the space can be trained today: colocated plans can be priced" in said
+    assert "chosen:" not in said
+    assert yaml.safe_load(describe_choice(search(config), config, costs))["runnable"] is False
+
+
+def test_the_chosen_plan_is_shown_with_its_rank_below_ten_faster_ones(explain, search):
+    config = make_config(4, 8)
+    found = search(config)
+    rank = found.candidates.index(found.best) + 1
+    assert rank > 10
+    assert f"    …\n{rank:2}  {found.best.step_s:.3f} s  1.00x" in explain(config)
+
+
+def test_more_memory_is_said_to_help_where_it_does(explain, search):
+    config = make_config(4, 8)
+    assert "more memory per device" not in explain(config)
+    needed = [max(own.memory_bytes.values()) / 2**30 for own in search(config).candidates]
+    said = explain(make_config(4, 8, memory_gib=0.98 * min(needed[:3])))
+    assert "next: with " in said
+    assert "more memory per device" in said
+
+
+def test_a_batch_that_replicas_cannot_share_equally_is_noted(explain):
+    pins = {"placement": "disjoint", "llm": {"dp": 3}}
+    note = (
+        "note: 8 samples do not divide by 3 LLM replicas: 2 of them get 3, the others 2; `train.global_batch_size: 9`"
+    )
+    assert note in explain(make_config(4, 8, fixed=pins))
+    assert "note:" not in explain(make_config(4, 9, fixed=pins))
+
+
+def test_baselines_that_do_not_fit_are_named(explain):
+    """Within what checkpointing and a disjoint encoder need, a device cannot hold the whole model."""
+    said = explain(make_config(4, 8, memory_gib=0.0092))
+    assert "    nothing fits     monolithic, random batches (Megatron-style)" in said
+
+
+@pytest.mark.parametrize("memory_gib", [64, 0.016])
+def test_a_recorded_case_is_told_in_the_recorded_words(explain, search, costs, recorded_samples, memory_gib):
+    """Six devices on two nodes. After a change that is meant, look at the difference and write the files anew."""
+    config = make_config(6, 12, num_nodes=2, memory_gib=memory_gib)
+    told = {
+        f"explanation_{memory_gib:g}_gib.txt": explain(config, recorded_samples) + "\n",
+        f"plan_{memory_gib:g}_gib.yaml": describe_choice(search(config, samples=recorded_samples), config, costs),
+    }
+    for name, text in told.items():
+        assert text == (RECORDED / name).read_text(encoding="utf-8"), name

@@ -1,0 +1,136 @@
+"""The space holds every layout that uses all devices once, and no other; pins leave what agrees with them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spaces import ALL_PLACEMENTS, ALL_SCHEDULES, make_config
+
+from dflop.config import PlanConfig
+from dflop.errors import UserError
+from dflop.planning import enumerate_space, plan_of
+
+TP = {"vision": [1, 2], "llm": [1, 2]}
+SPLITS = {(1, 2): (3, 1), (2, 2): (1, 3)}
+
+
+def plans_of(config, spec, tp_sizes=TP, splits=SPLITS, within=None):
+    return [
+        plan_of(row, splits) for row in enumerate_space(config, spec, tp_sizes, splits, within).iter_rows(named=True)
+    ]
+
+
+@settings(deadline=None, max_examples=20)
+@given(devices=st.integers(2, 9), batch_size=st.integers(4, 20))
+def test_every_plan_uses_all_devices_and_fills_every_bucket(tiny_spec, devices, batch_size):
+    plans = plans_of(make_config(devices, batch_size), tiny_spec)
+    assert len(set(map(str, plans))) == len(plans)
+    for plan in plans:
+        assert plan.world_size == devices
+        assert plan.num_buckets <= batch_size
+        for grid in plan.grids:
+            assert plan.num_stages(grid.module) <= tiny_spec.module(grid.module).num_layers
+    disjoint = {
+        (plan.grid("vision").dp, plan.grid("llm").pp, plan.grid("llm").dp)
+        for plan in plans
+        if plan.placement == "disjoint" and plan.grid("vision").pp == plan.grid("vision").tp == plan.grid("llm").tp == 1
+    }
+    assert disjoint == {
+        (vision_dp, pp, (devices - vision_dp) // pp)
+        for vision_dp in range(1, devices)
+        for pp in range(1, 5)
+        if (devices - vision_dp) % pp == 0 and batch_size >= (devices - vision_dp) // pp
+    }
+    counts = {plan.num_microbatches for plan in plans if plan.grid("llm").dp == 1}
+    assert counts == {count for count in (1, 2, 3, 4, 6, 8, 12, 16) if count <= batch_size}
+
+
+def test_all_placements_schedules_splits_and_sizes_are_in_it(tiny_spec):
+    plans = plans_of(make_config(8, 8), tiny_spec)
+    assert {plan.placement for plan in plans} == set(ALL_PLACEMENTS)
+    assert {plan.schedule for plan in plans} == set(ALL_SCHEDULES)
+    assert {plan.checkpointing for plan in plans} == {False, True}
+    assert {plan.grid("llm").layers for plan in plans} == {(), (3, 1), (1, 3)}
+    assert {plan.grid("vision").pp for plan in plans} == {1, 2, 4}
+    assert {(plan.grid("vision").tp, plan.grid("llm").tp) for plan in plans} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+
+
+def test_no_tensor_parallel_group_lies_on_two_nodes(tiny_spec):
+    for plan in plans_of(make_config(9, 8, num_nodes=3), tiny_spec):
+        assert plan.grid("llm").tp == plan.grid("vision").tp == 1
+    for plan in plans_of(make_config(8, 8, num_nodes=2), tiny_spec):
+        for grid in plan.grids:
+            firsts = range(grid.rank_offset, grid.rank_offset + grid.num_ranks, grid.tp)
+            assert all(first // 4 == (first + grid.tp - 1) // 4 for first in firsts), plan
+
+
+def test_one_microbatch_or_one_stage_has_one_schedule(tiny_spec):
+    plans = plans_of(make_config(4, 8), tiny_spec)
+    assert {plan.schedule for plan in plans if plan.grid("llm").pp == 1 or plan.num_microbatches == 1} == {"1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "holds"),
+    [
+        ({"placement": "colocated"}, lambda plan: plan.placement == "colocated"),
+        *(
+            ({module: {size: 2}}, lambda plan, module=module, size=size: getattr(plan.grid(module), size) == 2)
+            for module in ("vision", "llm")
+            for size in ("tp", "pp", "dp")
+        ),
+        ({"num_microbatches": 5}, lambda plan: plan.num_microbatches == 5),
+        ({"checkpointing": True}, lambda plan: plan.checkpointing),
+        ({"checkpointing": False}, lambda plan: not plan.checkpointing),
+        ({"schedule": "zb_h1"}, lambda plan: plan.schedule == "zb_h1"),
+        ({"schedule": "gpipe"}, lambda plan: plan.schedule == "gpipe"),
+    ],
+)
+def test_a_pin_leaves_exactly_the_plans_that_agree_with_it(tiny_spec, fixed, holds):
+    left = plans_of(make_config(8, 16, fixed=fixed), tiny_spec)
+    assert all(holds(plan) for plan in left)
+    if "num_microbatches" in fixed:
+        return  # 5 is not among the counts that are searched
+    everything = [plan for plan in plans_of(make_config(8, 16), tiny_spec) if holds(plan)]
+    assert {str(plan) for plan in everything} <= {str(plan) for plan in left}
+    if "schedule" not in fixed:  # with one microbatch all schedules are the same; a pinned one is kept
+        assert len(everything) == len(left) > 1
+
+
+def test_a_microbatch_count_that_fits_one_layout_alone_leaves_that_one(tiny_spec):
+    """Eight samples fill eight microbatches only where the LLM has one replica."""
+    plans = plans_of(make_config(4, 8, fixed={"num_microbatches": 8}), tiny_spec)
+    assert {plan.grid("llm").dp for plan in plans} == {1}
+
+
+def test_other_limits_replace_those_of_the_config(tiny_spec):
+    within = PlanConfig(placements=["monolithic"], schedules=["1f1b"])
+    plans = plans_of(make_config(4, 8, fixed={"placement": "disjoint"}), tiny_spec, within=within)
+    assert {(plan.placement, plan.schedule) for plan in plans} == {("monolithic", "1f1b")}
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"fixed": {"llm": {"dp": 2}, "num_microbatches": 8}}, "(llm dp=2, num_microbatches=8)"),
+        (
+            {"fixed": {"vision": {"tp": 1, "pp": 1, "dp": 1}, "llm": {"pp": 2}, "placement": "disjoint"}},
+            "vision dp=1, llm pp=2",
+        ),
+        ({"fixed": {"llm": {"tp": 4}}}, "tp vision 1/2, llm 1/2"),
+        ({"fixed": {"llm": {"pp": 1}, "schedule": "interleaved_1f1b"}}, "schedule=interleaved_1f1b"),
+        ({"batch_size": 2, "fixed": {"llm": {"dp": 4}}}, "2 samples a batch"),
+    ],
+)
+def test_pins_that_leave_no_plan_are_told_back(tiny_spec, config, complaint):
+    with pytest.raises(UserError) as caught:
+        plans_of(make_config(**config), tiny_spec)
+    message = str(caught.value)
+    assert "no plan uses all 4 devices of `cluster` with `plan.fixed`" in message
+    assert complaint in message
+    assert message.endswith("loosen `plan.fixed`")
+    assert "\n" not in message
+
+
+def test_a_cluster_that_no_layout_fills_says_what_was_tried(tiny_spec):
+    """Seven devices and three samples: one replica of seven stages has too few layers, seven have too few samples."""
+    with pytest.raises(UserError, match=r"4 LLM layers, 3 samples a batch; raise `train\.global_batch_size`"):
+        plans_of(make_config(7, 3, placements=["monolithic"]), tiny_spec)
