@@ -156,6 +156,7 @@ class ScheduleConfig:
     policy: str = "ilp"
     lookahead_steps: int = 8
     time_limit_s: float = 1.0
+    search_trials: int = 5000
     correction: str = "auto"
 
 
@@ -197,7 +198,7 @@ _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plan.schedules": (("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"), ()),
     "plan.fixed.placement": (("disjoint", "colocated", "monolithic"), ()),
     "plan.fixed.schedule": (("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"), ()),
-    "schedule.policy": (("random", "lpt", "ilp"), ("search",)),
+    "schedule.policy": (("random", "lpt", "search", "ilp"), ()),
     "schedule.correction": (("off", "auto"), ("on",)),
     "train.precision": (("fp32", "bf16", "fp64"), ()),
     "train.resume": (("auto", "never"), ()),
@@ -240,7 +241,7 @@ _ABOVE_ZERO = (
     "train.lr",
     "train.grad_clip",
 )
-_NOT_NEGATIVE = ("seed", "train.weight_decay", "train.warmup_steps", "train.loader_workers")
+_NOT_NEGATIVE = ("schedule.search_trials", "seed", "train.weight_decay", "train.warmup_steps", "train.loader_workers")
 _NOT_EMPTY = ("costs.tp_sizes", "plan.placements", "plan.schedules")
 # Of a device that no data sheet describes.
 _MEMORY_GIB = 4.0

@@ -216,6 +216,25 @@ class CostModel:
         key = (module, tp, part, checkpointing and part in _CHECKPOINTED)
         return self.times[*key, "forward"](loads), self.times[*key, "backward"](loads)
 
+    def time_forms(
+        self, module: str, tp: int, layers: Sequence[int], *, checkpointing: bool = False
+    ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+        """`stage_times` as forms of the loads: for each stage and pass a linear one (a constant and a unit of each of
+        `FEATURES`, [5]) and hinges [num_hinges, 3]: the load's place in `FEATURES`, where it bends, by how much."""
+        self.require(module, tp)
+        forms = []
+        for stage, count in enumerate(layers):
+            both = []
+            for direction in ("forward", "backward"):
+                linear, hinges = np.zeros(1 + len(FEATURES)), []
+                for key, times in _parts(module, tp, count, stage == 0, stage == len(layers) - 1, checkpointing):
+                    fit = self.times[*key, direction]
+                    linear += times * np.array([fit.const, *fit.per_load])
+                    hinges += [(fit.along, at, times * slope) for at, slope in fit.hinges]
+                both.append((linear, np.array(hinges).reshape(-1, 3)))
+            forms.append(both)
+        return forms
+
     def stage_memory(
         self,
         module: str,

@@ -18,7 +18,7 @@ from dflop.pipeline.plan import (
     split_layers,
     why_not_runnable,
 )
-from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
+from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s, walk
 
 __all__ = [
     "PLACEMENTS",
@@ -54,6 +54,7 @@ __all__ = [
     "split_layers",
     "stages_of",
     "tile_world",
+    "walk",
     "why_not_runnable",
     "workers_of",
 ]

@@ -26,7 +26,7 @@ from dflop.pipeline.compiled import (
 )
 from dflop.pipeline.orders import BACKWARD, FORWARD, WEIGHT
 
-__all__ = ["Bridges", "StageTimes", "Timeline", "peak_bytes", "simulate", "simulate_step_s"]
+__all__ = ["Bridges", "StageTimes", "Timeline", "peak_bytes", "simulate", "simulate_step_s", "walk"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ def _run(plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.n
     forward_s = times.forward_s.reshape(shape)
     bridges = times.bridges
     batch = np.zeros_like(bridges.microbatch) if bridges.batch is None else bridges.batch
-    return _walk(
+    return walk(
         plan.order,
         plan.stages,
         plan.num_workers,
@@ -163,7 +163,7 @@ def _by_microbatch(num_batches, num_microbatches, batch, microbatch, source, tar
 
 
 @njit(cache=True)
-def _walk(
+def walk(
     order,
     stages,
     num_workers,

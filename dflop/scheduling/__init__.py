@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, goal_s, lower_bound_s
     from dflop.scheduling.sampler import BalancedBatchSampler
     from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+    from dflop.scheduling.step_search import StepSearch
     from dflop.scheduling.transfers import find_link
 
 _HOMES = {
@@ -27,6 +28,7 @@ _HOMES = {
     "pricing": ("BYTES_PER_VALUE", "WEIGHT_SHARE", "Assignment", "Pricer"),
     "problem": ("BatchProblem", "bucket_loads", "check_assignment", "goal_s", "lower_bound_s"),
     "sampler": ("BalancedBatchSampler",),
+    "step_search": ("StepSearch",),
     "transfers": ("find_link",),
     "scheduler": ("BatchScheduler", "StepSchedule"),
 }
@@ -44,6 +46,7 @@ __all__ = [
     "IlpResult",
     "Pricer",
     "StepSchedule",
+    "StepSearch",
     "bucket_loads",
     "check_assignment",
     "descend",

@@ -68,11 +68,11 @@ class Pricer:
     ) -> None:
         assert len(plan.grids) == 2, "samples know the items of one encoder"
         self.plan, self.costs, self.cluster = plan, costs, cluster
-        self._stage_costs = StageCosts(plan, costs, spec, frozen)
-        self._transfers = Transfers(plan, costs.links, cluster)
-        self._compiled = compile_plan(plan, frozen)
-        self._bytes_per_token = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]
-        self.stages = self._stage_costs.stages
+        self.stage_costs = StageCosts(plan, costs, spec, frozen)
+        self.transfers = Transfers(plan, costs.links, cluster)
+        self.compiled = compile_plan(plan, frozen)
+        self.bytes_per_token = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]
+        self.stages = self.stage_costs.stages
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -91,7 +91,7 @@ class Pricer:
         """
         encoder, llm = self.plan.grids
         encoding_s, llm_s = (
-            self._stage_costs.additive_loads_s(grid.module, loads_of(shapes)) for grid in (encoder, llm)
+            self.stage_costs.additive_loads_s(grid.module, loads_of(shapes)) for grid in (encoder, llm)
         )
         if self.plan.placement == "monolithic":
             first_s = encoding_s[0] + llm_s[0]
@@ -129,28 +129,28 @@ class Pricer:
         inside an encoder is priced as if it were its features: no shape says how much it is.
         """
         of_module = self._of_modules(shapes, assignment)
-        forward_s, backward_s = self._stage_costs.stage_times({name: loads for name, (loads, _) in of_module.items()})
-        sent_bytes = {module: tokens * self._bytes_per_token for module, (_, tokens) in of_module.items()}
+        forward_s, backward_s = self.stage_costs.stage_times({name: loads for name, (loads, _) in of_module.items()})
+        sent_bytes = {module: tokens * self.bytes_per_token for module, (_, tokens) in of_module.items()}
         splits = self.plan.schedule == "zb_h1"
         return StageTimes(
             forward_s=forward_s,
             backward_s=backward_s,
-            weight_s=WEIGHT_SHARE * backward_s * self._trains[:, None] if splits else None,
-            chain_s=self._transfers.chain_s(sent_bytes),
-            bridges=self._transfers.bridges(
+            weight_s=WEIGHT_SHARE * backward_s * self.trains[:, None] if splits else None,
+            chain_s=self.transfers.chain_s(sent_bytes),
+            bridges=self.transfers.bridges(
                 assignment.encoder_rank,
                 assignment.llm_dp_rank,
                 assignment.microbatch,
-                shapes.kept_vision_tokens * self._bytes_per_token,
+                shapes.kept_vision_tokens * self.bytes_per_token,
             ),
-            sync_s=self._sync_s,
+            sync_s=self.sync_s,
         )
 
     def step_s(self, shapes: SampleShapes, assignment: Assignment) -> float:
-        return simulate_step_s(self._compiled, self.stage_times(shapes, assignment))
+        return simulate_step_s(self.compiled, self.stage_times(shapes, assignment))
 
     def timeline(self, times: StageTimes) -> Timeline:
-        return simulate(self._compiled, times)
+        return simulate(self.compiled, times)
 
     def lower_bound_s(self, shapes: SampleShapes) -> float:
         """No schedule of this batch is faster: each stage's work over its replicas, and its largest sample.
@@ -159,7 +159,7 @@ class Pricer:
         """
         encoder, llm = self.plan.grids
         loads = loads_of(shapes)
-        works_s = [self._stage_costs.additive_loads_s(grid.module, loads, least=True) for grid in (encoder, llm)]
+        works_s = [self.stage_costs.additive_loads_s(grid.module, loads, least=True) for grid in (encoder, llm)]
         bounds = []
         for grid, work_s in zip((encoder, llm), works_s, strict=True):
             bounds += [work_s.sum(axis=1).max() / grid.dp, work_s.max()]
@@ -233,16 +233,16 @@ class Pricer:
         return flags
 
     @cached_property
-    def _trains(self) -> np.ndarray:
+    def trains(self) -> np.ndarray:
         """Which nodes compute gradients of weights, [num_nodes]."""
-        own = [stage.module not in self._stage_costs.frozen for stage in self.stages]
+        own = [stage.module not in self.stage_costs.frozen for stage in self.stages]
         return np.repeat(own, [stage.dp for stage in self.stages])
 
     @cached_property
-    def _sync_s(self) -> np.ndarray:
+    def sync_s(self) -> np.ndarray:
         """The gradient sync of each node, [num_nodes]."""
-        own = [self._transfers.all_reduce_s(stage, self._stage_costs.parameter_bytes(stage)) for stage in self.stages]
-        return np.repeat(own, [stage.dp for stage in self.stages]) * self._trains
+        own = [self.transfers.all_reduce_s(stage, self.stage_costs.parameter_bytes(stage)) for stage in self.stages]
+        return np.repeat(own, [stage.dp for stage in self.stages]) * self.trains
 
     def _workers(self, module: str) -> np.ndarray:
         """Indices of the workers that carry a module."""
@@ -254,9 +254,9 @@ class Pricer:
     @cached_property
     def _resident_bytes(self) -> np.ndarray:
         """Parameters, gradients and optimiser state on each worker's ranks, [num_workers]."""
-        resident = np.zeros(self._compiled.num_workers)
+        resident = np.zeros(self.compiled.num_workers)
         nothing = Loads(*np.zeros((4, 1)))
-        memories = self._stage_costs.memories({grid.module: nothing for grid in self.plan.grids})
+        memories = self.stage_costs.memories({grid.module: nothing for grid in self.plan.grids})
         for stage, memory in zip(self.stages, memories, strict=True):
             resident[stage.first_worker : stage.first_worker + stage.dp * stage.span] += memory.resident_bytes
         return resident
@@ -267,13 +267,13 @@ class Pricer:
         An edge's tokens are held as they came or wait to leave, once forward and once backward.
         """
         kept, transient = [], []
-        memories = self._stage_costs.memories({name: loads for name, (loads, _) in of_module.items()})
+        memories = self.stage_costs.memories({name: loads for name, (loads, _) in of_module.items()})
         for stage, memory in zip(self.stages, memories, strict=True):
             _, tokens = of_module[stage.module]
-            activations = memory.activation_bytes if self._stage_costs.has_backward(stage.module) else 0.0
-            kept.append(activations + 2.0 * tokens * self._bytes_per_token)
+            activations = memory.activation_bytes if self.stage_costs.has_backward(stage.module) else 0.0
+            kept.append(activations + 2.0 * tokens * self.bytes_per_token)
             transient.append(memory.transient_bytes)
-        return peak_bytes(self._compiled, np.concatenate(kept), np.concatenate(transient))
+        return peak_bytes(self.compiled, np.concatenate(kept), np.concatenate(transient))
 
     def _of_modules(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, tuple[Loads, np.ndarray]]:
         """Each module's loads, and the tokens that cross its stages' edges; arrays [dp, num_microbatches]."""

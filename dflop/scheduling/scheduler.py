@@ -1,5 +1,6 @@
 """The scheduler: one step's global batch, regrouped by a policy and kept if the simulator says so.
 
+`lpt` balances; `search` then changes what lengthens the simulated step; `ilp` gives CBC a turn between them.
 A schedule depends on the seed, the step, the data, the plan and the costs alone (and, for `ilp`, on how far
 CBC gets within its time limit). It holds all that a rank needs to load and compute its part.
 """
@@ -19,6 +20,7 @@ from dflop.scheduling.ilp import CbcProcess
 from dflop.scheduling.policies import lpt_buckets, random_buckets
 from dflop.scheduling.pricing import Assignment, Pricer
 from dflop.scheduling.problem import BatchProblem, check_assignment
+from dflop.scheduling.step_search import StepSearch
 
 __all__ = ["BatchScheduler", "PricedBatch", "StepSchedule"]
 
@@ -161,16 +163,29 @@ class BatchScheduler:
             check_assignment(problem, buckets)
             return self._split(shapes, problem, buckets), "random"
         balanced = lpt_buckets(problem)
-        assignment, step_s = self._best_order(shapes, problem, balanced)
+        best, best_s = self._best_order(shapes, problem, balanced)
         if policy == "lpt":
-            return assignment, "lpt"
-        if self._cbc is None:
-            self._cbc = CbcProcess()
-        result = self._cbc.solve(problem, balanced, time_limit_s=self._config.time_limit_s)
-        improved, improved_s = self._best_order(shapes, problem, result.bucket)
-        if improved_s < step_s:
-            return improved, f"ilp {result.status}"
-        return assignment, f"lpt, ilp {result.status}"
+            return best, "lpt"
+        status = "lpt"
+        if policy == "ilp":
+            if self._cbc is None:
+                self._cbc = CbcProcess()
+            result = self._cbc.solve(problem, balanced, time_limit_s=self._config.time_limit_s)
+            improved, improved_s = self._best_order(shapes, problem, result.bucket)
+            status = f"lpt, ilp {result.status}"
+            if improved_s < best_s:
+                best, best_s, status = improved, improved_s, f"ilp {result.status}"
+        search = StepSearch(self.pricer, shapes, problem.max_bucket_tokens)
+        seed = int(np.random.default_rng([self._seed, step]).integers(2**31))
+        found, found_s = search.improve(best, self._config.search_trials, seed)
+        check_assignment(problem, found.llm_dp_rank * problem.num_microbatches + found.microbatch)
+        if not self._fits(shapes, found) and self._fits(shapes, best):
+            return best, f"{status}, search beyond memory"
+        return found, f"{status}, search {found_s / best_s - 1:+.1%}"
+
+    def _fits(self, shapes: SampleShapes, assignment: Assignment) -> bool:
+        needed = max(self.pricer.memory_bytes(shapes, assignment).values())
+        return needed <= self.pricer.cluster.memory_gib * 2**30
 
     def _best_order(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray) -> tuple[Assignment, float]:
         """The order of microbatches, as they come or small ones at both ends, with the shorter step."""

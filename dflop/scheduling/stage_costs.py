@@ -40,7 +40,7 @@ class StageCosts:
     def __init__(self, plan: Plan, costs: CostModel, spec: ModelSpec, frozen: Collection[str]) -> None:
         self.plan, self.costs, self.frozen = plan, costs, frozenset(frozen)
         self.stages = stages_of(plan)
-        self._layers = {
+        self.layers = {
             grid.module: [len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers)]
             for grid in plan.grids
         }
@@ -56,7 +56,7 @@ class StageCosts:
             for forward, backward in self.costs.stage_times(
                 grid.module,
                 grid.tp,
-                self._layers[grid.module],
+                self.layers[grid.module],
                 of_module[grid.module],
                 checkpointing=self.plan.checkpointing,
             ):
@@ -108,7 +108,7 @@ class StageCosts:
 
     def part(self, stage: Stage) -> dict[str, Any]:
         """A stage as the cost model wants to know it."""
-        layers = self._layers[stage.module]
+        layers = self.layers[stage.module]
         return {
             "tp": stage.tp,
             "num_layers": layers[stage.pp_stage],

@@ -2,6 +2,7 @@
 
 import itertools
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,7 +10,16 @@ from dflop.config import ClusterConfig
 from dflop.costs import Link, LinkModel
 from dflop.pipeline import Bridges, Plan, Stage, stages_of
 
-__all__ = ["Transfers", "find_link"]
+__all__ = ["TransferForms", "Transfers", "find_link"]
+
+
+class TransferForms(NamedTuple):
+    """Latencies and seconds a byte: to the next stage [num_nodes], over bridges [num_encoders, num_llm_replicas]."""
+
+    chain_latency_s: np.ndarray
+    chain_byte_s: np.ndarray
+    bridge_latency_s: np.ndarray
+    bridge_byte_s: np.ndarray
 
 
 class Transfers:
@@ -54,8 +64,7 @@ class Transfers:
         """
         if self.plan.placement == "monolithic":
             return Bridges.none()
-        llm = next(stage for stage in self._stages if stage.module == "llm")
-        encoder = self._stages[self._stages.index(llm) - 1]
+        encoder, llm = self._ends_of_bridges
         sent = np.flatnonzero(num_bytes)
         shape = (encoder.dp, llm.dp, self.plan.num_microbatches)
         places = np.ravel_multi_index((encoder_rank[sent], llm_dp_rank[sent], microbatch[sent]), shape)
@@ -66,16 +75,31 @@ class Transfers:
             self._first_ranks(llm, target),
             np.bincount(message, weights=num_bytes[sent], minlength=len(cells)),
         )
-        if self.plan.placement == "colocated":
-            # To the same ranks nothing moves.
-            here, there = encoder.first_worker + source * encoder.span, llm.first_worker + target * llm.span
-            seconds[(here < there + llm.span) & (there < here + encoder.span)] = 0.0
+        seconds *= self._are_apart(source, target)
         return Bridges(
             source=encoder.first_node + source,
             target=llm.first_node + target,
             microbatch=microbatch,
             seconds=seconds,
         )
+
+    def forms(self) -> "TransferForms":
+        """Chains and bridges as a latency and seconds a byte."""
+        chain, bridge = {}, {}
+        stages = self._ends_of_bridges
+        replicas = np.arange(stages[0].dp)[:, None], np.arange(stages[1].dp)[None, :]
+        ends = [self._first_ranks(stage, own) for stage, own in zip(stages, replicas, strict=True)]
+        for name in ("latency_s", "byte_s"):
+            intra, inter = (
+                _form_of(find_link(self._links, self._cluster, "p2p", is_intra), name) for is_intra in (True, False)
+            )
+            own = []
+            for grid in self.plan.grids:
+                own += [np.where(stays, intra, inter) for stays in self._stays_in_node[grid.module]]
+                own.append(np.zeros(grid.dp))
+            chain[name] = np.concatenate(own)
+            bridge[name] = np.where(self._is_intra(*ends), intra, inter) * self._are_apart(*replicas)
+        return TransferForms(chain["latency_s"], chain["byte_s"], bridge["latency_s"], bridge["byte_s"])
 
     def all_reduce_s(self, stage: Stage, num_bytes: float) -> float:
         """The sum of a stage's gradients over its replicas."""
@@ -85,6 +109,19 @@ class Transfers:
         return find_link(self._links, self._cluster, "all_reduce", self._is_intra(first, last), stage.dp).seconds(
             num_bytes
         )
+
+    def _are_apart(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Whether encoder replicas and the LLM's have different ranks: to the same ones nothing moves."""
+        if self.plan.placement != "colocated":
+            return np.ones(np.broadcast(source, target).shape, dtype=bool)
+        encoder, llm = self._ends_of_bridges
+        here, there = encoder.first_worker + source * encoder.span, llm.first_worker + target * llm.span
+        return (here >= there + llm.span) | (there >= here + encoder.span)
+
+    @property
+    def _ends_of_bridges(self) -> tuple[Stage, Stage]:
+        llm = next(stage for stage in self._stages if stage.module == "llm")
+        return self._stages[self._stages.index(llm) - 1], llm
 
     def _p2p_s(self, first: np.ndarray, second: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
         intra, inter = (
@@ -98,6 +135,10 @@ class Transfers:
     def _first_ranks(self, stage: Stage, replica: np.ndarray) -> np.ndarray:
         grid = self.plan.grid(stage.module)
         return grid.first_rank(stage.pp_stage % grid.pp, replica)
+
+
+def _form_of(link: Link, name: str) -> float:
+    return link.latency_s if name == "latency_s" else 1 / link.bytes_per_s
 
 
 def find_link(links: LinkModel, cluster: ClusterConfig, kind: str, is_intra: bool, num_ranks: int = 2) -> Link:
