@@ -1,6 +1,7 @@
 """The scheduler: one step's global batch, regrouped by a policy and kept if the simulator says so.
 
-`lpt` balances; `search` then changes what lengthens the simulated step; `ilp` gives CBC a turn between them.
+`lpt` balances; `search` starts from what is best of that and of microbatches that are small where the pipeline fills
+and drains, and changes what lengthens the simulated step; `ilp` gives CBC a turn before that.
 A schedule depends on the seed, the step, the data, the plan and the costs alone (and, for `ilp`, on how far
 CBC gets within its time limit). It holds all that a rank needs to load and compute its part.
 """
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
@@ -20,9 +22,13 @@ from dflop.scheduling.ilp import CbcProcess
 from dflop.scheduling.policies import lpt_buckets, random_buckets
 from dflop.scheduling.pricing import Assignment, Pricer
 from dflop.scheduling.problem import BatchProblem, check_assignment
+from dflop.scheduling.shares import ideal_shares
 from dflop.scheduling.step_search import StepSearch
 
 __all__ = ["BatchScheduler", "PricedBatch", "StepSchedule"]
+
+# Above as many, a search has fewer trials, so that 1,024 buckets are decided within three seconds.
+MOST_BUCKETS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -140,6 +146,15 @@ class BatchScheduler:
             extrapolated=self.pricer.extrapolated_share(shapes, assignment),
         )
 
+    @property
+    def num_trials(self) -> int:
+        """Of a step's search: as configured, and fewer where there are so many buckets that each takes longer."""
+        return int(self._config.search_trials * min(1.0, MOST_BUCKETS / self.pricer.plan.num_buckets))
+
+    @cached_property
+    def _shares(self) -> np.ndarray:
+        return ideal_shares(self.pricer, self.samples, self.batches.global_batch_size)
+
     def check(self, num_steps: int) -> None:
         """Raise `UserError` when a batch of a run cannot fit into the plan's buckets, whatever the policy."""
         for step in range(num_steps):
@@ -175,9 +190,12 @@ class BatchScheduler:
             status = f"lpt, ilp {result.status}"
             if improved_s < best_s:
                 best, best_s, status = improved, improved_s, f"ilp {result.status}"
+        shaped, shaped_s = self._best_order(shapes, problem, lpt_buckets(problem, self._shares))
+        if shaped_s < best_s:
+            best, best_s, status = shaped, shaped_s, f"{status}, small ends"
         search = StepSearch(self.pricer, shapes, problem.max_bucket_tokens)
         seed = int(np.random.default_rng([self._seed, step]).integers(2**31))
-        found, found_s = search.improve(best, self._config.search_trials, seed)
+        found, found_s = search.improve(best, self.num_trials, seed)
         check_assignment(problem, found.llm_dp_rank * problem.num_microbatches + found.microbatch)
         if not self._fits(shapes, found) and self._fits(shapes, best):
             return best, f"{status}, search beyond memory"

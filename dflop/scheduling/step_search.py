@@ -12,11 +12,19 @@ import numpy as np
 from numba import njit
 
 from dflop.data import SampleShapes
-from dflop.pipeline import CellTimes, fresh_clocks, mark, network_of, resimulate, take_back
+from dflop.pipeline import (
+    CellTimes,
+    CompiledPlan,
+    fresh_clocks,
+    mark,
+    network_of,
+    resimulate,
+    take_back,
+)
 from dflop.scheduling.policies import NO_CAP
 from dflop.scheduling.pricing import WEIGHT_SHARE, Assignment, Pricer
 
-__all__ = ["StepSearch"]
+__all__ = ["MOVES_ONLY", "StepSearch", "descend_on_step", "new_state", "stage_forms"]
 
 # Beside the step, which the slowest column sets, the mean of the columns' ends counts a little: what brings a fast
 # one forward makes room for the next change.
@@ -26,9 +34,10 @@ FOCUS = 0.5
 MOST_DRAWS = 200
 _SWAP, _MOVE, _SWAP_BUCKETS, _SWAP_MICROBATCHES, _MOVE_MEDIA = range(5)
 _SHARES = np.cumsum([0.5, 0.2, 0.14, 0.08, 0.08])
+MOVES_ONLY = np.cumsum([0.0, 1.0, 0.0, 0.0, 0.0])
 
 
-class _Plan(NamedTuple):
+class StageForms(NamedTuple):
     """A plan's stages as the kernel wants them; times are linear in loads with hinges (`CostModel.time_forms`)."""
 
     stages: np.ndarray  # as in `CompiledPlan`
@@ -73,7 +82,7 @@ class StepSearch:
         """`max_bucket_tokens` is never exceeded by a change; None for no limit."""
         max_bucket_tokens = NO_CAP if max_bucket_tokens is None else max_bucket_tokens
         self._pricer, self._shapes = pricer, shapes
-        self._plan = _plan_of(pricer, max_bucket_tokens)
+        self._plan = stage_forms(pricer, max_bucket_tokens)
         self._network = network_of(pricer.compiled, pricer.sync_s)
         tokens = shapes.llm_tokens.astype(float)
         self._loads = np.column_stack([shapes.num_items, tokens, tokens**2, shapes.target_tokens]).astype(float)
@@ -81,11 +90,13 @@ class StepSearch:
 
     def improve(self, assignment: Assignment, num_trials: int, seed: int) -> tuple[Assignment, float]:
         """The best assignment met in so many trials, and its step in seconds; no worse than the given one."""
-        best, step_s = _descend(
+        shape = self._plan.bridge_token_s.shape
+        places = [assignment.llm_dp_rank, assignment.microbatch, assignment.encoder_rank]
+        best, step_s = descend_on_step(
             self._plan,
             self._network,
             fresh_clocks(self._network),
-            self._state(assignment),
+            new_state(np.column_stack(places).astype(np.int64), *shape, self._pricer.compiled),
             self._loads,
             self._kept,
             num_trials,
@@ -99,29 +110,28 @@ class StepSearch:
         """As `Pricer.step_s` has it."""
         return self.improve(assignment, 0, 0)[1]
 
-    def _state(self, assignment: Assignment) -> _State:
-        plan = self._pricer.plan
-        encoder, llm = plan.grids
-        num_microbatches, num_nodes = plan.num_microbatches, len(self._plan.weight_share)
-        places = [assignment.llm_dp_rank, assignment.microbatch, assignment.encoder_rank]
-        return _State(
-            place=np.column_stack(places).astype(np.int64),
-            text=np.zeros((llm.dp, num_microbatches, 4)),
-            media=np.zeros((encoder.dp, num_microbatches, 4)),
-            features=np.zeros((num_microbatches, encoder.dp, llm.dp)),
-            message_s=np.zeros((num_microbatches, encoder.dp, llm.dp)),
-            count=np.zeros((llm.dp, num_microbatches), dtype=np.int64),
-            stamps=np.zeros(1, dtype=np.int64),
-            text_stamp=np.zeros((llm.dp, num_microbatches), dtype=np.int64),
-            media_stamp=np.zeros((encoder.dp, num_microbatches), dtype=np.int64),
-            **{name: np.zeros((1, num_nodes, num_microbatches)) for name in _TIMES},
-        )
+
+def new_state(place: np.ndarray, num_encoders: int, num_replicas: int, compiled: CompiledPlan) -> _State:
+    """Of samples at these places [num_samples, 3]; the kernel works out the rest."""
+    num_microbatches = compiled.num_microbatches
+    return _State(
+        place=place,
+        text=np.zeros((num_replicas, num_microbatches, 4)),
+        media=np.zeros((num_encoders, num_microbatches, 4)),
+        features=np.zeros((num_microbatches, num_encoders, num_replicas)),
+        message_s=np.zeros((num_microbatches, num_encoders, num_replicas)),
+        count=np.zeros((num_replicas, num_microbatches), dtype=np.int64),
+        stamps=np.zeros(1, dtype=np.int64),
+        text_stamp=np.zeros((num_replicas, num_microbatches), dtype=np.int64),
+        media_stamp=np.zeros((num_encoders, num_microbatches), dtype=np.int64),
+        **{name: np.zeros((1, compiled.num_nodes, num_microbatches)) for name in _TIMES},
+    )
 
 
 _TIMES = ("forward_s", "backward_s", "weight_s", "chain_s")
 
 
-def _plan_of(pricer: Pricer, max_bucket_tokens: int) -> _Plan:
+def stage_forms(pricer: Pricer, max_bucket_tokens: int) -> StageForms:
     plan, costs = pricer.plan, pricer.costs
     forms = [
         form
@@ -140,7 +150,7 @@ def _plan_of(pricer: Pricer, max_bucket_tokens: int) -> _Plan:
     linear[~has_backward, 1], hinges[~has_backward, 1] = 0.0, 0.0
     links = pricer.transfers.forms()
     is_llm = np.array([stage.module == "llm" for stage in pricer.stages])
-    return _Plan(
+    return StageForms(
         stages=pricer.compiled.stages,
         is_llm=is_llm,
         first_nodes=(0, pricer.stages[int(is_llm.argmax())].first_node),
@@ -160,7 +170,7 @@ def _plan_of(pricer: Pricer, max_bucket_tokens: int) -> _Plan:
 
 
 @njit(cache=True)
-def _descend(plan, network, clocks, state, loads, kept, num_trials, seed, shares):
+def descend_on_step(plan, network, clocks, state, loads, kept, num_trials, seed, shares):
     """The best of the assignments met [num_samples, 3] (LLM replica, microbatch, encoder replica), and its step."""
     np.random.seed(seed)
     num_samples = len(kept)
