@@ -2,8 +2,9 @@
 
 `lpt` balances; `search` starts from what is best of that and of microbatches that are small where the pipeline fills
 and drains, and changes what lengthens the simulated step; `ilp` gives CBC a turn before that.
-A schedule depends on the seed, the step, the data, the plan and the costs alone (and, for `ilp`, on how far
-CBC gets within its time limit). It holds all that a rank needs to load and compute its part.
+A schedule depends on the seed, the step, the data, the plan and the costs alone; and, for `ilp`, on how far CBC gets
+within its time limit, so that `schedule.deterministic` leaves CBC out. It holds all that a rank needs to load and
+compute its part.
 """
 
 import json
@@ -28,7 +29,7 @@ from dflop.scheduling.step_search import StepSearch
 __all__ = ["BatchScheduler", "PricedBatch", "StepSchedule"]
 
 # Above as many, a search has fewer trials, so that 1,024 buckets are decided within three seconds.
-MOST_BUCKETS = 256
+MOST_BUCKETS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -182,7 +183,9 @@ class BatchScheduler:
         if policy == "lpt":
             return best, "lpt"
         status = "lpt"
-        if policy == "ilp":
+        if policy == "ilp" and self._config.deterministic:
+            status = "lpt, ilp left out"
+        elif policy == "ilp":
             if self._cbc is None:
                 self._cbc = CbcProcess()
             result = self._cbc.solve(problem, balanced, time_limit_s=self._config.time_limit_s)
