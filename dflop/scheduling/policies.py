@@ -14,7 +14,7 @@ from numba import njit
 from dflop.errors import UserError
 from dflop.scheduling.problem import BatchProblem, check_assignment, goal_s
 
-__all__ = ["descend", "lpt_buckets", "quick_buckets", "random_buckets"]
+__all__ = ["descend", "filled_s", "lpt_buckets", "quick_buckets", "random_buckets"]
 
 NO_CAP = np.iinfo(np.int64).max
 # A gain must exceed rounding noise, or two equal states could alternate for ever.
@@ -51,12 +51,8 @@ def lpt_buckets(problem: BatchProblem, share: np.ndarray | None = None) -> np.nd
     """
     weight = _module_weights(problem)
     order = np.argsort(-(problem.loads_s * weight).max(axis=1), kind="stable")
-    filled_s = _filled_s(problem, share)
-    bucket = _place(problem.loads_s, weight, problem.llm_tokens, order, filled_s, _token_cap(problem))
-    bucket = _within_token_cap(problem, bucket)
-    goal = goal_s(problem) * (1.0 if share is None else float(share.max()))
-    _descend(problem.loads_s, weight, problem.llm_tokens, bucket, filled_s, _token_cap(problem), goal)
-    return _checked(problem, bucket)
+    bucket = _place(problem.loads_s, weight, problem.llm_tokens, order, filled_s(problem, share), _token_cap(problem))
+    return descend(problem, _within_token_cap(problem, bucket), share)
 
 
 def quick_buckets(loads_s: np.ndarray, num_buckets: int) -> np.ndarray:
@@ -79,10 +75,11 @@ def quick_buckets(loads_s: np.ndarray, num_buckets: int) -> np.ndarray:
     )
 
 
-def descend(problem: BatchProblem, bucket: np.ndarray) -> np.ndarray:
+def descend(problem: BatchProblem, bucket: np.ndarray, share: np.ndarray | None = None) -> np.ndarray:
     """Move and swap samples of a valid assignment until the largest bucket meets `goal_s` and modules are even.
 
-    The largest bucket ends below the goal or no larger than it was. Returns a new array.
+    `share` as for `lpt_buckets`; with it the goal is that of the largest share. The largest bucket ends below the goal
+    or no larger than it was. Returns a new array.
     """
     bucket = np.array(bucket, dtype=np.int64)
     _descend(
@@ -90,9 +87,9 @@ def descend(problem: BatchProblem, bucket: np.ndarray) -> np.ndarray:
         _module_weights(problem),
         problem.llm_tokens,
         bucket,
-        _filled_s(problem, None),
+        filled_s(problem, share),
         _token_cap(problem),
-        goal_s(problem),
+        goal_s(problem) * (1.0 if share is None else float(share.max())),
     )
     return _checked(problem, bucket)
 
@@ -112,7 +109,7 @@ def _module_weights(problem: BatchProblem) -> np.ndarray:
     return np.divide(1.0, mean_s, out=np.zeros_like(mean_s), where=mean_s > 0)
 
 
-def _filled_s(problem: BatchProblem, share: np.ndarray | None) -> np.ndarray:
+def filled_s(problem: BatchProblem, share: np.ndarray | None) -> np.ndarray:
     """What each bucket is taken to hold before it is given anything, [num_buckets, num_modules]."""
     if share is None:
         return np.zeros((problem.num_buckets, problem.num_modules))

@@ -182,20 +182,23 @@ class BatchScheduler:
         best, best_s = self._best_order(shapes, problem, balanced)
         if policy == "lpt":
             return best, "lpt"
-        status = "lpt"
+        buckets, share, status = balanced, None, "lpt"
+        shaped = lpt_buckets(problem, self._shares)
+        shaped_best, shaped_s = self._best_order(shapes, problem, shaped)
+        if shaped_s < best_s:
+            buckets, share, status = shaped, self._shares, "small ends"
+            best, best_s = shaped_best, shaped_s
         if policy == "ilp" and self._config.deterministic:
-            status = "lpt, ilp left out"
+            status = f"{status}, ilp left out"
         elif policy == "ilp":
             if self._cbc is None:
                 self._cbc = CbcProcess()
-            result = self._cbc.solve(problem, balanced, time_limit_s=self._config.time_limit_s)
+            result = self._cbc.solve(problem, buckets, time_limit_s=self._config.time_limit_s, share=share)
             improved, improved_s = self._best_order(shapes, problem, result.bucket)
-            status = f"lpt, ilp {result.status}"
+            status = f"{status}, ilp {result.status}"
             if improved_s < best_s:
-                best, best_s, status = improved, improved_s, f"ilp {result.status}"
-        shaped, shaped_s = self._best_order(shapes, problem, lpt_buckets(problem, self._shares))
-        if shaped_s < best_s:
-            best, best_s, status = shaped, shaped_s, f"{status}, small ends"
+                best, best_s = improved, improved_s
+                status = f"{status}, kept"
         search = StepSearch(self.pricer, shapes, problem.max_bucket_tokens)
         seed = int(np.random.default_rng([self._seed, step]).integers(2**31))
         found, found_s = search.improve(best, self.num_trials, seed)
