@@ -173,7 +173,7 @@ def test_a_source_without_a_path_is_refused():
 @pytest.mark.parametrize(
     ("key", "value", "choices"),
     [
-        ("schedule.policy", "lptt", "random, lpt, ilp"),
+        ("schedule.policy", "lptt", "random, lpt, search, ilp"),
         ("train.precision", "fp8", "fp32, bf16, fp64"),
         ("cluster.device", "tpu", "cpu, cuda"),
         ("model.family", "llava", "llava_onevision, internvl"),
