@@ -104,7 +104,8 @@ def test_regrouping_is_faster_than_chance(schedules, policy):
 def test_what_a_schedule_says_of_itself_holds(schedules, policy):
     for schedule in schedules[policy]:
         assert schedule.policy == policy
-        assert schedule.status.startswith({"random": "random", "lpt": "lpt", "ilp": ("lpt, ilp ", "small ends, ilp ")}[policy])
+        begins = {"random": "random", "lpt": "lpt", "ilp": ("lpt, ilp ", "small ends, ilp ")}
+        assert schedule.status.startswith(begins[policy])
         assert schedule.lower_bound_s <= schedule.step_s * (1 + 1e-9)
         assert 0 <= schedule.idle < 1
         busy_s = (schedule.forward_s + schedule.backward_s).sum(axis=1)
