@@ -157,6 +157,7 @@ class ScheduleConfig:
     lookahead_steps: int = 8
     time_limit_s: float = 1.0
     search_trials: int = 5000
+    deterministic: bool = False
     correction: str = "auto"
 
 

@@ -78,10 +78,13 @@ def schedule_command(
 
     from dflop.artifacts import written_whole
     from dflop.costs import BEYOND_MEASURED
+    from dflop.pipeline import load_plan
     from dflop.scheduling import preview_frames
     from dflop.scheduling.service import open_scheduler
+    from dflop.training import check_devices
 
     config = load_for("schedule", configs)
+    check_devices(config, load_plan(plan_path))
     with open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).open() as scheduler:
         schedules = [scheduler.schedule(step) for step in range(batches)]
         random_s = [scheduler.schedule(step, "random").step_s for step in range(batches)]

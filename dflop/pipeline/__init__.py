@@ -18,17 +18,21 @@ from dflop.pipeline.plan import (
     split_layers,
     why_not_runnable,
 )
-from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s, walk
+from dflop.pipeline.resimulate import CellTimes, Clocks, Network, fresh_clocks, mark, network_of, resimulate, take_back
+from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
 
 __all__ = [
     "PLACEMENTS",
     "SCHEDULES",
     "Action",
     "Bridges",
+    "CellTimes",
+    "Clocks",
     "CompiledPlan",
     "Edge",
     "Grid",
     "Instruction",
+    "Network",
     "Node",
     "Op",
     "Plan",
@@ -42,19 +46,23 @@ __all__ = [
     "check_program",
     "compile_plan",
     "format_actions",
+    "fresh_clocks",
     "load_plan",
     "make_program",
+    "mark",
     "most_in_flight",
+    "network_of",
     "nodes_of",
     "parse_actions",
     "peak_bytes",
     "plan_from_dict",
+    "resimulate",
     "simulate",
     "simulate_step_s",
     "split_layers",
     "stages_of",
+    "take_back",
     "tile_world",
-    "walk",
     "why_not_runnable",
     "workers_of",
 ]

@@ -26,7 +26,7 @@ from dflop.pipeline.compiled import (
 )
 from dflop.pipeline.orders import BACKWARD, FORWARD, WEIGHT
 
-__all__ = ["Bridges", "StageTimes", "Timeline", "peak_bytes", "simulate", "simulate_step_s", "walk"]
+__all__ = ["Bridges", "StageTimes", "Timeline", "peak_bytes", "per_worker", "simulate", "simulate_step_s"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
     shape = (1, 3, plan.num_nodes, plan.num_microbatches)
     start_s, end_s = np.full(shape, np.nan), np.full(shape, np.nan)
     step_s = float(_run(plan, times, start_s, end_s)[0])
-    busy_s = _per_worker(plan.stages, times.sync_s + np.nansum(end_s - start_s, axis=(0, 1, 3)), plan.num_workers)
+    busy_s = per_worker(plan.stages, times.sync_s + np.nansum(end_s - start_s, axis=(0, 1, 3)), plan.num_workers)
     idle_of_worker = 1 - busy_s / step_s if step_s > 0 else np.zeros(plan.num_workers)
     return Timeline(
         start_s=start_s[0],
@@ -125,7 +125,7 @@ def _run(plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.n
     forward_s = times.forward_s.reshape(shape)
     bridges = times.bridges
     batch = np.zeros_like(bridges.microbatch) if bridges.batch is None else bridges.batch
-    return walk(
+    return _walk(
         plan.order,
         plan.stages,
         plan.num_workers,
@@ -163,7 +163,7 @@ def _by_microbatch(num_batches, num_microbatches, batch, microbatch, source, tar
 
 
 @njit(cache=True)
-def walk(
+def _walk(
     order,
     stages,
     num_workers,
@@ -231,13 +231,13 @@ def walk(
                 end_s[0, which, node, microbatch] = ready_s + duration_s
                 if keeps_starts:
                     start_s[0, which, node, microbatch] = ready_s
-        clocks += _per_worker(stages, sync_s, num_workers)
+        clocks += per_worker(stages, sync_s, num_workers)
         step_s[batch] = clocks.max()
     return step_s
 
 
 @njit(cache=True)
-def _per_worker(stages, values, num_workers):
+def per_worker(stages, values, num_workers):
     """Sums over the nodes that each worker carries."""
     sums = np.zeros(num_workers)
     for stage in range(len(stages)):

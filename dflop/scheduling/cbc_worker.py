@@ -52,11 +52,12 @@ def main() -> None:
             _answer(answers, {"error": f"{type(error).__name__}: {error}"})
 
 
-def improve(loads, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_limit_s):
+def improve(loads, filled, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_limit_s):
     """Lower the largest bucket until it is at most 1, no assignment is better, or the time is over.
 
     Args:
         loads: `[num_samples][num_modules]` in units of a largest bucket that is small enough; equal within a kind.
+        filled: `[num_buckets][num_modules]` in the same units, what buckets hold beside their samples.
         kind: equal for samples that may stand for each other, `[num_samples]`.
         bucket: the start, `[num_samples]`.
 
@@ -64,11 +65,12 @@ def improve(loads, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_li
         (bucket, whether it is proven that no assignment is better)
     """
     deadline = time.monotonic() + time_limit_s
-    loads, tokens, kind, bucket = np.asarray(loads), np.asarray(tokens), np.asarray(kind), np.asarray(bucket)
+    loads, filled = np.asarray(loads), np.asarray(filled)
+    tokens, kind, bucket = np.asarray(tokens), np.asarray(kind), np.asarray(bucket)
     rng = np.random.default_rng(0)
     num_chosen = min(num_buckets, max(2, round((FIRST_VARIABLES * num_buckets / len(bucket)) ** 0.5)))
     while True:
-        peaks = _peaks(loads, bucket, num_buckets)
+        peaks = _peaks(loads, filled, bucket)
         largest = int(peaks.argmax())
         if peaks[largest] <= 1:
             return bucket, False
@@ -81,10 +83,10 @@ def improve(loads, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_li
             chosen = np.append(others[first : first + num_chosen - 1], largest)
             members = np.flatnonzero(np.isin(bucket, chosen))
             regrouped, proven = _redistribute(
-                loads[members], tokens[members], kind[members], bucket[members], max_bucket_tokens, seconds
+                loads[members], filled, tokens[members], kind[members], bucket[members], max_bucket_tokens, seconds
             )
             cut_short |= not proven
-            if _peaks(loads[members], regrouped, num_buckets).max() < peaks[largest] * (1 - MIN_GAIN):
+            if _peaks(loads[members], filled, regrouped)[chosen].max() < peaks[largest] * (1 - MIN_GAIN):
                 bucket = bucket.copy()
                 bucket[members] = regrouped
                 gained = True
@@ -95,10 +97,10 @@ def improve(loads, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_li
             num_chosen = max(2, num_chosen - 1) if cut_short else min(num_buckets, num_chosen + 1)
 
 
-def _redistribute(loads, tokens, kind, bucket, max_bucket_tokens, time_limit_s):
+def _redistribute(loads, filled, tokens, kind, bucket, max_bucket_tokens, time_limit_s):
     """Solve the buckets of these samples as one integer program, started from `bucket`.
 
-    Samples of a kind are one row of integer counts. Buckets are interchangeable, so they are renamed in the order in
+    Samples of a kind are one row of integer counts. Where buckets are interchangeable, they are renamed in the order in
     which they first appear among the samples, large ones first; the samples up to a kind then need no more buckets
     than there are samples, and the other variables are left out.
 
@@ -108,8 +110,10 @@ def _redistribute(loads, tokens, kind, bucket, max_bucket_tokens, time_limit_s):
     import mip
 
     labels = np.unique(bucket)
-    bound = max((loads.sum(axis=0) / len(labels)).max(), loads.max())
-    if bound >= _peaks(loads, bucket, labels[-1] + 1).max() * (1 - MIN_GAIN):
+    bound = ((loads.sum(axis=0) + filled[labels].sum(axis=0)) / len(labels)).max()
+    bound = max(bound, (loads.max(axis=0) + filled[labels].min(axis=0)).max())
+    start_peak = float(_peaks(loads, filled, bucket)[labels].max())
+    if bound >= start_peak * (1 - MIN_GAIN):
         return bucket, True
     kinds = [np.flatnonzero(kind == value) for value in np.unique(kind)]
     kinds.sort(key=lambda samples: -loads[samples].max())
@@ -122,21 +126,25 @@ def _redistribute(loads, tokens, kind, bucket, max_bucket_tokens, time_limit_s):
     model.max_mip_gap = 1e-6
     peak = model.add_var(lb=bound)
     model.objective = peak
+    are_alike = np.ptp(filled[labels], axis=0).max() == 0
     start, columns, num_seen = [], [[] for _ in labels], 0
     for samples in kinds:
         num_seen += len(samples)
-        row = [model.add_var(var_type=mip.INTEGER, ub=len(samples)) for _ in labels[:num_seen]]
+        row = [
+            model.add_var(var_type=mip.INTEGER, ub=len(samples)) for _ in (labels[:num_seen] if are_alike else labels)
+        ]
         model += mip.xsum(row) == len(samples)
         for column, label, var in zip(columns, labels, row, strict=False):
             column.append((var, samples))
             start.append((var, float((bucket[samples] == label).sum())))
-    for column in columns:
+    for label, column in zip(labels, columns, strict=True):
         for module in range(loads.shape[1]):
-            model += mip.xsum(float(loads[samples[0], module]) * var for var, samples in column) <= peak
+            load = mip.xsum(float(loads[samples[0], module]) * var for var, samples in column)
+            model += load <= peak - float(filled[label, module])
         model += mip.xsum(var for var, _ in column) >= 1
         if max_bucket_tokens is not None:
             model += mip.xsum(float(tokens[samples[0]] / max_bucket_tokens) * var for var, samples in column) <= 1
-    model.start = [*start, (peak, float(_peaks(loads, bucket, max(labels) + 1).max()))]
+    model.start = [*start, (peak, start_peak)]
     status = model.optimize(max_seconds=time_limit_s)
     if model.num_solutions == 0:
         return bucket, False
@@ -154,9 +162,9 @@ def _redistribute(loads, tokens, kind, bucket, max_bucket_tokens, time_limit_s):
     return answer, status == mip.OptimizationStatus.OPTIMAL
 
 
-def _peaks(loads, bucket, num_buckets):
-    modules = [np.bincount(bucket, weights=column, minlength=num_buckets) for column in loads.T]
-    return np.max(modules, axis=0)
+def _peaks(loads, filled, bucket):
+    modules = [np.bincount(bucket, weights=column, minlength=len(filled)) for column in loads.T]
+    return np.max(np.transpose(modules) + filled, axis=1)
 
 
 def _read_requests(requests) -> None:

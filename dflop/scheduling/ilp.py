@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflop.scheduling.policies import MIN_GAIN, descend
+from dflop.scheduling.policies import MIN_GAIN, descend, filled_s
 from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, goal_s
 
 __all__ = ["MAX_VARIABLES", "CbcProcess", "IlpResult", "ilp_buckets"]
@@ -36,7 +36,7 @@ class IlpResult:
 
     Args:
         bucket: int64 `[num_samples]`; `start` itself unless something better was found.
-        objective_s: seconds of the largest bucket over all modules.
+        objective_s: seconds of the largest bucket over all modules, with what counts as filled.
         status: `good_enough` (the start meets `goal_s`, CBC was not asked), `optimal` (nothing is better, to within
             `KIND_TOLERANCE`), `improved` (better than the start, not proven best), `no_gain` (the limit ended without
             a better one), `too_large` (not tried), `timeout` (CBC overran and was killed), `died` (the process ended
@@ -78,20 +78,27 @@ class CbcProcess:
         """Process id of the running child, None where there is none."""
         return None if self._child is None else self._child.pid
 
-    def solve(self, problem: BatchProblem, start: np.ndarray, *, time_limit_s: float) -> IlpResult:
+    def solve(
+        self, problem: BatchProblem, start: np.ndarray, *, time_limit_s: float, share: np.ndarray | None = None
+    ) -> IlpResult:
         """Search `time_limit_s` for a smaller largest bucket; back after 1.5 of it plus half a second at the latest.
 
-        The first solve, and the one after a kill, also wait for the child to start.
+        With `share` [num_microbatches], each microbatch's wanted size as a part of the mean one, buckets count as
+        filled by what they shall not be given: the largest is then the one that is furthest above its target. The
+        first solve, and the one after a kill, also wait for the child to start.
         """
         check_assignment(problem, start)
-        start_s = float(bucket_loads(problem, start).max())
-        if start_s <= goal_s(problem):
+        filled = filled_s(problem, share)
+        goal = goal_s(problem) * (1.0 if share is None else float(share.max()))
+        start_s = float((bucket_loads(problem, start) + filled).max())
+        if start_s <= goal:
             return IlpResult(bucket=start, objective_s=start_s, status="good_enough")
         kind, loads_s = _kinds(problem)
         if (kind.max() + 1) * problem.num_buckets > MAX_VARIABLES:
             return IlpResult(bucket=start, objective_s=start_s, status="too_large")
         request = {
-            "loads": (loads_s / goal_s(problem)).tolist(),
+            "loads": (loads_s / goal).tolist(),
+            "filled": (filled / goal).tolist(),
             "tokens": problem.llm_tokens.tolist(),
             "kind": kind.tolist(),
             "bucket": start.tolist(),
@@ -109,8 +116,8 @@ class CbcProcess:
         except ValueError as error:
             return IlpResult(bucket=start, objective_s=start_s, status="failed", detail=str(error))
         # CBC sees the largest bucket only; the descent keeps that gain, down to the goal, and evens out the modules.
-        bucket = descend(problem, bucket)
-        found_s = float(bucket_loads(problem, bucket).max())
+        bucket = descend(problem, bucket, share)
+        found_s = float((bucket_loads(problem, bucket) + filled).max())
         if found_s < start_s * (1 - MIN_GAIN):
             status = "optimal" if answer["proven"] else "improved"
             return IlpResult(bucket=bucket, objective_s=found_s, status=status)

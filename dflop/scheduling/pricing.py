@@ -36,6 +36,8 @@ __all__ = ["BYTES_PER_VALUE", "WEIGHT_SHARE", "Assignment", "Pricer"]
 BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp64": 8}
 # Of a backward pass, where the costs do not know better.
 WEIGHT_SHARE = 0.5
+# What no sample takes: an hour.
+MOST_SAMPLE_S = 3600.0
 # Of a bucket's tokens, how many are learned, and in how many samples they come, where their number alone is asked for.
 _TARGET_SHARE = 0.25
 _SAMPLES_A_BUCKET = 4
@@ -88,11 +90,15 @@ class Pricer:
 
         All buckets of a microbatch share the encoder's replicas, so an encoder's load counts by the ratio of
         the LLM's replicas to its own. A monolithic encoder's counts together with the LLM's first stage.
+
+        Raises:
+            UserError: the costs of a sample cannot be true, or the batch does not fit the buckets.
         """
         encoder, llm = self.plan.grids
         encoding_s, llm_s = (
             self.stage_costs.additive_loads_s(grid.module, loads_of(shapes)) for grid in (encoder, llm)
         )
+        self._check_costs(shapes, encoding_s.max(axis=0), llm_s.max(axis=0))
         if self.plan.placement == "monolithic":
             first_s = encoding_s[0] + llm_s[0]
         else:
@@ -106,6 +112,21 @@ class Pricer:
             num_microbatches=self.plan.num_microbatches,
             max_bucket_tokens=self.max_bucket_tokens(items_per_token),
         )
+
+    def _check_costs(self, shapes: SampleShapes, encoding_s: np.ndarray, llm_s: np.ndarray) -> None:
+        """No sample takes less than no time, none an LLM no time, none a stage longer than `MOST_SAMPLE_S`."""
+        for module, loads_s, least in ((self.encoder, encoding_s, "0"), ("llm", llm_s, "more than 0")):
+            is_wrong = ~((loads_s >= 0) & (loads_s <= MOST_SAMPLE_S))
+            if module == "llm":
+                is_wrong |= loads_s == 0
+            if is_wrong.any():
+                sample = int(is_wrong.argmax())
+                raise UserError(
+                    f"the costs say that sample {shapes.sample_id[sample]!r} ({shapes.num_items[sample]} items, "
+                    f"{shapes.llm_tokens[sample]} LLM tokens) takes a stage of {module} {loads_s[sample]:.3g} s, which "
+                    f"must be {least} to {MOST_SAMPLE_S:.0f}; measure them anew (delete costs/ of the run, or "
+                    "`dflop profile-costs` and `dflop fit-costs`)"
+                )
 
     def assign(self, shapes: SampleShapes, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> Assignment:
         """Complete an assignment: give media to the encoder's replicas, largest first to the least loaded.

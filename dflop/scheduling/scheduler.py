@@ -1,8 +1,10 @@
 """The scheduler: one step's global batch, regrouped by a policy and kept if the simulator says so.
 
-`lpt` balances; `search` then changes what lengthens the simulated step; `ilp` gives CBC a turn between them.
-A schedule depends on the seed, the step, the data, the plan and the costs alone (and, for `ilp`, on how far
-CBC gets within its time limit). It holds all that a rank needs to load and compute its part.
+`lpt` balances; `search` starts from what is best of that and of microbatches that are small where the pipeline fills
+and drains, and changes what lengthens the simulated step; `ilp` gives CBC a turn before that.
+A schedule depends on the seed, the step, the data, the plan and the costs alone; and, for `ilp`, on how far CBC gets
+within its time limit, so that `schedule.deterministic` leaves CBC out. It holds all that a rank needs to load and
+compute its part.
 """
 
 import json
@@ -10,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
@@ -20,9 +23,13 @@ from dflop.scheduling.ilp import CbcProcess
 from dflop.scheduling.policies import lpt_buckets, random_buckets
 from dflop.scheduling.pricing import Assignment, Pricer
 from dflop.scheduling.problem import BatchProblem, check_assignment
+from dflop.scheduling.shares import ideal_shares
 from dflop.scheduling.step_search import StepSearch
 
 __all__ = ["BatchScheduler", "PricedBatch", "StepSchedule"]
+
+# Above as many, a search has fewer trials, so that 1,024 buckets are decided within three seconds.
+MOST_BUCKETS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -140,6 +147,15 @@ class BatchScheduler:
             extrapolated=self.pricer.extrapolated_share(shapes, assignment),
         )
 
+    @property
+    def num_trials(self) -> int:
+        """Of a step's search: as configured, and fewer where there are so many buckets that each takes longer."""
+        return int(self._config.search_trials * min(1.0, MOST_BUCKETS / self.pricer.plan.num_buckets))
+
+    @cached_property
+    def _shares(self) -> np.ndarray:
+        return ideal_shares(self.pricer, self.samples, self.batches.global_batch_size)
+
     def check(self, num_steps: int) -> None:
         """Raise `UserError` when a batch of a run cannot fit into the plan's buckets, whatever the policy."""
         for step in range(num_steps):
@@ -166,18 +182,26 @@ class BatchScheduler:
         best, best_s = self._best_order(shapes, problem, balanced)
         if policy == "lpt":
             return best, "lpt"
-        status = "lpt"
-        if policy == "ilp":
+        buckets, share, status = balanced, None, "lpt"
+        shaped = lpt_buckets(problem, self._shares)
+        shaped_best, shaped_s = self._best_order(shapes, problem, shaped)
+        if shaped_s < best_s:
+            buckets, share, status = shaped, self._shares, "small ends"
+            best, best_s = shaped_best, shaped_s
+        if policy == "ilp" and self._config.deterministic:
+            status = f"{status}, ilp left out"
+        elif policy == "ilp":
             if self._cbc is None:
                 self._cbc = CbcProcess()
-            result = self._cbc.solve(problem, balanced, time_limit_s=self._config.time_limit_s)
+            result = self._cbc.solve(problem, buckets, time_limit_s=self._config.time_limit_s, share=share)
             improved, improved_s = self._best_order(shapes, problem, result.bucket)
-            status = f"lpt, ilp {result.status}"
+            status = f"{status}, ilp {result.status}"
             if improved_s < best_s:
-                best, best_s, status = improved, improved_s, f"ilp {result.status}"
+                best, best_s = improved, improved_s
+                status = f"{status}, kept"
         search = StepSearch(self.pricer, shapes, problem.max_bucket_tokens)
         seed = int(np.random.default_rng([self._seed, step]).integers(2**31))
-        found, found_s = search.improve(best, self._config.search_trials, seed)
+        found, found_s = search.improve(best, self.num_trials, seed)
         check_assignment(problem, found.llm_dp_rank * problem.num_microbatches + found.microbatch)
         if not self._fits(shapes, found) and self._fits(shapes, best):
             return best, f"{status}, search beyond memory"

@@ -12,26 +12,37 @@ import numpy as np
 from numba import njit
 
 from dflop.data import SampleShapes
-from dflop.pipeline import walk
+from dflop.pipeline import (
+    CellTimes,
+    CompiledPlan,
+    fresh_clocks,
+    mark,
+    network_of,
+    resimulate,
+    take_back,
+)
 from dflop.scheduling.policies import NO_CAP
 from dflop.scheduling.pricing import WEIGHT_SHARE, Assignment, Pricer
 
-__all__ = ["StepSearch"]
+__all__ = ["MOVES_ONLY", "StepSearch", "descend_on_step", "new_state", "stage_forms"]
 
-# Beside the step, which the slowest replica sets, the mean of the replicas' ends counts a little: what brings a fast
+# Beside the step, which the slowest column sets, the mean of the columns' ends counts a little: what brings a fast
 # one forward makes room for the next change.
-_MEAN_SHARE = 0.05
+MEAN_SHARE = 0.05
+# How often a trial starts from what ends last, and how many samples are drawn to find one there.
+FOCUS = 0.5
+MOST_DRAWS = 200
 _SWAP, _MOVE, _SWAP_BUCKETS, _SWAP_MICROBATCHES, _MOVE_MEDIA = range(5)
 _SHARES = np.cumsum([0.5, 0.2, 0.14, 0.08, 0.08])
+MOVES_ONLY = np.cumsum([0.0, 1.0, 0.0, 0.0, 0.0])
 
 
-class _Plan(NamedTuple):
+class StageForms(NamedTuple):
     """A plan's stages as the kernel wants them; times are linear in loads with hinges (`CostModel.time_forms`)."""
 
-    order: np.ndarray
-    stages: np.ndarray
-    num_workers: int
+    stages: np.ndarray  # as in `CompiledPlan`
     is_llm: np.ndarray  # [num_stages]
+    first_nodes: tuple[int, int]  # of the encoder and of the LLM
     forward: np.ndarray  # [num_stages, 5]
     backward: np.ndarray
     forward_hinges: np.ndarray  # [num_stages, num_hinges, 3]: load, at, slope
@@ -41,7 +52,6 @@ class _Plan(NamedTuple):
     chain_token_s: np.ndarray
     bridge_latency_s: np.ndarray  # [num_encoders, num_llm_replicas]
     bridge_token_s: np.ndarray
-    sync_s: np.ndarray
     has_bridges: bool
     sends_text: bool
     max_bucket_tokens: int
@@ -50,17 +60,19 @@ class _Plan(NamedTuple):
 class _State(NamedTuple):
     """An assignment, and what follows from it."""
 
-    llm_dp_rank: np.ndarray
-    microbatch: np.ndarray
-    encoder_rank: np.ndarray
+    place: np.ndarray  # [num_samples, 3]: LLM replica, microbatch, encoder replica
     text: np.ndarray  # loads [num_llm_replicas, num_microbatches, 4]
     media: np.ndarray  # loads [num_encoders, num_microbatches, 4]
     features: np.ndarray  # tokens [num_microbatches, num_encoders, num_llm_replicas]
+    message_s: np.ndarray  # of the same shape, negative where there is none
     count: np.ndarray  # samples [num_llm_replicas, num_microbatches]
     forward_s: np.ndarray  # [1, num_nodes, num_microbatches]
     backward_s: np.ndarray
     weight_s: np.ndarray
     chain_s: np.ndarray
+    stamps: np.ndarray  # [1]: number of the last change; below, that of the last one for which a cell was priced
+    text_stamp: np.ndarray  # [num_llm_replicas, num_microbatches]
+    media_stamp: np.ndarray  # [num_encoders, num_microbatches]
 
 
 class StepSearch:
@@ -70,43 +82,56 @@ class StepSearch:
         """`max_bucket_tokens` is never exceeded by a change; None for no limit."""
         max_bucket_tokens = NO_CAP if max_bucket_tokens is None else max_bucket_tokens
         self._pricer, self._shapes = pricer, shapes
-        self._plan = _plan_of(pricer, max_bucket_tokens)
+        self._plan = stage_forms(pricer, max_bucket_tokens)
+        self._network = network_of(pricer.compiled, pricer.sync_s)
         tokens = shapes.llm_tokens.astype(float)
         self._loads = np.column_stack([shapes.num_items, tokens, tokens**2, shapes.target_tokens]).astype(float)
         self._kept = shapes.kept_vision_tokens.astype(float)
 
     def improve(self, assignment: Assignment, num_trials: int, seed: int) -> tuple[Assignment, float]:
         """The best assignment met in so many trials, and its step in seconds; no worse than the given one."""
-        best, step_s, _ = _descend(
-            self._plan, self._state(assignment), self._loads, self._kept, num_trials, seed, _SHARES, _MEAN_SHARE
+        shape = self._plan.bridge_token_s.shape
+        places = [assignment.llm_dp_rank, assignment.microbatch, assignment.encoder_rank]
+        best, step_s = descend_on_step(
+            self._plan,
+            self._network,
+            fresh_clocks(self._network),
+            new_state(np.column_stack(places).astype(np.int64), *shape, self._pricer.compiled),
+            self._loads,
+            self._kept,
+            num_trials,
+            seed,
+            _SHARES,
         )
-        return Assignment(llm_dp_rank=best[0], microbatch=best[1], encoder_rank=best[2]), float(step_s)
+        rank, microbatch, encoder = np.ascontiguousarray(best.T)
+        return Assignment(llm_dp_rank=rank, microbatch=microbatch, encoder_rank=encoder), float(step_s)
 
     def step_s(self, assignment: Assignment) -> float:
         """As `Pricer.step_s` has it."""
         return self.improve(assignment, 0, 0)[1]
 
-    def _state(self, assignment: Assignment) -> _State:
-        plan = self._pricer.plan
-        encoder, llm = plan.grids
-        num_microbatches, num_nodes = plan.num_microbatches, len(self._plan.weight_share)
-        state = _State(
-            llm_dp_rank=assignment.llm_dp_rank.astype(np.int64),
-            microbatch=assignment.microbatch.astype(np.int64),
-            encoder_rank=assignment.encoder_rank.astype(np.int64),
-            text=np.zeros((llm.dp, num_microbatches, 4)),
-            media=np.zeros((encoder.dp, num_microbatches, 4)),
-            features=np.zeros((num_microbatches, encoder.dp, llm.dp)),
-            count=np.zeros((llm.dp, num_microbatches), dtype=np.int64),
-            **{name: np.zeros((1, num_nodes, num_microbatches)) for name in _TIMES},
-        )
-        return state
+
+def new_state(place: np.ndarray, num_encoders: int, num_replicas: int, compiled: CompiledPlan) -> _State:
+    """Of samples at these places [num_samples, 3]; the kernel works out the rest."""
+    num_microbatches = compiled.num_microbatches
+    return _State(
+        place=place,
+        text=np.zeros((num_replicas, num_microbatches, 4)),
+        media=np.zeros((num_encoders, num_microbatches, 4)),
+        features=np.zeros((num_microbatches, num_encoders, num_replicas)),
+        message_s=np.zeros((num_microbatches, num_encoders, num_replicas)),
+        count=np.zeros((num_replicas, num_microbatches), dtype=np.int64),
+        stamps=np.zeros(1, dtype=np.int64),
+        text_stamp=np.zeros((num_replicas, num_microbatches), dtype=np.int64),
+        media_stamp=np.zeros((num_encoders, num_microbatches), dtype=np.int64),
+        **{name: np.zeros((1, compiled.num_nodes, num_microbatches)) for name in _TIMES},
+    )
 
 
 _TIMES = ("forward_s", "backward_s", "weight_s", "chain_s")
 
 
-def _plan_of(pricer: Pricer, max_bucket_tokens: int) -> _Plan:
+def stage_forms(pricer: Pricer, max_bucket_tokens: int) -> StageForms:
     plan, costs = pricer.plan, pricer.costs
     forms = [
         form
@@ -124,17 +149,16 @@ def _plan_of(pricer: Pricer, max_bucket_tokens: int) -> _Plan:
     has_backward = np.array([pricer.stage_costs.has_backward(stage.module) for stage in pricer.stages])
     linear[~has_backward, 1], hinges[~has_backward, 1] = 0.0, 0.0
     links = pricer.transfers.forms()
-    return _Plan(
-        order=pricer.compiled.order,
+    is_llm = np.array([stage.module == "llm" for stage in pricer.stages])
+    return StageForms(
         stages=pricer.compiled.stages,
-        num_workers=pricer.compiled.num_workers,
-        is_llm=np.array([stage.module == "llm" for stage in pricer.stages]),
+        is_llm=is_llm,
+        first_nodes=(0, pricer.stages[int(is_llm.argmax())].first_node),
         forward=np.ascontiguousarray(linear[:, 0]),
         backward=np.ascontiguousarray(linear[:, 1]),
         forward_hinges=np.ascontiguousarray(hinges[:, 0]),
         backward_hinges=np.ascontiguousarray(hinges[:, 1]),
         weight_share=WEIGHT_SHARE * pricer.trains * (plan.schedule == "zb_h1"),
-        sync_s=pricer.sync_s,
         has_bridges=plan.placement != "monolithic",
         sends_text=plan.num_stages("llm") > 1,
         max_bucket_tokens=max_bucket_tokens,
@@ -146,109 +170,169 @@ def _plan_of(pricer: Pricer, max_bucket_tokens: int) -> _Plan:
 
 
 @njit(cache=True)
-def _descend(plan, state, loads, kept, num_trials, seed, shares, mean_share):
-    """The best of the assignments met [3, num_samples], its step, and how many trials were taken."""
+def descend_on_step(plan, network, clocks, state, loads, kept, num_trials, seed, shares):
+    """The best of the assignments met [num_samples, 3] (LLM replica, microbatch, encoder replica), and its step."""
     np.random.seed(seed)
     num_samples = len(kept)
-    num_replicas, num_microbatches = state.count.shape
-    num_encoders = len(state.media)
+    num_microbatches = state.count.shape[1]
     for sample in range(num_samples):
         _put(state, loads, kept, sample, 1.0)
     for microbatch in range(num_microbatches):
-        for replica in range(num_replicas):
+        for replica in range(len(state.text)):
             _price_text(plan, state, replica, microbatch)
-        for replica in range(num_encoders):
+        for replica in range(len(state.media)):
             _price_media(plan, state, replica, microbatch)
-    end_s = np.empty((1, 3, state.forward_s.shape[1], num_microbatches))
-    best = np.stack((state.llm_dp_rank, state.microbatch, state.encoder_rank))
-    best_s, goal_s = _simulate(plan, state, end_s, mean_share)
-    now_s, num_taken = goal_s, 0
+            for other in range(len(state.text)):
+                _price_message(plan, state, microbatch, replica, other)
+    times = CellTimes(state.forward_s[0], state.backward_s[0], state.weight_s[0], state.chain_s[0], state.message_s)
+    for column in range(len(clocks.column_end_s)):
+        mark(network, clocks, column)
+    best_s = resimulate(network, clocks, times, 0)
+    best = state.place.copy()
+    now_s, latest = _goal(clocks)
     changed = np.empty(num_samples, dtype=np.int64)
-    before = np.empty((num_samples, 3), dtype=np.int64)
+    before, after = np.empty((num_samples, 3), dtype=np.int64), np.empty((num_samples, 3), dtype=np.int64)
     for _ in range(num_trials):
         kind = np.searchsorted(shares, np.random.random())
-        sample = np.random.randint(num_samples)
-        rank, microbatch = state.llm_dp_rank[sample], state.microbatch[sample]
-        num_changed = 0
-        if kind == _SWAP:
-            other = np.random.randint(num_samples)
-            if state.llm_dp_rank[other] == rank and state.microbatch[other] == microbatch:
-                continue
-            shift = loads[other, 1] - loads[sample, 1]
-            if (
-                state.text[rank, microbatch, 1] + shift > plan.max_bucket_tokens
-                or state.text[state.llm_dp_rank[other], state.microbatch[other], 1] - shift > plan.max_bucket_tokens
-            ):
-                continue
-            changed[0], changed[1] = sample, other
-            num_changed = 2
-        elif kind == _MOVE:
-            to_rank, to_microbatch = np.random.randint(num_replicas), np.random.randint(num_microbatches)
-            if (to_rank == rank and to_microbatch == microbatch) or state.count[rank, microbatch] == 1:
-                continue
-            if state.text[to_rank, to_microbatch, 1] + loads[sample, 1] > plan.max_bucket_tokens:
-                continue
-            changed[0] = sample
-            num_changed = 1
-        elif kind != _MOVE_MEDIA:
-            to_microbatch = np.random.randint(num_microbatches)
-            if to_microbatch == microbatch:
-                continue
-            for own in range(num_samples):
-                if kind == _SWAP_BUCKETS and state.llm_dp_rank[own] != rank:
-                    continue
-                if state.microbatch[own] == microbatch or state.microbatch[own] == to_microbatch:
-                    changed[num_changed] = own
-                    num_changed += 1
-        else:
-            if num_encoders == 1 or kept[sample] == 0.0 or not plan.has_bridges:
-                continue
-            changed[0] = sample
-            num_changed = 1
-        for place in range(num_changed):
-            own = changed[place]
-            before[place, 0], before[place, 1] = state.llm_dp_rank[own], state.microbatch[own]
-            before[place, 2] = state.encoder_rank[own]
-            _put(state, loads, kept, own, -1.0)
-        for place in range(num_changed):
-            own = changed[place]
-            if kind == _SWAP:
-                state.llm_dp_rank[own], state.microbatch[own] = before[1 - place, 0], before[1 - place, 1]
-            elif kind == _MOVE:
-                state.llm_dp_rank[own], state.microbatch[own] = to_rank, to_microbatch
-            elif kind == _MOVE_MEDIA:
-                state.encoder_rank[own] = np.random.randint(num_encoders)
-            else:
-                state.microbatch[own] = to_microbatch if before[place, 1] == microbatch else microbatch
-            if not plan.has_bridges:
-                state.encoder_rank[own] = state.llm_dp_rank[own]
-            _put(state, loads, kept, own, 1.0)
-        _price_changed(plan, state, changed, before, num_changed)
-        step_s, goal_s = _simulate(plan, state, end_s, mean_share)
+        num_changed = _propose(plan, network, state, loads, kept, kind, latest, changed, before, after)
+        if num_changed == 0:
+            continue
+        _apply(plan, state, loads, kept, changed, before, after, num_changed)
+        first_item = _mark_changed(plan, network, clocks, before, after, num_changed)
+        step_s = resimulate(network, clocks, times, first_item)
+        goal_s, its_latest = _goal(clocks)
         if goal_s <= now_s:
-            now_s = goal_s
-            num_taken += 1
+            now_s, latest = goal_s, its_latest
             if step_s < best_s:
                 best_s = step_s
-                best[0], best[1], best[2] = state.llm_dp_rank, state.microbatch, state.encoder_rank
+                best[:] = state.place
             continue
-        for place in range(num_changed):
-            _put(state, loads, kept, changed[place], -1.0)
-        for place in range(num_changed):
-            own = changed[place]
-            now = (state.llm_dp_rank[own], state.microbatch[own], state.encoder_rank[own])
-            state.llm_dp_rank[own], state.microbatch[own] = before[place, 0], before[place, 1]
-            state.encoder_rank[own] = before[place, 2]
-            before[place, 0], before[place, 1], before[place, 2] = now
-            _put(state, loads, kept, own, 1.0)
-        _price_changed(plan, state, changed, before, num_changed)
-    return best, best_s, num_taken
+        take_back(clocks)
+        _apply(plan, state, loads, kept, changed, after, before, num_changed)
+    return best, best_s
 
 
 @njit(cache=True)
+def _goal(clocks):
+    """The step with a share of the columns' mean end; and the column that ends last."""
+    latest = clocks.column_end_s.argmax()
+    return clocks.column_end_s[latest] + MEAN_SHARE * clocks.column_end_s.mean(), latest
+
+
+@njit(cache=True)
+def _propose(plan, network, state, loads, kept, kind, latest, changed, before, after):
+    """Draw a change of this kind: how many samples it concerns (0: none is possible), and their places."""
+    num_samples = len(kept)
+    num_replicas, num_microbatches = state.count.shape
+    sample = _draw_sample(plan, network, state, latest)
+    rank, microbatch = state.place[sample, 0], state.place[sample, 1]
+    changed[0] = sample
+    before[0], after[0] = state.place[sample], state.place[sample]
+    num_changed = 1
+    if kind == _SWAP:
+        other = np.random.randint(num_samples)
+        if state.place[other, 0] == rank and state.place[other, 1] == microbatch:
+            return 0
+        shift = loads[other, 1] - loads[sample, 1]
+        if (
+            state.text[rank, microbatch, 1] + shift > plan.max_bucket_tokens
+            or state.text[state.place[other, 0], state.place[other, 1], 1] - shift > plan.max_bucket_tokens
+        ):
+            return 0
+        changed[1] = other
+        before[1], after[1] = state.place[other], state.place[other]
+        after[0, :2], after[1, :2] = state.place[other, :2], state.place[sample, :2]
+        num_changed = 2
+    elif kind == _MOVE:
+        to_rank, to_microbatch = np.random.randint(num_replicas), np.random.randint(num_microbatches)
+        if (to_rank == rank and to_microbatch == microbatch) or state.count[rank, microbatch] == 1:
+            return 0
+        if state.text[to_rank, to_microbatch, 1] + loads[sample, 1] > plan.max_bucket_tokens:
+            return 0
+        after[0, 0], after[0, 1] = to_rank, to_microbatch
+    elif kind == _MOVE_MEDIA:
+        if len(state.media) == 1 or kept[sample] == 0.0 or not plan.has_bridges:
+            return 0
+        after[0, 2] = np.random.randint(len(state.media))
+    else:
+        to_microbatch = np.random.randint(num_microbatches)
+        if to_microbatch == microbatch:
+            return 0
+        num_changed = 0
+        for own in range(num_samples):
+            its_microbatch = state.place[own, 1]
+            if kind == _SWAP_BUCKETS and state.place[own, 0] != rank:
+                continue
+            if its_microbatch in (microbatch, to_microbatch):
+                changed[num_changed] = own
+                before[num_changed], after[num_changed] = state.place[own], state.place[own]
+                after[num_changed, 1] = to_microbatch if its_microbatch == microbatch else microbatch
+                num_changed += 1
+    if not plan.has_bridges:
+        after[:num_changed, 2] = after[:num_changed, 0]
+    return num_changed
+
+
+@njit(cache=True)
+def _draw_sample(plan, network, state, latest):
+    """Any sample, or one of the column that ends last: what leaves others as they are cannot shorten the step."""
+    num_samples = len(state.place)
+    sample = np.random.randint(num_samples)
+    if np.random.random() < FOCUS:
+        first_encoder, first_llm = plan.first_nodes
+        for _ in range(MOST_DRAWS):
+            if (
+                network.column[first_llm + state.place[sample, 0]] == latest
+                or network.column[first_encoder + state.place[sample, 2]] == latest
+            ):
+                break
+            sample = np.random.randint(num_samples)
+    return sample
+
+
+@njit(cache=True)
+def _apply(plan, state, loads, kept, changed, before, after, num_changed):
+    """Take samples from where they were to where they shall be, and price the cells they left and came to, once."""
+    place, stamps, text_stamp, media_stamp = state.place, state.stamps, state.text_stamp, state.media_stamp
+    for number in range(num_changed):
+        _put(state, loads, kept, changed[number], -1.0)
+    for number in range(num_changed):
+        for column in range(3):
+            place[changed[number], column] = after[number, column]
+        _put(state, loads, kept, changed[number], 1.0)
+    stamps[0] += 1
+    for number in range(2 * num_changed):
+        places = before if number < num_changed else after
+        own = number % num_changed
+        rank, microbatch, encoder = places[own, 0], places[own, 1], places[own, 2]
+        if text_stamp[rank, microbatch] != stamps[0]:
+            text_stamp[rank, microbatch] = stamps[0]
+            _price_text(plan, state, rank, microbatch)
+        if media_stamp[encoder, microbatch] != stamps[0]:
+            media_stamp[encoder, microbatch] = stamps[0]
+            _price_media(plan, state, encoder, microbatch)
+        _price_message(plan, state, microbatch, encoder, rank)
+
+
+@njit(cache=True)
+def _mark_changed(plan, network, clocks, before, after, num_changed):
+    """Mark the columns of these places; where in the order the first of them is computed."""
+    first_encoder, first_llm = plan.first_nodes
+    first_item = len(network.items)
+    for place in range(num_changed):
+        for places in (before, after):
+            rank, microbatch, encoder = places[place, 0], places[place, 1], places[place, 2]
+            for node in (first_llm + rank, first_encoder + encoder):
+                if not clocks.is_changed[network.column[node]]:
+                    mark(network, clocks, network.column[node])
+            first_item = min(first_item, network.first_item[microbatch])
+    return first_item
+
+
+@njit(cache=True, inline="always")
 def _put(state, loads, kept, sample, sign):
     """Add a sample's loads to its cells, or (sign -1) take them away."""
-    rank, microbatch, encoder = state.llm_dp_rank[sample], state.microbatch[sample], state.encoder_rank[sample]
+    rank, microbatch, encoder = state.place[sample, 0], state.place[sample, 1], state.place[sample, 2]
     for load in range(1, 4):
         state.text[rank, microbatch, load] += sign * loads[sample, load]
     state.media[encoder, microbatch, 0] += sign * loads[sample, 0]
@@ -256,22 +340,7 @@ def _put(state, loads, kept, sample, sign):
     state.count[rank, microbatch] += int(sign)
 
 
-@njit(cache=True)
-def _price_changed(plan, state, changed, before, num_changed):
-    """Price the cells that samples left and came to; a whole microbatch once where many changed."""
-    for place in range(num_changed):
-        own = changed[place]
-        is_new = place == 0 or num_changed == 2
-        for past in (True, False):
-            rank = before[place, 0] if past else state.llm_dp_rank[own]
-            microbatch = before[place, 1] if past else state.microbatch[own]
-            encoder = before[place, 2] if past else state.encoder_rank[own]
-            if is_new or num_changed > 2:
-                _price_text(plan, state, rank, microbatch)
-                _price_media(plan, state, encoder, microbatch)
-
-
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _price_text(plan, state, replica, microbatch):
     loads = state.text[replica, microbatch]
     for stage in range(len(plan.stages)):
@@ -280,7 +349,7 @@ def _price_text(plan, state, replica, microbatch):
             _price_node(plan, state, stage, replica, microbatch, loads, loads[1] == 0.0, tokens)
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _price_media(plan, state, replica, microbatch):
     loads = state.media[replica, microbatch]
     tokens = state.features[microbatch, replica].sum()
@@ -289,7 +358,7 @@ def _price_media(plan, state, replica, microbatch):
             _price_node(plan, state, stage, replica, microbatch, loads, loads[0] == 0.0, tokens)
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _price_node(plan, state, stage, replica, microbatch, loads, is_empty, tokens):
     node = plan.stages[stage, 1] + replica
     forward_s, backward_s = 0.0, 0.0
@@ -302,7 +371,7 @@ def _price_node(plan, state, stage, replica, microbatch, loads, is_empty, tokens
     state.chain_s[0, node, microbatch] = plan.chain_latency_s[node] + plan.chain_token_s[node] * tokens
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _form_at(form, hinges, loads):
     total = form[0]
     for load in range(4):
@@ -312,56 +381,10 @@ def _form_at(form, hinges, loads):
     return total
 
 
-@njit(cache=True)
-def _simulate(plan, state, end_s, mean_share):
-    """The step, and the step with a share of the LLM replicas' mean end."""
-    num_microbatches, num_encoders, num_replicas = state.features.shape
-    most = 0
-    if plan.has_bridges:
-        most = np.count_nonzero(state.features)
-    source, target = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
-    seconds = np.empty(most)
-    starts = np.zeros(num_microbatches + 1, dtype=np.int64)
-    first_encoder, first_llm = 0, 0
-    for stage in range(len(plan.stages)):
-        if plan.is_llm[stage]:
-            first_llm = plan.stages[stage, 1]
-            break
-        first_encoder = plan.stages[stage, 1]
-    message = 0
-    if plan.has_bridges:
-        for microbatch in range(num_microbatches):
-            for encoder in range(num_encoders):
-                for replica in range(num_replicas):
-                    tokens = state.features[microbatch, encoder, replica]
-                    if tokens > 0.0:
-                        source[message], target[message] = first_encoder + encoder, first_llm + replica
-                        seconds[message] = (
-                            plan.bridge_latency_s[encoder, replica] + plan.bridge_token_s[encoder, replica] * tokens
-                        )
-                        message += 1
-            starts[microbatch + 1] = message
-    nothing = np.empty((0, 0, 0, 0))
-    step_s = walk(
-        plan.order,
-        plan.stages,
-        plan.num_workers,
-        state.forward_s,
-        state.backward_s,
-        state.weight_s,
-        state.chain_s,
-        starts,
-        source,
-        target,
-        seconds,
-        plan.sync_s,
-        nothing,
-        end_s,
-    )[0]
-    total = 0.0
-    for replica in range(num_replicas):
-        latest = 0.0
-        for microbatch in range(num_microbatches):
-            latest = max(latest, end_s[0, 1, first_llm + replica, microbatch])
-        total += latest
-    return step_s, step_s + mean_share * total / num_replicas
+@njit(cache=True, inline="always")
+def _price_message(plan, state, microbatch, encoder, replica):
+    tokens = state.features[microbatch, encoder, replica]
+    state.message_s[microbatch, encoder, replica] = -1.0
+    if plan.has_bridges and tokens > 0.0:
+        seconds = plan.bridge_latency_s[encoder, replica] + plan.bridge_token_s[encoder, replica] * tokens
+        state.message_s[microbatch, encoder, replica] = seconds

@@ -173,7 +173,7 @@ def test_a_source_without_a_path_is_refused():
 @pytest.mark.parametrize(
     ("key", "value", "choices"),
     [
-        ("schedule.policy", "lptt", "random, lpt, ilp"),
+        ("schedule.policy", "lptt", "random, lpt, search, ilp"),
         ("plan.fixed.schedule", "zb", "gpipe, 1f1b, interleaved_1f1b, zb_h1"),
         ("plan.fixed.placement", "apart", "disjoint, colocated, monolithic"),
         ("train.precision", "fp8", "fp32, bf16, fp64"),

@@ -101,6 +101,23 @@ def test_the_optimum_under_a_token_cap_keeps_the_cap(cbc, seed):
     assert_solved(problem, result)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_buckets_of_unlike_wanted_sizes_come_as_near_to_them_as_any_assignment(cbc, seed):
+    problem = make_problem(seed, num_samples=8, num_microbatches=3)
+    share = np.array([0.4, 1.5, 1.1])
+    start = random_buckets(problem, np.random.default_rng(seed))
+    result = cbc.solve(problem, start, time_limit_s=5.0, share=share)
+    filled = (share.max() - share)[:, None] * problem.loads_s.sum(axis=0) / 3
+    peaks = [
+        (bucket_loads(problem, np.array(choice)) + filled).max()
+        for choice in itertools.product(range(3), repeat=8)
+        if len(set(choice)) == 3
+    ]
+    goal = goal_s(problem) * share.max()
+    assert result.objective_s == pytest.approx((bucket_loads(problem, result.bucket) + filled).max())
+    assert result.objective_s <= max(goal, min(peaks) * 1.001)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_larger_batch_is_valid_and_never_worse_than_its_start(cbc, seed):
     problem, start = hard_problem(seed)
@@ -201,6 +218,7 @@ def test_the_child_ends_with_its_parent_even_amid_a_solve():
     problem, start = hard_problem()
     request = {
         "loads": (problem.loads_s / goal_s(problem)).tolist(),
+        "filled": np.zeros((problem.num_buckets, 2)).tolist(),
         "tokens": problem.llm_tokens.tolist(),
         "kind": list(range(problem.num_samples)),
         "bucket": start.tolist(),

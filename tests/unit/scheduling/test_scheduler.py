@@ -1,5 +1,6 @@
 """A schedule regroups the batch and loses nothing; better policies are never priced above worse ones."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -42,10 +43,10 @@ def plan_of(schedule: StepSchedule) -> Plan:
 
 @pytest.fixture(scope="module")
 def make_scheduler(costs, tiny_spec, draw_samples):
-    def make(plan: Plan, policy: str = "lpt", seed: int = 0, batch_size: int = 32) -> BatchScheduler:
+    def make(plan: Plan, policy: str = "lpt", seed: int = 0, batch_size: int = 32, **more) -> BatchScheduler:
         samples = draw_samples(150, seed=1)
         pricer = Pricer(plan, costs, tiny_spec, ClusterConfig(devices_per_node=8, memory_gib=4.0))
-        config = ScheduleConfig(policy=policy, time_limit_s=0.15)
+        config = ScheduleConfig(policy=policy, time_limit_s=0.15, **more)
         return BatchScheduler(samples, pricer, GlobalBatches(150, batch_size, seed), config, seed)
 
     return make
@@ -103,7 +104,8 @@ def test_regrouping_is_faster_than_chance(schedules, policy):
 def test_what_a_schedule_says_of_itself_holds(schedules, policy):
     for schedule in schedules[policy]:
         assert schedule.policy == policy
-        assert schedule.status.startswith({"random": "random", "lpt": "lpt", "ilp": ("ilp ", "lpt, ilp ")}[policy])
+        begins = {"random": "random", "lpt": "lpt", "ilp": ("lpt, ilp ", "small ends, ilp ")}
+        assert schedule.status.startswith(begins[policy])
         assert schedule.lower_bound_s <= schedule.step_s * (1 + 1e-9)
         assert 0 <= schedule.idle < 1
         busy_s = (schedule.forward_s + schedule.backward_s).sum(axis=1)
@@ -217,3 +219,37 @@ def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedul
     assert len(stages) == NUM_STEPS * len(nodes_of(plan)) * 4
     assert stages["forward_s"].sum() == pytest.approx(sum(schedule.forward_s.sum() for schedule in listed))
     assert stages["extrapolated"].sum() == sum(schedule.extrapolated.sum() for schedule in listed)
+
+
+def test_deterministic_schedules_are_identical_whatever_the_time_limit_and_leave_cbc_out(make_scheduler):
+    plan = make_plan(*LAYOUTS["three to two"])
+    texts = []
+    for _ in range(2):
+        with make_scheduler(plan, "ilp", deterministic=True).open() as scheduler:
+            schedules = [scheduler.schedule(step) for step in range(3)]
+        assert all("ilp left out" in schedule.status for schedule in schedules)
+        texts.append([dataclasses.replace(schedule, deciding_s=0.0).to_json() for schedule in schedules])
+    assert texts[0] == texts[1]
+
+
+def test_a_search_has_fewer_trials_where_there_are_many_buckets(make_scheduler):
+    few = make_scheduler(make_plan(1, 1, 4, 4), "search")
+    many = make_scheduler(make_plan(1, 1, 64, 16), "search")
+    assert (few.num_trials, many.num_trials) == (5000, 625)
+
+
+@pytest.mark.parametrize(("unit", "found"), [(np.nan, "nan"), (-1.0, "llm -"), (1e9, "e+"), (0.0, "llm 0 s")])
+def test_costs_that_cannot_be_true_are_refused_with_the_sample_and_the_way_out(
+    make_scheduler, costs, tiny_spec, unit, found
+):
+    scheduler = make_scheduler(make_plan(1, 1, 1))
+    wrong = {
+        key: dataclasses.replace(fit, per_load=(0.0, unit if key[0] == "llm" else 0.0, 0.0, 0.0), const=0.0, hinges=())
+        for key, fit in costs.times.items()
+    }
+    scheduler.pricer = Pricer(
+        scheduler.pricer.plan, dataclasses.replace(costs, times=wrong), tiny_spec, scheduler.pricer.cluster
+    )
+    with pytest.raises(UserError, match=r"LLM tokens\) takes a stage of llm.*dflop profile-costs") as error:
+        scheduler.schedule(0)
+    assert found in str(error.value)

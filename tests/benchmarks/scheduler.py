@@ -1,0 +1,353 @@
+"""How much shorter the scheduler makes a step, on batches of real shapes, and how long it takes to decide.
+
+    python tests/benchmarks/scheduler.py --shapes FOLDER [--batches 4]
+
+FOLDER holds `coco_val2017.csv`, `math_v.csv` and `nextqa_video.csv` with the columns `text_tokens_qwen25`, `ov_tiles`
+and `ov_visual_tokens`. Mixes: single images (COCO and MATH-V); 13 % single image, 43 % multi-image and 44 % video of up
+to 30 s, where multi-image samples are made up, of 2 to 8 COCO pictures; video. The model is LLaVA-OneVision 7B on an
+H100 by its data sheet (analytic costs), the encoder on as many ranks as balance it with the LLM's. The cold ILP has its
+ten seconds for one batch of the smaller sizes with four stages, Karmarkar-Karp, in Python, one of the largest.
+
+Steps are over the lower bound, as are buckets. A table is printed and `results/benchmarks/scheduler.json` written. Two
+cores take about ten minutes.
+"""
+
+import argparse
+import dataclasses
+import heapq
+import json
+import platform
+import sys
+import time
+from collections import defaultdict
+from itertools import count
+from pathlib import Path
+
+import mip
+import numpy as np
+import polars as pl
+import psutil
+
+from dflop.config import ClusterConfig, ModelConfig, ScheduleConfig
+from dflop.costs import CostModel, analytic_points
+from dflop.costs.fit import fit_model, median_points
+from dflop.data import SampleShapes
+from dflop.devices import load_device
+from dflop.models import ModelSpec, load_model_spec
+from dflop.pipeline import Grid, Plan
+from dflop.scheduling import (
+    BatchProblem,
+    BatchScheduler,
+    CbcProcess,
+    GlobalBatches,
+    Pricer,
+    StepSchedule,
+    bucket_loads,
+    check_assignment,
+    lower_bound_s,
+    lpt_buckets,
+)
+
+MIXES = {"single image": (1.0, 0.0, 0.0), "13/43/44": (0.13, 0.43, 0.44), "video": (0.0, 0.0, 1.0)}
+SIZES = [(128, 16), (512, 64), (2048, 256), (8192, 1024)]
+NUM_STAGES = [1, 2, 4, 8]
+NUM_MICROBATCHES = 16
+NUM_SAMPLES = 40_000
+# Words around a question: a system prompt and the chat template.
+PROMPT_TOKENS = 64
+COLD_LIMIT_S = 10.0
+COLD_SIZES = SIZES[:2]
+COLD_STAGES = 4
+ROWS = ("random", "LPT", "Karmarkar-Karp", "cold ILP", "warm ILP", "LPT, small ends", "search", "ilp")
+MIN_MAX_ROWS = ("LPT", "Karmarkar-Karp", "cold ILP", "warm ILP")
+# The encoder's mean bucket over the LLM's, of plans that are called balanced.
+BALANCED = (0.8, 1.25)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=Path, required=True, help="a folder of tables of real shapes")
+    parser.add_argument("--batches", type=int, default=4, help="batches a cell; half as many of 2048 samples and more")
+    arguments = parser.parse_args()
+    spec = load_model_spec(ModelConfig(preset="llava_ov_7b"))
+    costs = analytic_costs(spec)
+    mixes = {name: draw_mix(arguments.shapes, shares) for name, shares in MIXES.items()}
+    measure_cell(next(iter(mixes.values())), costs, spec, SIZES[0], 2, 1)  # Compiles.
+    print(f"{platform.machine()}, {psutil.cpu_count()} cores: {' '.join(['python', *sys.argv])}\n")
+    print("step and largest bucket over their lower bounds: mean, 99th percentile; milliseconds to decide: median\n")
+    cells = []
+    for mix, samples in mixes.items():
+        for size in SIZES:
+            for num_stages in NUM_STAGES:
+                num_batches = arguments.batches if size in COLD_SIZES else max(1, arguments.batches // 2)
+                cell = measure_cell(samples, costs, spec, size, num_stages, num_batches)
+                cells.append({"mix": mix, "size": size, "num_stages": num_stages, **cell})
+                print_cell(cells[-1])
+    longer = {mix: compare_with_longer(samples, costs, spec, arguments.batches) for mix, samples in mixes.items()}
+    targets = judge(cells, longer)
+    for target in targets:
+        print(f"[{'met' if target['met'] else 'MISSED'}] {target['target']}: {target['found']}")
+    figures = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
+        "cells": cells,
+        "longer_search": longer,
+        "targets": targets,
+    }
+    out = Path("results/benchmarks/scheduler.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def draw_mix(folder: Path, shares: tuple[float, float, float]) -> SampleShapes:
+    """Samples of single images, several images and video in these shares."""
+    rng = np.random.default_rng(0)
+    columns = ["ov_tiles", "ov_visual_tokens", "text_tokens_qwen25"]
+
+    def draw(*tables: pl.DataFrame) -> np.ndarray:
+        rows = pl.concat([table.select(columns) for table in tables], how="vertical_relaxed").to_numpy()
+        return rows[rng.integers(len(rows), size=NUM_SAMPLES)]
+
+    coco, math_v, video = (pl.read_csv(folder / f"{name}.csv") for name in ("coco_val2017", "math_v", "nextqa_video"))
+    # A picture of several is one crop of 729 tokens.
+    num_images = rng.integers(2, 9, size=NUM_SAMPLES)
+    several = np.column_stack([num_images, num_images * 729, num_images * draw(coco)[:, 2]])
+    kinds = np.stack([draw(coco, math_v), several, draw(video.filter(pl.col("seconds") <= 30))])
+    rows = kinds[rng.choice(3, NUM_SAMPLES, p=shares), np.arange(NUM_SAMPLES)].astype(np.int64)
+    names = np.array([f"sample-{number}" for number in range(NUM_SAMPLES)])
+    text_tokens = rows[:, 2] + PROMPT_TOKENS
+    return SampleShapes(
+        sample_id=names,
+        source=names,
+        row=np.arange(NUM_SAMPLES),
+        num_items=rows[:, 0],
+        kept_vision_tokens=rows[:, 1],
+        llm_tokens=rows[:, 1] + text_tokens,
+        target_tokens=np.maximum(16, text_tokens // 2),
+    )
+
+
+def analytic_costs(spec: ModelSpec) -> CostModel:
+    device = load_device("h100-80g")
+    points = [analytic_points(spec, module, 1, device) for module in ("vision", "llm")]
+    measurements, parameters = (
+        pl.concat([getattr(point, name) for point in points]) for name in ("measurements", "parameters")
+    )
+    costs = fit_model(median_points(measurements), parameters, "analytic")
+    return dataclasses.replace(costs, overhead_bytes=device.overhead_bytes, allocator_share=device.allocator_share)
+
+
+def make_pricer(samples, costs, spec, num_buckets: int, num_stages: int) -> tuple[Pricer, float]:
+    """Of a plan whose encoder is as fast as the LLM, as near as whole ranks allow; and the encoder's share of time."""
+    cluster = ClusterConfig(
+        num_nodes=100, devices_per_node=8, memory_gib=1000.0, intra_node_gbps=3600.0, inter_node_gbps=400.0
+    )
+    llm_dp = num_buckets // NUM_MICROBATCHES
+
+    def pricer_of(vision_dp: int) -> tuple[Pricer, float]:
+        vision = Grid(module="vision", num_ranks=vision_dp)
+        llm = Grid(module="llm", num_ranks=llm_dp * num_stages, pp=num_stages, rank_offset=vision_dp)
+        plan = Plan(placement="disjoint", grids=(vision, llm), num_microbatches=NUM_MICROBATCHES)
+        pricer = Pricer(plan, costs, spec, cluster, precision="bf16")
+        encoder_s, llm_s = pricer.problem(samples.take(np.arange(8 * num_buckets))).loads_s.sum(axis=0)
+        return pricer, float(encoder_s / llm_s)
+
+    _, ratio = pricer_of(llm_dp)
+    return pricer_of(max(1, round(llm_dp * ratio)))
+
+
+def measure_cell(samples, costs, spec, size, num_stages, num_batches) -> dict:
+    """Figures of every row, [num_batches] each; None where a row was left out."""
+    num_samples, num_buckets = size
+    pricer, ratio = make_pricer(samples, costs, spec, num_buckets, num_stages)
+    batches = GlobalBatches(len(samples), num_samples, 0)
+    found = defaultdict(lambda: {"step": [], "bucket": [], "ms": []})
+    with BatchScheduler(samples, pricer, batches, ScheduleConfig(), 0).open() as scheduler, CbcProcess() as cbc:
+        scheduler.schedule(0, "search")  # What is worked out once a run is not counted.
+        for step in range(num_batches):
+            shapes = samples.take(batches[step])
+            problem = pricer.problem(shapes)
+            lpt = lpt_buckets(problem)
+            answers = {
+                "random": lambda step=step: scheduler.schedule(step, "random"),
+                "LPT": lambda problem=problem: lpt_buckets(problem),
+                "Karmarkar-Karp": lambda problem=problem: karmarkar_karp(problem.loads_s.sum(axis=1), num_buckets),
+                "cold ILP": lambda problem=problem: cold_ilp(problem),
+                "warm ILP": lambda problem=problem, lpt=lpt: cbc.solve(problem, lpt, time_limit_s=1.0).bucket,
+                "LPT, small ends": lambda step=step: scheduler.schedule(step, "lpt"),
+                "search": lambda step=step: scheduler.schedule(step, "search"),
+                "ilp": lambda step=step: scheduler.schedule(step, "ilp"),
+            }
+            if size not in COLD_SIZES or num_stages != COLD_STAGES or step > 0:
+                del answers["cold ILP"]
+            if size == SIZES[-1] and (num_stages != COLD_STAGES or step > 0):
+                del answers["Karmarkar-Karp"]
+            for name, answer in answers.items():
+                begin = time.perf_counter()
+                given = answer()
+                seconds = time.perf_counter() - begin
+                if given is None:
+                    continue
+                step_s, bucket = outcome(pricer, shapes, problem, given, batches[step])
+                row = found[name]
+                row["step"].append(step_s / pricer.lower_bound_s(shapes))
+                row["bucket"].append(bucket_loads(problem, bucket).max() / lower_bound_s(problem))
+                row["ms"].append(1e3 * seconds)
+    return {
+        "plan": str(pricer.plan),
+        "encoder_over_llm": ratio,
+        "rows": {name: found[name] for name in ROWS if name in found},
+    }
+
+
+def outcome(pricer, shapes, problem, given, index) -> tuple[float, np.ndarray]:
+    """The step in seconds and the buckets, of a schedule or of buckets in the order in which they come."""
+    if isinstance(given, StepSchedule):
+        place = {name: number for number, name in enumerate(given.sample_id)}
+        own = [place[name] for name in shapes.sample_id]
+        bucket = (given.llm_dp_rank * problem.num_microbatches + given.microbatch)[own]
+        check_assignment(problem, bucket)
+        return given.step_s, bucket
+    check_assignment(problem, given)
+    return pricer.step_s(shapes, pricer.assign(shapes, *np.divmod(given, problem.num_microbatches))), given
+
+
+def karmarkar_karp(loads: np.ndarray, num_buckets: int) -> np.ndarray:
+    """The largest differencing method: the two partial partitions of largest spread are joined, large on small."""
+    ticket = count()
+    heap = []
+    for sample, load in enumerate(loads):
+        sums = np.zeros(num_buckets)
+        sums[0] = load
+        heap.append((-load, next(ticket), sums, [[sample], *([] for _ in range(num_buckets - 1))]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, _, sums, groups = heapq.heappop(heap)
+        _, _, other_sums, other_groups = heapq.heappop(heap)
+        sums = sums + other_sums[::-1]
+        groups = [own + other for own, other in zip(groups, reversed(other_groups), strict=True)]
+        order = np.argsort(-sums, kind="stable")
+        sums = sums[order] - sums[order[-1]]
+        heapq.heappush(heap, (-sums[0], next(ticket), sums, [groups[place] for place in order]))
+    bucket = np.empty(len(loads), dtype=np.int64)
+    for number, group in enumerate(heap[0][3]):
+        bucket[group] = number
+    return bucket
+
+
+def cold_ilp(problem: BatchProblem) -> np.ndarray | None:
+    """The published formulation: a binary a sample and bucket, the largest bucket as small as can be, no start."""
+    model = mip.Model(solver_name=mip.CBC)
+    model.verbose, model.threads = 0, 1
+    peak = model.add_var()
+    model.objective = peak
+    goes = [
+        [model.add_var(var_type=mip.BINARY) for _ in range(problem.num_buckets)] for _ in range(problem.num_samples)
+    ]
+    unit_s = lower_bound_s(problem)
+    for row in goes:
+        model += mip.xsum(row) == 1
+    for column in zip(*goes, strict=True):
+        for loads_s in problem.loads_s.T:
+            model += mip.xsum(float(load / unit_s) * var for load, var in zip(loads_s, column, strict=True)) <= peak
+        model += mip.xsum(column) >= 1
+    model.optimize(max_seconds=COLD_LIMIT_S)
+    if model.num_solutions == 0:
+        return None
+    return np.array([[var.x for var in row] for row in goes]).argmax(axis=1)
+
+
+def compare_with_longer(samples, costs, spec, num_batches: int) -> dict:
+    """512 samples in 64 buckets and 4 stages: the search over one of ten times as many trials, [num_batches]."""
+    pricer, _ = make_pricer(samples, costs, spec, 64, 4)
+    batches = GlobalBatches(len(samples), 512, 0)
+    usual = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), 0)
+    num_trials = 10 * usual.num_trials
+    longer = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search", search_trials=num_trials), 0)
+    usual.schedule(0)  # What is worked out once a run is not counted.
+    ratios, milliseconds = [], []
+    for step in range(num_batches):
+        begin = time.perf_counter()
+        found = usual.schedule(step)
+        milliseconds.append(1e3 * (time.perf_counter() - begin))
+        ratios.append(found.step_s / longer.schedule(step).step_s)
+    return {"over_longer": ratios, "ms": milliseconds}
+
+
+def judge(cells: list[dict], longer: dict[str, dict]) -> list[dict]:
+    ours = ("search", "ilp")
+    lost = [
+        f"{name} {cell['mix']} {cell['size']} {cell['num_stages']}"
+        for cell in cells
+        for name in ours
+        for lpt in ("LPT", "LPT, small ends")
+        for own, its in zip(cell["rows"][name]["step"], cell["rows"][lpt]["step"], strict=True)
+        if own > its * (1 + 1e-9)
+    ]
+    targets = [
+        {
+            "target": "search and ilp never lose to lpt on any batch",
+            "met": not lost,
+            "found": f"{len(lost)} lost {lost[:3]}",
+        }
+    ]
+    low, high = BALANCED
+    balanced = [cell for cell in cells if cell["num_stages"] >= 4 and low <= cell["encoder_over_llm"] <= high]
+    for name in ours:
+        ratios = [np.mean(cell["rows"][name]["step"]) / np.mean(best_min_max(cell)) for cell in balanced]
+        worst = balanced[int(np.argmax(ratios))]
+        found = (
+            f"{np.mean(ratios):.3f} over {len(ratios)} plans, {sum(ratio > 0.9 for ratio in ratios)} of them above, "
+        )
+        found += f"worst {max(ratios):.3f} ({worst['mix']}, {worst['size'][0]} samples, {worst['num_stages']} stages)"
+        targets.append(
+            {
+                "target": f"{name} over the best min-max, balanced plans of 4+ stages, mean step <= 0.90",
+                "met": bool(np.mean(ratios) <= 0.9),
+                "found": found,
+            }
+        )
+    ratio = max(np.mean(each["over_longer"]) for each in longer.values())
+    milliseconds = max(np.median(each["ms"]) for each in longer.values())
+    targets.append(
+        {
+            "target": "512 x 64 within 1 % of a ten times longer search, in <= 300 ms",
+            "met": bool(ratio <= 1.01 and milliseconds <= 300),
+            "found": ", ".join(
+                f"{mix} {np.mean(each['over_longer']) - 1:+.2%} in {np.median(each['ms']):.0f} ms"
+                for mix, each in longer.items()
+            ),
+        }
+    )
+    largest = [cell for cell in cells if cell["size"] == SIZES[-1]]
+    milliseconds = max(max(cell["rows"]["search"]["ms"]) for cell in largest)
+    ratios = [np.mean(cell["rows"]["search"]["step"]) / np.mean(best_min_max(cell)) for cell in largest]
+    targets.append(
+        {
+            "target": "8192 x 1024 in <= 3 s",
+            "met": bool(milliseconds <= 3000),
+            "found": f"at most {milliseconds:.0f} ms, the step {np.mean(ratios):.3f} of the best min-max",
+        }
+    )
+    return targets
+
+
+def best_min_max(cell: dict) -> list[float]:
+    """Steps of the row that has the smaller buckets, [num_batches]; a row of fewer batches does not count."""
+    rows = [cell["rows"][name] for name in MIN_MAX_ROWS if name in cell["rows"]]
+    most = max(len(row["step"]) for row in rows)
+    return min((row for row in rows if len(row["step"]) == most), key=lambda row: np.mean(row["bucket"]))["step"]
+
+
+def print_cell(cell: dict) -> None:
+    num_samples, num_buckets = cell["size"]
+    print(f"{cell['mix']}, {num_samples} samples to {num_buckets} buckets; {cell['plan']}")
+    print(f"  {'':<16}{'step':>16}{'largest bucket':>18}{'ms':>10}   encoder/LLM {cell['encoder_over_llm']:.2f}")
+    for name, row in cell["rows"].items():
+        step, bucket = (f"{np.mean(row[key]):.3f}  {np.percentile(row[key], 99):.3f}" for key in ("step", "bucket"))
+        print(f"  {name:<16}{step:>16}{bucket:>18}{np.median(row['ms']):>10.1f}")
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
