@@ -194,7 +194,6 @@ def test_a_closed_choice_in_a_list_names_the_entry():
 @pytest.mark.parametrize(
     ("key", "value", "name"),
     [
-        ("schedule.policy", "search", "schedule.policy"),
         ("schedule.correction", "on", "schedule.correction"),
     ],
 )
