@@ -234,7 +234,10 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
         ({"train": {"stepz": 3}}, ["train.stepz", "train.steps"]),
         ({"train": {"steps": "many"}}, ["train.steps", "many", "whole number"]),
         ({"data": {"sources": [{"path": "nowhere/train.json"}]}}, ["nowhere/train.json", "data.sources"]),
-        ({"plan": {"fixed": {"vision": {"dp": 4}, "llm": {"dp": 4}}}}, ["plan.fixed", "8 devices", "2"]),
+        (
+            {"plan": {"fixed": {"placement": "disjoint", "vision": {"dp": 4}, "llm": {"dp": 4}}}},
+            ["plan.fixed", "8 devices", "2"],
+        ),
     ],
     ids=["unknown key", "wrong type", "missing manifest", "too few devices"],
 )
