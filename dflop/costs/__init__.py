@@ -7,7 +7,7 @@ from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
 from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
-from dflop.costs.model import CostModel, Loads, StageMemory
+from dflop.costs.model import PARTS, CostModel, Loads, StageMemory
 
 # What to say of microbatches, after their number, that `CostModel.is_extrapolated` marks.
 BEYOND_MEASURED = (
@@ -17,6 +17,7 @@ BEYOND_MEASURED = (
 
 __all__ = [
     "BEYOND_MEASURED",
+    "PARTS",
     "AnalyticPoints",
     "CostModel",
     "Link",

@@ -19,11 +19,11 @@ from dflop.data import SampleShapes
 from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.pipeline import Grid, Plan
-from dflop.planning.batches import GroupedBatches, llm_loads
-from dflop.planning.price import PlanPricer
+from dflop.planning.batches import GroupedBatches
+from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.search import search_plans
 from dflop.planning.space import enumerate_space, plan_of
-from dflop.scheduling import find_link
+from dflop.scheduling import find_link, loads_of, only
 
 __all__ = ["Baseline", "price_baselines"]
 
@@ -56,14 +56,7 @@ def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: 
         found = search_plans(config, spec, costs, samples, grouping="random", within=within, splits_evenly=True)
     except UserError:
         return _nothing(name)
-    best = found.candidates[0]
-    return Baseline(
-        name=name,
-        plan=best.plan,
-        step_s=best.step_s,
-        idle=best.idle,
-        memory_bytes=max(best.memory_bytes.values()),
-    )
+    return _as_baseline(name, found.candidates[0])
 
 
 def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Baseline:
@@ -81,14 +74,7 @@ def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: 
     for row in np.argsort(places.to_numpy() * stage_s, kind="stable"):
         pricer = PlanPricer(plan_of(rows.row(int(row), named=True), {}), config, spec, costs, batches, "balanced")
         if all(max(pricer.memory_bytes(batch).values()) <= budget for batch in range(len(batches))):
-            own = pricer.candidate(len(batches))
-            return Baseline(
-                name=name,
-                plan=own.plan,
-                step_s=own.step_s,
-                idle=own.idle,
-                memory_bytes=max(own.memory_bytes.values()),
-            )
+            return _as_baseline(name, pricer.candidate(len(batches)))
     return _nothing(name)
 
 
@@ -96,9 +82,8 @@ def _mean_stage_s(
     rows: pl.DataFrame, spec: ModelSpec, costs: CostModel, batches: GroupedBatches, module: str
 ) -> np.ndarray:
     """Forward and backward of one of a module's stages on the mean microbatch, [num_rows]."""
-    loads = [np.mean([load.sum() for load in column]) for column in zip(*map(llm_loads, batches.shapes), strict=True)]
-    if module != "llm":
-        loads = [np.mean([shapes.num_items.sum() for shapes in batches.shapes]), 0.0, 0.0, 0.0]
+    each = [only(module, loads_of(shapes)) for shapes in batches.shapes]
+    loads = [np.mean([load.sum() for load in column]) for column in zip(*each, strict=True)]
     seconds = np.zeros(len(rows))
     keys = (f"{module}_tp", "checkpointing")
     for (tp, checkpointing), own in rows.with_row_index("place").group_by(*keys):
@@ -157,6 +142,16 @@ def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: Grou
                 idle = 1 - ((1 - own.idle) * own.step_s - sync_s) / step_s
                 best = Baseline(name=name, plan=plan, step_s=step_s, idle=idle, memory_bytes=held)
     return best
+
+
+def _as_baseline(name: str, candidate: Candidate) -> Baseline:
+    return Baseline(
+        name=name,
+        plan=candidate.plan,
+        step_s=candidate.step_s,
+        idle=candidate.idle,
+        memory_bytes=max(candidate.memory_bytes.values()),
+    )
 
 
 def _nothing(name: str) -> Baseline:

@@ -12,9 +12,9 @@ from dflop.config import Config
 from dflop.costs import CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.scheduling import GlobalBatches, quick_buckets
+from dflop.scheduling import GlobalBatches, dealt_at_random, loads_of, only, quick_buckets, small_at_both_ends
 
-__all__ = ["GroupedBatches", "llm_loads"]
+__all__ = ["GroupedBatches"]
 
 # The larger a batch is, the less it differs from the next.
 _LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
@@ -47,8 +47,7 @@ class GroupedBatches:
         by_load[1::2] = by_load[1::2, ::-1]
         # Row 0 has the largest: they go to the middle.
         places = np.empty(num_microbatches, dtype=np.int64)
-        ascending = np.arange(num_microbatches)[::-1]
-        places[np.concatenate([ascending[::2], ascending[1::2][::-1]])] = np.arange(num_microbatches)
+        places[small_at_both_ends(-np.arange(num_microbatches))] = np.arange(num_microbatches)
         rank, microbatch = np.empty(len(load), dtype=np.int64), np.empty(len(load), dtype=np.int64)
         rank[by_load] = np.arange(dp)[None, :]
         microbatch[by_load] = places[:, None]
@@ -56,11 +55,8 @@ class GroupedBatches:
 
     def random(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         """As many samples for each bucket, to within one, whatever they cost: training without a scheduler."""
-        num_samples = len(self.shapes[batch])
-        bucket = np.empty(num_samples, dtype=np.int64)
-        drawn = np.random.default_rng([self._seed, batch]).permutation(num_samples)
-        bucket[drawn] = np.arange(num_samples) % (dp * num_microbatches)
-        return np.divmod(bucket, num_microbatches)
+        rng = np.random.default_rng([self._seed, batch])
+        return np.divmod(dealt_at_random(len(self.shapes[batch]), dp * num_microbatches, rng), num_microbatches)
 
     def mean_text(self, grouping: str, dp: int, num_microbatches: int) -> Loads:
         """Text of each microbatch, means over the LLM's replicas, [num_batches, num_microbatches]."""
@@ -68,13 +64,16 @@ class GroupedBatches:
         for batch, shapes in enumerate(self.shapes):
             _, microbatch = getattr(self, grouping)(batch, dp, num_microbatches)
             rows.append(
-                [np.bincount(microbatch, weights=load, minlength=num_microbatches) / dp for load in llm_loads(shapes)]
+                [
+                    np.bincount(microbatch, weights=load, minlength=num_microbatches) / dp
+                    for load in only("llm", loads_of(shapes))
+                ]
             )
         return Loads(*np.stack(rows, axis=1))
 
     def mean_part_s(self, costs: CostModel, tp: int) -> tuple[float, float, float]:
         """What the mean sample adds to one LLM layer, to the embedding and to the head, forward and backward."""
-        loads = [llm_loads(shapes) for shapes in self.shapes]
+        loads = [only("llm", loads_of(shapes)) for shapes in self.shapes]
         mean = Loads(*(np.atleast_1d(np.mean([load.mean() for load in column])) for column in zip(*loads, strict=True)))
         nothing = Loads(*np.zeros((4, 1)))
         parts = ("layer", "first", "last")
@@ -91,19 +90,11 @@ class GroupedBatches:
 
 def _loads_s(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndarray:
     """What each sample adds to each whole module, as shares of the batch's, [num_samples, num_modules]."""
-    zero = np.zeros(len(shapes))
-    loads = {"vision": Loads(shapes.num_items.astype(float), zero, zero, zero), "llm": llm_loads(shapes)}
     columns = []
     for module in spec.modules:
         tp = min(costs.tp_sizes[module.name])
         seconds = costs.additive_loads_s(
-            module.name, tp, module.num_layers, loads[module.name], is_first=True, is_last=True
+            module.name, tp, module.num_layers, only(module.name, loads_of(shapes)), is_first=True, is_last=True
         )
         columns.append(seconds / max(seconds.sum(), 1e-300))
     return np.column_stack(columns)
-
-
-def llm_loads(shapes: SampleShapes) -> Loads:
-    """What each sample brings to the LLM, [num_samples]."""
-    tokens = shapes.llm_tokens.astype(float)
-    return Loads(np.zeros(len(shapes)), tokens, tokens**2, shapes.target_tokens.astype(float))

@@ -13,17 +13,14 @@ import numpy as np
 import polars as pl
 
 from dflop.config import ClusterConfig
-from dflop.costs import CostModel, Loads
+from dflop.costs import PARTS, CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.pipeline import split_layers
-from dflop.planning.batches import llm_loads
-from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits
-from dflop.scheduling import find_link
+from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits, even_layers
+from dflop.scheduling import find_link, loads_of, only
 
 __all__ = ["LowerBounds", "least_sync", "lower_bounds", "possible_scopes"]
 
-_PARTS = ("stage", "layer", "first", "last")
 _LLM_KEYS = (*LLM_LAYOUT, "num_microbatches", "checkpointing", "schedule", "num_chunks", "balanced")
 _VISION_KEYS = (*VISION_LAYOUT, "num_microbatches", "checkpointing")
 
@@ -37,7 +34,6 @@ class LowerBounds:
     the larger of both, batch by batch, would be no bound.
     """
 
-    llm_keys: pl.DataFrame
     llm_place: np.ndarray
     vision_place: np.ndarray
     placement: np.ndarray
@@ -85,7 +81,6 @@ def lower_bounds(
     frozen: Collection[str],
 ) -> LowerBounds:
     """Bounds of every row of the space for every batch."""
-
     llm_keys = rows.select(*_LLM_KEYS, "placement").unique(maintain_order=True).with_row_index("llm_place")
     vision_keys = rows.select(*_VISION_KEYS).unique(maintain_order=True).with_row_index("vision_place")
     places = (
@@ -99,7 +94,6 @@ def lower_bounds(
         vision_keys, asked, costs, spec, cluster, "vision" in frozen
     )
     return LowerBounds(
-        llm_keys=llm_keys,
         llm_place=places["llm_place"].to_numpy(),
         vision_place=places["vision_place"].to_numpy(),
         placement=rows["placement"].cast(pl.String).to_numpy(),
@@ -133,12 +127,7 @@ class _Asked:
     """Loads that the batches ask for: together, and of every single sample."""
 
     def __init__(self, batches: Sequence[SampleShapes]) -> None:
-        nothing = [np.zeros(len(shapes)) for shapes in batches]
-        self.text = [llm_loads(shapes) for shapes in batches]
-        self.items = [
-            Loads(shapes.num_items.astype(float), zero, zero, zero)
-            for zero, shapes in zip(nothing, batches, strict=True)
-        ]
+        self.text, self.items = ([only(module, loads_of(shapes)) for shapes in batches] for module in ("llm", "vision"))
 
     @staticmethod
     def over(loads: Sequence[Loads], function: Callable[[np.ndarray], float]) -> Loads:
@@ -166,19 +155,19 @@ def _llm_bounds(
     num_layers = spec.module("llm").num_layers
     for (tp, checkpointing), own in keys.group_by("llm_tp", "checkpointing"):
         ask = {"checkpointing": checkpointing}
-        smallest = {part: costs.part_time("llm", tp, part, least, **ask) for part in _PARTS}
+        smallest = {part: costs.part_time("llm", tp, part, least, **ask) for part in PARTS}
         chain_s = {
             is_split: np.mean([_chain_s(costs, tp, loads, num_layers, is_split, **ask) for loads in asked.text])
             for is_split in (False, True)
         }
         buckets, inverse = np.unique((own["llm_dp"] * own["num_microbatches"]).to_numpy(), return_inverse=True)
         mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
-        parts = {part: sum(costs.part_time("llm", tp, part, mean, **ask)) for part in _PARTS}
+        parts = {part: sum(costs.part_time("llm", tp, part, mean, **ask)) for part in PARTS}
         for (pp, schedule, num_chunks, balanced), group in own.with_columns(bucket=inverse).group_by(
             "llm_pp", "schedule", "num_chunks", "balanced"
         ):
             num_stages = pp * num_chunks
-            layers = splits[tp, num_stages] if balanced else _even(num_layers, num_stages)
+            layers = splits[tp, pp] if balanced else even_layers(num_layers, num_stages)
             at, dp = group["bucket"].to_numpy(), group["llm_dp"].to_numpy()
             count = group["num_microbatches"].to_numpy()[:, None]
             place = group["llm_place"].to_numpy()
@@ -224,11 +213,11 @@ def _vision_bounds(
         dp, count = (own[name].to_numpy()[:, None] for name in ("vision_dp", "num_microbatches"))
         place = own["vision_place"].to_numpy()
         parts, of_least = (
-            {part: _items_s(costs, tp, part, items / count, checkpointing, is_frozen) for part in _PARTS}
+            {part: _items_s(costs, tp, part, items / count, checkpointing, is_frozen) for part in PARTS}
             for items in (total / dp, np.maximum(total / dp - largest, 0.0))
         )
         for (pp,), group in own.with_row_index("at").group_by("vision_pp"):
-            layers, at = _even(num_layers, pp), group["at"].to_numpy()
+            layers, at = even_layers(num_layers, pp), group["at"].to_numpy()
             latency_s, byte_s = least_sync(costs, cluster, dp[at, 0], tp)
             for stage in range(pp):
                 busy_s = count[at] * _stage_s(parts, layers, stage, at)
@@ -273,7 +262,3 @@ def _chain_s(costs: CostModel, tp: int, loads: Loads, num_layers: int, is_split:
         "llm", tp, num_layers, loads, is_first=True, is_last=True, checkpointing=checkpointing
     )
     return float((forward_s + (0.0 if is_split else 1.0) * backward_s).max())
-
-
-def _even(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    return tuple(len(part) for part in split_layers(num_layers, num_stages))

@@ -13,9 +13,9 @@ from numba import njit
 
 from dflop.costs import CostModel, Loads
 from dflop.models import ModelSpec
-from dflop.pipeline import split_layers
-from dflop.planning.batches import GroupedBatches, llm_loads
-from dflop.planning.space import Splits
+from dflop.planning.batches import GroupedBatches
+from dflop.planning.space import Splits, even_layers, llm_layers
+from dflop.scheduling import loads_of
 
 __all__ = ["LeastMemory"]
 
@@ -42,15 +42,16 @@ class LeastMemory:
 
     def of_llm(self, row: Mapping[str, Any]) -> np.ndarray:
         """Bytes of tensors of each of the LLM's stages, for the mean replica and a few full ones [num_replicas, pp]."""
-        pp, count, num_stages = row["llm_pp"], row["num_microbatches"], row["llm_pp"] * row["num_chunks"]
-        layers = self._splits[row["llm_tp"], pp] if row["balanced"] else None
-        stages = self._stages("llm", row["llm_tp"], num_stages, layers, row["checkpointing"])
+        pp, count = row["llm_pp"], row["num_microbatches"]
+        layers = llm_layers(row, self._splits, self._spec.module("llm").num_layers)
+        stages = self._stages("llm", row["llm_tp"], layers, row["checkpointing"])
         replicas, _ = self._loads(row["llm_dp"], count)
         return _held(*stages, replicas, pp, row["schedule"] == "gpipe")
 
     def least_bytes(self, row: Mapping[str, Any], of_llm: np.ndarray) -> float:
         """Bytes of a device with the encoder; `of_llm` is the LLM's share of them."""
-        resident, kept, passing = self._stages("vision", row["vision_tp"], row["vision_pp"], None, row["checkpointing"])
+        layers = even_layers(self._spec.module("vision").num_layers, row["vision_pp"])
+        resident, kept, passing = self._stages("vision", row["vision_tp"], layers, row["checkpointing"])
         per_item = kept[:, 1]  # constants are not certain, since a replica may have no item
         _, items = self._loads(row["llm_dp"], row["num_microbatches"])
         each = items * (row["llm_dp"] / row["vision_dp"]) if "vision" not in self._frozen else np.zeros_like(items)
@@ -85,7 +86,7 @@ class LeastMemory:
         shapes = self._batches.shapes[0]
         rank, microbatch = self._group(0, dp, num_microbatches)
         cell = rank * num_microbatches + microbatch
-        loads = np.stack(llm_loads(shapes)._replace(num_items=shapes.num_items))
+        loads = np.stack(loads_of(shapes))
         all_loads = np.array(
             [np.bincount(cell, weights=load, minlength=dp * num_microbatches).reshape(dp, -1) for load in loads]
         )
@@ -102,16 +103,16 @@ class LeastMemory:
         return replicas, items
 
     def _stage_bytes(
-        self, module: str, tp: int, num_stages: int, layers: tuple[int, ...] | None, checkpointing: bool
+        self, module: str, tp: int, layers: tuple[int, ...], checkpointing: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each stage what always is there [num_stages], and the forms (`CostModel.stage_memory_forms`) of what a
         microbatch keeps [num_stages, 5] and of what comes on top [num_stages, num_forms, 5]."""
-        split = layers or [len(part) for part in split_layers(self._spec.module(module).num_layers, num_stages)]
+        num_stages = len(layers)
         nothing = Loads(*np.zeros((4, 1)))
         residents, kept = np.zeros(num_stages), np.zeros((num_stages, 5))
         of_stages = []
         asked = {}  # stages of as many layers between the ends are alike
-        for stage, own in enumerate(split):
+        for stage, own in enumerate(layers):
             kind = own, stage == 0, stage == num_stages - 1
             if kind not in asked:
                 ends = {"is_first": kind[1], "is_last": kind[2], "checkpointing": checkpointing}

@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 
 from dflop.config import Config
-from dflop.costs import CostModel, Loads
+from dflop.costs import PARTS, CostModel, Loads
 from dflop.models import ModelSpec
-from dflop.pipeline import Bridges, CompiledPlan, Grid, Plan, StageTimes, compile_plan, simulate_step_s, split_layers
+from dflop.pipeline import Bridges, CompiledPlan, Grid, Plan, StageTimes, compile_plan, simulate_step_s
 from dflop.planning.batches import GroupedBatches
 from dflop.planning.bounds import least_sync, possible_scopes
-from dflop.planning.space import Splits
+from dflop.planning.space import Splits, llm_layers
 from dflop.scheduling import BYTES_PER_VALUE, WEIGHT_SHARE, find_link
 
 __all__ = ["MeanPipelines"]
-
-_PARTS = ("stage", "layer", "first", "last")
 
 
 class MeanPipelines:
@@ -57,13 +55,10 @@ class MeanPipelines:
         """Of each batch the LLM's part of the step [num_batches], and what each pipeline rank works [num_batches, pp],
         gradient sync and all. `mean`: of the mean batch alone, [1] and [1, pp]."""
         tp, pp, dp = row["llm_tp"], row["llm_pp"], row["llm_dp"]
-        count, num_stages = row["num_microbatches"], pp * row["num_chunks"]
+        count = row["num_microbatches"]
         parts = self._parts(tp, dp, count, row["checkpointing"], mean)
-        layers = np.array(
-            self._splits[tp, pp]
-            if row["balanced"]
-            else [len(part) for part in split_layers(self._num_layers, num_stages)]
-        )
+        split = llm_layers(row, self._splits, self._num_layers)
+        layers = np.array(split)
         forward_s, backward_s = (
             parts["stage"][way][:, None] + layers[:, None] * parts["layer"][way][:, None] for way in (0, 1)
         )
@@ -72,7 +67,7 @@ class MeanPipelines:
             seconds[:, -1] += parts["last"][way]
         # Of a frozen module no weights have a gradient, and its backward is not split.
         weight_s = backward_s * (WEIGHT_SHARE if "llm" not in self._frozen else 0.0)
-        sync_s = self._sync_s(tp, dp, tuple(layers.tolist()))
+        sync_s = self._sync_s(tp, dp, split)
         chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
         num_before = self.num_before(row)
         compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"], num_before)
@@ -130,7 +125,7 @@ class MeanPipelines:
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Forward and backward of the mean replica, [num_batches, num_microbatches]."""
         text = self._text(dp, num_microbatches, mean)
-        return {part: self._costs.part_time("llm", tp, part, text, checkpointing=checkpointing) for part in _PARTS}
+        return {part: self._costs.part_time("llm", tp, part, text, checkpointing=checkpointing) for part in PARTS}
 
 
 def _behind(num_before: int, seconds: np.ndarray) -> np.ndarray:

@@ -11,9 +11,9 @@ import polars as pl
 from dflop.config import Config, FixedGrid, FixedPlan, PlanConfig
 from dflop.errors import UserError
 from dflop.models import ModelSpec
-from dflop.pipeline import PLACEMENTS, SCHEDULES, Grid, Plan
+from dflop.pipeline import PLACEMENTS, SCHEDULES, Grid, Plan, split_layers
 
-__all__ = ["LLM_LAYOUT", "VISION_LAYOUT", "Splits", "enumerate_space", "plan_of"]
+__all__ = ["LLM_LAYOUT", "VISION_LAYOUT", "Splits", "enumerate_space", "even_layers", "llm_layers", "plan_of"]
 
 # Layers of each stage, by (LLM tp, number of stages), where another split than the even one is worth a look.
 Splits = Mapping[tuple[int, int], tuple[int, ...]]
@@ -81,7 +81,7 @@ def plan_of(row: Mapping[str, object], splits: Splits) -> Plan:
                 tp=tp,
                 pp=pp,
                 rank_offset=num_ranks if row["placement"] == "disjoint" else 0,
-                layers=splits[tp, pp * row["num_chunks"]] if row["balanced"] else (),
+                layers=splits[tp, pp] if row["balanced"] else (),
             ),
         ),
         num_microbatches=row["num_microbatches"],
@@ -89,6 +89,17 @@ def plan_of(row: Mapping[str, object], splits: Splits) -> Plan:
         schedule=row["schedule"],
         num_chunks=row["num_chunks"],
     )
+
+
+def llm_layers(row: Mapping[str, object], splits: Splits, num_layers: int) -> tuple[int, ...]:
+    """Layers of each of the LLM's stages, all chunks, in a row of `enumerate_space`."""
+    if row["balanced"]:
+        return splits[row["llm_tp"], row["llm_pp"]]
+    return even_layers(num_layers, row["llm_pp"] * row["num_chunks"])
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    return tuple(len(part) for part in split_layers(num_layers, num_stages))
 
 
 def _of_placement(config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], name: str) -> pl.DataFrame:

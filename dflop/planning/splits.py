@@ -6,7 +6,7 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.planning.batches import GroupedBatches
-from dflop.planning.space import Splits
+from dflop.planning.space import Splits, even_layers
 
 __all__ = ["balanced_splits", "least_slowest"]
 
@@ -25,8 +25,7 @@ def balanced_splits(config: Config, spec: ModelSpec, costs: CostModel, batches: 
             extra_s[0] += first_s
             extra_s[-1] += last_s
             counts = least_slowest(num_layers, extra_s / layer_s)
-            small, more = divmod(num_layers, pp)
-            if counts != tuple(small + (stage < more) for stage in range(pp)):
+            if counts != even_layers(num_layers, pp):
                 splits[tp, pp] = counts
     return splits
 

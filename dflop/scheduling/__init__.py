@@ -11,23 +11,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dflop.scheduling.batches import GlobalBatches
     from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets
-    from dflop.scheduling.policies import descend, lpt_buckets, quick_buckets, random_buckets
+    from dflop.scheduling.policies import (
+        dealt_at_random,
+        descend,
+        lpt_buckets,
+        quick_buckets,
+        random_buckets,
+        small_at_both_ends,
+    )
     from dflop.scheduling.preview import preview_frames
     from dflop.scheduling.pricing import BYTES_PER_VALUE, WEIGHT_SHARE, Assignment, Pricer
     from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, goal_s, lower_bound_s
     from dflop.scheduling.sampler import BalancedBatchSampler
     from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+    from dflop.scheduling.stage_costs import loads_of, only
     from dflop.scheduling.step_search import StepSearch
     from dflop.scheduling.transfers import find_link
 
 _HOMES = {
     "batches": ("GlobalBatches",),
     "ilp": ("CbcProcess", "IlpResult", "ilp_buckets"),
-    "policies": ("descend", "lpt_buckets", "quick_buckets", "random_buckets"),
+    "policies": (
+        "dealt_at_random",
+        "descend",
+        "lpt_buckets",
+        "quick_buckets",
+        "random_buckets",
+        "small_at_both_ends",
+    ),
     "preview": ("preview_frames",),
     "pricing": ("BYTES_PER_VALUE", "WEIGHT_SHARE", "Assignment", "Pricer"),
     "problem": ("BatchProblem", "bucket_loads", "check_assignment", "goal_s", "lower_bound_s"),
     "sampler": ("BalancedBatchSampler",),
+    "stage_costs": ("loads_of", "only"),
     "step_search": ("StepSearch",),
     "transfers": ("find_link",),
     "scheduler": ("BatchScheduler", "StepSchedule"),
@@ -49,15 +65,19 @@ __all__ = [
     "StepSearch",
     "bucket_loads",
     "check_assignment",
+    "dealt_at_random",
     "descend",
     "find_link",
     "goal_s",
     "ilp_buckets",
+    "loads_of",
     "lower_bound_s",
     "lpt_buckets",
+    "only",
     "preview_frames",
     "quick_buckets",
     "random_buckets",
+    "small_at_both_ends",
 ]
 
 

@@ -14,7 +14,15 @@ from numba import njit
 from dflop.errors import UserError
 from dflop.scheduling.problem import BatchProblem, check_assignment, goal_s
 
-__all__ = ["descend", "filled_s", "lpt_buckets", "quick_buckets", "random_buckets"]
+__all__ = [
+    "dealt_at_random",
+    "descend",
+    "filled_s",
+    "lpt_buckets",
+    "quick_buckets",
+    "random_buckets",
+    "small_at_both_ends",
+]
 
 NO_CAP = np.iinfo(np.int64).max
 # A gain must exceed rounding noise, or two equal states could alternate for ever.
@@ -34,9 +42,21 @@ def random_buckets(problem: BatchProblem, rng: np.random.Generator) -> np.ndarra
     Raises:
         UserError: no way was found to respect `max_bucket_tokens`.
     """
-    bucket = np.empty(problem.num_samples, dtype=np.int64)
-    bucket[rng.permutation(problem.num_samples)] = np.arange(problem.num_samples) % problem.num_buckets
+    bucket = dealt_at_random(problem.num_samples, problem.num_buckets, rng)
     return _checked(problem, _within_token_cap(problem, bucket))
+
+
+def dealt_at_random(num_samples: int, num_buckets: int, rng: np.random.Generator) -> np.ndarray:
+    """The bucket of each sample: as many for each, to within one."""
+    bucket = np.empty(num_samples, dtype=np.int64)
+    bucket[rng.permutation(num_samples)] = np.arange(num_samples) % num_buckets
+    return bucket
+
+
+def small_at_both_ends(load: np.ndarray) -> np.ndarray:
+    """`order[place]` is what stands at that place: ascending to the middle, descending from there on."""
+    ascending = np.argsort(load, kind="stable")
+    return np.concatenate([ascending[::2], ascending[1::2][::-1]])
 
 
 def lpt_buckets(problem: BatchProblem, share: np.ndarray | None = None) -> np.ndarray:

@@ -20,13 +20,13 @@ from dflop.config import ScheduleConfig
 from dflop.data import SampleShapes
 from dflop.scheduling.batches import GlobalBatches
 from dflop.scheduling.ilp import CbcProcess
-from dflop.scheduling.policies import lpt_buckets, random_buckets
+from dflop.scheduling.policies import lpt_buckets, random_buckets, small_at_both_ends
 from dflop.scheduling.pricing import Assignment, Pricer
 from dflop.scheduling.problem import BatchProblem, check_assignment
 from dflop.scheduling.shares import ideal_shares
 from dflop.scheduling.step_search import StepSearch
 
-__all__ = ["BatchScheduler", "PricedBatch", "StepSchedule"]
+__all__ = ["BatchScheduler", "StepSchedule"]
 
 # Above as many, a search has fewer trials, so that 1,024 buckets are decided within three seconds.
 MOST_BUCKETS = 128
@@ -75,20 +75,6 @@ class StepSchedule:
         return cls(**{name: np.array(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PricedBatch:
-    """What one scheduled batch would take; `busy_s` is [num_nodes].
-
-    `extrapolated` is the share of its microbatches that are larger, or smaller, than any that was measured.
-    """
-
-    step_s: float
-    idle: float
-    busy_s: np.ndarray
-    memory_bytes: dict[str, float]
-    extrapolated: float
-
-
 class BatchScheduler:
     """`schedule(step)` for every step of a run. Close it (or use it as a context) to end the CBC process."""
 
@@ -131,20 +117,6 @@ class BatchScheduler:
             policy=policy,
             status=status,
             deciding_s=time.perf_counter() - started,
-        )
-
-    def price(self, step: int) -> PricedBatch:
-        """Decide one step by the configured policy and say what it takes."""
-        shapes = self.samples.take(self.batches[step])
-        assignment, _ = self._decide(shapes, self.pricer.problem(shapes), step, self._config.policy)
-        times = self.pricer.stage_times(shapes, assignment)
-        timeline = self.pricer.timeline(times)
-        return PricedBatch(
-            step_s=timeline.step_s,
-            idle=timeline.idle,
-            busy_s=timeline.busy_s + times.sync_s,
-            memory_bytes=self.pricer.memory_bytes(shapes, assignment),
-            extrapolated=self.pricer.extrapolated_share(shapes, assignment),
         )
 
     @property
@@ -215,7 +187,7 @@ class BatchScheduler:
         """The order of microbatches, as they come or small ones at both ends, with the shorter step."""
         check_assignment(problem, buckets)
         priced = []
-        for order in (np.arange(problem.num_microbatches), *_small_at_both_ends(problem, buckets)):
+        for order in (np.arange(problem.num_microbatches), *_orders(problem, buckets)):
             assignment = self._split(shapes, problem, _reordered(problem, buckets, order))
             priced.append((self.pricer.step_s(shapes, assignment), assignment))
         step_s, assignment = min(priced, key=lambda entry: entry[0])
@@ -226,7 +198,7 @@ class BatchScheduler:
         return self.pricer.assign(shapes, llm_dp_rank, microbatch)
 
 
-def _small_at_both_ends(problem: BatchProblem, buckets: np.ndarray) -> Iterator[np.ndarray]:
+def _orders(problem: BatchProblem, buckets: np.ndarray) -> Iterator[np.ndarray]:
     """Orders in which fill and drain meet small microbatches: by all modules' load, and by each one's.
 
     `order[place]` is the microbatch that runs at that place.
@@ -235,8 +207,7 @@ def _small_at_both_ends(problem: BatchProblem, buckets: np.ndarray) -> Iterator[
     per_microbatch = np.zeros((num_microbatches, problem.num_modules))
     np.add.at(per_microbatch, buckets % num_microbatches, problem.loads_s)
     for load in (per_microbatch.sum(axis=1), *per_microbatch.T):
-        ascending = np.argsort(load, kind="stable")
-        yield np.concatenate([ascending[::2], ascending[1::2][::-1]])
+        yield small_at_both_ends(load)
 
 
 def _reordered(problem: BatchProblem, buckets: np.ndarray, order: np.ndarray) -> np.ndarray:

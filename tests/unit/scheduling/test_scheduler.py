@@ -181,14 +181,6 @@ def test_another_seed_draws_other_batches(make_scheduler):
     assert ids[0] != ids[1]
 
 
-def test_a_price_is_that_of_the_schedule(make_scheduler):
-    scheduler = make_scheduler(make_plan(1, 2, 1))  # no replicas, so no gradient sync
-    schedule, price = scheduler.schedule(3), scheduler.price(3)
-    assert (price.step_s, price.idle) == (schedule.step_s, schedule.idle)
-    np.testing.assert_allclose(price.busy_s, (schedule.forward_s + schedule.backward_s).sum(axis=1))
-    assert price.memory_bytes.keys() == {"vision", "llm"}
-
-
 def test_closing_ends_the_solvers_process_and_a_later_step_starts_another(make_scheduler):
     scheduler = make_scheduler(make_plan(1, 1, 1, num_microbatches=8), "ilp", batch_size=16)
     with scheduler.open():
