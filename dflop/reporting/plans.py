@@ -22,8 +22,8 @@ def plans_height_in(candidates: pl.DataFrame) -> float:
 def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gib: float) -> None:
     """`candidates` is the table `candidates.parquet`; `memory_gib` what a device has."""
     candidates = candidates.sort("rank")
-    shown = candidates.head(_MOST_PLANS)
-    modules = [name.removesuffix("_memory_bytes") for name in shown.columns if name.endswith("_memory_bytes")]
+    modules = [name.removesuffix("_memory_bytes") for name in candidates.columns if name.endswith("_memory_bytes")]
+    shown = _shown(candidates, chosen, modules)
     places = np.arange(len(shown))
     is_chosen = [_is(row, chosen, modules) for row in shown.iter_rows(named=True)]
     steps, idle, memory = figure.subplots(1, 3, sharey=True, width_ratios=[3, 1.1, 1.5])
@@ -50,7 +50,7 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
     idle.barh(places, shares, height=0.66, color="#b9b9b9")
     for place, share in zip(places, shares, strict=True):
         _beside(idle, share, place, f"{share:.0%}")
-    idle.set(xlim=(0, 1.3 * max(0.05, shares.max())), title="Idle", xlabel="predicted share of rank time")
+    idle.set(xlim=(0, 1.3 * max(0.05, shares.max())), title="Idle", xlabel="share of rank time")
     idle.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
     for module, marker in zip(modules, "os^D", strict=False):
@@ -65,12 +65,20 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
     memory.xaxis.set_major_locator(FixedLocator(ticks))
     memory.xaxis.set_minor_locator(NullLocator())
     memory.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    memory.set(xlabel=f"predicted peak, GiB of a device's {memory_gib:g}", title="Memory")
+    memory.set(xlabel=f"peak, GiB of a device's {memory_gib:g}", title="Memory")
     handles, _ = memory.get_legend_handles_labels()
     legend_beside_title(memory, handles)
     for axes in (idle, memory):
         axes.tick_params(axis="y", length=0, labelleft=False)
     heading(figure, _finding(candidates, shown, is_chosen), _note(candidates, shown))
+
+
+def _shown(candidates: pl.DataFrame, chosen: Plan, modules: list[str]) -> pl.DataFrame:
+    """The best plans, and among them the chosen one, wherever it stands."""
+    place = next((at for at, row in enumerate(candidates.iter_rows(named=True)) if _is(row, chosen, modules)), 0)
+    if place < _MOST_PLANS:
+        return candidates.head(_MOST_PLANS)
+    return pl.concat([candidates.head(_MOST_PLANS - 1), candidates[place : place + 1]])
 
 
 def _beside(axes: Axes, value: float, place: int, text: str, weight: str = "normal") -> None:
@@ -118,7 +126,8 @@ def _finding(candidates: pl.DataFrame, shown: pl.DataFrame, is_chosen: list[bool
     best = shown["step_s"][0]
     if not is_chosen[0] and any(is_chosen):
         chosen_s = shown["step_s"].to_list()[is_chosen.index(True)]
-        return f"The chosen plan is predicted to take {chosen_s / best:.2f}x as long as the fastest, not trainable yet"
+        ratio = f"{chosen_s / best:.2f}x as long as the fastest"
+        return f"The chosen plan is predicted to take {ratio}, which cannot be trained yet"
     to_next, to_slowest = candidates["step_s"][1] / best, candidates["step_s"].max() / best
     finding = f"Of {len(candidates)} plans that were priced the {'chosen' if is_chosen[0] else 'best'} one is predicted"
     return f"{finding} {to_next:.2f}x faster than the next and {to_slowest:.2f}x than the slowest"
@@ -135,7 +144,10 @@ def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:
         counts = sorted(shown["num_batches"].unique())
         note += f" Means over {' or '.join(str(count) for count in counts)} global batches, regrouped."
     if len(shown) < len(candidates):
-        note += f" The best {len(shown)} of {len(candidates)} are drawn."
+        is_best = shown["rank"][-1] == len(shown)
+        note += (
+            f" The best {len(shown)} of {len(candidates)} are drawn." if is_best else " The chosen plan stands last."
+        )
     return note
 
 

@@ -160,6 +160,19 @@ def test_of_many_plans_the_best_are_drawn_and_the_chosen_one_is_marked():
     assert "The best 12 of 30 are drawn" in said
 
 
+def test_a_chosen_plan_far_behind_the_best_is_drawn_last_and_marked():
+    figure = Figure()
+    candidates = make_candidates(SMALL, 30)
+    behind = pl.concat([candidates[1:], candidates[:1]]).with_columns(
+        rank=pl.int_range(1, 31), step_s=pl.int_range(1, 31) / 10
+    )
+    draw_plans(figure, behind, SMALL, memory_gib=4)
+    said = words(figure)
+    assert said.count("· chosen") == 1
+    assert "The chosen plan is predicted to take 30.00x as long as the fastest" in said
+    assert "The chosen plan stands last" in said
+
+
 def test_a_plan_of_hundreds_of_workers_shows_some_replicas_of_every_stage():
     plan = Plan(
         placement="disjoint",
