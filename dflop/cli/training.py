@@ -10,6 +10,9 @@ from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of
 
 __all__ = ["report_command", "train_command"]
 
+# Changes when checkpoints of before cannot be read any more.
+_CHECKPOINT_FORMAT = 2
+
 
 @click.command("train")
 @config_option
@@ -97,5 +100,5 @@ def _run_digest(config, data_digests: list[str]) -> str:
         "grad_clip",
     ):
         keys["train"].pop(free)
-    text = json.dumps([keys, data_digests], sort_keys=True)
+    text = json.dumps([_CHECKPOINT_FORMAT, keys, data_digests], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -7,7 +7,7 @@ from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
 from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
-from dflop.costs.model import PARTS, CostModel, Loads, StageMemory
+from dflop.costs.model import PARTS, CostModel, Loads, StageMemory, resident_bytes
 
 # What to say of microbatches, after their number, that `CostModel.is_extrapolated` marks.
 BEYOND_MEASURED = (
@@ -32,5 +32,6 @@ __all__ = [
     "read_links",
     "read_measured",
     "require_parquet",
+    "resident_bytes",
     "write_measured",
 ]

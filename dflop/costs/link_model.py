@@ -32,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """`fitted[kind, scope, num_ranks]`: kind p2p or all_reduce, scope intra (one node) or inter (several)."""
+    """`fitted[kind, scope, num_ranks]`: kind p2p or gradient_sync, scope intra (one node) or inter (several)."""
 
     fitted: dict[tuple[str, str, int], Link] = field(default_factory=dict)
 
@@ -46,8 +46,9 @@ class LinkModel:
     def find(self, kind: str, scope: str, num_ranks: int) -> Link | None:
         """The link as measured with this number of ranks, or else with the nearest; None where there is none.
 
-        An all-reduce is carried over to n ranks as a ring, which takes 2(n - 1) steps of 1/n of the bytes each
-        (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+        A gradient sync (sums to their owners, parameters back to all) is carried over to n ranks as a ring, which takes
+        2(n - 1) steps of 1/n of the bytes each (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+        clusters of workstations", 2009).
         """
         measured = [size for known, where, size in self.fitted if (known, where) == (kind, scope)]
         if not measured:

@@ -1,4 +1,4 @@
-"""Measuring the links between ranks: what a transfer and an all-reduce take, over sizes, with training's backend.
+"""Measuring the links between ranks: what a transfer and a gradient sync take, over sizes, with training's backend.
 
 torchrun starts `python -m dflop.costs.links REQUEST` (JSON) on every device of the cluster; rank 0 writes the
 Parquet file. One group of ranks measures at a time, and all ranks learn each result, so that they agree on when
@@ -36,7 +36,7 @@ _MOST_RUNS, _BYTES_OF_RUNS = 16, 2**20
 
 @dataclass(frozen=True, slots=True)
 class LinkGroup:
-    """Ranks to measure together; `kind` is p2p or all_reduce, `scope` intra (one node) or inter (several)."""
+    """Ranks to measure together; `kind` is p2p or gradient_sync, `scope` intra (one node) or inter (several)."""
 
     kind: str
     scope: str
@@ -51,12 +51,12 @@ def groups_to_measure(num_nodes: int, per_node: int) -> list[LinkGroup]:
     groups = []
     if per_node > 1:
         groups.append(LinkGroup("p2p", "intra", (0, 1)))
-        groups += [LinkGroup("all_reduce", "intra", tuple(range(size))) for size in _doublings(per_node)]
+        groups += [LinkGroup("gradient_sync", "intra", tuple(range(size))) for size in _doublings(per_node)]
     if num_nodes > 1:
         groups.append(LinkGroup("p2p", "inter", (per_node - 1, per_node)))
         for size in _doublings(num_nodes * per_node):
             first = max(0, per_node - size // 2)
-            groups.append(LinkGroup("all_reduce", "inter", tuple(range(first, first + size))))
+            groups.append(LinkGroup("gradient_sync", "inter", tuple(range(first, first + size))))
     return groups
 
 
@@ -114,8 +114,11 @@ def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tenso
     """
     dist.barrier(members)
     started = _now(values.device)
-    if group.kind == "all_reduce":
-        dist.all_reduce(values, group=members)
+    if group.kind == "gradient_sync":
+        share = len(values) // len(group.ranks)
+        values, own = values[: share * len(group.ranks)], values[members.rank() * share :][:share]
+        dist.reduce_scatter_tensor(own, values, group=members)
+        dist.all_gather_into_tensor(values, own, group=members)
         return _now(values.device) - started
     first, second = group.ranks
     if dist.get_rank() == second:

@@ -16,7 +16,17 @@ from dflop.costs.link_model import LinkModel
 from dflop.errors import UserError
 from dflop.store import read_tables
 
-__all__ = ["FEATURES", "PARTS", "Coefficients", "CostModel", "Loads", "StageMemory", "column_of", "main_load"]
+__all__ = [
+    "FEATURES",
+    "PARTS",
+    "Coefficients",
+    "CostModel",
+    "Loads",
+    "StageMemory",
+    "column_of",
+    "main_load",
+    "resident_bytes",
+]
 
 # The loads that a module's cost depends on; encoders see items, the LLM sees packed text.
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
@@ -89,12 +99,17 @@ class Coefficients:
 
 
 class StageMemory(NamedTuple):
-    """Bytes of one stage on one rank: what is always there, what each microbatch in flight keeps, and what comes on
-    top of that while the microbatch is computed."""
+    """Bytes of one stage on one rank: what each microbatch in flight keeps, and what comes on top of that while the
+    microbatch is computed."""
 
-    resident_bytes: float
     activation_bytes: np.ndarray
     transient_bytes: np.ndarray
+
+
+def resident_bytes(parameter_bytes: float, dp: int, *, is_frozen: bool) -> float:
+    """What a rank always holds of a stage with so many replicas: parameters and gradients, and its share of AdamW's two
+    moments (fp32 each); of a frozen stage parameters alone."""
+    return parameter_bytes if is_frozen else parameter_bytes * (2 + 2 / dp)
 
 
 class LoadRange(NamedTuple):
@@ -246,16 +261,14 @@ class CostModel:
         is_last: bool,
         checkpointing: bool = False,
     ) -> StageMemory:
-        """Parameters, gradients and AdamW's two moments (fp32 each), and activations of each microbatch.
+        """Activations of each microbatch.
 
         Raises:
             UserError: when there are no costs of the module at this tp.
         """
         self.require(module, tp)
-        parameters, kept, transient = 0.0, np.zeros(np.shape(loads.num_items)), np.zeros(np.shape(loads.num_items))
-        freed = np.zeros_like(kept)
+        kept, transient, freed = (np.zeros(np.shape(loads.num_items)) for _ in range(3))
         for key, times in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
-            parameters += times * self.parameter_bytes[key[:3]]
             kept = kept + times * self.activations[key](loads)
             if module == "llm" and key[2] == "last":
                 # Backward comes to the layers when the head has given up what it kept (an encoder's output stays).
@@ -263,7 +276,7 @@ class CostModel:
         for key, _ in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
             own = self.transients[key](loads)  # parts run one after the other
             transient = np.maximum(transient, own if key[2] == "last" else own - freed)
-        return StageMemory(4.0 * parameters, kept, transient)
+        return StageMemory(kept, transient)
 
     def stage_memory_forms(
         self,

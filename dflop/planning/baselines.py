@@ -2,8 +2,10 @@
 
 - Megatron-style: the encoder in the LLM's first stage, one (tp, pp, dp) for both, even splits, 1F1B, batches as they
   are drawn; the best such plan that fits.
-- FSDP-style: every device computes the whole model on its own samples, parameters are sharded over all of them and
-  gathered anew for each pass of each microbatch. Gathering is taken to hide behind computing wherever it can.
+- FSDP-style: every device computes the whole model on its own samples; parameters, gradients and moments are sharded
+  over all of them. Layer by layer, parameters are gathered for each pass of each microbatch and gradients are summed
+  into the shards, in half precision, hidden behind computing wherever they can be. All devices take part in every
+  layer's transfers, so that each pass of a microbatch lasts as long as on the device that has most to compute.
 - The published rule (DFLOP, arXiv 2603.25120): `(m + pp_v + pp_l - 1) * max(stage)` at mean shapes over disjoint grids,
   with balanced batches. Its least value is taken, which is at least as good as any other way to accept a plan by it.
 """
@@ -14,16 +16,16 @@ import numpy as np
 import polars as pl
 
 from dflop.config import Config, PlanConfig
-from dflop.costs import CostModel, Loads
+from dflop.costs import PARTS, CostModel, Loads, resident_bytes
 from dflop.data import SampleShapes
 from dflop.errors import UserError
 from dflop.models import ModelSpec
-from dflop.pipeline import Grid, Plan
+from dflop.pipeline import Grid, Plan, StageTimes
 from dflop.planning.batches import GroupedBatches
 from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.search import search_plans
 from dflop.planning.space import enumerate_space, plan_of
-from dflop.scheduling import find_link, loads_of, only
+from dflop.scheduling import loads_of, only
 
 __all__ = ["Baseline", "price_baselines"]
 
@@ -102,46 +104,65 @@ def _mean_stage_s(
 
 
 def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Baseline:
-    name = "every device the whole model, random batches (FSDP-style)"
-    num_devices, cluster = config.cluster.num_devices, config.cluster
-    ends = {"is_first": True, "is_last": True}
-    sizes = {
-        module.name: costs.stage_parameter_bytes(module.name, 1, module.num_layers, **ends) for module in spec.modules
-    }
-    trained = sum(size for module, size in sizes.items() if module not in config.model.freeze)
-    # Gradients and two moments beside the parameters, of what is trained.
-    resident = sum(sizes.values()) + 3 * trained
-    # Half-precision parameters come for every pass; a frozen encoder has no backward.
-    without_backward = set(config.model.freeze) - {"llm"}
-    gathered = sum(size / 2 * (1 if module in without_backward else 2) for module, size in sizes.items())
-    link = find_link(costs.links, cluster, "all_reduce", cluster.num_nodes == 1, num_devices)
-    # The plan's own gradient sync is an all-reduce at its end; here it is part of what moves.
-    sync_s = sum(link.seconds(size) for module, size in sizes.items() if module not in config.model.freeze)
-    away = 1 - 1 / num_devices
-    gbps = cluster.inter_node_gbps if cluster.num_nodes > 1 else cluster.intra_node_gbps
-    best = _nothing(name)
+    best = _nothing("every device the whole model, random batches (FSDP-style)")
+    num_devices = config.cluster.num_devices
+    grid = {"num_ranks": num_devices, "tp": 1, "pp": 1}
+    spared_bytes = _spared_by_sharding(config, spec, costs)
+    moving_s = _moving_s(config, spec, costs)
     for checkpointing in (False, True):
-        for count in range(1, config.train.global_batch_size // num_devices + 1):
-            if count & (count - 1):
-                continue  # powers of two are enough to see how many it takes
-            grid = {"num_ranks": num_devices, "tp": 1, "pp": 1}
+        for exponent in range((config.train.global_batch_size // num_devices).bit_length()):
             plan = Plan(
                 placement="monolithic",
                 grids=(Grid(module="vision", **grid), Grid(module="llm", **grid)),
-                num_microbatches=count,
+                num_microbatches=1 << exponent,  # powers of two are enough to see how many it takes
                 checkpointing=checkpointing,
             )
-            own = PlanPricer(plan, config, spec, costs, batches, "random").candidate(len(batches))
-            held = max(own.memory_bytes.values()) - (1 + costs.allocator_share) * resident * away
-            if held > cluster.memory_gib * 2**30:
+            pricer = PlanPricer(plan, config, spec, costs, batches, "random")
+            held = max(max(pricer.memory_bytes(batch).values()) for batch in range(len(batches))) - spared_bytes
+            if held > config.cluster.memory_gib * 2**30:
                 continue
-            # Full-precision gradients once a step.
-            moving_s = (count * gathered + trained) * away / (gbps * 1e9 / 8)
-            step_s = max(own.step_s - sync_s, moving_s)
+            step_s, busy_s = np.mean([_in_lockstep(pricer.stage_times(at), moving_s) for at in range(len(batches))], 0)
             if step_s < best.step_s:
-                idle = 1 - ((1 - own.idle) * own.step_s - sync_s) / step_s
-                best = Baseline(name=name, plan=plan, step_s=step_s, idle=idle, memory_bytes=held)
+                idle = float(1 - busy_s / step_s)
+                best = Baseline(name=best.name, plan=plan, step_s=float(step_s), idle=idle, memory_bytes=held)
     return best
+
+
+def _in_lockstep(times: StageTimes, moving_s: np.ndarray) -> tuple[float, float]:
+    """The step, and what the mean device computes in it; `moving_s` is of the passes as they are stacked here."""
+    passes = np.stack([times.forward_s, times.backward_s])
+    passes = passes.reshape(2, 2, -1, passes.shape[-1])  # pass, module, device, microbatch
+    slowest = np.maximum(passes.max(axis=2), moving_s[..., None])
+    return float(slowest.sum()), float(passes.sum() / passes.shape[2])
+
+
+def _moving_s(config: Config, spec: ModelSpec, costs: CostModel) -> np.ndarray:
+    """Transfers of one microbatch at each device, [pass, module]: half-precision parameters for every pass, and
+    gradients behind a backward one; a frozen encoder has none."""
+    cluster = config.cluster
+    gbps = cluster.inter_node_gbps if cluster.num_nodes > 1 else cluster.intra_node_gbps
+    sizes = np.array(list(_parameter_bytes(spec, costs).values())) * (1 - 1 / cluster.num_devices) / 2
+    trained = np.array([module.name not in config.model.freeze for module in spec.modules])
+    has_backward = trained | np.array([module.name == "llm" for module in spec.modules])
+    return np.stack([sizes, sizes * has_backward + sizes * trained]) / (gbps * 1e9 / 8)
+
+
+def _spared_by_sharding(config: Config, spec: ModelSpec, costs: CostModel) -> float:
+    """Bytes of a device: parameters and gradients are not whole, but for the part at work and a layer on its way."""
+    num_devices, frozen = config.cluster.num_devices, config.model.freeze
+    sizes = _parameter_bytes(spec, costs)
+    replicated = sum(resident_bytes(size, num_devices, is_frozen=name in frozen) for name, size in sizes.items())
+    sharded = sum(size * (1 if name in frozen else 4) for name, size in sizes.items()) / num_devices
+    of_part = {part: max(costs.parameter_bytes[name, 1, part] for name in sizes) for part in PARTS}
+    at_work = (max(of_part.values()) + of_part["layer"]) / 2
+    return (1 + costs.allocator_share) * (replicated - sharded - at_work)
+
+
+def _parameter_bytes(spec: ModelSpec, costs: CostModel) -> dict[str, float]:
+    return {
+        module.name: costs.stage_parameter_bytes(module.name, 1, module.num_layers, is_first=True, is_last=True)
+        for module in spec.modules
+    }
 
 
 def _as_baseline(name: str, candidate: Candidate) -> Baseline:

@@ -106,11 +106,11 @@ def lower_bounds(
 
 
 def least_sync(costs: CostModel, cluster: ClusterConfig, dp: np.ndarray, tp: int) -> tuple[np.ndarray, np.ndarray]:
-    """Latency and seconds a byte of an all-reduce over `dp` replicas of tp ranks each, wherever they lie."""
+    """Latency and seconds a byte of a gradient sync over `dp` replicas of tp ranks each, wherever they lie."""
     latency_s, byte_s = np.zeros(len(dp)), np.zeros(len(dp))
     for size in np.unique(dp[dp > 1]):
         links = [
-            find_link(costs.links, cluster, "all_reduce", is_intra, int(size))
+            find_link(costs.links, cluster, "gradient_sync", is_intra, int(size))
             for is_intra in possible_scopes(cluster, int(size - 1) * tp)
         ]
         latency_s[dp == size] = min(link.latency_s for link in links)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dflop.costs import CostModel, Loads
+from dflop.costs import CostModel, resident_bytes
 from dflop.models import ModelSpec
 from dflop.planning.batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers, llm_layers
@@ -46,12 +46,14 @@ class LeastMemory:
         layers = llm_layers(row, self._splits, self._spec.module("llm").num_layers)
         stages = self._stages("llm", row["llm_tp"], layers, row["checkpointing"])
         replicas, _ = self._loads(row["llm_dp"], count)
-        return _held(*stages, replicas, pp, row["schedule"] == "gpipe")
+        resident, *forms = stages
+        return _held(self._resident("llm", resident, row["llm_dp"]), *forms, replicas, pp, row["schedule"] == "gpipe")
 
     def least_bytes(self, row: Mapping[str, Any], of_llm: np.ndarray) -> float:
         """Bytes of a device with the encoder; `of_llm` is the LLM's share of them."""
         layers = even_layers(self._spec.module("vision").num_layers, row["vision_pp"])
-        resident, kept, passing = self._stages("vision", row["vision_tp"], layers, row["checkpointing"])
+        parameters, kept, passing = self._stages("vision", row["vision_tp"], layers, row["checkpointing"])
+        resident = self._resident("vision", parameters, row["vision_dp"])
         per_item = kept[:, 1]  # constants are not certain, since a replica may have no item
         _, items = self._loads(row["llm_dp"], row["num_microbatches"])
         each = items * (row["llm_dp"] / row["vision_dp"]) if "vision" not in self._frozen else np.zeros_like(items)
@@ -105,28 +107,30 @@ class LeastMemory:
     def _stage_bytes(
         self, module: str, tp: int, layers: tuple[int, ...], checkpointing: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each stage what always is there [num_stages], and the forms (`CostModel.stage_memory_forms`) of what a
+        """Of each stage its parameters' bytes [num_stages], and the forms (`CostModel.stage_memory_forms`) of what a
         microbatch keeps [num_stages, 5] and of what comes on top [num_stages, num_forms, 5]."""
         num_stages = len(layers)
-        nothing = Loads(*np.zeros((4, 1)))
-        residents, kept = np.zeros(num_stages), np.zeros((num_stages, 5))
+        parameters, kept = np.zeros(num_stages), np.zeros((num_stages, 5))
         of_stages = []
         asked = {}  # stages of as many layers between the ends are alike
         for stage, own in enumerate(layers):
             kind = own, stage == 0, stage == num_stages - 1
             if kind not in asked:
                 ends = {"is_first": kind[1], "is_last": kind[2], "checkpointing": checkpointing}
-                resident = self._costs.stage_memory(module, tp, own, nothing, **ends).resident_bytes
-                asked[kind] = resident, *self._costs.stage_memory_forms(module, tp, own, **ends)
-            resident, kept[stage], forms = asked[kind]
-            residents[stage] = resident / 4 if module in self._frozen else resident
+                forms = self._costs.stage_memory_forms(module, tp, own, **ends)
+                del ends["checkpointing"]
+                asked[kind] = self._costs.stage_parameter_bytes(module, tp, own, **ends), *forms
+            parameters[stage], kept[stage], forms = asked[kind]
             of_stages.append(forms)
             if num_stages > 1:
                 kept[stage, 2] += 2.0 * self._token_bytes  # what comes over an edge and goes back
         passing = np.zeros((num_stages, max(map(len, of_stages)), 5))
         for stage, forms in enumerate(of_stages):
             passing[stage, : len(forms)] = forms
-        return residents, kept, passing
+        return parameters, kept, passing
+
+    def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int) -> np.ndarray:
+        return resident_bytes(parameter_bytes, dp, is_frozen=module in self._frozen)
 
 
 @njit(cache=True)

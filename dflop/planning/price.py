@@ -52,6 +52,9 @@ class PlanPricer:
     def step_s(self, batch: int) -> float:
         return self._pricer.step_s(*self._grouped(batch))
 
+    def stage_times(self, batch: int) -> StageTimes:
+        return self._pricer.stage_times(*self._grouped(batch))
+
     def candidate(
         self, num_looked_at: int, *, step_s: float | None = None, num_batches: int | None = None
     ) -> Candidate:

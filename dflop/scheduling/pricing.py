@@ -262,7 +262,7 @@ class Pricer:
     @cached_property
     def sync_s(self) -> np.ndarray:
         """The gradient sync of each node, [num_nodes]."""
-        own = [self.transfers.all_reduce_s(stage, self.stage_costs.parameter_bytes(stage)) for stage in self.stages]
+        own = [self.transfers.gradient_sync_s(stage, self.stage_costs.parameter_bytes(stage)) for stage in self.stages]
         return np.repeat(own, [stage.dp for stage in self.stages]) * self.trains
 
     def _workers(self, module: str) -> np.ndarray:
@@ -276,10 +276,9 @@ class Pricer:
     def _resident_bytes(self) -> np.ndarray:
         """Parameters, gradients and optimiser state on each worker's ranks, [num_workers]."""
         resident = np.zeros(self.compiled.num_workers)
-        nothing = Loads(*np.zeros((4, 1)))
-        memories = self.stage_costs.memories({grid.module: nothing for grid in self.plan.grids})
-        for stage, memory in zip(self.stages, memories, strict=True):
-            resident[stage.first_worker : stage.first_worker + stage.dp * stage.span] += memory.resident_bytes
+        for stage in self.stages:
+            workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
+            resident[workers] += self.stage_costs.resident_bytes(stage)
         return resident
 
     def _peak_bytes(self, of_module: dict[str, tuple[Loads, np.ndarray]]) -> np.ndarray:

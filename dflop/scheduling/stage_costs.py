@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dflop.costs import CostModel, Loads, StageMemory
+from dflop.costs import CostModel, Loads, StageMemory, resident_bytes
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pipeline import Plan, Stage, stages_of
@@ -65,24 +65,25 @@ class StageCosts:
         return np.concatenate(forward_s), np.concatenate(backward_s)
 
     def memories(self, of_module: dict[str, Loads]) -> list[StageMemory]:
-        """Of each stage; of a frozen module parameters alone are resident: no gradients, no moments."""
+        """Of each stage, without gradients and what the optimiser holds."""
         asked: dict[tuple, StageMemory] = {}
         of_stages = []
         for stage in self.stages:
             part = self.part(stage)
             kind = (stage.module, *part.values())
             if kind not in asked:
-                memory = self.costs.stage_memory(
+                asked[kind] = self.costs.stage_memory(
                     stage.module, loads=of_module[stage.module], checkpointing=self.plan.checkpointing, **part
                 )
-                if stage.module in self.frozen:
-                    memory = memory._replace(resident_bytes=memory.resident_bytes / 4)
-                asked[kind] = memory
             of_stages.append(asked[kind])
         return of_stages
 
     def parameter_bytes(self, stage: Stage) -> float:
         return self.costs.stage_parameter_bytes(stage.module, **self.part(stage))
+
+    def resident_bytes(self, stage: Stage) -> float:
+        """Parameters, gradients, and the rank's share of optimiser state."""
+        return resident_bytes(self.parameter_bytes(stage), stage.dp, is_frozen=stage.module in self.frozen)
 
     def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
         """Seconds that each sample adds to each pipeline stage, [pp, num_samples]; `least`: whatever the microbatch."""

@@ -101,12 +101,12 @@ class Transfers:
             bridge[name] = np.where(self._is_intra(*ends), intra, inter) * self._are_apart(*replicas)
         return TransferForms(chain["latency_s"], chain["byte_s"], bridge["latency_s"], bridge["byte_s"])
 
-    def all_reduce_s(self, stage: Stage, num_bytes: float) -> float:
-        """The sum of a stage's gradients over its replicas."""
+    def gradient_sync_s(self, stage: Stage, num_bytes: float) -> float:
+        """The sum of a stage's gradients over its replicas, and its parameters' way back to all of them."""
         if stage.dp == 1:
             return 0.0
         first, last = self._first_ranks(stage, np.array([0, stage.dp - 1]))
-        return find_link(self._links, self._cluster, "all_reduce", self._is_intra(first, last), stage.dp).seconds(
+        return find_link(self._links, self._cluster, "gradient_sync", self._is_intra(first, last), stage.dp).seconds(
             num_bytes
         )
 

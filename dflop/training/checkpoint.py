@@ -1,7 +1,8 @@
-"""Checkpoints: parameters and optimiser state by parameter name, so that any layout can resume them.
+"""Checkpoints: parameters and AdamW's moments by parameter name, so that any layout can resume them.
 
-`torch.distributed.checkpoint` writes and reads them. A checkpoint is a folder `step-000010`, complete once
-it has that name; beside the tensors lies `run.json`, which says what run it belongs to.
+`torch.distributed.checkpoint` writes and reads them. Moments are written by their owners, in the pieces that these
+own: `optimizer/NAME/exp_avg/START` holds a run of the flattened parameter's. A checkpoint is a folder `step-000010`,
+complete once it has that name; beside the tensors lies `run.json`, which says what run it belongs to.
 """
 
 import json
@@ -15,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from dflop.training.sharded_optimizer import ShardedAdamW
+
 __all__ = ["find_checkpoint", "load_checkpoint", "save_checkpoint", "set_aside"]
 
 _KEPT = 2
@@ -22,7 +25,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 
 def save_checkpoint(
-    folder: Path, step: int, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, run: dict[str, Any]
+    folder: Path, step: int, parameters: dict[str, nn.Parameter], optimizer: ShardedAdamW, run: dict[str, Any]
 ) -> None:
     """Write `folder/step-<step>`; every rank must call this. The last two checkpoints are kept."""
     final = folder / f"step-{step:06d}"
@@ -32,7 +35,7 @@ def save_checkpoint(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_tensors(parameters, optimizer), checkpoint_id=part)
+    dcp.save(_parameters(parameters) | _moments(parameters, optimizer), checkpoint_id=part)
     if is_main:
         (part / "run.json").write_text(json.dumps(run | {"step": step}), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
@@ -42,16 +45,30 @@ def save_checkpoint(
     dist.barrier()
 
 
-def load_checkpoint(folder: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def load_checkpoint(folder: Path, parameters: dict[str, nn.Parameter], optimizer: ShardedAdamW) -> None:
     """Read a checkpoint into the parameters and the optimiser, in place; every rank must call this."""
-    for parameter in parameters.values():
-        if parameter.requires_grad and parameter not in optimizer.state:
-            optimizer.state[parameter] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-    dcp.load(_tensors(parameters, optimizer), checkpoint_id=folder)
+    sizes = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved: dict[str, list[tuple[int, int]]] = {}  # of each moment where its pieces start and how long they are
+    for key, entry in sizes.items():
+        if key.startswith("optimizer/"):
+            moment, start = key.rsplit("/", 1)
+            saved.setdefault(moment, []).append((int(start), entry.size[0]))
+    own = _moments(parameters, optimizer)
+    read: dict[str, torch.Tensor] = {}
+    copies: list[tuple[torch.Tensor, str, slice]] = []
+    for key, values in own.items():
+        moment, start = key.rsplit("/", 1)
+        first, last = int(start), int(start) + len(values)
+        for begin, size in saved.get(moment, ()):
+            low, high = max(first, begin), min(last, begin + size)
+            if low < high:
+                source = f"{moment}/{begin}"
+                read[source] = values.new_empty(size)
+                copies.append((values[low - first : high - first], source, slice(low - begin, high - begin)))
+    dcp.load(_parameters(parameters) | read, checkpoint_id=folder)
+    for values, source, place in copies:
+        values.copy_(read[source][place])
+    optimizer.set_num_steps(json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"])
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -77,10 +94,14 @@ def _checkpoints(folder: Path) -> list[Path]:
     )
 
 
-def _tensors(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in parameters.items():
-        tensors[f"model/{name}"] = parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer/{name}/{key}"] = value
-    return tensors
+def _parameters(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+
+
+def _moments(parameters: dict[str, nn.Parameter], optimizer: ShardedAdamW) -> dict[str, torch.Tensor]:
+    return {
+        f"optimizer/{name}/{moment}/{piece.start}": values
+        for name, parameter in parameters.items()
+        for piece in optimizer.pieces(parameter)
+        for moment, values in piece.moments.items()
+    }

@@ -1,8 +1,8 @@
 """The training loop of one rank.
 
 A step: take the schedule, carry out the instructions, divide the summed gradients by the global number of
-target tokens, clip by the global norm, update. One small all-reduce a step tells everybody the loss, the
-norm and how busy the ranks were.
+target tokens, clip by the global norm, update what this rank owns. One small all-reduce a step tells everybody the
+loss, the norm and how busy the ranks were.
 """
 
 import itertools
@@ -38,6 +38,7 @@ from dflop.training.checkpoint import find_checkpoint, load_checkpoint, save_che
 from dflop.training.export import export_model
 from dflop.training.feed import JobStream, ScheduleFeed, SchedulePublisher
 from dflop.training.observations import Observations
+from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.topology import join_world
 from dflop.training.work import make_work
 
@@ -93,7 +94,13 @@ class Trainer:
         )
         self.stage.requires_grad_(node.module not in config.model.freeze)
         self.pixels = LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size, checkpoint)
-        self.optimizer = _make_optimizer(self.stage, config)
+        self.optimizer = ShardedAdamW(
+            list(self.stage.parameters()),
+            self.topology.replicas,
+            lr=config.train.lr,
+            weight_decay=config.train.weight_decay,
+            fused=config.cluster.device == "cuda",
+        )
         self.parameters = self.stage.named_hf_parameters()
         if self.topology.is_main:
             self._say_if_costs_are_of_another(device_name(self.topology.device))
@@ -125,8 +132,7 @@ class Trainer:
             autocast=torch.autocast(
                 self.topology.device.type, torch.bfloat16, enabled=config.train.precision == "bf16"
             ),
-            replicas=self.topology.replicas,
-            num_replicas=self.topology.num_replicas,
+            optimizer=self.optimizer,
             hidden_size=spec.module("llm").hidden_size,
         )
         dist.barrier()
@@ -185,16 +191,10 @@ class Trainer:
     def _update(self, step: int, schedule: StepSchedule, spans: list[Span]) -> dict[str, float]:
         """Normalise, clip and apply the gradients; returns sums over all ranks."""
         num_targets = int(schedule.target_tokens.sum())
-        trainable = self.work.trainable
-        for parameter in trainable:
-            parameter.grad.div_(num_targets)
-        own_norm = (
-            float(torch.nn.utils.get_total_norm([parameter.grad for parameter in trainable])) if trainable else 0.0
-        )
         totals = _sum_over_ranks(
             {
                 "loss": float(self.work.loss) / num_targets,
-                "grad_sq": own_norm**2 / self.topology.num_replicas,
+                "grad_sq": self.optimizer.norm_squared() / num_targets**2,
                 # The gradient sync is left out: it is mostly a wait for the slower replicas.
                 "busy_s": sum(span.seconds for span in spans if span.op is not Op.SYNC_GRADIENTS),
                 "wait_s": self.feed.waited_s.get(step, 0.0),
@@ -210,12 +210,8 @@ class Trainer:
                 f"(now {self.config.train.lr}) or raise `train.warmup_steps`; the last checkpoint is intact"
             )
         scale = min(1.0, self.config.train.grad_clip / (totals["grad_norm"] + 1e-12))
-        for parameter in trainable:
-            parameter.grad.mul_(scale)
         totals["lr"] = self.config.train.lr * min(1.0, (step + 1) / max(1, self.config.train.warmup_steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = totals["lr"]
-        self.optimizer.step()
+        self.optimizer.step(totals["lr"], scale / num_targets)
         for line in self.work.unreadable:
             print(f"dflop: trained on a blank in place of {line}", flush=True)
         self.work.unreadable.clear()
@@ -329,19 +325,6 @@ class Trainer:
         )
         publisher.start()
         return publisher
-
-
-def _make_optimizer(stage: torch.nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW; norms, biases and other vectors do not decay."""
-    trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.train.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    # A rank whose module is frozen trains nothing, but takes part in everything.
-    idle = [{"params": [torch.zeros(1, device=next(stage.parameters()).device)]}]
-    return torch.optim.AdamW(groups or idle, lr=config.train.lr, fused=config.cluster.device == "cuda")
 
 
 def _data_loader(dataset: MicrobatchLoader, stream: JobStream, config: Config, num_microbatches: int) -> DataLoader:

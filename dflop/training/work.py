@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dflop.data.loading import LoadedVisual
 from dflop.models.batches import TextBatch, VisualBatch
@@ -18,26 +17,13 @@ from dflop.models.llava_onevision.stages import LlmStage, VisionStage
 from dflop.pipeline import Node, Program
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of
+from dflop.training.sharded_optimizer import ShardedAdamW
 
 __all__ = ["LlmWork", "VisionWork", "make_work"]
 
-_BUCKET_BYTES = 64 * 2**20
-
-
-def _buckets(tensors: list[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of at most so many bytes together (one larger tensor is a run of its own)."""
-    bucket: list[torch.Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > most_bytes:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
-
 
 class _Work:
-    """Common to encoders and the LLM: the step's schedule, the loader, gradient sums over replicas."""
+    """Common to encoders and the LLM: the step's schedule, the loader, the sum of gradients over replicas."""
 
     def __init__(
         self,
@@ -46,31 +32,25 @@ class _Work:
         node_index: int,
         loader: Iterator,
         autocast: torch.autocast,
-        replicas: dist.ProcessGroup,
-        num_replicas: int,
+        optimizer: ShardedAdamW,
         hidden_size: int,
     ) -> None:
         self.stage, self.program, self.node_index = stage, program, node_index
         self.node: Node = program.nodes[node_index]
         self._loader, self._autocast, self._hidden_size = loader, autocast, hidden_size
-        self._replicas, self._num_replicas = replicas, num_replicas
-        self.trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        self._optimizer = optimizer
         self.device = next(stage.parameters()).device
         self.unreadable: list[str] = []
 
     def begin_step(self, schedule: StepSchedule) -> None:
-        """Forget the last step; gradients become zero, and exist even where no sample touches them."""
+        """Forget the last step."""
         self.schedule = schedule
         self.data_wait_s = 0.0
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._inputs: dict[int, object] = {}
         self._outputs: dict[int, dict[int, torch.Tensor]] = {}
         self._leaves: dict[int, dict[int, torch.Tensor]] = {}
-        for parameter in self.trainable:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
+        self._optimizer.zero_grad()
 
     def prepare(self, microbatch: int) -> None:
         started = time.monotonic()
@@ -88,13 +68,7 @@ class _Work:
         return (tokens, self._hidden_size) if tokens else None
 
     def sync_gradients(self) -> None:
-        if self._num_replicas == 1 or not self.trainable:
-            return
-        for bucket in _buckets([parameter.grad for parameter in self.trainable], _BUCKET_BYTES):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            dist.all_reduce(flat, group=self._replicas)
-            for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
+        self._optimizer.sum_gradients()
 
     def _outgoing(self) -> list[int]:
         return [number for number, edge in enumerate(self.program.edges) if edge.source == self.node_index]

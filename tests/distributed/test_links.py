@@ -29,7 +29,7 @@ def test_two_ranks_measure_their_link_over_sizes(tmp_path):
     frame = pl.read_parquet(out)
     assert frame.schema == LINKS_SCHEMA
     assert sorted(frame.drop("seconds").rows()) == sorted(
-        (kind, "intra", 2, size, repeat) for kind in ("p2p", "all_reduce") for size in SIZES for repeat in range(2)
+        (kind, "intra", 2, size, repeat) for kind in ("p2p", "gradient_sync") for size in SIZES for repeat in range(2)
     )
     assert frame["seconds"].is_between(1e-6, 1.0).all()
     assert list(out.parent.iterdir()) == [out]
@@ -71,8 +71,8 @@ def test_nodes_measure_inside_one_of_them_and_between_them(tmp_path):
         num_nodes=2,
     )
     assert frame.select("kind", "scope", "num_ranks").unique(maintain_order=True).rows() == [
-        *(("p2p", "intra", 2), ("all_reduce", "intra", 2)),
-        *(("p2p", "inter", 2), ("all_reduce", "inter", 2), ("all_reduce", "inter", 4)),
+        *(("p2p", "intra", 2), ("gradient_sync", "intra", 2)),
+        *(("p2p", "inter", 2), ("gradient_sync", "inter", 2), ("gradient_sync", "inter", 4)),
     ]
     assert (frame["seconds"] > 0).all()
 

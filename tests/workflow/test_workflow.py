@@ -80,7 +80,10 @@ def test_costs_hold_measurements_and_the_models_fitted_to_them(finished):
     for table in ("time_model", "memory_model", "fit_error", "device"):
         assert len(read_table(path, table, made_by="")), table
     link_model = read_table(path, "link_model", made_by="")
-    assert link_model.select("kind", "scope", "num_ranks").rows() == [("p2p", "intra", 2), ("all_reduce", "intra", 2)]
+    assert link_model.select("kind", "scope", "num_ranks").rows() == [
+        ("p2p", "intra", 2),
+        ("gradient_sync", "intra", 2),
+    ]
     assert link_model["num_points"].sum() == len(read_table(path, "links", made_by=""))  # one repeat each
 
 

@@ -1,4 +1,4 @@
-"""Links: the fit finds the latency and bandwidth that made the times, and carries all-reduces over to other rings."""
+"""Links: the fit finds the latency and bandwidth that made the times, and carries gradient syncs to other rings."""
 
 import os
 
@@ -76,11 +76,11 @@ def test_whatever_was_measured_more_bytes_never_take_less_time(measured_s):
 def test_links_are_fitted_apart():
     near, far, ring = Link(1e-5, 1e11), Link(1e-4, 1e10), Link(3e-5, 5e10)
     model = fit(
-        measure("p2p", "intra", 2, near), measure("p2p", "inter", 2, far), measure("all_reduce", "intra", 2, ring)
+        measure("p2p", "intra", 2, near), measure("p2p", "inter", 2, far), measure("gradient_sync", "intra", 2, ring)
     )
-    for kind, scope, link in (("p2p", "intra", near), ("p2p", "inter", far), ("all_reduce", "intra", ring)):
+    for kind, scope, link in (("p2p", "intra", near), ("p2p", "inter", far), ("gradient_sync", "intra", ring)):
         assert model.find(kind, scope, 2).seconds(1e6) == pytest.approx(link.seconds(1e6))
-    assert model.find("all_reduce", "inter", 2) is None
+    assert model.find("gradient_sync", "inter", 2) is None
     assert LinkModel().find("p2p", "intra", 2) is None
 
 
@@ -93,16 +93,16 @@ def ring(num_ranks: int, hop_s: float = 2e-5, bytes_per_s: float = 1e10) -> Link
 @settings(deadline=None)
 @given(measured=st.integers(2, 64), asked=st.integers(2, 64))
 def test_a_ring_of_another_size_is_known_from_one_that_was_measured(measured, asked):
-    found = LinkModel({("all_reduce", "intra", measured): ring(measured)}).find("all_reduce", "intra", asked)
+    found = LinkModel({("gradient_sync", "intra", measured): ring(measured)}).find("gradient_sync", "intra", asked)
     assert found.latency_s == pytest.approx(ring(asked).latency_s)
     assert found.bytes_per_s == pytest.approx(ring(asked).bytes_per_s)
 
 
 def test_the_nearest_measured_number_of_ranks_counts():
-    model = LinkModel({("all_reduce", "intra", size): ring(size, bytes_per_s=size * 1e9) for size in (2, 8, 16)})
+    model = LinkModel({("gradient_sync", "intra", size): ring(size, bytes_per_s=size * 1e9) for size in (2, 8, 16)})
     for asked, nearest in ((2, 2), (3, 2), (6, 8), (8, 8), (9, 8), (12, 16), (100, 16)):
         expected = ring(asked, bytes_per_s=nearest * 1e9)
-        assert model.find("all_reduce", "intra", asked).bytes_per_s == pytest.approx(expected.bytes_per_s), asked
+        assert model.find("gradient_sync", "intra", asked).bytes_per_s == pytest.approx(expected.bytes_per_s), asked
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_every_scope_of_a_cluster_is_measured_once_from_pairs_to_all_ranks(num_n
         assert 0 <= group.ranks[0] < group.ranks[-1] < num_nodes * per_node
         nodes = {rank // per_node for rank in group.ranks}
         assert (len(nodes) == 1) == (group.scope == "intra")
-        assert group.kind == "all_reduce" or len(group.ranks) == 2
+        assert group.kind == "gradient_sync" or len(group.ranks) == 2
     for scope in expected:
-        sizes = [len(group.ranks) for group in groups if (group.kind, group.scope) == ("all_reduce", scope)]
+        sizes = [len(group.ranks) for group in groups if (group.kind, group.scope) == ("gradient_sync", scope)]
         assert (sizes[0], sizes[-1]) == (2, largest[scope])
 
 

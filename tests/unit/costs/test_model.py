@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.costs import CostModel, Loads
+from dflop.costs import CostModel, Loads, resident_bytes
 from dflop.costs.model import Coefficients, LoadRange
 from dflop.errors import UserError
 from dflop.store import write_costs
@@ -92,15 +92,18 @@ def test_checkpointing_costs_a_second_forward_of_the_layers_and_saves_memory(
         costs.stage_memory(module, 1, depth, loads, **WHOLE, checkpointing=checkpointing)
         for checkpointing in (False, True)
     )
-    assert fat.resident_bytes == thin.resident_bytes
     assert float(thin.activation_bytes) < float(fat.activation_bytes)
 
 
-def test_resident_memory_is_parameters_gradients_and_two_moments(costs):
-    nothing = make_loads()
+def test_a_stage_has_the_parameters_of_its_parts(costs):
     for ends, rest in ((INNER, 0), (WHOLE, 3e5), (INNER | {"is_first": True}, 1e5)):
-        assert costs.stage_memory("llm", 1, 4, nothing, **ends).resident_bytes == 4 * (4 * 5e5 + rest)
         assert costs.stage_parameter_bytes("llm", 1, 4, **ends) == 4 * 5e5 + rest
+
+
+def test_replicas_hold_parameters_and_gradients_whole_and_two_moments_together():
+    assert resident_bytes(100.0, 1, is_frozen=False) == 400
+    assert resident_bytes(100.0, 4, is_frozen=False) == 250
+    assert resident_bytes(100.0, 4, is_frozen=True) == 100
 
 
 def test_what_a_microbatch_needs_on_top_is_that_of_the_part_that_needs_most(costs):

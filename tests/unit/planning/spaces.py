@@ -147,7 +147,7 @@ def _times(factor: float, fit: Coefficients) -> Coefficients:
 
 def _links(rng: np.random.Generator) -> LinkModel:
     """Latencies and bandwidths that need not agree on which scope is the faster."""
-    kinds = [("p2p", 2), *(("all_reduce", size) for size in (2, 4))]
+    kinds = [("p2p", 2), *(("gradient_sync", size) for size in (2, 4))]
     return LinkModel(
         {
             (kind, scope, size): Link(10.0 ** rng.uniform(-6, -3), 10.0 ** rng.uniform(7, 10))

@@ -203,11 +203,11 @@ def test_transfers_are_priced_by_the_links_that_were_measured_and_else_by_the_co
 @pytest.mark.parametrize(
     ("vision_dp", "fitted", "expected"),
     [
-        (1, {"all_reduce_intra_3": Link(1e-3, 1e9)}, lambda size: 1e-3 + size / 1e9),
-        (1, {"all_reduce_intra_2": Link(1e-3, 1e9)}, lambda size: 2e-3 + size / 1e9 * 4 / 3),
-        (2, {"all_reduce_inter_3": Link(5e-3, 1e8)}, lambda size: 5e-3 + size / 1e8),
-        (1, {"all_reduce_inter_3": Link(5e-3, 1e8)}, lambda size: 4 / 3 * size / (100e9 / 8)),
-        (2, {"all_reduce_intra_3": Link(1e-3, 1e9)}, lambda size: 4 / 3 * size / (50e9 / 8)),
+        (1, {"gradient_sync_intra_3": Link(1e-3, 1e9)}, lambda size: 1e-3 + size / 1e9),
+        (1, {"gradient_sync_intra_2": Link(1e-3, 1e9)}, lambda size: 2e-3 + size / 1e9 * 4 / 3),
+        (2, {"gradient_sync_inter_3": Link(5e-3, 1e8)}, lambda size: 5e-3 + size / 1e8),
+        (1, {"gradient_sync_inter_3": Link(5e-3, 1e8)}, lambda size: 4 / 3 * size / (100e9 / 8)),
+        (2, {"gradient_sync_intra_3": Link(1e-3, 1e9)}, lambda size: 4 / 3 * size / (50e9 / 8)),
     ],
     ids=["as measured", "from two ranks", "over nodes", "not measured inside a node", "not measured over nodes"],
 )

@@ -1,0 +1,180 @@
+"""AdamW whose moments are shared out over a stage's replicas (Rajbhandari et al., "ZeRO: memory optimizations toward
+training trillion parameter models", 2020, stage 1).
+
+Parameters and gradients of a stage lie in flat buckets, and every replica owns as large a share of each. Gradients are
+summed to their owners, owners update, and what they updated goes to everybody: as many bytes as an all-reduce.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["Piece", "ShardedAdamW"]
+
+_BUCKET_BYTES = 64 * 2**20
+# Parameters begin at multiples of so many values: kernels want aligned operands.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a parameter's values that this replica owns, from `start` on in the flattened parameter.
+
+    `moments` are AdamW's two, by name, each [num_values].
+    """
+
+    start: int
+    moments: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Flat values and gradients, and what of them is this replica's."""
+
+    values: torch.Tensor
+    gradients: torch.Tensor
+    own: slice
+
+
+class ShardedAdamW:
+    """AdamW over the parameters that require gradients; norms, biases and other vectors do not decay.
+
+    Parameters become views of the buckets, and so do their gradients, which exist from now on. `replicas` must hold
+    equal parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        replicas: dist.ProcessGroup,
+        *,
+        lr: float,
+        weight_decay: float,
+        fused: bool,
+        bucket_bytes: int = _BUCKET_BYTES,
+    ) -> None:
+        self._replicas = replicas
+        self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
+        trained = sorted((own for own in parameters if own.requires_grad), key=lambda own: own.ndim <= 1)
+        # Bucket and place in it of each parameter.
+        self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        self._buckets: list[_Bucket] = []
+        for number, own in enumerate(_in_buckets(trained, bucket_bytes)):
+            self._buckets.append(self._make_bucket(number, own))
+        # What is updated, by bucket: runs of its own share, of which the later one does not decay.
+        self._runs: list[list[tuple[int, nn.Parameter]]] = [[] for _ in self._buckets]
+        self._optimizer = self._make_optimizer(lr, weight_decay, fused)
+
+    @property
+    def _updated(self) -> Iterator[tuple[_Bucket, int, nn.Parameter]]:
+        for bucket, runs in zip(self._buckets, self._runs, strict=True):
+            for start, run in runs:
+                yield bucket, start, run
+
+    def zero_grad(self) -> None:
+        for bucket in self._buckets:
+            bucket.gradients.zero_()
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients over the replicas: afterwards each has the sums of what it owns, and nobody others'."""
+        if self._num_replicas > 1:
+            for bucket in self._buckets:
+                dist.reduce_scatter_tensor(bucket.gradients[bucket.own], bucket.gradients, group=self._replicas)
+
+    def norm_squared(self) -> float:
+        """Of the sums that this replica owns; added up over all replicas it is the stage's."""
+        norms = [torch.linalg.vector_norm(bucket.gradients[bucket.own]) for bucket in self._buckets]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) ** 2 if norms else 0.0
+
+    def step(self, lr: float, scale: float) -> None:
+        """Update with the owned gradients times `scale`, and give everybody the result."""
+        if self._optimizer is None:
+            return
+        for bucket, start, run in self._updated:
+            run.grad = bucket.gradients[start : start + len(run)].mul_(scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        if self._num_replicas > 1:
+            for bucket in self._buckets:
+                dist.all_gather_into_tensor(bucket.values, bucket.values[bucket.own], group=self._replicas)
+
+    def pieces(self, parameter: nn.Parameter) -> list[Piece]:
+        """What this replica owns of a parameter; nothing of one that is not trained."""
+        if parameter not in self._places:
+            return []
+        number, begin = self._places[parameter]
+        end = begin + parameter.numel()
+        pieces = []
+        for start, run in self._runs[number]:
+            first, last = max(begin, start), min(end, start + len(run))
+            if first < last:
+                state = self._optimizer.state[run]
+                moments = {name: state[name][first - start : last - start] for name in ("exp_avg", "exp_avg_sq")}
+                pieces.append(Piece(first - begin, moments))
+        return pieces
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """How many steps the moments have seen, which corrects their bias; after they were read from a checkpoint."""
+        for _, _, run in self._updated:
+            self._optimizer.state[run]["step"].fill_(num_steps)
+
+    def _make_bucket(self, number: int, parameters: list[nn.Parameter]) -> _Bucket:
+        size = 0
+        for parameter in parameters:
+            self._places[parameter] = number, size
+            size += _aligned(parameter.numel(), _ALIGNMENT)
+        share = _aligned(-(-size // self._num_replicas), _ALIGNMENT)
+        values, gradients = (parameters[0].new_zeros(share * self._num_replicas) for _ in range(2))
+        for parameter in parameters:
+            _, begin = self._places[parameter]
+            place = slice(begin, begin + parameter.numel())
+            values[place] = parameter.detach().flatten()
+            parameter.data = values[place].view_as(parameter)
+            parameter.grad = gradients[place].view_as(parameter)
+        return _Bucket(values, gradients, slice(share * self._replica, share * (self._replica + 1)))
+
+    def _make_optimizer(self, lr: float, weight_decay: float, fused: bool) -> torch.optim.AdamW | None:
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for number, bucket in enumerate(self._buckets):
+            plain = [begin for own, (at, begin) in self._places.items() if at == number and own.ndim <= 1]
+            turn = min(max(min(plain, default=bucket.own.stop), bucket.own.start), bucket.own.stop)
+            for decays, start, stop in ((True, bucket.own.start, turn), (False, turn, bucket.own.stop)):
+                if start < stop:
+                    run = nn.Parameter(bucket.values[start:stop])
+                    self._runs[number].append((start, run))
+                    groups[decays].append(run)
+        kinds = [
+            {"params": own, "weight_decay": weight_decay if decays else 0.0} for decays, own in groups.items() if own
+        ]
+        if not kinds:
+            return None
+        optimizer = torch.optim.AdamW(kinds, lr=lr, fused=fused)
+        for runs in self._runs:
+            for _, run in runs:
+                # As AdamW would make it in its first step; a checkpoint is read into it before.
+                optimizer.state[run] = {
+                    "step": torch.zeros((), device=run.device if fused else None),
+                    "exp_avg": torch.zeros_like(run.detach()),
+                    "exp_avg_sq": torch.zeros_like(run.detach()),
+                }
+        return optimizer
+
+
+def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Runs of parameters of at most so many bytes together (one larger parameter is a run of its own)."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and sum(other.nbytes for other in bucket) + parameter.nbytes > most_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def _aligned(size: int, to: int) -> int:
+    return -(-size // to) * to
