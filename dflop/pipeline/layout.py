@@ -11,6 +11,7 @@ computations above all) is said once, for the stage.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dflop.pipeline.plan import Plan
 
@@ -58,6 +59,7 @@ class Stage:
         return range(first, first + self.span)
 
 
+@lru_cache(maxsize=256)
 def stages_of(plan: Plan) -> tuple[Stage, ...]:
     """All stages in the order of the plan's grids, which is that of their nodes."""
     shares_ranks = plan.placement != "disjoint"

@@ -17,6 +17,7 @@ of the LLM's first stage, so that neither waits for what the other would do late
 from collections.abc import Collection
 
 import numpy as np
+from numba import njit
 
 from dflop.pipeline.layout import Stage, stages_of
 from dflop.pipeline.plan import Plan
@@ -40,7 +41,7 @@ def group_orders(plan: Plan, frozen: Collection[str] = ()) -> list[np.ndarray]:
     encoders = places[: -len(llm)]
     trained = {grid.module: grid.pp for grid in plan.grids[:-1] if has_backward(grid.module, frozen)}
     num_before = max(trained.values(), default=0) if plan.placement == "disjoint" else 0
-    pipeline = [_llm_order(plan, stage, llm, num_before) for stage in range(plan.grid("llm").pp)]
+    pipeline = [_llm_order(plan, stage, llm[0], num_before) for stage in range(plan.grid("llm").pp)]
     if plan.placement == "disjoint":
         # Chunks take the encoders' output in rounds: half a round more bridges the time between two of them. In
         # simulations of 2 to 8 stages that made steps 1 to 12 % shorter, and still more ahead brought nothing.
@@ -78,21 +79,27 @@ def _microbatches(plan: Plan) -> range:
     return range(plan.num_microbatches)
 
 
-def _llm_order(plan: Plan, stage: int, places: list[int], num_before: int) -> np.ndarray:
+def _llm_order(plan: Plan, stage: int, first: int, num_before: int) -> np.ndarray:
+    """Of the worker that has the LLM's stages `first + stage`, `first + stage + pp`, …"""
     pp, num_chunks = plan.grid("llm").pp, plan.num_chunks
     num_passes = plan.num_microbatches * num_chunks
     ahead = {
         "gpipe": num_passes,
         "interleaved_1f1b": 2 * (pp - stage - 1) + (num_chunks - 1) * pp,
     }.get(plan.schedule, pp - stage - 1)
-    delay = num_before + stage if splits_backward(plan, "llm") else None
-    # Chunks take turns every pp microbatches, the last one first on the way back.
-    rounds, turn = np.divmod(np.arange(num_passes), pp * num_chunks)
-    chunk, microbatch = turn // pp, rounds * pp + turn % pp
-    stage_of = np.array(places).reshape(num_chunks, pp)[:, stage]
-    passes, number = _interleave(num_passes, ahead, delay)
-    turned = np.where(passes == FORWARD, chunk[number], num_chunks - 1 - chunk[number])
-    return np.column_stack([passes, stage_of[turned], microbatch[number]])
+    delay = num_before + stage if splits_backward(plan, "llm") else -1
+    return _in_rounds(*_interleave(num_passes, ahead, delay), pp, num_chunks, first + stage)
+
+
+@njit(cache=True)
+def _in_rounds(passes, number, pp, num_chunks, first):
+    """Chunks take turns every `pp` microbatches, the last one first on the way back."""
+    order = np.empty((len(passes), 3), np.int64)
+    for place in range(len(passes)):
+        rounds, turn = divmod(number[place], pp * num_chunks)
+        chunk = turn // pp if passes[place] == FORWARD else num_chunks - 1 - turn // pp
+        order[place] = passes[place], first + chunk * pp, rounds * pp + turn % pp
+    return order
 
 
 def _encoder_order(
@@ -102,20 +109,24 @@ def _encoder_order(
     if not has_backward(stage.module, frozen):
         passes, number = np.full(plan.num_microbatches, FORWARD), np.arange(plan.num_microbatches)
     else:
-        delay = num_before - pp + stage.pp_stage if splits_backward(plan, stage.module) else None
+        delay = num_before - pp + stage.pp_stage if splits_backward(plan, stage.module) else -1
         passes, number = _interleave(plan.num_microbatches, lead + pp - stage.pp_stage - 1, delay)
     return np.column_stack([passes, np.full_like(passes, place), number])
 
 
-def _interleave(num_passes: int, ahead: int, delay: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Passes and their numbers in order: backward k right behind forward `k + ahead`, weight part k `delay` later."""
-    number = np.arange(num_passes)
-    keys = [(FORWARD, number), (BACKWARD, number + ahead + 0.5)]
-    if delay is not None:
-        keys.append((WEIGHT, number + ahead + delay + 0.75))
-    order = np.argsort(np.concatenate([key for _, key in keys]), kind="stable")
-    passes = np.repeat([name for name, _ in keys], num_passes)[order]
-    return passes, np.tile(number, len(keys))[order]
+@njit(cache=True)
+def _interleave(num_passes, ahead, delay):
+    """Passes and their numbers in order: backward k right behind forward `k + ahead`, weight part k `delay` later, and
+    none where `delay` is negative."""
+    kinds = 2 if delay < 0 else 3
+    passes, number = np.empty(kinds * num_passes, np.int64), np.empty(kinds * num_passes, np.int64)
+    count = 0
+    for turn in range(num_passes + ahead + max(0, delay)):
+        for which, own in ((FORWARD, turn), (BACKWARD, turn - ahead), (WEIGHT, turn - ahead - delay)):
+            if 0 <= own < num_passes and which < kinds:
+                passes[count], number[count] = which, own
+                count += 1
+    return passes, number
 
 
 def _lead(order: np.ndarray, stage: int) -> int:

@@ -161,9 +161,8 @@ class Plan:
         )
         chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         checkpointing = ", checkpointing" if self.checkpointing else ""
-        return (
-            f"{self.placement}: {grids}, {self.num_microbatches} microbatches, {self.schedule}{chunks}{checkpointing}"
-        )
+        microbatches = f"{self.num_microbatches} microbatch{'es' if self.num_microbatches > 1 else ''}"
+        return f"{self.placement}: {grids}, {microbatches}, {self.schedule}{chunks}{checkpointing}"
 
 
 def why_not_runnable(plan: Plan) -> str | None:

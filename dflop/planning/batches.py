@@ -32,6 +32,7 @@ class GroupedBatches:
         num_batches = config.plan.search_batches or min(_MOST_BATCHES, max(_LEAST_BATCHES, _ENOUGH_SAMPLES // size))
         drawn = GlobalBatches(len(samples), size, config.seed)
         self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
+        self._text = [only("llm", loads_of(shapes)) for shapes in self.shapes]
         self._seed = config.seed
         self._loads_s = [_loads_s(shapes, spec, costs) for shapes in self.shapes]
         self._buckets = lru_cache(maxsize=1024)(self._bucketed)
@@ -61,20 +62,15 @@ class GroupedBatches:
     def mean_text(self, grouping: str, dp: int, num_microbatches: int) -> Loads:
         """Text of each microbatch, means over the LLM's replicas, [num_batches, num_microbatches]."""
         rows = []
-        for batch, shapes in enumerate(self.shapes):
+        for batch, text in enumerate(self._text):
             _, microbatch = getattr(self, grouping)(batch, dp, num_microbatches)
-            rows.append(
-                [
-                    np.bincount(microbatch, weights=load, minlength=num_microbatches) / dp
-                    for load in only("llm", loads_of(shapes))
-                ]
-            )
+            rows.append([np.bincount(microbatch, weights=load, minlength=num_microbatches) / dp for load in text])
         return Loads(*np.stack(rows, axis=1))
 
     def mean_part_s(self, costs: CostModel, tp: int) -> tuple[float, float, float]:
         """What the mean sample adds to one LLM layer, to the embedding and to the head, forward and backward."""
-        loads = [only("llm", loads_of(shapes)) for shapes in self.shapes]
-        mean = Loads(*(np.atleast_1d(np.mean([load.mean() for load in column])) for column in zip(*loads, strict=True)))
+        columns = zip(*self._text, strict=True)
+        mean = Loads(*(np.atleast_1d(np.mean([load.mean() for load in column])) for column in columns))
         nothing = Loads(*np.zeros((4, 1)))
         parts = ("layer", "first", "last")
         with_one, without = ([sum(costs.part_time("llm", tp, part, own)) for part in parts] for own in (mean, nothing))

@@ -148,8 +148,7 @@ def _why(result: SearchResult) -> str:
 
 def _next_constraint(result: SearchResult, config: Config) -> str:
     best = result.best
-    if result.larger:
-        larger = result.larger[0]
+    if larger := result.larger:
         needed_gib = max(larger.memory_bytes.values()) / 2**30
         more = f"{needed_gib / config.cluster.memory_gib - 1:.0%} more memory per device ({needed_gib:.3g} GiB)"
         return f"next: with {more}, {larger.plan} would take {larger.step_s / best.step_s:.2f}x as long"

@@ -77,7 +77,7 @@ class MeanPipelines:
             weight_s=_behind(num_before, weight_s) if row["schedule"] == "zb_h1" else None,
             chain_s=_behind(num_before, chain_s),
             bridges=Bridges.none(),
-            sync_s=np.pad(sync_s, (num_before, 0)),
+            sync_s=np.concatenate([np.zeros(num_before), sync_s]),
         )
         step_s = simulate_step_s(compiled, times)
         of_stages = (forward_s + backward_s).sum(axis=2) + sync_s
@@ -130,7 +130,12 @@ class MeanPipelines:
 
 def _behind(num_before: int, seconds: np.ndarray) -> np.ndarray:
     """The stages' times behind those of an encoder that takes none, [num_batches, num_nodes, num_microbatches]."""
-    return np.pad(seconds, ((0, 0), (num_before, 0), (0, 0)))
+    if not num_before:
+        return seconds
+    num_batches, num_nodes, num_microbatches = seconds.shape
+    behind = np.zeros((num_batches, num_before + num_nodes, num_microbatches))
+    behind[:, num_before:] = seconds
+    return behind
 
 
 def _compile(pp: int, num_microbatches: int, schedule: str, num_chunks: int, num_before: int) -> CompiledPlan:

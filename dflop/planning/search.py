@@ -1,14 +1,16 @@
 """The search: the plan with the shortest expected step among all that fit into memory.
 
-Every row of the space has a lower bound (`bounds`). Rows are priced in the order of their bounds, each on one batch
-after the other, and given up as soon as it is certain that enough others are faster. When the next bound is no
-better than what was found, the search is over: what it found is the argmin, although most rows were never simulated.
+Every row of the space has a lower bound (`bounds`), and two tighter ones that take longer. It is always the row with
+the lowest bound that is looked at next: it gets a tighter bound and waits for its turn again, or after the last of them
+is priced, on one batch after the other, and given up as soon as it is certain that enough others are faster. When the
+lowest bound is no better than what was found, the search is over: what it found is the argmin, although most rows were
+never simulated.
 """
 
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -45,14 +47,14 @@ class SearchResult:
 
     `candidates` are those priced on all batches, fastest first; the first is the fastest of the space.
     `least_bound_s` is the lowest bound of a plan that was not priced to the end: no plan of the space is faster than
-    it or the first candidate. `larger` would be faster, and needs more memory than there is.
+    it or the first candidate. `larger` is faster than all of them, and needs more memory than there is.
     """
 
     candidates: list[Candidate]
     num_plans: int
     num_priced: int
     least_bound_s: float
-    larger: list[Candidate] = field(default_factory=list)
+    larger: Candidate | None
 
     @property
     def best(self) -> Candidate:
@@ -97,18 +99,26 @@ def search_plans(
     search = _Search(config, spec, costs, batches, rows, splits, bounds, grouping, num_best)
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
-    least_s = mean_s[order].tolist()
-    done = 0
-    for done, row in enumerate(order.tolist()):
-        if least_s[done] >= search.threshold_s:
+    least_s, order = mean_s[order].tolist(), order.tolist()
+    waiting: list[tuple[float, int, int]] = []  # bound, how often it was tightened, row
+    done, least_bound_s = 0, np.inf
+    while waiting or done < len(order):
+        if waiting and (done == len(order) or waiting[0][0] <= least_s[done]):
+            bound_s, level, row = heapq.heappop(waiting)
+        else:
+            bound_s, level, row = least_s[done], 0, order[done]
+            done += 1
+            if done % _PROGRESS_EVERY == 0:
+                progress(done, len(order))
+        if bound_s >= search.threshold_s:
+            least_bound_s = bound_s
             break
-        search.look_at(row, least_s[done])
-        if done % _PROGRESS_EVERY == 0:
-            progress(done + 1, len(order))
-    else:
-        done = len(order)
+        if search.may_be_among_the_best(row, bound_s):
+            tighter_s = search.look_at(row, level, bound_s)
+            if tighter_s is not None:
+                heapq.heappush(waiting, (tighter_s, level + 1, row))
     progress(len(order), len(order))
-    return search.result(least_s[done] if done < len(order) else np.inf)
+    return search.result(least_bound_s)
 
 
 class _Search:
@@ -152,43 +162,38 @@ class _Search:
         self._slowest_s = dict.fromkeys((False, True), np.inf)
         self.threshold_s = np.inf
 
-    def look_at(self, row: int, least_s: float) -> None:
-        """Price a row, as long as it may be one of the fastest."""
-        if not self._may_be_among_the_best(row, least_s):
-            return
+    def look_at(self, row: int, level: int, bound_s: float) -> float | None:
+        """A tighter bound than that of the level, or after the last the price; None of what is decided."""
+        return (self._by_mean_batch, self._by_batches, self._price)[level](row, bound_s)
+
+    def _by_mean_batch(self, row: int, bound_s: float) -> float | None:
         place = self._llm_place[row]
         if place not in self._llm_bytes:
             self._llm_bytes[place] = self._memory.of_llm(self._values(row))
             self._device_bytes[place] = self._memory.of_device(self._llm_bytes[place].max())
         if not self._fits(row, self._device_bytes[place]):
-            return
+            return None
+        return max(bound_s, self._mean_bound_s(row, self._values(row)))
+
+    def _by_batches(self, row: int, bound_s: float) -> float | None:
         values = self._values(row)
-        bound_s = self._mean_bound_s(row, values)
-        if not self._may_be_among_the_best(row, bound_s):
-            return
-        if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[place])):
-            return
-        key = (place, self._pipelines.num_before(values))
-        if key not in self._llm_each_s:
-            self._llm_each_s[key] = self._pipelines.of_batches(values)
-        # What is known of each batch: a bound, then the step itself.
-        known_s = self._bounds.of_pipeline(row, *self._llm_each_s[key])
-        if not self._may_be_among_the_best(row, known_s.mean()):
-            return
-        least_s = max(least_s, bound_s, known_s.mean())
-        pricer = self._pricer(self._plan(row))
+        if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[self._llm_place[row]])):
+            return None
+        return max(bound_s, float(self._batch_bounds_s(row, values).mean()))
+
+    def _price(self, row: int, bound_s: float) -> None:
+        values = self._values(row)
+        pricer = self._pricer(plan_of(values, self._splits))
         if not self._fits(row, needed_bytes := max(pricer.memory_bytes(0).values())):
             return
-        for batch in range(self._num_batches):
-            known_s[batch] = pricer.step_s(batch)
-            if not self._may_be_among_the_best(row, known_s.mean()):
-                return
+        step_s = self._mean_s(pricer, row, values, lambda least_s: self.may_be_among_the_best(row, least_s))
+        if step_s is None:
+            return
         for batch in range(1, self._num_batches):  # a later batch may hold a fuller microbatch
             needed_bytes = max(needed_bytes, *pricer.memory_bytes(batch).values())
             if not self._fits(row, needed_bytes):
                 return
-        assert known_s.mean() * _MARGIN >= least_s, (values, known_s, least_s)
-        step_s = float(known_s.mean())
+        assert step_s * _MARGIN >= bound_s, (values, step_s, bound_s)
         self._priced.append((step_s, needed_bytes, row))
         for kind in {False, self._is_runnable[row]}:
             heap = self._fastest[kind]
@@ -219,7 +224,7 @@ class _Search:
             self._misses.append((needed_bytes, row))
         return needed_bytes <= self._budget_bytes
 
-    def _may_be_among_the_best(self, row: int, bound_s: float) -> bool:
+    def may_be_among_the_best(self, row: int, bound_s: float) -> bool:
         return bound_s < self._slowest_s[False] or (self._is_runnable[row] and bound_s < self._slowest_s[True])
 
     def _plan(self, row: int) -> Plan:
@@ -234,25 +239,46 @@ class _Search:
             return replace(candidate, bottleneck="memory")
         return candidate
 
-    def _larger(self, step_s: float) -> list[Candidate]:
-        """Faster plans that memory excludes, the one that needs least first: none but those looked at needs less."""
-        found: list[Candidate] = []
-        least_bytes, num_priced = np.inf, 0
+    def _larger(self, step_s: float) -> Candidate | None:
+        """Of the faster plans that memory excludes the one that needs least: but for those looked at, all need more."""
+        least_bytes, found, num_priced = np.inf, None, 0
         for least, row in sorted(self._misses)[:_MOST_MISSES]:
             if least >= least_bytes or num_priced == _NUM_LARGER:
                 break
-            if self._mean_bound_s(row, self._values(row)) >= step_s:
+            values = self._values(row)
+            if self._mean_bound_s(row, values) >= step_s:
                 continue
-            candidate = self._pricer(self._plan(row)).candidate(self._num_batches)
             num_priced += 1
-            if candidate.step_s < step_s:
-                found.append(candidate)
-                least_bytes = min(least_bytes, max(candidate.memory_bytes.values()))
-        return sorted(found, key=lambda own: max(own.memory_bytes.values()))
+            pricer = self._pricer(plan_of(values, self._splits))
+            needed = self._needed_bytes(pricer)
+            if needed < least_bytes and self._mean_s(pricer, row, values, lambda least_s: least_s < step_s):
+                least_bytes, found = needed, pricer
+        return None if found is None else found.candidate(self._num_batches)
+
+    def _needed_bytes(self, pricer: PlanPricer) -> float:
+        return max(max(pricer.memory_bytes(batch).values()) for batch in range(self._num_batches))
+
+    def _mean_s(
+        self, pricer: PlanPricer, row: int, values: dict[str, object], is_fast: Callable[[float], bool]
+    ) -> float | None:
+        """The mean step over the batches; None as soon as it is certain not to be fast."""
+        known_s = self._batch_bounds_s(row, values).copy()  # then the steps themselves
+        for batch in range(self._num_batches):
+            known_s[batch] = pricer.step_s(batch)
+            if not is_fast(known_s.mean()):
+                return None
+        return float(known_s.mean())
+
+    def _batch_bounds_s(self, row: int, values: dict[str, object]) -> np.ndarray:
+        """The step of each batch is no shorter, as the LLM's mean pipeline on it has it, [num_batches]."""
+        key = (self._llm_place[row], self._pipelines.num_before(values))
+        if key not in self._llm_each_s:
+            self._llm_each_s[key] = self._pipelines.of_batches(values)
+        return self._bounds.of_pipeline(row, *self._llm_each_s[key])
 
     def _mean_bound_s(self, row: int, values: dict[str, object]) -> float:
         """The mean step over the batches is no shorter, as the LLM's mean pipeline on the mean batch has it."""
-        key = (int(self._bounds.llm_place[row]), self._pipelines.num_before(values))
+        key = (self._llm_place[row], self._pipelines.num_before(values))
         if key not in self._llm_s:
             self._llm_s[key] = self._pipelines.of_batches(values, mean=True)
         (bound_s,) = self._bounds.of_pipeline(row, *self._llm_s[key])
@@ -277,9 +303,7 @@ class _Search:
         for least, row in sorted(self._misses)[:_NUM_NEAREST]:
             if least >= nearest[0]:
                 break
-            pricer = self._pricer(self._plan(row))
-            needed = max(max(pricer.memory_bytes(batch).values()) for batch in range(self._num_batches))
-            nearest = min(nearest, (needed, row))
+            nearest = min(nearest, (self._needed_bytes(self._pricer(self._plan(row))), row))
         return nearest
 
 
