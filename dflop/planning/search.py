@@ -26,7 +26,7 @@ from dflop.planning.bounds import LowerBounds, lower_bounds
 from dflop.planning.least_memory import LeastMemory
 from dflop.planning.pipelines import MeanPipelines
 from dflop.planning.price import Candidate, PlanPricer
-from dflop.planning.space import Splits, enumerate_space, plan_of
+from dflop.planning.space import Splits, enumerate_space, pins_of, plan_of
 from dflop.planning.splits import balanced_splits
 
 __all__ = ["SearchResult", "search_plans"]
@@ -294,8 +294,12 @@ class _Search:
             f"no plan fits into `cluster.memory_gib` = {memory_gib:g}: of {len(self._rows)} the nearest, "
             f"{self._plan(row)}, needs {_rounded_up(needed / 2**30):.4g} GiB a device; raise the memory to that "
             f"({needed / 2**30 / memory_gib - 1:.0%} more) or the number of devices, or lower "
-            "`train.global_batch_size` or `data.max_llm_tokens`"
+            f"`train.global_batch_size` or `data.max_llm_tokens`{self._or_loosen_pins()}"
         )
+
+    def _or_loosen_pins(self) -> str:
+        pins = pins_of(self._config.plan.fixed) if self._config.plan.fixed else []
+        return f", or loosen `plan.fixed` ({', '.join(pins)})" if pins else ""
 
     def _nearest(self) -> tuple[float, int]:
         """The bytes and the row of the plan that needs least: what was said of a miss is a bound, this is its need."""

@@ -5,6 +5,7 @@ layers. Rows are numbers in a table, since a large cluster has millions of them;
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import polars as pl
 
@@ -13,7 +14,16 @@ from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.pipeline import PLACEMENTS, SCHEDULES, Grid, Plan, split_layers
 
-__all__ = ["LLM_LAYOUT", "VISION_LAYOUT", "Splits", "enumerate_space", "even_layers", "llm_layers", "plan_of"]
+__all__ = [
+    "LLM_LAYOUT",
+    "VISION_LAYOUT",
+    "Splits",
+    "enumerate_space",
+    "even_layers",
+    "llm_layers",
+    "pins_of",
+    "plan_of",
+]
 
 # Layers of each stage, by (LLM tp, number of stages), where another split than the even one is worth a look.
 Splits = Mapping[tuple[int, int], tuple[int, ...]]
@@ -45,10 +55,19 @@ def enumerate_space(
         UserError: when the devices, the global batch and `plan.fixed` leave nothing.
     """
     within = within or config.plan
+    rows = _rows(config, spec, tp_sizes, splits, within)
+    if rows.is_empty():
+        raise UserError(_why_nothing(config, within, spec, tp_sizes))
+    return rows
+
+
+def _rows(
+    config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], splits: Splits, within: PlanConfig
+) -> pl.DataFrame:
     fixed = within.fixed or FixedPlan()
     placements = within.placements if fixed.placement is None else [fixed.placement]
     grids = _pinned(pl.concat([_of_placement(config, spec, tp_sizes, name) for name in placements]), fixed)
-    rows = (
+    return (
         grids.join(_pipelines(within, spec, grids), on="llm_pp")
         .join(_microbatches(config, fixed, grids), on="llm_dp")
         .filter((pl.col("num_chunks") == 1) | (pl.col("num_microbatches") % pl.col("llm_pp") == 0))
@@ -61,9 +80,6 @@ def enumerate_space(
         .explode("balanced")
         .join(_checkpointing(fixed), how="cross")
     )
-    if rows.is_empty():
-        raise UserError(_why_nothing(config, within, spec, tp_sizes))
-    return rows
 
 
 def plan_of(row: Mapping[str, object], splits: Splits) -> Plan:
@@ -190,30 +206,38 @@ def _why_nothing(config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: 
     cluster, fixed = config.cluster, within.fixed
     what = f"no plan uses all {cluster.num_devices} devices of `cluster`"
     if fixed:
-        what += f" with `plan.fixed` ({_pins(fixed)})"
+        what += f" with `plan.fixed` ({', '.join(pins_of(fixed))})"
     known = ", ".join(f"{module} {'/'.join(map(str, sizes))}" for module, sizes in tp_sizes.items())
     what += (
         f": placements {', '.join(within.placements)}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
         f"{config.train.global_batch_size} samples a batch"
     )
     if fixed:
-        return f"{what}; loosen `plan.fixed`"
+        left = {
+            pin: _rows(config, spec, tp_sizes, {}, replace(within, fixed=without)).height
+            for pin, without in _without_each(fixed).items()
+        }
+        ways = [f"without {pin} there are {number:,} plans" for pin, number in left.items() if number]
+        return f"{what}; loosen `plan.fixed`: {', '.join(ways) or 'more than one pin is to blame'}"
     if cluster.num_devices == 1 and within.placements == ["disjoint"]:
         return f"{what}; disjoint modules need at least 2 devices"
     return f"{what}; raise `train.global_batch_size` or change the number of devices"
 
 
-def _pins(fixed: FixedPlan) -> str:
-    parts = [
-        f"{name} {key}={getattr(grid, key)}"
-        for name, grid in (("vision", fixed.vision), ("llm", fixed.llm))
-        if grid
-        for key in ("tp", "pp", "dp")
-        if getattr(grid, key)
-    ]
-    parts += [
-        f"{key}={getattr(fixed, key)}"
-        for key in ("placement", "num_microbatches", "schedule")
-        if getattr(fixed, key) is not None
-    ]
-    return ", ".join(parts)
+def pins_of(fixed: FixedPlan) -> list[str]:
+    """What is pinned, in words."""
+    return list(_without_each(fixed))
+
+
+def _without_each(fixed: FixedPlan) -> dict[str, FixedPlan]:
+    """Every pin in words, and what is pinned without it."""
+    without = {}
+    for module in ("vision", "llm"):
+        grid = getattr(fixed, module) or FixedGrid()
+        for size in ("tp", "pp", "dp"):
+            if value := getattr(grid, size):
+                without[f"{module} {size}={value}"] = replace(fixed, **{module: replace(grid, **{size: None})})
+    for key in ("placement", "num_microbatches", "checkpointing", "schedule"):
+        if (value := getattr(fixed, key)) is not None:
+            without[f"{key}={value}"] = replace(fixed, **{key: None})
+    return without

@@ -126,8 +126,24 @@ def test_pins_that_leave_no_plan_are_told_back(tiny_spec, config, complaint):
     message = str(caught.value)
     assert "no plan uses all 4 devices of `cluster` with `plan.fixed`" in message
     assert complaint in message
-    assert message.endswith("loosen `plan.fixed`")
+    assert "; loosen `plan.fixed`: " in message
     assert "\n" not in message
+
+
+def test_the_pins_to_blame_are_named_with_the_plans_that_there_are_without_them(tiny_spec):
+    """Seven microbatches of eight samples on two replicas are too many; with either number alone there is a way."""
+    pins = {"placement": "disjoint", "llm": {"dp": 2}, "num_microbatches": 7}
+    with pytest.raises(UserError, match=r"without llm dp=2 there are \d+ plans, without num_microbatches=7 there are"):
+        plans_of(make_config(fixed=pins), tiny_spec)
+    remaining = plans_of(make_config(fixed=pins | {"num_microbatches": None}), tiny_spec)
+    with pytest.raises(UserError, match=f"without num_microbatches=7 there are {len(remaining)} plans"):
+        plans_of(make_config(fixed=pins), tiny_spec)
+
+
+def test_pins_of_which_each_alone_leaves_nothing_are_blamed_together(tiny_spec):
+    pins = {"vision": {"tp": 4}, "llm": {"tp": 4}}  # no costs are known for either
+    with pytest.raises(UserError, match=r"more than one pin is to blame$"):
+        plans_of(make_config(8, fixed=pins), tiny_spec)
 
 
 def test_a_cluster_that_no_layout_fills_says_what_was_tried(tiny_spec):
