@@ -9,7 +9,7 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.planning.baselines import Baseline
 from dflop.planning.price import Candidate
-from dflop.planning.search import SearchResult
+from dflop.planning.search import SearchResult, more_than
 
 __all__ = ["candidates_frame", "describe_choice", "explain_choice"]
 
@@ -150,7 +150,7 @@ def _next_constraint(result: SearchResult, config: Config) -> str:
     best = result.best
     if larger := result.larger:
         needed_gib = max(larger.memory_bytes.values()) / 2**30
-        more = f"{needed_gib / config.cluster.memory_gib - 1:.0%} more memory per device ({needed_gib:.3g} GiB)"
+        more = f"{more_than(config.cluster.memory_gib, needed_gib)} memory per device ({needed_gib:.3g} GiB)"
         return f"next: with {more}, {larger.plan} would take {larger.step_s / best.step_s:.2f}x as long"
     ways = {
         "bubble": "the pipeline's fill and drain; a larger `train.global_batch_size` gives it more microbatches",

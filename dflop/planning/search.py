@@ -29,7 +29,7 @@ from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.space import Splits, enumerate_space, pins_of, plan_of
 from dflop.planning.splits import balanced_splits
 
-__all__ = ["SearchResult", "search_plans"]
+__all__ = ["SearchResult", "more_than", "search_plans"]
 
 # So many of the fastest plans are found for certain where people compare them, or where that takes no time.
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
@@ -293,7 +293,7 @@ class _Search:
         return (
             f"no plan fits into `cluster.memory_gib` = {memory_gib:g}: of {len(self._rows)} the nearest, "
             f"{self._plan(row)}, needs {_rounded_up(needed / 2**30):.4g} GiB a device; raise the memory to that "
-            f"({needed / 2**30 / memory_gib - 1:.0%} more) or the number of devices, or lower "
+            f"({more_than(memory_gib, needed / 2**30)}) or the number of devices, or lower "
             f"`train.global_batch_size` or `data.max_llm_tokens`{self._or_loosen_pins()}"
         )
 
@@ -309,6 +309,11 @@ class _Search:
                 break
             nearest = min(nearest, (self._needed_bytes(self._pricer(self._plan(row))), row))
         return nearest
+
+
+def more_than(limit: float, needed: float) -> str:
+    """By how much a need exceeds a limit, in words."""
+    return "less than 1% more" if needed < 1.01 * limit else f"{needed / limit - 1:.0%} more"
 
 
 def _rounded_up(value: float) -> float:

@@ -322,7 +322,7 @@ def print_verdict(rows: list[dict]) -> None:
         print(f"    ours, were memory endless: {row['roomy']['step_s'] / other['step_s']:.2f}x as long, with "
               f"{row['roomy']['memory_bytes'] / 2**30:.0f} GiB: {row['roomy']['plan']}")  # fmt: skip
     if any(key == "fsdp" for _, key in slower):
-        print("FSDP shards parameters and optimiser states over all devices; in our plans every replica holds its own.")
+        print("FSDP shards parameters and gradients over all devices; in our plans every replica holds its own.")
 
 
 def verdict(is_good: bool, target: str) -> str:
