@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from dflop.pipeline import Plan
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
@@ -55,17 +55,23 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
 
     for module, marker in zip(modules, "os^D", strict=False):
         sizes = shown[f"{module}_memory_bytes"].to_numpy()
-        memory.plot(sizes / 2**30, places, marker, color=_shades(module)[1], markersize=6, label=module)
-    memory.set_xscale("log")
+        # Modules that share devices hold as much: rings lie around what is filled.
+        ring = {"markerfacecolor": "none", "markeredgewidth": 1.6, "markersize": 9} if module == "llm" else {}
+        memory.plot(sizes / 2**30, places, marker, color=_shades(module)[1], label=module, **{"markersize": 5} | ring)
     memory.axvline(memory_gib, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
     memory.grid(True, axis="x")
     low = min(shown[f"{module}_memory_bytes"].min() for module in modules) / 2**30
-    memory.set_xlim(low / 1.6, memory_gib * 1.6)
-    ticks = LogLocator(subs=(1.0,) if memory_gib / low > 50 else (1.0, 2.0, 5.0)).tick_values(low, memory_gib)
-    memory.xaxis.set_major_locator(FixedLocator(ticks))
-    memory.xaxis.set_minor_locator(NullLocator())
+    if low > memory_gib / 10:
+        memory.set_xlim(0, memory_gib * 1.2)
+        memory.xaxis.set_major_locator(MaxNLocator(4))
+    else:
+        memory.set_xscale("log")
+        memory.set_xlim(low / 1.6, memory_gib * 1.6)
+        ticks = LogLocator(subs=(1.0,) if memory_gib / low > 50 else (1.0, 2.0, 5.0)).tick_values(low, memory_gib)
+        memory.xaxis.set_major_locator(FixedLocator(ticks))
+        memory.xaxis.set_minor_locator(NullLocator())
     memory.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    memory.set(xlabel=f"peak, GiB of a device's {memory_gib:g}", title="Memory")
+    memory.set(xlabel=f"peak, GiB of a device's {memory_gib:.3g}", title="Memory")
     handles, _ = memory.get_legend_handles_labels()
     legend_beside_title(memory, handles)
     for axes in (idle, memory):

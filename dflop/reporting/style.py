@@ -4,6 +4,7 @@ Plots are SVG with real text, and the same data gives the same bytes. Colours ar
 which colour-blind readers can tell apart; every module has a light shade for forward and a dark one for backward.
 """
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 # 12.5 inches are 1200 pixels in a browser.
+# Letters of a note in a line of the figure.
+_NOTE_WIDTH = 200
 _WIDTH_IN = 12.5
 
 INK, MUTED, PALE = "#222222", "#767676", "#e9e9e9"
@@ -109,7 +112,7 @@ def _settle(figure: Figure) -> None:
 def heading(figure: Figure, finding: str, note: str) -> None:
     """What the figure shows in one line above it, and below it how to read it."""
     figure.suptitle(finding, x=0.008, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(note, x=0.008, ha="left", fontsize=8.5, color=MUTED)
+    figure.supxlabel(textwrap.fill(note, _NOTE_WIDTH), x=0.008, ha="left", fontsize=8.5, color=MUTED)
 
 
 def legend_beside_title(axes: Axes, handles: Sequence[Artist]) -> None:
