@@ -83,9 +83,9 @@ class CbcProcess:
     ) -> IlpResult:
         """Search `time_limit_s` for a smaller largest bucket; back after 1.5 of it plus half a second at the latest.
 
-        With `share` [num_microbatches], each microbatch's wanted size as a part of the mean one, buckets count as
-        filled by what they shall not be given: the largest is then the one that is furthest above its target. The
-        first solve, and the one after a kill, also wait for the child to start.
+        With `share` [num_microbatches, num_modules], each microbatch's wanted size as a part of the mean one, buckets
+        count as filled by what they shall not be given: the largest is then the one that is furthest above its target.
+        The first solve, and the one after a kill, also wait for the child to start.
         """
         check_assignment(problem, start)
         filled = filled_s(problem, share)

@@ -24,7 +24,7 @@ from dflop.pipeline import (
 from dflop.scheduling.policies import NO_CAP
 from dflop.scheduling.pricing import WEIGHT_SHARE, Assignment, Pricer
 
-__all__ = ["MOVES_ONLY", "StepSearch", "descend_on_step", "new_state", "stage_forms"]
+__all__ = ["StepSearch", "stage_forms"]
 
 # Beside the step, which the slowest column sets, the mean of the columns' ends counts a little: what brings a fast
 # one forward makes room for the next change.
@@ -34,7 +34,6 @@ FOCUS = 0.5
 MOST_DRAWS = 200
 _SWAP, _MOVE, _SWAP_BUCKETS, _SWAP_MICROBATCHES, _MOVE_MEDIA = range(5)
 _SHARES = np.cumsum([0.5, 0.2, 0.14, 0.08, 0.08])
-MOVES_ONLY = np.cumsum([0.0, 1.0, 0.0, 0.0, 0.0])
 
 
 class StageForms(NamedTuple):
@@ -92,16 +91,15 @@ class StepSearch:
         """The best assignment met in so many trials, and its step in seconds; no worse than the given one."""
         shape = self._plan.bridge_token_s.shape
         places = [assignment.llm_dp_rank, assignment.microbatch, assignment.encoder_rank]
-        best, step_s = descend_on_step(
+        best, step_s = _descend_on_step(
             self._plan,
             self._network,
             fresh_clocks(self._network),
-            new_state(np.column_stack(places).astype(np.int64), *shape, self._pricer.compiled),
+            _new_state(np.column_stack(places).astype(np.int64), *shape, self._pricer.compiled),
             self._loads,
             self._kept,
             num_trials,
             seed,
-            _SHARES,
         )
         rank, microbatch, encoder = np.ascontiguousarray(best.T)
         return Assignment(llm_dp_rank=rank, microbatch=microbatch, encoder_rank=encoder), float(step_s)
@@ -111,7 +109,7 @@ class StepSearch:
         return self.improve(assignment, 0, 0)[1]
 
 
-def new_state(place: np.ndarray, num_encoders: int, num_replicas: int, compiled: CompiledPlan) -> _State:
+def _new_state(place: np.ndarray, num_encoders: int, num_replicas: int, compiled: CompiledPlan) -> _State:
     """Of samples at these places [num_samples, 3]; the kernel works out the rest."""
     num_microbatches = compiled.num_microbatches
     return _State(
@@ -170,7 +168,7 @@ def stage_forms(pricer: Pricer, max_bucket_tokens: int) -> StageForms:
 
 
 @njit(cache=True)
-def descend_on_step(plan, network, clocks, state, loads, kept, num_trials, seed, shares):
+def _descend_on_step(plan, network, clocks, state, loads, kept, num_trials, seed):
     """The best of the assignments met [num_samples, 3] (LLM replica, microbatch, encoder replica), and its step."""
     np.random.seed(seed)
     num_samples = len(kept)
@@ -193,7 +191,7 @@ def descend_on_step(plan, network, clocks, state, loads, kept, num_trials, seed,
     changed = np.empty(num_samples, dtype=np.int64)
     before, after = np.empty((num_samples, 3), dtype=np.int64), np.empty((num_samples, 3), dtype=np.int64)
     for _ in range(num_trials):
-        kind = np.searchsorted(shares, np.random.random())
+        kind = np.searchsorted(_SHARES, np.random.random())
         num_changed = _propose(plan, network, state, loads, kept, kind, latest, changed, before, after)
         if num_changed == 0:
             continue

@@ -104,10 +104,10 @@ def test_the_optimum_under_a_token_cap_keeps_the_cap(cbc, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_buckets_of_unlike_wanted_sizes_come_as_near_to_them_as_any_assignment(cbc, seed):
     problem = make_problem(seed, num_samples=8, num_microbatches=3)
-    share = np.array([0.4, 1.5, 1.1])
+    share = np.array([[0.4, 0.7], [1.5, 1.4], [1.1, 0.9]])
     start = random_buckets(problem, np.random.default_rng(seed))
     result = cbc.solve(problem, start, time_limit_s=5.0, share=share)
-    filled = (share.max() - share)[:, None] * problem.loads_s.sum(axis=0) / 3
+    filled = (share.max() - share) * problem.loads_s.sum(axis=0) / 3
     peaks = [
         (bucket_loads(problem, np.array(choice)) + filled).max()
         for choice in itertools.product(range(3), repeat=8)
