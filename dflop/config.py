@@ -478,13 +478,19 @@ def _with_memory(config: Config) -> ClusterConfig:
 
 def excess_memory(cluster: ClusterConfig) -> str | None:
     """What to say of a `memory_gib` that is more than the device model has; None where it is not."""
-    device = find_device(cluster.device_model, Path(cluster.device_models) if cluster.device_models else None)
-    if device is None or cluster.memory_gib <= device.most_memory_gib:
+    most_gib = most_memory_gib(cluster)
+    if cluster.memory_gib <= most_gib:
         return None
     return (
-        f"`cluster.memory_gib` is {cluster.memory_gib:g}, more than the {device.most_memory_gib:g} that the data sheet "
+        f"`cluster.memory_gib` is {cluster.memory_gib:g}, more than the {most_gib:g} that the data sheet "
         f"of `cluster.device_model` {cluster.device_model!r} says"
     )
+
+
+def most_memory_gib(cluster: ClusterConfig) -> float:
+    """What the data sheet of the device model says, or infinity where there is none."""
+    device = find_device(cluster.device_model, Path(cluster.device_models) if cluster.device_models else None)
+    return math.inf if device is None else device.most_memory_gib
 
 
 def _check_sources(sources: list[SourceConfig]) -> None:

@@ -26,7 +26,14 @@ def plan_command(
     from dflop.costs import BEYOND_MEASURED, CostModel
     from dflop.data import load_samples
     from dflop.models import digest_of_spec, load_model_spec
-    from dflop.planning import candidates_frame, describe_choice, explain_choice, price_baselines, search_plans
+    from dflop.planning import (
+        candidates_frame,
+        describe_choice,
+        explain_choice,
+        price_baselines,
+        search_plans,
+        uneven_note,
+    )
 
     config = load_for("plan", configs)
     if excess := excess_memory(config.cluster):
@@ -58,6 +65,8 @@ def plan_command(
         click.echo(f"{best.extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
     of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
     click.echo(f"{out}: {best.plan}; expected step {best.step_s:.3g} s{of_costs}, idle {best.idle:.0%}")
+    if not explain and (note := uneven_note(found, config)):
+        click.echo(note)
     if found.passed_over and not explain:
         first = found.passed_over
         click.echo(f"{1 - first.step_s / best.step_s:.0%} shorter, but not trainable yet: {first.plan}")

@@ -31,7 +31,7 @@ class Plan:
     `num_chunks` is the number of runs of LLM layers that an LLM rank holds (v of `interleaved_1f1b`).
 
     Raises:
-        UserError: when the grids do not fit the placement, or the numbers the schedule.
+        UserError: when the grids do not fit the placement, or the numbers or checkpointing the schedule.
     """
 
     placement: str
@@ -51,6 +51,11 @@ class Plan:
                 raise UserError(f"the plan's {name} is {value!r}; it must be one of {', '.join(choices)}")
         if self.num_microbatches < 1:
             raise UserError(f"the plan has {self.num_microbatches} microbatches; use at least 1")
+        if self.checkpointing and self.schedule == "zb_h1":
+            raise UserError(
+                "zb_h1 with checkpointing would hold what was computed again until its weights' gradients, and so "
+                "what checkpointing is there to free; use schedule: 1f1b, or checkpointing: false"
+            )
         self._check_placement()
         self._check_chunks()
         for grid in self.grids:

@@ -1,7 +1,7 @@
 """Planning: the search space, bounds on it, the price of a plan on scheduled batches, the search, and baselines."""
 
 from dflop.planning.baselines import Baseline, price_baselines
-from dflop.planning.explain import candidates_frame, describe_choice, explain_choice
+from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, uneven_note
 from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
@@ -18,4 +18,5 @@ __all__ = [
     "plan_of",
     "price_baselines",
     "search_plans",
+    "uneven_note",
 ]

@@ -6,8 +6,9 @@
   over all of them. Layer by layer, parameters are gathered for each pass of each microbatch and gradients are summed
   into the shards, in half precision, hidden behind computing wherever they can be. All devices take part in every
   layer's transfers, so that each pass of a microbatch lasts as long as on the device that has most to compute.
+  Sharding inside nodes alone is not among them.
 - The published rule (DFLOP, arXiv 2603.25120): `(m + pp_v + pp_l - 1) * max(stage)` at mean shapes over disjoint grids,
-  with balanced batches. Its least value is taken, which is at least as good as any other way to accept a plan by it.
+  with balanced batches. The plan of its least value is taken: what the rule itself asks for, whatever it accepts.
 """
 
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: 
     for row in np.argsort(places.to_numpy() * stage_s, kind="stable"):
         pricer = PlanPricer(plan_of(rows.row(int(row), named=True), {}), config, spec, costs, batches, "balanced")
         if all(max(pricer.memory_bytes(batch).values()) <= budget for batch in range(len(batches))):
-            return _as_baseline(name, pricer.candidate(len(batches)))
+            return _as_baseline(name, pricer.candidate())
     return _nothing(name)
 
 
@@ -107,9 +108,9 @@ def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: Grou
     best = _nothing("every device the whole model, random batches (FSDP-style)")
     num_devices = config.cluster.num_devices
     grid = {"num_ranks": num_devices, "tp": 1, "pp": 1}
-    spared_bytes = _spared_by_sharding(config, spec, costs)
     moving_s = _moving_s(config, spec, costs)
     for checkpointing in (False, True):
+        spared_bytes = _spared_by_sharding(config, spec, costs, checkpointing)
         for exponent in range((config.train.global_batch_size // num_devices).bit_length()):
             plan = Plan(
                 placement="monolithic",
@@ -147,15 +148,22 @@ def _moving_s(config: Config, spec: ModelSpec, costs: CostModel) -> np.ndarray:
     return np.stack([sizes, sizes * has_backward + sizes * trained]) / (gbps * 1e9 / 8)
 
 
-def _spared_by_sharding(config: Config, spec: ModelSpec, costs: CostModel) -> float:
-    """Bytes of a device: parameters and gradients are not whole, but for the part at work and a layer on its way."""
+def _spared_by_sharding(config: Config, spec: ModelSpec, costs: CostModel, checkpointing: bool) -> float:
+    """Bytes of a device: parameters, gradients and what a microbatch keeps whatever its size (parameters in half
+    precision) are not whole, but for the part at work and a layer on its way."""
     num_devices, frozen = config.cluster.num_devices, config.model.freeze
     sizes = _parameter_bytes(spec, costs)
     replicated = sum(resident_bytes(size, num_devices, is_frozen=name in frozen) for name, size in sizes.items())
     sharded = sum(size * (1 if name in frozen else 4) for name, size in sizes.items()) / num_devices
     of_part = {part: max(costs.parameter_bytes[name, 1, part] for name in sizes) for part in PARTS}
     at_work = (max(of_part.values()) + of_part["layer"]) / 2
-    return (1 + costs.allocator_share) * (replicated - sharded - at_work)
+    nothing, ends = Loads(*np.zeros((4, 1))), {"is_first": True, "is_last": True, "checkpointing": checkpointing}
+    copied = sum(
+        costs.stage_memory(module.name, 1, module.num_layers, nothing, **ends).activation_bytes.item()
+        for module in spec.modules
+        if module.name not in frozen
+    )
+    return (1 + costs.allocator_share) * (replicated + copied - sharded - at_work)
 
 
 def _parameter_bytes(spec: ModelSpec, costs: CostModel) -> dict[str, float]:

@@ -11,7 +11,7 @@ from dflop.planning.baselines import Baseline
 from dflop.planning.price import Candidate
 from dflop.planning.search import SearchResult, more_than
 
-__all__ = ["candidates_frame", "describe_choice", "explain_choice"]
+__all__ = ["candidates_frame", "describe_choice", "explain_choice", "uneven_note"]
 
 _NUM_SHOWN = 10
 
@@ -106,7 +106,7 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
                 f"{baseline.memory_bytes / 2**30:6.3g} GiB  {baseline.name}\n{'':42}{baseline.plan}"
             )
     lines += ["", _next_constraint(result, config)]
-    if note := _uneven(result, config):
+    if note := uneven_note(result, config):
         lines.append(note)
     return "\n".join(lines)
 
@@ -156,12 +156,12 @@ def _next_constraint(result: SearchResult, config: Config) -> str:
         "bubble": "the pipeline's fill and drain; a larger `train.global_batch_size` gives it more microbatches",
         "bridge": "features on their way to the LLM; a faster `cluster.inter_node_gbps` or encoders nearby",
         "gradient sync": "gradients on their way; a faster network, or a larger `train.global_batch_size`",
-        "memory": "memory; without checkpointing nothing as fast fits, nor with a little more memory",
+        "memory": "memory; without checkpointing nothing as fast fits",
     }
     return f"next: bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
 
 
-def _uneven(result: SearchResult, config: Config) -> str:
+def uneven_note(result: SearchResult, config: Config) -> str:
     """A global batch that replicas cannot share equally costs as if it were larger."""
     size, dp = config.train.global_batch_size, result.best.plan.grid("llm").dp
     if size % dp == 0 or size / dp > 8:

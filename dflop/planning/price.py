@@ -55,14 +55,12 @@ class PlanPricer:
     def stage_times(self, batch: int) -> StageTimes:
         return self._pricer.stage_times(*self._grouped(batch))
 
-    def candidate(
-        self, num_looked_at: int, *, step_s: float | None = None, num_batches: int | None = None
-    ) -> Candidate:
-        """All there is to say of the plan, from its first batches; `step_s` is that of `num_batches` if given."""
+    def candidate(self) -> Candidate:
+        """All there is to say of the plan."""
         steps, idles, extrapolated = [], [], []
         memory: dict[str, list[float]] = {}
         busy: dict[str, list[float]] = {}
-        for batch in range(num_looked_at):
+        for batch in range(len(self._batches)):
             shapes, assignment = self._grouped(batch)
             times = self._pricer.stage_times(shapes, assignment)
             timeline = self._pricer.timeline(times)
@@ -77,8 +75,8 @@ class PlanPricer:
                 bottleneck = self._bottleneck(times, timeline.step_s, timeline.busy_s)
         return Candidate(
             plan=self.plan,
-            num_batches=num_batches or num_looked_at,
-            step_s=float(np.mean(steps)) if step_s is None else step_s,
+            num_batches=len(self._batches),
+            step_s=float(np.mean(steps)),
             idle=float(np.mean(idles)),
             memory_bytes={module: max(sizes) for module, sizes in memory.items()},
             busy_s={module: float(np.mean(seconds)) for module, seconds in busy.items()},

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from dflop.config import Config, PlanConfig
+from dflop.config import Config, PlanConfig, most_memory_gib
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.errors import UserError
@@ -34,7 +34,8 @@ __all__ = ["SearchResult", "more_than", "search_plans"]
 # So many of the fastest plans are found for certain where people compare them, or where that takes no time.
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
 # Of the plans that memory excludes, so many are looked at, and so many priced, to say what more memory would bring.
-_MOST_MISSES, _NUM_LARGER = 4096, 64
+# Among few plans, so many more that the one that needs least is rarely missed.
+_MOST_MISSES, _NUM_LARGER, _NUM_LARGER_OF_FEW = 4096, 64, 512
 # Where none fits, so many of those with the lowest bounds are asked what they need.
 _NUM_NEAREST = 256
 _MARGIN = 1 + 1e-9
@@ -47,7 +48,7 @@ class SearchResult:
 
     `candidates` are those priced on all batches, fastest first; the first is the fastest of the space.
     `least_bound_s` is the lowest bound of a plan that was not priced to the end: no plan of the space is faster than
-    it or the first candidate. `larger` is faster than all of them, and needs more memory than there is.
+    it or the first candidate. `larger` is faster than all of them, and needs a little more memory than there is.
     """
 
     candidates: list[Candidate]
@@ -205,12 +206,7 @@ class _Search:
     def result(self, least_bound_s: float) -> SearchResult:
         if not self._priced:
             raise UserError(self._why_nothing_fits())
-        candidates = [
-            self._pricer(self._plan(row)).candidate(1, step_s=step_s, num_batches=self._num_batches)
-            for step_s, _, row in sorted(self._priced)
-        ]
-        for place in {0, next((place for place, own in enumerate(candidates) if own.why_not_runnable is None), 0)}:
-            candidates[place] = self._pricer(candidates[place].plan).candidate(self._num_batches)
+        candidates = [self._pricer(self._plan(row)).candidate() for _, _, row in sorted(self._priced)]
         return SearchResult(
             candidates=[self._with_memory_named(own) for own in candidates],
             num_plans=len(self._rows),
@@ -240,10 +236,11 @@ class _Search:
         return candidate
 
     def _larger(self, step_s: float) -> Candidate | None:
-        """Of the faster plans that memory excludes the one that needs least: but for those looked at, all need more."""
+        """Of the faster plans that memory excludes the one that needs least, as far as they are looked at."""
         least_bytes, found, num_priced = np.inf, None, 0
+        most_priced = _NUM_LARGER_OF_FEW if len(self._rows) <= _FEW_PLANS else _NUM_LARGER
         for least, row in sorted(self._misses)[:_MOST_MISSES]:
-            if least >= least_bytes or num_priced == _NUM_LARGER:
+            if least >= least_bytes or num_priced == most_priced:
                 break
             values = self._values(row)
             if self._mean_bound_s(row, values) >= step_s:
@@ -253,7 +250,7 @@ class _Search:
             needed = self._needed_bytes(pricer)
             if needed < least_bytes and self._mean_s(pricer, row, values, lambda least_s: least_s < step_s):
                 least_bytes, found = needed, pricer
-        return None if found is None else found.candidate(self._num_batches)
+        return None if found is None else found.candidate()
 
     def _needed_bytes(self, pricer: PlanPricer) -> float:
         return max(max(pricer.memory_bytes(batch).values()) for batch in range(self._num_batches))
@@ -290,10 +287,14 @@ class _Search:
     def _why_nothing_fits(self) -> str:
         needed, row = self._nearest()
         memory_gib = self._config.cluster.memory_gib
+        needed_gib, most_gib = needed / 2**30, most_memory_gib(self._config.cluster)
+        if needed_gib > most_gib:
+            way = f"a {self._config.cluster.device_model} has {most_gib:g}: use more devices or larger ones"
+        else:
+            way = f"raise the memory to that ({more_than(memory_gib, needed_gib)}) or the number of devices"
         return (
             f"no plan fits into `cluster.memory_gib` = {memory_gib:g}: of {len(self._rows)} the nearest, "
-            f"{self._plan(row)}, needs {_rounded_up(needed / 2**30):.4g} GiB a device; raise the memory to that "
-            f"({more_than(memory_gib, needed / 2**30)}) or the number of devices, or lower "
+            f"{self._plan(row)}, needs {_rounded_up(needed_gib):.4g} GiB a device; {way}, or lower "
             f"`train.global_batch_size` or `data.max_llm_tokens`{self._or_loosen_pins()}"
         )
 

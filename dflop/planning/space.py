@@ -65,8 +65,7 @@ def _rows(
     config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], splits: Splits, within: PlanConfig
 ) -> pl.DataFrame:
     fixed = within.fixed or FixedPlan()
-    placements = within.placements if fixed.placement is None else [fixed.placement]
-    grids = _pinned(pl.concat([_of_placement(config, spec, tp_sizes, name) for name in placements]), fixed)
+    grids = _pinned(pl.concat([_of_placement(config, spec, tp_sizes, name) for name in _placements(within)]), fixed)
     return (
         grids.join(_pipelines(within, spec, grids), on="llm_pp")
         .join(_microbatches(config, fixed, grids), on="llm_dp")
@@ -79,6 +78,7 @@ def _rows(
         .with_columns(pl.col("balanced").fill_null([False]))
         .explode("balanced")
         .join(_checkpointing(fixed), how="cross")
+        .filter(~pl.col("checkpointing") | (pl.col("schedule") != "zb_h1"))  # see `Plan`
     )
 
 
@@ -151,6 +151,10 @@ def _of_placement(config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequen
     return pl.DataFrame(rows, schema={"placement": pl.Enum(PLACEMENTS), **sizes}, orient="row")
 
 
+def _placements(within: PlanConfig) -> list[str]:
+    return [within.fixed.placement] if within.fixed and within.fixed.placement else within.placements
+
+
 def _pinned(grids: pl.DataFrame, fixed: FixedPlan) -> pl.DataFrame:
     """The grids that agree with `plan.fixed`."""
     wanted = {"placement": fixed.placement}
@@ -209,7 +213,7 @@ def _why_nothing(config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: 
         what += f" with `plan.fixed` ({', '.join(pins_of(fixed))})"
     known = ", ".join(f"{module} {'/'.join(map(str, sizes))}" for module, sizes in tp_sizes.items())
     what += (
-        f": placements {', '.join(within.placements)}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
+        f": placements {', '.join(_placements(within))}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
         f"{config.train.global_batch_size} samples a batch"
     )
     if fixed:

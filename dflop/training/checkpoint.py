@@ -8,19 +8,22 @@ complete once it has that name; beside the tensors lies `run.json`, which says w
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from dflop.errors import UserError
 from dflop.training.sharded_optimizer import ShardedAdamW
 
 __all__ = ["find_checkpoint", "load_checkpoint", "save_checkpoint", "set_aside"]
 
 _KEPT = 2
+_READ_BYTES = 256 * 2**20
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -46,28 +49,23 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path, parameters: dict[str, nn.Parameter], optimizer: ShardedAdamW) -> None:
-    """Read a checkpoint into the parameters and the optimiser, in place; every rank must call this."""
-    sizes = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    saved: dict[str, list[tuple[int, int]]] = {}  # of each moment where its pieces start and how long they are
-    for key, entry in sizes.items():
-        if key.startswith("optimizer/"):
-            moment, start = key.rsplit("/", 1)
-            saved.setdefault(moment, []).append((int(start), entry.size[0]))
-    own = _moments(parameters, optimizer)
-    read: dict[str, torch.Tensor] = {}
-    copies: list[tuple[torch.Tensor, str, slice]] = []
-    for key, values in own.items():
-        moment, start = key.rsplit("/", 1)
-        first, last = int(start), int(start) + len(values)
-        for begin, size in saved.get(moment, ()):
-            low, high = max(first, begin), min(last, begin + size)
-            if low < high:
-                source = f"{moment}/{begin}"
-                read[source] = values.new_empty(size)
-                copies.append((values[low - first : high - first], source, slice(low - begin, high - begin)))
-    dcp.load(_parameters(parameters) | read, checkpoint_id=folder)
-    for values, source, place in copies:
-        values.copy_(read[source][place])
+    """Read a checkpoint into the parameters and the optimiser, in place; every rank must call this.
+
+    Moments come piece by piece, so that other pieces than this rank's own take `_READ_BYTES` at once, or one piece.
+
+    Raises:
+        UserError: when the checkpoint lacks some of what this rank has.
+    """
+    dcp.load(_parameters(parameters), checkpoint_id=folder)
+    rounds = list(_rounds(_copies(folder, _moments(parameters, optimizer))))
+    num_rounds = torch.tensor(len(rounds), device=next(iter(parameters.values())).device)
+    dist.all_reduce(num_rounds, dist.ReduceOp.MAX)  # reading is done by all ranks together
+    for number in range(int(num_rounds)):
+        copies = rounds[number] if number < len(rounds) else []
+        read = {copy.source: copy.values.new_empty(copy.source_size) for copy in copies}
+        dcp.load(read, checkpoint_id=folder)
+        for copy in copies:
+            copy.values.copy_(read[copy.source][copy.place])
     optimizer.set_num_steps(json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"])
 
 
@@ -92,6 +90,54 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(
         (path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=lambda path: int(path.name[5:])
     )
+
+
+class _Copy(NamedTuple):
+    """Values to be filled from a part of a saved piece."""
+
+    values: torch.Tensor
+    source: str
+    source_size: int
+    place: slice
+
+
+def _copies(folder: Path, moments: dict[str, torch.Tensor]) -> list[_Copy]:
+    """What fills these moments from the pieces of a checkpoint, by source."""
+    saved: dict[str, list[tuple[int, int]]] = {}  # of each moment where its pieces start and how long they are
+    for key, entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        if key.startswith("optimizer/"):
+            moment, start = key.rsplit("/", 1)
+            saved.setdefault(moment, []).append((int(start), entry.size[0]))
+    copies = []
+    for key, values in moments.items():
+        moment, start = key.rsplit("/", 1)
+        first, last = int(start), int(start) + len(values)
+        num_filled = 0
+        for begin, size in saved.get(moment, ()):
+            low, high = max(first, begin), min(last, begin + size)
+            if low < high:
+                num_filled += high - low
+                place = slice(low - begin, high - begin)
+                copies.append(_Copy(values[low - first : high - first], f"{moment}/{begin}", size, place))
+        if num_filled != len(values):
+            raise UserError(
+                f"{folder} holds {num_filled} of {len(values)} values of {key}; it is not whole, so delete it, and "
+                "training goes on from the one before"
+            )
+    return sorted(copies, key=lambda copy: copy.source)
+
+
+def _rounds(copies: list[_Copy]) -> Iterator[list[_Copy]]:
+    """Copies whose sources together take at most `_READ_BYTES`, or one of them."""
+    own: list[_Copy] = []
+    for copy in copies:
+        sizes = {other.source: other.source_size for other in (*own, copy)}
+        if own and sum(sizes.values()) * copy.values.itemsize > _READ_BYTES:
+            yield own
+            own = []
+        own.append(copy)
+    if own:
+        yield own
 
 
 def _parameters(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -1,11 +1,16 @@
 """AdamW shared out over replicas, against torch's own on the summed gradients."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from dflop.errors import UserError
+from dflop.training import checkpoint
+from dflop.training.checkpoint import load_checkpoint, save_checkpoint
 from dflop.training.sharded_optimizer import ShardedAdamW
 
 pytestmark = pytest.mark.serial
@@ -26,34 +31,42 @@ def _gradients(step: int, replica: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
 
 
-def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=replica, world_size=num_replicas)
-    own, plain = _parameters(), _parameters()
-    sharded = ShardedAdamW(own, dist.group.WORLD, lr=_LR, weight_decay=_DECAY, fused=False, bucket_bytes=bucket_bytes)
+def _expected(num_steps: int, num_replicas: int) -> tuple[list[nn.Parameter], torch.optim.AdamW]:
+    """What torch's own AdamW makes of the sums."""
+    parameters = _parameters()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [p for p in plain if p.requires_grad and p.ndim > 1], "weight_decay": _DECAY},
-        {"params": [p for p in plain if p.requires_grad and p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [own for own in trained if own.ndim > 1], "weight_decay": _DECAY},
+        {"params": [own for own in trained if own.ndim <= 1], "weight_decay": 0.0},
     ]
-    expected = torch.optim.AdamW(groups, lr=_LR)
-    for step in range(3):
-        sharded.zero_grad()
-        for parameter, gradient in zip(own, _gradients(step, replica), strict=True):
-            if parameter.requires_grad:
-                (parameter * gradient).sum().backward()
-        sharded.sum_gradients()
-        norm_squared = torch.tensor(sharded.norm_squared(), dtype=torch.float64)
-        dist.all_reduce(norm_squared)
-        sharded.step(_LR, _SCALE)
-        summed = [sum(each) for each in zip(*(_gradients(step, other) for other in range(num_replicas)), strict=True)]
-        for parameter, gradient in zip(plain, summed, strict=True):
-            parameter.grad = gradient * _SCALE if parameter.requires_grad else None
-        expected.step()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in plain if p.requires_grad]) / _SCALE
-        torch.testing.assert_close(norm_squared, norm**2)
-        for parameter, reference in zip(own, plain, strict=True):
-            torch.testing.assert_close(parameter.detach(), reference.detach(), rtol=1e-12, atol=1e-14)
+    optimizer = torch.optim.AdamW(groups, lr=_LR)
+    for step in range(num_steps):
+        of_replicas = (_gradients(step, replica) for replica in range(num_replicas))
+        for parameter, gradients in zip(parameters, zip(*of_replicas, strict=True), strict=True):
+            parameter.grad = sum(gradients) * _SCALE if parameter.requires_grad else None
+        optimizer.step()
+    return parameters, optimizer
+
+
+def _join(replica: int, num_replicas: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=replica, world_size=num_replicas)
+
+
+def _sharded(parameters: list[nn.Parameter], bucket_bytes: int = 1024) -> ShardedAdamW:
+    return ShardedAdamW(
+        parameters, dist.group.WORLD, lr=_LR, weight_decay=_DECAY, fused=False, bucket_bytes=bucket_bytes
+    )
+
+
+def _add_gradients(parameters: list[nn.Parameter], step: int, replica: int) -> None:
+    for parameter, gradient in zip(parameters, _gradients(step, replica), strict=True):
+        if parameter.requires_grad:
+            (parameter * gradient).sum().backward()
+
+
+def _check_moments(sharded: ShardedAdamW, own: list[nn.Parameter], plain: list, expected: torch.optim.AdamW) -> None:
+    """Every value has one owner, whose moments are those of the whole."""
     for parameter, reference in zip(own, plain, strict=True):
-        # Every value has one owner, whose moments are those of the whole.
         owners = torch.zeros(parameter.numel())
         for piece in sharded.pieces(parameter):
             size = len(piece.moments["exp_avg"])
@@ -63,12 +76,81 @@ def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: in
                 torch.testing.assert_close(values, whole[piece.start : piece.start + size])
         dist.all_reduce(owners)
         assert (owners == float(parameter.requires_grad)).all()
+
+
+def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: int) -> None:
+    _join(replica, num_replicas, store)
+    own = _parameters()
+    sharded = _sharded(own, bucket_bytes)
+    for step in range(3):
+        sharded.zero_grad()
+        _add_gradients(own, step, replica)
+        sharded.sum_gradients()
+        norm_squared = torch.tensor(sharded.norm_squared(), dtype=torch.float64)
+        dist.all_reduce(norm_squared)
+        sharded.step(_LR, _SCALE)
+        plain, expected = _expected(step + 1, num_replicas)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in plain if p.requires_grad]) / _SCALE
+        torch.testing.assert_close(norm_squared, norm**2)
+        for parameter, reference in zip(own, plain, strict=True):
+            torch.testing.assert_close(parameter.detach(), reference.detach(), rtol=1e-12, atol=1e-14)
+    _check_moments(sharded, own, plain, expected)
+    dist.destroy_process_group()
+
+
+def _save(replica: int, num_replicas: int, store: str, folder: Path) -> None:
+    _join(replica, num_replicas, store)
+    own = _parameters()
+    sharded = _sharded(own)
+    for step in range(2):
+        sharded.zero_grad()
+        _add_gradients(own, step, replica)
+        sharded.sum_gradients()
+        sharded.step(_LR, _SCALE)
+    save_checkpoint(folder, 2, {str(name): parameter for name, parameter in enumerate(own)}, sharded, {})
+    dist.destroy_process_group()
+
+
+def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path, read_bytes: int) -> None:
+    _join(replica, num_replicas, store)
+    checkpoint._READ_BYTES = read_bytes
+    own = _parameters()
+    sharded = _sharded(own, bucket_bytes=2**20)
+    load_checkpoint(folder / "step-000002", {str(name): parameter for name, parameter in enumerate(own)}, sharded)
+    _check_moments(sharded, own, *_expected(2, 3))
+    # The next step is the third, of which each replica has the sum of what three had, by their number.
+    summed = [sum(each) for each in zip(*(_gradients(2, other) for other in range(3)), strict=True)]
+    for parameter, gradient in zip(own, summed, strict=True):
+        if parameter.requires_grad:
+            parameter.grad.copy_(gradient / num_replicas)
+    sharded.sum_gradients()
+    sharded.step(_LR, _SCALE)
+    for parameter, reference in zip(own, _expected(3, 3)[0], strict=True):
+        torch.testing.assert_close(parameter.detach(), reference.detach(), rtol=1e-12, atol=1e-14)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("num_replicas", "bucket_bytes"), [(1, 2**20), (2, 1), (3, 1024)])
 def test_replicas_update_what_they_own_as_one_adamw_updates_all(num_replicas, bucket_bytes, tmp_path):
     mp.spawn(_check_replica, (num_replicas, str(tmp_path / "store"), bucket_bytes), nprocs=num_replicas)
+
+
+@pytest.mark.parametrize(("num_replicas", "read_bytes"), [(2, 512), (4, 2**20)])
+def test_another_number_of_replicas_reads_what_others_owned(num_replicas, read_bytes, tmp_path):
+    mp.spawn(_save, (3, str(tmp_path / "saving"), tmp_path), nprocs=3)
+    mp.spawn(_check_loaded, (num_replicas, str(tmp_path / "loading"), tmp_path, read_bytes), nprocs=num_replicas)
+
+
+def test_a_checkpoint_that_lacks_moments_is_refused(tmp_path):
+    _join(0, 1, str(tmp_path / "store"))
+    try:
+        names = {str(name): parameter for name, parameter in enumerate(_parameters())}
+        frozen = ShardedAdamW([], dist.group.WORLD, lr=_LR, weight_decay=_DECAY, fused=False)
+        save_checkpoint(tmp_path, 2, names, frozen, {})
+        with pytest.raises(UserError, match=r"step-000002 holds 0 of 63 values of optimizer/0/exp_avg/0; .* delete it"):
+            load_checkpoint(tmp_path / "step-000002", names, _sharded(list(names.values())))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_frozen_stage_has_nothing_to_update(tmp_path):

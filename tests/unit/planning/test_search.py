@@ -52,6 +52,14 @@ def test_where_nothing_can_be_trained_the_fastest_is_the_best(search):
     assert found.passed_over is None
 
 
+def test_where_the_nearest_needs_more_than_the_card_has_more_devices_are_asked_for(search, costs):
+    huge = dataclasses.replace(costs, overhead_bytes=100 * 2**30)
+    config = with_memory(make_config(4, 8), 70.0)
+    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device_model="h100-80g"))
+    with pytest.raises(UserError, match=r"needs 100\.1 GiB a device; a h100-80g has 80: use more devices or"):
+        search(config, costs=huge)
+
+
 def test_nothing_that_fits_says_the_nearest_and_the_memory_that_lets_it_run(search):
     config = make_config(4, 8, memory_gib=1e-3)
     with pytest.raises(UserError) as caught:
