@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import duckdb
 
 __all__ = [
+    "LEFT_OUT_SCHEMA",
     "LINKS_SCHEMA",
     "LINK_MODEL_SCHEMA",
     "MODALITIES",
@@ -97,6 +98,21 @@ LINK_MODEL_SCHEMA = pl.Schema(
         "bytes_per_s": pl.Float64,
         "num_points": pl.Int64,
         "median_error": pl.Float64,
+    }
+)
+
+# Samples that a plan's devices cannot hold, one row each: the columns of `rejects`, and the figures behind `detail`.
+LEFT_OUT_SCHEMA = pl.Schema(
+    {
+        "source": pl.String,
+        "row": pl.Int64,
+        "sample_id": pl.String,
+        "reason": pl.String,
+        "detail": pl.String,
+        "llm_tokens": pl.Int64,
+        "num_items": pl.Int64,
+        "predicted_bytes": pl.Float64,
+        "limit_bytes": pl.Float64,
     }
 )
 
@@ -186,6 +202,7 @@ CREATE TABLE link_model AS SELECT * FROM link_model_frame;
 
 _OBSERVATIONS_SQL = """
 CREATE TABLE observations AS SELECT * FROM observations_frame;
+CREATE TABLE rejects AS SELECT * FROM rejects_frame;
 CREATE TABLE corrections AS
     SELECT module, pass, count(*) AS num_observations, sum(seconds) AS measured_s, sum(predicted_s) AS predicted_s,
            sum(seconds) / nullif(sum(predicted_s), 0) AS ratio
@@ -264,9 +281,10 @@ def write_costs(path: Path, frames: Mapping[str, pl.DataFrame], meta: Mapping[st
     _write(path, _COSTS_SQL, {f"{name}_frame": frame for name, frame in (no_links | dict(frames)).items()}, meta)
 
 
-def write_observations(path: Path, observations: pl.DataFrame, meta: Mapping[str, str]) -> None:
-    """Write `observations` and what follows from them, `corrections` (measured over predicted time)."""
-    _write(path, _OBSERVATIONS_SQL, {"observations_frame": observations}, meta)
+def write_observations(path: Path, observations: pl.DataFrame, rejects: pl.DataFrame, meta: Mapping[str, str]) -> None:
+    """Write `observations` and what follows from them, `corrections` (measured over predicted time), and `rejects`, the
+    samples that the run left out (`LEFT_OUT_SCHEMA`)."""
+    _write(path, _OBSERVATIONS_SQL, {"observations_frame": observations, "rejects_frame": rejects}, meta)
 
 
 def read_table(path: Path, table: str, *, made_by: str) -> pl.DataFrame:

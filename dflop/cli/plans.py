@@ -78,7 +78,12 @@ def plan_command(
 @click.option("--costs", type=FILE, required=True)
 @click.option("--plan", "plan_path", type=FILE, required=True)
 @click.option("--batches", type=click.IntRange(min=1), default=8, show_default=True, help="Global batches to preview.")
-@click.option("--out", type=FILE, required=True, help="Parquet file to write; stage times go to *_stages.parquet.")
+@click.option(
+    "--out",
+    type=FILE,
+    required=True,
+    help="Parquet file to write; beside it *_stages.parquet (stage times) and *_rejects.parquet (samples too large).",
+)
 def schedule_command(
     configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, batches: int, out: Path
 ) -> None:
@@ -88,7 +93,7 @@ def schedule_command(
     from dflop.artifacts import written_whole
     from dflop.costs import BEYOND_MEASURED
     from dflop.pipeline import load_plan
-    from dflop.scheduling import preview_frames
+    from dflop.scheduling import describe_left_out, preview_frames
     from dflop.scheduling.service import open_scheduler
     from dflop.training import check_devices
 
@@ -98,9 +103,11 @@ def schedule_command(
         schedules = [scheduler.schedule(step) for step in range(batches)]
         random_s = [scheduler.schedule(step, "random").step_s for step in range(batches)]
         samples, stages = preview_frames(schedules, scheduler.pricer.nodes)
-    for path, frame in ((out, samples), (out.with_name(f"{out.stem}_stages.parquet"), stages)):
-        with written_whole(path) as beside:
+    for ending, frame in (("", samples), ("_stages", stages), ("_rejects", scheduler.left_out)):
+        with written_whole(out.with_name(f"{out.stem}{ending}.parquet")) as beside:
             frame.write_parquet(beside)
+    for line in describe_left_out(scheduler.left_out):
+        click.echo(line, err=True)
     if share := stages["extrapolated"].mean():
         click.echo(f"{share:.1%} of the ranks' microbatches {BEYOND_MEASURED}")
     step_s = statistics.fmean(schedule.step_s for schedule in schedules)

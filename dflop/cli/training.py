@@ -26,6 +26,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     from dflop.models import check_runnable
     from dflop.pipeline import load_plan
     from dflop.reporting.trace import chrome_trace
+    from dflop.scheduling import describe_left_out
     from dflop.scheduling.service import open_scheduler
     from dflop.store import read_table
     from dflop.torchrun import is_first_node
@@ -36,7 +37,12 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     check_plan(plan_path, load_plan(plan_path))
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
     # What is amiss is said here, before any rank starts.
-    open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).check(config.train.steps)
+    scheduler = open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path)
+    left_out = scheduler.left_out
+    for line in describe_left_out(left_out):
+        click.echo(line, err=True)
+    with scheduler.open():
+        scheduler.check(config.train.steps)
     out.mkdir(parents=True, exist_ok=True)
     launch_ranks(
         config,
@@ -47,15 +53,16 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
             "plan": str(plan_path),
             "out": str(out),
             "measured_on": _measured_on(costs),
-            "run_digest": _run_digest(config, data_digests),
+            "run_digest": _run_digest(config, data_digests, left_out["source", "row"].rows()),
         },
     )
     if not is_first_node(config.cluster):
         return
-    observations = merge_observations(out / "observations", out / "observations.duckdb", meta_of("train", config))
+    meta = meta_of("train", config)
+    observations = merge_observations(out / "observations", out / "observations.duckdb", left_out, meta)
     with written_whole(out / "trace.json") as path:
         path.write_text(json.dumps(chrome_trace(observations)), encoding="utf-8")
-    summary = summarise(config, out, observations)
+    summary = summarise(config, out, observations, num_left_out=len(left_out))
     click.echo(
         f"{out / 'summary.json'}: loss {summary['first_loss']:.3f} -> {summary['final_loss']:.3f}, "
         f"{summary['tokens_per_s']:,.0f} tokens/s, idle {summary['idle']:.0%}, model in {out / 'model'}"
@@ -84,8 +91,11 @@ def _measured_on(costs: Path) -> str | None:
     return read_table(costs, "device", made_by="fit-costs")["device"][0]
 
 
-def _run_digest(config, data_digests: list[str]) -> str:
-    """What a checkpoint must agree on to be resumed: data, model, batch size, precision; not the optimiser's knobs."""
+def _run_digest(config, data_digests: list[str], left_out: list[tuple[str, int]]) -> str:
+    """What a checkpoint must agree on to be resumed: data, model, batch size, precision; not the optimiser's knobs.
+
+    Nor the plan, unless it cannot hold the same samples: `left_out` are the (source, row) of those.
+    """
     from dflop.config import select_keys
 
     keys = select_keys(config, ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train"))
@@ -100,5 +110,5 @@ def _run_digest(config, data_digests: list[str]) -> str:
         "grad_clip",
     ):
         keys["train"].pop(free)
-    text = json.dumps([_CHECKPOINT_FORMAT, keys, data_digests], sort_keys=True)
+    text = json.dumps([_CHECKPOINT_FORMAT, keys, data_digests, *left_out], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

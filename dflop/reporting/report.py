@@ -64,7 +64,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         draw_training(figure, run.metrics)
     summary = {
         "run": config.run,
-        "data": _data_figures(run, rejects),
+        "data": _data_figures(run, rejects, len(scheduler.left_out)),
         "costs": _cost_figures(run, device),
         "plan": _plan_figures(run),
         "schedule": _schedule_figures(prices, config.schedule.policy),
@@ -212,7 +212,7 @@ def _is_trained_as(
     )
 
 
-def _data_figures(run: _Run, rejects: dict[str, int]) -> dict[str, Any]:
+def _data_figures(run: _Run, rejects: dict[str, int], num_too_large: int) -> dict[str, Any]:
     samples = run.samples
     return {
         "num_samples": len(samples),
@@ -220,6 +220,7 @@ def _data_figures(run: _Run, rejects: dict[str, int]) -> dict[str, Any]:
         "rejects": rejects,
         "modalities": _counts(samples["modality"]),
         "num_with_audio_left_out": int((samples["audio_tokens"] > 0).sum()),
+        "num_too_large_left_out": num_too_large,
         "num_truncated": int(samples["truncated"].sum()),
         "num_items": _quantiles(samples["num_items"]),
         "text_tokens": _quantiles(samples["text_tokens"]),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dflop.scheduling.batches import GlobalBatches
+    from dflop.scheduling.fitting import alone_bytes, describe_left_out, leave_out_too_large, without
     from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets
     from dflop.scheduling.policies import (
         dealt_at_random,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "batches": ("GlobalBatches",),
+    "fitting": ("alone_bytes", "describe_left_out", "leave_out_too_large", "without"),
     "ilp": ("CbcProcess", "IlpResult", "ilp_buckets"),
     "policies": (
         "dealt_at_random",
@@ -63,13 +65,16 @@ __all__ = [
     "Pricer",
     "StepSchedule",
     "StepSearch",
+    "alone_bytes",
     "bucket_loads",
     "check_assignment",
     "dealt_at_random",
     "descend",
+    "describe_left_out",
     "find_link",
     "goal_s",
     "ilp_buckets",
+    "leave_out_too_large",
     "loads_of",
     "lower_bound_s",
     "lpt_buckets",
@@ -78,6 +83,7 @@ __all__ = [
     "quick_buckets",
     "random_buckets",
     "small_at_both_ends",
+    "without",
 ]
 
 

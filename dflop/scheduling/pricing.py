@@ -197,9 +197,18 @@ class Pricer:
 
         Where modules share ranks, a rank holds both, and counts for both.
         """
-        tensors = self._resident_bytes + self._peak_bytes(self._of_modules(shapes, assignment))
-        held = self.costs.overhead_bytes + tensors * (1 + self.costs.allocator_share)
+        tensors = self.resident_bytes + self._peak_bytes(self._of_modules(shapes, assignment))
+        held = self.held_bytes(tensors)
         return {grid.module: float(held[self._workers(grid.module)].max()) for grid in self.plan.grids}
+
+    def held_bytes(self, tensor_bytes: np.ndarray) -> np.ndarray:
+        """What a process with such tensors holds."""
+        return self.costs.overhead_bytes + tensor_bytes * (1 + self.costs.allocator_share)
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a device has."""
+        return self.cluster.memory_gib * 2**30
 
     def max_bucket_tokens(self, items_per_token: float = 0.0) -> int:
         """LLM tokens that a bucket may hold so that the fullest LLM rank stays within the device's memory.
@@ -212,15 +221,7 @@ class Pricer:
         """
         encoder, llm = self.plan.grids
         own = self._workers("llm")
-        resident = self._resident_bytes[own]
-        room = (self.cluster.memory_gib * 2**30 - self.costs.overhead_bytes) / (1 + self.costs.allocator_share)
-        if room <= resident.max():
-            raise UserError(
-                f"{self.plan}: the LLM's parameters, gradients and optimiser state take {resident.max() / 2**30:.3g} "
-                f"GiB a device and what every process holds {self.costs.overhead_bytes / 2**30:.3g} GiB, "
-                f"`cluster.memory_gib` is {self.cluster.memory_gib}; use more pipeline stages or devices with more "
-                "memory"
-            )
+        room = self.require_room()
         peaks = []
         for tokens in (0.0, 1000.0):
             media, text = (np.zeros((grid.dp, self.plan.num_microbatches)) for grid in (encoder, llm))
@@ -232,7 +233,26 @@ class Pricer:
             items = Loads(media + share * items_per_token, media, media, media)
             peaks.append(self._peak_bytes({encoder.module: (items, sent), "llm": (learned, full)}))
         nothing, much = (peak[own] for peak in peaks)
-        return int(((room - resident - nothing) / np.maximum((much - nothing) / 1000, 1e-9)).min())
+        room = room - self.resident_bytes[own] - nothing
+        return int((room / np.maximum((much - nothing) / 1000, 1e-9)).min())
+
+    def require_room(self) -> float:
+        """Bytes of tensors that a device has room for.
+
+        Raises:
+            UserError: a module's parameters, gradients and optimiser state alone take as much.
+        """
+        room = (self.limit_bytes - self.costs.overhead_bytes) / (1 + self.costs.allocator_share)
+        for grid in self.plan.grids:
+            resident = self.resident_bytes[self._workers(grid.module)].max()
+            if room <= resident:
+                raise UserError(
+                    f"{self.plan}: the parameters, gradients and optimiser state of {grid.module} take "
+                    f"{resident / 2**30:.3g} GiB a device and what every process holds "
+                    f"{self.costs.overhead_bytes / 2**30:.3g} GiB, `cluster.memory_gib` is {self.cluster.memory_gib}; "
+                    "use more pipeline stages or devices with more memory"
+                )
+        return room
 
     def extrapolated(self, shapes: SampleShapes, assignment: Assignment) -> np.ndarray:
         """Which nodes' microbatches hold loads outside of what was measured, bool [num_nodes, num_microbatches]."""
@@ -273,7 +293,7 @@ class Pricer:
         )
 
     @cached_property
-    def _resident_bytes(self) -> np.ndarray:
+    def resident_bytes(self) -> np.ndarray:
         """Parameters, gradients and optimiser state on each worker's ranks, [num_workers]."""
         resident = np.zeros(self.compiled.num_workers)
         for stage in self.stages:
@@ -286,35 +306,40 @@ class Pricer:
 
         An edge's tokens are held as they came or wait to leave, once forward and once backward.
         """
-        kept, transient = [], []
+        kept, transient = zip(*self.stage_bytes(of_module), strict=True)
+        return peak_bytes(self.compiled, np.concatenate(kept), np.concatenate(transient))
+
+    def stage_bytes(self, of_module: dict[str, tuple[Loads, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each stage what microbatches of such loads and edge tokens keep, and what comes on top meanwhile."""
         memories = self.stage_costs.memories({name: loads for name, (loads, _) in of_module.items()})
+        both = []
         for stage, memory in zip(self.stages, memories, strict=True):
             _, tokens = of_module[stage.module]
             activations = memory.activation_bytes if self.stage_costs.has_backward(stage.module) else 0.0
-            kept.append(activations + 2.0 * tokens * self.bytes_per_token)
-            transient.append(memory.transient_bytes)
-        return peak_bytes(self.compiled, np.concatenate(kept), np.concatenate(transient))
+            both.append((activations + 2.0 * tokens * self.bytes_per_token, memory.transient_bytes))
+        return both
 
     def _of_modules(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, tuple[Loads, np.ndarray]]:
         """Each module's loads, and the tokens that cross its stages' edges; arrays [dp, num_microbatches]."""
         of_module = {}
         for grid in self.plan.grids:
-            is_llm = grid.module == "llm"
-            replica = assignment.llm_dp_rank if is_llm else assignment.encoder_rank
+            replica = assignment.llm_dp_rank if grid.module == "llm" else assignment.encoder_rank
             cell = replica * self.plan.num_microbatches + assignment.microbatch
 
             def summed(values: np.ndarray, cell: np.ndarray = cell, dp: int = grid.dp) -> np.ndarray:
                 return np.bincount(cell, weights=values, minlength=dp * self.plan.num_microbatches).reshape(dp, -1)
 
             loads = Loads(*(summed(load) for load in only(grid.module, loads_of(shapes))))
-            if is_llm and self.plan.num_stages("llm") > 1:
-                tokens = loads.num_tokens
-            elif self.plan.placement == "monolithic":
-                tokens = np.zeros_like(loads.num_tokens)
-            else:
-                tokens = summed(shapes.kept_vision_tokens)
-            of_module[grid.module] = loads, tokens
+            of_module[grid.module] = loads, summed(self.edge_tokens(grid.module, shapes))
         return of_module
+
+    def edge_tokens(self, module: str, shapes: SampleShapes) -> np.ndarray:
+        """Tokens of each sample that come into a stage of the module or go out, [num_samples]."""
+        if module == "llm" and self.plan.num_stages("llm") > 1:
+            return shapes.llm_tokens
+        if self.plan.placement == "monolithic":
+            return np.zeros_like(shapes.llm_tokens)
+        return shapes.kept_vision_tokens
 
 
 @njit(cache=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
+import polars as pl
 
 from dflop.config import ScheduleConfig
 from dflop.data import SampleShapes
@@ -25,6 +26,7 @@ from dflop.scheduling.pricing import Assignment, Pricer
 from dflop.scheduling.problem import BatchProblem, check_assignment
 from dflop.scheduling.shares import ideal_shares
 from dflop.scheduling.step_search import StepSearch
+from dflop.store import LEFT_OUT_SCHEMA
 
 __all__ = ["BatchScheduler", "StepSchedule"]
 
@@ -79,9 +81,17 @@ class BatchScheduler:
     """`schedule(step)` for every step of a run. Close it (or use it as a context) to end the CBC process."""
 
     def __init__(
-        self, samples: SampleShapes, pricer: Pricer, batches: GlobalBatches, config: ScheduleConfig, seed: int
-    ):
+        self,
+        samples: SampleShapes,
+        pricer: Pricer,
+        batches: GlobalBatches,
+        config: ScheduleConfig,
+        seed: int,
+        left_out: pl.DataFrame | None = None,
+    ) -> None:
+        """`left_out` (`LEFT_OUT_SCHEMA`) are the samples that are not among `samples` since no device holds them."""
         self.samples, self.pricer, self.batches, self._config, self._seed = samples, pricer, batches, config, seed
+        self.left_out = LEFT_OUT_SCHEMA.to_frame() if left_out is None else left_out
         self._cbc: CbcProcess | None = None
 
     def schedule(self, step: int, policy: str | None = None) -> StepSchedule:

@@ -19,6 +19,7 @@ from dflop.data import load_samples
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.pipeline import load_plan
 from dflop.scheduling.batches import GlobalBatches
+from dflop.scheduling.fitting import leave_out_too_large
 from dflop.scheduling.pricing import Pricer
 from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
 from dflop.stages import STAGES
@@ -27,7 +28,7 @@ __all__ = ["ScheduleService", "open_scheduler"]
 
 
 def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
-    """The scheduler of a run, from its artifacts (read-only)."""
+    """The scheduler of a run, from its artifacts (read-only). Samples that no device can hold are left out."""
     samples, _ = load_samples(shapes)
     spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
     cost_model.require_made_for(
@@ -41,8 +42,9 @@ def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> 
         frozen=config.model.freeze,
         precision=config.train.precision,
     )
+    samples, left_out = leave_out_too_large(pricer, samples)
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
-    return BatchScheduler(samples, pricer, batches, config.schedule, config.seed)
+    return BatchScheduler(samples, pricer, batches, config.schedule, config.seed, left_out)
 
 
 class ScheduleService:

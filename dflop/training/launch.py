@@ -70,7 +70,7 @@ def check_devices(config: Config, plan: Plan) -> None:
         )
 
 
-def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str, object]:
+def summarise(config: Config, out: Path, observations: pl.DataFrame, *, num_left_out: int) -> dict[str, object]:
     """Write `summary.json`, the last file of a run; returns what it holds."""
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     last = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
@@ -94,6 +94,7 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame) -> dict[str
         # Steps of which a part was predicted for loads outside of what was measured.
         "num_extrapolated_steps": sum(step.get("extrapolated", 0.0) > 0 for step in steps),
         "extrapolated": statistics.fmean(step.get("extrapolated", 0.0) for step in steps),
+        "num_left_out": num_left_out,  # samples that no device could hold
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "restarts": run["restarts"],
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),

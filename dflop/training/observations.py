@@ -71,8 +71,9 @@ class Observations:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def merge_observations(parts: Path, path: Path, meta: dict[str, str]) -> pl.DataFrame:
-    """All ranks' parts into `observations.duckdb`; returns the rows by (step, rank, start)."""
+def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: dict[str, str]) -> pl.DataFrame:
+    """All ranks' parts into `observations.duckdb`, beside the samples that were `left_out`; returns the rows of the
+    parts by (step, rank, start)."""
     frame = pl.read_parquet(parts / "*.parquet").sort("step", "rank", "start_s")
-    write_observations(path, frame, meta)
+    write_observations(path, frame, left_out, meta)
     return frame

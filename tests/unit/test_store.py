@@ -13,6 +13,7 @@ from dflop import store
 from dflop.data import load_samples
 from dflop.errors import UserError
 from dflop.store import (
+    LEFT_OUT_SCHEMA,
     MODALITIES,
     REJECT_REASONS,
     SCHEMA_VERSION,
@@ -419,7 +420,9 @@ def test_corrections_are_measured_over_predicted_time_without_the_warm_up(tmp_pa
     ]
     rows += [("llm", "sync", 1.0, None, False), ("vision", "backward", 3.0, 6.0, False)]
     schema = ["module", "pass", "seconds", "predicted_s", "warmup"]
-    write_observations(tmp_path / "o.duckdb", pl.DataFrame(rows, schema=schema, orient="row"), {})
+    write_observations(
+        tmp_path / "o.duckdb", pl.DataFrame(rows, schema=schema, orient="row"), LEFT_OUT_SCHEMA.to_frame(), {}
+    )
     corrections = read_table(tmp_path / "o.duckdb", "corrections", made_by="train")
     assert corrections.select("module", "pass", "num_observations", "ratio").rows() == [
         ("llm", "forward", 2, 2.0),

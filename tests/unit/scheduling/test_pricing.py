@@ -321,7 +321,7 @@ def test_a_frozen_module_holds_its_parameters_alone(make_pricer, draw_samples, m
 
 def test_parameters_that_do_not_fit_say_so_with_both_numbers(make_pricer):
     with pytest.raises(
-        UserError, match=r"optimiser state take 0.* GiB a device and .* 0 GiB, `cluster\.memory_gib` is 1e-06"
+        UserError, match=r"optimiser state of vision take 0.* GiB a device and .* 0 GiB, `cluster\.memory_gib` is 1e-06"
     ):
         make_pricer(make_plan(), dataclasses.replace(CLUSTER, memory_gib=1e-6)).max_bucket_tokens()
 
