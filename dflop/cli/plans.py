@@ -30,10 +30,12 @@ def plan_command(
         candidates_frame,
         describe_choice,
         explain_choice,
+        leave_out_what_no_plan_holds,
         price_baselines,
         search_plans,
         uneven_note,
     )
+    from dflop.scheduling import describe_left_out
 
     config = load_for("plan", configs)
     if excess := excess_memory(config.cluster):
@@ -41,22 +43,25 @@ def plan_command(
     samples, num_left_out = load_samples(shapes)
     if num_left_out:
         click.echo(f"{num_left_out} samples with audio are left out: the model has no audio encoder")
+    cost_model = CostModel.load(costs)
+    spec = load_model_spec(config.model)
+    cost_model.require_made_for(
+        model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
+    )
+    samples, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
+    for line in describe_left_out(left_out):
+        click.echo(f"by no plan held, so {line}", err=True)
     with progress_bar(unit=" plans", unit_scale=True) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        cost_model = CostModel.load(costs)
-        spec = load_model_spec(config.model)
-        cost_model.require_made_for(
-            model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
-        )
         found = search_plans(config, spec, cost_model, samples, progress, compares=explain)
     with written_whole(candidates) as path:
         candidates_frame(found).write_parquet(path)
     with written_whole(out) as path:
-        path.write_text(describe_choice(found, config, cost_model), encoding="utf-8")
+        path.write_text(describe_choice(found, config, cost_model, len(left_out)), encoding="utf-8")
     best = found.best
     if explain:
         baselines = price_baselines(config, spec, cost_model, samples)

@@ -2,6 +2,7 @@
 
 from dflop.planning.baselines import Baseline, price_baselines
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, uneven_note
+from dflop.planning.holding import leave_out_what_no_plan_holds
 from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
@@ -15,6 +16,7 @@ __all__ = [
     "describe_choice",
     "enumerate_space",
     "explain_choice",
+    "leave_out_what_no_plan_holds",
     "plan_of",
     "price_baselines",
     "search_plans",

@@ -76,7 +76,8 @@ def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: 
     budget = config.cluster.memory_gib * 2**30
     for row in np.argsort(places.to_numpy() * stage_s, kind="stable"):
         pricer = PlanPricer(plan_of(rows.row(int(row), named=True), {}), config, spec, costs, batches, "balanced")
-        if all(max(pricer.memory_bytes(batch).values()) <= budget for batch in range(len(batches))):
+        needs = (max(pricer.memory_bytes(batch).values()) for batch in range(len(batches)))
+        if pricer.alone_bytes() <= budget and all(needed <= budget for needed in needs):
             return _as_baseline(name, pricer.candidate())
     return _nothing(name)
 

@@ -33,6 +33,8 @@ class GroupedBatches:
         drawn = GlobalBatches(len(samples), size, config.seed)
         self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
         self._text = [only("llm", loads_of(shapes)) for shapes in self.shapes]
+        # A plan must hold every sample, drawn or not: where it holds these it does.
+        self.largest = samples.take(_largest(samples))
         self._seed = config.seed
         self._loads_s = [_loads_s(shapes, spec, costs) for shapes in self.shapes]
         self._buckets = lru_cache(maxsize=1024)(self._bucketed)
@@ -82,6 +84,18 @@ class GroupedBatches:
         loads_s = self._loads_s[batch]
         bucket = quick_buckets(loads_s, num_buckets)
         return bucket, np.bincount(bucket, weights=loads_s.sum(axis=1), minlength=num_buckets)
+
+
+def _largest(samples: SampleShapes) -> np.ndarray:
+    """Indices of samples such that each of the others is no larger than one of them in anything."""
+    sizes = (samples.num_items, samples.llm_tokens, samples.target_tokens, samples.kept_vision_tokens)
+    sizes = np.column_stack(sizes).astype(np.int64)
+    left, largest = np.arange(len(samples)), []
+    while len(left):
+        first = left[sizes[left].sum(axis=1).argmax()]
+        largest.append(first)
+        left = left[(sizes[left] > sizes[first]).any(axis=1)]
+    return np.array(largest)
 
 
 def _loads_s(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndarray:

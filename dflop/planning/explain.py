@@ -46,8 +46,11 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
     return pl.DataFrame(rows, schema_overrides={"llm_layers": pl.List(pl.Int64)})
 
 
-def describe_choice(result: SearchResult, config: Config, costs: CostModel) -> str:
-    """`plan.yaml`: the best plan that can be trained, what is predicted for it and from which costs, and why it won."""
+def describe_choice(result: SearchResult, config: Config, costs: CostModel, num_left_out: int = 0) -> str:
+    """`plan.yaml`: the best plan that can be trained, what is predicted for it and from which costs, and why it won.
+
+    `num_left_out` samples are held by no plan.
+    """
     best = result.best
     values = {
         "plan": best.plan.to_dict(),
@@ -67,6 +70,8 @@ def describe_choice(result: SearchResult, config: Config, costs: CostModel) -> s
         "num_candidates": len(result.candidates),
         "costs": f"{config.cluster.device_model}, {costs.source}",
     }
+    if num_left_out:
+        values["num_samples_left_out"] = num_left_out
     return yaml.safe_dump(values, sort_keys=False, width=110)
 
 

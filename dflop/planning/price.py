@@ -10,14 +10,14 @@ from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pipeline import Plan, StageTimes, why_not_runnable
 from dflop.planning.batches import GroupedBatches
-from dflop.scheduling import Assignment, Pricer
+from dflop.scheduling import Assignment, Pricer, alone_bytes
 
 __all__ = ["Candidate", "PlanPricer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A priced plan; times are means over the batches, memory is the highest of them.
+    """A priced plan; times are means over the batches, memory is the highest of them, or a single sample's.
 
     `busy_s` is that of each module's busiest rank. `why_not_runnable` is None for a plan that can be trained today.
     """
@@ -49,6 +49,10 @@ class PlanPricer:
         """The peak of each module's fullest rank."""
         return self._pricer.memory_bytes(*self._grouped(batch))
 
+    def alone_bytes(self) -> float:
+        """What the largest sample takes at least, alone in its microbatch."""
+        return float(alone_bytes(self._pricer, self._batches.largest).max())
+
     def step_s(self, batch: int) -> float:
         return self._pricer.step_s(*self._grouped(batch))
 
@@ -73,12 +77,15 @@ class PlanPricer:
                 busy.setdefault(module, []).append(seconds)
             if batch == 0:
                 bottleneck = self._bottleneck(times, timeline.step_s, timeline.busy_s)
+        memory_bytes = {module: max(sizes) for module, sizes in memory.items()}
+        fullest = max(memory_bytes, key=memory_bytes.__getitem__)
+        memory_bytes[fullest] = max(memory_bytes[fullest], self.alone_bytes())
         return Candidate(
             plan=self.plan,
             num_batches=len(self._batches),
             step_s=float(np.mean(steps)),
             idle=float(np.mean(idles)),
-            memory_bytes={module: max(sizes) for module, sizes in memory.items()},
+            memory_bytes=memory_bytes,
             busy_s={module: float(np.mean(seconds)) for module, seconds in busy.items()},
             extrapolated=float(np.mean(extrapolated)),
             bottleneck=bottleneck,

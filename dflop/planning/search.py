@@ -194,6 +194,9 @@ class _Search:
             needed_bytes = max(needed_bytes, *pricer.memory_bytes(batch).values())
             if not self._fits(row, needed_bytes):
                 return
+        needed_bytes = max(needed_bytes, pricer.alone_bytes())
+        if not self._fits(row, needed_bytes):
+            return
         assert step_s * _MARGIN >= bound_s, (values, step_s, bound_s)
         self._priced.append((step_s, needed_bytes, row))
         for kind in {False, self._is_runnable[row]}:
@@ -253,7 +256,8 @@ class _Search:
         return None if found is None else found.candidate()
 
     def _needed_bytes(self, pricer: PlanPricer) -> float:
-        return max(max(pricer.memory_bytes(batch).values()) for batch in range(self._num_batches))
+        of_batches = (max(pricer.memory_bytes(batch).values()) for batch in range(self._num_batches))
+        return max(pricer.alone_bytes(), *of_batches)
 
     def _mean_s(
         self, pricer: PlanPricer, row: int, values: dict[str, object], is_fast: Callable[[float], bool]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dflop.scheduling.batches import GlobalBatches
-    from dflop.scheduling.fitting import alone_bytes, describe_left_out, leave_out_too_large, without
+    from dflop.scheduling.fitting import MOST_LEFT_OUT, alone_bytes, describe_left_out, leave_out_too_large, without
     from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets
     from dflop.scheduling.policies import (
         dealt_at_random,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "batches": ("GlobalBatches",),
-    "fitting": ("alone_bytes", "describe_left_out", "leave_out_too_large", "without"),
+    "fitting": ("MOST_LEFT_OUT", "alone_bytes", "describe_left_out", "leave_out_too_large", "without"),
     "ilp": ("CbcProcess", "IlpResult", "ilp_buckets"),
     "policies": (
         "dealt_at_random",
@@ -54,6 +54,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BYTES_PER_VALUE",
+    "MOST_LEFT_OUT",
     "WEIGHT_SHARE",
     "Assignment",
     "BalancedBatchSampler",

@@ -19,7 +19,7 @@ from dflop.scheduling.problem import BatchProblem
 from dflop.scheduling.stage_costs import loads_of, only
 from dflop.store import LEFT_OUT_SCHEMA
 
-__all__ = ["alone_bytes", "describe_left_out", "fits", "fitted", "leave_out_too_large", "without"]
+__all__ = ["MOST_LEFT_OUT", "alone_bytes", "describe_left_out", "fits", "fitted", "leave_out_too_large", "without"]
 
 # Of all samples: if more are too large, it is the devices that are too small, and a run would learn other data.
 MOST_LEFT_OUT = 0.1

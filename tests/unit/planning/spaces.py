@@ -87,7 +87,9 @@ def price_all(
             {
                 "plan": str(plan),
                 "step_s": float(np.mean([pricer.step_s(batch) for batch in steps])),
-                "memory_bytes": max(max(pricer.memory_bytes(batch).values()) for batch in steps),
+                "memory_bytes": max(
+                    pricer.alone_bytes(), *(max(pricer.memory_bytes(batch).values()) for batch in steps)
+                ),
                 "is_runnable": why_not_runnable(plan) is None,
             }
         )

@@ -1,0 +1,57 @@
+"""Which samples no plan can hold: one freak of a dataset must not leave a cluster without a plan."""
+
+import numpy as np
+import polars as pl
+
+from dflop.config import Config
+from dflop.costs import CostModel
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec
+from dflop.planning.space import enumerate_space, plan_of
+from dflop.scheduling import MOST_LEFT_OUT, Pricer, alone_bytes, without
+
+__all__ = ["leave_out_what_no_plan_holds"]
+
+# So many kinds of layouts are asked, those that split the model furthest first.
+_MOST_KINDS = 256
+
+
+def leave_out_what_no_plan_holds(
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> tuple[SampleShapes, pl.DataFrame]:
+    """The samples that plans are searched for, and a row for each of the others (`LEFT_OUT_SCHEMA`).
+
+    The kind of layout that holds most of them decides. Where that leaves out more than a tenth, none is left out: then
+    memory is too small for any plan, which the search says better.
+
+    Raises:
+        UserError: when the space is empty.
+    """
+    limit_bytes = config.cluster.memory_gib * 2**30
+    least_bytes = np.full(len(samples), np.inf)
+    for row in _kinds(enumerate_space(config, spec, costs.tp_sizes, {})).iter_rows(named=True):
+        pricer = Pricer(
+            plan_of(row, {}), costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
+        )
+        too_large = np.flatnonzero(least_bytes > limit_bytes)
+        if (alone_bytes(pricer, samples.take(too_large)) > limit_bytes).all():
+            continue  # none that was not held so far
+        needed_bytes = alone_bytes(pricer, samples)
+        num_too_large = int((needed_bytes > limit_bytes).sum())
+        if num_too_large < len(too_large):
+            least_bytes = needed_bytes
+        if not num_too_large:
+            break
+    if (least_bytes > limit_bytes).sum() > MOST_LEFT_OUT * len(samples):
+        least_bytes = np.zeros(len(samples))
+    return without(samples, least_bytes, limit_bytes)
+
+
+def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
+    """One row of each kind of layout that may hold a sample that others cannot."""
+    return (
+        rows.with_columns(num_parts=pl.col("llm_tp") * pl.col("llm_pp") * pl.col("vision_tp"))
+        .sort("num_parts", "checkpointing", "llm_dp", descending=True, maintain_order=True)
+        .unique(["placement", "vision_tp", "vision_pp", "llm_tp", "llm_pp"], keep="first", maintain_order=True)
+        .head(_MOST_KINDS)
+    )
