@@ -12,6 +12,7 @@ neighbourhood, and their optimum is proven.
 
 import gc
 import json
+import math
 import os
 import queue
 import sys
@@ -26,6 +27,8 @@ MIN_SOLVE_S = 0.005
 # The longest that one neighbourhood may take, as a part of the whole limit.
 SLICE = 1 / 8
 MIN_GAIN = 1e-9
+# Where work is counted and not seconds, so many nodes of a neighbourhood's tree are looked at.
+MOST_NODES = 50
 
 
 def main() -> None:
@@ -52,8 +55,9 @@ def main() -> None:
             _answer(answers, {"error": f"{type(error).__name__}: {error}"})
 
 
-def improve(loads, filled, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_limit_s):
-    """Lower the largest bucket until it is at most 1, no assignment is better, or the time is over.
+def improve(loads, filled, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_limit_s, num_solves):
+    """Lower the largest bucket until it is at most 1, no assignment is better, or the time is over; or, where
+    `num_solves` is not None, so many neighbourhoods were solved, whatever the time.
 
     Args:
         loads: `[num_samples][num_modules]` in units of a largest bucket that is small enough; equal within a kind.
@@ -64,7 +68,8 @@ def improve(loads, filled, tokens, kind, bucket, num_buckets, max_bucket_tokens,
     Returns:
         (bucket, whether it is proven that no assignment is better)
     """
-    deadline = time.monotonic() + time_limit_s
+    counts_work = num_solves is not None
+    deadline = math.inf if counts_work else time.monotonic() + time_limit_s
     loads, filled = np.asarray(loads), np.asarray(filled)
     tokens, kind, bucket = np.asarray(tokens), np.asarray(kind), np.asarray(bucket)
     rng = np.random.default_rng(0)
@@ -77,13 +82,21 @@ def improve(loads, filled, tokens, kind, bucket, num_buckets, max_bucket_tokens,
         others = rng.permutation(np.delete(np.arange(num_buckets), largest))
         gained, cut_short = False, False
         for first in range(0, len(others), num_chosen - 1):
-            seconds = min(deadline - time.monotonic(), time_limit_s * SLICE)
-            if seconds < MIN_SOLVE_S:
+            seconds = math.inf if counts_work else min(deadline - time.monotonic(), time_limit_s * SLICE)
+            if seconds < MIN_SOLVE_S or num_solves == 0:
                 return bucket, False
+            if counts_work:
+                num_solves -= 1
             chosen = np.append(others[first : first + num_chosen - 1], largest)
             members = np.flatnonzero(np.isin(bucket, chosen))
             regrouped, proven = _redistribute(
-                loads[members], filled, tokens[members], kind[members], bucket[members], max_bucket_tokens, seconds
+                loads[members],
+                filled,
+                tokens[members],
+                kind[members],
+                bucket[members],
+                max_bucket_tokens,
+                {"max_nodes": MOST_NODES} if counts_work else {"max_seconds": seconds},
             )
             cut_short |= not proven
             if _peaks(loads[members], filled, regrouped)[chosen].max() < peaks[largest] * (1 - MIN_GAIN):
@@ -97,7 +110,7 @@ def improve(loads, filled, tokens, kind, bucket, num_buckets, max_bucket_tokens,
             num_chosen = max(2, num_chosen - 1) if cut_short else min(num_buckets, num_chosen + 1)
 
 
-def _redistribute(loads, filled, tokens, kind, bucket, max_bucket_tokens, time_limit_s):
+def _redistribute(loads, filled, tokens, kind, bucket, max_bucket_tokens, limit):
     """Solve the buckets of these samples as one integer program, started from `bucket`.
 
     Samples of a kind are one row of integer counts. Where buckets are interchangeable, they are renamed in the order in
@@ -145,7 +158,7 @@ def _redistribute(loads, filled, tokens, kind, bucket, max_bucket_tokens, time_l
         if max_bucket_tokens is not None:
             model += mip.xsum(float(tokens[samples[0]] / max_bucket_tokens) * var for var, samples in column) <= 1
     model.start = [*start, (peak, start_peak)]
-    status = model.optimize(max_seconds=time_limit_s)
+    status = model.optimize(**limit)
     if model.num_solutions == 0:
         return bucket, False
 

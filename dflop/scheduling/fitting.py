@@ -100,7 +100,7 @@ def fits(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> bool:
     return max(pricer.memory_bytes(shapes, assignment).values()) <= pricer.limit_bytes
 
 
-def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], seed: int) -> Assignment:
+def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], rng: np.random.Generator) -> Assignment:
     """An assignment that fits into memory, made of the first start from which small changes lead to one.
 
     After the given starts comes one that shares out bytes and nothing else.
@@ -108,7 +108,6 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], s
     Raises:
         UserError: none was found.
     """
-    rng = np.random.default_rng(seed)
     needed_bytes = np.inf
     for start in (*starts, _even_in_bytes(pricer, shapes)):
         assignment, own_bytes = _descend_on_bytes(pricer, shapes, start, rng)
@@ -116,9 +115,9 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], s
             return assignment
         needed_bytes = min(needed_bytes, own_bytes)
     raise UserError(
-        f"no assignment of a batch was found that fits into `cluster.memory_gib` = {_gib(pricer.limit_bytes)} with "
-        f"{pricer.plan}; the best needs {_gib(needed_bytes)} GiB a device: run `dflop plan` again with that much or "
-        "less `cluster.memory_gib`, raise num_microbatches, or lower `train.global_batch_size`"
+        f"no assignment of the batch was found that fits into `cluster.memory_gib` = {_gib(pricer.limit_bytes)} with "
+        f"{pricer.plan}; the best takes {_gib(needed_bytes)} GiB of a device: use a plan with more microbatches, "
+        "pipeline stages or checkpointing, or lower `train.global_batch_size`"
     )
 
 

@@ -4,7 +4,7 @@ Takes a `BatchProblem` and a valid assignment, gives back one whose largest buck
 start with a status that says why. It pays where buckets hold two or three samples; with more, packing meets the goal.
 CBC may overrun its time limit, crash or be missing; none of this raises here. The model and the search are in
 `cbc_worker.py`. A search that the time limit ends may give another answer next time: decide in one place and hand the
-result to every rank.
+result to every rank, or have the work counted instead.
 """
 
 import json
@@ -28,6 +28,9 @@ MAX_VARIABLES = 40_000
 # Samples whose loads agree to this part of a mean sample are interchangeable: a mean bucket errs by half of it at most.
 KIND_TOLERANCE = 1e-3
 START_TIMEOUT_S = 30.0
+# Neighbourhoods that CBC solves in a second, and the longest that a count of them may take.
+SOLVES_A_SECOND = 20
+WORK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,9 +82,18 @@ class CbcProcess:
         return None if self._child is None else self._child.pid
 
     def solve(
-        self, problem: BatchProblem, start: np.ndarray, *, time_limit_s: float, share: np.ndarray | None = None
+        self,
+        problem: BatchProblem,
+        start: np.ndarray,
+        *,
+        time_limit_s: float,
+        share: np.ndarray | None = None,
+        counts_work: bool = False,
     ) -> IlpResult:
         """Search `time_limit_s` for a smaller largest bucket; back after 1.5 of it plus half a second at the latest.
+
+        With `counts_work` as much work is done as usually fits into that time, however long it takes: then equal
+        questions have equal answers, unless a process that has not answered after `WORK_TIMEOUT_S` is killed.
 
         With `share` [num_microbatches, num_modules], each microbatch's wanted size as a part of the mean one, buckets
         count as filled by what they shall not be given: the largest is then the one that is furthest above its target.
@@ -105,10 +117,12 @@ class CbcProcess:
             "num_buckets": problem.num_buckets,
             "max_bucket_tokens": problem.max_bucket_tokens,
             "time_limit_s": time_limit_s,
+            "num_solves": max(1, round(SOLVES_A_SECOND * time_limit_s)) if counts_work else None,
         }
+        timeout_s = WORK_TIMEOUT_S if counts_work else 1.5 * time_limit_s + 0.5
         try:
             self._start()
-            answer = self._exchange(json.dumps(request).encode() + b"\n", 1.5 * time_limit_s + 0.5)
+            answer = self._exchange(json.dumps(request).encode() + b"\n", timeout_s)
             bucket = np.array(answer["bucket"], dtype=np.int64)
             check_assignment(problem, bucket)
         except _ChildError as error:

@@ -38,7 +38,7 @@ BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp64": 8}
 WEIGHT_SHARE = 0.5
 # What no sample takes: an hour.
 MOST_SAMPLE_S = 3600.0
-# Of a bucket's tokens, how many are learned, and in how many samples they come, where their number alone is asked for.
+# Of a bucket's tokens, how many are learned, and in how many samples they come, where nobody says.
 _TARGET_SHARE = 0.25
 _SAMPLES_A_BUCKET = 4
 
@@ -91,8 +91,11 @@ class Pricer:
         All buckets of a microbatch share the encoder's replicas, so an encoder's load counts by the ratio of
         the LLM's replicas to its own. A monolithic encoder's counts together with the LLM's first stage.
 
+        Buckets are kept within an even part of the memory where the batch allows it. Where it does not, a bucket may
+        hold more than that if others hold less, which is for `memory_bytes` to say of a whole assignment.
+
         Raises:
-            UserError: the costs of a sample cannot be true, or the batch does not fit the buckets.
+            UserError: the costs of a sample cannot be true, or the samples are too few for the buckets.
         """
         encoder, llm = self.plan.grids
         encoding_s, llm_s = (
@@ -104,13 +107,18 @@ class Pricer:
         else:
             first_s = encoding_s.max(axis=0) * (llm.dp / encoder.dp)
         shares_ranks = self.plan.placement != "disjoint"
-        items_per_token = float(shapes.num_items.sum() / max(1, shapes.llm_tokens.sum())) if shares_ranks else 0.0
+        num_tokens = max(1, int(shapes.llm_tokens.sum()))
+        cap = self.max_bucket_tokens(
+            float(shapes.num_items.sum() / num_tokens) if shares_ranks else 0.0,
+            float(shapes.target_tokens.sum() / num_tokens),
+        )
+        is_even = shapes.llm_tokens.max(initial=0) <= cap and num_tokens <= cap * llm.dp * self.plan.num_microbatches
         return BatchProblem(
             loads_s=np.column_stack([first_s, llm_s.max(axis=0)]),
             llm_tokens=shapes.llm_tokens,
             num_dp_ranks=llm.dp,
             num_microbatches=self.plan.num_microbatches,
-            max_bucket_tokens=self.max_bucket_tokens(items_per_token),
+            max_bucket_tokens=cap if is_even else None,
         )
 
     def _check_costs(self, shapes: SampleShapes, encoding_s: np.ndarray, llm_s: np.ndarray) -> None:
@@ -210,11 +218,11 @@ class Pricer:
         """What a device has."""
         return self.cluster.memory_gib * 2**30
 
-    def max_bucket_tokens(self, items_per_token: float = 0.0) -> int:
-        """LLM tokens that a bucket may hold so that the fullest LLM rank stays within the device's memory.
+    def max_bucket_tokens(self, items_per_token: float = 0.0, target_share: float = _TARGET_SHARE) -> int:
+        """LLM tokens that all buckets may hold so that the fullest LLM rank stays within the device's memory.
 
-        `items_per_token` is what comes with them to encoders on the same ranks. It is a mean: a bucket with more
-        items may hold more than is counted here.
+        `items_per_token` is what comes with them to encoders on the same ranks, `target_share` of them are learned.
+        These are means: a bucket with more of either may take more than is counted here.
 
         Raises:
             UserError: when the parameters alone exceed it.
@@ -229,7 +237,7 @@ class Pricer:
             full = text + tokens
             # As if all of the text were features, where these are sent at all.
             sent = media if self.plan.placement == "monolithic" else media + share
-            learned = Loads(text, full, full**2 / _SAMPLES_A_BUCKET, full * _TARGET_SHARE)
+            learned = Loads(text, full, full**2 / _SAMPLES_A_BUCKET, full * target_share)
             items = Loads(media + share * items_per_token, media, media, media)
             peaks.append(self._peak_bytes({encoder.module: (items, sent), "llm": (learned, full)}))
         nothing, much = (peak[own] for peak in peaks)

@@ -3,25 +3,28 @@
 `lpt` balances; `search` starts from what is best of that and of microbatches that are small where the pipeline fills
 and drains, and changes what lengthens the simulated step; `ilp` gives CBC a turn before that.
 A schedule depends on the seed, the step, the data, the plan and the costs alone; and, for `ilp`, on how far CBC gets
-within its time limit, so that `schedule.deterministic` leaves CBC out. It holds all that a rank needs to load and
-compute its part.
+within its time limit, in whose place `schedule.deterministic` counts CBC's work. It holds all that a rank needs to load
+and compute its part. No assignment is taken that breaks a limit: each is checked, memory with all that is in flight.
 """
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import polars as pl
 
 from dflop.config import ScheduleConfig
 from dflop.data import SampleShapes
+from dflop.errors import UserError
 from dflop.scheduling.batches import GlobalBatches
-from dflop.scheduling.ilp import CbcProcess
-from dflop.scheduling.policies import lpt_buckets, random_buckets, small_at_both_ends
+from dflop.scheduling.fitting import fits, fitted
+from dflop.scheduling.ilp import CbcProcess, IlpResult
+from dflop.scheduling.policies import lpt_buckets, quick_buckets, random_buckets, small_at_both_ends
 from dflop.scheduling.pricing import Assignment, Pricer
 from dflop.scheduling.problem import BatchProblem, check_assignment
 from dflop.scheduling.shares import ideal_shares
@@ -32,12 +35,14 @@ __all__ = ["BatchScheduler", "StepSchedule"]
 
 # Above as many, a search has fewer trials, so that 1,024 buckets are decided within three seconds.
 MOST_BUCKETS = 128
+Packed = TypeVar("Packed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepSchedule:
     """One step. Arrays are [num_samples], sorted by (LLM dp rank, microbatch, position); times are predictions.
 
+    `num_beyond_memory` counts faster assignments that were not taken since memory would not hold them.
     `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside of what was measured) are
     [num_nodes, num_microbatches] in the order of `nodes_of`.
     """
@@ -62,6 +67,7 @@ class StepSchedule:
     lower_bound_s: float
     policy: str
     status: str
+    num_beyond_memory: int
     deciding_s: float
 
     def to_json(self) -> str:
@@ -99,7 +105,7 @@ class BatchScheduler:
         started = time.perf_counter()
         policy = policy or self._config.policy
         shapes = self.samples.take(self.batches[step])
-        assignment, status = self._decide(shapes, self.pricer.problem(shapes), step, policy)
+        assignment, status, num_beyond_memory = self._decide(shapes, self.pricer.problem(shapes), step, policy)
         times = self.pricer.stage_times(shapes, assignment)
         timeline = self.pricer.timeline(times)
         order = np.lexsort((np.arange(len(shapes)), assignment.microbatch, assignment.llm_dp_rank))
@@ -126,6 +132,7 @@ class BatchScheduler:
             lower_bound_s=self.pricer.lower_bound_s(shapes),
             policy=policy,
             status=status,
+            num_beyond_memory=num_beyond_memory,
             deciding_s=time.perf_counter() - started,
         )
 
@@ -139,9 +146,13 @@ class BatchScheduler:
         return ideal_shares(self.pricer, self.samples, self.batches.global_batch_size)
 
     def check(self, num_steps: int) -> None:
-        """Raise `UserError` when a batch of a run cannot fit into the plan's buckets, whatever the policy."""
+        """Raise `UserError` when a batch of a run cannot be scheduled within the plan's buckets and memory."""
         for step in range(num_steps):
-            self.pricer.problem(self.samples.take(self.batches[step]))
+            shapes = self.samples.take(self.batches[step])
+            problem = self.pricer.problem(shapes)
+            quick = quick_buckets(problem.loads_s, problem.num_buckets)
+            if not fits(self.pricer, shapes, self._split(shapes, problem, quick)):
+                self.schedule(step, "lpt")
 
     def close(self) -> None:
         if self._cbc is not None:
@@ -155,57 +166,89 @@ class BatchScheduler:
         finally:
             self.close()
 
-    def _decide(self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str) -> tuple[Assignment, str]:
+    def _decide(
+        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
+    ) -> tuple[Assignment, str, int]:
+        """The assignment, how it came about, and how many were not taken since memory would not hold them."""
+        rng = np.random.default_rng([self._seed, step])
+        too_full: list[Assignment] = []
         if policy == "random":
-            buckets = random_buckets(problem, np.random.default_rng([self._seed, step]))
-            check_assignment(problem, buckets)
-            return self._split(shapes, problem, buckets), "random"
-        balanced = lpt_buckets(problem)
-        best, best_s = self._best_order(shapes, problem, balanced)
+            problem, buckets = _packed(problem, lambda own: random_buckets(own, rng))
+            drawn = self._split(shapes, problem, buckets)
+            if self._holds(shapes, problem, drawn):
+                return drawn, "random", 0
+            return fitted(self.pricer, shapes, [drawn], rng), "random, made to fit", 1
+        shares = {"lpt": None} if policy == "lpt" else {"lpt": None, "small ends": self._shares}
+        problem, packed = _packed(problem, lambda own: [lpt_buckets(own, share) for share in shares.values()])
+        best, best_s = None, np.inf
+        for name, buckets in zip(shares, packed, strict=True):
+            found, found_s = self._best_order(shapes, problem, buckets, too_full)
+            if found_s < best_s or name == "lpt":
+                best, best_s, status, start = found, found_s, name, buckets
+        if policy == "ilp":
+            solved = self._solve(problem, start, shares[status])
+            found, found_s = self._best_order(shapes, problem, solved.bucket, too_full)
+            status = f"{status}, ilp {solved.status}"
+            if found_s < best_s:
+                best, best_s, status = found, found_s, f"{status}, kept"
+        if best is None:
+            best = fitted(self.pricer, shapes, too_full[:1], rng)
+            best_s, status = self.pricer.step_s(shapes, best), f"{status}, made to fit"
+            problem = replace(problem, max_bucket_tokens=None)
         if policy == "lpt":
-            return best, "lpt"
-        buckets, share, status = balanced, None, "lpt"
-        shaped = lpt_buckets(problem, self._shares)
-        shaped_best, shaped_s = self._best_order(shapes, problem, shaped)
-        if shaped_s < best_s:
-            buckets, share, status = shaped, self._shares, "small ends"
-            best, best_s = shaped_best, shaped_s
-        if policy == "ilp" and self._config.deterministic:
-            status = f"{status}, ilp left out"
-        elif policy == "ilp":
-            if self._cbc is None:
-                self._cbc = CbcProcess()
-            result = self._cbc.solve(problem, buckets, time_limit_s=self._config.time_limit_s, share=share)
-            improved, improved_s = self._best_order(shapes, problem, result.bucket)
-            status = f"{status}, ilp {result.status}"
-            if improved_s < best_s:
-                best, best_s = improved, improved_s
-                status = f"{status}, kept"
+            return best, status, len(too_full)
         search = StepSearch(self.pricer, shapes, problem.max_bucket_tokens)
-        seed = int(np.random.default_rng([self._seed, step]).integers(2**31))
-        found, found_s = search.improve(best, self.num_trials, seed)
-        check_assignment(problem, found.llm_dp_rank * problem.num_microbatches + found.microbatch)
-        if not self._fits(shapes, found) and self._fits(shapes, best):
-            return best, f"{status}, search beyond memory"
-        return found, f"{status}, search {found_s / best_s - 1:+.1%}"
+        found, found_s = search.improve(best, self.num_trials, int(rng.integers(2**31)))
+        if not self._holds(shapes, problem, found):
+            return best, f"{status}, search beyond memory", len(too_full) + 1
+        return found, f"{status}, search {found_s / best_s - 1:+.1%}", len(too_full)
 
-    def _fits(self, shapes: SampleShapes, assignment: Assignment) -> bool:
-        needed = max(self.pricer.memory_bytes(shapes, assignment).values())
-        return needed <= self.pricer.cluster.memory_gib * 2**30
+    def _solve(self, problem: BatchProblem, start: np.ndarray, share: np.ndarray | None) -> IlpResult:
+        if self._cbc is None:
+            self._cbc = CbcProcess()
+        return self._cbc.solve(
+            problem,
+            start,
+            time_limit_s=self._config.time_limit_s,
+            share=share,
+            counts_work=self._config.deterministic,
+        )
 
-    def _best_order(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray) -> tuple[Assignment, float]:
-        """The order of microbatches, as they come or small ones at both ends, with the shorter step."""
-        check_assignment(problem, buckets)
+    def _holds(self, shapes: SampleShapes, problem: BatchProblem, assignment: Assignment) -> bool:
+        """Whether memory holds an assignment; that it is one at all is asserted."""
+        check_assignment(problem, assignment.llm_dp_rank * problem.num_microbatches + assignment.microbatch)
+        return fits(self.pricer, shapes, assignment)
+
+    def _best_order(
+        self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray, too_full: list[Assignment]
+    ) -> tuple[Assignment | None, float]:
+        """Of the orders of microbatches, as they come or small ones at both ends, that with the shortest step that fits
+        into memory; those that are faster and do not are added to `too_full`."""
         priced = []
         for order in (np.arange(problem.num_microbatches), *_orders(problem, buckets)):
             assignment = self._split(shapes, problem, _reordered(problem, buckets, order))
             priced.append((self.pricer.step_s(shapes, assignment), assignment))
-        step_s, assignment = min(priced, key=lambda entry: entry[0])
-        return assignment, step_s
+        for step_s, assignment in sorted(priced, key=lambda entry: entry[0]):
+            if self._holds(shapes, problem, assignment):
+                return assignment, step_s
+            too_full.append(assignment)
+        return None, np.inf
 
     def _split(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray) -> Assignment:
         llm_dp_rank, microbatch = np.divmod(buckets, problem.num_microbatches)
         return self.pricer.assign(shapes, llm_dp_rank, microbatch)
+
+
+def _packed(problem: BatchProblem, pack: Callable[[BatchProblem], Packed]) -> tuple[BatchProblem, Packed]:
+    """The buckets, and the problem that they solve: without its token cap where no packing within that was found.
+
+    The cap is an even part of memory, by which nobody is bound; what is, memory, is looked at afterwards.
+    """
+    try:
+        return problem, pack(problem)
+    except UserError:
+        problem = replace(problem, max_bucket_tokens=None)
+        return problem, pack(problem)
 
 
 def _orders(problem: BatchProblem, buckets: np.ndarray) -> Iterator[np.ndarray]:

@@ -94,6 +94,8 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame, *, num_left
         # Steps of which a part was predicted for loads outside of what was measured.
         "num_extrapolated_steps": sum(step.get("extrapolated", 0.0) > 0 for step in steps),
         "extrapolated": statistics.fmean(step.get("extrapolated", 0.0) for step in steps),
+        # Assignments that were faster than those taken, and that memory would not have held.
+        "num_beyond_memory": sum(step.get("num_beyond_memory", 0) for step in steps),
         "num_left_out": num_left_out,  # samples that no device could hold
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "restarts": run["restarts"],

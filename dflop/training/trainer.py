@@ -248,6 +248,7 @@ class Trainer:
             "lr": totals["lr"],
             "policy": schedule.policy,
             "policy_status": schedule.status,
+            "num_beyond_memory": schedule.num_beyond_memory,
             "deciding_s": schedule.deciding_s,
             "num_unreadable": int(totals["unreadable"]),
             "extrapolated": extrapolated,

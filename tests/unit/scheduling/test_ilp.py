@@ -225,6 +225,7 @@ def test_the_child_ends_with_its_parent_even_amid_a_solve():
         "num_buckets": problem.num_buckets,
         "max_bucket_tokens": None,
         "time_limit_s": 300.0,
+        "num_solves": None,
     }
     with subprocess.Popen([sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert json.loads(child.stdout.readline()) == {"ready": True}

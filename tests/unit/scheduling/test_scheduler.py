@@ -213,17 +213,6 @@ def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedul
     assert stages["extrapolated"].sum() == sum(schedule.extrapolated.sum() for schedule in listed)
 
 
-def test_deterministic_schedules_are_identical_whatever_the_time_limit_and_leave_cbc_out(make_scheduler):
-    plan = make_plan(*LAYOUTS["three to two"])
-    texts = []
-    for _ in range(2):
-        with make_scheduler(plan, "ilp", deterministic=True).open() as scheduler:
-            schedules = [scheduler.schedule(step) for step in range(3)]
-        assert all("ilp left out" in schedule.status for schedule in schedules)
-        texts.append([dataclasses.replace(schedule, deciding_s=0.0).to_json() for schedule in schedules])
-    assert texts[0] == texts[1]
-
-
 def test_a_search_has_fewer_trials_where_there_are_many_buckets(make_scheduler):
     few = make_scheduler(make_plan(1, 1, 4, 4), "search")
     many = make_scheduler(make_plan(1, 1, 64, 16), "search")
