@@ -28,9 +28,9 @@ MAX_VARIABLES = 40_000
 # Samples whose loads agree to this part of a mean sample are interchangeable: a mean bucket errs by half of it at most.
 KIND_TOLERANCE = 1e-3
 START_TIMEOUT_S = 30.0
-# Neighbourhoods that CBC solves in a second, and the longest that a count of them may take.
+# Neighbourhoods that CBC solves in a second, and the longest that a count of them, and a start for it, may take.
 SOLVES_A_SECOND = 20
-WORK_TIMEOUT_S = 60.0
+WORK_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,7 +121,7 @@ class CbcProcess:
         }
         timeout_s = WORK_TIMEOUT_S if counts_work else 1.5 * time_limit_s + 0.5
         try:
-            self._start()
+            self._start(WORK_TIMEOUT_S if counts_work else START_TIMEOUT_S)
             answer = self._exchange(json.dumps(request).encode() + b"\n", timeout_s)
             bucket = np.array(answer["bucket"], dtype=np.int64)
             check_assignment(problem, bucket)
@@ -147,7 +147,7 @@ class CbcProcess:
         self._child.stdout.close()
         self._child = None
 
-    def _start(self) -> None:
+    def _start(self, timeout_s: float) -> None:
         if self._unavailable is None and self._child is None:
             # -P keeps this folder's modules from shadowing the standard library's in the child.
             command = [sys.executable, "-P", str(Path(__file__).with_name("cbc_worker.py"))]
@@ -162,7 +162,7 @@ class CbcProcess:
                     env=environment,
                 )
                 os.set_blocking(self._child.stdin.fileno(), False)
-                self._exchange(b"", START_TIMEOUT_S)
+                self._exchange(b"", timeout_s)
             except OSError as error:
                 self._unavailable = str(error)
             except _ChildError as error:

@@ -8,9 +8,11 @@ that, and ends when stdin closes, so that it cannot outlive the trainer.
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from dflop.config import Config, load_config, select_keys
@@ -20,11 +22,18 @@ from dflop.models import digest_of_spec, load_model_spec
 from dflop.pipeline import load_plan
 from dflop.scheduling.batches import GlobalBatches
 from dflop.scheduling.fitting import leave_out_too_large
+from dflop.scheduling.ilp import WORK_TIMEOUT_S
 from dflop.scheduling.pricing import Pricer
 from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
 from dflop.stages import STAGES
 
 __all__ = ["ScheduleService", "open_scheduler"]
+
+# A process that is at work on a step for so long, and so many time limits, hangs; to start takes it longer.
+_PATIENCE_S = 20.0
+_LIMITS_OF_PATIENCE = 10
+_STARTING_S = 100.0
+_POLL_S = 0.2
 
 
 def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
@@ -60,8 +69,19 @@ class ScheduleService:
             "num_steps": config.train.steps,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dflop.scheduling.service"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "dflop.scheduling.service"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
+        self.first_step = first_step
+        self._lookahead_steps = config.schedule.lookahead_steps
+        self._patience_s = _PATIENCE_S + _LIMITS_OF_PATIENCE * config.schedule.time_limit_s
+        if config.schedule.deterministic:
+            self._patience_s += WORK_TIMEOUT_S
+        self._received = bytearray()
+        # Of the answer that comes next: its step, and since when the process is at work on it, once it has started.
+        self._due_step, self._waits_since = first_step, time.monotonic() + _STARTING_S
+        self._at_step, self.why_none = first_step, ""
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._unsent = b""
         self._send(json.dumps(request))
 
     @property
@@ -69,25 +89,58 @@ class ScheduleService:
         return self._process.pid
 
     def next(self) -> StepSchedule | None:
-        """The next step's schedule; None when the process is gone."""
-        line = self._process.stdout.readline()
-        return StepSchedule.from_json(line) if line.endswith(b"\n") else None
+        """The next step's schedule; None when the process is gone, or silent for longer than any step takes it.
+
+        `why_none` then says which.
+        """
+        while (end := self._received.find(b"\n")) < 0:
+            silent_s = time.monotonic() - self._waits_since if self._is_due else 0.0
+            if silent_s > self._patience_s:
+                self.why_none = f"was silent for {silent_s:.0f} s"
+                return None
+            if select.select([self._process.stdout], [], [], _POLL_S)[0]:
+                received = os.read(self._process.stdout.fileno(), 1 << 20)
+                if not received:
+                    self.why_none = "ended"
+                    return None
+                self._received += received
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        schedule = StepSchedule.from_json(line)
+        self._due_step = schedule.step + 1
+        self._waits_since = time.monotonic()
+        return schedule
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the process is at work on the step that comes next."""
+        return self._due_step - self._lookahead_steps <= self._at_step
 
     def step_started(self, step: int) -> None:
         """Tell how far training is; the service goes on to `step + lookahead_steps`."""
+        was_due = self._is_due
+        self._at_step = max(step, self._at_step)
+        if self._is_due and not was_due:
+            self._waits_since = time.monotonic()
         self._send(str(step))
 
-    def close(self) -> None:
+    def kill(self) -> None:
+        """End the process, whatever it does: `next` returns None."""
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """After `kill`, when nobody is in `next` any more."""
+        self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
     def _send(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `next` will tell that the process is gone
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
+        """Without waiting: a process that hangs does not drain its pipe. What did not get through goes first later."""
+        self._unsent += line.encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # `next` will tell of a process that is gone
+            self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]
 
 
 def _serve() -> None:

@@ -1,7 +1,8 @@
 """Schedules reach the ranks: the first rank publishes what the service decides, all ranks read it.
 
 They travel through the process group's key-value store, ahead of the step that needs them; time spent
-waiting for one is measured. When the service dies the first rank decides by `lpt` itself and says so once.
+waiting for one is measured. When the service dies or hangs, the first rank decides by `lpt` itself, says so, and starts
+the service once more. It alone writes a step, and once: whatever fails when, all ranks read the same.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from dflop.scheduling.service import ScheduleService, open_scheduler
 __all__ = ["JobStream", "ScheduleFeed", "SchedulePublisher", "samples_of"]
 
 _FAILED = "failed: "
+_JOIN_S = 5.0
 
 
 class SchedulePublisher(threading.Thread):
@@ -35,20 +37,17 @@ class SchedulePublisher(threading.Thread):
         self._store, self._config, self._first_step = store, config, first_step
         self._artifacts = {"shapes": shapes, "costs": costs, "plan": plan}
         self.service = ScheduleService(config, **self._artifacts, first_step=first_step)
+        self._serves, self._num_restarts = True, 0
+        self._stand_in: BatchScheduler | None = None
         self._closed = False
         self._at_step, self._progress = first_step, threading.Condition()
 
     def run(self) -> None:
-        stand_in: BatchScheduler | None = None
         for step in range(self._first_step, self._config.train.steps):
             try:
-                schedule = None if stand_in else self.service.next()
-                if self._closed:
-                    return
+                schedule = self._from_service(step) or self._from_stand_in(step)
                 if schedule is None:
-                    stand_in = stand_in or self._open_stand_in(step)
-                    self._wait_for_step(step - self._config.schedule.lookahead_steps)
-                    schedule = stand_in.schedule(step)
+                    return  # closed
             except Exception as error:
                 # Every rank waits for this step: tell them, so that none waits for ever.
                 self._store.set(f"schedule/{step}", f"{_FAILED}{type(error).__name__}: {error}")
@@ -56,8 +55,8 @@ class SchedulePublisher(threading.Thread):
             self._store.set(f"schedule/{step}", schedule.to_json())
 
     def step_started(self, step: int) -> None:
-        self.service.step_started(step)
         with self._progress:
+            self.service.step_started(step)
             self._at_step = step
             self._progress.notify_all()
         if step - 2 >= self._first_step:
@@ -67,20 +66,57 @@ class SchedulePublisher(threading.Thread):
         with self._progress:
             self._closed = True
             self._progress.notify_all()
+        self.service.kill()
+        if self.is_alive():
+            self.join(_JOIN_S)
         self.service.close()
 
-    def _wait_for_step(self, step: int) -> None:
-        with self._progress:
-            self._progress.wait_for(lambda: self._closed or self._at_step >= step)
+    def _from_service(self, step: int) -> StepSchedule | None:
+        """None where the service is gone, or a restarted one begins later."""
+        if not self._serves or step < self.service.first_step:
+            return None
+        schedule = self.service.next()
+        if schedule is None and not self._closed:
+            self._replace_service(step)
+        return schedule
 
-    def _open_stand_in(self, step: int) -> BatchScheduler:
+    def _replace_service(self, step: int) -> None:
+        """Start a second process, which gets as many steps to be ready as the first was ahead; never a third."""
+        self.service.kill()
+        why = self.service.why_none
+        onward = step + self._config.schedule.lookahead_steps
+        self._serves = self._num_restarts == 0 and onward < self._config.train.steps
+        until = f"up to step {onward}, where a restarted one goes on" if self._serves else "from here on"
+        policy = self._stand_in_config.schedule.policy
         print(
-            f"dflop: the schedule service ended before step {step}; going on with policy lpt",
+            f"dflop: warning: the schedule service {why} before step {step}; policy {policy} decides {until}",
             file=sys.stderr,
             flush=True,
         )
-        lpt = dataclasses.replace(self._config.schedule, policy="lpt")
-        return open_scheduler(dataclasses.replace(self._config, schedule=lpt), **self._artifacts)
+        if self._serves:
+            self._num_restarts += 1
+            with self._progress:
+                if not self._closed:
+                    self.service.close()
+                    self.service = ScheduleService(self._config, **self._artifacts, first_step=onward)
+
+    def _from_stand_in(self, step: int) -> StepSchedule | None:
+        """This process's own decision, the same wherever and whenever it is made; None when closed."""
+        with self._progress:
+            ahead = self._config.schedule.lookahead_steps
+            self._progress.wait_for(lambda: self._closed or self._at_step >= step - ahead)
+            if self._closed:
+                return None
+        if self._stand_in is None:
+            self._stand_in = open_scheduler(self._stand_in_config, **self._artifacts)
+        return self._stand_in.schedule(step)
+
+    @property
+    def _stand_in_config(self) -> Config:
+        """With a policy that takes milliseconds, unless every run must decide alike."""
+        if self._config.schedule.deterministic:
+            return self._config
+        return dataclasses.replace(self._config, schedule=dataclasses.replace(self._config.schedule, policy="lpt"))
 
 
 class ScheduleFeed:
