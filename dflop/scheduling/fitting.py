@@ -5,6 +5,7 @@ Every command asks here with the same shapes, costs and plan, so that all of the
 samples fit beside each other is asked of a whole assignment (`Pricer.memory_bytes`).
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ import polars as pl
 from dflop.data import SampleShapes
 from dflop.errors import UserError
 from dflop.pipeline import Stage
-from dflop.scheduling.policies import lpt_buckets
+from dflop.scheduling.policies import dealt_at_random, lpt_buckets
 from dflop.scheduling.pricing import Assignment, Pricer
 from dflop.scheduling.problem import BatchProblem
 from dflop.scheduling.stage_costs import loads_of, only
@@ -25,6 +26,7 @@ __all__ = ["MOST_LEFT_OUT", "alone_bytes", "describe_left_out", "fits", "fitted"
 MOST_LEFT_OUT = 0.1
 # So many changes of an assignment are tried to make it fit, a fraction of a millisecond each.
 MOST_TRIALS = 400
+_NUM_DRAWN = 3
 _SHOWN = 3
 
 
@@ -103,13 +105,16 @@ def fits(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> bool:
 def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], rng: np.random.Generator) -> Assignment:
     """An assignment that fits into memory, made of the first start from which small changes lead to one.
 
-    After the given starts comes one that shares out bytes and nothing else.
+    After the given starts comes one that shares out bytes and nothing else, then a few drawn ones.
 
     Raises:
         UserError: none was found.
     """
     needed_bytes = np.inf
-    for start in (*starts, _even_in_bytes(pricer, shapes)):
+    num_buckets, num_microbatches = pricer.plan.num_buckets, pricer.plan.num_microbatches
+    drawn = (dealt_at_random(len(shapes), num_buckets, rng) for _ in range(_NUM_DRAWN))
+    others = (pricer.assign(shapes, *np.divmod(cell, num_microbatches)) for cell in drawn)
+    for start in itertools.chain(starts, [_even_in_bytes(pricer, shapes)], others):
         assignment, own_bytes = _descend_on_bytes(pricer, shapes, start, rng)
         if own_bytes <= pricer.limit_bytes:
             return assignment
