@@ -6,11 +6,13 @@ run here starts real gloo processes with torchrun.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import duckdb
 import polars as pl
 import pytest
 import torch
@@ -27,7 +29,7 @@ from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import build_stage, make_hf_config, norms_in_float64
 from dflop.pipeline import Grid, Plan
 from dflop.scheduling import GlobalBatches
-from dflop.store import ShardFile, write_shapes
+from dflop.store import ShardFile, read_table, write_shapes
 
 pytestmark = pytest.mark.serial
 
@@ -269,6 +271,25 @@ def test_costs_of_another_device_and_loads_that_nobody_measured_are_said_at_the_
     summary = json.loads((tmp_path / "train/summary.json").read_text())
     assert summary["num_extrapolated_steps"] == sum(share > 0 for share in shares)
     assert summary["extrapolated"] == pytest.approx(sum(shares) / 2)
+
+
+def test_a_sample_that_no_device_holds_is_left_out_and_the_run_goes_on(run, tmp_path):
+    folder, config = run
+    names = ("shapes.duckdb", "costs.duckdb")
+    for name in names:
+        shutil.copy(folder / name, tmp_path / name)
+    with duckdb.connect(str(tmp_path / "shapes.duckdb")) as connection:
+        ((freak,),) = connection.execute("SELECT sample_id FROM samples ORDER BY row LIMIT 1").fetchall()
+        connection.execute("UPDATE samples SET llm_tokens = 3000000 WHERE sample_id = ?", [freak])
+    before = [(tmp_path / name).read_bytes() for name in names]
+    steps = _train(tmp_path, config, _plan(tmp_path, llm_pp=1), tmp_path / "train", steps=2)
+    assert [step["num_beyond_memory"] for step in steps] == [0, 0]
+    rejects = read_table(tmp_path / "train/observations.duckdb", "rejects", made_by="train")
+    assert rejects.select("sample_id", "reason", "llm_tokens").rows() == [(freak, "too_large", 3_000_000)]
+    assert (rejects["predicted_bytes"] > rejects["limit_bytes"]).all()
+    assert json.loads((tmp_path / "train/summary.json").read_text())["num_left_out"] == 1
+    assert (tmp_path / "train/log").read_text().count("left out: ") == 1
+    assert [(tmp_path / name).read_bytes() for name in names] == before
 
 
 def test_the_trained_directory_generates_text(run, tmp_path):
