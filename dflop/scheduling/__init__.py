@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dflop.scheduling.batches import GlobalBatches
+    from dflop.scheduling.correction import Corrections, Learner, is_stale, stale_share
     from dflop.scheduling.fitting import MOST_LEFT_OUT, alone_bytes, describe_left_out, leave_out_too_large, without
     from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets
     from dflop.scheduling.policies import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "batches": ("GlobalBatches",),
     "fitting": ("MOST_LEFT_OUT", "alone_bytes", "describe_left_out", "leave_out_too_large", "without"),
+    "correction": ("Corrections", "Learner", "is_stale", "stale_share"),
     "ilp": ("CbcProcess", "IlpResult", "ilp_buckets"),
     "policies": (
         "dealt_at_random",
@@ -61,8 +63,10 @@ __all__ = [
     "BatchProblem",
     "BatchScheduler",
     "CbcProcess",
+    "Corrections",
     "GlobalBatches",
     "IlpResult",
+    "Learner",
     "Pricer",
     "StepSchedule",
     "StepSearch",
@@ -75,6 +79,7 @@ __all__ = [
     "find_link",
     "goal_s",
     "ilp_buckets",
+    "is_stale",
     "leave_out_too_large",
     "loads_of",
     "lower_bound_s",
@@ -84,6 +89,7 @@ __all__ = [
     "quick_buckets",
     "random_buckets",
     "small_at_both_ends",
+    "stale_share",
     "without",
 ]
 

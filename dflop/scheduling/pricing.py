@@ -3,6 +3,7 @@
 This is where a plan, a model's costs and a batch's shapes meet. Planning and scheduling both ask here.
 """
 
+import copy
 import heapq
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from dflop.pipeline import (
     simulate,
     simulate_step_s,
 )
+from dflop.scheduling.correction import NO_CORRECTIONS, Corrections
 from dflop.scheduling.problem import BatchProblem
 from dflop.scheduling.stage_costs import StageCosts, loads_of, only
 from dflop.scheduling.transfers import Transfers
@@ -75,6 +77,16 @@ class Pricer:
         self.compiled = compile_plan(plan, frozen)
         self.bytes_per_token = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]
         self.stages = self.stage_costs.stages
+
+    @property
+    def corrections(self) -> Corrections:
+        return self.stage_costs.corrections
+
+    def corrected(self, corrections: Corrections = NO_CORRECTIONS) -> "Pricer":
+        """The same plan priced by the cost table with these corrections, and no others."""
+        other = copy.copy(self)  # what is compiled and cached holds no times of computations
+        other.stage_costs = self.stage_costs.corrected(corrections)
+        return other
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -174,6 +186,10 @@ class Pricer:
             ),
             sync_s=self.sync_s,
         )
+
+    def loads(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Loads]:
+        """Each module's loads, arrays [dp, num_microbatches]."""
+        return {module: loads for module, (loads, _) in self._of_modules(shapes, assignment).items()}
 
     def step_s(self, shapes: SampleShapes, assignment: Assignment) -> float:
         return simulate_step_s(self.compiled, self.stage_times(shapes, assignment))

@@ -21,6 +21,7 @@ from dflop.pipeline import (
     resimulate,
     take_back,
 )
+from dflop.scheduling.correction import bin_of
 from dflop.scheduling.policies import NO_CAP
 from dflop.scheduling.pricing import WEIGHT_SHARE, Assignment, Pricer
 
@@ -37,7 +38,8 @@ _SHARES = np.cumsum([0.5, 0.2, 0.14, 0.08, 0.08])
 
 
 class StageForms(NamedTuple):
-    """A plan's stages as the kernel wants them; times are linear in loads with hinges (`CostModel.time_forms`)."""
+    """A plan's stages as the kernel wants them; times are linear in loads with hinges (`CostModel.time_forms`), times
+    their shape bin's factor."""
 
     stages: np.ndarray  # as in `CompiledPlan`
     is_llm: np.ndarray  # [num_stages]
@@ -46,6 +48,8 @@ class StageForms(NamedTuple):
     backward: np.ndarray
     forward_hinges: np.ndarray  # [num_stages, num_hinges, 3]: load, at, slope
     backward_hinges: np.ndarray
+    factors: np.ndarray  # [2 (encoder, LLM), 2 (forward, backward), num_load_bins, num_segment_bins]
+    is_corrected: bool  # otherwise the factors are ones, and never looked up
     weight_share: np.ndarray  # [num_nodes]
     chain_latency_s: np.ndarray  # [num_nodes]
     chain_token_s: np.ndarray
@@ -156,6 +160,8 @@ def stage_forms(pricer: Pricer, max_bucket_tokens: int) -> StageForms:
         backward=np.ascontiguousarray(linear[:, 1]),
         forward_hinges=np.ascontiguousarray(hinges[:, 0]),
         backward_hinges=np.ascontiguousarray(hinges[:, 1]),
+        factors=np.stack([pricer.corrections.table(grid.module) for grid in plan.grids]),
+        is_corrected=bool(pricer.corrections.factors),
         weight_share=WEIGHT_SHARE * pricer.trains * (plan.schedule == "zb_h1"),
         has_bridges=plan.placement != "monolithic",
         sends_text=plan.num_stages("llm") > 1,
@@ -345,6 +351,8 @@ def _price_text(plan, state, replica, microbatch):
         if plan.is_llm[stage]:
             tokens = loads[1] if plan.sends_text else 0.0
             _price_node(plan, state, stage, replica, microbatch, loads, loads[1] == 0.0, tokens)
+    if plan.is_corrected:
+        _correct(plan, state, replica, microbatch, loads, True)
 
 
 @njit(cache=True, inline="always")
@@ -354,6 +362,22 @@ def _price_media(plan, state, replica, microbatch):
     for stage in range(len(plan.stages)):
         if not plan.is_llm[stage]:
             _price_node(plan, state, stage, replica, microbatch, loads, loads[0] == 0.0, tokens)
+    if plan.is_corrected:
+        _correct(plan, state, replica, microbatch, loads, False)
+
+
+@njit(cache=True)
+def _correct(plan, state, replica, microbatch, loads, is_llm):
+    """Multiply a cell's times in all stages of its module by its bin's factors."""
+    load_bin, segment_bin = bin_of(is_llm, loads)
+    forward = plan.factors[int(is_llm), 0, load_bin, segment_bin]
+    backward = plan.factors[int(is_llm), 1, load_bin, segment_bin]
+    for stage in range(len(plan.stages)):
+        if plan.is_llm[stage] == is_llm:
+            node = plan.stages[stage, 1] + replica
+            state.forward_s[0, node, microbatch] *= forward
+            state.backward_s[0, node, microbatch] *= backward
+            state.weight_s[0, node, microbatch] *= backward
 
 
 @njit(cache=True, inline="always")

@@ -1,0 +1,251 @@
+"""Correction: what the cost table gets wrong, learned from measured microbatches.
+
+Microbatches of a like shape share a bin, and a bin's times of one pass one factor: how much longer they take than the
+table says. `Learner` follows the factors from measured seconds; `Corrections` is a version of them, which pricing
+multiplies into every stage time. Nothing here knows a clock or a file; `correction_loop` says when to measure.
+
+A bin is an octave of the module's main load (items of encoders, tokens of the LLM) and, for the LLM, an octave of the
+mean segment, sum_sq_tokens / num_tokens. Throughput changes with these two, small microbatches being slow by the item
+and long segments by attention; an octave is wide enough to be met every few steps, and narrow enough that within it the
+table's own slope holds. Stages of a module share its factors.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from dflop.costs import Loads
+
+__all__ = [
+    "NO_CORRECTIONS",
+    "PASSES",
+    "BinKey",
+    "Corrections",
+    "LearnedBin",
+    "Learner",
+    "bin_of",
+    "bins_of",
+    "is_stale",
+    "stale_share",
+]
+
+PASSES = ("forward", "backward")
+NUM_LOAD_BINS, NUM_SEGMENT_BINS = 32, 24
+
+# The weight of a step's ratio against all before it.
+_WEIGHT = 0.3
+# Microbatches, and steps, that a bin must have been met in before its factor counts.
+_MIN_CELLS, _MIN_STEPS = 6, 3
+# The last steps, of which the average is fed the mean without the least and the largest: one odd step changes nothing,
+# and what often takes long still counts, as it does for a step time. (A median would leave out the long tail.)
+_NUM_RECENT = 5
+# Factors closer to one are noise to a schedule: 3 %.
+_DEADBAND = math.log(1.03)
+# A table that is off by more than this for most of what is computed ought to be measured again.
+_STALE = math.log(1.2)
+
+
+class BinKey(NamedTuple):
+    """Loads `[2 ** (load_bin - 1), 2 ** load_bin)` of a module, mean segments likewise (0 for encoders)."""
+
+    module: str
+    direction: str
+    load_bin: int
+    segment_bin: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnedBin:
+    """`log_ratio` is the log of the moving average of measured over table, `recent` the last steps' ratios."""
+
+    log_ratio: float
+    num_cells: int
+    num_steps: int
+    recent: tuple[float, ...]
+
+    @property
+    def counts(self) -> bool:
+        return self.num_cells >= _MIN_CELLS and self.num_steps >= _MIN_STEPS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Corrections:
+    """`factors` of a module are [2 (forward, backward), NUM_LOAD_BINS, NUM_SEGMENT_BINS]; a module left out has ones.
+
+    `version` is the number of measured steps behind them.
+    """
+
+    version: int = 0
+    factors: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def at(self, module: str, loads: Loads) -> np.ndarray:
+        """Factors of microbatches' forward and backward, [2, *shape of the loads]."""
+        if module not in self.factors:
+            return np.ones((2, *np.shape(loads.num_items)))
+        return self.factors[module][:, *bins_of(module, loads)]
+
+    def table(self, module: str) -> np.ndarray:
+        """A module's factors as they are multiplied, ones where there are none."""
+        return self.factors.get(module, np.ones((2, NUM_LOAD_BINS, NUM_SEGMENT_BINS)))
+
+    def least(self, module: str, samples: Loads) -> np.ndarray:
+        """The smallest factor of any microbatch that may hold a sample of this batch, [num_samples].
+
+        It has at least the sample's load and at most the batch's; its mean segment lies between their extremes.
+        """
+        if module not in self.factors:
+            return np.ones(np.shape(samples.num_items))
+        load_bin, segment_bin = bins_of(module, samples)
+        last, _ = bins_of(module, Loads(*(np.sum(load) for load in samples)))
+        smallest = self.factors[module][:, :, segment_bin.min() : segment_bin.max() + 1].min(axis=(0, 2))
+        upward = np.minimum.accumulate(smallest[: last + 1][::-1])[::-1]
+        return upward[load_bin]
+
+
+NO_CORRECTIONS = Corrections()
+
+
+class Learner:
+    """Follows every bin's ratio; `corrections` is what follows from it now."""
+
+    def __init__(self, bins: Mapping[BinKey, LearnedBin] | None = None, num_steps: int = 0) -> None:
+        self.bins: dict[BinKey, LearnedBin] = dict(bins or {})
+        self.num_steps = num_steps
+
+    def observe(self, cells: Iterable[tuple[str, Loads, np.ndarray, np.ndarray]]) -> None:
+        """Learn one step: (module, loads, table's seconds, measured seconds) of groups of stage microbatches.
+
+        Seconds are [2 (forward, backward), *shape of the loads], the table's without any correction. Cells in which
+        either is zero or not finite are left out.
+        """
+        sums: dict[BinKey, np.ndarray] = {}
+        for module, loads, table_s, measured_s in cells:
+            load_bin, segment_bin = bins_of(module, loads)
+            usable = np.isfinite(table_s) & np.isfinite(measured_s) & (table_s > 0) & (measured_s > 0)
+            for way, direction in enumerate(PASSES):
+                own = usable[way]
+                places = np.stack([load_bin[own], segment_bin[own]], axis=1)
+                for place in np.unique(places, axis=0):
+                    alike = (places == place).all(axis=1)
+                    key = BinKey(module, direction, int(place[0]), int(place[1]))
+                    new = [measured_s[way][own][alike].sum(), table_s[way][own][alike].sum(), alike.sum()]
+                    sums[key] = sums.get(key, 0.0) + np.array(new, dtype=float)
+        for key, (measured, by_table, num_cells) in sums.items():
+            self.bins[key] = _followed(self.bins.get(key), float(measured / by_table), int(num_cells))
+        self.num_steps += 1
+
+    @property
+    def corrections(self) -> Corrections:
+        """The factors of bins that count; those never met take the median of their module's and pass's."""
+        factors: dict[str, np.ndarray] = {}
+        for module in sorted({key.module for key in self.bins}):
+            table = np.ones((2, NUM_LOAD_BINS, NUM_SEGMENT_BINS))
+            for way, direction in enumerate(PASSES):
+                known = {
+                    (key.load_bin, key.segment_bin): learned.log_ratio
+                    for key, learned in self.bins.items()
+                    if (key.module, key.direction) == (module, direction) and learned.counts
+                }
+                if known:
+                    table[way] = _factor(float(np.median(list(known.values()))))
+                for place, log_ratio in known.items():
+                    table[way][place] = _factor(log_ratio)
+            if (table != 1.0).any():
+                factors[module] = table
+        return Corrections(version=self.num_steps, factors=factors)
+
+    def table(self) -> list[dict[str, Any]]:
+        """What is known of each bin, as a row of the `corrections` table."""
+        corrections = self.corrections
+        return [
+            {
+                "module": key.module,
+                "pass": key.direction,
+                "least_load": 2 ** (key.load_bin - 1),
+                "least_segment": 2 ** (key.segment_bin - 1) if key.segment_bin else None,
+                "num_observations": learned.num_cells,
+                "num_steps": learned.num_steps,
+                "ratio": math.exp(learned.log_ratio),
+                "factor": float(
+                    corrections.table(key.module)[PASSES.index(key.direction), key.load_bin, key.segment_bin]
+                ),
+            }
+            for key, learned in sorted(self.bins.items())
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` takes, of plain values."""
+        rows = [
+            {
+                **key._asdict(),
+                "log_ratio": learned.log_ratio,
+                "num_cells": learned.num_cells,
+                "num_steps": learned.num_steps,
+                "recent": list(learned.recent),
+            }
+            for key, learned in sorted(self.bins.items())
+        ]
+        return {"num_steps": self.num_steps, "bins": rows}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Learner":
+        bins = {}
+        for row in values["bins"]:
+            key = BinKey(*(row[name] for name in BinKey._fields))
+            learned = {name: row[name] for name in ("log_ratio", "num_cells", "num_steps")}
+            bins[key] = LearnedBin(**learned, recent=tuple(row["recent"]))
+        return cls(bins, values["num_steps"])
+
+
+def bins_of(module: str, loads: Loads) -> tuple[np.ndarray, np.ndarray]:
+    """The load bin and the segment bin of each microbatch, ints of the loads' shape."""
+    is_llm = module == "llm"
+    main = np.asarray(loads.num_tokens if is_llm else loads.num_items, dtype=float)
+    segment = np.asarray(loads.sum_sq_tokens) / np.maximum(main, 1.0) if is_llm else np.zeros_like(main)
+    return (
+        np.minimum(np.frexp(main)[1], NUM_LOAD_BINS - 1),
+        np.minimum(np.frexp(segment)[1], NUM_SEGMENT_BINS - 1),
+    )
+
+
+@njit(cache=True)
+def bin_of(is_llm, loads):
+    """`bins_of` of one microbatch's loads [4], for kernels."""
+    if not is_llm:
+        return min(math.frexp(loads[0])[1], NUM_LOAD_BINS - 1), 0
+    segment = loads[2] / max(loads[1], 1.0)
+    return min(math.frexp(loads[1])[1], NUM_LOAD_BINS - 1), min(math.frexp(segment)[1], NUM_SEGMENT_BINS - 1)
+
+
+def stale_share(bins: Mapping[BinKey, LearnedBin]) -> float:
+    """Of the bins that count, the share whose times are off by more than a fifth; 0 where none counts."""
+    known = [learned for learned in bins.values() if learned.counts]
+    return float(np.mean([abs(learned.log_ratio) > _STALE for learned in known])) if known else 0.0
+
+
+def is_stale(bins: Mapping[BinKey, LearnedBin]) -> bool:
+    """Whether most of the bins are off by more than a fifth: the table is not of this device, or not of today's."""
+    return stale_share(bins) > 0.5
+
+
+def _followed(known: LearnedBin | None, ratio: float, num_cells: int) -> LearnedBin:
+    recent = (*(known.recent if known else ()), ratio)[-_NUM_RECENT:]
+    middle = float(np.mean(sorted(recent)[1:-1] if len(recent) > 2 else recent))
+    # Until there are enough recent steps there is nothing to average their mean with.
+    if known is not None and known.num_steps >= _NUM_RECENT:
+        before = math.exp(known.log_ratio)
+        middle = before + _WEIGHT * (middle - before)
+    return LearnedBin(
+        log_ratio=math.log(middle),
+        num_cells=num_cells + (known.num_cells if known else 0),
+        num_steps=1 + (known.num_steps if known else 0),
+        recent=recent,
+    )
+
+
+def _factor(log_ratio: float) -> float:
+    return math.exp(log_ratio) if abs(log_ratio) > _DEADBAND else 1.0
