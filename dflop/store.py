@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import duckdb
 
 __all__ = [
+    "CORRECTIONS_SCHEMA",
     "LEFT_OUT_SCHEMA",
     "LINKS_SCHEMA",
     "LINK_MODEL_SCHEMA",
@@ -116,6 +117,21 @@ LEFT_OUT_SCHEMA = pl.Schema(
     }
 )
 
+# One row a shape bin of a module and pass: loads (items of encoders, tokens of the LLM) and, for the LLM, mean segments
+# from the least to below twice the least. `ratio` is measured over the cost table's time, `factor` what schedules use.
+CORRECTIONS_SCHEMA = pl.Schema(
+    {
+        "module": pl.String,
+        "pass": pl.String,
+        "least_load": pl.Int64,
+        "least_segment": pl.Int64,
+        "num_observations": pl.Int64,
+        "num_steps": pl.Int64,
+        "ratio": pl.Float64,
+        "factor": pl.Float64,
+    }
+)
+
 _SHAPES_SQL = """
 CREATE TABLE sources AS
     SELECT name, path, media_root, sampling, digest, num_records FROM source_frame ORDER BY position;
@@ -203,7 +219,8 @@ CREATE TABLE link_model AS SELECT * FROM link_model_frame;
 _OBSERVATIONS_SQL = """
 CREATE TABLE observations AS SELECT * FROM observations_frame;
 CREATE TABLE rejects AS SELECT * FROM rejects_frame;
-CREATE TABLE corrections AS
+CREATE TABLE corrections AS SELECT * FROM corrections_frame;
+CREATE TABLE measured_over_predicted AS
     SELECT module, pass, count(*) AS num_observations, sum(seconds) AS measured_s, sum(predicted_s) AS predicted_s,
            sum(seconds) / nullif(sum(predicted_s), 0) AS ratio
     FROM observations WHERE NOT warmup GROUP BY module, pass ORDER BY module, pass;
@@ -281,10 +298,13 @@ def write_costs(path: Path, frames: Mapping[str, pl.DataFrame], meta: Mapping[st
     _write(path, _COSTS_SQL, {f"{name}_frame": frame for name, frame in (no_links | dict(frames)).items()}, meta)
 
 
-def write_observations(path: Path, observations: pl.DataFrame, rejects: pl.DataFrame, meta: Mapping[str, str]) -> None:
-    """Write `observations` and what follows from them, `corrections` (measured over predicted time), and `rejects`, the
+def write_observations(
+    path: Path, observations: pl.DataFrame, corrections: pl.DataFrame, rejects: pl.DataFrame, meta: Mapping[str, str]
+) -> None:
+    """Write `observations`, `measured_over_predicted`, which follows from them, `corrections`, and `rejects`, the
     samples that the run left out (`LEFT_OUT_SCHEMA`)."""
-    _write(path, _OBSERVATIONS_SQL, {"observations_frame": observations, "rejects_frame": rejects}, meta)
+    frames = {"observations": observations, "corrections": corrections, "rejects": rejects}
+    _write(path, _OBSERVATIONS_SQL, {f"{name}_frame": frame for name, frame in frames.items()}, meta)
 
 
 def read_table(path: Path, table: str, *, made_by: str) -> pl.DataFrame:

@@ -67,6 +67,8 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
         f"{out / 'summary.json'}: loss {summary['first_loss']:.3f} -> {summary['final_loss']:.3f}, "
         f"{summary['tokens_per_s']:,.0f} tokens/s, idle {summary['idle']:.0%}, model in {out / 'model'}"
     )
+    if rerun := summary["correction"]["rerun"]:
+        click.echo(f"dflop: {rerun}", err=True)
 
 
 @click.command("report")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dflop.scheduling.batches import GlobalBatches
     from dflop.scheduling.correction import Corrections, Learner, is_stale, stale_share
+    from dflop.scheduling.correction_file import CorrectionFile, read_learned
+    from dflop.scheduling.correction_loop import REPORT_LAG_STEPS, CorrectionLoop, MeasuredStep
     from dflop.scheduling.fitting import MOST_LEFT_OUT, alone_bytes, describe_left_out, leave_out_too_large, without
     from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets
     from dflop.scheduling.policies import (
@@ -34,6 +36,8 @@ _HOMES = {
     "batches": ("GlobalBatches",),
     "fitting": ("MOST_LEFT_OUT", "alone_bytes", "describe_left_out", "leave_out_too_large", "without"),
     "correction": ("Corrections", "Learner", "is_stale", "stale_share"),
+    "correction_file": ("CorrectionFile", "read_learned"),
+    "correction_loop": ("REPORT_LAG_STEPS", "CorrectionLoop", "MeasuredStep"),
     "ilp": ("CbcProcess", "IlpResult", "ilp_buckets"),
     "policies": (
         "dealt_at_random",
@@ -57,16 +61,20 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "BYTES_PER_VALUE",
     "MOST_LEFT_OUT",
+    "REPORT_LAG_STEPS",
     "WEIGHT_SHARE",
     "Assignment",
     "BalancedBatchSampler",
     "BatchProblem",
     "BatchScheduler",
     "CbcProcess",
+    "CorrectionFile",
+    "CorrectionLoop",
     "Corrections",
     "GlobalBatches",
     "IlpResult",
     "Learner",
+    "MeasuredStep",
     "Pricer",
     "StepSchedule",
     "StepSearch",
@@ -88,6 +96,7 @@ __all__ = [
     "preview_frames",
     "quick_buckets",
     "random_buckets",
+    "read_learned",
     "small_at_both_ends",
     "stale_share",
     "without",

@@ -2,11 +2,13 @@
 
 `lpt` balances; `search` starts from what is best of that and of microbatches that are small where the pipeline fills
 and drains, and changes what lengthens the simulated step; `ilp` gives CBC a turn before that.
-A schedule depends on the seed, the step, the data, the plan and the costs alone; and, for `ilp`, on how far CBC gets
-within its time limit, in whose place `schedule.deterministic` counts CBC's work. It holds all that a rank needs to load
-and compute its part. No assignment is taken that breaks a limit: each is checked, memory with all that is in flight.
+A schedule depends on the seed, the step, the data, the plan, the costs and the corrections that the pricer has alone;
+and, for `ilp`, on how far CBC gets within its time limit, in whose place `schedule.deterministic` counts CBC's work. It
+holds all that a rank needs to load and compute its part. No assignment is taken that breaks a limit: each is checked,
+memory with all that is in flight.
 """
 
+import copy
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +46,8 @@ class StepSchedule:
 
     `num_beyond_memory` counts faster assignments that were not taken since memory would not hold them.
     `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside of what was measured) are
-    [num_nodes, num_microbatches] in the order of `nodes_of`.
+    [num_nodes, num_microbatches] in the order of `nodes_of`. `corrections_version` says which corrections priced it
+    (0: the cost table alone), `measures` whether its ranks are to report what it takes.
     """
 
     step: int
@@ -69,6 +72,16 @@ class StepSchedule:
     status: str
     num_beyond_memory: int
     deciding_s: float
+    corrections_version: int = 0
+    measures: bool = False
+
+    @property
+    def shapes(self) -> SampleShapes:
+        return SampleShapes(**{item.name: getattr(self, item.name) for item in fields(SampleShapes)})
+
+    @property
+    def assignment(self) -> Assignment:
+        return Assignment(**{item.name: getattr(self, item.name) for item in fields(Assignment)})
 
     def to_json(self) -> str:
         """One line; numpy arrays become lists."""
@@ -134,7 +147,14 @@ class BatchScheduler:
             status=status,
             num_beyond_memory=num_beyond_memory,
             deciding_s=time.perf_counter() - started,
+            corrections_version=self.pricer.corrections.version,
         )
+
+    def priced_by(self, pricer: Pricer) -> "BatchScheduler":
+        """A scheduler of the same steps that follows another pricer of the plan, to be closed like this one."""
+        other = copy.copy(self)
+        other.pricer, other._cbc = pricer, None
+        return other
 
     @property
     def num_trials(self) -> int:
@@ -143,7 +163,7 @@ class BatchScheduler:
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        return ideal_shares(self.pricer, self.samples, self.batches.global_batch_size)
+        return ideal_shares(self.pricer.corrected(), self.samples, self.batches.global_batch_size)
 
     def check(self, num_steps: int) -> None:
         """Raise `UserError` when a batch of a run cannot be scheduled within the plan's buckets and memory."""

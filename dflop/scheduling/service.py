@@ -1,8 +1,9 @@
 """The scheduler as a process of its own, ahead of training and out of its way.
 
 `ScheduleService` starts it and reads a `StepSchedule` a line; `python -m dflop.scheduling.service` is the
-process. It takes its request and then the trainer's progress on stdin, keeps `lookahead_steps` ahead of
-that, and ends when stdin closes, so that it cannot outlive the trainer.
+process. It takes its request and then the trainer's progress on stdin, with what steps took, keeps `lookahead_steps`
+ahead of that, and ends when stdin closes, so that it cannot outlive the trainer. What it learned of the cost table's
+errors it writes beside the run, after every step that taught something, and starts from when the run is taken up again.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from dflop.config import Config, load_config, select_keys
 from dflop.costs import CostModel
@@ -21,6 +23,8 @@ from dflop.data import load_samples
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.pipeline import load_plan
 from dflop.scheduling.batches import GlobalBatches
+from dflop.scheduling.correction_file import CorrectionFile
+from dflop.scheduling.correction_loop import CorrectionLoop, MeasuredStep
 from dflop.scheduling.fitting import leave_out_too_large
 from dflop.scheduling.ilp import WORK_TIMEOUT_S
 from dflop.scheduling.pricing import Pricer
@@ -59,12 +63,16 @@ def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> 
 class ScheduleService:
     """Schedules of steps `[first_step, num_steps)`, one `next()` each, from the process beside training."""
 
-    def __init__(self, config: Config, *, shapes: Path, costs: Path, plan: Path, first_step: int) -> None:
+    def __init__(
+        self, config: Config, *, shapes: Path, costs: Path, plan: Path, corrections: Path, first_step: int
+    ) -> None:
+        """`corrections` is the file in which what was learned is kept; it need not exist yet."""
         request = {
             "config": select_keys(config, STAGES["schedule"].reads),
             "shapes": str(shapes),
             "costs": str(costs),
             "plan": str(plan),
+            "corrections": str(corrections),
             "first_step": first_step,
             "num_steps": config.train.steps,
         }
@@ -124,6 +132,10 @@ class ScheduleService:
             self._waits_since = time.monotonic()
         self._send(str(step))
 
+    def observe(self, measured: MeasuredStep) -> None:
+        """Tell what a step took. To be told before the start of the step that makes it known."""
+        self._send(measured.to_json())
+
     def kill(self) -> None:
         """End the process, whatever it does: `next` returns None."""
         self._process.kill()
@@ -151,23 +163,39 @@ def _serve() -> None:
     progress = _Progress(request["first_step"])
     threading.Thread(target=progress.follow_stdin, daemon=True).start()
     scheduler = open_scheduler(config, **{name: Path(request[name]) for name in ("shapes", "costs", "plan")})
+    file = CorrectionFile(Path(request["corrections"]), scheduler.pricer.costs)
+    loop = CorrectionLoop(scheduler, config.schedule, file.read())
     with scheduler.open():
         for step in range(request["first_step"], request["num_steps"]):
             if not progress.wait_until(step - config.schedule.lookahead_steps):
                 return
-            print(scheduler.schedule(step).to_json(), flush=True)
+            for measured in progress.take_measured():
+                loop.observe(measured)
+            print(loop.schedule(step).to_json(), flush=True)
+            file.write(loop.learner)
+        # Nothing is left to schedule; what the last steps took is of use to the next run.
+        while progress.wait_for_measured():
+            for measured in progress.take_measured():
+                loop.observe(measured)
+                loop.learn(measured.step)
+            file.write(loop.learner)
 
 
 class _Progress:
-    """The step that training is at, as told over stdin."""
+    """The step that training is at and what steps took, as told over stdin."""
 
     def __init__(self, step: int) -> None:
         self._step, self._ended, self._changed = step, False, threading.Condition()
+        self._measured: list[MeasuredStep] = []
 
     def follow_stdin(self) -> None:
         for line in sys.stdin:
+            told: int | dict[str, Any] = json.loads(line)
             with self._changed:
-                self._step = int(line)
+                if isinstance(told, int):
+                    self._step = told
+                else:
+                    self._measured.append(MeasuredStep.from_dict(told))
                 self._changed.notify_all()
         with self._changed:
             self._ended = True
@@ -178,6 +206,17 @@ class _Progress:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._step >= step)
             return not self._ended
+
+    def wait_for_measured(self) -> bool:
+        """Wait for the trainer to tell what a step took; False when it has gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._measured)
+            return not self._ended
+
+    def take_measured(self) -> list[MeasuredStep]:
+        with self._changed:
+            taken, self._measured = self._measured, []
+            return taken
 
 
 if __name__ == "__main__":

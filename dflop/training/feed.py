@@ -18,7 +18,7 @@ from dflop.config import Config
 from dflop.data.loading import MicrobatchJob, SampleRef
 from dflop.errors import UserError
 from dflop.pipeline import Node
-from dflop.scheduling import BatchScheduler, StepSchedule
+from dflop.scheduling import BatchScheduler, MeasuredStep, StepSchedule
 from dflop.scheduling.service import ScheduleService, open_scheduler
 
 __all__ = ["JobStream", "ScheduleFeed", "SchedulePublisher", "samples_of"]
@@ -31,12 +31,21 @@ class SchedulePublisher(threading.Thread):
     """The first rank's thread from the service's output to the store."""
 
     def __init__(
-        self, store: dist.Store, config: Config, *, shapes: Path, costs: Path, plan: Path, first_step: int
+        self,
+        store: dist.Store,
+        config: Config,
+        *,
+        shapes: Path,
+        costs: Path,
+        plan: Path,
+        corrections: Path,
+        first_step: int,
     ) -> None:
         super().__init__(daemon=True, name="schedule-publisher")
         self._store, self._config, self._first_step = store, config, first_step
         self._artifacts = {"shapes": shapes, "costs": costs, "plan": plan}
-        self.service = ScheduleService(config, **self._artifacts, first_step=first_step)
+        self._corrections = corrections
+        self.service = self._start_service(first_step)
         self._serves, self._num_restarts = True, 0
         self._stand_in: BatchScheduler | None = None
         self._closed = False
@@ -54,8 +63,11 @@ class SchedulePublisher(threading.Thread):
                 raise
             self._store.set(f"schedule/{step}", schedule.to_json())
 
-    def step_started(self, step: int) -> None:
+    def step_started(self, step: int, measured: MeasuredStep | None) -> None:
+        """Tell the service that a step begins, and what an earlier one took where that is known by now."""
         with self._progress:
+            if measured:
+                self.service.observe(measured)
             self.service.step_started(step)
             self._at_step = step
             self._progress.notify_all()
@@ -70,6 +82,9 @@ class SchedulePublisher(threading.Thread):
         if self.is_alive():
             self.join(_JOIN_S)
         self.service.close()
+
+    def _start_service(self, first_step: int) -> ScheduleService:
+        return ScheduleService(self._config, **self._artifacts, corrections=self._corrections, first_step=first_step)
 
     def _from_service(self, step: int) -> StepSchedule | None:
         """None where the service is gone, or a restarted one begins later."""
@@ -98,7 +113,7 @@ class SchedulePublisher(threading.Thread):
             with self._progress:
                 if not self._closed:
                     self.service.close()
-                    self.service = ScheduleService(self._config, **self._artifacts, first_step=onward)
+                    self.service = self._start_service(onward)
 
     def _from_stand_in(self, step: int) -> StepSchedule | None:
         """This process's own decision, the same wherever and whenever it is made; None when closed."""

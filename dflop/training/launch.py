@@ -4,6 +4,7 @@ This file imports no torch. `python -m dflop.training.worker` is what torchrun s
 """
 
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from dflop.config import Config, select_keys
 from dflop.errors import UserError
 from dflop.models import check_runnable
 from dflop.pipeline import Plan, load_plan, why_not_runnable
+from dflop.scheduling import Learner, is_stale, read_learned, stale_share
 from dflop.stages import STAGES
 from dflop.torchrun import run_ranks
-from dflop.training.observations import NUM_WARMUP_STEPS
+from dflop.training.observations import CORRECTIONS_FILE, NUM_WARMUP_STEPS
 
-__all__ = ["check_devices", "check_plan", "launch_ranks", "summarise"]
+__all__ = ["check_devices", "check_plan", "launch_ranks", "summarise", "what_to_rerun"]
 
 
 def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str | None]) -> None:
@@ -73,6 +75,7 @@ def check_devices(config: Config, plan: Plan) -> None:
 def summarise(config: Config, out: Path, observations: pl.DataFrame, *, num_left_out: int) -> dict[str, object]:
     """Write `summary.json`, the last file of a run; returns what it holds."""
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    learner = read_learned(out / "observations" / CORRECTIONS_FILE)
     last = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     run = json.loads((last / "run.json").read_text(encoding="utf-8"))
     steady = steps[NUM_WARMUP_STEPS:] or steps
@@ -109,7 +112,29 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame, *, num_left
             .rows()
         },
         "policy": config.schedule.policy,
+        "correction": {
+            "mode": config.schedule.correction,
+            "num_learned_steps": learner.num_steps,
+            "stale_share": stale_share(learner.bins),
+            "rerun": what_to_rerun(learner),
+        },
     }
     with written_whole(out / "summary.json") as path:
         path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
+
+
+def what_to_rerun(learner: Learner) -> str | None:
+    """One line for who trained with costs that most of the learned shape bins contradict; None where they hold."""
+    if not is_stale(learner.bins):
+        return None
+    worst: dict[str, float] = {}
+    for key, learned in sorted(learner.bins.items()):
+        if learned.counts:
+            worst[key.module] = max(worst.get(key.module, 0.0), learned.log_ratio, key=abs)
+    ratios = ", ".join(f"{module} up to {math.exp(log_ratio):.2f}x" for module, log_ratio in worst.items())
+    return (
+        f"the costs look stale: {stale_share(learner.bins):.0%} of the shape bins took over 20 % more or less than "
+        f"costs.duckdb says ({ratios}); measure again with `dflop profile-costs` (`snakemake --forcerun "
+        "profile_costs`), with nothing else on the devices"
+    )

@@ -1,7 +1,8 @@
 """Observations: how long every computation took, beside what was predicted.
 
 Each rank writes Parquet parts while it trains, one up to every checkpoint; when training has ended they
-become `observations.duckdb`. Parts of steps that a resumed run repeats are written over.
+become `observations.duckdb`, with what the scheduler learned from them. Parts of steps that a resumed run repeats are
+written over.
 """
 
 import shutil
@@ -10,14 +11,16 @@ from pathlib import Path
 import polars as pl
 
 from dflop.pipeline import Node, Op, Span
-from dflop.scheduling import StepSchedule
-from dflop.store import write_observations
+from dflop.scheduling import StepSchedule, read_learned
+from dflop.store import CORRECTIONS_SCHEMA, write_observations
 
-__all__ = ["NUM_WARMUP_STEPS", "Observations", "merge_observations"]
+__all__ = ["CORRECTIONS_FILE", "NUM_WARMUP_STEPS", "Observations", "merge_observations"]
 
 # The first steps of a process load data and warm caches and allocators: they are kept and drawn, but no figure is
 # taken from them.
 NUM_WARMUP_STEPS = 2
+# Beside the parts: it goes when they go.
+CORRECTIONS_FILE = "corrections.json"
 _PASS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.SYNC_GRADIENTS: "sync"}
 
 
@@ -28,6 +31,11 @@ class Observations:
         self._folder, self._rank, self._node = folder, rank, node
         self._rows: list[dict[str, object]] = []
         self._num_steps = 0
+
+    @property
+    def corrections_path(self) -> Path:
+        """Where the scheduler keeps what it learns."""
+        return self._folder / CORRECTIONS_FILE
 
     def add(self, step: int, schedule: StepSchedule, node_index: int, spans: list[Span], zero_s: float) -> None:
         """Note one step; `zero_s` is when its first instruction began on this rank."""
@@ -72,8 +80,9 @@ class Observations:
 
 
 def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: dict[str, str]) -> pl.DataFrame:
-    """All ranks' parts into `observations.duckdb`, beside the samples that were `left_out`; returns the rows of the
-    parts by (step, rank, start)."""
+    """All ranks' parts into `observations.duckdb`, with the corrections, and the samples that were `left_out`; returns
+    the rows of the parts by (step, rank, start)."""
     frame = pl.read_parquet(parts / "*.parquet").sort("step", "rank", "start_s")
-    write_observations(path, frame, left_out, meta)
+    corrections = pl.DataFrame(read_learned(parts / CORRECTIONS_FILE).table(), schema=CORRECTIONS_SCHEMA)
+    write_observations(path, frame, corrections, left_out, meta)
     return frame

@@ -37,7 +37,8 @@ from dflop.scheduling import StepSchedule
 from dflop.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, set_aside
 from dflop.training.export import export_model
 from dflop.training.feed import JobStream, ScheduleFeed, SchedulePublisher
-from dflop.training.observations import Observations
+from dflop.training.observations import NUM_WARMUP_STEPS, Observations
+from dflop.training.reports import StepReports
 from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.topology import join_world
 from dflop.training.work import make_work
@@ -108,6 +109,9 @@ class Trainer:
         self.observations = Observations(files.out / "observations", self.topology.rank, node)
         self.first_step, self.restarts = self._resume()
         self.feed = ScheduleFeed(self.topology.store)
+        self.reports = StepReports(
+            self.topology.store, num_nodes=len(self.program.nodes), num_microbatches=self.plan.num_microbatches
+        )
         self.publisher = self._start_publisher() if self.topology.is_main else None
         dataset = MicrobatchLoader(
             records=TrainingRecords(list_sources(config.data), config.seed),
@@ -175,7 +179,7 @@ class Trainer:
     def _step(self, step: int) -> None:
         started = time.monotonic()
         if self.publisher:
-            self.publisher.step_started(step)
+            self.publisher.step_started(step, self.reports.take(step))
         schedule = self.feed.get(step)
         self.work.begin_step(schedule)
         zero_s = time.monotonic()
@@ -184,6 +188,8 @@ class Trainer:
         totals = self._update(step, schedule, spans)
         step_s = time.monotonic() - started
         self.observations.add(step, schedule, self.topology.node_index, spans, zero_s)
+        if schedule.measures and step >= self.first_step + NUM_WARMUP_STEPS:
+            self.reports.send(step, self.topology.node_index, spans, step_s)
         if self.topology.is_main:
             self._log(step, schedule, totals, step_s, pipeline_s)
         self.feed.forget(step)
@@ -252,6 +258,8 @@ class Trainer:
             "deciding_s": schedule.deciding_s,
             "num_unreadable": int(totals["unreadable"]),
             "extrapolated": extrapolated,
+            "corrections_version": schedule.corrections_version,
+            "measures": schedule.measures,
         }
         with (self.files.out / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -322,6 +330,7 @@ class Trainer:
             shapes=self.files.shapes,
             costs=self.files.costs,
             plan=self.files.plan,
+            corrections=self.observations.corrections_path,
             first_step=self.first_step,
         )
         publisher.start()

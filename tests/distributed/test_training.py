@@ -5,6 +5,7 @@ run here starts real gloo processes with torchrun.
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -257,6 +258,29 @@ def test_loaders_that_read_ahead_and_a_scheduler_that_does_not_never_wait_for_ea
     closely = config | {"schedule": {"policy": "lpt", "lookahead_steps": 1}}
     steps = _train(folder, closely, plan, tmp_path / "train", steps=4, loader_workers=2, precision="bf16")
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
+
+
+def test_measured_steps_correct_the_ones_scheduled_after_them_and_a_resumed_run_starts_with_that(run, tmp_path):
+    folder, config = run
+    plan = _plan(folder, vision_dp=1, llm_dp=1, llm_pp=1, num_microbatches=4)
+    corrected = config | {"schedule": {"policy": "lpt", "lookahead_steps": 1, "correction": "on"}}
+    out = tmp_path / "train"
+    first = _train(folder, corrected, plan, out, steps=12)
+    # Steps 0 and 1 warm up; step 5 is the first that begins, and is scheduled, after step 2 was reported.
+    assert [step["corrections_version"] for step in first] == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
+    learned = read_table(out / "observations.duckdb", "corrections", made_by="train")
+    used = learned.filter(pl.col("num_steps") >= 6)
+    assert len(used)
+    assert (used["factor"].log() - used["ratio"].log()).abs().max() < 0.03
+    again = _train(folder, corrected, plan, out, steps=14)
+    assert again[12]["corrections_version"] >= 7
+    # The made-up device is another than this one: the table alone is far off, and what was learned is nearer.
+    by_table = abs(math.log(first[4]["pipeline_s"] / first[4]["predicted_step_s"]))
+    by_both = abs(math.log(again[13]["pipeline_s"] / again[13]["predicted_step_s"]))
+    assert by_both < by_table
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["correction"]["stale_share"] > 0.5
+    assert (out / "log").read_text().count("the costs look stale") == 1
 
 
 def test_costs_of_another_device_and_loads_that_nobody_measured_are_said_at_the_start(run, tmp_path):

@@ -191,16 +191,18 @@ def test_a_closed_choice_in_a_list_names_the_entry():
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "name"),
-    [
-        ("schedule.correction", "on", "schedule.correction"),
-    ],
-)
-def test_a_choice_that_is_planned_but_not_there_yet_is_refused_as_such(key, value, name):
-    message = refusal(nested(key, value))
-    assert f"`{name}` is " in message
-    assert "which this version cannot do yet; use " in message
+@pytest.mark.parametrize("choice", ["off", "on", "auto"])
+def test_correction_is_chosen_by_its_name_though_yaml_takes_two_of_them_for_truths(tmp_path, choice):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"schedule: {{correction: {choice}}}\n")
+    assert load_config(path).schedule.correction == choice
+    assert load_config({"schedule": {"correction": choice}}).schedule.correction == choice
+
+
+def test_deterministic_schedules_follow_no_measured_times():
+    assert load_config({"schedule": {"deterministic": True}}).schedule.correction == "off"
+    message = refusal({"schedule": {"deterministic": True, "correction": "on"}})
+    assert "`schedule.correction` is 'on' and `schedule.deterministic` true" in message
 
 
 def test_a_fixed_plan_may_not_need_more_devices_than_there_are():

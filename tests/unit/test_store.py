@@ -13,6 +13,7 @@ from dflop import store
 from dflop.data import load_samples
 from dflop.errors import UserError
 from dflop.store import (
+    CORRECTIONS_SCHEMA,
     LEFT_OUT_SCHEMA,
     MODALITIES,
     REJECT_REASONS,
@@ -412,7 +413,7 @@ def test_cost_tables_come_back_as_they_went_in(tmp_path):
         assert read_table(tmp_path / "costs.duckdb", name, made_by="fit-costs").equals(frames[name])
 
 
-def test_corrections_are_measured_over_predicted_time_without_the_warm_up(tmp_path):
+def test_ratios_are_measured_over_predicted_time_without_the_warm_up(tmp_path):
     rows = [
         ("llm", "forward", 9.0, 1.0, True),
         ("llm", "forward", 2.0, 1.0, False),
@@ -420,11 +421,11 @@ def test_corrections_are_measured_over_predicted_time_without_the_warm_up(tmp_pa
     ]
     rows += [("llm", "sync", 1.0, None, False), ("vision", "backward", 3.0, 6.0, False)]
     schema = ["module", "pass", "seconds", "predicted_s", "warmup"]
-    write_observations(
-        tmp_path / "o.duckdb", pl.DataFrame(rows, schema=schema, orient="row"), LEFT_OUT_SCHEMA.to_frame(), {}
-    )
-    corrections = read_table(tmp_path / "o.duckdb", "corrections", made_by="train")
-    assert corrections.select("module", "pass", "num_observations", "ratio").rows() == [
+    observations = pl.DataFrame(rows, schema=schema, orient="row")
+    nothing = (schema.to_frame() for schema in (CORRECTIONS_SCHEMA, LEFT_OUT_SCHEMA))
+    write_observations(tmp_path / "o.duckdb", observations, *nothing, {})
+    ratios = read_table(tmp_path / "o.duckdb", "measured_over_predicted", made_by="train")
+    assert ratios.select("module", "pass", "num_observations", "ratio").rows() == [
         ("llm", "forward", 2, 2.0),
         ("llm", "sync", 1, None),
         ("vision", "backward", 1, 0.5),

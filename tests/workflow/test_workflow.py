@@ -125,7 +125,7 @@ def test_training_leaves_metrics_observations_a_trace_a_checkpoint_and_a_model(f
     assert promised <= set(steps[0])
     observations = read_table(folder / "observations.duckdb", "observations", made_by="")
     assert len(observations.filter(pl.col("pass") == "forward")) == 6 * 4 * 2
-    assert len(read_table(folder / "observations.duckdb", "corrections", made_by=""))
+    assert len(read_table(folder / "observations.duckdb", "measured_over_predicted", made_by=""))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
     assert (folder / "checkpoints/step-000006/run.json").is_file()

@@ -24,7 +24,15 @@ from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, p
 from dflop.reporting.training import draw_training
 from dflop.scheduling import preview_frames
 from dflop.scheduling.service import open_scheduler
-from dflop.store import LEFT_OUT_SCHEMA, SHARD_SCHEMA, ShardFile, read_table, write_observations, write_shapes
+from dflop.store import (
+    CORRECTIONS_SCHEMA,
+    LEFT_OUT_SCHEMA,
+    SHARD_SCHEMA,
+    ShardFile,
+    read_table,
+    write_observations,
+    write_shapes,
+)
 
 NAMES = ["costs.svg", "plans.svg", "timeline.svg", "training.svg", "summary.json"]
 CREATED = {"created": "2025-01-01T00:00:00+00:00"}
@@ -421,4 +429,5 @@ def make_training(folder, scheduler, num_steps, predicted):
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"final_loss": 2.5}))
-    write_observations(folder / "observations.duckdb", pl.DataFrame(rows), LEFT_OUT_SCHEMA.to_frame(), CREATED)
+    nothing = (schema.to_frame() for schema in (CORRECTIONS_SCHEMA, LEFT_OUT_SCHEMA))
+    write_observations(folder / "observations.duckdb", pl.DataFrame(rows), *nothing, CREATED)

@@ -1,6 +1,7 @@
 """Before anything is started: the plan must be for the devices there are, and threads are shared among ranks."""
 
 import dataclasses
+import math
 import os
 
 import pytest
@@ -9,8 +10,11 @@ import yaml
 from dflop.config import ClusterConfig, load_config
 from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan
+from dflop.scheduling import Learner
+from dflop.scheduling.correction import BinKey, LearnedBin
 from dflop.torchrun import rendezvous, threads_per_rank
 from dflop.training import check_devices, launch_ranks
+from dflop.training.launch import what_to_rerun
 
 
 def make_plan(vision_dp: int = 2, llm_dp: int = 3) -> Plan:
@@ -132,3 +136,18 @@ def test_ranks_on_cpus_share_the_cores_and_each_has_at_least_one():
     assert threads_per_rank(ClusterConfig(device="cpu", devices_per_node=cores)) == 1
     assert threads_per_rank(ClusterConfig(device="cpu", devices_per_node=10 * cores)) == 1
     assert threads_per_rank(ClusterConfig(device="cuda", devices_per_node=1)) == 1
+
+
+def test_who_trained_with_stale_costs_is_told_how_far_they_are_off_and_what_to_run():
+    def learned(ratio: float) -> LearnedBin:
+        return LearnedBin(log_ratio=math.log(ratio), num_cells=50, num_steps=9, recent=(math.log(ratio),) * 3)
+
+    keys = [BinKey("llm", "forward", load_bin, 7) for load_bin in (8, 9, 10)] + [BinKey("vision", "backward", 4, 0)]
+    stale = Learner(dict(zip(keys, map(learned, (1.5, 0.5, 1.0, 1.25)), strict=True)))
+    line = what_to_rerun(stale)
+    assert "75% of the shape bins" in line
+    assert "llm up to 0.50x, vision up to 1.25x" in line
+    assert "`dflop profile-costs`" in line
+    assert "\n" not in line
+    assert what_to_rerun(Learner(dict(zip(keys, map(learned, (1.5, 1.1, 1.0, 1.0)), strict=True)))) is None
+    assert what_to_rerun(Learner()) is None

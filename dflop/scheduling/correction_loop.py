@@ -1,0 +1,135 @@
+"""Closing the loop: steps are scheduled with what measured steps taught, and measured while that pays.
+
+`CorrectionLoop` stands before a `BatchScheduler`. It is told what steps took, learns, and says of every step that it
+schedules whether it is to be measured. Under `auto` a gate decides that: after a window of measured steps the simulator
+says how much shorter recent batches become by the corrections, and where that is less than measuring costs, the run is
+not measured for a while. What was learned stays in use. No clock, file or process is touched here.
+"""
+
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflop.config import ScheduleConfig
+from dflop.costs import Loads
+from dflop.scheduling.correction import NO_CORRECTIONS, Learner
+from dflop.scheduling.pricing import Pricer
+from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+
+__all__ = ["REPORT_LAG_STEPS", "CorrectionLoop", "MeasuredStep"]
+
+# Ranks report a step when they have ended it; that all have is sure once the next but one begins.
+REPORT_LAG_STEPS = 2
+# Measured steps before the gate decides, the batches that it then tries, and the steps that it keeps measuring off.
+_WINDOW, _NUM_TRIED, _REST = 16, 4, 96
+# A smaller gain cannot be told from what two searches find by chance.
+_LEAST_GAIN = 0.005
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MeasuredStep:
+    """Seconds that a step's computations took, [num_nodes, num_microbatches] in the order of `nodes_of`.
+
+    `overhead` is the share of the step that went into reporting them.
+    """
+
+    step: int
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    overhead: float
+
+    def to_json(self) -> str:
+        """One line."""
+        times = {"forward_s": self.forward_s.tolist(), "backward_s": self.backward_s.tolist()}
+        return json.dumps({"step": self.step, **times, "overhead": self.overhead})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "MeasuredStep":
+        times = {name: np.array(values[name], dtype=float) for name in ("forward_s", "backward_s")}
+        return cls(step=values["step"], **times, overhead=values["overhead"])
+
+
+class CorrectionLoop:
+    """`schedule(step)` for steps in ascending order, with what `observe` was told of steps long enough before.
+
+    A schedule uses measured steps up to `lookahead_steps + REPORT_LAG_STEPS` before it and none after, however early
+    they are known: equal measurements make equal schedules.
+    """
+
+    def __init__(self, scheduler: BatchScheduler, config: ScheduleConfig, learner: Learner | None = None) -> None:
+        self._scheduler, self._table = scheduler, scheduler.pricer.corrected()
+        self._mode = config.correction
+        # The gate tries batches without CBC, whose answers depend on the time it has.
+        self._policy_tried = "search" if config.policy == "ilp" else config.policy
+        self.learner = learner or Learner()
+        self._lag = config.lookahead_steps + REPORT_LAG_STEPS
+        self._awaited: dict[int, StepSchedule] = {}
+        self._reported: dict[int, MeasuredStep] = {}
+        self._overheads: list[float] = []
+        self._recent: deque[int] = deque(maxlen=_NUM_TRIED)
+        self._rests_until = 0
+
+    def schedule(self, step: int) -> StepSchedule:
+        if self._mode == "off":
+            return self._scheduler.schedule(step)
+        self.learn(step - self._lag)
+        corrections = self.learner.corrections
+        self._scheduler.pricer = self._table.corrected(corrections)
+        if self._mode == "auto" and len(self._overheads) >= _WINDOW:
+            if self.gain(list(self._recent)) < max(_LEAST_GAIN, float(np.median(self._overheads))):
+                self._rests_until = step + _REST
+            self._overheads.clear()
+        measures = step >= self._rests_until
+        schedule = dataclasses.replace(self._scheduler.schedule(step), measures=measures)
+        if measures:
+            self._awaited[step] = schedule
+        return schedule
+
+    def observe(self, measured: MeasuredStep) -> None:
+        """Take what a step took that was scheduled here, with `measures`."""
+        self._reported[measured.step] = measured
+
+    def learn(self, last_step: int) -> None:
+        """Learn from what is known of steps up to this one."""
+        steps = sorted(step for step in self._reported if step <= last_step)
+        for step in steps:
+            measured = self._reported.pop(step)
+            self.learner.observe(_cells(self._table, self._awaited[step], measured))
+            self._recent.append(step)
+            if step >= self._rests_until:
+                self._overheads.append(measured.overhead)
+        for step in [step for step in self._awaited if step < last_step]:
+            del self._awaited[step]
+
+    def gain(self, steps: list[int]) -> float:
+        """By which share these steps become shorter, as corrected, when the corrections decide and not the table."""
+        corrected = self._scheduler.pricer
+        if not steps or corrected.corrections.factors == NO_CORRECTIONS.factors:
+            return 0.0
+        took_s = [
+            sum(
+                corrected.step_s(schedule.shapes, schedule.assignment)
+                for schedule in (scheduler.schedule(step, self._policy_tried) for step in steps)
+            )
+            for scheduler in (self._scheduler.priced_by(pricer) for pricer in (self._table, corrected))
+        ]
+        return 1 - took_s[1] / took_s[0]
+
+
+def _cells(
+    table: Pricer, schedule: StepSchedule, measured: MeasuredStep
+) -> list[tuple[str, Loads, np.ndarray, np.ndarray]]:
+    """Of each pipeline stage its module, loads, and the table's and the measured seconds, as `Learner.observe` asks."""
+    of_module = table.loads(schedule.shapes, schedule.assignment)
+    table_s = np.stack(table.stage_costs.stage_times(of_module))
+    measured_s = np.stack([measured.forward_s, measured.backward_s])
+    ends = np.cumsum([stage.dp for stage in table.stages])
+    return [
+        (stage.module, of_module[stage.module], table_s[:, end - stage.dp : end], measured_s[:, end - stage.dp : end])
+        for stage, end in zip(table.stages, ends, strict=True)
+    ]
