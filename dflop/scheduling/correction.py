@@ -38,8 +38,8 @@ NUM_LOAD_BINS, NUM_SEGMENT_BINS = 32, 24
 
 # The weight of a step's ratio against all before it.
 _WEIGHT = 0.3
-# Microbatches, and steps, that a bin must have been met in before its factor counts.
-_MIN_CELLS, _MIN_STEPS = 6, 3
+# Microbatches that a bin must have been met with before its factor counts, beside `_NUM_RECENT` steps.
+_MIN_CELLS = 6
 # The last steps, of which the average is fed the mean without the least and the largest: one odd step changes nothing,
 # and what often takes long still counts, as it does for a step time. (A median would leave out the long tail.)
 _NUM_RECENT = 5
@@ -69,7 +69,7 @@ class LearnedBin:
 
     @property
     def counts(self) -> bool:
-        return self.num_cells >= _MIN_CELLS and self.num_steps >= _MIN_STEPS
+        return self.num_cells >= _MIN_CELLS and self.num_steps >= _NUM_RECENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -140,23 +140,23 @@ class Learner:
 
     @property
     def corrections(self) -> Corrections:
-        """The factors of bins that count; those never met take the median of their module's and pass's."""
+        """The factors of bins, as far as they can be told from noise; a bin of which too little is known takes the mean
+        of its module's and pass's."""
+        groups: dict[tuple[str, int], dict[tuple[int, int], LearnedBin]] = {}
+        for key, learned in sorted(self.bins.items()):
+            if learned.counts:
+                group = groups.setdefault((key.module, PASSES.index(key.direction)), {})
+                group[key.load_bin, key.segment_bin] = learned
         factors: dict[str, np.ndarray] = {}
-        for module in sorted({key.module for key in self.bins}):
-            table = np.ones((2, NUM_LOAD_BINS, NUM_SEGMENT_BINS))
-            for way, direction in enumerate(PASSES):
-                known = {
-                    (key.load_bin, key.segment_bin): learned.log_ratio
-                    for key, learned in self.bins.items()
-                    if (key.module, key.direction) == (module, direction) and learned.counts
-                }
-                if known:
-                    table[way] = _factor(float(np.median(list(known.values()))))
-                for place, log_ratio in known.items():
-                    table[way][place] = _factor(log_ratio)
-            if (table != 1.0).any():
-                factors[module] = table
-        return Corrections(version=self.num_steps, factors=factors)
+        for (module, way), (middle, log_ratios) in zip(groups, _believed(list(groups.values())), strict=True):
+            table = factors.setdefault(module, np.ones((2, NUM_LOAD_BINS, NUM_SEGMENT_BINS)))
+            table[way] = _factor(middle)
+            for place, log_ratio in zip(groups[module, way], log_ratios.tolist(), strict=True):
+                table[way][place] = _factor(log_ratio)
+        return Corrections(
+            version=self.num_steps,
+            factors={module: table for module, table in factors.items() if (table != 1.0).any()},
+        )
 
     def table(self) -> list[dict[str, Any]]:
         """What is known of each bin, as a row of the `corrections` table."""
@@ -245,6 +245,40 @@ def _followed(known: LearnedBin | None, ratio: float, num_cells: int) -> Learned
         num_steps=1 + (known.num_steps if known else 0),
         recent=recent,
     )
+
+
+def _believed(groups: list[dict[Any, LearnedBin]]) -> list[tuple[float, np.ndarray]]:
+    """Each group's mean log ratio, by microbatch, and its bins', all drawn together as far as noise explains them.
+
+    A schedule follows what differs: bins of a module from one another, and modules. Of five recent steps the fourth
+    less the second is a standard deviation (0.99 of it, for normal ones), whatever the tails.
+    """
+    middles, errors, distances = [], [], []
+    for bins in (list(group.values()) for group in groups):
+        weights = np.array([learned.num_cells for learned in bins]) / sum(learned.num_cells for learned in bins)
+        log_ratios = np.array([learned.log_ratio for learned in bins])
+        recent = np.log(np.sort([learned.recent for learned in bins], axis=1))
+        error = float(np.mean((recent[:, -2] - recent[:, 1]) ** 2)) / _NUM_RECENT
+        middle = float(weights @ log_ratios)
+        middles.append(middle)
+        errors.append(error * float(weights @ weights))
+        distances.append(_drawn(log_ratios - middle, error))
+    if not groups:
+        return []
+    mean = float(np.mean(middles))
+    drawn = mean + _drawn(np.array(middles) - mean, float(np.mean(errors)))
+    return [(middle, middle + own) for middle, own in zip(drawn.tolist(), distances, strict=True)]
+
+
+def _drawn(distances: np.ndarray, error: float) -> np.ndarray:
+    """Distances from a mean, less what their squared standard error makes of them (empirical Bayes, with the variance
+    between true values of DerSimonian and Laird 1986, unweighted).
+
+    The error given is that of the mean of the recent steps, which the moving average undercuts by a third: what may be
+    noise is not believed.
+    """
+    between = float(np.mean(distances**2)) - error
+    return distances * (between / (between + error) if between > 0 else 0.0)
 
 
 def _factor(log_ratio: float) -> float:

@@ -165,7 +165,7 @@ def test_a_ratio_that_changes_is_followed():
 
 
 def test_a_bin_met_a_few_times_is_left_as_it_is():
-    assert learned_from([2.0, 2.0], llm_loads([1000.0] * 50)).corrections.factors == {}
+    assert learned_from([2.0] * 4, llm_loads([1000.0] * 50)).corrections.factors == {}
     assert learned_from([2.0] * 5, llm_loads([1000.0])).corrections.factors == {}
     assert learned_from([2.0] * 6, llm_loads([1000.0])).corrections.factors != {}
 
@@ -179,7 +179,17 @@ def test_a_bin_never_met_is_taken_to_be_as_far_off_as_the_others():
     np.testing.assert_allclose(everywhere.at("llm", llm_loads([5000.0])), 1.3)
     one = learned_from([np.array([1.0, 1.3, 1.0])] * 6, llm_loads([100.0, 500.0, 1000.0])).corrections
     np.testing.assert_allclose(one.at("llm", llm_loads([500.0])), 1.3)
-    np.testing.assert_allclose(one.at("llm", llm_loads([5000.0])), 1.0)
+    np.testing.assert_allclose(one.at("llm", llm_loads([5000.0])), 1.3 ** (1 / 3))
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 999), sigma=st.floats(0.3, 0.8))
+def test_what_noise_alone_tells_of_bins_is_hardly_believed(seed, sigma):
+    """Bins that are alike but for noise: the factors are several times nearer to one another than the averages."""
+    rng, loads = np.random.default_rng(seed), llm_loads(2.0 ** np.arange(3, 15))
+    learner = learned_from([np.exp(rng.normal(0, sigma, (2, 12))) for _ in range(40)], loads)
+    averages = np.array([learned.log_ratio for learned in learner.bins.values()])
+    assert np.std(np.log(learner.corrections.at("llm", loads))) < 0.5 * np.std(averages)
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 0.0])

@@ -107,6 +107,14 @@ def test_with_one_bin_30_percent_slower_steps_come_within_3_percent_of_an_oracle
     assert corrected_s < 1.03 * oracle_s
 
 
+def test_times_that_are_all_noise_make_schedules_no_worse(device):
+    """Each time is drawn with a standard deviation of a half, as on cores that others use, around the table's."""
+    beside, after = device(), range(20, 40)
+    by_table_s = beside.true_s([beside.scheduler.schedule(step) for step in after])
+    corrected_s = beside.true_s(run(beside.loop(), beside.truth, 40, noise=0.5)[20:])
+    assert corrected_s < 1.01 * by_table_s
+
+
 def test_without_drift_the_gate_turns_measuring_off_and_on_again_after_a_while(device):
     beside = device("auto", policy="lpt")
     measures = [schedule.measures for schedule in run(beside.loop(), beside.truth, 160)]
