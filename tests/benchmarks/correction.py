@@ -58,10 +58,10 @@ def main() -> None:
     machine = f"{platform.machine()}, {psutil.cpu_count()} cores"
     print(f"{machine}: {command}\n")
     print(
-        f"{'':<14}{'drift: table':>14}{'corrected':>11}{'noise: corrected':>18}{'no drift: off':>15}{'us a trial':>12}"
+        f"{'':<14}{'drift: table':>14}{'corrected':>13}{'noise: corrected':>18}{'no drift: off':>15}{'us a trial':>12}"
     )
     print(
-        f"{'':<14}{'over oracle':>14}{'over oracle':>11}{'over table':>18}{'at step':>15}{'table':>12}{'corrected':>11}"
+        f"{'':<14}{'over oracle':>14}{'over oracle':>13}{'over table':>18}{'at step':>15}{'table':>12}{'corrected':>11}"
     )
     rows = {}
     for mix, shares in MIXES.items():
@@ -70,7 +70,7 @@ def main() -> None:
         rows[mix] = row = measure_mix(samples, pricer)
         off = "never" if row["off_at"] is None else row["off_at"]
         print(
-            f"{mix:<14}{row['table_over_oracle']:>14.3f}{row['corrected_over_oracle']:>11.3f}"
+            f"{mix:<14}{row['table_over_oracle']:>14.3f}{row['corrected_over_oracle']:>13.3f}"
             f"{row['noisy_over_table']:>18.3f}{off:>15}{row['trial_us']:>12.1f}{row['corrected_trial_us']:>11.1f}",
             flush=True,
         )
