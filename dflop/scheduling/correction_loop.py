@@ -17,7 +17,7 @@ import numpy as np
 
 from dflop.config import ScheduleConfig
 from dflop.costs import Loads
-from dflop.scheduling.correction import NO_CORRECTIONS, Learner
+from dflop.scheduling.correction import NO_CORRECTIONS, Corrections, Learner
 from dflop.scheduling.pricing import Pricer
 from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
 
@@ -73,6 +73,12 @@ class CorrectionLoop:
         self._overheads: list[float] = []
         self._recent: deque[int] = deque(maxlen=_NUM_TRIED)
         self._rests_until = 0
+
+    def prepare(self, step: int) -> None:
+        """Have a corrected search compiled (15 s, once an installation) before training waits for a schedule."""
+        if self._mode != "off":
+            ones = self._table.corrected(Corrections(factors={"llm": NO_CORRECTIONS.table("llm")}))
+            self._scheduler.priced_by(ones).schedule(step, self._policy_tried)
 
     def schedule(self, step: int) -> StepSchedule:
         if self._mode == "off":

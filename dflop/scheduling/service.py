@@ -166,6 +166,7 @@ def _serve() -> None:
     file = CorrectionFile(Path(request["corrections"]), scheduler.pricer.costs)
     loop = CorrectionLoop(scheduler, config.schedule, file.read())
     with scheduler.open():
+        loop.prepare(request["first_step"])
         for step in range(request["first_step"], request["num_steps"]):
             if not progress.wait_until(step - config.schedule.lookahead_steps):
                 return

@@ -48,8 +48,9 @@ class StageForms(NamedTuple):
     backward: np.ndarray
     forward_hinges: np.ndarray  # [num_stages, num_hinges, 3]: load, at, slope
     backward_hinges: np.ndarray
-    factors: np.ndarray  # [2 (encoder, LLM), 2 (forward, backward), num_load_bins, num_segment_bins]
-    is_corrected: bool  # otherwise the factors are ones, and never looked up
+    # [2 (encoder, LLM), 2 (forward, backward), num_load_bins, num_segment_bins]; None, for which the kernel is compiled
+    # without corrections, where there are none.
+    factors: np.ndarray | None
     weight_share: np.ndarray  # [num_nodes]
     chain_latency_s: np.ndarray  # [num_nodes]
     chain_token_s: np.ndarray
@@ -150,7 +151,7 @@ def stage_forms(pricer: Pricer, max_bucket_tokens: int) -> StageForms:
             hinges[stage, way, : len(own)] = own
     has_backward = np.array([pricer.stage_costs.has_backward(stage.module) for stage in pricer.stages])
     linear[~has_backward, 1], hinges[~has_backward, 1] = 0.0, 0.0
-    links = pricer.transfers.forms()
+    links, corrections = pricer.transfers.forms(), pricer.corrections
     is_llm = np.array([stage.module == "llm" for stage in pricer.stages])
     return StageForms(
         stages=pricer.compiled.stages,
@@ -160,8 +161,7 @@ def stage_forms(pricer: Pricer, max_bucket_tokens: int) -> StageForms:
         backward=np.ascontiguousarray(linear[:, 1]),
         forward_hinges=np.ascontiguousarray(hinges[:, 0]),
         backward_hinges=np.ascontiguousarray(hinges[:, 1]),
-        factors=np.stack([pricer.corrections.table(grid.module) for grid in plan.grids]),
-        is_corrected=bool(pricer.corrections.factors),
+        factors=np.stack([corrections.table(grid.module) for grid in plan.grids]) if corrections.factors else None,
         weight_share=WEIGHT_SHARE * pricer.trains * (plan.schedule == "zb_h1"),
         has_bridges=plan.placement != "monolithic",
         sends_text=plan.num_stages("llm") > 1,
@@ -188,8 +188,7 @@ def _descend_on_step(plan, network, clocks, state, loads, kept, num_trials, seed
             _price_media(plan, state, replica, microbatch)
             for other in range(len(state.text)):
                 _price_message(plan, state, microbatch, replica, other)
-    if plan.is_corrected:
-        _correct(plan, state, state.place, state.place, num_samples)
+    _correct(plan.factors, plan, state, state.place, state.place, num_samples)
     times = CellTimes(state.forward_s[0], state.backward_s[0], state.weight_s[0], state.chain_s[0], state.message_s)
     for column in range(len(clocks.column_end_s)):
         mark(network, clocks, column)
@@ -318,16 +317,14 @@ def _apply(plan, state, loads, kept, changed, before, after, num_changed):
             media_stamp[encoder, microbatch] = stamps[0]
             _price_media(plan, state, encoder, microbatch)
         _price_message(plan, state, microbatch, encoder, rank)
-    if plan.is_corrected:
-        _correct(plan, state, before, after, num_changed)
+    _correct(plan.factors, plan, state, before, after, num_changed)
 
 
 @njit(cache=True)
-def _correct(plan, state, before, after, num_changed):
-    """Multiply the times of these places' cells, just priced, by their shape bins' factors, once.
-
-    Apart from pricing, which it would slow by 3 % where there is nothing to correct.
-    """
+def _correct(factors, plan, state, before, after, num_changed):
+    """Multiply the times of these places' cells, just priced, by their shape bins' factors, once."""
+    if factors is None:
+        return
     stamps, text_stamp, media_stamp = state.stamps, state.text_stamp, state.media_stamp
     stamps[0] += 1
     for number in range(2 * num_changed):
@@ -336,17 +333,17 @@ def _correct(plan, state, before, after, num_changed):
         rank, microbatch, encoder = places[own, 0], places[own, 1], places[own, 2]
         if text_stamp[rank, microbatch] != stamps[0]:
             text_stamp[rank, microbatch] = stamps[0]
-            _correct_cell(plan, state, rank, microbatch, state.text[rank, microbatch], True)
+            _correct_cell(factors, plan, state, rank, microbatch, state.text[rank, microbatch], True)
         if media_stamp[encoder, microbatch] != stamps[0]:
             media_stamp[encoder, microbatch] = stamps[0]
-            _correct_cell(plan, state, encoder, microbatch, state.media[encoder, microbatch], False)
+            _correct_cell(factors, plan, state, encoder, microbatch, state.media[encoder, microbatch], False)
 
 
 @njit(cache=True)
-def _correct_cell(plan, state, replica, microbatch, loads, is_llm):
+def _correct_cell(factors, plan, state, replica, microbatch, loads, is_llm):
     load_bin, segment_bin = bin_of(is_llm, loads)
-    forward = plan.factors[int(is_llm), 0, load_bin, segment_bin]
-    backward = plan.factors[int(is_llm), 1, load_bin, segment_bin]
+    forward = factors[int(is_llm), 0, load_bin, segment_bin]
+    backward = factors[int(is_llm), 1, load_bin, segment_bin]
     for stage in range(len(plan.stages)):
         if plan.is_llm[stage] == is_llm:
             node = plan.stages[stage, 1] + replica
