@@ -120,7 +120,8 @@ def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: Grou
                 checkpointing=checkpointing,
             )
             pricer = PlanPricer(plan, config, spec, costs, batches, "random")
-            held = max(max(pricer.memory_bytes(batch).values()) for batch in range(len(batches))) - spared_bytes
+            needs = (max(pricer.memory_bytes(batch).values()) for batch in range(len(batches)))
+            held = max(pricer.alone_bytes(), *needs) - spared_bytes
             if held > config.cluster.memory_gib * 2**30:
                 continue
             step_s, busy_s = np.mean([_in_lockstep(pricer.stage_times(at), moving_s) for at in range(len(batches))], 0)

@@ -37,6 +37,8 @@ __all__ = ["BatchScheduler", "StepSchedule"]
 
 # Above as many, a search has fewer trials, so that 1,024 buckets are decided within three seconds.
 MOST_BUCKETS = 128
+# Of a run so many batches are looked at before it starts: 1 to 20 ms each.
+MOST_CHECKED = 1000
 Packed = TypeVar("Packed")
 
 
@@ -166,8 +168,9 @@ class BatchScheduler:
         return ideal_shares(self.pricer.corrected(), self.samples, self.batches.global_batch_size)
 
     def check(self, num_steps: int) -> None:
-        """Raise `UserError` when a batch of a run cannot be scheduled within the plan's buckets and memory."""
-        for step in range(num_steps):
+        """Raise `UserError` when a batch of a run's first thousand steps cannot be scheduled within the plan's buckets
+        and memory."""
+        for step in range(min(num_steps, MOST_CHECKED)):
             shapes = self.samples.take(self.batches[step])
             problem = self.pricer.problem(shapes)
             quick = quick_buckets(problem.loads_s, problem.num_buckets)

@@ -172,7 +172,7 @@ def test_buckets_keep_their_token_cap_or_say_that_they_cannot(cbc, num_buckets, 
         num_microbatches=num_buckets,
         max_bucket_tokens=cap,
     )
-    share = rng.uniform(0.3, 1.5, num_buckets) if shaped else None
+    share = rng.uniform(0.3, 1.5, (num_buckets, problem.num_modules)) if shaped else None
     for pack in (lambda: random_buckets(problem, rng), lambda: lpt_buckets(problem, share)):
         bucket = None
         with suppress(UserError):

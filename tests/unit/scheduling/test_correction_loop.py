@@ -66,14 +66,14 @@ def device(costs, tiny_spec, draw_samples):
 
 @pytest.fixture(scope="module")
 def usual_bin(device) -> tuple[int, int]:
-    """The LLM's bin with most microbatches of a few steps."""
+    """The LLM's bin with most tokens of a few steps."""
     scheduler, pricer, _ = device()
     met = []
     for step in range(3):
         schedule = scheduler.schedule(step)
         places = bins_of("llm", pricer.loads(schedule.shapes, schedule.assignment)["llm"])
         met += zip(*(place.ravel().tolist() for place in places), strict=True)
-    return max(sorted(set(met)), key=met.count)
+    return max(sorted(set(met)), key=lambda place: met.count(place) * 2 ** place[0])
 
 
 def run(loop: CorrectionLoop, truth: Pricer, num_steps: int, noise: float = 0.02) -> list[StepSchedule]:

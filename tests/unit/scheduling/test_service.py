@@ -36,7 +36,8 @@ def without_times(schedule) -> str:
 def train(run, harm=lambda step, publisher: None):
     """All steps, with three ranks reading and `harm(step, publisher)` in each. Returns the main rank's schedules."""
     store = dist.HashStore()
-    publisher = SchedulePublisher(store, load_config(run.config), **run.paths, first_step=0)
+    corrections = run.paths["plan"].with_name("corrections.json")
+    publisher = SchedulePublisher(store, load_config(run.config), **run.paths, corrections=corrections, first_step=0)
     publisher.start()
     feed, ranks = ScheduleFeed(store), [Rank(store) for _ in range(2)]
     for rank in ranks:
@@ -44,7 +45,7 @@ def train(run, harm=lambda step, publisher: None):
     schedules = []
     try:
         for step in range(NUM_STEPS):
-            publisher.step_started(step)
+            publisher.step_started(step, None)
             for rank in ranks:  # as the all-reduce at the end of a step has it
                 while len(rank.read) < step and rank.is_alive():
                     rank.join(0.01)
@@ -62,7 +63,7 @@ def train(run, harm=lambda step, publisher: None):
 
 @pytest.fixture
 def run(make_run):
-    return make_run(policy="search", lookahead_steps=LOOKAHEAD, search_trials=200)
+    return make_run(policy="search", lookahead_steps=LOOKAHEAD, search_trials=200, correction="off")
 
 
 @pytest.fixture

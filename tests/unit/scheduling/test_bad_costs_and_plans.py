@@ -137,4 +137,5 @@ def test_without_a_cbc_library_ilp_goes_on_by_search_and_says_so(schedule, make_
     code, output = schedule(run)
     assert code == 0, output
     with open_scheduler(load_config(run.config), **run.paths).open() as scheduler:
-        assert "ilp unavailable, search" in scheduler.schedule(0).status
+        statuses = [scheduler.schedule(step).status for step in range(3)]
+        assert any("ilp unavailable, search" in status for status in statuses), statuses
