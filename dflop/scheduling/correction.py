@@ -25,6 +25,7 @@ __all__ = [
     "PASSES",
     "BinKey",
     "Corrections",
+    "HeldOut",
     "LearnedBin",
     "Learner",
     "bin_of",
@@ -45,6 +46,9 @@ _MIN_CELLS = 6
 _NUM_RECENT = 5
 # Factors closer to one are noise to a schedule: 3 %.
 _DEADBAND = math.log(1.03)
+# Factors are used while they explain so much of what the table leaves unexplained in steps that they were not learned
+# from, which a moving average follows with this weight.
+_EXPLAINED, _HELD_OUT_WEIGHT = 0.1, 0.1
 # A table that is off by more than this for most of what is computed ought to be measured again.
 _STALE = math.log(1.2)
 
@@ -109,12 +113,38 @@ class Corrections:
 NO_CORRECTIONS = Corrections()
 
 
-class Learner:
-    """Follows every bin's ratio; `corrections` is what follows from it now."""
+class HeldOut(NamedTuple):
+    """Mean squared log ratios of measured over predicted seconds, by the table and as corrected, in steps of which the
+    corrections knew nothing, and the number of these steps. What all times of a step have in common is left out: no
+    schedule follows from it."""
 
-    def __init__(self, bins: Mapping[BinKey, LearnedBin] | None = None, num_steps: int = 0) -> None:
+    by_table: float = 0.0
+    corrected: float = 0.0
+    num_steps: int = 0
+
+    def after(self, by_table: float, corrected: float) -> "HeldOut":
+        weight = max(_HELD_OUT_WEIGHT, 1 / (self.num_steps + 1))
+        return HeldOut(
+            self.by_table + weight * (by_table - self.by_table),
+            self.corrected + weight * (corrected - self.corrected),
+            self.num_steps + 1,
+        )
+
+    @property
+    def pays(self) -> bool:
+        return self.corrected < (1 - _EXPLAINED) * self.by_table
+
+
+class Learner:
+    """Follows every bin's ratio; `corrections` is what follows from it now, while that predicts better than the table
+    (`held_out`)."""
+
+    def __init__(
+        self, bins: Mapping[BinKey, LearnedBin] | None = None, num_steps: int = 0, held_out: HeldOut | None = None
+    ) -> None:
         self.bins: dict[BinKey, LearnedBin] = dict(bins or {})
         self.num_steps = num_steps
+        self.held_out = held_out or HeldOut()
 
     def observe(self, cells: Iterable[tuple[str, Loads, np.ndarray, np.ndarray]]) -> None:
         """Learn one step: (module, loads, table's seconds, measured seconds) of groups of stage microbatches.
@@ -122,6 +152,8 @@ class Learner:
         Seconds are [2 (forward, backward), *shape of the loads], the table's without any correction. Cells in which
         either is zero or not finite are left out.
         """
+        cells = list(cells)
+        self._compare(cells)
         sums: dict[BinKey, np.ndarray] = {}
         for module, loads, table_s, measured_s in cells:
             load_bin, segment_bin = bins_of(module, loads)
@@ -138,8 +170,30 @@ class Learner:
             self.bins[key] = _followed(self.bins.get(key), float(measured / by_table), int(num_cells))
         self.num_steps += 1
 
+    def _compare(self, cells: Iterable[tuple[str, Loads, np.ndarray, np.ndarray]]) -> None:
+        """Hold the corrections of before against a step."""
+        so_far = self.learned
+        if not so_far.factors:
+            return
+        log_ratios, log_factors, weights = [], [], []
+        for module, loads, table_s, measured_s in cells:
+            usable = np.isfinite(table_s) & np.isfinite(measured_s) & (table_s > 0) & (measured_s > 0)
+            log_ratios.append(np.log(measured_s[usable] / table_s[usable]))
+            log_factors.append(np.log(so_far.at(module, loads)[usable]))
+            weights.append(table_s[usable])
+        log_ratio, log_factor, weight = (np.concatenate(each) for each in (log_ratios, log_factors, weights))
+        if weight.size:
+            both = (log_ratio, log_ratio - log_factor)
+            self.held_out = self.held_out.after(*(_spread(own, weight / weight.sum()) for own in both))
+
     @property
     def corrections(self) -> Corrections:
+        """What was learned, or nothing while the table predicts as well."""
+        learned = self.learned
+        return learned if self.held_out.pays else NO_CORRECTIONS
+
+    @property
+    def learned(self) -> Corrections:
         """The factors of bins, as far as they can be told from noise; a bin of which too little is known takes the mean
         of its module's and pass's."""
         groups: dict[tuple[str, int], dict[tuple[int, int], LearnedBin]] = {}
@@ -189,7 +243,7 @@ class Learner:
             }
             for key, learned in sorted(self.bins.items())
         ]
-        return {"num_steps": self.num_steps, "bins": rows}
+        return {"num_steps": self.num_steps, "held_out": list(self.held_out), "bins": rows}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Learner":
@@ -198,7 +252,7 @@ class Learner:
             key = BinKey(*(row[name] for name in BinKey._fields))
             learned = {name: row[name] for name in ("log_ratio", "num_cells", "num_steps")}
             bins[key] = LearnedBin(**learned, recent=tuple(row["recent"]))
-        return cls(bins, values["num_steps"])
+        return cls(bins, values["num_steps"], HeldOut(*values.get("held_out", ())))
 
 
 def bins_of(module: str, loads: Loads) -> tuple[np.ndarray, np.ndarray]:
@@ -279,6 +333,11 @@ def _drawn(distances: np.ndarray, error: float) -> np.ndarray:
     """
     between = float(np.mean(distances**2)) - error
     return distances * (between / (between + error) if between > 0 else 0.0)
+
+
+def _spread(log_ratios: np.ndarray, weights: np.ndarray) -> float:
+    """The weighted mean square about the weighted mean."""
+    return float(weights @ (log_ratios - weights @ log_ratios) ** 2)
 
 
 def _factor(log_ratio: float) -> float:

@@ -149,7 +149,7 @@ def analytic_costs(spec: ModelSpec) -> CostModel:
 def make_pricer(samples, costs, spec, num_buckets: int, num_stages: int) -> tuple[Pricer, float]:
     """Of a plan whose encoder is as fast as the LLM, as near as whole ranks allow; and the encoder's share of time."""
     cluster = ClusterConfig(
-        num_nodes=100, devices_per_node=8, memory_gib=1000.0, intra_node_gbps=3600.0, inter_node_gbps=400.0
+        num_nodes=100, devices_per_node=8, memory_gib=1e6, intra_node_gbps=3600.0, inter_node_gbps=400.0
     )
     llm_dp = num_buckets // NUM_MICROBATCHES
 

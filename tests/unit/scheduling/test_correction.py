@@ -137,7 +137,7 @@ def test_a_bins_ratio_is_found_through_noise(ratio, noise, seed):
     rng = np.random.default_rng(seed)
     loads = llm_loads([1000.0] * 4)
     learner = learned_from([ratio * np.exp(rng.normal(0, noise, (2, 4))) for _ in range(20)], loads)
-    factors = learner.corrections.at("llm", loads)
+    factors = learner.learned.at("llm", loads)
     np.testing.assert_allclose(factors, ratio, rtol=0.03 + 2 * noise)
 
 
@@ -148,36 +148,36 @@ def test_one_odd_step_changes_nothing(outlier, when):
     ratios = [1.3] * 10
     ratios[when] = outlier
     learner = learned_from(ratios, loads)
-    np.testing.assert_allclose(learner.corrections.at("llm", loads), 1.3)
+    np.testing.assert_allclose(learner.learned.at("llm", loads), 1.3)
 
 
 def test_what_often_takes_long_counts():
     """Every third step takes thrice as long: a step time feels the mean, 1.67, and no median would."""
     loads = llm_loads([1000.0, 1000.0])
     learner = learned_from([1.0, 1.0, 3.0] * 20, loads)
-    assert learner.corrections.at("llm", loads).min() > 1.3
+    assert learner.learned.at("llm", loads).min() > 1.3
 
 
 def test_a_ratio_that_changes_is_followed():
     loads = llm_loads([1000.0, 1000.0])
     learner = learned_from([1.0] * 10 + [1.3] * 15, loads)
-    np.testing.assert_allclose(learner.corrections.at("llm", loads), 1.3, rtol=0.02)
+    np.testing.assert_allclose(learner.learned.at("llm", loads), 1.3, rtol=0.02)
 
 
 def test_a_bin_met_a_few_times_is_left_as_it_is():
-    assert learned_from([2.0] * 4, llm_loads([1000.0] * 50)).corrections.factors == {}
-    assert learned_from([2.0] * 5, llm_loads([1000.0])).corrections.factors == {}
-    assert learned_from([2.0] * 6, llm_loads([1000.0])).corrections.factors != {}
+    assert learned_from([2.0] * 4, llm_loads([1000.0] * 50)).learned.factors == {}
+    assert learned_from([2.0] * 5, llm_loads([1000.0])).learned.factors == {}
+    assert learned_from([2.0] * 6, llm_loads([1000.0])).learned.factors != {}
 
 
 def test_ratios_near_one_correct_nothing():
-    assert learned_from([1.02] * 20, llm_loads([1000.0])).corrections.factors == {}
+    assert learned_from([1.02] * 20, llm_loads([1000.0])).learned.factors == {}
 
 
 def test_a_bin_never_met_is_taken_to_be_as_far_off_as_the_others():
-    everywhere = learned_from([1.3] * 6, llm_loads([100.0, 500.0, 1000.0])).corrections
+    everywhere = learned_from([1.3] * 6, llm_loads([100.0, 500.0, 1000.0])).learned
     np.testing.assert_allclose(everywhere.at("llm", llm_loads([5000.0])), 1.3)
-    one = learned_from([np.array([1.0, 1.3, 1.0])] * 6, llm_loads([100.0, 500.0, 1000.0])).corrections
+    one = learned_from([np.array([1.0, 1.3, 1.0])] * 6, llm_loads([100.0, 500.0, 1000.0])).learned
     np.testing.assert_allclose(one.at("llm", llm_loads([500.0])), 1.3)
     np.testing.assert_allclose(one.at("llm", llm_loads([5000.0])), 1.3 ** (1 / 3))
 
@@ -189,15 +189,40 @@ def test_what_noise_alone_tells_of_bins_is_hardly_believed(seed, sigma):
     rng, loads = np.random.default_rng(seed), llm_loads(2.0 ** np.arange(3, 15))
     learner = learned_from([np.exp(rng.normal(0, sigma, (2, 12))) for _ in range(40)], loads)
     averages = np.array([learned.log_ratio for learned in learner.bins.values()])
-    assert np.std(np.log(learner.corrections.at("llm", loads))) < 0.5 * np.std(averages)
+    assert np.std(np.log(learner.learned.at("llm", loads))) < 0.5 * np.std(averages)
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 0.0])
 def test_times_that_are_none_are_left_out(odd):
     loads = llm_loads([1000.0, 1000.0])
     learner = learned_from([np.array([1.3, odd])] * 6, loads)
-    np.testing.assert_allclose(learner.corrections.at("llm", loads), 1.3)
+    np.testing.assert_allclose(learner.learned.at("llm", loads), 1.3)
     assert {learned.num_cells for learned in learner.bins.values()} == {6}
+
+
+def test_factors_are_used_once_they_predict_a_step_better_than_the_table():
+    loads, ratios = llm_loads([100.0, 1000.0]), np.array([1.0, 1.3])
+    assert not learned_from([ratios] * 6, loads).corrections.factors  # learned, but held against no step yet
+    used = learned_from([ratios] * 7, loads)
+    assert used.corrections.factors
+    assert used.corrections.version == 7
+    assert Learner.from_dict(json.loads(json.dumps(used.to_dict()))).corrections.factors
+
+
+def test_what_all_times_have_in_common_is_learned_and_not_used():
+    loads = llm_loads([100.0, 1000.0])
+    learner = learned_from([1.3] * 12, loads)
+    np.testing.assert_allclose(learner.learned.at("llm", loads), 1.3)
+    assert not learner.corrections.factors
+
+
+def test_factors_that_hold_no_longer_are_used_no_longer():
+    """A machine that was slow at large microbatches, and then at small ones: what was learned predicts the opposite."""
+    loads = llm_loads([100.0, 1000.0])
+    before, after = np.array([1.0, 1.3]), np.array([1.3, 1.0])
+    assert learned_from([before] * 10, loads).corrections.factors
+    assert not learned_from([before] * 10 + [after] * 3, loads).corrections.factors
+    assert learned_from([before] * 10 + [after] * 40, loads).corrections.factors
 
 
 def test_what_was_learned_comes_back_from_json_and_goes_on_as_if_never_gone():
@@ -207,7 +232,7 @@ def test_what_was_learned_comes_back_from_json_and_goes_on_as_if_never_gone():
     for one in (learner, again):
         one.observe([("llm", loads, np.ones((2, 2)), np.full((2, 2), 1.1))])
     assert again.bins == learner.bins
-    assert again.corrections.version == learner.corrections.version == 5
+    assert again.learned.version == learner.learned.version == 5
 
 
 def test_a_table_is_stale_when_most_bins_are_off_by_more_than_a_fifth():
