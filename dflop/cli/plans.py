@@ -87,7 +87,8 @@ def plan_command(
     "--out",
     type=FILE,
     required=True,
-    help="Parquet file to write; beside it *_stages.parquet (stage times) and *_rejects.parquet (samples too large).",
+    help="Parquet file to write; beside it *_stages.parquet (stage times), *_steps.parquet (gaps, idle) and "
+    "*_rejects.parquet (samples too large).",
 )
 def schedule_command(
     configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, batches: int, out: Path
@@ -98,7 +99,7 @@ def schedule_command(
     from dflop.artifacts import written_whole
     from dflop.costs import BEYOND_MEASURED
     from dflop.pipeline import load_plan
-    from dflop.scheduling import describe_left_out, preview_frames
+    from dflop.scheduling import describe_left_out, preview_frames, without_cbc
     from dflop.scheduling.service import open_scheduler
     from dflop.training import check_devices
 
@@ -107,8 +108,8 @@ def schedule_command(
     with open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).open() as scheduler:
         schedules = [scheduler.schedule(step) for step in range(batches)]
         random_s = [scheduler.schedule(step, "random").step_s for step in range(batches)]
-        samples, stages = preview_frames(schedules, scheduler.pricer.nodes)
-    for ending, frame in (("", samples), ("_stages", stages), ("_rejects", scheduler.left_out)):
+        samples, stages, steps = preview_frames(schedules, scheduler.pricer.nodes)
+    for ending, frame in (("", samples), ("_stages", stages), ("_steps", steps), ("_rejects", scheduler.left_out)):
         with written_whole(out.with_name(f"{out.stem}{ending}.parquet")) as beside:
             frame.write_parquet(beside)
     for line in describe_left_out(scheduler.left_out):
@@ -120,5 +121,9 @@ def schedule_command(
     click.echo(
         f"{out}: {batches} batches by {config.schedule.policy}: predicted step {step_s:.3g} s, "
         f"{statistics.fmean(random_s) / step_s:.2f}x faster than random, {step_s / bound_s:.2f}x the lower bound, "
-        f"decided in {statistics.fmean(schedule.deciding_s for schedule in schedules) * 1e3:.0f} ms each"
+        f"idle {steps['idle'].mean():.0%}, decided in {steps['deciding_s'].median() * 1e3:.0f} ms at the median"
     )
+    if number := sum(without_cbc(schedule.status) for schedule in schedules):
+        click.echo(
+            f"{number} of them without CBC, which gave no answer; column `status` of {out.stem}_steps.parquet says why"
+        )

@@ -31,6 +31,8 @@ __all__ = [
 # The loads that a module's cost depends on; encoders see items, the LLM sees packed text.
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
 PARTS = ("stage", "layer", "first", "last")
+# What no number in the tables can exceed: an hour, and more bytes than any cluster has.
+_MOST_S, _MOST_BYTES = 3600.0, 1e18
 _MADE_FOR = ("model", "precision", "device_model")
 _CHECKPOINTED = ("stage", "layer")
 _TABLES = ("time_model", "memory_model", "load_range", "device", "link_model", "meta")
@@ -144,7 +146,7 @@ class CostModel:
         """Read `costs.duckdb`.
 
         Raises:
-            UserError: when it is missing, of another schema version, or holds no fit.
+            UserError: when it is missing, of another schema version, holds no fit, or numbers that cannot be true.
         """
         tables = read_tables(path, _TABLES, made_by="fit-costs")
         times = {(*_key(row), row["pass"]): _coefficients(row, "s") for row in tables["time_model"]}
@@ -159,11 +161,13 @@ class CostModel:
         for row in tables["load_range"]:
             bounds = (tuple(float(row[f"{end}_{feature}"]) for feature in FEATURES) for end in ("least", "most"))
             ranges[row["module"], row["tp"], row["checkpointing"]] = LoadRange(*bounds)
+        parameters = {_key(row)[:3]: row["parameter_bytes"] for row in memory}
+        _check_tables(path, times, kept | passing, parameters, tables["device"])
         return cls(
             times=times,
             activations=kept,
             transients=passing,
-            parameter_bytes={_key(row)[:3]: row["parameter_bytes"] for row in memory},
+            parameter_bytes=parameters,
             ranges=ranges,
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
             allocator_share=max(row["allocator_share"] for row in tables["device"]),
@@ -375,6 +379,31 @@ def _parts(
     for part, times in zip(PARTS, (1, num_layers, is_first, is_last), strict=True):
         if times:
             yield (module, tp, part, checkpointing and part in _CHECKPOINTED), times
+
+
+def _check_tables(
+    path: Path,
+    times: dict[tuple, Coefficients],
+    memory: dict[tuple, Coefficients],
+    parameter_bytes: dict[tuple, float],
+    devices: Sequence[Mapping[str, Any]],
+) -> None:
+    """Times never fall and begin at no more than an hour, bytes are those of something that exists."""
+    numbers = [("time_model", key, (fit.const, *fit.per_load), 0.0, _MOST_S) for key, fit in times.items()]
+    numbers += [
+        ("memory_model", key, (fit.const, *fit.per_load), -_MOST_BYTES, _MOST_BYTES) for key, fit in memory.items()
+    ]
+    numbers += [("memory_model", key, (size,), 0.0, _MOST_BYTES) for key, size in parameter_bytes.items()]
+    numbers += [("device", (), (row["overhead_bytes"], row["allocator_share"]), 0.0, _MOST_BYTES) for row in devices]
+    for table, key, values, least, most in numbers:
+        for value in values:
+            if not least <= value <= most:
+                what = f", {key[0]} tp={key[1]}, part {key[2]}" if key else ""
+                raise UserError(
+                    f"{path}, table {table}{what}: {value:g} cannot be true, which must be "
+                    f"{least:g} to {most:g}; measure anew (delete costs/ of the run, or `dflop profile-costs` and "
+                    "`dflop fit-costs`)"
+                )
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, int, str, bool]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dflop.scheduling.correction_file import CorrectionFile, read_learned
     from dflop.scheduling.correction_loop import REPORT_LAG_STEPS, CorrectionLoop, MeasuredStep
     from dflop.scheduling.fitting import MOST_LEFT_OUT, alone_bytes, describe_left_out, leave_out_too_large, without
-    from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets
+    from dflop.scheduling.ilp import CbcProcess, IlpResult, ilp_buckets, without_cbc
     from dflop.scheduling.policies import (
         dealt_at_random,
         descend,
@@ -38,7 +38,7 @@ _HOMES = {
     "correction": ("Corrections", "Learner", "is_stale", "stale_share"),
     "correction_file": ("CorrectionFile", "read_learned"),
     "correction_loop": ("REPORT_LAG_STEPS", "CorrectionLoop", "MeasuredStep"),
-    "ilp": ("CbcProcess", "IlpResult", "ilp_buckets"),
+    "ilp": ("CbcProcess", "IlpResult", "ilp_buckets", "without_cbc"),
     "policies": (
         "dealt_at_random",
         "descend",
@@ -100,6 +100,7 @@ __all__ = [
     "small_at_both_ends",
     "stale_share",
     "without",
+    "without_cbc",
 ]
 
 

@@ -49,7 +49,7 @@ _DEADBAND = math.log(1.03)
 # Factors are used while they explain so much of what the table leaves unexplained in steps that they were not learned
 # from, which a moving average follows with this weight.
 _EXPLAINED, _HELD_OUT_WEIGHT = 0.1, 0.1
-# A table that is off by more than this for most of what is computed ought to be measured again.
+# A table that is off by more than this in most bins ought to be measured again.
 _STALE = math.log(1.2)
 
 

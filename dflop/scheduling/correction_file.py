@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 from dflop.artifacts import written_whole
-from dflop.costs import CostModel
 from dflop.scheduling.correction import Learner
+from dflop.scheduling.pricing import Pricer
 
 __all__ = ["CorrectionFile", "read_learned"]
 
@@ -17,13 +17,15 @@ __all__ = ["CorrectionFile", "read_learned"]
 class CorrectionFile:
     """One run's file; it need not exist yet."""
 
-    def __init__(self, path: Path, costs: CostModel) -> None:
+    def __init__(self, path: Path, pricer: Pricer) -> None:
         self._path, self._num_steps = path, 0
-        self._costs = hashlib.sha256(repr(sorted(costs.times.items())).encode()).hexdigest()[:16]
+        # What shares a device, and how it is cut, changes what a like microbatch takes.
+        text = repr((sorted(pricer.costs.times.items()), pricer.plan.to_dict()))
+        self._about = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self) -> Learner:
-        """What was learned of these costs. A file about other costs is void, and deleted."""
-        if self._path.exists() and json.loads(self._path.read_text(encoding="utf-8"))["costs"] != self._costs:
+        """What was learned of these costs by this plan. A file about others is void, and deleted."""
+        if self._path.exists() and json.loads(self._path.read_text(encoding="utf-8")).get("about") != self._about:
             self._path.unlink()
         learner = read_learned(self._path)
         self._num_steps = learner.num_steps
@@ -35,7 +37,7 @@ class CorrectionFile:
             return
         self._num_steps = learner.num_steps
         with written_whole(self._path) as beside:
-            beside.write_text(json.dumps({"costs": self._costs, **learner.to_dict()}), encoding="utf-8")
+            beside.write_text(json.dumps({"about": self._about, **learner.to_dict()}), encoding="utf-8")
 
 
 def read_learned(path: Path) -> Learner:

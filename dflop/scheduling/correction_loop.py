@@ -97,8 +97,9 @@ class CorrectionLoop:
         return schedule
 
     def observe(self, measured: MeasuredStep) -> None:
-        """Take what a step took that was scheduled here, with `measures`."""
-        self._reported[measured.step] = measured
+        """Take what a step took; of no use is one that was not scheduled here, but before a restart."""
+        if measured.step in self._awaited:
+            self._reported[measured.step] = measured
 
     def learn(self, last_step: int) -> None:
         """Learn from what is known of steps up to this one."""

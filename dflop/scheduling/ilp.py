@@ -21,7 +21,7 @@ import numpy as np
 from dflop.scheduling.policies import MIN_GAIN, descend, filled_s
 from dflop.scheduling.problem import BatchProblem, bucket_loads, check_assignment, goal_s
 
-__all__ = ["MAX_VARIABLES", "CbcProcess", "IlpResult", "ilp_buckets"]
+__all__ = ["MAX_VARIABLES", "CbcProcess", "IlpResult", "ilp_buckets", "without_cbc"]
 
 # Kinds of samples times buckets: beyond it CBC's second is better spent elsewhere.
 MAX_VARIABLES = 40_000
@@ -231,3 +231,8 @@ def _kinds(problem: BatchProblem) -> tuple[np.ndarray, np.ndarray]:
     kind = kind.reshape(-1)
     mean_s = np.stack([np.bincount(kind, weights=column) / count for column in problem.loads_s.T], axis=1)
     return kind, mean_s[kind]
+
+
+def without_cbc(status: str) -> bool:
+    """Whether a schedule's status says that CBC was asked and gave no answer."""
+    return any(f"ilp {word}" in status for word in ("timeout", "died", "failed", "unavailable"))

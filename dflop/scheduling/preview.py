@@ -1,4 +1,5 @@
-"""The preview tables: schedules as the rows of `schedule.parquet` and `schedule_stages.parquet`."""
+"""The preview tables: schedules as the rows of `schedule.parquet`, `schedule_stages.parquet` and
+`schedule_steps.parquet`."""
 
 from collections.abc import Sequence
 
@@ -10,9 +11,11 @@ from dflop.scheduling.scheduler import StepSchedule
 __all__ = ["preview_frames"]
 
 
-def preview_frames(schedules: Sequence[StepSchedule], nodes: Sequence[Node]) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """One row a sample, and one row a (node, microbatch) with its predicted forward and backward seconds
-    and whether they are of a load outside of what was measured."""
+def preview_frames(
+    schedules: Sequence[StepSchedule], nodes: Sequence[Node]
+) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    """One row a sample; one row a (node, microbatch) with its predicted forward and backward seconds and whether they
+    are of a load outside of what was measured; and one row a step, with its gap to the lower bound."""
     samples = pl.concat(
         pl.DataFrame(
             {
@@ -45,4 +48,20 @@ def preview_frames(schedules: Sequence[StepSchedule], nodes: Sequence[Node]) -> 
             for microbatch in range(schedule.forward_s.shape[1])
         ]
     )
-    return samples, stages
+    steps = pl.DataFrame(
+        [
+            {
+                "step": schedule.step,
+                "policy": schedule.policy,
+                "status": schedule.status,
+                "step_s": schedule.step_s,
+                "lower_bound_s": schedule.lower_bound_s,
+                "gap": schedule.step_s / schedule.lower_bound_s,
+                "idle": schedule.idle,
+                "deciding_s": schedule.deciding_s,
+                "num_beyond_memory": schedule.num_beyond_memory,
+            }
+            for schedule in schedules
+        ]
+    )
+    return samples, stages, steps

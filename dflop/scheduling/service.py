@@ -101,17 +101,22 @@ class ScheduleService:
 
         `why_none` then says which.
         """
+        looked = time.monotonic()
         while (end := self._received.find(b"\n")) < 0:
-            silent_s = time.monotonic() - self._waits_since if self._is_due else 0.0
-            if silent_s > self._patience_s:
-                self.why_none = f"was silent for {silent_s:.0f} s"
-                return None
             if select.select([self._process.stdout], [], [], _POLL_S)[0]:
                 received = os.read(self._process.stdout.fileno(), 1 << 20)
                 if not received:
                     self.why_none = "ended"
                     return None
                 self._received += received
+                continue
+            # Time in which this process was suspended itself is not the other one's.
+            self._waits_since += max(0.0, time.monotonic() - looked - 2 * _POLL_S)
+            looked = time.monotonic()
+            silent_s = looked - self._waits_since if self._is_due else 0.0
+            if silent_s > self._patience_s:
+                self.why_none = f"was silent for {silent_s:.0f} s"
+                return None
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         schedule = StepSchedule.from_json(line)
@@ -163,7 +168,7 @@ def _serve() -> None:
     progress = _Progress(request["first_step"])
     threading.Thread(target=progress.follow_stdin, daemon=True).start()
     scheduler = open_scheduler(config, **{name: Path(request[name]) for name in ("shapes", "costs", "plan")})
-    file = CorrectionFile(Path(request["corrections"]), scheduler.pricer.costs)
+    file = CorrectionFile(Path(request["corrections"]), scheduler.pricer)
     loop = CorrectionLoop(scheduler, config.schedule, file.read())
     with scheduler.open():
         loop.prepare(request["first_step"])

@@ -6,6 +6,7 @@ This file imports no torch. `python -m dflop.training.worker` is what torchrun s
 import json
 import math
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import polars as pl
@@ -15,7 +16,7 @@ from dflop.config import Config, select_keys
 from dflop.errors import UserError
 from dflop.models import check_runnable
 from dflop.pipeline import Plan, load_plan, why_not_runnable
-from dflop.scheduling import Learner, is_stale, read_learned, stale_share
+from dflop.scheduling import Learner, is_stale, read_learned, stale_share, without_cbc
 from dflop.stages import STAGES
 from dflop.torchrun import run_ranks
 from dflop.training.observations import CORRECTIONS_FILE, NUM_WARMUP_STEPS
@@ -112,6 +113,9 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame, *, num_left
             .rows()
         },
         "policy": config.schedule.policy,
+        # By `lpt` beside another policy went those that the schedule service had no answer to.
+        "num_steps_by_policy": dict(Counter(step["policy"] for step in steps)),
+        "num_steps_without_cbc": sum(without_cbc(step["policy_status"]) for step in steps),
         "correction": {
             "mode": config.schedule.correction,
             "num_learned_steps": learner.num_steps,

@@ -195,7 +195,7 @@ class Trainer:
         self.feed.forget(step)
 
     def _update(self, step: int, schedule: StepSchedule, spans: list[Span]) -> dict[str, float]:
-        """Normalise, clip and apply the gradients; returns sums over all ranks."""
+        """Normalise, clip and apply the gradients; returns sums over all ranks, and the mean rank's waits."""
         num_targets = int(schedule.target_tokens.sum())
         totals = _sum_over_ranks(
             {
@@ -210,6 +210,8 @@ class Trainer:
             self.topology.device,
         )
         totals["grad_norm"] = totals.pop("grad_sq") ** 0.5
+        for wait in ("wait_s", "data_wait_s"):
+            totals[wait] /= self.topology.world_size
         if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
             raise UserError(
                 f"step {step}: loss {totals['loss']} with gradient norm {totals['grad_norm']}; lower `train.lr` "

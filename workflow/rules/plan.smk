@@ -27,6 +27,7 @@ rule preview_schedule:
     output:
         samples=f"{RESULTS}/schedule.parquet",
         stages=f"{RESULTS}/schedule_stages.parquet",
+        steps=f"{RESULTS}/schedule_steps.parquet",
         rejects=f"{RESULTS}/schedule_rejects.parquet",
     log:
         f"{RESULTS}/logs/preview_schedule.log",

@@ -309,7 +309,7 @@ def make_run(
     )
     make_candidates(plan, 5).write_parquet(folder / "candidates.parquet")
     scheduler = scheduler_of(folder, plan)
-    preview, _ = preview_frames([scheduler.schedule(step) for step in range(3)], nodes_of(plan))
+    preview, *_ = preview_frames([scheduler.schedule(step) for step in range(3)], nodes_of(plan))
     preview.write_parquet(folder / "schedule.parquet")
     make_training(folder / "train", scheduler, num_steps, predicted_in_training)
     return folder

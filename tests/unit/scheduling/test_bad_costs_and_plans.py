@@ -5,6 +5,7 @@ import re
 import sys
 
 import duckdb
+import numpy as np
 import polars as pl
 import pytest
 import yaml
@@ -77,11 +78,33 @@ def test_without_a_freak_the_table_of_those_left_out_is_empty(schedule, make_run
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
-    [(float("nan"), "nan s"), (-1.0, r"-\d.* s"), (1e9, r"\S+e\+\d+ s"), (0.0, "0 s")],
-    ids=["nan", "negative", "absurd", "zero"],
+    ("table", "column", "value"),
+    [
+        *(("time_model", column, value) for column in ("const_s", "per_token_s") for value in (np.nan, -1.0, 1e9)),
+        *(
+            ("memory_model", column, value)
+            for column in ("const_bytes", "per_token_bytes")
+            for value in (np.nan, -1e19)
+        ),
+        ("memory_model", "parameter_bytes", -1.0),
+        ("device", "overhead_bytes", -1.0),
+    ],
 )
-def test_costs_that_cannot_be_true(schedule, make_run, value, said):
+def test_numbers_of_the_cost_tables_that_cannot_be_true(schedule, make_run, table, column, value):
+    run = make_run()
+    change(run.paths["costs"], f"UPDATE {table} SET {column} = ?", value)
+    where = "" if table == "device" else r", \w+ tp=1, part \w+"
+    assert_one_line(
+        schedule(run), rf"costs\.duckdb, table {table}{where}: \S+ cannot be true, .* `dflop profile-costs`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(100.0, r"\S+e\+\d+ s"), (0.0, "0 s")],
+    ids=["absurd", "zero"],
+)
+def test_costs_by_which_no_sample_can_take_so_long_name_the_sample(schedule, make_run, value, said):
     run = make_run()
     change(
         run.paths["costs"],

@@ -1,5 +1,6 @@
 """The loop beside training: schedules follow what steps took, and measuring stops where that brings nothing."""
 
+import copy
 import dataclasses
 import json
 from typing import NamedTuple
@@ -158,27 +159,46 @@ def test_equal_measurements_make_equal_schedules_however_early_they_arrive(devic
 
 def test_a_run_taken_up_again_starts_from_what_was_learned_of_the_same_costs(device, costs, tmp_path):
     beside = device(slow=(11, 9))
-    first, file = beside.loop(), CorrectionFile(tmp_path / "learned.json", costs)
+    first, file = beside.loop(), CorrectionFile(tmp_path / "learned.json", beside.truth)
     run(first, beside.truth, 14)
     first.learn(14)
     file.write(first.learner)
-    schedule = beside.loop(CorrectionFile(tmp_path / "learned.json", costs).read()).schedule(14)
+    schedule = beside.loop(CorrectionFile(tmp_path / "learned.json", beside.truth).read()).schedule(14)
     assert schedule.corrections_version == first.learner.num_steps > 0
     corrected = beside.truth.corrected(first.learner.corrections)
     assert schedule.step_s == pytest.approx(corrected.step_s(schedule.shapes, schedule.assignment))
 
 
-def test_what_was_learned_of_other_costs_is_void(costs, tmp_path):
+def test_what_was_learned_of_other_costs_or_by_another_plan_is_void(device, tmp_path):
+    pricer = device().truth
     path = tmp_path / "learned.json"
     learner, loads = Learner(), Loads(*np.full((4, 1), 1000.0))
     learner.observe([("llm", loads, np.ones((2, 1)), np.full((2, 1), 1.3))])
-    CorrectionFile(path, costs).write(learner)
-    key, fit = next(iter(costs.times.items()))
-    changed = dataclasses.replace(fit, const=2 * fit.const + 1e-6)
-    other = CorrectionFile(path, dataclasses.replace(costs, times={**costs.times, key: changed}))
-    assert other.read().bins == {}
-    assert read_learned(path).bins == {}
-    assert CorrectionFile(path, costs).read().bins == {}
+    key, fit = next(iter(pricer.costs.times.items()))
+    times = {**pricer.costs.times, key: dataclasses.replace(fit, const=2 * fit.const + 1e-6)}
+    for changed in (
+        {"costs": dataclasses.replace(pricer.costs, times=times)},
+        {"plan": dataclasses.replace(pricer.plan, checkpointing=True)},
+    ):
+        other = copy.copy(pricer)
+        vars(other).update(changed)
+        CorrectionFile(path, pricer).write(learner)
+        assert CorrectionFile(path, pricer).read().bins == learner.bins
+        assert CorrectionFile(path, other).read().bins == {}
+        assert read_learned(path).bins == {}
+        assert CorrectionFile(path, pricer).read().bins == {}
+
+
+def test_steps_that_were_scheduled_before_a_restart_teach_nothing_and_harm_nothing(device):
+    """A restarted service is told of steps of the one before: their schedules are gone."""
+    beside = device()
+    measured_before = run(beside.loop(), beside.truth, 2)
+    restarted = beside.loop()
+    for schedule in measured_before:
+        restarted.observe(measured(schedule, beside.truth, 0.0, np.random.default_rng(0)))
+    assert restarted.schedule(2).corrections_version == 0
+    restarted.learn(2)
+    assert restarted.learner.num_steps == 0
 
 
 def test_a_measured_step_comes_back_from_its_line_of_json():

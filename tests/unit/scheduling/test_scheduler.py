@@ -194,7 +194,7 @@ def test_closing_ends_the_solvers_process_and_a_later_step_starts_another(make_s
 def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedules, make_scheduler):
     listed = schedules["lpt"]
     plan = plan_of(listed[0])
-    samples, stages = preview_frames(listed, nodes_of(plan))
+    samples, stages, steps = preview_frames(listed, nodes_of(plan))
     assert samples.columns[:7] == [
         "step",
         "sample_id",
@@ -211,6 +211,9 @@ def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedul
     assert len(stages) == NUM_STEPS * len(nodes_of(plan)) * 4
     assert stages["forward_s"].sum() == pytest.approx(sum(schedule.forward_s.sum() for schedule in listed))
     assert stages["extrapolated"].sum() == sum(schedule.extrapolated.sum() for schedule in listed)
+    assert steps["step"].to_list() == list(range(NUM_STEPS))
+    assert steps["gap"].to_list() == [schedule.step_s / schedule.lower_bound_s for schedule in listed]
+    assert steps["idle"].to_list() == [schedule.idle for schedule in listed]
 
 
 def test_a_search_has_fewer_trials_where_there_are_many_buckets(make_scheduler):
