@@ -11,7 +11,7 @@ import torch.distributed as dist
 import dflop.scheduling.service as service
 from dflop.config import load_config
 from dflop.scheduling.service import open_scheduler
-from dflop.training.feed import ScheduleFeed, SchedulePublisher
+from dflop.training.feed import ScheduleFeed, SchedulePublisher, packed
 
 NUM_STEPS = 40
 LOOKAHEAD = 4
@@ -147,9 +147,9 @@ def test_a_wait_for_a_schedule_is_measured(make_run):
     with open_scheduler(load_config(run.config), **run.paths).open() as scheduler:
         schedules = [scheduler.schedule(step) for step in range(2)]
     feed = ScheduleFeed(store)
-    store.set("schedule/0", schedules[0].to_json())
+    store.set("schedule/0", packed(schedules[0]))
     feed.get(0)
-    late = threading.Timer(0.3, lambda: store.set("schedule/1", schedules[1].to_json()))
+    late = threading.Timer(0.3, lambda: store.set("schedule/1", packed(schedules[1])))
     late.start()
     feed.get(1)
     assert feed.waited_s[0] < 0.2

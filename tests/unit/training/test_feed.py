@@ -11,7 +11,7 @@ from dflop.config import ClusterConfig, ScheduleConfig
 from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan, nodes_of
 from dflop.scheduling import BatchScheduler, GlobalBatches, Pricer, StepSchedule
-from dflop.training.feed import JobStream, ScheduleFeed, job_of, samples_of
+from dflop.training.feed import JobStream, ScheduleFeed, job_of, packed, samples_of
 
 LAYOUTS = {"even": (1, 1, 1), "one to two": (1, 1, 2), "two to one": (2, 2, 1), "three to two": (3, 1, 2)}
 NUM_MICROBATCHES = 4
@@ -73,14 +73,12 @@ def test_an_encoder_sends_its_samples_in_the_order_in_which_each_replica_packs_t
         replica_of = dict(zip(schedule.row.tolist(), schedule.llm_dp_rank.tolist(), strict=True))
         items_of = dict(zip(schedule.row.tolist(), schedule.num_items.tolist(), strict=True))
         for encoder, microbatch, sent in jobs_of(plan, schedule, "vision"):
-            for replica, other, packed in jobs_of(plan, schedule, "llm"):
+            for replica, other, text in jobs_of(plan, schedule, "llm"):
                 if other != microbatch:
                     continue
                 expected = [
                     (ref.row, kept)
-                    for ref, kept, rank in zip(
-                        packed.samples, packed.kept_vision_tokens, packed.encoder_rank, strict=True
-                    )
+                    for ref, kept, rank in zip(text.samples, text.kept_vision_tokens, text.encoder_rank, strict=True)
                     if rank == encoder and items_of[ref.row]
                 ]
                 assert expected == [
@@ -117,7 +115,7 @@ def test_a_stream_is_its_workers_jobs_step_after_step(case):
     plan, schedules = case
     store = dist.HashStore()
     for schedule in schedules:
-        store.set(f"schedule/{schedule.step}", schedule.to_json())
+        store.set(f"schedule/{schedule.step}", packed(schedule))
     node = nodes_of(plan)[-1]
     feed = ScheduleFeed(store)
     stream = list(JobStream(feed, node, NUM_MICROBATCHES, range(1, 3)))
@@ -139,10 +137,10 @@ def test_a_step_that_could_not_be_scheduled_tells_every_rank_why():
 def test_a_feed_reads_a_step_once(case):
     _, schedules = case
     store = dist.HashStore()
-    store.set("schedule/0", schedules[0].to_json())
+    store.set("schedule/0", packed(schedules[0]))
     feed = ScheduleFeed(store)
     first = feed.get(0)
-    store.set("schedule/0", dataclasses.replace(schedules[0], step=7).to_json())
+    store.set("schedule/0", packed(dataclasses.replace(schedules[0], step=7)))
     assert feed.get(0) is first
     feed.forget(0)
     assert feed.get(0).step == 7
