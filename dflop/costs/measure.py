@@ -11,7 +11,7 @@ import re
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -109,7 +109,8 @@ class Bench:
     def measure(self, point: Point, repeat: int) -> list[dict[str, Any]]:
         """One row a pass: the median of a few runs after a warm-up, short ones more often; the slowest rank counts.
 
-        Bytes are measured in the first repeat alone. Out of memory is a measurement without seconds and bytes.
+        Bytes, the fullest rank's, are measured in the first repeat alone. Out of memory is a measurement without
+        seconds and bytes.
         """
         self.stage.layers = range(point.num_layers)
         self.stage.set_checkpointing(point.checkpointing)
@@ -118,7 +119,8 @@ class Bench:
         try:
             run = self._together(lambda: self._run(point))
             if repeat == 0:
-                saved_bytes, peak_bytes = self._together(lambda: self._bytes(run))
+                of_fullest = self._slowest(self._together(lambda: self._bytes(run)))
+                saved_bytes, peak_bytes = (int(size) for size in of_fullest)
                 if self._largest is None or peak_bytes > self._largest[1]:
                     self._largest = (point, peak_bytes)
             else:
@@ -245,8 +247,8 @@ class Bench:
             raise torch.OutOfMemoryError("a rank is out of memory") from failure
         return result
 
-    def _slowest(self, numbers: list[float]) -> list[float]:
-        """The largest over the ranks that act as one."""
+    def _slowest(self, numbers: Sequence[float]) -> Sequence[float]:
+        """The largest over the ranks that act as one, who therefore decide alike by it."""
         if self._group is None:
             return numbers
         largest = torch.tensor(numbers, dtype=torch.float64)  # on the host: gloo carries it, whatever the device does

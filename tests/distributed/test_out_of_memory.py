@@ -50,6 +50,11 @@ def _measure(rank: int, folder: Path) -> None:
     said = {"while": bench.measure(POINT, 0)}
     takes_too_much.remove()
     said["after"] = bench.measure(POINT, 1)
+    measure_bytes, peaks = bench._bytes, iter((100, 101) if rank == 0 else (101, 100))
+    bench._bytes, bench._largest = lambda run: (measure_bytes(run)[0], next(peaks)), None
+    for num_items in (2, 3):
+        bench.measure(POINT._replace(num_items=num_items), 0)
+    said["largest"] = bench._largest[0].num_items
     (folder / f"{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
@@ -58,6 +63,12 @@ def test_what_one_rank_cannot_hold_is_out_of_memory_on_all(measured):
     for rank in measured:
         assert [row["seconds"] for row in rank["while"]] == [None, None]
         assert [row["peak_bytes"] for row in rank["while"]] == [None, None]
+
+
+def test_ranks_agree_on_the_point_that_took_most_though_each_saw_another(measured):
+    """They run it once more, together: with different ones their collectives would not match."""
+    first, second = (rank["largest"] for rank in measured)
+    assert first == second
 
 
 def test_measuring_goes_on_afterwards_with_one_result_for_all_ranks(measured):
