@@ -45,15 +45,10 @@ class MeanPipelines:
         self._text = lru_cache(maxsize=1024)(self._mean_text)
         self._parts = lru_cache(maxsize=1024)(self._part_times)
 
-    def step_s(self, row: Mapping[str, Any]) -> float:
-        """Seconds of the LLM's part of the mean batch's step, without waiting for an encoder: not above the mean of the
-        batches' steps, by Jensen once more."""
-        step_s, _ = self.of_batches(row, mean=True)
-        return float(step_s[0])
-
     def of_batches(self, row: Mapping[str, Any], *, mean: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Of each batch the LLM's part of the step [num_batches], and what each pipeline rank works [num_batches, pp],
-        gradient sync and all. `mean`: of the mean batch alone, [1] and [1, pp]."""
+        gradient sync and all. `mean`: of the mean batch alone, [1] and [1, pp], whose step is not above the mean of the
+        batches' steps, by Jensen once more."""
         tp, pp, dp = row["llm_tp"], row["llm_pp"], row["llm_dp"]
         count = row["num_microbatches"]
         parts = self._parts(tp, dp, count, row["checkpointing"], mean)

@@ -26,7 +26,6 @@ class Topology:
     device: torch.device
     store: dist.Store
     replicas: dist.ProcessGroup
-    num_replicas: int
     links: Links
 
     @property
@@ -51,13 +50,13 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
     # Of what can be trained today, every rank is a worker and carries one node.
     rank_of_node = tuple(plan.grid(node.module).first_rank(node.pp_stage, node.dp_rank) for node in program.nodes)
     own_index = rank_of_node.index(rank)
-    replicas, num_replicas = None, 1
+    replicas = None
     for grid in plan.grids:
         for stage in range(grid.pp):
             ranks = [grid.first_rank(stage, replica) for replica in range(grid.dp)]
             group = dist.new_group(ranks, timeout=_TIMEOUT)
             if rank in ranks:
-                replicas, num_replicas = group, len(ranks)
+                replicas = group
     return Topology(
         rank=rank,
         world_size=world_size,
@@ -66,7 +65,6 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
         device=device,
         store=dist.PrefixStore("dflop", store),
         replicas=replicas,
-        num_replicas=num_replicas,
         links=Links(
             rank_of_node=rank_of_node,
             edges=program.edges,

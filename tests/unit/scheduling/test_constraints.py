@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_plans import make_plan
 
 from dflop.config import ClusterConfig, ScheduleConfig
 from dflop.errors import UserError
-from dflop.pipeline import Grid, Plan
+from dflop.pipeline import Plan
 from dflop.scheduling import (
     Assignment,
     BatchProblem,
@@ -28,28 +29,13 @@ from dflop.scheduling import (
 
 CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0)
 
-
-def make_plan(placement, pp, dp, num_microbatches, schedule="1f1b") -> Plan:
-    ranks = {"disjoint": 2, "colocated": pp * dp, "monolithic": dp}[placement]
-    offset = ranks if placement == "disjoint" else 0
-    return Plan(
-        placement=placement,
-        grids=(
-            Grid(module="vision", num_ranks=ranks),
-            Grid(module="llm", num_ranks=pp * dp, pp=pp, rank_offset=offset),
-        ),
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-    )
-
-
 any_plans = st.builds(
     make_plan,
     st.sampled_from(["disjoint", "colocated", "monolithic"]),
+    st.sampled_from(["gpipe", "1f1b"]),
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 6),
-    st.sampled_from(["gpipe", "1f1b"]),
 )
 
 
@@ -137,7 +123,7 @@ def test_a_small_batch_is_placed_wherever_memory_has_three_percent_to_spare(
     scheduler_of, draw_samples, seed, placement, slack
 ):
     """The oracle tries every assignment; memory is the least that any of them takes, and so much more."""
-    plan = make_plan(placement, 2, 1, 3)
+    plan = make_plan(placement, num_microbatches=3)
     samples = unlike_samples(draw_samples, 6, seed)
     roomy = scheduler_of(plan, samples, 6, 64.0)
     batch = samples.take(roomy.batches[0])
@@ -202,7 +188,7 @@ def test_pictures_that_gather_in_a_bucket_are_seen_although_tokens_are_even(sche
         llm_tokens=np.where(np.arange(16) < 4, 250, 300),
         target_tokens=np.full(16, 10),
     )
-    plan = make_plan("disjoint", 2, 1, 4)
+    plan = make_plan()
     roomy = scheduler_of(plan, samples, 16, 64.0)
     free = roomy.schedule(0, "random")
     held = samples.take(np.array([int(name[1:]) for name in free.sample_id]))

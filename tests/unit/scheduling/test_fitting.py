@@ -6,31 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_plans import make_plan
 
 from dflop.config import ClusterConfig
 from dflop.errors import UserError
-from dflop.pipeline import Grid, Plan
+from dflop.pipeline import Plan
 from dflop.scheduling import Assignment, Pricer, alone_bytes, describe_left_out, leave_out_too_large
 
 properties = settings(deadline=None, max_examples=60)
 ROOMY = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0)
-
-
-def make_plan(placement="disjoint", schedule="1f1b", pp=2, dp=1, num_microbatches=4, num_chunks=1) -> Plan:
-    """The tiny model has four layers in either module."""
-    ranks = {"disjoint": 2, "colocated": pp * dp, "monolithic": dp}[placement]
-    offset = ranks if placement == "disjoint" else 0
-    return Plan(
-        placement=placement,
-        grids=(
-            Grid(module="vision", num_ranks=ranks),
-            Grid(module="llm", num_ranks=pp * dp, pp=pp, rank_offset=offset),
-        ),
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        num_chunks=num_chunks,
-    )
-
 
 any_plans = st.builds(
     lambda placement, schedule, pp, dp: make_plan(placement, schedule[0], max(pp, schedule[1]), dp, 4, schedule[1]),

@@ -7,31 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_plans import make_plan
 
 from dflop.config import ClusterConfig
 from dflop.costs import CostModel
 from dflop.errors import UserError
-from dflop.pipeline import Grid, Plan, nodes_of, workers_of
+from dflop.pipeline import Plan, nodes_of, workers_of
 from dflop.scheduling import Assignment, Pricer, random_buckets
 
 CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0)
 properties = settings(deadline=None, max_examples=60)
-
-
-def make_plan(placement="disjoint", schedule="1f1b", pp=2, dp=1, num_microbatches=4, num_chunks=1, layers=()) -> Plan:
-    """The tiny model has four layers in either module."""
-    ranks = {"disjoint": 2, "colocated": pp * dp, "monolithic": dp}[placement]
-    offset = ranks if placement == "disjoint" else 0
-    return Plan(
-        placement=placement,
-        grids=(
-            Grid(module="vision", num_ranks=ranks),
-            Grid(module="llm", num_ranks=pp * dp, pp=pp, rank_offset=offset, layers=layers),
-        ),
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        num_chunks=num_chunks,
-    )
 
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2)]
