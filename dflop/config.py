@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
-from dflop.devices import find_device, load_device
-from dflop.errors import UserError
+from dflop.runtime import UserError
+from dflop.runtime.devices import find_device, load_device
 
 __all__ = [
     "SAMPLING",

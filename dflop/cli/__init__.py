@@ -12,7 +12,7 @@ from dflop.cli.costs import fit_costs_command, profile_costs, profile_links
 from dflop.cli.data import demo_data, list_shards_command, merge_shapes, plot_shapes_command, profile_shapes
 from dflop.cli.plans import plan_command, schedule_command
 from dflop.cli.training import report_command, train_command
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = ["cli", "main"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from dflop.cli.options import FILE, config_digest, config_option, load_for
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = ["fit_costs_command", "profile_costs", "profile_links"]
 
@@ -50,8 +50,8 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
     import polars as pl
 
     from dflop.costs import Measured, analytic_points, write_measured
-    from dflop.devices import load_device
     from dflop.models import digest_of_spec
+    from dflop.runtime.devices import load_device
 
     own_file = config.cluster.device_models
     device = load_device(config.cluster.device_model, Path(own_file) if own_file else None)
@@ -81,8 +81,8 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     from dflop.costs.design import load_bounds
     from dflop.data import ChatTokenizer, tokenizer_folder
     from dflop.models import check_runnable
+    from dflop.runtime.torchrun import run_ranks
     from dflop.stages import STAGES
-    from dflop.torchrun import run_ranks
 
     check_runnable(spec.family)
     if bounds and not bounds.exists():
@@ -107,7 +107,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
         "config_digest": config_digest("profile-costs", config),
     }
     per_node = tp if cluster.device == "cuda" else cluster.devices_per_node // tp * tp
-    code, _ = run_ranks("dflop.costs.worker", request, cluster, num_nodes=1, per_node=per_node)
+    code, _ = run_ranks("dflop.costs.profile_rank", request, cluster, num_nodes=1, per_node=per_node)
     if code:
         raise UserError(f"measuring {module} at tp={tp} ended early (torchrun's exit code {code}); why stands above")
 
@@ -122,7 +122,7 @@ def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
     """Time transfers and all-reduces between the cluster's devices: torchrun on all of them."""
     import polars as pl
 
-    from dflop.torchrun import is_first_node, run_ranks
+    from dflop.runtime.torchrun import is_first_node, run_ranks
 
     config = load_for("profile-links", configs)
     cluster = config.cluster

@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of
-from dflop.errors import UserError
-from dflop.progress import progress_bar
+from dflop.runtime import UserError, progress_bar
 
 __all__ = ["demo_data", "list_shards_command", "merge_shapes", "plot_shapes_command", "profile_shapes"]
 
@@ -34,9 +33,9 @@ def demo_data(out: Path, records: int, seed: int) -> None:
 @click.option("--workers", type=click.IntRange(min=1), help="Processes that share the shard; one a core if not given.")
 def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int | None) -> None:
     """Read the shapes of one shard's samples from media headers and text."""
-    from dflop.artifacts import written_whole
     from dflop.data import ChatTokenizer, ShapeReader, profile_shard, tokenizer_folder
     from dflop.models import load_model_spec
+    from dflop.runtime import written_whole
 
     config = load_for("profile-shapes", configs)
     data = config.data
@@ -113,10 +112,10 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     """Merge the shards into one database: samples, rejects, sources, and summaries of them."""
     import polars as pl
 
-    from dflop.artifacts import written_whole
     from dflop.costs.design import bounds_of_samples
     from dflop.data import BUNDLED_TOKENIZER, SourceRecords, list_sources, tokenizer_folder
     from dflop.data.manifests.formats import CUT_OFF
+    from dflop.runtime import written_whole
     from dflop.store import ShardFile, read_table, write_shapes
 
     config = load_for("merge-shapes", configs)

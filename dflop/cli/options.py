@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = ["FILE", "FOLDER", "config_digest", "config_option", "load_for", "meta_of"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from dflop.cli.options import FILE, config_option, load_for
-from dflop.progress import progress_bar
+from dflop.runtime import progress_bar
 
 __all__ = ["plan_command", "schedule_command"]
 
@@ -21,7 +21,6 @@ def plan_command(
     configs: tuple[str, ...], shapes: Path, costs: Path, out: Path, candidates: Path, explain: bool
 ) -> None:
     """Search the layouts and choose the one with the shortest expected step."""
-    from dflop.artifacts import written_whole
     from dflop.config import excess_memory
     from dflop.costs import BEYOND_MEASURED, CostModel
     from dflop.data import load_samples
@@ -35,7 +34,8 @@ def plan_command(
         search_plans,
         uneven_note,
     )
-    from dflop.scheduling import describe_left_out
+    from dflop.pricing import describe_left_out
+    from dflop.runtime import written_whole
 
     config = load_for("plan", configs)
     if excess := excess_memory(config.cluster):
@@ -96,10 +96,12 @@ def schedule_command(
     """Preview how the first global batches are regrouped, and what that saves."""
     import statistics
 
-    from dflop.artifacts import written_whole
+    from dflop.balancing import without_cbc
     from dflop.costs import BEYOND_MEASURED
     from dflop.pipeline import load_plan
-    from dflop.scheduling import describe_left_out, preview_frames, without_cbc
+    from dflop.pricing import describe_left_out
+    from dflop.runtime import written_whole
+    from dflop.scheduling import preview_frames
     from dflop.scheduling.service import open_scheduler
     from dflop.training import check_devices
 

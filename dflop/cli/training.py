@@ -22,14 +22,14 @@ _CHECKPOINT_FORMAT = 2
 @click.option("--out", type=FOLDER, required=True, help="Folder for metrics, checkpoints, the model and summary.json.")
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
-    from dflop.artifacts import written_whole
     from dflop.models import check_runnable
     from dflop.pipeline import load_plan
+    from dflop.pricing import describe_left_out
     from dflop.reporting.trace import chrome_trace
-    from dflop.scheduling import describe_left_out
+    from dflop.runtime import written_whole
+    from dflop.runtime.torchrun import is_first_node
     from dflop.scheduling.service import open_scheduler
     from dflop.store import read_table
-    from dflop.torchrun import is_first_node
     from dflop.training import check_plan, launch_ranks, merge_observations, summarise
 
     config = load_for("train", configs)

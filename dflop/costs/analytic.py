@@ -14,8 +14,8 @@ from dflop.costs.llm_work import llm_work
 from dflop.costs.model import FEATURES, Loads
 from dflop.costs.vision_work import vision_work
 from dflop.costs.work import ModuleWork, PartWork
-from dflop.devices import DeviceModel
 from dflop.models import ModelSpec, check_tp
+from dflop.runtime.devices import DeviceModel
 
 __all__ = ["AnalyticPoints", "analytic_points", "module_work"]
 

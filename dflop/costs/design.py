@@ -19,7 +19,7 @@ import polars as pl
 
 from dflop.costs.fit import PIECES, fit_model, fit_piece, loads_of, median_points, relative_errors
 from dflop.costs.model import CostModel
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "fitted_depths", "load_bounds"]
 

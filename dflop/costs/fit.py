@@ -15,7 +15,7 @@ import polars as pl
 
 from dflop.costs.measured import POINT_KEYS
 from dflop.costs.model import FEATURES, Coefficients, CostModel, LoadRange, Loads, column_of, main_load
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = [
     "PIECES",

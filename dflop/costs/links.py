@@ -18,10 +18,8 @@ import polars as pl
 import torch
 import torch.distributed as dist
 
-from dflop.artifacts import written_whole
-from dflop.errors import UserError
-from dflop.local_device import local_device
-from dflop.progress import progress_bar
+from dflop.runtime import UserError, progress_bar, written_whole
+from dflop.runtime.local_device import local_device
 from dflop.store import LINKS_SCHEMA
 
 __all__ = ["LinkGroup", "groups_to_measure", "main", "sizes_up_to"]

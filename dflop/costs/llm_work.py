@@ -2,8 +2,8 @@
 
 from dflop.costs.model import Coefficients
 from dflop.costs.work import Layer, ModuleWork, PartWork, coefficients, size_of
-from dflop.errors import UserError
 from dflop.models import ModelSpec
+from dflop.runtime import UserError
 
 __all__ = ["llm_work"]
 

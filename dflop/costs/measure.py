@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dflop.costs.design import Point
-from dflop.memory import available_bytes, process_bytes
 from dflop.models import ModelSpec, check_runnable
-from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 from dflop.models.llava_onevision.stages import LlmStage, Stage, VisionStage, build_stage, make_hf_config
+from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.runtime.memory import available_bytes, process_bytes
 
 __all__ = ["Bench"]
 

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import polars as pl
 
-from dflop.artifacts import written_whole
 from dflop.costs.model import FEATURES
-from dflop.errors import UserError
+from dflop.runtime import UserError, written_whole
 
 __all__ = ["POINT_KEYS", "Measured", "read_measured", "require_parquet", "write_measured"]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflop.costs.link_model import LinkModel
-from dflop.errors import UserError
+from dflop.runtime import UserError
 from dflop.store import read_tables
 
 __all__ = [

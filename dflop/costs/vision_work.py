@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from dflop.costs.work import Layer, ModuleWork, PartWork, coefficients, size_of
-from dflop.errors import UserError
 from dflop.models import ModelSpec
+from dflop.runtime import UserError
 
 __all__ = ["vision_work"]
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop.costs.model import FEATURES, Coefficients, Loads
-from dflop.errors import UserError
 from dflop.models import ModelSpec
+from dflop.runtime import UserError
 
 __all__ = ["Layer", "ModuleWork", "PartWork", "coefficients", "size_of"]
 

@@ -32,8 +32,8 @@ from dflop.data.media import (
 from dflop.data.records import Embedded, Medium, Record, RecordError, parse_record, resolve_medium
 from dflop.data.shapes import MediumShape, PlacedText, ShapeReader, expand_text
 from dflop.data.text import ChatTokenizer
-from dflop.errors import UserError
-from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
+from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.runtime import UserError
 
 __all__ = ["LoadedVisual", "MicrobatchJob", "MicrobatchLoader", "PixelRules", "SampleRef", "TrainingRecords"]
 

@@ -20,7 +20,7 @@ from dflop.data.manifests import Shard, Source, SourceRecords
 from dflop.data.records import Medium, Record, RecordError, parse_record, record_id
 from dflop.data.shapes import MediumShape, PlacedText, ShapeReader, expand_text
 from dflop.data.text import ChatTokenizer, TokenizedText
-from dflop.errors import UserError
+from dflop.runtime import UserError
 from dflop.store import SHARD_SCHEMA
 
 __all__ = ["ShapeProfiler", "profile_shard", "useful_workers"]

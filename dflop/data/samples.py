@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from dflop.errors import UserError
+from dflop.runtime import UserError
 from dflop.store import read_table
 
 __all__ = ["SampleShapes", "load_samples"]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from dflop.config import ModelConfig
 from dflop.data.records import MEDIA_KINDS, RecordError, Turn
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = ["BUNDLED_TOKENIZER", "ChatTokenizer", "TokenizedText", "tokenizer_folder"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dflop.config import AudioConfig, ModelConfig
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = [
     "ItemCount",

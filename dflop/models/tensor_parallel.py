@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
-from dflop.errors import UserError
 from dflop.models.llava_onevision.presets import make_spec
 from dflop.models.llava_onevision.stages import LlmStage, VisionStage
 from dflop.models.spec import check_tp
+from dflop.runtime import UserError
 
 __all__ = ["shard_stage"]
 

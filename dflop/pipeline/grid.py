@@ -7,7 +7,7 @@ stored, so a grid cannot contradict itself.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = ["Grid", "tile_world"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from dflop.errors import UserError
 from dflop.pipeline.grid import Grid, tile_world
+from dflop.runtime import UserError
 
 __all__ = ["PLACEMENTS", "SCHEDULES", "Plan", "load_plan", "plan_from_dict", "split_layers", "why_not_runnable"]
 

@@ -1,9 +1,9 @@
 """Planning: the search space, bounds on it, the price of a plan on scheduled batches, the search, and baselines."""
 
 from dflop.planning.baselines import Baseline, price_baselines
+from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, uneven_note
 from dflop.planning.holding import leave_out_what_no_plan_holds
-from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
 

@@ -19,14 +19,14 @@ import polars as pl
 from dflop.config import Config, PlanConfig
 from dflop.costs import PARTS, CostModel, Loads, resident_bytes
 from dflop.data import SampleShapes
-from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.pipeline import Grid, Plan, StageTimes
-from dflop.planning.batches import GroupedBatches
-from dflop.planning.price import Candidate, PlanPricer
+from dflop.planning.candidate import Candidate, PlanPricer
+from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.search import search_plans
 from dflop.planning.space import enumerate_space, plan_of
-from dflop.scheduling import loads_of, only
+from dflop.pricing import loads_of, only
+from dflop.runtime import UserError
 
 __all__ = ["Baseline", "price_baselines"]
 

@@ -17,7 +17,7 @@ from dflop.costs import PARTS, CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits, even_layers
-from dflop.scheduling import find_link, loads_of, only
+from dflop.pricing import find_link, loads_of, only
 
 __all__ = ["LowerBounds", "least_sync", "lower_bounds", "possible_scopes"]
 

@@ -8,7 +8,7 @@ import yaml
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.planning.baselines import Baseline
-from dflop.planning.price import Candidate
+from dflop.planning.candidate import Candidate
 from dflop.planning.search import SearchResult, more_than
 
 __all__ = ["candidates_frame", "describe_choice", "explain_choice", "uneven_note"]

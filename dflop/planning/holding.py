@@ -8,7 +8,12 @@ from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.planning.space import enumerate_space, plan_of
-from dflop.scheduling import MOST_LEFT_OUT, Pricer, alone_bytes, without
+from dflop.pricing import (
+    MOST_LEFT_OUT,
+    Pricer,
+    alone_bytes,
+    without,
+)
 
 __all__ = ["leave_out_what_no_plan_holds"]
 

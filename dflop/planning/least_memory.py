@@ -13,9 +13,9 @@ from numba import njit
 
 from dflop.costs import CostModel, resident_bytes
 from dflop.models import ModelSpec
-from dflop.planning.batches import GroupedBatches
+from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers, llm_layers
-from dflop.scheduling import loads_of
+from dflop.pricing import loads_of
 
 __all__ = ["LeastMemory"]
 

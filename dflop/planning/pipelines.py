@@ -15,10 +15,10 @@ from dflop.config import Config
 from dflop.costs import PARTS, CostModel, Loads
 from dflop.models import ModelSpec
 from dflop.pipeline import Bridges, CompiledPlan, Grid, Plan, StageTimes, compile_plan, simulate_step_s
-from dflop.planning.batches import GroupedBatches
 from dflop.planning.bounds import least_sync, possible_scopes
+from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, llm_layers
-from dflop.scheduling import BYTES_PER_VALUE, WEIGHT_SHARE, find_link
+from dflop.pricing import BYTES_PER_VALUE, WEIGHT_SHARE, find_link
 
 __all__ = ["MeanPipelines"]
 

@@ -18,16 +18,16 @@ import polars as pl
 from dflop.config import Config, PlanConfig, most_memory_gib
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
-from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.pipeline import Plan, why_not_runnable
-from dflop.planning.batches import GroupedBatches
 from dflop.planning.bounds import LowerBounds, lower_bounds
+from dflop.planning.candidate import Candidate, PlanPricer
+from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.least_memory import LeastMemory
 from dflop.planning.pipelines import MeanPipelines
-from dflop.planning.price import Candidate, PlanPricer
 from dflop.planning.space import Splits, enumerate_space, pins_of, plan_of
 from dflop.planning.splits import balanced_splits
+from dflop.runtime import UserError
 
 __all__ = ["SearchResult", "more_than", "search_plans"]
 

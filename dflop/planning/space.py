@@ -10,9 +10,9 @@ from dataclasses import replace
 import polars as pl
 
 from dflop.config import Config, FixedGrid, FixedPlan, PlanConfig
-from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.pipeline import PLACEMENTS, SCHEDULES, Grid, Plan, split_layers
+from dflop.runtime import UserError
 
 __all__ = [
     "LLM_LAYOUT",

@@ -5,7 +5,7 @@ import numpy as np
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
-from dflop.planning.batches import GroupedBatches
+from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers
 
 __all__ = ["balanced_splits", "least_slowest"]

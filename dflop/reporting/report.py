@@ -14,10 +14,8 @@ import numpy as np
 import polars as pl
 import yaml
 
-from dflop.artifacts import written_whole
 from dflop.config import Config
 from dflop.costs import CostModel
-from dflop.errors import UserError
 from dflop.pipeline import Node, Plan, load_plan
 from dflop.reporting.costs import costs_height_in, draw_costs, measured_points
 from dflop.reporting.plans import draw_plans, plans_height_in
@@ -26,6 +24,7 @@ from dflop.reporting.shapes import draw_shapes, items_tokens_correlation, shapes
 from dflop.reporting.style import drawing, format_seconds
 from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, predicted_boxes, timeline_height_in
 from dflop.reporting.training import draw_training
+from dflop.runtime import UserError, written_whole
 from dflop.scheduling import BatchScheduler
 from dflop.scheduling.service import open_scheduler
 from dflop.store import read_meta, read_table

@@ -11,9 +11,10 @@ from pathlib import Path
 import polars as pl
 
 from dflop.data import SampleShapes
-from dflop.errors import UserError
 from dflop.pipeline import StageTimes, Timeline
-from dflop.scheduling import Assignment, BatchScheduler, StepSchedule
+from dflop.pricing import Assignment
+from dflop.runtime import UserError
+from dflop.scheduling import BatchScheduler, StepSchedule
 
 __all__ = ["PreviewPrices", "price_preview", "replay"]
 

@@ -15,7 +15,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
-from dflop.artifacts import written_whole
+from dflop.runtime import written_whole
 
 __all__ = [
     "INK",

@@ -17,8 +17,7 @@ import numpy as np
 
 from dflop.config import ScheduleConfig
 from dflop.costs import Loads
-from dflop.scheduling.correction import NO_CORRECTIONS, Corrections, Learner
-from dflop.scheduling.pricing import Pricer
+from dflop.pricing import NO_CORRECTIONS, Corrections, Learner, Pricer
 from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
 
 __all__ = ["REPORT_LAG_STEPS", "CorrectionLoop", "MeasuredStep"]

@@ -20,15 +20,21 @@ from typing import TypeVar
 import numpy as np
 import polars as pl
 
+from dflop.balancing import (
+    BatchProblem,
+    CbcProcess,
+    IlpResult,
+    check_assignment,
+    lpt_buckets,
+    quick_buckets,
+    random_buckets,
+    small_at_both_ends,
+)
 from dflop.config import ScheduleConfig
 from dflop.data import SampleShapes
-from dflop.errors import UserError
-from dflop.scheduling.batches import GlobalBatches
-from dflop.scheduling.fitting import fits, fitted
-from dflop.scheduling.ilp import CbcProcess, IlpResult
-from dflop.scheduling.policies import lpt_buckets, quick_buckets, random_buckets, small_at_both_ends
-from dflop.scheduling.pricing import Assignment, Pricer
-from dflop.scheduling.problem import BatchProblem, check_assignment
+from dflop.pricing import Assignment, Pricer, fits, fitted
+from dflop.runtime import UserError
+from dflop.scheduling.global_batches import GlobalBatches
 from dflop.scheduling.shares import ideal_shares
 from dflop.scheduling.step_search import StepSearch
 from dflop.store import LEFT_OUT_SCHEMA

@@ -17,17 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflop.balancing import WORK_TIMEOUT_S
 from dflop.config import Config, load_config, select_keys
 from dflop.costs import CostModel
 from dflop.data import load_samples
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.pipeline import load_plan
-from dflop.scheduling.batches import GlobalBatches
-from dflop.scheduling.correction_file import CorrectionFile
+from dflop.pricing import CorrectionFile, Pricer, leave_out_too_large
 from dflop.scheduling.correction_loop import CorrectionLoop, MeasuredStep
-from dflop.scheduling.fitting import leave_out_too_large
-from dflop.scheduling.ilp import WORK_TIMEOUT_S
-from dflop.scheduling.pricing import Pricer
+from dflop.scheduling.global_batches import GlobalBatches
 from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
 from dflop.stages import STAGES
 

@@ -9,14 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from dflop.balancing import NO_CAP
 from dflop.costs import Loads
 from dflop.data import SampleShapes
 from dflop.pipeline import Network, Plan, compile_plan, network_of
 from dflop.pipeline.compiled import DP, FIRST_NODE, KIND, SPLIT_BACKWARD
 from dflop.pipeline.orders import FORWARD, WEIGHT
-from dflop.scheduling.policies import NO_CAP
-from dflop.scheduling.pricing import Pricer
-from dflop.scheduling.stage_costs import loads_of
+from dflop.pricing import Pricer, loads_of
 from dflop.scheduling.step_search import stage_forms
 
 __all__ = ["ideal_shares", "relaxed_step_s"]

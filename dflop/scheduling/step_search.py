@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from dflop.balancing import NO_CAP
 from dflop.data import SampleShapes
 from dflop.pipeline import (
     CellTimes,
@@ -21,9 +22,7 @@ from dflop.pipeline import (
     resimulate,
     take_back,
 )
-from dflop.scheduling.correction import bin_of
-from dflop.scheduling.policies import NO_CAP
-from dflop.scheduling.pricing import WEIGHT_SHARE, Assignment, Pricer
+from dflop.pricing import WEIGHT_SHARE, Assignment, Pricer, bin_of
 
 __all__ = ["StepSearch", "stage_forms"]
 

@@ -1,6 +1,6 @@
 """Training: topology, the trainer, checkpoints, observations.
 
-What is named here needs no torch; the ranks themselves run `dflop.training.worker`.
+What is named here needs no torch; the ranks themselves run `dflop.training.rank`.
 """
 
 from dflop.training.launch import check_devices, check_plan, launch_ranks, summarise

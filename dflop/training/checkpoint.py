@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from dflop.errors import UserError
+from dflop.runtime import UserError
 from dflop.training.sharded_optimizer import ShardedAdamW
 
 __all__ = ["find_checkpoint", "load_checkpoint", "save_checkpoint", "set_aside"]

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from dflop.config import Config
 from dflop.data.loading import MicrobatchJob, SampleRef
-from dflop.errors import UserError
 from dflop.pipeline import Node
+from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, MeasuredStep, StepSchedule
 from dflop.scheduling.service import ScheduleService, open_scheduler
 

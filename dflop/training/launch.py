@@ -1,6 +1,6 @@
 """Starting a training run: torchrun over the plan's ranks, and what is left to do when they are done.
 
-This file imports no torch. `python -m dflop.training.worker` is what torchrun starts on every rank.
+This file imports no torch. `python -m dflop.training.rank` is what torchrun starts on every rank.
 """
 
 import json
@@ -11,14 +11,19 @@ from pathlib import Path
 
 import polars as pl
 
-from dflop.artifacts import written_whole
+from dflop.balancing import without_cbc
 from dflop.config import Config, select_keys
-from dflop.errors import UserError
 from dflop.models import check_runnable
 from dflop.pipeline import Plan, load_plan, why_not_runnable
-from dflop.scheduling import Learner, is_stale, read_learned, stale_share, without_cbc
+from dflop.pricing import (
+    Learner,
+    is_stale,
+    read_learned,
+    stale_share,
+)
+from dflop.runtime import UserError, written_whole
+from dflop.runtime.torchrun import run_ranks
 from dflop.stages import STAGES
-from dflop.torchrun import run_ranks
 from dflop.training.observations import CORRECTIONS_FILE, NUM_WARMUP_STEPS
 
 __all__ = ["check_devices", "check_plan", "launch_ranks", "summarise", "what_to_rerun"]
@@ -40,7 +45,7 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str | None]
         per_node = loaded.world_size
     request = {"config": select_keys(config, STAGES["train"].reads), **arguments}
     code, stopped = run_ranks(
-        "dflop.training.worker", request, config.cluster, num_nodes=config.cluster.num_nodes, per_node=per_node
+        "dflop.training.rank", request, config.cluster, num_nodes=config.cluster.num_nodes, per_node=per_node
     )
     if code:
         why = (

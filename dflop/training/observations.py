@@ -11,7 +11,8 @@ from pathlib import Path
 import polars as pl
 
 from dflop.pipeline import Node, Op, Span
-from dflop.scheduling import StepSchedule, read_learned
+from dflop.pricing import read_learned
+from dflop.scheduling import StepSchedule
 from dflop.store import CORRECTIONS_SCHEMA, write_observations
 
 __all__ = ["CORRECTIONS_FILE", "NUM_WARMUP_STEPS", "Observations", "merge_observations"]

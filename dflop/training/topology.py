@@ -6,9 +6,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dflop.local_device import local_device
 from dflop.pipeline import Node, Plan, Program
 from dflop.pipeline.run import Links
+from dflop.runtime.local_device import local_device
 
 __all__ = ["Topology", "join_world"]
 

@@ -25,21 +25,21 @@ from dflop.costs import BEYOND_MEASURED
 from dflop.data import ShapeReader, list_sources
 from dflop.data.loading import MicrobatchLoader, TrainingRecords
 from dflop.data.text import ChatTokenizer, tokenizer_folder
-from dflop.errors import UserError
-from dflop.local_device import device_name
-from dflop.memory import process_bytes
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import build_stage, make_hf_config
 from dflop.pipeline import Op, Span, check_program, load_plan, make_program
 from dflop.pipeline.run import run_instructions
+from dflop.runtime import UserError
+from dflop.runtime.local_device import device_name
+from dflop.runtime.memory import process_bytes
 from dflop.scheduling import StepSchedule
 from dflop.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, set_aside
 from dflop.training.export import export_model
 from dflop.training.feed import JobStream, ScheduleFeed, SchedulePublisher
 from dflop.training.observations import NUM_WARMUP_STEPS, Observations
-from dflop.training.reports import StepReports
 from dflop.training.sharded_optimizer import ShardedAdamW
+from dflop.training.step_times import StepReports
 from dflop.training.topology import join_world
 from dflop.training.work import make_work
 

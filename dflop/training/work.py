@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from dflop.data.loading import LoadedVisual
-from dflop.models.batches import TextBatch, VisualBatch
 from dflop.models.llava_onevision.stages import LlmStage, VisionStage
+from dflop.models.microbatch import TextBatch, VisualBatch
 from dflop.pipeline import Node, Program
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of

@@ -31,10 +31,10 @@ import yaml
 from dflop.config import load_config
 from dflop.costs import CostModel
 from dflop.data import load_samples
-from dflop.errors import UserError
-from dflop.memory import process_bytes
 from dflop.models import check_tp, load_model_spec
 from dflop.planning import Baseline, Candidate, price_baselines, search_plans
+from dflop.runtime import UserError
+from dflop.runtime.memory import process_bytes
 from dflop.store import SHARD_SCHEMA, ShardFile, write_shapes
 
 REPOSITORY = Path(__file__).parents[2]

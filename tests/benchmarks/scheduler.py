@@ -29,25 +29,23 @@ import numpy as np
 import polars as pl
 import psutil
 
-from dflop.config import ClusterConfig, ModelConfig, ScheduleConfig
-from dflop.costs import CostModel, analytic_points
-from dflop.costs.fit import fit_model, median_points
-from dflop.data import SampleShapes
-from dflop.devices import load_device
-from dflop.models import ModelSpec, load_model_spec
-from dflop.pipeline import Grid, Plan
-from dflop.scheduling import (
+from dflop.balancing import (
     BatchProblem,
-    BatchScheduler,
     CbcProcess,
-    GlobalBatches,
-    Pricer,
-    StepSchedule,
     bucket_loads,
     check_assignment,
     lower_bound_s,
     lpt_buckets,
 )
+from dflop.config import ClusterConfig, ModelConfig, ScheduleConfig
+from dflop.costs import CostModel, analytic_points
+from dflop.costs.fit import fit_model, median_points
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec, load_model_spec
+from dflop.pipeline import Grid, Plan
+from dflop.pricing import Pricer
+from dflop.runtime.devices import load_device
+from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
 from dflop.scheduling.shares import relaxed_step_s
 
 MIXES = {"single image": (1.0, 0.0, 0.0), "13/43/44": (0.13, 0.43, 0.44), "video": (0.0, 0.0, 1.0)}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from dflop.errors import UserError
+from dflop.runtime import UserError
 from dflop.training import checkpoint
 from dflop.training.checkpoint import load_checkpoint, save_checkpoint
 from dflop.training.sharded_optimizer import ShardedAdamW

@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflop.costs import Loads, module_work
 from dflop.costs.analytic import PartWork
-from dflop.errors import UserError
 from dflop.models import ModelSpec, check_tp
-from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 from dflop.models.llava_onevision import PRESETS, make_spec
 from dflop.models.llava_onevision.stages import Stage, build_stage, make_hf_config
+from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
 from dflop.models.tensor_parallel import shard_stage
+from dflop.runtime import UserError
 
 pytestmark = pytest.mark.serial
 

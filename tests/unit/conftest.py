@@ -9,11 +9,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+from run_folders import make_run
 
 from dflop.config import ModelConfig
 from dflop.data import ChatTokenizer, SampleShapes
 from dflop.data.demo import DemoData, make_demo_data
 from dflop.models import ModelSpec, load_model_spec
+
+__all__ = ["make_run"]
 
 
 @pytest.fixture(scope="session")

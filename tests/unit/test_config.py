@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.config import Config, excess_memory, load_config, select_keys
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 REPOSITORY = Path(__file__).parents[2]
 ANALYTIC = {
@@ -247,7 +247,9 @@ def test_devices_have_the_memory_of_their_data_sheet_unless_the_config_says_othe
     assert memory_gib(device_model="h100-80g", memory_gib=60) == 60
     assert memory_gib() == memory_gib(device_model="the big one") == 4
     own = tmp_path / "own.yaml"
-    own.write_text((files("dflop") / "devices.yaml").read_text().replace("h200-141g", "mine").replace("80e9", "60e9"))
+    own.write_text(
+        (files("dflop.runtime") / "devices.yaml").read_text().replace("h200-141g", "mine").replace("80e9", "60e9")
+    )
     assert memory_gib(device_model="mine", device_models=str(own)) == 141e9 / 2**30
     assert memory_gib(device_model="h100-80g", device_models=str(own)) == 60e9 / 2**30
     assert "nowhere.yaml (`cluster.device_models` names it) cannot be read" in refusal(

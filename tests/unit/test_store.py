@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dflop import store
 from dflop.data import load_samples
-from dflop.errors import UserError
+from dflop.runtime import UserError
 from dflop.store import (
     CORRECTIONS_SCHEMA,
     LEFT_OUT_SCHEMA,

@@ -177,7 +177,7 @@ def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled
         "train": {"precision": "bf16", "global_batch_size": 8},
     }
     config = checkout.write_config("analytic.yaml", **sections)
-    known = files("dflop") / "devices.yaml"
+    known = files("dflop.runtime") / "devices.yaml"
     devices = checkout.folder / "devices.yaml"
     devices.write_text(known.read_text().replace("h100-80g:", "ours:"))
     plan, folder = "results/analytic/plan.yaml", checkout.folder / "results/analytic"

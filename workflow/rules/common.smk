@@ -11,7 +11,7 @@ from snakemake.exceptions import WorkflowError
 from dflop.config import load_config, select_keys
 from dflop.data.manifests import list_shards, list_sources
 from dflop.data.profile import useful_workers
-from dflop.errors import UserError
+from dflop.runtime.errors import UserError
 from dflop.models.spec import check_runnable, load_model_spec, model_digest
 from dflop.stages import STAGES
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dflop.data.records import RecordError
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "Span", "UnreadableFile", "digest_of", "open_reader"]
 

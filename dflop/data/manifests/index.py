@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from dflop.artifacts import written_whole
 from dflop.data.manifests.formats import DIGEST_BYTES, EntryReader, Span, UnreadableFile, open_reader
 from dflop.data.records import RecordError
-from dflop.errors import UserError
+from dflop.runtime import UserError, written_whole
 
 __all__ = ["ManifestFile", "cache_folder", "remove_outdated", "stamp_of"]
 

@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dflop.artifacts import written_whole
 from dflop.data.manifests.index import ManifestFile, cache_folder, remove_outdated, stamp_of
 from dflop.data.manifests.sources import Source
 from dflop.data.records import RecordError, media_paths
-from dflop.errors import UserError
+from dflop.runtime import UserError, written_whole
 
 __all__ = ["Shard", "SourceRecords", "list_shards"]
 

@@ -18,7 +18,7 @@ from braceexpand import UnbalancedBracesError, braceexpand
 from yaml import YAMLError, safe_load
 
 from dflop.config import SAMPLING, SAMPLING_FORMS, DataConfig, SourceConfig
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 __all__ = ["Source", "list_sources"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflop.data.manifests.formats import Span, UnreadableFile, digest_of
 from dflop.data.records import RecordError
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 if TYPE_CHECKING:
     import pyarrow

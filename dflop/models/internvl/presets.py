@@ -8,10 +8,10 @@ larger two) at 448 px and Qwen2.5. Those with `llama3` are the same model around
 
 from typing import Any
 
-from dflop.errors import UserError
 from dflop.models.internvl.shapes import InternvlShapes
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.spec import ModelSpec, vision_and_llm
+from dflop.runtime import UserError
 
 __all__ = ["PRESETS", "make_spec"]
 

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
-from dflop.errors import UserError
 from dflop.models.attention import PACKED
-from dflop.models.batches import TextBatch, VisualBatch
+from dflop.models.microbatch import TextBatch, VisualBatch
+from dflop.runtime import UserError
 
 __all__ = ["LlmStage", "Stage", "VisionStage", "build_stage", "make_hf_config", "norms_in_float64"]
 

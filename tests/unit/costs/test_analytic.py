@@ -21,12 +21,12 @@ from dflop.costs import CostModel, Loads, analytic_points, fit_costs, module_wor
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
 from dflop.costs.model import FEATURES, Coefficients
-from dflop.devices import load_device
-from dflop.errors import UserError
 from dflop.models import ModelSpec, internvl, llava_onevision
 from dflop.models.attention import PACKED
-from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 from dflop.models.llava_onevision.stages import LlmStage, VisionStage
+from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.runtime import UserError
+from dflop.runtime.devices import load_device
 from dflop.store import write_costs
 
 FAMILIES = {"internvl": internvl, "llava_onevision": llava_onevision}

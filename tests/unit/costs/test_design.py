@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dflop.costs import Loads
 from dflop.costs.design import Design, LoadBounds, Point, bounds_of_samples, load_bounds
 from dflop.costs.model import FEATURES, Coefficients
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 BOUNDS = LoadBounds(num_items=(1, 64), num_tokens=(32, 4096), segment_tokens=(32, 1024), target_share=(0.03, 0.5))
 

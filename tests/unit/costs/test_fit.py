@@ -16,7 +16,7 @@ from dflop.costs import CostModel, Loads, fit_costs
 from dflop.costs.fit import fit_model, median_points
 from dflop.costs.measured import read_measured
 from dflop.costs.model import FEATURES, Coefficients, column_of
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 LOADS = {
     "vision": Loads(*(np.array(load, dtype=float) for load in ([1, 7, 30], [0] * 3, [0] * 3, [0] * 3))),

@@ -10,8 +10,8 @@ import torch
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench, _LiveBytes
 from dflop.costs.measured import POINT_KEYS
-from dflop.errors import UserError
 from dflop.models import internvl
+from dflop.runtime import UserError
 
 COLUMNS = {*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"}
 PIECES = ("layers", "first", "last", "whole")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dflop.costs import CostModel, Loads, resident_bytes
 from dflop.costs.model import Coefficients, LoadRange
-from dflop.errors import UserError
+from dflop.runtime import UserError
 from dflop.store import write_costs
 
 WHOLE = {"is_first": True, "is_last": True}

@@ -15,7 +15,7 @@ from dflop.data.manifests import tar
 from dflop.data.manifests.formats import open_reader
 from dflop.data.manifests.tar import TarMember
 from dflop.data.records import RecordError
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

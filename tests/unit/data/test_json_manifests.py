@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflop.data.manifests import json_text
 from dflop.data.manifests.formats import open_reader
 from dflop.data.records import RecordError
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

@@ -13,8 +13,8 @@ from dflop.config import DataConfig, SourceConfig
 from dflop.data import list_sources
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.text import BUNDLED_TOKENIZER
-from dflop.errors import UserError
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.runtime import UserError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 from dflop.cli import cli
 from dflop.config import DataConfig, SourceConfig
 from dflop.data import SourceRecords, list_sources
-from dflop.errors import UserError
+from dflop.runtime import UserError
 from dflop.store import read_table
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dflop.data import Shard, Source, SourceRecords, list_shards
 from dflop.data.records import RecordError
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

@@ -10,7 +10,7 @@ import yaml
 
 from dflop.config import DataConfig, SourceConfig, load_config
 from dflop.data import Source, SourceRecords, list_sources
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from dflop.data.records import RecordError, Turn
 from dflop.data.shapes import expand_text
 from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer, TokenizedText
-from dflop.errors import UserError
+from dflop.runtime import UserError
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
 

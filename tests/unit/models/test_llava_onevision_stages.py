@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
-from dflop.errors import UserError
-from dflop.models.batches import MediumLayout, TextBatch, VisualBatch
 from dflop.models.llava_onevision import PRESETS
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import (
@@ -27,7 +25,9 @@ from dflop.models.llava_onevision.stages import (
     make_hf_config,
     norms_in_float64,
 )
+from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
 from dflop.pipeline import split_layers
+from dflop.runtime import UserError
 
 NUM_LAYERS = PRESETS["tiny"]["text_config"]["num_hidden_layers"]
 PLACEHOLDERS = {"image": 1001, "video": 1002, "audio": 1003}

@@ -8,8 +8,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from dflop.config import ModelConfig
-from dflop.errors import UserError
 from dflop.models import check_runnable, internvl, llava_onevision, load_model_spec
+from dflop.runtime import UserError
 
 FAMILIES = {"internvl": internvl, "llava_onevision": llava_onevision}
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.errors import UserError
 from dflop.pipeline import Grid, tile_world
+from dflop.runtime import UserError
 
 sizes = st.integers(1, 5)
 

@@ -5,8 +5,8 @@ from drawn_plans import llm_alone, plans
 from hypothesis import given, settings
 from torch.distributed.pipelining.schedules import _Action
 
-from dflop.errors import UserError
 from dflop.pipeline import actions_of, format_actions, parse_actions
+from dflop.runtime import UserError
 
 
 @settings(deadline=None)

@@ -8,8 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan, load_plan, plan_from_dict, split_layers, why_not_runnable
+from dflop.runtime import UserError
 
 
 def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=2, **more) -> Plan:

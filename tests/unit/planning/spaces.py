@@ -14,7 +14,7 @@ from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pipeline import why_not_runnable
 from dflop.planning import PlanPricer, enumerate_space, plan_of
-from dflop.planning.batches import GroupedBatches
+from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.splits import balanced_splits
 
 ALL_PLACEMENTS = ["disjoint", "colocated", "monolithic"]

@@ -9,9 +9,9 @@ from spaces import bent_costs, make_config, price_all, uneven_samples, with_memo
 
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
-from dflop.errors import UserError
 from dflop.models import ModelSpec
 from dflop.planning import search_plans
+from dflop.runtime import UserError
 
 # Costs are drawn from a seed: a smaller seed is no simpler a case.
 _UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)

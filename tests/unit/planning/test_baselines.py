@@ -7,8 +7,8 @@ from spaces import bent_costs, make_config, price_all, uneven_samples
 from dflop.config import PlanConfig
 from dflop.costs import Loads
 from dflop.planning import PlanPricer, enumerate_space, plan_of, price_baselines, search_plans
-from dflop.planning.batches import GroupedBatches
-from dflop.scheduling.stage_costs import loads_of, only
+from dflop.planning.grouped_batches import GroupedBatches
+from dflop.pricing import loads_of, only
 
 RULE, MEGATRON, FSDP = "published rule", "monolithic, random batches", "every device the whole model"
 

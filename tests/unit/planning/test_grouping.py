@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import make_config, uneven_samples
 
-from dflop.errors import UserError
-from dflop.planning.batches import GroupedBatches
-from dflop.scheduling import GlobalBatches, policies, quick_buckets
+from dflop.balancing import policies, quick_buckets
+from dflop.planning.grouped_batches import GroupedBatches
+from dflop.runtime import UserError
+from dflop.scheduling import GlobalBatches
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 8), st.integers(0, 20)).map(
     lambda sizes: (sizes[0], sizes[1], sizes[0] * sizes[1] + sizes[2])

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from spaces import make_config
 
-from dflop.errors import UserError
 from dflop.planning import enumerate_space, leave_out_what_no_plan_holds, plan_of
-from dflop.scheduling import GlobalBatches, Pricer, alone_bytes, leave_out_too_large
+from dflop.pricing import Pricer, alone_bytes, leave_out_too_large
+from dflop.runtime import UserError
+from dflop.scheduling import GlobalBatches
 
 CONFIG = make_config(4, 8, memory_gib=1.0)
 

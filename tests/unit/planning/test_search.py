@@ -9,8 +9,8 @@ from spaces import make_config, with_memory
 
 from dflop.config import Config
 from dflop.costs.model import Coefficients
-from dflop.errors import UserError
 from dflop.pipeline import Plan
+from dflop.runtime import UserError
 
 
 def needed_gib(found) -> list[float]:

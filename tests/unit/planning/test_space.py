@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from spaces import ALL_PLACEMENTS, ALL_SCHEDULES, make_config
 
 from dflop.config import PlanConfig
-from dflop.errors import UserError
 from dflop.planning import enumerate_space, plan_of
+from dflop.runtime import UserError
 
 TP = {"vision": [1, 2], "llm": [1, 2]}
 SPLITS = {(1, 2): (3, 1), (2, 2): (1, 3)}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import bent_costs, make_config, uneven_samples
 
-from dflop.planning.batches import GroupedBatches
+from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.splits import balanced_splits, least_slowest
 
 extras = st.lists(st.floats(0, 6), min_size=1, max_size=4).map(np.array)

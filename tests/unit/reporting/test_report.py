@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dflop.config import load_config
-from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan, nodes_of, workers_of
 from dflop.reporting import plot_shapes, write_report
 from dflop.reporting.plans import draw_plans
@@ -22,6 +21,7 @@ from dflop.reporting.schedules import price_preview, replay
 from dflop.reporting.shapes import draw_shapes
 from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, predicted_boxes
 from dflop.reporting.training import draw_training
+from dflop.runtime import UserError
 from dflop.scheduling import preview_frames
 from dflop.scheduling.service import open_scheduler
 from dflop.store import (

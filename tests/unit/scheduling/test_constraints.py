@@ -10,22 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_plans import make_plan
 
-from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.errors import UserError
-from dflop.pipeline import Plan
-from dflop.scheduling import (
-    Assignment,
+from dflop.balancing import (
     BatchProblem,
-    BatchScheduler,
     CbcProcess,
-    GlobalBatches,
-    Pricer,
-    StepSchedule,
-    alone_bytes,
     check_assignment,
     lpt_buckets,
     random_buckets,
 )
+from dflop.config import ClusterConfig, ScheduleConfig
+from dflop.pipeline import Plan
+from dflop.pricing import Assignment, Pricer, alone_bytes
+from dflop.runtime import UserError
+from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
 
 CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0)
 

@@ -11,20 +11,22 @@ import pytest
 from dflop.config import ClusterConfig, ScheduleConfig
 from dflop.costs import Loads
 from dflop.pipeline import Grid, Plan
+from dflop.pricing import (
+    CorrectionFile,
+    Corrections,
+    Learner,
+    Pricer,
+    read_learned,
+)
+from dflop.pricing.correction import NUM_LOAD_BINS, NUM_SEGMENT_BINS, bins_of
 from dflop.scheduling import (
     REPORT_LAG_STEPS,
     BatchScheduler,
-    CorrectionFile,
     CorrectionLoop,
-    Corrections,
     GlobalBatches,
-    Learner,
     MeasuredStep,
-    Pricer,
     StepSchedule,
-    read_learned,
 )
-from dflop.scheduling.correction import NUM_LOAD_BINS, NUM_SEGMENT_BINS, bins_of
 
 NUM_SAMPLES, BATCH, LOOKAHEAD = 600, 32, 4
 

@@ -11,8 +11,8 @@ import polars as pl
 import pytest
 from test_ilp import hard_problem
 
+from dflop.balancing import CbcProcess
 from dflop.config import load_config
-from dflop.scheduling import CbcProcess
 from dflop.scheduling.service import open_scheduler
 
 pytestmark = pytest.mark.serial  # it takes the cores from whatever runs beside it

@@ -6,16 +6,15 @@ import json
 import numpy as np
 import pytest
 
+from dflop.balancing import lpt_buckets
 from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan, nodes_of
+from dflop.pricing import Assignment, Pricer
+from dflop.runtime import UserError
 from dflop.scheduling import (
-    Assignment,
     BatchScheduler,
     GlobalBatches,
-    Pricer,
     StepSchedule,
-    lpt_buckets,
     preview_frames,
 )
 

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflop.balancing import bucket_loads, lpt_buckets
 from dflop.config import ClusterConfig
 from dflop.pipeline import Grid, Plan
-from dflop.scheduling import Pricer, StepSearch, bucket_loads, lpt_buckets
+from dflop.pricing import Pricer
+from dflop.scheduling import StepSearch
 from dflop.scheduling.shares import ideal_shares, relaxed_step_s
 
 CLUSTER = ClusterConfig(devices_per_node=4, memory_gib=64.0)

@@ -8,9 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan, nodes_of
-from dflop.scheduling import BatchScheduler, GlobalBatches, Pricer, StepSchedule
+from dflop.pricing import Pricer
+from dflop.runtime import UserError
+from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
 from dflop.training.feed import JobStream, ScheduleFeed, job_of, packed, samples_of
 
 LAYOUTS = {"even": (1, 1, 1), "one to two": (1, 1, 2), "two to one": (2, 2, 1), "three to two": (3, 1, 2)}

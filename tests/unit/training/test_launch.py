@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from dflop.config import ClusterConfig, load_config
-from dflop.errors import UserError
 from dflop.pipeline import Grid, Plan
-from dflop.scheduling import Learner
-from dflop.scheduling.correction import BinKey, LearnedBin
-from dflop.torchrun import rendezvous, threads_per_rank
+from dflop.pricing import Learner
+from dflop.pricing.correction import BinKey, LearnedBin
+from dflop.runtime import UserError
+from dflop.runtime.torchrun import rendezvous, threads_per_rank
 from dflop.training import check_devices, launch_ranks
 from dflop.training.launch import what_to_rerun
 

@@ -1,0 +1,155 @@
+"""What torchrun starts to measure: `python -m dflop.costs.profile_rank REQUEST` (JSON).
+
+On GPUs there are tp ranks. On CPUs there are as many as training will have on the node, and all run the same point
+at the same time: cores share caches and memory, and a rank that has them for itself would look faster than it is.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.utils import logging
+
+from dflop.config import Config, load_config
+from dflop.costs.design import Design, LoadBounds, Point, fitted_depths, load_bounds
+from dflop.costs.measure import Bench
+from dflop.costs.measured import POINT_KEYS, Measured, write_measured
+from dflop.data import ChatTokenizer
+from dflop.models import digest_of_spec, load_model_spec
+from dflop.runtime import UserError, progress_bar
+from dflop.runtime.local_device import device_name, local_device
+
+# A point may take minutes on a large model; a rank that is gone must not be waited for much longer.
+_TIMEOUT = timedelta(minutes=5)
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    logging.set_verbosity_error()
+    try:
+        _measure(load_config(request["config"]), request)
+    except UserError as error:
+        if int(os.environ["RANK"]) == 0:
+            print(f"dflop: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _measure(config: Config, request: dict[str, Any]) -> None:
+    spec, module, tp = load_model_spec(config.model), request["module"], request["tp"]
+    is_cuda = config.cluster.device == "cuda"
+    device = local_device(config.cluster.device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
+    mesh = _tp_mesh(device.type, tp) if tp > 1 else None
+    bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()
+    tokenizer = ChatTokenizer(Path(request["tokenizer"]))
+    bench = Bench(
+        spec,
+        module,
+        fitted_depths(spec.module(module).num_layers)[-1],
+        placeholder_ids=tokenizer.placeholder_ids,
+        vocab_size=tokenizer.vocab_size,
+        device=device,
+        precision=config.train.precision,
+        mesh=mesh,
+    )
+    design = Design(
+        module,
+        tp,
+        spec.module(module).num_layers,
+        bounds,
+        repeats=config.costs.repeats,
+        target_error=config.costs.target_error,
+        time_budget_s=config.costs.time_budget_s,
+        room_bytes=bench.room_bytes(),
+    )
+    parameters = bench.parameter_sizes()
+    rows: list[dict[str, Any]] = []
+    started = time.monotonic()
+    budget_s, failure = config.costs.time_budget_s, None
+    with progress_bar(total=round(budget_s), unit="s", disable=dist.get_rank() != 0) as bar:
+        while True:
+            asked = None
+            if dist.get_rank() == 0 and (time.monotonic() - started < budget_s or not design.is_covered):
+                try:
+                    asked = design.next(rows, parameters)
+                except UserError as error:
+                    failure = error
+            asked = _told(asked)
+            if asked is None:
+                break
+            measured = bench.measure(*asked)
+            rows += measured
+            seconds = [row["seconds"] for row in measured]
+            design.took(asked[0], None if None in seconds else sum(seconds), measured[0]["peak_bytes"])
+            bar.update(min(round(budget_s), round(time.monotonic() - started)) - bar.n)
+            error = f", held-out error {design.error[0]:.1%} (p95 {design.error[1]:.0%})" if design.error else ""
+            bar.set_description(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
+    if failure:
+        raise failure
+    device_row = _about(config, request, bench, digest_of_spec(spec), time.monotonic() - started)
+    if dist.get_rank() == 0:
+        points = pl.DataFrame(rows, infer_schema_length=None).sort(*POINT_KEYS, "pass", "repeat")
+        write_measured(Path(request["out"]), Measured(points, parameters, pl.DataFrame([device_row])))
+    dist.barrier()
+
+
+def _tp_mesh(device_type: str, tp: int) -> DeviceMesh:
+    """This rank and those that share the module with it, in a group that waits no longer than the others."""
+    for first in range(0, dist.get_world_size(), tp):
+        group = dist.new_group(list(range(first, first + tp)), timeout=_TIMEOUT)  # all ranks make all groups
+        if first <= dist.get_rank() < first + tp:
+            own = group
+    return DeviceMesh.from_group(own, device_type, mesh_dim_names=("tp",))
+
+
+def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, seconds: float) -> dict[str, Any]:
+    """What was measured, on what; every rank must call this, since it runs a point once more."""
+    overhead_bytes, allocator_share = bench.overhead()
+    return {
+        "module": request["module"],
+        "tp": request["tp"],
+        "model": model,
+        "device": device_name(bench.device),
+        "device_model": config.cluster.device_model,
+        "source": "measured",
+        "precision": config.train.precision,
+        "torch": torch.__version__,
+        "num_ranks": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "overhead_bytes": overhead_bytes,
+        "allocator_share": allocator_share,
+        "seconds": seconds,
+        "config_digest": request["config_digest"],
+    }
+
+
+def _told(asked: tuple[Point, int] | None) -> tuple[Point, int] | None:
+    """Rank 0's point and repeat on every rank; None ends measuring."""
+    text = torch.tensor(list(json.dumps(asked).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, src=0)
+    if dist.get_rank() != 0:
+        text = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, src=0)
+    told = json.loads(bytes(text.tolist()))
+    if told is None:
+        return None
+    (piece, depth, checkpointing, num_items, segments, num_targets), repeat = told
+    return Point(piece, depth, checkpointing, num_items, tuple(segments), num_targets), repeat
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The global batches that plans are priced on, and how each is regrouped for a number of replicas and microbatches.
+
+The grouping does not depend on the rest of a plan: samples are weighed by what they cost a whole module, relative to
+the others. So it is made once for all plans with as many buckets.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+from dflop.balancing import dealt_at_random, quick_buckets, small_at_both_ends
+from dflop.config import Config
+from dflop.costs import CostModel, Loads
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec
+from dflop.pricing import loads_of, only
+from dflop.scheduling import GlobalBatches
+
+__all__ = ["GroupedBatches"]
+
+# The larger a batch is, the less it differs from the next.
+_LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
+
+
+class GroupedBatches:
+    """The first global batches as training will draw them: `plan.search_batches`, or enough of them for a mean."""
+
+    def __init__(self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> None:
+        """Raise `UserError` when one batch would need more samples than there are, or a module has no costs."""
+        for module in spec.modules:
+            if module.name not in costs.tp_sizes:
+                costs.require(module.name, min(config.costs.tp_sizes))
+        size = config.train.global_batch_size
+        num_batches = config.plan.search_batches or min(_MOST_BATCHES, max(_LEAST_BATCHES, _ENOUGH_SAMPLES // size))
+        drawn = GlobalBatches(len(samples), size, config.seed)
+        self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
+        self._text = [only("llm", loads_of(shapes)) for shapes in self.shapes]
+        # A plan must hold every sample, drawn or not: where it holds these it does.
+        self.largest = samples.take(_largest(samples))
+        self._seed = config.seed
+        self._loads_s = [_loads_s(shapes, spec, costs) for shapes in self.shapes]
+        self._buckets = lru_cache(maxsize=1024)(self._bucketed)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def balanced(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        """LLM replica and microbatch of each sample: even buckets, small ones first and last on every replica."""
+        bucket, load = self._buckets(batch, dp * num_microbatches)
+        # Replicas draw in turns, there and back, so that each gets as much.
+        by_load = np.argsort(-load, kind="stable").reshape(num_microbatches, dp)
+        by_load[1::2] = by_load[1::2, ::-1]
+        # Row 0 has the largest: they go to the middle.
+        places = np.empty(num_microbatches, dtype=np.int64)
+        places[small_at_both_ends(-np.arange(num_microbatches))] = np.arange(num_microbatches)
+        rank, microbatch = np.empty(len(load), dtype=np.int64), np.empty(len(load), dtype=np.int64)
+        rank[by_load] = np.arange(dp)[None, :]
+        microbatch[by_load] = places[:, None]
+        return rank[bucket], microbatch[bucket]
+
+    def random(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        """As many samples for each bucket, to within one, whatever they cost: training without a scheduler."""
+        rng = np.random.default_rng([self._seed, batch])
+        return np.divmod(dealt_at_random(len(self.shapes[batch]), dp * num_microbatches, rng), num_microbatches)
+
+    def mean_text(self, grouping: str, dp: int, num_microbatches: int) -> Loads:
+        """Text of each microbatch, means over the LLM's replicas, [num_batches, num_microbatches]."""
+        rows = []
+        for batch, text in enumerate(self._text):
+            _, microbatch = getattr(self, grouping)(batch, dp, num_microbatches)
+            rows.append([np.bincount(microbatch, weights=load, minlength=num_microbatches) / dp for load in text])
+        return Loads(*np.stack(rows, axis=1))
+
+    def mean_part_s(self, costs: CostModel, tp: int) -> tuple[float, float, float]:
+        """What the mean sample adds to one LLM layer, to the embedding and to the head, forward and backward."""
+        columns = zip(*self._text, strict=True)
+        mean = Loads(*(np.atleast_1d(np.mean([load.mean() for load in column])) for column in columns))
+        nothing = Loads(*np.zeros((4, 1)))
+        parts = ("layer", "first", "last")
+        with_one, without = ([sum(costs.part_time("llm", tp, part, own)) for part in parts] for own in (mean, nothing))
+        layer_s, first_s, last_s = (float((one - none)[0]) for one, none in zip(with_one, without, strict=True))
+        return layer_s, first_s, last_s
+
+    def _bucketed(self, batch: int, num_buckets: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bucket of each sample, and the relative load of each bucket."""
+        loads_s = self._loads_s[batch]
+        bucket = quick_buckets(loads_s, num_buckets)
+        return bucket, np.bincount(bucket, weights=loads_s.sum(axis=1), minlength=num_buckets)
+
+
+def _largest(samples: SampleShapes) -> np.ndarray:
+    """Indices of samples such that each of the others is no larger than one of them in anything."""
+    sizes = (samples.num_items, samples.llm_tokens, samples.target_tokens, samples.kept_vision_tokens)
+    sizes = np.column_stack(sizes).astype(np.int64)
+    left, largest = np.arange(len(samples)), []
+    while len(left):
+        first = left[sizes[left].sum(axis=1).argmax()]
+        largest.append(first)
+        left = left[(sizes[left] > sizes[first]).any(axis=1)]
+    return np.array(largest)
+
+
+def _loads_s(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndarray:
+    """What each sample adds to each whole module, as shares of the batch's, [num_samples, num_modules]."""
+    columns = []
+    for module in spec.modules:
+        tp = min(costs.tp_sizes[module.name])
+        seconds = costs.additive_loads_s(
+            module.name, tp, module.num_layers, only(module.name, loads_of(shapes)), is_first=True, is_last=True
+        )
+        columns.append(seconds / max(seconds.sum(), 1e-300))
+    return np.column_stack(columns)

@@ -1,0 +1,45 @@
+"""What an assignment of samples costs a plan: stage times, transfers, memory, and what was learned of their errors.
+
+Planning and scheduling both ask here. Files: `stage_costs` (computations), `transfers`, `pricer` (a whole step),
+`memory_limit` (what fits), `correction` (measured against predicted).
+"""
+
+from dflop.pricing.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
+from dflop.pricing.correction_file import CorrectionFile, read_learned
+from dflop.pricing.memory_limit import (
+    MOST_LEFT_OUT,
+    alone_bytes,
+    describe_left_out,
+    fits,
+    fitted,
+    leave_out_too_large,
+    without,
+)
+from dflop.pricing.pricer import BYTES_PER_VALUE, WEIGHT_SHARE, Assignment, Pricer
+from dflop.pricing.stage_costs import loads_of, only
+from dflop.pricing.transfers import find_link
+
+__all__ = [
+    "BYTES_PER_VALUE",
+    "MOST_LEFT_OUT",
+    "NO_CORRECTIONS",
+    "WEIGHT_SHARE",
+    "Assignment",
+    "CorrectionFile",
+    "Corrections",
+    "Learner",
+    "Pricer",
+    "alone_bytes",
+    "bin_of",
+    "describe_left_out",
+    "find_link",
+    "fits",
+    "fitted",
+    "is_stale",
+    "leave_out_too_large",
+    "loads_of",
+    "only",
+    "read_learned",
+    "stale_share",
+    "without",
+]

@@ -1,0 +1,221 @@
+"""Memory as a limit: which samples a plan can hold at all, and how a batch's assignment is changed until it fits.
+
+A sample that a device cannot hold even alone in its microbatch is left out, with its name and what it would take.
+Every command asks here with the same shapes, costs and plan, so that all of them draw from the same samples. Whether
+samples fit beside each other is asked of a whole assignment (`Pricer.memory_bytes`).
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+
+from dflop.balancing import BatchProblem, dealt_at_random, lpt_buckets
+from dflop.data import SampleShapes
+from dflop.pipeline import Stage
+from dflop.pricing.pricer import Assignment, Pricer
+from dflop.pricing.stage_costs import loads_of, only
+from dflop.runtime import UserError
+from dflop.store import LEFT_OUT_SCHEMA
+
+__all__ = ["MOST_LEFT_OUT", "alone_bytes", "describe_left_out", "fits", "fitted", "leave_out_too_large", "without"]
+
+# Of all samples: if more are too large, it is the devices that are too small, and a run would learn other data.
+MOST_LEFT_OUT = 0.1
+# So many changes of an assignment are tried to make it fit, a fraction of a millisecond each.
+MOST_TRIALS = 400
+_NUM_DRAWN = 3
+_SHOWN = 3
+
+
+def alone_bytes(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
+    """What a device holds at least for each sample, [num_samples]: alone in its microbatch, all others empty.
+
+    No assignment takes less. Modules that share ranks may hold a sample on different ones where there are any.
+    """
+    alone = {
+        grid.module: (only(grid.module, loads_of(shapes)), pricer.edge_tokens(grid.module, shapes))
+        for grid in pricer.plan.grids
+    }
+    of_stages = list(zip(pricer.stages, pricer.stage_bytes(alone), strict=True))
+    least = np.full(len(shapes), np.inf)
+    for encoder_rank in _encoder_ranks_that_differ(pricer):
+        least = np.minimum(least, _peaks(pricer, of_stages, encoder_rank, len(shapes)))
+    return pricer.held_bytes(least)
+
+
+def leave_out_too_large(pricer: Pricer, samples: SampleShapes) -> tuple[SampleShapes, pl.DataFrame]:
+    """The samples that the plan's devices can hold, and a row for each of the others (`LEFT_OUT_SCHEMA`).
+
+    Raises:
+        UserError: a device cannot hold the model, or more than a tenth of the samples.
+    """
+    pricer.require_room()
+    return without(samples, alone_bytes(pricer, samples), pricer.limit_bytes)
+
+
+def without(samples: SampleShapes, needed_bytes: np.ndarray, limit_bytes: float) -> tuple[SampleShapes, pl.DataFrame]:
+    """The samples that need no more than the limit, and a row for each of the others, as `leave_out_too_large`."""
+    too_large = needed_bytes > limit_bytes
+    out, needed_bytes = samples.take(np.flatnonzero(too_large)), needed_bytes[too_large]
+    if len(out) > MOST_LEFT_OUT * len(samples):
+        raise UserError(
+            f"{len(out)} of {len(samples)} samples do not fit into `cluster.memory_gib` = {_gib(limit_bytes)} even "
+            f"alone in a microbatch (the largest, {_named(out, int(needed_bytes.argmax()))}, takes "
+            f"{_gib(needed_bytes.max())} GiB), and no more than {MOST_LEFT_OUT:.0%} are left out; use devices with "
+            "more memory, a plan with more pipeline stages, tensor parallelism or checkpointing, or lower "
+            "`data.max_llm_tokens`"
+        )
+    frame = pl.DataFrame(
+        {
+            "source": out.source.tolist(),
+            "row": out.row.tolist(),
+            "sample_id": out.sample_id.tolist(),
+            "reason": ["too_large"] * len(out),
+            "detail": [_detail(out, index, needed_bytes[index], limit_bytes) for index in range(len(out))],
+            "llm_tokens": out.llm_tokens.tolist(),
+            "num_items": out.num_items.tolist(),
+            "predicted_bytes": needed_bytes.tolist(),
+            "limit_bytes": [limit_bytes] * len(out),
+        },
+        schema=LEFT_OUT_SCHEMA,
+    )
+    return (samples.take(np.flatnonzero(~too_large)) if len(out) else samples), frame
+
+
+def describe_left_out(left_out: pl.DataFrame) -> list[str]:
+    """Lines for people: the largest by name, and how many there are; none where there is nothing to say."""
+    if left_out.is_empty():
+        return []
+    shown = left_out.sort("predicted_bytes", descending=True).head(_SHOWN)
+    lines = [
+        f"left out: {source} row {row}: {detail}" for source, row, detail in shown["source", "row", "detail"].rows()
+    ]
+    if len(left_out) > _SHOWN:
+        lines.append(f"left out: {len(left_out) - _SHOWN} more samples that take too much memory")
+    return lines
+
+
+def fits(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> bool:
+    return max(pricer.memory_bytes(shapes, assignment).values()) <= pricer.limit_bytes
+
+
+def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], rng: np.random.Generator) -> Assignment:
+    """An assignment that fits into memory, made of the first start from which small changes lead to one.
+
+    After the given starts comes one that shares out bytes and nothing else, then a few drawn ones.
+
+    Raises:
+        UserError: none was found.
+    """
+    needed_bytes = np.inf
+    num_buckets, num_microbatches = pricer.plan.num_buckets, pricer.plan.num_microbatches
+    drawn = (dealt_at_random(len(shapes), num_buckets, rng) for _ in range(_NUM_DRAWN))
+    others = (pricer.assign(shapes, *np.divmod(cell, num_microbatches)) for cell in drawn)
+    for start in itertools.chain(starts, [_even_in_bytes(pricer, shapes)], others):
+        assignment, own_bytes = _descend_on_bytes(pricer, shapes, start, rng)
+        if own_bytes <= pricer.limit_bytes:
+            return assignment
+        needed_bytes = min(needed_bytes, own_bytes)
+    raise UserError(
+        f"no assignment of the batch was found that fits into `cluster.memory_gib` = {_gib(pricer.limit_bytes)} with "
+        f"{pricer.plan}; the best takes {_gib(needed_bytes)} GiB of a device: use a plan with more microbatches, "
+        "pipeline stages or checkpointing, or lower `train.global_batch_size`"
+    )
+
+
+def _descend_on_bytes(
+    pricer: Pricer, shapes: SampleShapes, start: Assignment, rng: np.random.Generator
+) -> tuple[Assignment, float]:
+    """Change samples of the fullest module's places, and microbatches, while the fullest device gets no fuller."""
+    best, needed_bytes = start, max(pricer.memory_bytes(shapes, start).values())
+    num_microbatches = pricer.plan.num_microbatches
+    for _ in range(MOST_TRIALS):
+        if needed_bytes <= pricer.limit_bytes:
+            break
+        cell = best.llm_dp_rank * num_microbatches + best.microbatch
+        one, other = rng.integers(len(shapes), size=2)
+        if cell[one] == cell[other]:
+            continue
+        changed = cell.copy()
+        kind = rng.integers(3)
+        if kind == 0:
+            changed[one], changed[other] = cell[other], cell[one]
+        elif kind == 1:
+            changed[one] = cell[other]
+        else:
+            changed[cell == cell[one]], changed[cell == cell[other]] = cell[other], cell[one]
+        if (np.bincount(changed, minlength=cell.max() + 1) == 0).any():
+            continue
+        assignment = pricer.assign(shapes, *np.divmod(changed, num_microbatches))
+        its_bytes = max(pricer.memory_bytes(shapes, assignment).values())
+        if its_bytes <= needed_bytes:
+            best, needed_bytes = assignment, its_bytes
+    return best, needed_bytes
+
+
+def _even_in_bytes(pricer: Pricer, shapes: SampleShapes) -> Assignment:
+    """Samples shared out by the bytes that their microbatch keeps in each module's fullest stage."""
+    alone = {
+        grid.module: (only(grid.module, loads_of(shapes)), pricer.edge_tokens(grid.module, shapes))
+        for grid in pricer.plan.grids
+    }
+    kept = {grid.module: np.zeros(len(shapes)) for grid in pricer.plan.grids}
+    for stage, (own, passing) in zip(pricer.stages, pricer.stage_bytes(alone), strict=True):
+        kept[stage.module] = np.maximum(kept[stage.module], own + passing)
+    encoder, llm = pricer.plan.grids
+    problem = BatchProblem(
+        loads_s=np.column_stack([kept[encoder.module] * (llm.dp / encoder.dp), kept["llm"]]),
+        llm_tokens=shapes.llm_tokens,
+        num_dp_ranks=llm.dp,
+        num_microbatches=pricer.plan.num_microbatches,
+    )
+    return pricer.assign(shapes, *np.divmod(lpt_buckets(problem), problem.num_microbatches))
+
+
+def _peaks(
+    pricer: Pricer,
+    of_stages: Sequence[tuple[Stage, tuple[np.ndarray, np.ndarray]]],
+    encoder_rank: int,
+    num_samples: int,
+) -> np.ndarray:
+    """Tensors of the fullest rank, where the LLM's first replica and this one of the encoder compute the sample."""
+    held: dict[int, np.ndarray] = {}
+    fullest = np.zeros(num_samples)
+    for stage, (kept, transient) in of_stages:
+        for worker in stage.workers(0 if stage.module == "llm" else encoder_rank):
+            now = held.get(worker, pricer.resident_bytes[worker]) + kept
+            fullest = np.maximum(fullest, now + transient)
+            if pricer.stage_costs.has_backward(stage.module):
+                held[worker] = now
+    return fullest
+
+
+def _encoder_ranks_that_differ(pricer: Pricer) -> list[int]:
+    """Replicas of the encoder that share workers with the LLM's first one, and one that does not."""
+    if pricer.plan.placement != "colocated":
+        return [0]
+    encoder = pricer.stages[0]
+    of_llm = {worker for stage in pricer.stages if stage.module == "llm" for worker in stage.workers(0)}
+    shares = [not of_llm.isdisjoint(encoder.workers(replica)) for replica in range(encoder.dp)]
+    return [shares.index(False)] if not all(shares) else list(range(encoder.dp))
+
+
+def _detail(shapes: SampleShapes, index: int, needed_bytes: float, limit_bytes: float) -> str:
+    return (
+        f"{_named(shapes, index)}, takes {_gib(needed_bytes)} GiB of a device even alone in a microbatch, and "
+        f"`cluster.memory_gib` is {_gib(limit_bytes)}; lower `data.max_llm_tokens`, or use a plan with more pipeline "
+        "stages, tensor parallelism or checkpointing"
+    )
+
+
+def _named(shapes: SampleShapes, index: int) -> str:
+    return (
+        f"sample {shapes.sample_id[index]!r} with {shapes.llm_tokens[index]} LLM tokens and "
+        f"{shapes.num_items[index]} items"
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.4g}"

@@ -1,0 +1,146 @@
+"""What the cost model says of a plan's stages, each asked for with all its replicas and microbatches together.
+
+Stages that are alike (as many layers, in the middle of the module) are asked for once.
+"""
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from dflop.costs import CostModel, Loads, StageMemory, resident_bytes
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec
+from dflop.pipeline import Plan, Stage, stages_of
+from dflop.pricing.correction import NO_CORRECTIONS, Corrections
+
+__all__ = ["StageCosts", "loads_of", "only"]
+
+
+def loads_of(shapes: SampleShapes) -> Loads:
+    """Loads of every sample, arrays [num_samples]."""
+    return Loads(
+        num_items=shapes.num_items.astype(float),
+        num_tokens=shapes.llm_tokens.astype(float),
+        sum_sq_tokens=shapes.llm_tokens.astype(float) ** 2,
+        num_targets=shapes.target_tokens.astype(float),
+    )
+
+
+def only(module: str, loads: Loads) -> Loads:
+    """The loads that a module sees: items for encoders, text for the LLM."""
+    nothing = np.zeros_like(loads.num_items)
+    if module == "llm":
+        return loads._replace(num_items=nothing)
+    return Loads(loads.num_items, nothing, nothing, nothing)
+
+
+class StageCosts:
+    """Seconds and bytes of a plan's stages, by a cost model and what was learned of its errors."""
+
+    corrections = NO_CORRECTIONS
+
+    def __init__(self, plan: Plan, costs: CostModel, spec: ModelSpec, frozen: Collection[str]) -> None:
+        self.plan, self.costs, self.frozen = plan, costs, frozenset(frozen)
+        self.stages = stages_of(plan)
+        self.layers = {
+            grid.module: [len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers)]
+            for grid in plan.grids
+        }
+
+    def corrected(self, corrections: Corrections) -> "StageCosts":
+        """The same stages, with these corrections and no others."""
+        other = copy.copy(self)
+        other.corrections = corrections
+        return other
+
+    def has_backward(self, module: str) -> bool:
+        """A frozen encoder has none; a frozen LLM still passes gradients on."""
+        return module == "llm" or module not in self.frozen
+
+    def stage_times(self, of_module: dict[str, Loads]) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward seconds, [num_nodes, num_microbatches], of modules' loads [dp, num_microbatches]."""
+        forward_s, backward_s = [], []
+        for grid in self.plan.grids:
+            loads = of_module[grid.module]
+            factors = self.corrections.at(grid.module, loads)
+            for forward, backward in self.costs.stage_times(
+                grid.module, grid.tp, self.layers[grid.module], loads, checkpointing=self.plan.checkpointing
+            ):
+                forward_s.append(forward * factors[0])
+                has_backward = self.has_backward(grid.module)
+                backward_s.append(backward * factors[1] if has_backward else np.zeros_like(backward))
+        return np.concatenate(forward_s), np.concatenate(backward_s)
+
+    def memories(self, of_module: dict[str, Loads]) -> list[StageMemory]:
+        """Of each stage, without gradients and what the optimiser holds."""
+        asked: dict[tuple, StageMemory] = {}
+        of_stages = []
+        for stage in self.stages:
+            part = self.part(stage)
+            kind = (stage.module, *part.values())
+            if kind not in asked:
+                asked[kind] = self.costs.stage_memory(
+                    stage.module, loads=of_module[stage.module], checkpointing=self.plan.checkpointing, **part
+                )
+            of_stages.append(asked[kind])
+        return of_stages
+
+    def parameter_bytes(self, stage: Stage) -> float:
+        return self.costs.stage_parameter_bytes(stage.module, **self.part(stage))
+
+    def resident_bytes(self, stage: Stage) -> float:
+        """Parameters, gradients, and the rank's share of optimiser state."""
+        return resident_bytes(self.parameter_bytes(stage), stage.dp, is_frozen=stage.module in self.frozen)
+
+    def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
+        """Seconds that each sample adds to each pipeline stage, [pp, num_samples]; `least`: whatever the microbatch.
+
+        Which shape bin its microbatch will fall into is not known yet: the smallest correction that may hold counts
+        with `least`, else that of a mean microbatch, for all samples.
+        """
+        loads = only(module, loads)
+        priced: dict[tuple, np.ndarray] = {}
+        per_stage = []
+        for stage in self.stages:
+            if stage.module != module:
+                continue
+            part = self.part(stage)
+            kind = tuple(part.values())
+            if kind not in priced:
+                priced[kind] = self.costs.additive_loads_s(
+                    module,
+                    loads=loads,
+                    checkpointing=self.plan.checkpointing,
+                    has_backward=self.has_backward(module),
+                    least=least,
+                    **part,
+                )
+            per_stage.append(priced[kind])
+        # A rank does all of its chunks' work.
+        added_s = np.array(per_stage).reshape(-1, self.plan.grid(module).pp, len(per_stage[0])).sum(axis=0)
+        if module not in self.corrections.factors:
+            return added_s
+        return added_s * (self.corrections.least(module, loads) if least else self._mean_correction(module, loads))
+
+    def _mean_correction(self, module: str, loads: Loads) -> float:
+        """The factor of a microbatch that holds an equal share of all samples."""
+        grid = self.plan.grid(module)
+        mean = Loads(*(np.array([load.sum() / (grid.dp * self.plan.num_microbatches)]) for load in loads))
+        times = self.costs.stage_times(
+            module, grid.tp, self.layers[module], mean, checkpointing=self.plan.checkpointing
+        )
+        by_pass_s = np.array(times).sum(axis=(0, 2)) * (1.0, float(self.has_backward(module)))
+        total_s = by_pass_s.sum()
+        return float(by_pass_s @ self.corrections.at(module, mean)[:, 0] / total_s) if total_s else 1.0
+
+    def part(self, stage: Stage) -> dict[str, Any]:
+        """A stage as the cost model wants to know it."""
+        layers = self.layers[stage.module]
+        return {
+            "tp": stage.tp,
+            "num_layers": layers[stage.pp_stage],
+            "is_first": stage.pp_stage == 0,
+            "is_last": stage.pp_stage == len(layers) - 1,
+        }

@@ -1,0 +1,136 @@
+"""Starting torchrun: the same processes for measuring as for training, ended when their parent is.
+
+`python -m dflop.runtime.torchrun` is torchrun itself, which says in a line which rank failed first and how; why, the
+rank has said. The functions here import no torch.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Mapping
+
+from dflop.config import ClusterConfig
+from dflop.runtime.errors import UserError
+
+__all__ = ["is_first_node", "rendezvous", "run_ranks", "threads_per_rank"]
+
+# Ports below those that Linux gives to clients; a variable names another one.
+_PORTS = range(20_000, 30_000)
+_PORT_VARIABLE = "DFLOP_RENDEZVOUS_PORT"
+
+
+def run_ranks(
+    module: str, request: Mapping[str, object], cluster: ClusterConfig, *, num_nodes: int, per_node: int
+) -> tuple[int, bool]:
+    """Run `python -m module REQUEST` (JSON) on `per_node` ranks of each of `num_nodes` nodes, to its end.
+
+    Returns torchrun's exit code, and whether it was stopped by a SIGTERM, which is passed on.
+
+    Raises:
+        UserError: when there are several nodes and this runs outside `srun`, or the port's variable holds none.
+    """
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads_per_rank(cluster)),
+        # Threads that spin while they wait make timings collapse on a busy machine.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "dflop.runtime.torchrun",
+        f"--nproc-per-node={per_node}",
+        *rendezvous(num_nodes),
+        "--module",
+        module,
+        json.dumps(request),
+    ]
+    process = subprocess.Popen(command, env=environment)
+    stopped: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        stopped.append(number)
+        process.send_signal(number)
+
+    previous = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        return process.wait(), bool(stopped)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def threads_per_rank(cluster: ClusterConfig) -> int:
+    """CPU threads of a rank: on CPUs the ranks of a node share its cores, beside GPUs one is enough."""
+    if cluster.device != "cpu":
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // cluster.devices_per_node)
+
+
+def is_first_node(cluster: ClusterConfig) -> bool:
+    """Whether this is the one command of a run that speaks for all nodes (each node runs its own)."""
+    return cluster.num_nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
+
+
+def rendezvous(num_nodes: int) -> list[str]:
+    """How the nodes' torchruns meet: on one node at a free port, on several at the first node of the Slurm job.
+
+    There the port follows from the job and its step, which all nodes know, so that jobs that share a node stay apart.
+    """
+    if num_nodes == 1:
+        return ["--standalone"]
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError(
+            f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
+            "profile does), or set `cluster.num_nodes: 1`"
+        )
+    head = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
+    return [
+        f"--nnodes={num_nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={head.stdout.split()[0]}:{_port_of(step)}",
+        f"--rdzv-id={step}",
+    ]
+
+
+def _port_of(step: str) -> int:
+    named = os.environ.get(_PORT_VARIABLE)
+    if named is None:
+        return _PORTS[zlib.crc32(step.encode()) % len(_PORTS)]
+    if not named.isdecimal() or not 1024 <= int(named) < 65_536:
+        raise UserError(f"{_PORT_VARIABLE} is {named!r}; it must be a port's number from 1024 to 65535, or not be set")
+    return int(named)
+
+
+def _main() -> int:
+    """torchrun, without its stack of its own calls where a rank fails or a signal ends all of them."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(sys.argv[1:]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        print(f"dflop: rank {rank} of {socket.gethostname()} ended first, with {how}", file=sys.stderr, flush=True)
+        return 1
+    except SignalException as error:
+        print(f"dflop: the ranks of {socket.gethostname()} were stopped by {error.sigval.name}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,40 @@
+"""Which samples make up a global batch: a seeded shuffle of the dataset, epoch after epoch.
+
+The batch depends on (seed, step, number of samples) alone, so that a run can be resumed at any step and a
+scheduled run sees the very batches of an unscheduled one.
+"""
+
+import numpy as np
+
+from dflop.runtime import UserError
+
+__all__ = ["GlobalBatches"]
+
+
+class GlobalBatches:
+    """`batches[step]` is an index array [global_batch_size] into the samples."""
+
+    def __init__(self, num_samples: int, global_batch_size: int, seed: int) -> None:
+        """Raise `UserError` when one batch would need more samples than there are."""
+        if num_samples == 0:
+            raise UserError("there are no samples to draw a global batch from; add data, or see why all were rejected")
+        if global_batch_size > num_samples:
+            raise UserError(
+                f"`train.global_batch_size` is {global_batch_size}, but there are only {num_samples} samples; "
+                f"lower it to {num_samples} or add data"
+            )
+        self.num_samples, self.global_batch_size, self._seed = num_samples, global_batch_size, seed
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def __getitem__(self, step: int) -> np.ndarray:
+        start = step * self.global_batch_size
+        first, last = start // self.num_samples, (start + self.global_batch_size - 1) // self.num_samples
+        stream = np.concatenate([self._shuffled(epoch) for epoch in range(first, last + 1)])
+        offset = start - first * self.num_samples
+        return stream[offset : offset + self.global_batch_size]
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        if epoch not in self._epochs:
+            self._epochs = {known: order for known, order in self._epochs.items() if known >= epoch - 1}
+            self._epochs[epoch] = np.random.default_rng([self._seed, epoch]).permutation(self.num_samples)
+        return self._epochs[epoch]

@@ -1,0 +1,33 @@
+"""What torchrun starts on every rank: `python -m dflop.training.rank REQUEST` (JSON)."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from dflop.config import load_config
+from dflop.runtime import UserError
+from dflop.training.trainer import RunFiles, Trainer
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    logging.set_verbosity_error()
+    files = RunFiles(
+        **{name: Path(request[name]) for name in ("shapes", "costs", "plan", "out")},
+        **{name: request[name] for name in ("run_digest", "measured_on")},
+    )
+    try:
+        Trainer(load_config(request["config"]), files).train()
+    except UserError as error:
+        print(f"dflop: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

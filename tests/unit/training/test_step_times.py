@@ -1,0 +1,47 @@
+"""Reports: what every rank says of a step is what the first one takes, two steps later, without a wait."""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from dflop.pipeline import Op, Span
+from dflop.training.step_times import StepReports
+
+
+def spans_of(node: int, step: int) -> list[Span]:
+    """Two microbatches' passes, of times that tell node, step, pass and microbatch apart, and a gradient sync."""
+    base = 100 * step + 10 * node
+    return [
+        *(Span(Op.FORWARD, microbatch, 0.0, base + 1.0 + microbatch) for microbatch in (0, 1)),
+        *(Span(Op.BACKWARD, microbatch, 0.0, base + 5.0 + microbatch) for microbatch in (1, 0)),
+        Span(Op.SYNC_GRADIENTS, -1, 0.0, 9.0),
+    ]
+
+
+@pytest.fixture
+def nodes() -> list[StepReports]:
+    store = dist.HashStore()
+    return [StepReports(store, num_nodes=3, num_microbatches=2) for _ in range(3)]
+
+
+def test_the_first_rank_takes_what_all_sent_when_the_next_step_but_one_begins(nodes):
+    for step in range(12):
+        measured = nodes[0].take(step)
+        assert (measured is None) == (step < 2)
+        if measured:
+            assert measured.step == step - 2
+            base = 100.0 * measured.step + 10.0 * np.arange(3)[:, None]
+            np.testing.assert_array_equal(measured.forward_s, base + np.array([1.0, 2.0]))
+            np.testing.assert_array_equal(measured.backward_s, base + np.array([5.0, 6.0]))
+            assert 0 < measured.overhead < 1
+        for index, reports in enumerate(nodes):
+            reports.send(step, index, spans_of(index, step), step_s=100.0)
+
+
+def test_steps_that_were_not_reported_are_not_waited_for(nodes):
+    for step in range(8):
+        measured = nodes[0].take(step)
+        assert (measured is not None) == (step - 2 in (1, 4))
+        if step in (1, 4):
+            for index, reports in enumerate(nodes):
+                reports.send(step, index, spans_of(index, step), step_s=100.0)
