@@ -103,13 +103,16 @@ STAGES: dict[str, WorkflowStage] = {
         ),
         code=("costs/links.py", "runtime/torchrun.py"),
     ),
-    "fit-costs": WorkflowStage((), ("costs/fit.py", "costs/measured.py", "costs/link_model.py", "costs/model.py")),
+    "fit-costs": WorkflowStage(
+        (), ("costs/fit.py", "costs/measured.py", "costs/link_model.py", "costs/model.py", "models/loads.py")
+    ),
     "plan": WorkflowStage(
         (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan"),
         (
             "data/samples.py",
             "costs/link_model.py",
             "costs/model.py",
+            "models/loads.py",
             "pipeline",
             "balancing",
             "pricing",
@@ -119,7 +122,16 @@ STAGES: dict[str, WorkflowStage] = {
     ),
     "schedule": WorkflowStage(
         (*_BATCH, *_MODEL, "model.freeze", "cluster", "schedule"),
-        ("data/samples.py", "costs/link_model.py", "costs/model.py", "pipeline", "balancing", "pricing", "scheduling"),
+        (
+            "data/samples.py",
+            "costs/link_model.py",
+            "costs/model.py",
+            "models/loads.py",
+            "pipeline",
+            "balancing",
+            "pricing",
+            "scheduling",
+        ),
     ),
     "train": WorkflowStage(
         ("seed", "data.sources", *_LIMITS, "model", "cluster", "schedule", "train"),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflop.costs.link_model import LinkModel
+from dflop.models.loads import FEATURES, Coefficients, Loads
 from dflop.runtime import UserError
 from dflop.store import read_tables
 
@@ -28,8 +29,6 @@ __all__ = [
     "resident_bytes",
 ]
 
-# The loads that a module's cost depends on; encoders see items, the LLM sees packed text.
-FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
 PARTS = ("stage", "layer", "first", "last")
 # What no number in the tables can exceed: an hour, and more bytes than any cluster has.
 _MOST_S, _MOST_BYTES = 3600.0, 1e18
@@ -48,56 +47,6 @@ def main_load(module: str, part: str) -> str:
     if module != "llm":
         return "num_items"
     return "num_targets" if part == "last" else "num_tokens"
-
-
-class Loads(NamedTuple):
-    """Loads of microbatches; every array has the same shape, and so has what is computed from them."""
-
-    num_items: np.ndarray
-    num_tokens: np.ndarray
-    sum_sq_tokens: np.ndarray
-    num_targets: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """`const + sum(per_load * load) + sum(slope * max(0, load[along] - at))`; `per_load` follows `FEATURES`.
-
-    `hinges` are pairs of (at, slope), by which a small microbatch may cost less a unit than a large one.
-    """
-
-    const: float
-    per_load: tuple[float, ...]
-    hinges: tuple[tuple[float, float], ...] = ()
-    along: int = 0
-
-    def __call__(self, loads: Loads) -> np.ndarray:
-        total = np.full(np.shape(loads.num_items), self.const)
-        for coefficient, load in zip(self.per_load, loads, strict=True):
-            if coefficient:
-                total += coefficient * load
-        for at, slope in self.hinges:
-            total += slope * np.maximum(np.asarray(loads[self.along]) - at, 0.0)
-        return total
-
-    @property
-    def forms(self) -> np.ndarray:
-        """Constants and units of each load of the lines whose largest this is, [1 + num_hinges, 1 + num_features]."""
-        lines = [np.array([self.const, *self.per_load])]
-        for at, slope in self.hinges:
-            line = lines[-1].copy()
-            line[0] -= slope * at
-            line[1 + self.along] += slope
-            lines.append(line)
-        return np.array(lines)
-
-    def without_const(self, *, least: bool) -> "Coefficients":
-        """What a unit of load adds: at `least`, or as the last hinge sees it (the mean slope up to twice there)."""
-        per_load = list(self.per_load)
-        if self.hinges and not least:
-            end = 2 * self.hinges[-1][0]
-            per_load[self.along] += sum(slope * (end - at) for at, slope in self.hinges) / end
-        return Coefficients(0.0, tuple(per_load))
 
 
 class StageMemory(NamedTuple):

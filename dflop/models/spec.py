@@ -68,18 +68,23 @@ class ShapeRules(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleSpec:
-    """Sizes of one separately parallelised module."""
+    """Sizes of one separately parallelised module; `media` are the kinds that an encoder takes (the LLM: none)."""
 
     name: str
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
+    media: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A model of one family: `hf_config` holds the fields of its Hugging Face config."""
+    """A model of one family.
+
+    `hf_config` holds the fields of its Hugging Face config. `modules` are its encoders, any number of them, and then
+    the LLM, whose name is `llm`; no two encoders take the same kind of medium.
+    """
 
     family: str
     name: str
@@ -87,9 +92,15 @@ class ModelSpec:
     modules: tuple[ModuleSpec, ...]
     rules: ShapeRules
 
+    def __post_init__(self) -> None:
+        assert [module.name == "llm" for module in self.modules] == [False] * (len(self.modules) - 1) + [True]
+        kinds = [kind for module in self.modules for kind in module.media]
+        assert len(kinds) == len(set(kinds)), f"two encoders of {self.name} take the same kind of medium: {kinds}"
+
     @property
     def encoders(self) -> tuple[ModuleSpec, ...]:
-        return tuple(module for module in self.modules if module.name != "llm")
+        """The modules before the LLM, which is the last."""
+        return self.modules[:-1]
 
     def module(self, name: str) -> ModuleSpec:
         for module in self.modules:
@@ -193,6 +204,7 @@ def vision_and_llm(name: str, vision: dict[str, Any], text: dict[str, Any]) -> t
         hidden_size=vision["hidden_size"],
         num_heads=vision["num_attention_heads"],
         num_kv_heads=vision["num_attention_heads"],
+        media=("image", "video"),
     )
     return encoder, llm
 
