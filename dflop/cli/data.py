@@ -114,7 +114,7 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
 
     from dflop.costs.design import bounds_of_samples
     from dflop.data import BUNDLED_TOKENIZER, SourceRecords, list_sources, tokenizer_folder
-    from dflop.data.manifests.formats import CUT_OFF
+    from dflop.data.manifests.entries import CUT_OFF
     from dflop.runtime import written_whole
     from dflop.store import ShardFile, read_table, write_shapes
 

@@ -1,12 +1,14 @@
 """The rules of the house: who may import whom, what the light modules leave alone, and pins that agree.
 
-The way of the data orders the folders; a folder imports only from those above it.
+The way of the data orders the folders; a folder imports only from those above it, and no modules import each other in
+a circle.
 """
 
 import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,34 @@ def imports_of(source: str, package: str) -> set[str]:
     return names
 
 
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Drops the blocks that only type checkers read."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        return ast.Pass() if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+
+
+def imported_modules(sources: dict[str, str], packages: set[str]) -> dict[str, set[str]]:
+    """For each of these modules, those of them that it imports when it runs."""
+    graph = {}
+    for name, source in sources.items():
+        running = ast.unparse(WithoutTypeChecking().visit(ast.parse(source)))
+        found = imports_of(running, name if name in packages else name.rpartition(".")[0])
+        graph[name] = {
+            next((module for module in (dotted, dotted.rpartition(".")[0]) if module in sources), name)
+            for dotted in found
+        } - {name}
+    return graph
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def place_of(dotted: str) -> int:
     """Where in the house a name of the package lives; what is no module or folder is of the package itself."""
     parts = dotted.split(".")
@@ -127,6 +157,27 @@ def late():
 @pytest.mark.parametrize(("own", "path"), modules(), ids=lambda value: value.name if isinstance(value, Path) else value)
 def test_a_folder_imports_only_from_folders_above_it(own, path):
     assert offences(own, path.read_text(encoding="utf-8"), package_of(path)) == []
+
+
+def test_a_circle_is_found_whether_imports_stand_at_the_top_or_in_a_function_but_not_for_type_checkers():
+    sources = {
+        "dflop.a": "from dflop.b import B",
+        "dflop.b": "def late():\n    from dflop.c import C",
+        "dflop.c": "if TYPE_CHECKING:\n    from dflop.a import A",
+    }
+    assert circle_in(imported_modules(sources, set())) == []
+    sources["dflop.c"] += "\nfrom . import a"
+    assert sorted(set(circle_in(imported_modules(sources, set())))) == ["dflop.a", "dflop.b", "dflop.c"]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    sources, packages = {}, set()
+    for path in PACKAGE.rglob("*.py"):
+        name = package_of(path) if path.stem == "__init__" else f"{package_of(path)}.{path.stem}"
+        sources[name] = path.read_text(encoding="utf-8")
+        if path.stem == "__init__":
+            packages.add(name)
+    assert circle_in(imported_modules(sources, packages)) == []
 
 
 def test_nothing_in_the_package_imports_snakemake():

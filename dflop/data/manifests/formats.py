@@ -1,59 +1,11 @@
-"""The file formats of manifests: where each record lies in a file, and how one is read.
+"""The file formats of manifests: which reader opens a file or folder."""
 
-A reader scans its file once, giving each record's *span* (byte offsets, or row numbers where the format
-counts rows) and a digest; later it reads single records by their spans. A record that cannot be read is
-given as a `RecordError`, so that one bad record costs no other. Files are streamed: what is held in memory
-is one record, one chunk of JSON or a few rows.
-"""
-
-import json
-from collections.abc import Iterator
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
 
-from dflop.data.records import RecordError
+from dflop.data.manifests.entries import EntryReader
 from dflop.runtime import UserError
 
-__all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "Span", "UnreadableFile", "digest_of", "open_reader"]
-
-DIGEST_BYTES = 16
-
-# What the detail of a record says that is broken because its file ends inside it.
-CUT_OFF = "the file is cut off here"
-
-# What a picture's or clip's shape is read from; hashing more of an embedded medium would only cost time.
-_HASHED_MEDIA_BYTES = 1 << 16
-
-
-class UnreadableFile(UserError):
-    """A file that is not what its suffix says: empty, damaged, or cut off so that nothing of it can be read."""
-
-
-class Span(NamedTuple):
-    """Where a record lies: bytes or rows `[start, end)`, and the digest of its content."""
-
-    start: int
-    end: int
-    digest: bytes
-
-
-class EntryReader(Protocol):
-    """One manifest file. `size` is the end of its last span: bytes, or rows."""
-
-    size: int
-
-    def scan(self) -> Iterator[Span]:
-        """Every record's span, in order.
-
-        Raises:
-            UserError: when the file is no manifest at all.
-        """
-
-    def read(self, start: int, end: int) -> Any | RecordError:
-        """The raw record of a span, or why it cannot be read."""
-
-    def close(self) -> None: ...
+__all__ = ["open_reader"]
 
 
 def open_reader(path: Path) -> EntryReader:
@@ -85,15 +37,3 @@ def open_reader(path: Path) -> EntryReader:
         f"{path} is no manifest that can be read: known are .json, .jsonl, .parquet, uncompressed .tar (WebDataset), "
         ".yaml (a list of datasets) and folders that Hugging Face's `save_to_disk` wrote"
     )
-
-
-def digest_of(record: Any) -> bytes:
-    """The digest of a record of Python values; embedded media count by their length and their first bytes."""
-    text = json.dumps(record, sort_keys=True, ensure_ascii=False, default=_digest_text)
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
-
-
-def _digest_text(value: Any) -> str:
-    if isinstance(value, bytes):
-        return f"{len(value)} bytes {blake2b(value[:_HASHED_MEDIA_BYTES], digest_size=DIGEST_BYTES).hexdigest()}"
-    return str(value)

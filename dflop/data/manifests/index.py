@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from dflop.data.manifests.formats import DIGEST_BYTES, EntryReader, Span, UnreadableFile, open_reader
+from dflop.data.manifests.entries import DIGEST_BYTES, EntryReader, Span, UnreadableFile
+from dflop.data.manifests.formats import open_reader
 from dflop.data.records import RecordError
 from dflop.runtime import UserError, written_whole
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
+from dflop.data.manifests.entries import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
 from dflop.data.records import RecordError
 
 __all__ = ["JsonLinesReader", "JsonListReader", "open_json"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflop.data.manifests.formats import Span, UnreadableFile, digest_of
+from dflop.data.manifests.entries import Span, UnreadableFile, digest_of
 from dflop.data.records import RecordError
 from dflop.runtime import UserError
 

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflop.data.manifests.formats import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
+from dflop.data.manifests.entries import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
 from dflop.data.records import MEDIA_KINDS, Embedded, RecordError, record_id
 
 __all__ = ["TarMember", "TarReader"]
