@@ -40,11 +40,11 @@ def plan_command(
     config = load_for("plan", configs)
     if excess := excess_memory(config.cluster):
         click.echo(f"warning: {excess}; plans may not fit there", err=True)
-    samples, num_left_out = load_samples(shapes)
-    if num_left_out:
-        click.echo(f"{num_left_out} samples with audio are left out: the model has no audio encoder")
-    cost_model = CostModel.load(costs)
     spec = load_model_spec(config.model)
+    samples, num_left_out = load_samples(shapes, spec.encoders)
+    for media, count in num_left_out.items():
+        click.echo(f"{count} samples with {media} are left out: the model has no encoder for it")
+    cost_model = CostModel.load(costs)
     cost_model.require_made_for(
         model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
     )

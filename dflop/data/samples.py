@@ -1,26 +1,41 @@
-"""The shapes of a dataset as arrays: what planning, scheduling and training know of the data."""
+"""The shapes of a dataset as arrays: what planning, scheduling and training know of the data.
 
-from dataclasses import dataclass
+Encoders are an axis: what a sample brings to each of the model's encoders stands in its column, in the order of
+`SampleShapes.encoders`. A model may have none, one or several.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
+from dflop.models import ModuleSpec
 from dflop.runtime import UserError
 from dflop.store import read_table
 
 __all__ = ["SampleShapes", "load_samples"]
 
+# For an encoder of these media, the columns of `samples` that hold its items and the tokens that the LLM sees of them.
+# What truncation leaves is known for visual tokens alone: of a truncated sample, all audio tokens count.
+_COLUMNS = {("image", "video"): ("num_items", "kept_vision_tokens"), ("audio",): ("num_audio_windows", "audio_tokens")}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleShapes:
-    """One entry a sample, in the order of `samples`; every array is [num_samples]."""
+    """One row a sample, in the order of `samples`; one column an encoder, in the order of `encoders`.
 
+    `num_items` and `kept_tokens` (what truncation leaves of the items' tokens) are [num_samples, num_encoders], all
+    other arrays [num_samples].
+    """
+
+    encoders: tuple[str, ...]
     sample_id: np.ndarray
     source: np.ndarray
     row: np.ndarray
     num_items: np.ndarray
-    kept_vision_tokens: np.ndarray
+    kept_tokens: np.ndarray
     llm_tokens: np.ndarray
     target_tokens: np.ndarray
 
@@ -28,24 +43,53 @@ class SampleShapes:
         return len(self.sample_id)
 
     def take(self, index: np.ndarray) -> "SampleShapes":
-        return SampleShapes(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
+        arrays = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "encoders"}
+        return replace(self, **{name: array[index] for name, array in arrays.items()})
+
+    def items_of(self, encoder: str) -> np.ndarray:
+        """Items of each sample for one encoder, [num_samples]."""
+        return self.num_items[:, self.encoders.index(encoder)]
+
+    def kept_by(self, encoder: str) -> np.ndarray:
+        """Tokens of each sample that the LLM gets from one encoder, [num_samples]."""
+        return self.kept_tokens[:, self.encoders.index(encoder)]
 
 
-def load_samples(path: Path) -> tuple[SampleShapes, int]:
-    """The samples of `shapes.duckdb` that can be trained on, and how many hold audio and therefore cannot.
+def load_samples(path: Path, encoders: Sequence[ModuleSpec]) -> tuple[SampleShapes, dict[str, int]]:
+    """The samples of `shapes.duckdb` that a model with these encoders can be trained on.
 
-    No family has an audio encoder yet; such samples are profiled and left out of plans and training.
+    Beside them, how many samples are left out for want of an encoder of their media: `{"audio": 12}`.
 
     Raises:
         UserError: when nothing is left.
+        ValueError: an encoder's items have no columns of their own.
     """
+    for encoder in encoders:
+        if encoder.media not in _COLUMNS:
+            raise ValueError(f"{encoder.name}: `samples` has no columns for an encoder of {encoder.media} alone")
     frame = read_table(path, "samples", made_by="merge-shapes")
-    usable = frame.filter(pl.col("audio_tokens") == 0)
-    num_left_out = len(frame) - len(usable)
-    if not len(usable):
+    left_out = {}
+    for media, columns in _COLUMNS.items():
+        if media in [encoder.media for encoder in encoders]:
+            continue
+        usable = frame.filter(pl.sum_horizontal(columns) == 0)
+        if len(usable) < len(frame):
+            left_out[" or ".join(media)] = len(frame) - len(usable)
+        frame = usable
+    if not len(frame):
+        why = ", ".join(f"{count} with {media} left out" for media, count in left_out.items())
         raise UserError(
-            f"{path} holds no sample to train on ({num_left_out} with audio left out); "
+            f"{path} holds no sample to train on{why and f' ({why})'}; "
             f"`from rejects` in it says what became of the records"
         )
-    columns = {name: usable[name].to_numpy() for name in SampleShapes.__dataclass_fields__}
-    return SampleShapes(**columns), num_left_out
+    items, kept = ([_COLUMNS[encoder.media][which] for encoder in encoders] for which in range(2))
+    return SampleShapes(
+        encoders=tuple(encoder.name for encoder in encoders),
+        **{name: frame[name].to_numpy() for name in ("sample_id", "source", "row", "llm_tokens", "target_tokens")},
+        num_items=_columns(frame, items),
+        kept_tokens=_columns(frame, kept),
+    ), left_out
+
+
+def _columns(frame: pl.DataFrame, names: Sequence[str]) -> np.ndarray:
+    return np.array([frame[name].to_numpy() for name in names], dtype=np.int64).reshape(len(names), len(frame)).T

@@ -25,7 +25,7 @@ from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.search import search_plans
 from dflop.planning.space import enumerate_space, plan_of
-from dflop.pricing import loads_of, only
+from dflop.pricing import loads_of
 from dflop.runtime import UserError
 
 __all__ = ["Baseline", "price_baselines"]
@@ -86,7 +86,7 @@ def _mean_stage_s(
     rows: pl.DataFrame, spec: ModelSpec, costs: CostModel, batches: GroupedBatches, module: str
 ) -> np.ndarray:
     """Forward and backward of one of a module's stages on the mean microbatch, [num_rows]."""
-    each = [only(module, loads_of(shapes)) for shapes in batches.shapes]
+    each = [loads_of(module, shapes) for shapes in batches.shapes]
     loads = [np.mean([load.sum() for load in column]) for column in zip(*each, strict=True)]
     seconds = np.zeros(len(rows))
     keys = (f"{module}_tp", "checkpointing")

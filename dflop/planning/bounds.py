@@ -17,7 +17,7 @@ from dflop.costs import PARTS, CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits, even_layers
-from dflop.pricing import find_link, loads_of, only
+from dflop.pricing import find_link, loads_of
 
 __all__ = ["LowerBounds", "least_sync", "lower_bounds", "possible_scopes"]
 
@@ -127,7 +127,7 @@ class _Asked:
     """Loads that the batches ask for: together, and of every single sample."""
 
     def __init__(self, batches: Sequence[SampleShapes]) -> None:
-        self.text, self.items = ([only(module, loads_of(shapes)) for shapes in batches] for module in ("llm", "vision"))
+        self.text, self.items = ([loads_of(module, shapes) for shapes in batches] for module in ("llm", "vision"))
 
     @staticmethod
     def over(loads: Sequence[Loads], function: Callable[[np.ndarray], float]) -> Loads:

@@ -13,7 +13,7 @@ from dflop.config import Config
 from dflop.costs import CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.pricing import loads_of, only
+from dflop.pricing import loads_of
 from dflop.scheduling import GlobalBatches
 
 __all__ = ["GroupedBatches"]
@@ -34,7 +34,7 @@ class GroupedBatches:
         num_batches = config.plan.search_batches or min(_MOST_BATCHES, max(_LEAST_BATCHES, _ENOUGH_SAMPLES // size))
         drawn = GlobalBatches(len(samples), size, config.seed)
         self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
-        self._text = [only("llm", loads_of(shapes)) for shapes in self.shapes]
+        self._text = [loads_of("llm", shapes) for shapes in self.shapes]
         # A plan must hold every sample, drawn or not: where it holds these it does.
         self.largest = samples.take(_largest(samples))
         self._seed = config.seed
@@ -90,7 +90,7 @@ class GroupedBatches:
 
 def _largest(samples: SampleShapes) -> np.ndarray:
     """Indices of samples such that each of the others is no larger than one of them in anything."""
-    sizes = (samples.num_items, samples.llm_tokens, samples.target_tokens, samples.kept_vision_tokens)
+    sizes = (samples.num_items, samples.llm_tokens, samples.target_tokens, samples.kept_tokens)
     sizes = np.column_stack(sizes).astype(np.int64)
     left, largest = np.arange(len(samples)), []
     while len(left):
@@ -106,7 +106,7 @@ def _loads_s(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndar
     for module in spec.modules:
         tp = min(costs.tp_sizes[module.name])
         seconds = costs.additive_loads_s(
-            module.name, tp, module.num_layers, only(module.name, loads_of(shapes)), is_first=True, is_last=True
+            module.name, tp, module.num_layers, loads_of(module.name, shapes), is_first=True, is_last=True
         )
         columns.append(seconds / max(seconds.sum(), 1e-300))
     return np.column_stack(columns)

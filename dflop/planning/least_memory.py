@@ -37,7 +37,7 @@ class LeastMemory:
         self._group = getattr(batches, grouping)
         self._frozen, self._token_bytes = frozenset(frozen), token_bytes
         self._loads = lru_cache(maxsize=2048)(self._replica_loads)
-        self._most_items = float(batches.shapes[0].num_items.max())
+        self._most_items = float(batches.shapes[0].num_items[:, 0].max())
         self._stages = lru_cache(maxsize=4096)(self._stage_bytes)
 
     def of_llm(self, row: Mapping[str, Any]) -> np.ndarray:
@@ -88,7 +88,7 @@ class LeastMemory:
         shapes = self._batches.shapes[0]
         rank, microbatch = self._group(0, dp, num_microbatches)
         cell = rank * num_microbatches + microbatch
-        loads = np.stack(loads_of(shapes))
+        loads = np.stack(loads_of("llm", shapes)._replace(num_items=loads_of("vision", shapes).num_items))
         all_loads = np.array(
             [np.bincount(cell, weights=load, minlength=dp * num_microbatches).reshape(dp, -1) for load in loads]
         )

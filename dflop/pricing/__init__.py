@@ -16,7 +16,7 @@ from dflop.pricing.memory_limit import (
     without,
 )
 from dflop.pricing.pricer import BYTES_PER_VALUE, WEIGHT_SHARE, Assignment, Pricer
-from dflop.pricing.stage_costs import loads_of, only
+from dflop.pricing.stage_costs import loads_of
 from dflop.pricing.transfers import find_link
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "is_stale",
     "leave_out_too_large",
     "loads_of",
-    "only",
     "read_learned",
     "stale_share",
     "without",

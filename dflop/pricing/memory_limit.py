@@ -15,7 +15,7 @@ from dflop.balancing import BatchProblem, dealt_at_random, lpt_buckets
 from dflop.data import SampleShapes
 from dflop.pipeline import Stage
 from dflop.pricing.pricer import Assignment, Pricer
-from dflop.pricing.stage_costs import loads_of, only
+from dflop.pricing.stage_costs import loads_of
 from dflop.runtime import UserError
 from dflop.store import LEFT_OUT_SCHEMA
 
@@ -35,7 +35,7 @@ def alone_bytes(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
     No assignment takes less. Modules that share ranks may hold a sample on different ones where there are any.
     """
     alone = {
-        grid.module: (only(grid.module, loads_of(shapes)), pricer.edge_tokens(grid.module, shapes))
+        grid.module: (loads_of(grid.module, shapes), pricer.edge_tokens(grid.module, shapes))
         for grid in pricer.plan.grids
     }
     of_stages = list(zip(pricer.stages, pricer.stage_bytes(alone), strict=True))
@@ -75,7 +75,7 @@ def without(samples: SampleShapes, needed_bytes: np.ndarray, limit_bytes: float)
             "reason": ["too_large"] * len(out),
             "detail": [_detail(out, index, needed_bytes[index], limit_bytes) for index in range(len(out))],
             "llm_tokens": out.llm_tokens.tolist(),
-            "num_items": out.num_items.tolist(),
+            "num_items": out.num_items.sum(axis=1).tolist(),
             "predicted_bytes": needed_bytes.tolist(),
             "limit_bytes": [limit_bytes] * len(out),
         },
@@ -158,7 +158,7 @@ def _descend_on_bytes(
 def _even_in_bytes(pricer: Pricer, shapes: SampleShapes) -> Assignment:
     """Samples shared out by the bytes that their microbatch keeps in each module's fullest stage."""
     alone = {
-        grid.module: (only(grid.module, loads_of(shapes)), pricer.edge_tokens(grid.module, shapes))
+        grid.module: (loads_of(grid.module, shapes), pricer.edge_tokens(grid.module, shapes))
         for grid in pricer.plan.grids
     }
     kept = {grid.module: np.zeros(len(shapes)) for grid in pricer.plan.grids}
@@ -213,7 +213,7 @@ def _detail(shapes: SampleShapes, index: int, needed_bytes: float, limit_bytes: 
 def _named(shapes: SampleShapes, index: int) -> str:
     return (
         f"sample {shapes.sample_id[index]!r} with {shapes.llm_tokens[index]} LLM tokens and "
-        f"{shapes.num_items[index]} items"
+        f"{shapes.num_items[index].sum()} items"
     )
 
 

@@ -29,7 +29,7 @@ from dflop.pipeline import (
     simulate_step_s,
 )
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
-from dflop.pricing.stage_costs import StageCosts, loads_of, only
+from dflop.pricing.stage_costs import StageCosts, loads_of
 from dflop.pricing.transfers import Transfers
 from dflop.runtime import UserError
 
@@ -47,9 +47,10 @@ _SAMPLES_A_BUCKET = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Where each sample of a batch goes; every array is [num_samples].
+    """Where each sample of a batch goes: `llm_dp_rank` and `microbatch` are [num_samples].
 
-    `encoder_rank` is the dp rank of the encoder that computes the sample's media.
+    `encoder_rank` [num_samples, num_encoders] is, of each encoder in the plan's order, the dp rank that computes the
+    sample's media.
     """
 
     llm_dp_rank: np.ndarray
@@ -111,7 +112,7 @@ class Pricer:
         """
         encoder, llm = self.plan.grids
         encoding_s, llm_s = (
-            self.stage_costs.additive_loads_s(grid.module, loads_of(shapes)) for grid in (encoder, llm)
+            self.stage_costs.additive_loads_s(grid.module, loads_of(grid.module, shapes)) for grid in (encoder, llm)
         )
         self._check_costs(shapes, encoding_s.max(axis=0), llm_s.max(axis=0))
         if self.plan.placement == "monolithic":
@@ -121,7 +122,7 @@ class Pricer:
         shares_ranks = self.plan.placement != "disjoint"
         num_tokens = max(1, int(shapes.llm_tokens.sum()))
         cap = self.max_bucket_tokens(
-            float(shapes.num_items.sum() / num_tokens) if shares_ranks else 0.0,
+            float(shapes.num_items[:, 0].sum() / num_tokens) if shares_ranks else 0.0,
             float(shapes.target_tokens.sum() / num_tokens),
         )
         is_even = shapes.llm_tokens.max(initial=0) <= cap and num_tokens <= cap * llm.dp * self.plan.num_microbatches
@@ -142,7 +143,7 @@ class Pricer:
             if is_wrong.any():
                 sample = int(is_wrong.argmax())
                 raise UserError(
-                    f"the costs say that sample {shapes.sample_id[sample]!r} ({shapes.num_items[sample]} items, "
+                    f"the costs say that sample {shapes.sample_id[sample]!r} ({shapes.num_items[sample].sum()} items, "
                     f"{shapes.llm_tokens[sample]} LLM tokens) takes a stage of {module} {loads_s[sample]:.3g} s, which "
                     f"must be {least} to {MOST_SAMPLE_S:.0f}; measure them anew (delete costs/ of the run, or "
                     "`dflop profile-costs` and `dflop fit-costs`)"
@@ -154,12 +155,15 @@ class Pricer:
         Disjoint encoders balance each microbatch, colocated ones, which do all forwards before anything else, what
         they have been given so far; monolithic ones take what their LLM replica does.
         """
-        if self.plan.placement == "monolithic":
-            return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=llm_dp_rank)
-        order = np.lexsort((np.arange(len(shapes)), -shapes.num_items, microbatch))
-        starts_anew = self.plan.placement == "disjoint"
-        num_items = shapes.num_items.astype(np.int64)
-        encoder_rank = _deal(order, microbatch, num_items, self.plan.grids[0].dp, starts_anew)
+        encoder_rank = np.empty((len(shapes), len(shapes.encoders)), dtype=np.int64)
+        for column, encoder in enumerate(shapes.encoders):
+            if self.plan.placement == "monolithic":
+                encoder_rank[:, column] = llm_dp_rank
+                continue
+            num_items = shapes.num_items[:, column].astype(np.int64)
+            order = np.lexsort((np.arange(len(shapes)), -num_items, microbatch))
+            starts_anew = self.plan.placement == "disjoint"
+            encoder_rank[:, column] = _deal(order, microbatch, num_items, self.plan.grid(encoder).dp, starts_anew)
         return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=encoder_rank)
 
     def stage_times(self, shapes: SampleShapes, assignment: Assignment) -> StageTimes:
@@ -179,10 +183,10 @@ class Pricer:
             weight_s=WEIGHT_SHARE * backward_s * self.trains[:, None] if splits else None,
             chain_s=self.transfers.chain_s(sent_bytes),
             bridges=self.transfers.bridges(
-                assignment.encoder_rank,
+                assignment.encoder_rank[:, 0],
                 assignment.llm_dp_rank,
                 assignment.microbatch,
-                shapes.kept_vision_tokens * self.bytes_per_token,
+                shapes.kept_tokens[:, 0] * self.bytes_per_token,
             ),
             sync_s=self.sync_s,
         )
@@ -203,8 +207,10 @@ class Pricer:
         Where modules share ranks, nor than all of the work over all ranks, or what the first stage does of both.
         """
         encoder, llm = self.plan.grids
-        loads = loads_of(shapes)
-        works_s = [self.stage_costs.additive_loads_s(grid.module, loads, least=True) for grid in (encoder, llm)]
+        works_s = [
+            self.stage_costs.additive_loads_s(grid.module, loads_of(grid.module, shapes), least=True)
+            for grid in (encoder, llm)
+        ]
         bounds = []
         for grid, work_s in zip((encoder, llm), works_s, strict=True):
             bounds += [work_s.sum(axis=1).max() / grid.dp, work_s.max()]
@@ -347,13 +353,16 @@ class Pricer:
         """Each module's loads, and the tokens that cross its stages' edges; arrays [dp, num_microbatches]."""
         of_module = {}
         for grid in self.plan.grids:
-            replica = assignment.llm_dp_rank if grid.module == "llm" else assignment.encoder_rank
+            if grid.module == "llm":
+                replica = assignment.llm_dp_rank
+            else:
+                replica = assignment.encoder_rank[:, shapes.encoders.index(grid.module)]
             cell = replica * self.plan.num_microbatches + assignment.microbatch
 
             def summed(values: np.ndarray, cell: np.ndarray = cell, dp: int = grid.dp) -> np.ndarray:
                 return np.bincount(cell, weights=values, minlength=dp * self.plan.num_microbatches).reshape(dp, -1)
 
-            loads = Loads(*(summed(load) for load in only(grid.module, loads_of(shapes))))
+            loads = Loads(*(summed(load) for load in loads_of(grid.module, shapes)))
             of_module[grid.module] = loads, summed(self.edge_tokens(grid.module, shapes))
         return of_module
 
@@ -363,7 +372,7 @@ class Pricer:
             return shapes.llm_tokens
         if self.plan.placement == "monolithic":
             return np.zeros_like(shapes.llm_tokens)
-        return shapes.kept_vision_tokens
+        return shapes.kept_tokens.sum(axis=1) if module == "llm" else shapes.kept_by(module)
 
 
 @njit(cache=True)

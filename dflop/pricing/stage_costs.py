@@ -15,25 +15,16 @@ from dflop.models import ModelSpec
 from dflop.pipeline import Plan, Stage, stages_of
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 
-__all__ = ["StageCosts", "loads_of", "only"]
+__all__ = ["StageCosts", "loads_of"]
 
 
-def loads_of(shapes: SampleShapes) -> Loads:
-    """Loads of every sample, arrays [num_samples]."""
-    return Loads(
-        num_items=shapes.num_items.astype(float),
-        num_tokens=shapes.llm_tokens.astype(float),
-        sum_sq_tokens=shapes.llm_tokens.astype(float) ** 2,
-        num_targets=shapes.target_tokens.astype(float),
-    )
-
-
-def only(module: str, loads: Loads) -> Loads:
-    """The loads that a module sees: items for encoders, text for the LLM."""
-    nothing = np.zeros_like(loads.num_items)
-    if module == "llm":
-        return loads._replace(num_items=nothing)
-    return Loads(loads.num_items, nothing, nothing, nothing)
+def loads_of(module: str, shapes: SampleShapes) -> Loads:
+    """What every sample brings to a module, arrays [num_samples]: items to an encoder, text to the LLM."""
+    nothing = np.zeros(len(shapes))
+    if module != "llm":
+        return Loads(shapes.items_of(module).astype(float), nothing, nothing, nothing)
+    tokens = shapes.llm_tokens.astype(float)
+    return Loads(nothing, tokens, tokens**2, shapes.target_tokens.astype(float))
 
 
 class StageCosts:
@@ -100,7 +91,6 @@ class StageCosts:
         Which shape bin its microbatch will fall into is not known yet: the smallest correction that may hold counts
         with `least`, else that of a mean microbatch, for all samples.
         """
-        loads = only(module, loads)
         priced: dict[tuple, np.ndarray] = {}
         per_stage = []
         for stage in self.stages:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import polars as pl
 
-from dflop.data import SampleShapes
 from dflop.pipeline import StageTimes, Timeline
 from dflop.pricing import Assignment
 from dflop.runtime import UserError
-from dflop.scheduling import BatchScheduler, StepSchedule
+from dflop.scheduling import BatchScheduler, StepSchedule, rank_columns
 
 __all__ = ["PreviewPrices", "price_preview", "replay"]
 
@@ -53,9 +52,10 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
         rows = preview.filter(pl.col("step") == step)
         shapes = scheduler.samples.take(rows["place"].to_numpy())
         cells = rows["llm_dp_rank"].to_numpy(), rows["microbatch"].to_numpy()
-        if "encoder_rank" in rows.columns:
+        names = rank_columns(shapes.encoders)
+        if set(names) <= set(rows.columns):
             assignment = Assignment(
-                llm_dp_rank=cells[0], microbatch=cells[1], encoder_rank=rows["encoder_rank"].to_numpy()
+                llm_dp_rank=cells[0], microbatch=cells[1], encoder_rank=rows.select(names).to_numpy()
             )
         else:
             assignment = scheduler.pricer.assign(shapes, *cells)
@@ -74,9 +74,5 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
 
 def replay(scheduler: BatchScheduler, schedule: StepSchedule) -> tuple[StageTimes, Timeline]:
     """Every start and end of a step that `scheduler` decided."""
-    shapes = SampleShapes(**{name: getattr(schedule, name) for name in SampleShapes.__dataclass_fields__})
-    assignment = Assignment(
-        llm_dp_rank=schedule.llm_dp_rank, microbatch=schedule.microbatch, encoder_rank=schedule.encoder_rank
-    )
-    times = scheduler.pricer.stage_times(shapes, assignment)
+    times = scheduler.pricer.stage_times(schedule.shapes, schedule.assignment)
     return times, scheduler.pricer.timeline(times)

@@ -5,7 +5,7 @@
 
 from dflop.scheduling.correction_loop import REPORT_LAG_STEPS, CorrectionLoop, MeasuredStep
 from dflop.scheduling.global_batches import GlobalBatches
-from dflop.scheduling.preview import preview_frames
+from dflop.scheduling.preview import preview_frames, rank_columns
 from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
 from dflop.scheduling.step_search import StepSearch
 
@@ -18,4 +18,5 @@ __all__ = [
     "StepSchedule",
     "StepSearch",
     "preview_frames",
+    "rank_columns",
 ]

@@ -8,7 +8,15 @@ import polars as pl
 from dflop.pipeline import Node
 from dflop.scheduling.scheduler import StepSchedule
 
-__all__ = ["preview_frames"]
+__all__ = ["preview_frames", "rank_columns"]
+
+
+def rank_columns(encoders: Sequence[str]) -> list[str]:
+    """The columns of `schedule.parquet` that say which replica of each encoder computes a sample's media.
+
+    The first encoder's has no name of its own: older files know a single encoder.
+    """
+    return ["encoder_rank" if number == 0 else f"{encoder}_rank" for number, encoder in enumerate(encoders)]
 
 
 def preview_frames(
@@ -24,9 +32,9 @@ def preview_frames(
                 "llm_dp_rank": schedule.llm_dp_rank,
                 "microbatch": schedule.microbatch,
                 "position": schedule.position,
-                "num_items": schedule.num_items,
+                "num_items": schedule.num_items.sum(axis=1),
                 "llm_tokens": schedule.llm_tokens,
-                "encoder_rank": schedule.encoder_rank,
+                **dict(zip(rank_columns(schedule.encoders), schedule.encoder_rank.T, strict=True)),
             }
         )
         for schedule in schedules

@@ -50,8 +50,10 @@ Packed = TypeVar("Packed")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepSchedule:
-    """One step. Arrays are [num_samples], sorted by (LLM dp rank, microbatch, position); times are predictions.
+    """One step. Samples are sorted by (LLM dp rank, microbatch, position); times are predictions.
 
+    `encoder_rank`, `num_items` and `kept_tokens` are [num_samples, num_encoders] in the order of `encoders`, what else
+    is said of samples [num_samples].
     `num_beyond_memory` counts faster assignments that were not taken since memory would not hold them.
     `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside of what was measured) are
     [num_nodes, num_microbatches] in the order of `nodes_of`. `corrections_version` says which corrections priced it
@@ -59,6 +61,7 @@ class StepSchedule:
     """
 
     step: int
+    encoders: tuple[str, ...]
     sample_id: np.ndarray
     source: np.ndarray
     row: np.ndarray
@@ -67,7 +70,7 @@ class StepSchedule:
     position: np.ndarray
     encoder_rank: np.ndarray
     num_items: np.ndarray
-    kept_vision_tokens: np.ndarray
+    kept_tokens: np.ndarray
     llm_tokens: np.ndarray
     target_tokens: np.ndarray
     forward_s: np.ndarray
@@ -101,7 +104,9 @@ class StepSchedule:
     @classmethod
     def from_json(cls, text: str | bytes) -> "StepSchedule":
         values = json.loads(text)
-        return cls(**{name: np.array(value) if isinstance(value, list) else value for name, value in values.items()})
+        encoders = tuple(values.pop("encoders"))
+        arrays = {name: np.array(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(encoders=encoders, **arrays)
 
 
 class BatchScheduler:
@@ -134,6 +139,7 @@ class BatchScheduler:
         cell = (assignment.llm_dp_rank * self.pricer.plan.num_microbatches + assignment.microbatch)[order]
         return StepSchedule(
             step=step,
+            encoders=shapes.encoders,
             sample_id=sorted_shapes.sample_id,
             source=sorted_shapes.source,
             row=sorted_shapes.row,
@@ -142,7 +148,7 @@ class BatchScheduler:
             position=np.arange(len(cell)) - np.searchsorted(cell, cell),
             encoder_rank=assignment.encoder_rank[order],
             num_items=sorted_shapes.num_items,
-            kept_vision_tokens=sorted_shapes.kept_vision_tokens,
+            kept_tokens=sorted_shapes.kept_tokens,
             llm_tokens=sorted_shapes.llm_tokens,
             target_tokens=sorted_shapes.target_tokens,
             forward_s=times.forward_s,

@@ -40,8 +40,8 @@ _POLL_S = 0.2
 
 def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
     """The scheduler of a run, from its artifacts (read-only). Samples that no device can hold are left out."""
-    samples, _ = load_samples(shapes)
     spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
+    samples, _ = load_samples(shapes, spec.encoders)
     cost_model.require_made_for(
         model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
     )

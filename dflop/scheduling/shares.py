@@ -37,7 +37,7 @@ def ideal_shares(pricer: Pricer, samples: SampleShapes, batch_size: int) -> np.n
     Equal ones where the solver fails. Takes tens of milliseconds for four to eight stages and 16 microbatches.
     """
     loads = _loads(samples)
-    order = np.argsort(samples.num_items / np.maximum(1, samples.llm_tokens), kind="stable")
+    order = np.argsort(loads[:, 0] / np.maximum(1, samples.llm_tokens), kind="stable")
     kinds = np.array_split(order, min(NUM_KINDS, len(samples)))
     in_batch = batch_size / len(samples)
     totals = np.array([loads[kind].sum(axis=0) for kind in kinds]) * in_batch
@@ -69,13 +69,18 @@ def relaxed_step_s(pricer: Pricer, shapes: SampleShapes) -> float:
 
 
 def _loads(shapes: SampleShapes) -> np.ndarray:
-    return np.column_stack([*loads_of(shapes), shapes.kept_vision_tokens]).astype(float)
+    assert len(shapes.encoders) == 1, "a cell of the program holds one encoder's items"
+    loads = loads_of("llm", shapes)._replace(num_items=shapes.num_items[:, 0])
+    return np.column_stack([*loads, shapes.kept_tokens[:, 0]]).astype(float)
 
 
 def _sizes(pricer: Pricer, totals: np.ndarray) -> np.ndarray:
     """What kinds of these loads bring to the microbatches, in mean ones of each module, [num_kinds, num_modules]."""
-    loads = Loads(*totals[:, :_FEATURES].T)
-    encoding_s, llm_s = (pricer.stage_costs.additive_loads_s(grid.module, loads) for grid in pricer.plan.grids)
+    items, *text = totals[:, :_FEATURES].T
+    nothing = np.zeros_like(items)
+    encoder, llm = pricer.plan.grids
+    encoding_s = pricer.stage_costs.additive_loads_s(encoder.module, Loads(items, nothing, nothing, nothing))
+    llm_s = pricer.stage_costs.additive_loads_s(llm.module, Loads(nothing, *text))
     is_monolithic = pricer.plan.placement == "monolithic"
     size = np.column_stack([encoding_s[0] + llm_s[0] if is_monolithic else encoding_s.max(axis=0), llm_s.max(axis=0)])
     whole = size.sum(axis=0)

@@ -87,14 +87,15 @@ class StepSearch:
         self._pricer, self._shapes = pricer, shapes
         self._plan = stage_forms(pricer, max_bucket_tokens)
         self._network = network_of(pricer.compiled, pricer.sync_s)
+        assert len(shapes.encoders) == 1, "a sample's media have one place"
         tokens = shapes.llm_tokens.astype(float)
-        self._loads = np.column_stack([shapes.num_items, tokens, tokens**2, shapes.target_tokens]).astype(float)
-        self._kept = shapes.kept_vision_tokens.astype(float)
+        self._loads = np.column_stack([shapes.num_items[:, 0], tokens, tokens**2, shapes.target_tokens]).astype(float)
+        self._kept = shapes.kept_tokens[:, 0].astype(float)
 
     def improve(self, assignment: Assignment, num_trials: int, seed: int) -> tuple[Assignment, float]:
         """The best assignment met in so many trials, and its step in seconds; no worse than the given one."""
         shape = self._plan.bridge_token_s.shape
-        places = [assignment.llm_dp_rank, assignment.microbatch, assignment.encoder_rank]
+        places = [assignment.llm_dp_rank, assignment.microbatch, assignment.encoder_rank[:, 0]]
         best, step_s = _descend_on_step(
             self._plan,
             self._network,
@@ -106,7 +107,7 @@ class StepSearch:
             seed,
         )
         rank, microbatch, encoder = np.ascontiguousarray(best.T)
-        return Assignment(llm_dp_rank=rank, microbatch=microbatch, encoder_rank=encoder), float(step_s)
+        return Assignment(llm_dp_rank=rank, microbatch=microbatch, encoder_rank=encoder[:, None]), float(step_s)
 
     def step_s(self, assignment: Assignment) -> float:
         """As `Pricer.step_s` has it."""

@@ -187,8 +187,8 @@ def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob
             SampleRef(str(source), int(row))
             for source, row in zip(schedule.source[chosen], schedule.row[chosen], strict=True)
         ),
-        kept_vision_tokens=tuple(map(int, schedule.kept_vision_tokens[chosen])),
-        encoder_rank=tuple(map(int, schedule.encoder_rank[chosen])),
+        kept_vision_tokens=tuple(map(int, schedule.kept_tokens[chosen, 0])),
+        encoder_rank=tuple(map(int, schedule.encoder_rank[chosen, 0])),
     )
 
 
@@ -197,4 +197,5 @@ def samples_of(schedule: StepSchedule, node: Node, microbatch: int):
     in_microbatch = schedule.microbatch == microbatch
     if node.module == "llm":
         return in_microbatch & (schedule.llm_dp_rank == node.dp_rank)
-    return in_microbatch & (schedule.encoder_rank == node.dp_rank) & (schedule.num_items > 0)
+    column = schedule.encoders.index(node.module)
+    return in_microbatch & (schedule.encoder_rank[:, column] == node.dp_rank) & (schedule.num_items[:, column] > 0)

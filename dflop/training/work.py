@@ -64,7 +64,7 @@ class _Work:
             tokens = self.schedule.llm_tokens[samples_of(self.schedule, target, microbatch)].sum()
             return (1, int(tokens), self._hidden_size)
         both = samples_of(self.schedule, source, microbatch) & (self.schedule.llm_dp_rank == target.dp_rank)
-        tokens = int(self.schedule.kept_vision_tokens[both].sum())
+        tokens = int(self.schedule.kept_tokens[both, self.schedule.encoders.index(source.module)].sum())
         return (tokens, self._hidden_size) if tokens else None
 
     def sync_gradients(self) -> None:

@@ -213,8 +213,9 @@ def timed_search(folder: Path, num_devices: int, batch_size: int, num_tries: int
 
 def read_inputs(folder: Path, preset: str, num_devices: int, batch_size: int):
     config = load_config(write_config(folder, preset, num_devices, batch_size))
-    samples, _ = load_samples(folder / f"{preset}.shapes.duckdb")
-    return config, load_model_spec(config.model), CostModel.load(folder / f"{preset}.costs.duckdb"), samples
+    spec = load_model_spec(config.model)
+    samples, _ = load_samples(folder / f"{preset}.shapes.duckdb", spec.encoders)
+    return config, spec, CostModel.load(folder / f"{preset}.costs.duckdb"), samples
 
 
 def seconds_of_command(folder: Path) -> float:

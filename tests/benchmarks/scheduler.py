@@ -124,11 +124,12 @@ def draw_mix(folder: Path, shares: tuple[float, float, float]) -> SampleShapes:
     names = np.array([f"sample-{number}" for number in range(NUM_SAMPLES)])
     text_tokens = rows[:, 2] + PROMPT_TOKENS
     return SampleShapes(
+        encoders=("vision",),
         sample_id=names,
         source=names,
         row=np.arange(NUM_SAMPLES),
-        num_items=rows[:, 0],
-        kept_vision_tokens=rows[:, 1],
+        num_items=rows[:, :1],
+        kept_tokens=rows[:, 1:2],
         llm_tokens=rows[:, 1] + text_tokens,
         target_tokens=np.maximum(16, text_tokens // 2),
     )

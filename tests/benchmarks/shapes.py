@@ -98,7 +98,7 @@ def time_manifest(work: Path, captions: Path | None, num_records: int) -> dict[s
     command = ["snakemake", target, "--cores", "2", "--configfile", "big.yaml"]
     seconds, peak_bytes = run_watched(command, work)
     again_s, _ = run_watched([*command, "--dry-run"], work)
-    samples, _ = load_samples(work / target)
+    samples, _ = load_samples(work / target, load_model_spec(ModelConfig(preset="llava_ov_7b")).encoders)
     if len(samples) != num_records:
         sys.exit(f"{len(samples)} samples of {num_records} records")
     return {

@@ -161,7 +161,7 @@ def reference(run):
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3
     )
-    samples, _ = load_samples(folder / "shapes.duckdb")
+    samples, _ = load_samples(folder / "shapes.duckdb", spec.encoders)
     batches = GlobalBatches(len(samples), 8, 0)
     results = []
     for step in range(2):
@@ -197,12 +197,12 @@ def _loss_of_sample(model, loaders, batch, index: int) -> torch.Tensor:
     visual, text = loaders
     job = MicrobatchJob(
         samples=(SampleRef(str(batch.source[index]), int(batch.row[index])),),
-        kept_vision_tokens=(int(batch.kept_vision_tokens[index]),),
+        kept_vision_tokens=(int(batch.kept_tokens[index, 0]),),
         encoder_rank=(0,),
     )
     packed = text[job]
     inputs = {}
-    if batch.num_items[index]:
+    if batch.num_items[index, 0]:
         loaded = visual[job].batch
         (media,) = loaded.media
         if media[0].kind == "video":

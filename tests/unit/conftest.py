@@ -45,11 +45,12 @@ def draw_samples() -> Callable[..., SampleShapes]:
         kept_vision_tokens = num_items * rng.integers(20, 40, num_samples)
         text_tokens = rng.integers(20, 300, num_samples)
         return SampleShapes(
+            encoders=("vision",),
             sample_id=np.array([f"s{index}" for index in range(num_samples)], dtype=object),
             source=np.full(num_samples, "drawn", dtype=object),
             row=np.arange(num_samples),
-            num_items=num_items,
-            kept_vision_tokens=kept_vision_tokens,
+            num_items=num_items[:, None],
+            kept_tokens=kept_vision_tokens[:, None],
             llm_tokens=kept_vision_tokens + text_tokens,
             target_tokens=text_tokens // 3 + 1,
         )

@@ -34,8 +34,10 @@ def make_run(tmp_path, draw_samples, write_made_up_costs) -> Callable[..., RunFo
         **schedule: object,
     ) -> RunFolder:
         samples = draw_samples(num_samples, seed=1)
-        names = ("row", "sample_id", "num_items", "kept_vision_tokens", "llm_tokens", "target_tokens")
-        frame = pl.DataFrame({name: getattr(samples, name).tolist() for name in names})
+        names = ("row", "sample_id", "llm_tokens", "target_tokens")
+        frame = pl.DataFrame({name: getattr(samples, name).tolist() for name in names}).with_columns(
+            num_items=samples.items_of("vision"), kept_vision_tokens=samples.kept_by("vision")
+        )
         if alike:
             drawn = np.exp(np.random.default_rng(1).normal(size=(2, num_samples)) * 0.25)
             frame = frame.with_columns(

@@ -1,6 +1,7 @@
 """The databases have the promised columns, keep every record once, and say why they cannot be read."""
 
 from collections import Counter
+from dataclasses import replace
 
 import duckdb
 import numpy as np
@@ -59,6 +60,7 @@ def good(row: int, sample_id: str | None, **values) -> dict:
         "num_items": 5,
         "vision_tokens": 100,
         "kept_vision_tokens": 100,
+        "num_audio_windows": 0,
         "audio_tokens": 0,
         "text_tokens": 20,
         "target_tokens": 8,
@@ -432,18 +434,33 @@ def test_ratios_are_measured_over_predicted_time_without_the_warm_up(tmp_path):
     ]
 
 
-def test_samples_with_audio_are_counted_and_left_out_of_training(merge):
+def test_samples_with_audio_are_counted_and_left_out_of_training(merge, tiny_spec):
     path = merge(("train", 0, [good(0, "a"), good(1, "b", audio_tokens=50), good(2, "c", kept_vision_tokens=60)]))
-    samples, num_left_out = load_samples(path)
-    assert num_left_out == 1
+    samples, left_out = load_samples(path, tiny_spec.encoders)
+    assert left_out == {"audio": 1}
     assert samples.sample_id.tolist() == ["a", "c"]
-    assert samples.kept_vision_tokens.tolist() == [100, 60]
+    assert samples.kept_by("vision").tolist() == [100, 60]
     assert samples.take(samples.row > 0).row.tolist() == [2]
 
 
-def test_shapes_without_a_sample_to_train_on_point_to_the_rejects(merge):
+def test_each_encoder_has_its_columns_and_without_encoders_texts_alone_are_left(merge, tiny_spec):
+    text = {"num_items": 0, "vision_tokens": 0, "kept_vision_tokens": 0}
+    records = [good(0, "text", **text), good(1, "both", num_audio_windows=2, audio_tokens=50), good(2, "picture")]
+    path = merge(("train", 0, records))
+    (vision,) = tiny_spec.encoders
+    samples, left_out = load_samples(path, (vision, replace(vision, name="audio", media=("audio",))))
+    assert (samples.encoders, left_out) == (("vision", "audio"), {})
+    assert samples.num_items.tolist() == [[0, 0], [5, 2], [5, 0]]
+    assert samples.kept_by("audio").tolist() == [0, 50, 0]
+    samples, left_out = load_samples(path, ())
+    assert samples.sample_id.tolist() == ["text"]
+    assert samples.num_items.shape == samples.kept_tokens.shape == (1, 0)
+    assert sum(left_out.values()) == 2
+
+
+def test_shapes_without_a_sample_to_train_on_point_to_the_rejects(merge, tiny_spec):
     with pytest.raises(UserError, match=r"no sample to train on \(1 with audio left out\); `from rejects`"):
-        load_samples(merge(("train", 0, [good(0, "b", audio_tokens=50), bad(1, "c")])))
+        load_samples(merge(("train", 0, [good(0, "b", audio_tokens=50), bad(1, "c")])), tiny_spec.encoders)
 
 
 def test_sources_whose_records_are_all_rejected_give_an_empty_table_of_samples(merge):

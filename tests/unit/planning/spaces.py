@@ -169,11 +169,12 @@ def uneven_samples(num_samples: int, seed: int) -> SampleShapes:
     text_tokens[is_huge[1]] *= rng.integers(2, 30)
     kept_vision_tokens = num_items * rng.integers(1, 40)
     return SampleShapes(
+        encoders=("vision",),
         sample_id=np.array([f"s{index}" for index in range(num_samples)], dtype=object),
         source=np.full(num_samples, "drawn", dtype=object),
         row=np.arange(num_samples),
-        num_items=num_items,
-        kept_vision_tokens=kept_vision_tokens,
+        num_items=num_items[:, None],
+        kept_tokens=kept_vision_tokens[:, None],
         llm_tokens=kept_vision_tokens + text_tokens,
         target_tokens=text_tokens // 3,
     )

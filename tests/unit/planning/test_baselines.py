@@ -8,7 +8,7 @@ from dflop.config import PlanConfig
 from dflop.costs import Loads
 from dflop.planning import PlanPricer, enumerate_space, plan_of, price_baselines, search_plans
 from dflop.planning.grouped_batches import GroupedBatches
-from dflop.pricing import loads_of, only
+from dflop.pricing import loads_of
 
 RULE, MEGATRON, FSDP = "published rule", "monolithic, random batches", "every device the whole model"
 
@@ -66,7 +66,7 @@ def test_the_rule_takes_the_least_of_its_formula_at_mean_shapes(price, tiny_spec
     def value(plan) -> float:
         stages_s = []
         for grid in plan.grids:
-            sums = [[load.sum() for load in only(grid.module, loads_of(shapes))] for shapes in batches.shapes]
+            sums = [[load.sum() for load in loads_of(grid.module, shapes)] for shapes in batches.shapes]
             mean = np.mean(sums, axis=0)[:, None] / (grid.dp * plan.num_microbatches)
             ends = {"is_first": True, "is_last": True, "checkpointing": plan.checkpointing}
             whole_s = sum(costs.stage_time(grid.module, grid.tp, 4, Loads(*mean), **ends))
@@ -100,7 +100,7 @@ def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(pri
         for module in ("vision", "llm"):
             for turn in range(own.plan.num_microbatches):
                 held = [shapes.take(np.flatnonzero((device == rank) & (microbatch == turn))) for rank in range(4)]
-                loads = [Loads(*(np.array([load.sum()]) for load in only(module, loads_of(one)))) for one in held]
+                loads = [Loads(*(np.array([load.sum()]) for load in loads_of(module, one))) for one in held]
                 ends = {"is_first": True, "is_last": True, "checkpointing": own.plan.checkpointing}
                 both = np.array([costs.stage_time(module, 1, 4, one, **ends) for one in loads])
                 step_s += both.max(axis=0).sum()

@@ -79,7 +79,7 @@ def test_no_plan_needs_less_memory_than_its_bounds(tiny_spec, shape, seeds, free
 def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
     """Where no replica waits for another or for an encoder, no bound could be higher."""
     nothing = np.zeros(len(samples), dtype=np.int64)
-    texts = replace(samples.take(nothing), num_items=nothing, kept_vision_tokens=nothing)
+    texts = replace(samples.take(nothing), num_items=nothing[:, None], kept_tokens=nothing[:, None])
     config = make_config(4, 8, fixed={"num_microbatches": 4, "placement": "colocated"}, freeze=["vision"])
     batches, splits, rows = space_of(config, tiny_spec, costs, texts)
     bounds = lower_bounds(rows, batches.shapes, costs, tiny_spec, splits, config.cluster, ["vision"])

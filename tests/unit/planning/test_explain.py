@@ -37,7 +37,10 @@ def recorded_samples() -> SampleShapes:
         sample_id=np.array([f"s{row}" for row in range(len(table))], dtype=object),
         source=np.full(len(table), "recorded", dtype=object),
         row=np.arange(len(table)),
-        **{name: table[name].to_numpy() for name in table.columns},
+        encoders=("vision",),
+        num_items=table.select("num_items").to_numpy(),
+        kept_tokens=table.select("kept_vision_tokens").to_numpy(),
+        **{name: table[name].to_numpy() for name in ("llm_tokens", "target_tokens")},
     )
 
 

@@ -52,7 +52,7 @@ def test_a_sample_alone_takes_what_a_batch_of_it_alone_does_wherever_that_takes_
         encoders = [0] if plan.placement == "monolithic" else range(plan.grids[0].dp)
         needs = []
         for encoder in encoders:
-            places = (np.array([value]) for value in (0, plan.num_microbatches - 1, encoder))
+            places = (np.array([value]) for value in (0, plan.num_microbatches - 1, [encoder]))
             assignment = Assignment(**dict(zip(("llm_dp_rank", "microbatch", "encoder_rank"), places, strict=True)))
             needs.append(max(pricer.memory_bytes(one, assignment).values()))
         if plan.schedule == "zb_h1" and plan.placement != "disjoint":  # weights wait while others come by
@@ -90,7 +90,7 @@ def test_a_sample_beyond_every_bucket_is_left_out_with_its_name_its_need_and_the
     (line,) = describe_left_out(left_out)
     needed_gib = row["predicted_bytes"] / 2**30
     assert line.startswith(
-        f"left out: drawn row 7: sample 's7' with 200000 LLM tokens and {samples.num_items[7]} items"
+        f"left out: drawn row 7: sample 's7' with 200000 LLM tokens and {samples.num_items[7, 0]} items"
     )
     assert f"takes {needed_gib:.4g} GiB" in line
     assert "`cluster.memory_gib` is 1; lower `data.max_llm_tokens`, or use a plan with more" in line

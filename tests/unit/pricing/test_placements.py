@@ -73,7 +73,7 @@ def test_all_plans_of_a_batch_do_the_same_work(make_pricer, draw_samples, costs,
 def test_a_monolithic_encoder_encodes_what_its_own_replica_learns(make_pricer, draw_samples, seed, dp):
     pricer, shapes = make_pricer(make_plan("monolithic", dp=dp)), draw_samples(24, seed)
     assignment = at_random(pricer, shapes, seed)
-    np.testing.assert_array_equal(assignment.encoder_rank, assignment.llm_dp_rank)
+    np.testing.assert_array_equal(assignment.encoder_rank[:, 0], assignment.llm_dp_rank)
     assert len(pricer.stage_times(shapes, assignment).bridges.source) == 0
 
 
@@ -87,7 +87,9 @@ def test_colocated_encoders_share_all_items_evenly_and_the_first_microbatches_fi
     assignment = at_random(pricer, shapes, seed)
     for last in range(plan.num_microbatches):
         so_far = assignment.microbatch <= last
-        items = np.bincount(assignment.encoder_rank, weights=shapes.num_items * so_far, minlength=plan.grids[0].dp)
+        items = np.bincount(
+            assignment.encoder_rank[:, 0], weights=shapes.num_items[:, 0] * so_far, minlength=plan.grids[0].dp
+        )
         assert items.max() - items.min() <= shapes.num_items[so_far].max(initial=0)
 
 
@@ -169,9 +171,9 @@ def test_buckets_of_even_media_that_keep_their_token_limit_fit_beside_the_encode
     tokens = np.full(8, 400 + seed)
     shapes = dataclasses.replace(
         draw_samples(8, seed),
-        num_items=np.full(8, 6),
+        num_items=np.full((8, 1), 6),
         llm_tokens=tokens,
-        kept_vision_tokens=tokens // 2,
+        kept_tokens=tokens[:, None] // 2,
         target_tokens=tokens // 5,
     )
     roomy = make_pricer(plan)
@@ -183,9 +185,9 @@ def test_buckets_of_even_media_that_keep_their_token_limit_fit_beside_the_encode
     assert limit <= roomy.max_bucket_tokens(6 / tokens[0]) <= roomy.max_bucket_tokens()
     fullest = dataclasses.replace(
         shapes,
-        num_items=6 * np.full(8, limit // 2) // tokens,
+        num_items=(6 * np.full(8, limit // 2) // tokens)[:, None],
         llm_tokens=np.full(8, limit // 2),
-        kept_vision_tokens=np.full(8, limit // 4),
+        kept_tokens=np.full((8, 1), limit // 4),
         target_tokens=np.full(8, limit // 10),
     )
     held = tight.memory_bytes(fullest, assignment)["llm"]

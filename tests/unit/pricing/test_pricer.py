@@ -76,8 +76,8 @@ def test_the_lower_bound_holds_where_one_samples_stage_is_anothers_rest(make_pri
     nothing = np.zeros(40, dtype=np.int64)
     shapes = dataclasses.replace(
         shapes,
-        num_items=nothing,
-        kept_vision_tokens=nothing,
+        num_items=nothing[:, None],
+        kept_tokens=nothing[:, None],
         llm_tokens=np.where(long, 2000, 20),
         target_tokens=np.where(long, 1, 19),
     )
@@ -103,8 +103,8 @@ def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(make_pr
                 tokens = int(shapes.llm_tokens[sample])
                 if node.module == "llm" and assignment.llm_dp_rank[sample] == node.dp_rank:
                     loads += [0, tokens, tokens**2, shapes.target_tokens[sample]]
-                if node.module == "vision" and assignment.encoder_rank[sample] == node.dp_rank:
-                    loads[0] += shapes.num_items[sample]
+                if node.module == "vision" and assignment.encoder_rank[sample, 0] == node.dp_rank:
+                    loads[0] += shapes.num_items[sample, 0]
             pp = plan.grid(node.module).pp
             num_layers = 4 // pp + (node.pp_stage < 4 % pp)
             expected = costs.stage_time(
@@ -133,7 +133,7 @@ def test_bridges_carry_the_visual_tokens_from_their_encoder_to_their_replica(mak
             continue
         for microbatch in range(plan.num_microbatches):
             chosen = (assignment.microbatch == microbatch) & (assignment.llm_dp_rank == nodes[target].dp_rank)
-            tokens = int(shapes.kept_vision_tokens[chosen & (assignment.encoder_rank == nodes[source].dp_rank)].sum())
+            tokens = int(shapes.kept_tokens[chosen & (assignment.encoder_rank[:, 0] == nodes[source].dp_rank)].sum())
             if tokens:
                 expected[source, target, microbatch] = tokens * 128 * 4 / (gbps_between(source, target) * 1e9 / 8)
     keys = list(zip(*(a.tolist() for a in (bridges.source, bridges.target, bridges.microbatch)), strict=True))
@@ -168,10 +168,12 @@ def test_an_encoders_replicas_share_each_microbatch_evenly(make_pricer, draw_sam
     pricer, shapes = make_pricer(plan), draw_samples(24, seed)
     assignment = at_random(pricer, shapes, seed)
     num_encoders = plan.grid("vision").dp
-    assert set(assignment.encoder_rank) <= set(range(num_encoders))
+    assert set(assignment.encoder_rank[:, 0]) <= set(range(num_encoders))
     for microbatch in range(plan.num_microbatches):
         chosen = assignment.microbatch == microbatch
-        loads = [shapes.num_items[chosen & (assignment.encoder_rank == rank)].sum() for rank in range(num_encoders)]
+        loads = [
+            shapes.num_items[chosen & (assignment.encoder_rank[:, 0] == rank)].sum() for rank in range(num_encoders)
+        ]
         assert max(loads) - min(loads) <= shapes.num_items[chosen].max(initial=0)
 
 
@@ -191,7 +193,7 @@ def test_transfers_are_priced_by_the_links_that_were_measured_and_else_by_the_co
     assignment = at_random(pricer, shapes, 0)
     times = pricer.stage_times(shapes, assignment)
     llm_bytes = np.bincount(assignment.microbatch, weights=shapes.llm_tokens, minlength=4) * 128 * 4
-    vision_bytes = np.bincount(assignment.microbatch, weights=shapes.kept_vision_tokens, minlength=4) * 128 * 4
+    vision_bytes = np.bincount(assignment.microbatch, weights=shapes.kept_tokens[:, 0], minlength=4) * 128 * 4
     np.testing.assert_allclose(times.bridges.seconds, 3e-4 + vision_bytes[times.bridges.microbatch] / 2e9)
     assert sorted(times.bridges.microbatch) == np.flatnonzero(vision_bytes).tolist()
     _, first, second, third, last = times.chain_s
@@ -230,9 +232,7 @@ def test_more_bytes_never_cross_faster_and_a_latency_makes_no_step_shorter(
     slow = with_links(costs, p2p_intra_2=Link(1e-3, 1e9), p2p_inter_2=Link(2e-3, 5e8), all_reduce_intra_2=Link(1, 1e9))
     pricer, shapes = make_pricer(plan, model=slow), draw_samples(24, seed)
     assignment = at_random(pricer, shapes, seed)
-    more = dataclasses.replace(
-        shapes, llm_tokens=shapes.llm_tokens * 2, kept_vision_tokens=shapes.kept_vision_tokens * 2
-    )
+    more = dataclasses.replace(shapes, llm_tokens=shapes.llm_tokens * 2, kept_tokens=shapes.kept_tokens * 2)
     less, more = (pricer.stage_times(batch, assignment) for batch in (shapes, more))
     assert (more.bridges.source == less.bridges.source).all()
     assert (more.bridges.seconds > less.bridges.seconds).all()
@@ -306,7 +306,9 @@ def test_stages_ahead_hold_more_microbatches_in_memory(make_pricer, draw_samples
     for llm_pp in (1, 2, 4):
         pricer = make_pricer(make_plan(llm_pp=llm_pp, num_microbatches=6))
         assignment = Assignment(
-            llm_dp_rank=np.zeros(24, dtype=np.int64), microbatch=np.arange(24) % 6, encoder_rank=np.zeros(24, dtype=int)
+            llm_dp_rank=np.zeros(24, dtype=np.int64),
+            microbatch=np.arange(24) % 6,
+            encoder_rank=np.zeros((24, 1), dtype=int),
         )
         peaks.append(pricer.memory_bytes(shapes, assignment)["vision"])
     assert peaks == sorted(set(peaks))

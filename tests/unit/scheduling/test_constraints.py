@@ -179,8 +179,8 @@ def test_pictures_that_gather_in_a_bucket_are_seen_although_tokens_are_even(sche
     items = np.where(np.arange(16) < 4, 200, 1)
     samples = dataclasses.replace(
         samples,
-        num_items=items,
-        kept_vision_tokens=items,
+        num_items=items[:, None],
+        kept_tokens=items[:, None],
         llm_tokens=np.where(np.arange(16) < 4, 250, 300),
         target_tokens=np.full(16, 10),
     )

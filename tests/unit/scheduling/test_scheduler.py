@@ -67,7 +67,7 @@ def test_a_schedule_holds_each_sample_of_its_global_batch_once(schedules, draw_s
         assert len(set(schedule.sample_id)) == 32
         place = {name: number for number, name in enumerate(samples.sample_id)}
         own = [place[name] for name in schedule.sample_id]
-        for name in ("row", "num_items", "kept_vision_tokens", "llm_tokens", "target_tokens"):
+        for name in ("row", "num_items", "kept_tokens", "llm_tokens", "target_tokens"):
             np.testing.assert_array_equal(getattr(schedule, name), getattr(samples, name)[own])
 
 

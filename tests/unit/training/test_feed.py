@@ -49,7 +49,7 @@ def test_every_sample_with_media_goes_to_exactly_one_encoder(case):
     plan, schedules = case
     for schedule in schedules:
         encoded = Counter(ref.row for _, _, job in jobs_of(plan, schedule, "vision") for ref in job.samples)
-        assert encoded == Counter(schedule.row[schedule.num_items > 0].tolist())
+        assert encoded == Counter(schedule.row[schedule.num_items[:, 0] > 0].tolist())
         assert set(encoded.values()) == {1}
 
 
@@ -72,7 +72,7 @@ def test_an_encoder_sends_its_samples_in_the_order_in_which_each_replica_packs_t
     plan, schedules = case
     for schedule in schedules:
         replica_of = dict(zip(schedule.row.tolist(), schedule.llm_dp_rank.tolist(), strict=True))
-        items_of = dict(zip(schedule.row.tolist(), schedule.num_items.tolist(), strict=True))
+        items_of = dict(zip(schedule.row.tolist(), schedule.num_items[:, 0].tolist(), strict=True))
         for encoder, microbatch, sent in jobs_of(plan, schedule, "vision"):
             for replica, other, text in jobs_of(plan, schedule, "llm"):
                 if other != microbatch:
@@ -92,7 +92,7 @@ def test_an_encoder_sends_its_samples_in_the_order_in_which_each_replica_packs_t
 def test_what_is_said_of_a_sample_is_what_the_schedule_says(case):
     plan, schedules = case
     schedule = schedules[0]
-    kept = dict(zip(schedule.row.tolist(), schedule.kept_vision_tokens.tolist(), strict=True))
+    kept = dict(zip(schedule.row.tolist(), schedule.kept_tokens[:, 0].tolist(), strict=True))
     for module in ("vision", "llm"):
         for _, microbatch, job in jobs_of(plan, schedule, module):
             assert [kept[ref.row] for ref in job.samples] == list(job.kept_vision_tokens)
