@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from dflop.costs import CostModel, Loads, fit_costs
+from dflop.costs import CostModel, Loads, StageKind, fit_costs
 from dflop.costs.fit import PIECES
 from dflop.costs.model import FEATURES, Coefficients
 from dflop.store import write_costs
@@ -123,8 +123,8 @@ def _measure_as(
             saved = sum(count * model.activations[keys[part]](loads) for part, count in each.items())
             passing = np.max([model.transients[keys[part]](loads) for part in parts], axis=0)
             if piece == "whole":
-                ends = {"is_first": True, "is_last": True, "checkpointing": checkpointing}
-                passing = model.stage_memory(module, 1, depth, loads, **ends).transient_bytes
+                kind = StageKind.whole(module, 1, depth, checkpointing=checkpointing)
+                passing = model.stage_memory(kind, loads).transient_bytes
             for direction in ("forward", "backward"):
                 seconds = sum(count * model.times[*keys[part], direction](loads) for part, count in each.items())
                 frames += [

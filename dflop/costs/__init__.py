@@ -7,7 +7,8 @@ from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
 from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
-from dflop.costs.model import PARTS, CostModel, Loads, StageMemory, resident_bytes
+from dflop.costs.model import CostModel, Loads, StageMemory, resident_bytes
+from dflop.costs.stage_kind import PARTS, StageKind, stage_kinds
 
 # What to say of microbatches, after their number, that `CostModel.is_extrapolated` marks.
 BEYOND_MEASURED = (
@@ -24,6 +25,7 @@ __all__ = [
     "LinkModel",
     "Loads",
     "Measured",
+    "StageKind",
     "StageMemory",
     "analytic_points",
     "fit_costs",
@@ -33,5 +35,6 @@ __all__ = [
     "read_measured",
     "require_parquet",
     "resident_bytes",
+    "stage_kinds",
     "write_measured",
 ]

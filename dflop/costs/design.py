@@ -19,6 +19,7 @@ import polars as pl
 
 from dflop.costs.fit import PIECES, fit_model, fit_piece, loads_of, median_points, relative_errors
 from dflop.costs.model import CostModel
+from dflop.costs.stage_kind import StageKind
 from dflop.runtime import UserError
 
 __all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "fitted_depths", "load_bounds"]
@@ -292,7 +293,7 @@ class Design:
     ) -> Iterable[float]:
         frame = pl.DataFrame([point.keys() for point in candidates])
         loads = loads_of(frame)
-        whole = model.stage_time(self.module, self.tp, self.num_layers, loads, is_first=True, is_last=True)
+        whole = model.stage_time(StageKind.whole(self.module, self.tp, self.num_layers), loads)
         total = np.zeros(len(candidates))
         for direction, whole_s in zip(("forward", "backward"), whole, strict=True):
             own = points.filter(pl.col("pass") == direction).sample(fraction=1.0, shuffle=True, seed=0)

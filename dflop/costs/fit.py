@@ -15,6 +15,7 @@ import polars as pl
 
 from dflop.costs.measured import POINT_KEYS
 from dflop.costs.model import FEATURES, Coefficients, CostModel, LoadRange, Loads, column_of, main_load
+from dflop.costs.stage_kind import StageKind
 from dflop.runtime import UserError
 
 __all__ = [
@@ -133,9 +134,7 @@ def relative_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
     for (module, tp, depth, checkpointing, direction), frame in points.filter(pl.col("piece") == "whole").group_by(
         "module", "tp", "num_layers", "checkpointing", "pass", maintain_order=True
     ):
-        both = model.stage_time(
-            module, tp, depth, loads_of(frame), is_first=True, is_last=True, checkpointing=checkpointing
-        )
+        both = model.stage_time(StageKind.whole(module, tp, depth, checkpointing=checkpointing), loads_of(frame))
         predicted_s = both[direction == "backward"]
         rows.append(frame.with_columns(predicted_s=pl.Series(predicted_s)))
     if not rows:
@@ -150,9 +149,7 @@ def memory_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
     for (module, tp, depth, checkpointing), frame in known.group_by(
         "module", "tp", "num_layers", "checkpointing", maintain_order=True
     ):
-        memory = model.stage_memory(
-            module, tp, depth, loads_of(frame), is_first=True, is_last=True, checkpointing=checkpointing
-        )
+        memory = model.stage_memory(StageKind.whole(module, tp, depth, checkpointing=checkpointing), loads_of(frame))
         frames.append(frame.with_columns(predicted_bytes=pl.Series(memory.activation_bytes + memory.transient_bytes)))
     return pl.concat(frames).with_columns(error=(pl.col("predicted_bytes") / pl.col("peak_bytes") - 1).abs())
 

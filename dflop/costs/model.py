@@ -1,11 +1,9 @@
 """The cost model: seconds and bytes of any stage for any microbatch, from the fitted tables.
 
-A stage is made of parts: what every stage has (`stage`: rotary positions, its output), its layers, and, where
-it begins or ends the module, `first` (embedding; patches and positions) and `last` (norm, head and loss;
-projector and token layout). Every part's time and memory never fall when a load of the microbatch grows.
+A stage is made of parts (`StageKind`). Every part's time and memory never fall when a load of the microbatch grows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflop.costs.link_model import LinkModel
+from dflop.costs.stage_kind import StageKind
 from dflop.models.loads import FEATURES, Coefficients, Loads
 from dflop.runtime import UserError
 from dflop.store import read_tables
 
 __all__ = [
     "FEATURES",
-    "PARTS",
     "Coefficients",
     "CostModel",
     "Loads",
@@ -29,7 +27,6 @@ __all__ = [
     "resident_bytes",
 ]
 
-PARTS = ("stage", "layer", "first", "last")
 # What no number in the tables can exceed: an hour, and more bytes than any cluster has.
 _MOST_S, _MOST_BYTES = 3600.0, 1e18
 _MADE_FOR = ("model", "precision", "device_model")
@@ -125,51 +122,36 @@ class CostModel:
             links=LinkModel.from_rows(tables["link_model"]),
         )
 
-    def stage_time(
-        self,
-        module: str,
-        tp: int,
-        num_layers: int,
-        loads: Loads,
-        *,
-        is_first: bool,
-        is_last: bool,
-        checkpointing: bool = False,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def stage_time(self, kind: StageKind, loads: Loads) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward seconds of each microbatch; a microbatch without any load takes no time.
 
         Raises:
             UserError: when there are no costs of the module at this tp.
         """
-        self.require(module, tp)
-        empty = (np.asarray(loads.num_items) == 0) & (np.asarray(loads.num_tokens) == 0)
-        both = []
-        for direction in ("forward", "backward"):
-            total = np.zeros(np.shape(loads.num_items))
-            for key, times in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
-                total += times * self.times[*key, direction](loads)
-            both.append(np.where(empty, 0.0, total))
-        return both[0], both[1]
+        return self.stage_times([kind], loads)[0]
 
-    def stage_times(
-        self, module: str, tp: int, layers: Sequence[int], loads: Loads, *, checkpointing: bool = False
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`stage_time` of every stage of a module that is split into stages of so many layers.
+    def stage_times(self, kinds: Sequence[StageKind], loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`stage_time` of several stages of one module, which share their parts.
 
         Raises:
             UserError: when there are no costs of the module at this tp.
         """
-        parts = {part: self.part_time(module, tp, part, loads, checkpointing=checkpointing) for part in PARTS}
+        parts: dict[tuple, np.ndarray] = {}
         empty = (np.asarray(loads.num_items) == 0) & (np.asarray(loads.num_tokens) == 0)
-        known: dict[tuple[int, bool, bool], tuple[np.ndarray, np.ndarray]] = {}
-        kinds = [(count, stage == 0, stage == len(layers) - 1) for stage, count in enumerate(layers)]
+        known: dict[StageKind, tuple[np.ndarray, np.ndarray]] = {}
         for kind in kinds:
-            if kind not in known:
-                both = (
-                    sum(times * parts[part][way] for part, times in zip(PARTS, (1, *kind), strict=True) if times)
-                    for way in (0, 1)
-                )
-                known[kind] = tuple(np.where(empty, 0.0, seconds) for seconds in both)
+            if kind in known:
+                continue
+            self.require(kind.module, kind.tp)
+            both = []
+            for direction in ("forward", "backward"):
+                keys = {part: (*_key_of(kind, part), direction) for part in kind.parts}
+                for key in keys.values():
+                    if key not in parts:
+                        parts[key] = self.times[key](loads)
+                seconds = kind.total({part: parts[key] for part, key in keys.items()})
+                both.append(np.where(empty, 0.0, seconds))
+            known[kind] = (both[0], both[1])
         return [known[kind] for kind in kinds]
 
     def part_time(
@@ -184,106 +166,67 @@ class CostModel:
         key = (module, tp, part, checkpointing and part in _CHECKPOINTED)
         return self.times[*key, "forward"](loads), self.times[*key, "backward"](loads)
 
-    def time_forms(
-        self, module: str, tp: int, layers: Sequence[int], *, checkpointing: bool = False
-    ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    def time_forms(self, kinds: Sequence[StageKind]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
         """`stage_times` as forms of the loads: for each stage and pass a linear one (a constant and a unit of each of
         `FEATURES`, [5]) and hinges [num_hinges, 3]: the load's place in `FEATURES`, where it bends, by how much."""
-        self.require(module, tp)
         forms = []
-        for stage, count in enumerate(layers):
+        for kind in kinds:
+            self.require(kind.module, kind.tp)
             both = []
             for direction in ("forward", "backward"):
                 linear, hinges = np.zeros(1 + len(FEATURES)), []
-                for key, times in _parts(module, tp, count, stage == 0, stage == len(layers) - 1, checkpointing):
-                    fit = self.times[*key, direction]
+                for part, times in kind.parts.items():
+                    fit = self.times[*_key_of(kind, part), direction]
                     linear += times * np.array([fit.const, *fit.per_load])
                     hinges += [(fit.along, at, times * slope) for at, slope in fit.hinges]
                 both.append((linear, np.array(hinges).reshape(-1, 3)))
             forms.append(both)
         return forms
 
-    def stage_memory(
-        self,
-        module: str,
-        tp: int,
-        num_layers: int,
-        loads: Loads,
-        *,
-        is_first: bool,
-        is_last: bool,
-        checkpointing: bool = False,
-    ) -> StageMemory:
+    def stage_memory(self, kind: StageKind, loads: Loads) -> StageMemory:
         """Activations of each microbatch.
 
         Raises:
             UserError: when there are no costs of the module at this tp.
         """
-        self.require(module, tp)
-        kept, transient, freed = (np.zeros(np.shape(loads.num_items)) for _ in range(3))
-        for key, times in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
-            kept = kept + times * self.activations[key](loads)
-            if module == "llm" and key[2] == "last":
-                # Backward comes to the layers when the head has given up what it kept (an encoder's output stays).
-                freed = self.activations[key](loads)
-        for key, _ in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
-            own = self.transients[key](loads)  # parts run one after the other
-            transient = np.maximum(transient, own if key[2] == "last" else own - freed)
-        return StageMemory(kept, transient)
+        self.require(kind.module, kind.tp)
+        kept = {part: self.activations[_key_of(kind, part)](loads) for part in kind.parts}
+        # Backward comes to the layers when the head has given up what it kept (an encoder's output stays).
+        freed = kept["last"] if kind.module == "llm" and kind.is_last else 0.0
+        transient = np.zeros(np.shape(loads.num_items))
+        for part in kind.parts:
+            own = self.transients[_key_of(kind, part)](loads)  # parts run one after the other
+            transient = np.maximum(transient, own if part == "last" else own - freed)
+        return StageMemory(kind.total(kept), transient)
 
-    def stage_memory_forms(
-        self,
-        module: str,
-        tp: int,
-        num_layers: int,
-        *,
-        is_first: bool,
-        is_last: bool,
-        checkpointing: bool = False,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def stage_memory_forms(self, kind: StageKind) -> tuple[np.ndarray, np.ndarray]:
         """`stage_memory` of a microbatch as linear forms: a constant, and bytes a unit of each of `FEATURES`.
 
         Activations are one form [5], the transient is the largest of several [num_forms, 5].
         """
-        self.require(module, tp)
-        kept, freed = np.zeros(1 + len(FEATURES)), np.zeros(1 + len(FEATURES))
-        parts = list(_parts(module, tp, num_layers, is_first, is_last, checkpointing))
-        for key, times in parts:
-            (own,) = self.activations[key].forms
-            kept += times * own
-            if module == "llm" and key[2] == "last":
-                freed = own
-        forms = [self.transients[key].forms - (0.0 if key[2] == "last" else freed) for key, _ in parts]
-        return kept, np.concatenate([*forms, np.zeros((1, len(kept)))])
+        self.require(kind.module, kind.tp)
+        kept = {part: self.activations[_key_of(kind, part)].forms[0] for part in kind.parts}
+        freed = kept["last"] if kind.module == "llm" and kind.is_last else 0.0
+        forms = [self.transients[_key_of(kind, part)].forms - (0.0 if part == "last" else freed) for part in kind.parts]
+        return kind.total(kept), np.concatenate([*forms, np.zeros((1, 1 + len(FEATURES)))])
 
-    def stage_parameter_bytes(self, module: str, tp: int, num_layers: int, *, is_first: bool, is_last: bool) -> float:
+    def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
-        self.require(module, tp)
-        parts = _parts(module, tp, num_layers, is_first, is_last, checkpointing=False)
-        return sum(times * self.parameter_bytes[key[:3]] for key, times in parts)
+        self.require(kind.module, kind.tp)
+        return kind.total({part: self.parameter_bytes[kind.module, kind.tp, part] for part in kind.parts})
 
     def additive_loads_s(
-        self,
-        module: str,
-        tp: int,
-        num_layers: int,
-        loads: Loads,
-        *,
-        is_first: bool,
-        is_last: bool,
-        checkpointing: bool = False,
-        has_backward: bool = True,
-        least: bool = False,
+        self, kind: StageKind, loads: Loads, *, has_backward: bool = True, least: bool = False
     ) -> np.ndarray:
         """Forward plus backward seconds that samples add to a microbatch, without its constants.
 
         `least` gives what they add at the very least, whatever the microbatch.
         """
-        self.require(module, tp)
+        self.require(kind.module, kind.tp)
         total = np.zeros(np.shape(loads.num_items))
-        for key, times in _parts(module, tp, num_layers, is_first, is_last, checkpointing):
+        for part, times in kind.parts.items():
             for direction in ("forward", "backward") if has_backward else ("forward",):
-                total += times * self.times[*key, direction].without_const(least=least)(loads)
+                total += times * self.times[*_key_of(kind, part), direction].without_const(least=least)(loads)
         return total
 
     def is_extrapolated(self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False) -> np.ndarray:
@@ -321,13 +264,9 @@ class CostModel:
             )
 
 
-def _parts(
-    module: str, tp: int, num_layers: int, is_first: bool, is_last: bool, checkpointing: bool
-) -> Iterator[tuple[tuple[str, int, str, bool], int]]:
-    """The keys of a stage's parts, and how often it has each."""
-    for part, times in zip(PARTS, (1, num_layers, is_first, is_last), strict=True):
-        if times:
-            yield (module, tp, part, checkpointing and part in _CHECKPOINTED), times
+def _key_of(kind: StageKind, part: str) -> tuple[str, int, str, bool]:
+    """Where the tables hold this part of the stage."""
+    return kind.module, kind.tp, part, kind.checkpointing and part in _CHECKPOINTED
 
 
 def _check_tables(

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from dflop.config import Config, PlanConfig
-from dflop.costs import PARTS, CostModel, Loads, resident_bytes
+from dflop.costs import PARTS, CostModel, Loads, StageKind, resident_bytes
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pipeline import Grid, Plan, StageTimes
@@ -92,15 +92,8 @@ def _mean_stage_s(
     keys = (f"{module}_tp", "checkpointing")
     for (tp, checkpointing), own in rows.with_row_index("place").group_by(*keys):
         buckets = (own[f"{module}_dp"] * own["num_microbatches"]).to_numpy()
-        both = costs.stage_time(
-            module,
-            tp,
-            spec.module(module).num_layers,
-            Loads(*(load / buckets for load in loads)),
-            is_first=True,
-            is_last=True,
-            checkpointing=checkpointing,
-        )
+        whole = StageKind.whole(module, tp, spec.module(module).num_layers, checkpointing=checkpointing)
+        both = costs.stage_time(whole, Loads(*(load / buckets for load in loads)))
         seconds[own["place"].to_numpy()] = (both[0] + both[1]) / own[f"{module}_pp"].to_numpy()
     return seconds
 
@@ -159,18 +152,16 @@ def _spared_by_sharding(config: Config, spec: ModelSpec, costs: CostModel, check
     sharded = sum(size * (1 if name in frozen else 4) for name, size in sizes.items()) / num_devices
     of_part = {part: max(costs.parameter_bytes[name, 1, part] for name in sizes) for part in PARTS}
     at_work = (max(of_part.values()) + of_part["layer"]) / 2
-    nothing, ends = Loads(*np.zeros((4, 1))), {"is_first": True, "is_last": True, "checkpointing": checkpointing}
-    copied = sum(
-        costs.stage_memory(module.name, 1, module.num_layers, nothing, **ends).activation_bytes.item()
-        for module in spec.modules
-        if module.name not in frozen
-    )
+    nothing = Loads(*np.zeros((4, 1)))
+    trained = [module for module in spec.modules if module.name not in frozen]
+    wholes = [StageKind.whole(module.name, 1, module.num_layers, checkpointing=checkpointing) for module in trained]
+    copied = sum(costs.stage_memory(whole, nothing).activation_bytes.item() for whole in wholes)
     return (1 + costs.allocator_share) * (replicated + copied - sharded - at_work)
 
 
 def _parameter_bytes(spec: ModelSpec, costs: CostModel) -> dict[str, float]:
     return {
-        module.name: costs.stage_parameter_bytes(module.name, 1, module.num_layers, is_first=True, is_last=True)
+        module.name: costs.stage_parameter_bytes(StageKind.whole(module.name, 1, module.num_layers))
         for module in spec.modules
     }
 

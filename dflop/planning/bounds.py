@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from dflop.config import ClusterConfig
-from dflop.costs import PARTS, CostModel, Loads
+from dflop.costs import PARTS, CostModel, Loads, StageKind, stage_kinds
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits, even_layers
@@ -252,13 +252,11 @@ def _stage_s(parts: dict[str, np.ndarray], layers: Sequence[int], stage: int, at
 
 
 def _parameter_bytes(costs: CostModel, tp: int, layers: Sequence[int], stage: int, module: str = "llm") -> float:
-    ends = {"is_first": stage == 0, "is_last": stage == len(layers) - 1}
-    return costs.stage_parameter_bytes(module, tp, layers[stage], **ends)
+    return costs.stage_parameter_bytes(stage_kinds(module, tp, layers)[stage])
 
 
 def _chain_s(costs: CostModel, tp: int, loads: Loads, num_layers: int, is_split: bool, *, checkpointing: bool) -> float:
     """The way of the slowest sample through all layers and back; weights' gradients may be left for later."""
-    forward_s, backward_s = costs.stage_time(
-        "llm", tp, num_layers, loads, is_first=True, is_last=True, checkpointing=checkpointing
-    )
+    whole = StageKind.whole("llm", tp, num_layers, checkpointing=checkpointing)
+    forward_s, backward_s = costs.stage_time(whole, loads)
     return float((forward_s + (0.0 if is_split else 1.0) * backward_s).max())

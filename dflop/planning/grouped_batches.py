@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop.balancing import dealt_at_random, quick_buckets, small_at_both_ends
 from dflop.config import Config
-from dflop.costs import CostModel, Loads
+from dflop.costs import CostModel, Loads, StageKind
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pricing import loads_of
@@ -105,8 +105,7 @@ def _loads_s(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndar
     columns = []
     for module in spec.modules:
         tp = min(costs.tp_sizes[module.name])
-        seconds = costs.additive_loads_s(
-            module.name, tp, module.num_layers, loads_of(module.name, shapes), is_first=True, is_last=True
-        )
+        whole = StageKind.whole(module.name, tp, module.num_layers)
+        seconds = costs.additive_loads_s(whole, loads_of(module.name, shapes))
         columns.append(seconds / max(seconds.sum(), 1e-300))
     return np.column_stack(columns)

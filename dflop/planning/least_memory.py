@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dflop.costs import CostModel, resident_bytes
+from dflop.costs import CostModel, resident_bytes, stage_kinds
 from dflop.models import ModelSpec
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers, llm_layers
@@ -113,13 +113,9 @@ class LeastMemory:
         parameters, kept = np.zeros(num_stages), np.zeros((num_stages, 5))
         of_stages = []
         asked = {}  # stages of as many layers between the ends are alike
-        for stage, own in enumerate(layers):
-            kind = own, stage == 0, stage == num_stages - 1
+        for stage, kind in enumerate(stage_kinds(module, tp, layers, checkpointing=checkpointing)):
             if kind not in asked:
-                ends = {"is_first": kind[1], "is_last": kind[2], "checkpointing": checkpointing}
-                forms = self._costs.stage_memory_forms(module, tp, own, **ends)
-                del ends["checkpointing"]
-                asked[kind] = self._costs.stage_parameter_bytes(module, tp, own, **ends), *forms
+                asked[kind] = self._costs.stage_parameter_bytes(kind), *self._costs.stage_memory_forms(kind)
             parameters[stage], kept[stage], forms = asked[kind]
             of_stages.append(forms)
             if num_stages > 1:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dflop.config import Config
-from dflop.costs import PARTS, CostModel, Loads
+from dflop.costs import PARTS, CostModel, Loads, stage_kinds
 from dflop.models import ModelSpec
 from dflop.pipeline import Bridges, CompiledPlan, Grid, Plan, StageTimes, compile_plan, simulate_step_s
 from dflop.planning.bounds import least_sync, possible_scopes
@@ -102,13 +102,7 @@ class MeanPipelines:
         return latency_s + self._parameter_bytes(tp, layers) * byte_s
 
     def _stage_parameter_bytes(self, tp: int, layers: tuple[int, ...]) -> np.ndarray:
-        ends = [{"is_first": stage == 0, "is_last": stage == len(layers) - 1} for stage in range(len(layers))]
-        return np.array(
-            [
-                self._costs.stage_parameter_bytes("llm", tp, count, **own)
-                for count, own in zip(layers, ends, strict=True)
-            ]
-        )
+        return np.array([self._costs.stage_parameter_bytes(kind) for kind in stage_kinds("llm", tp, layers)])
 
     def _mean_text(self, dp: int, num_microbatches: int, mean: bool) -> Loads:
         """Of the mean replica, [num_batches, num_microbatches]."""

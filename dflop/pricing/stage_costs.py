@@ -5,11 +5,10 @@ Stages that are alike (as many layers, in the middle of the module) are asked fo
 
 import copy
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
-from dflop.costs import CostModel, Loads, StageMemory, resident_bytes
+from dflop.costs import CostModel, Loads, StageKind, StageMemory, resident_bytes, stage_kinds
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pipeline import Plan, Stage, stages_of
@@ -35,10 +34,11 @@ class StageCosts:
     def __init__(self, plan: Plan, costs: CostModel, spec: ModelSpec, frozen: Collection[str]) -> None:
         self.plan, self.costs, self.frozen = plan, costs, frozenset(frozen)
         self.stages = stages_of(plan)
-        self.layers = {
-            grid.module: [len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers)]
-            for grid in plan.grids
-        }
+        # Of each module's stages, in order.
+        self.kinds: dict[str, list[StageKind]] = {}
+        for grid in plan.grids:
+            layers = [len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers)]
+            self.kinds[grid.module] = stage_kinds(grid.module, grid.tp, layers, checkpointing=plan.checkpointing)
 
     def corrected(self, corrections: Corrections) -> "StageCosts":
         """The same stages, with these corrections and no others."""
@@ -56,9 +56,7 @@ class StageCosts:
         for grid in self.plan.grids:
             loads = of_module[grid.module]
             factors = self.corrections.at(grid.module, loads)
-            for forward, backward in self.costs.stage_times(
-                grid.module, grid.tp, self.layers[grid.module], loads, checkpointing=self.plan.checkpointing
-            ):
+            for forward, backward in self.costs.stage_times(self.kinds[grid.module], loads):
                 forward_s.append(forward * factors[0])
                 has_backward = self.has_backward(grid.module)
                 backward_s.append(backward * factors[1] if has_backward else np.zeros_like(backward))
@@ -66,20 +64,17 @@ class StageCosts:
 
     def memories(self, of_module: dict[str, Loads]) -> list[StageMemory]:
         """Of each stage, without gradients and what the optimiser holds."""
-        asked: dict[tuple, StageMemory] = {}
+        asked: dict[StageKind, StageMemory] = {}
         of_stages = []
         for stage in self.stages:
-            part = self.part(stage)
-            kind = (stage.module, *part.values())
+            kind = self.kind(stage)
             if kind not in asked:
-                asked[kind] = self.costs.stage_memory(
-                    stage.module, loads=of_module[stage.module], checkpointing=self.plan.checkpointing, **part
-                )
+                asked[kind] = self.costs.stage_memory(kind, of_module[stage.module])
             of_stages.append(asked[kind])
         return of_stages
 
     def parameter_bytes(self, stage: Stage) -> float:
-        return self.costs.stage_parameter_bytes(stage.module, **self.part(stage))
+        return self.costs.stage_parameter_bytes(self.kind(stage))
 
     def resident_bytes(self, stage: Stage) -> float:
         """Parameters, gradients, and the rank's share of optimiser state."""
@@ -91,23 +86,12 @@ class StageCosts:
         Which shape bin its microbatch will fall into is not known yet: the smallest correction that may hold counts
         with `least`, else that of a mean microbatch, for all samples.
         """
-        priced: dict[tuple, np.ndarray] = {}
-        per_stage = []
-        for stage in self.stages:
-            if stage.module != module:
-                continue
-            part = self.part(stage)
-            kind = tuple(part.values())
+        priced: dict[StageKind, np.ndarray] = {}
+        for kind in self.kinds[module]:
             if kind not in priced:
-                priced[kind] = self.costs.additive_loads_s(
-                    module,
-                    loads=loads,
-                    checkpointing=self.plan.checkpointing,
-                    has_backward=self.has_backward(module),
-                    least=least,
-                    **part,
-                )
-            per_stage.append(priced[kind])
+                has_backward = self.has_backward(module)
+                priced[kind] = self.costs.additive_loads_s(kind, loads, has_backward=has_backward, least=least)
+        per_stage = [priced[kind] for kind in self.kinds[module]]
         # A rank does all of its chunks' work.
         added_s = np.array(per_stage).reshape(-1, self.plan.grid(module).pp, len(per_stage[0])).sum(axis=0)
         if module not in self.corrections.factors:
@@ -118,19 +102,11 @@ class StageCosts:
         """The factor of a microbatch that holds an equal share of all samples."""
         grid = self.plan.grid(module)
         mean = Loads(*(np.array([load.sum() / (grid.dp * self.plan.num_microbatches)]) for load in loads))
-        times = self.costs.stage_times(
-            module, grid.tp, self.layers[module], mean, checkpointing=self.plan.checkpointing
-        )
+        times = self.costs.stage_times(self.kinds[module], mean)
         by_pass_s = np.array(times).sum(axis=(0, 2)) * (1.0, float(self.has_backward(module)))
         total_s = by_pass_s.sum()
         return float(by_pass_s @ self.corrections.at(module, mean)[:, 0] / total_s) if total_s else 1.0
 
-    def part(self, stage: Stage) -> dict[str, Any]:
-        """A stage as the cost model wants to know it."""
-        layers = self.layers[stage.module]
-        return {
-            "tp": stage.tp,
-            "num_layers": layers[stage.pp_stage],
-            "is_first": stage.pp_stage == 0,
-            "is_last": stage.pp_stage == len(layers) - 1,
-        }
+    def kind(self, stage: Stage) -> StageKind:
+        """A stage as the cost model knows it."""
+        return self.kinds[stage.module][stage.pp_stage]

@@ -9,7 +9,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from dflop.costs import CostModel, Loads
+from dflop.costs import CostModel, Loads, StageKind
 from dflop.costs.model import FEATURES
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_count, heading, say_instead
 
@@ -41,8 +41,8 @@ def measured_points(measurements: pl.DataFrame, costs: CostModel) -> pl.DataFram
     for keys_of, frame in points.with_columns(place=place).group_by("module", "tp", "piece", "num_layers", "pass"):
         module, tp, piece, depth, direction = keys_of
         loads = Loads(*(frame[name].to_numpy().astype(float) for name in FEATURES))
-        is_whole = piece == "whole"
-        both = costs.stage_time(module, tp, depth, loads, is_first=is_whole, is_last=is_whole)
+        ends = {"is_first": piece == "whole", "is_last": piece == "whole"}
+        both = costs.stage_time(StageKind(module=module, tp=tp, num_layers=depth, **ends), loads)
         fitted[frame["place"].to_numpy()] = both[direction == "backward"]
     return points.with_columns(pl.Series("fitted_s", fitted))
 
@@ -155,7 +155,8 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
             smooth * np.minimum(smooth, length) if module == "llm" else np.zeros(60),
             np.zeros(60),
         )
-        rate = smooth / sum(costs.stage_time(module, tp, depth, loads, is_first=False, is_last=False))
+        kind = StageKind(module=module, tp=tp, num_layers=depth, is_first=False, is_last=False)
+        rate = smooth / sum(costs.stage_time(kind, loads))
         colour = _shades(module)[1]
         label = "" if len(forms) == 1 else f"segments of {'up to ' * (index == 0)}{length:,}"
         fill = colour if index == 0 else "white"

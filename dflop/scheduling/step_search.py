@@ -136,13 +136,7 @@ _TIMES = ("forward_s", "backward_s", "weight_s", "chain_s")
 
 def stage_forms(pricer: Pricer, max_bucket_tokens: int) -> StageForms:
     plan, costs = pricer.plan, pricer.costs
-    forms = [
-        form
-        for grid in plan.grids
-        for form in costs.time_forms(
-            grid.module, grid.tp, pricer.stage_costs.layers[grid.module], checkpointing=plan.checkpointing
-        )
-    ]
+    forms = costs.time_forms([pricer.stage_costs.kind(stage) for stage in pricer.stages])
     most_hinges = max(len(hinges) for both in forms for _, hinges in both)
     linear = np.array([[form for form, _ in both] for both in forms])
     hinges = np.zeros((len(forms), 2, most_hinges, 3))

@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 
 from dflop.config import load_config
-from dflop.costs import CostModel, Loads
+from dflop.costs import CostModel, Loads, StageKind
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_PREDICTIONS = 1_000_000
@@ -90,9 +90,8 @@ def asked(path: Path, tp: int) -> dict[str, float]:
     model = CostModel.load(path)
     tokens = np.random.default_rng(0).integers(32, 4096, NUM_PREDICTIONS).astype(float)
     loads = Loads(np.zeros_like(tokens), tokens, tokens**2 / 4, tokens / 10)
-    predict_s = min(
-        timed(lambda: model.stage_time("llm", tp, 28, loads, is_first=True, is_last=True)) for _ in range(3)
-    )
+    kind = StageKind.whole("llm", tp, 28)
+    predict_s = min(timed(lambda: model.stage_time(kind, loads)) for _ in range(3))
     return {"load_ms": 1000 * load_s, "predictions_per_s": NUM_PREDICTIONS / predict_s}
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from dflop.costs import CostModel, Loads, analytic_points, fit_costs, module_work
+from dflop.costs import CostModel, Loads, StageKind, analytic_points, fit_costs, module_work
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
 from dflop.costs.model import FEATURES, Coefficients
@@ -368,15 +368,15 @@ def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp,
     device_frame = pl.DataFrame({"device": [device], "overhead_bytes": [0], "allocator_share": [0.0]})
     write_costs(path, {"measurements": measurements, "device": device_frame, **tables}, {})
     costs, loads = CostModel.load(path), make_loads(0, 6000, 9e6, 1500)
-    kept = costs.stage_memory("llm", tp, 20, loads, is_first=True, is_last=True)
+    kept = costs.stage_memory(StageKind.whole("llm", tp, 20), loads)
     work = module_work(spec, "llm", tp)
     ends = (work.first, work.last)
     expected = 20 * work.layer.saved_bytes(loads) + sum(part.saved_bytes(loads) for part in ends)
     expected += work.stage_bytes(loads)
     assert float(kept.activation_bytes) == pytest.approx(float(expected), rel=1e-3)
     num_parameters = 20 * work.layer.num_parameters + sum(part.num_parameters for part in ends)
-    assert costs.stage_parameter_bytes("llm", tp, 20, is_first=True, is_last=True) == 4 * num_parameters
-    checkpointed = costs.stage_memory("llm", tp, 20, loads, is_first=True, is_last=True, checkpointing=True)
+    assert costs.stage_parameter_bytes(StageKind.whole("llm", tp, 20)) == 4 * num_parameters
+    checkpointed = costs.stage_memory(StageKind.whole("llm", tp, 20, checkpointing=True), loads)
     assert checkpointed.activation_bytes < kept.activation_bytes / 2
 
 

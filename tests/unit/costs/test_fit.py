@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.cli import cli
-from dflop.costs import CostModel, Loads, fit_costs
+from dflop.costs import CostModel, Loads, StageKind, fit_costs
 from dflop.costs.fit import fit_model, median_points
 from dflop.costs.measured import read_measured
 from dflop.costs.model import FEATURES, Coefficients, column_of
@@ -45,11 +45,9 @@ def test_the_costs_that_made_the_measurements_are_found(costs, measure_as, modul
     found = fitted(measure_as(costs))
     ask = {"is_first": is_first, "is_last": is_last, "checkpointing": checkpointing}
     for depth in (1, 7, 28):
+        kind = StageKind(module=module, tp=1, num_layers=depth, **ask)
         expected, predicted = (
-            (
-                *model.stage_time(module, 1, depth, LOADS[module], **ask),
-                *model.stage_memory(module, 1, depth, LOADS[module], **ask),
-            )
+            (*model.stage_time(kind, LOADS[module]), *model.stage_memory(kind, LOADS[module]))
             for model in (costs, found)
         )
         for right, own in zip(expected, predicted, strict=True):

@@ -9,15 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.costs import CostModel, Loads, resident_bytes
+from dflop.costs import CostModel, Loads, StageKind, resident_bytes, stage_kinds
 from dflop.costs.model import Coefficients, LoadRange
 from dflop.runtime import UserError
 from dflop.store import write_costs
 
-WHOLE = {"is_first": True, "is_last": True}
-INNER = {"is_first": False, "is_last": False}
 counts = st.integers(0, 10_000)
 depths = st.integers(1, 48)
+whole = StageKind.whole
+
+
+def inner(module: str, num_layers: int, **other: bool) -> StageKind:
+    """A stage between others, but for what `other` says."""
+    return StageKind(
+        **{"module": module, "tp": 1, "num_layers": num_layers, "is_first": False, "is_last": False} | other
+    )
 
 
 def make_loads(num_items=0, num_tokens=0, sum_sq_tokens=0, num_targets=0) -> Loads:
@@ -37,8 +43,8 @@ def test_many_microbatches_at_once_are_those_one_by_one(costs, module, checkpoin
     loads.num_items[1, 2] = loads.num_tokens[1, 2] = 0
 
     def ask(chosen):
-        times = costs.stage_time(module, 1, 6, chosen, **WHOLE, checkpointing=checkpointing)
-        memory = costs.stage_memory(module, 1, 6, chosen, **WHOLE, checkpointing=checkpointing)
+        times = costs.stage_time(whole(module, 1, 6, checkpointing=checkpointing), chosen)
+        memory = costs.stage_memory(whole(module, 1, 6, checkpointing=checkpointing), chosen)
         return np.array([*times, memory.activation_bytes, memory.transient_bytes])
 
     together = ask(loads)
@@ -49,31 +55,29 @@ def test_many_microbatches_at_once_are_those_one_by_one(costs, module, checkpoin
 
 def test_a_stage_costs_what_its_layers_and_its_ends_cost(costs):
     loads = llm_loads(300, 20)
-    forward_s, backward_s = costs.stage_time("llm", 1, 3, loads, **WHOLE)
+    forward_s, backward_s = costs.stage_time(whole("llm", 1, 3), loads)
     layer_s = 1e-4 + 5e-6 * 320 + 1e-9 * (300**2 + 20**2)
     ends_s = {"is_first": 5e-5 + 1e-6 * 320, "is_last": 1.5e-4 + 4e-6 * 80}
     assert float(forward_s) == pytest.approx(2e-5 + 3 * layer_s + sum(ends_s.values()))
     assert float(backward_s) == pytest.approx(2 * (2e-5 + 3 * layer_s + sum(ends_s.values())))
-    assert float(costs.stage_time("llm", 1, 3, loads, **INNER)[0]) == pytest.approx(2e-5 + 3 * layer_s)
+    assert float(costs.stage_time(inner("llm", 3), loads)[0]) == pytest.approx(2e-5 + 3 * layer_s)
     for end, seconds in ends_s.items():
-        only = INNER | {end: True}
-        assert float(costs.stage_time("llm", 1, 3, loads, **only)[0]) == pytest.approx(2e-5 + 3 * layer_s + seconds)
+        with_end = inner("llm", 3, **{end: True})
+        assert float(costs.stage_time(with_end, loads)[0]) == pytest.approx(2e-5 + 3 * layer_s + seconds)
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_nothing_to_do_takes_no_time_at_all(costs, module):
-    for times in costs.stage_time(module, 1, 4, make_loads(np.zeros(3), np.zeros(3), np.zeros(3), np.zeros(3)),
-                                  **WHOLE, checkpointing=True):  # fmt: skip
+    for times in costs.stage_time(whole(module, 1, 4, checkpointing=True), make_loads(*np.zeros((4, 3)))):
         assert (times == 0).all()
 
 
 @given(lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=5), more=st.integers(1, 500), depth=depths)
 def test_more_load_never_takes_less_time_or_memory(costs, lengths, more, depth):
     small, large = llm_loads(*lengths), llm_loads(*lengths, more)
-    for ask in (costs.stage_time, lambda *a, **k: [costs.stage_memory(*a, **k).activation_bytes]):
-        for less, greater in zip(
-            ask("llm", 1, depth, small, **WHOLE), ask("llm", 1, depth, large, **WHOLE), strict=True
-        ):
+    kind = whole("llm", 1, depth)
+    for ask in (costs.stage_time, lambda *asked: [costs.stage_memory(*asked).activation_bytes]):
+        for less, greater in zip(ask(kind, small), ask(kind, large), strict=True):
             assert float(greater) > float(less)
 
 
@@ -83,21 +87,30 @@ def test_checkpointing_costs_a_second_forward_of_the_layers_and_saves_memory(
     costs, module, num_items, num_tokens, depth
 ):
     loads = make_loads(num_items) if module == "vision" else llm_loads(num_tokens)
-    plain = costs.stage_time(module, 1, depth, loads, **WHOLE)
-    checkpointed = costs.stage_time(module, 1, depth, loads, **WHOLE, checkpointing=True)
-    layers_s = costs.stage_time(module, 1, depth, loads, **INNER)[0] - 2e-5
+    plain = costs.stage_time(whole(module, 1, depth), loads)
+    checkpointed = costs.stage_time(whole(module, 1, depth, checkpointing=True), loads)
+    layers_s = costs.stage_time(inner(module, depth), loads)[0] - 2e-5
     assert float(checkpointed[0]) == float(plain[0])
     assert float(checkpointed[1]) == pytest.approx(float(plain[1] + layers_s))
     fat, thin = (
-        costs.stage_memory(module, 1, depth, loads, **WHOLE, checkpointing=checkpointing)
+        costs.stage_memory(whole(module, 1, depth, checkpointing=checkpointing), loads)
         for checkpointing in (False, True)
     )
     assert float(thin.activation_bytes) < float(fat.activation_bytes)
 
 
 def test_a_stage_has_the_parameters_of_its_parts(costs):
-    for ends, rest in ((INNER, 0), (WHOLE, 3e5), (INNER | {"is_first": True}, 1e5)):
-        assert costs.stage_parameter_bytes("llm", 1, 4, **ends) == 4 * 5e5 + rest
+    for kind, rest in ((inner("llm", 4), 0), (whole("llm", 1, 4), 3e5), (inner("llm", 4, is_first=True), 1e5)):
+        assert costs.stage_parameter_bytes(kind) == 4 * 5e5 + rest
+
+
+def test_stages_of_a_module_differ_by_their_layers_and_their_ends_alone():
+    kinds = stage_kinds("llm", 2, (3, 4, 4, 4), checkpointing=True)
+    assert [(kind.num_layers, kind.is_first, kind.is_last) for kind in kinds] == [
+        (3, True, False), (4, False, False), (4, False, False), (4, False, True)
+    ]  # fmt: skip
+    assert len(set(kinds)) == 3
+    assert stage_kinds("llm", 1, (4,)) == [whole("llm", 1, 4)]
 
 
 def test_replicas_hold_parameters_and_gradients_whole_and_two_moments_together():
@@ -109,9 +122,9 @@ def test_replicas_hold_parameters_and_gradients_whole_and_two_moments_together()
 def test_what_a_microbatch_needs_on_top_is_that_of_the_part_that_needs_most(costs):
     loads = make_loads(30)
     parts = [float(costs.transients["vision", 1, part, False](loads)) for part in ("layer", "first", "last")]
-    assert float(costs.stage_memory("vision", 1, 9, loads, **WHOLE).transient_bytes) == max(parts)
+    assert float(costs.stage_memory(whole("vision", 1, 9), loads).transient_bytes) == max(parts)
     loads = llm_loads(100)
-    again = costs.stage_memory("llm", 1, 9, loads, **INNER, checkpointing=True)
+    again = costs.stage_memory(inner("llm", 9, checkpointing=True), loads)
     assert float(again.transient_bytes) == float(costs.activations["llm", 1, "layer", False](loads))
 
 
@@ -120,10 +133,10 @@ def test_the_llms_layers_use_again_what_the_head_has_given_up(costs):
     layer, first, last = (float(costs.transients["llm", 1, part, False](loads)) for part in ("layer", "first", "last"))
     given_up = float(costs.activations["llm", 1, "last", False](loads))
     assert layer > last > layer - given_up  # or the test shows nothing
-    whole = costs.stage_memory("llm", 1, 9, loads, **WHOLE)
-    assert float(whole.transient_bytes) == max(layer - given_up, first - given_up, last)
-    inner = costs.stage_memory("llm", 1, 9, loads, **INNER)
-    assert float(inner.transient_bytes) == layer
+    with_head = costs.stage_memory(whole("llm", 1, 9), loads)
+    assert float(with_head.transient_bytes) == max(layer - given_up, first - given_up, last)
+    without = costs.stage_memory(inner("llm", 9), loads)
+    assert float(without.transient_bytes) == layer
 
 
 def test_loads_outside_of_what_was_measured_are_flagged(costs):
@@ -147,7 +160,7 @@ def test_a_million_predictions_take_about_a_second(costs):
     tokens = rng.integers(1, 9000, 1_000_000).astype(float)
     loads = Loads(np.zeros_like(tokens), tokens, tokens**2 / 4, tokens / 10)
     started = time.perf_counter()
-    costs.stage_time("llm", 1, 28, loads, **WHOLE)
+    costs.stage_time(whole("llm", 1, 28), loads)
     assert time.perf_counter() - started < 5
 
 
@@ -156,10 +169,10 @@ def test_what_samples_add_is_what_their_microbatch_takes_beyond_its_constants(co
     """Segments add their own squares, so that the load of a packed microbatch is the sum of its samples'."""
     tokens, targets = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
     each = make_loads(np.zeros(len(samples)), tokens, tokens**2, targets)
-    added_s = costs.additive_loads_s("llm", 1, depth, each, **WHOLE).sum()
+    added_s = costs.additive_loads_s(whole("llm", 1, depth), each).sum()
     together = Loads(*(np.asarray(load.sum()) for load in each))
     if together.num_tokens:
-        times = costs.stage_time("llm", 1, depth, together, **WHOLE)
+        times = costs.stage_time(whole("llm", 1, depth), together)
         constant_s = 3 * (depth * 1e-4 + 2e-4 + 2e-5)
         assert added_s == pytest.approx(float(sum(times)) - constant_s)
 
@@ -167,7 +180,7 @@ def test_what_samples_add_is_what_their_microbatch_takes_beyond_its_constants(co
 @pytest.mark.parametrize("ask", ["stage_time", "stage_memory", "additive_loads_s"])
 def test_a_tp_size_that_was_not_measured_says_what_was_and_how_to_get_it(costs, ask):
     with pytest.raises(UserError) as caught:
-        getattr(costs, ask)("llm", 2, 4, make_loads(), **WHOLE)
+        getattr(costs, ask)(whole("llm", 2, 4), make_loads())
     message = str(caught.value)
     assert "no measured costs for llm tp=2 (there are: llm tp=1, vision tp=1)" in message
     assert "add 2 to `costs.tp_sizes`" in message
@@ -175,7 +188,7 @@ def test_a_tp_size_that_was_not_measured_says_what_was_and_how_to_get_it(costs, 
 
 def test_a_module_that_was_not_measured_is_named(costs):
     with pytest.raises(UserError, match="no measured costs for audio tp=1"):
-        costs.stage_time("audio", 1, 4, make_loads(), **WHOLE)
+        costs.stage_time(whole("audio", 1, 4), make_loads())
 
 
 def test_tables_without_a_fit_are_refused(tmp_path):

@@ -8,8 +8,8 @@ import numpy as np
 import polars as pl
 
 from dflop.config import Config, load_config
-from dflop.costs import CostModel, Link, LinkModel
-from dflop.costs.model import PARTS, Coefficients
+from dflop.costs import PARTS, CostModel, Link, LinkModel
+from dflop.costs.model import Coefficients
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pipeline import why_not_runnable

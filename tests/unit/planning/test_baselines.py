@@ -5,7 +5,7 @@ import pytest
 from spaces import bent_costs, make_config, price_all, uneven_samples
 
 from dflop.config import PlanConfig
-from dflop.costs import Loads
+from dflop.costs import Loads, StageKind
 from dflop.planning import PlanPricer, enumerate_space, plan_of, price_baselines, search_plans
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import loads_of
@@ -68,8 +68,8 @@ def test_the_rule_takes_the_least_of_its_formula_at_mean_shapes(price, tiny_spec
         for grid in plan.grids:
             sums = [[load.sum() for load in loads_of(grid.module, shapes)] for shapes in batches.shapes]
             mean = np.mean(sums, axis=0)[:, None] / (grid.dp * plan.num_microbatches)
-            ends = {"is_first": True, "is_last": True, "checkpointing": plan.checkpointing}
-            whole_s = sum(costs.stage_time(grid.module, grid.tp, 4, Loads(*mean), **ends))
+            whole = StageKind.whole(grid.module, grid.tp, 4, checkpointing=plan.checkpointing)
+            whole_s = sum(costs.stage_time(whole, Loads(*mean)))
             stages_s.append(whole_s.item() / grid.pp)
         return (plan.num_microbatches + sum(grid.pp for grid in plan.grids) - 1) * max(stages_s)
 
@@ -83,7 +83,7 @@ def test_every_device_holds_its_share_of_the_parameters_alone(price, costs, samp
     own = price(make_config(4, 8), costs, samples)[FSDP]
     slow = price(make_config(4, 8, intra_node_gbps=1e-3), costs, samples)[FSDP]
     assert own.plan.grid("llm").dp == own.plan.grid("vision").dp == 4
-    size = sum(costs.stage_parameter_bytes(module, 1, 4, is_first=True, is_last=True) for module in ("vision", "llm"))
+    size = sum(costs.stage_parameter_bytes(StageKind.whole(module, 1, 4)) for module in ("vision", "llm"))
     assert own.memory_bytes > size
     assert slow.step_s >= 3 * size / 2 * 3 / 4 / (1e-3 * 1e9 / 8)
     assert 0 < own.idle < slow.idle < 1
@@ -101,8 +101,8 @@ def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(pri
             for turn in range(own.plan.num_microbatches):
                 held = [shapes.take(np.flatnonzero((device == rank) & (microbatch == turn))) for rank in range(4)]
                 loads = [Loads(*(np.array([load.sum()]) for load in loads_of(module, one))) for one in held]
-                ends = {"is_first": True, "is_last": True, "checkpointing": own.plan.checkpointing}
-                both = np.array([costs.stage_time(module, 1, 4, one, **ends) for one in loads])
+                whole = StageKind.whole(module, 1, 4, checkpointing=own.plan.checkpointing)
+                both = np.array([costs.stage_time(whole, one) for one in loads])
                 step_s += both.max(axis=0).sum()
         steps_s.append(step_s)
     assert own.step_s == pytest.approx(np.mean(steps_s))
@@ -110,9 +110,7 @@ def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(pri
 
 def test_a_frozen_module_sends_no_gradients(price, costs, samples):
     """On a network so slow that moving is all there is: parameters for each pass and gradients, in half precision."""
-    sizes = {
-        module: costs.stage_parameter_bytes(module, 1, 4, is_first=True, is_last=True) for module in ("vision", "llm")
-    }
+    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, 1, 4)) for module in ("vision", "llm")}
     for freeze, in_all in (
         ([], 1.5 * sizes["vision"] + 1.5 * sizes["llm"]),
         (["vision"], 0.5 * sizes["vision"] + 1.5 * sizes["llm"]),

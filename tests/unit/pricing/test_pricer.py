@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dflop.balancing import random_buckets
 from dflop.config import ClusterConfig
-from dflop.costs import CostModel, Link, LinkModel, Loads
+from dflop.costs import CostModel, Link, LinkModel, Loads, StageKind
 from dflop.costs.model import Coefficients, LoadRange
 from dflop.pipeline import Grid, Plan, nodes_of
 from dflop.pricing import Assignment, Pricer
@@ -107,15 +107,15 @@ def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(make_pr
                     loads[0] += shapes.num_items[sample, 0]
             pp = plan.grid(node.module).pp
             num_layers = 4 // pp + (node.pp_stage < 4 % pp)
-            expected = costs.stage_time(
-                node.module,
-                1,
-                num_layers,
-                Loads(*loads),
+            kind = StageKind(
+                module=node.module,
+                tp=1,
+                num_layers=num_layers,
                 is_first=node.pp_stage == 0,
                 is_last=node.pp_stage == pp - 1,
                 checkpointing=plan.checkpointing,
             )
+            expected = costs.stage_time(kind, Loads(*loads))
             assert times.forward_s[index, microbatch] == pytest.approx(float(expected[0]))
             assert times.backward_s[index, microbatch] == pytest.approx(float(expected[1]))
 
