@@ -9,20 +9,17 @@ from dflop.pipeline.grid import Grid, tile_world
 from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, make_program
 from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
-from dflop.pipeline.plan import (
-    PLACEMENTS,
-    SCHEDULES,
-    Plan,
-    load_plan,
-    plan_from_dict,
-    split_layers,
-    why_not_runnable,
-)
+from dflop.pipeline.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Placement, register_placement
+from dflop.pipeline.plan import Plan, load_plan, plan_from_dict, split_layers, why_not_runnable
 from dflop.pipeline.resimulate import CellTimes, Clocks, Network, fresh_clocks, mark, network_of, resimulate, take_back
+from dflop.pipeline.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule, register_schedule
 from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
 
 __all__ = [
+    "DISJOINT",
+    "MONOLITHIC",
     "PLACEMENTS",
+    "PLAIN_SCHEDULE",
     "SCHEDULES",
     "Action",
     "Bridges",
@@ -35,8 +32,10 @@ __all__ = [
     "Network",
     "Node",
     "Op",
+    "Placement",
     "Plan",
     "Program",
+    "Schedule",
     "Span",
     "Stage",
     "StageTimes",
@@ -56,6 +55,8 @@ __all__ = [
     "parse_actions",
     "peak_bytes",
     "plan_from_dict",
+    "register_placement",
+    "register_schedule",
     "resimulate",
     "simulate",
     "simulate_step_s",

@@ -12,7 +12,9 @@ from collections.abc import Collection
 from dflop.pipeline.instructions import Instruction, Op, Program
 from dflop.pipeline.layout import Stage, stages_of
 from dflop.pipeline.orders import has_backward, splits_backward
+from dflop.pipeline.placements import PLACEMENTS
 from dflop.pipeline.plan import Plan
+from dflop.pipeline.schedules import SCHEDULES
 
 __all__ = ["check_program", "most_in_flight"]
 
@@ -43,31 +45,25 @@ def check_program(plan: Plan, program: Program, frozen: Collection[str] = ()) ->
 def most_in_flight(plan: Plan, stage: Stage) -> int:
     """Activations of microbatches that a worker of the stage holds of its module at a time, at most; each chunk counts.
 
-    1F1B: one for itself and one for each stage behind it. ZB-H1: as many as 1F1B's first stage, on every stage (Qi et
-    al. 2023). Interleaved: the warm-up's and one (Narayanan et al. 2021, section 2.2.2); the LLM's first chunk is at
-    most two rounds ahead of its backwards, and an encoder half a round ahead of that. GPipe, and colocated encoders:
-    all.
+    The LLM's stages hold what their schedule says. An encoder on ranks of its own runs ahead of the LLM's first stage
+    by the stages between; one that shares ranks either follows the first stage or does all of its forwards first.
     """
-    llm, num_chunks = plan.grid("llm"), plan.num_chunks
-    is_llm = stage.module == "llm"
-    if plan.schedule == "gpipe" or (plan.placement == "colocated" and not is_llm):
-        return plan.num_microbatches
-    if plan.placement == "monolithic" and not is_llm:
-        # The first chunk's: rounds of pp microbatches, two of them at most.
-        return min(plan.num_microbatches, 2 * llm.pp if num_chunks > 1 else llm.pp)
-    place = stage.pp_stage % llm.pp
-    if plan.schedule == "interleaved_1f1b" and is_llm:
-        return min(plan.num_microbatches * num_chunks, 2 * (llm.pp - place - 1) + (num_chunks - 1) * llm.pp + 1)
-    if plan.schedule == "interleaved_1f1b":
-        bound = 2 * llm.pp + llm.pp // 2 + plan.grid(stage.module).pp - stage.pp_stage
-    elif splits_backward(plan, stage.module):
-        before = max((grid.pp for grid in plan.grids[:-1]), default=0) if plan.placement == "disjoint" else 0
-        bound = before + llm.pp
-    elif is_llm:
-        bound = llm.pp - place
-    else:
-        bound = llm.pp + plan.grid(stage.module).pp - stage.pp_stage
-    return min(plan.num_microbatches, bound)
+    schedule, placement = SCHEDULES[plan.schedule], PLACEMENTS[plan.placement]
+    pp, count, num_chunks = plan.grid("llm").pp, plan.num_microbatches, plan.num_chunks
+    splits = splits_backward(plan, stage.module)
+    num_before = 0 if placement.shares_ranks else max((grid.pp for grid in plan.grids[:-1]), default=0)
+    if stage.module == "llm":
+        place = stage.pp_stage % pp
+        delay = schedule.weight_delay(num_before + place) if splits else 0
+        return min(count * num_chunks, schedule.ahead(place, pp, count, num_chunks) + 1 + delay)
+    if placement.encodes_all_first:
+        return count
+    bound = schedule.most_ahead_of_first(pp, count, num_chunks)
+    if not placement.shares_ranks:
+        num_behind = plan.grid(stage.module).pp - stage.pp_stage
+        delay = schedule.weight_delay(num_before - num_behind) if splits else 0
+        bound += schedule.encoder_lead(pp) + num_behind + delay
+    return min(count, bound)
 
 
 def _check_that_nodes_do_everything_once(plan: Plan, program: Program, frozen: Collection[str]) -> None:

@@ -12,8 +12,11 @@ import numpy as np
 from numba import njit
 
 from dflop.pipeline.layout import stages_of
-from dflop.pipeline.orders import BACKWARD, FORWARD, WEIGHT, group_orders, has_backward, splits_backward
+from dflop.pipeline.orders import group_orders, has_backward, splits_backward
+from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.pipeline.placements import PLACEMENTS
 from dflop.pipeline.plan import Plan
+from dflop.pipeline.schedules import SCHEDULES
 
 __all__ = ["CompiledPlan", "compile_plan"]
 
@@ -43,7 +46,7 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
     listed = stages_of(plan)
     orders = group_orders(plan, frozen)
     stages = np.zeros((len(listed), NUM_COLUMNS), dtype=np.int64)
-    has_bridges = plan.placement != "monolithic" and len(plan.grids) > 1
+    has_bridges = PLACEMENTS[plan.placement].has_bridges and len(plan.grids) > 1
     for place, stage in enumerate(listed):
         is_first, is_last = stage.pp_stage == 0, stage.pp_stage == plan.num_stages(stage.module) - 1
         is_llm = stage.module == "llm"
@@ -76,7 +79,7 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
         num_nodes=int(last[FIRST_NODE] + last[DP]),
         num_workers=num_workers,
         num_microbatches=plan.num_microbatches,
-        splits_backward=plan.schedule == "zb_h1",
+        splits_backward=SCHEDULES[plan.schedule].splits_backward,
         order=merged,
         stages=stages,
         ranks_of_worker=ranks_of_worker,

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, workers_of
-from dflop.pipeline.orders import BACKWARD, FORWARD, group_orders, has_backward, splits_backward
+from dflop.pipeline.orders import group_orders, has_backward, splits_backward
+from dflop.pipeline.passes import BACKWARD, FORWARD
+from dflop.pipeline.placements import PLACEMENTS
 from dflop.pipeline.plan import Plan
 
 __all__ = ["Edge", "Instruction", "Op", "Program", "Span", "make_program"]
@@ -141,7 +143,7 @@ def _edges(plan: Plan, stages: tuple[Stage, ...]) -> tuple[Edge, ...]:
         for stage in stages
         if stage.module != "llm" and stage.pp_stage == plan.num_stages(stage.module) - 1
         for source in range(stage.dp)
-        for target in ([source] if plan.placement == "monolithic" else range(first_llm.dp))
+        for target in PLACEMENTS[plan.placement].bridged_replicas(source, first_llm.dp)
     ]
     inside = [
         Edge(stage.first_node + replica, stage.first_node + stage.dp + replica, False)

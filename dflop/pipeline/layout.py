@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dflop.pipeline.placements import PLACEMENTS
 from dflop.pipeline.plan import Plan
 
 __all__ = ["Node", "Stage", "Worker", "nodes_of", "stages_of", "workers_of"]
@@ -40,8 +41,8 @@ class Worker:
 class Stage:
     """All replicas of a stage: replica r is node `first_node + r`, on `span` workers from `first_worker + r * span` on.
 
-    `group` numbers the lists of computations: all workers of a group have the same one. A colocated encoder is in
-    the lists of `num_groups` groups, those of all the LLM's stages.
+    `group` numbers the lists of computations: all workers of a group have the same one. An encoder that shares the
+    ranks of several of the LLM's stages is in the lists of all their groups, `num_groups` from `group` on.
     """
 
     module: str
@@ -62,14 +63,13 @@ class Stage:
 @lru_cache(maxsize=256)
 def stages_of(plan: Plan) -> tuple[Stage, ...]:
     """All stages in the order of the plan's grids, which is that of their nodes."""
-    shares_ranks = plan.placement != "disjoint"
-    llm = plan.grid("llm")
+    placement, llm = PLACEMENTS[plan.placement], plan.grid("llm")
+    shares_ranks, num_shared = placement.shares_ranks, len(placement.encoder_stages(llm.pp))
     worker_ranks = math.gcd(*(grid.tp for grid in plan.grids)) if shares_ranks else 0
     stages: list[Stage] = []
     first_node = first_worker = first_group = 0
     for grid in plan.grids:
         span = grid.tp // worker_ranks if shares_ranks else 1
-        is_on_all = plan.placement == "colocated" and grid is not llm
         for number in range(plan.num_stages(grid.module)):
             place = number % grid.pp
             stages.append(
@@ -82,7 +82,7 @@ def stages_of(plan: Plan) -> tuple[Stage, ...]:
                     first_worker=first_worker + place * grid.dp * span,
                     span=span,
                     group=first_group + place,
-                    num_groups=llm.pp if is_on_all else 1,
+                    num_groups=num_shared if shares_ranks and grid is not llm else 1,
                 )
             )
             first_node += grid.dp

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from dflop.pipeline.instructions import Op
 from dflop.pipeline.layout import stages_of
-from dflop.pipeline.orders import BACKWARD, FORWARD, group_orders, splits_backward
+from dflop.pipeline.orders import group_orders, splits_backward
+from dflop.pipeline.passes import BACKWARD, FORWARD
 from dflop.pipeline.plan import Plan
 from dflop.runtime import UserError
 

@@ -1,15 +1,6 @@
 """Orders: which computation follows which, on all workers of a pipeline stage.
 
-All schedules are one formula. Forwards are numbered as they come; backward k stands right behind forward
-`k + ahead`, and, where the backward is split, the weight part of k right behind the input part of `k + delay`:
-
-| schedule           | ahead of stage s of p               | source                                |
-|--------------------|-------------------------------------|---------------------------------------|
-| `gpipe`            | all microbatches                    | Huang et al. 2019                     |
-| `1f1b`             | p - s - 1                           | Narayanan et al. 2021, section 2.2.1  |
-| `interleaved_1f1b` | 2 (p - s - 1) + (v - 1) p, v chunks | Narayanan et al. 2021, section 2.2.2  |
-| `zb_h1`            | p - s - 1, with delay s             | Qi et al. 2023, ZB-H1                 |
-
+How far a rank runs ahead is its schedule's to say, and where the encoders' computations stand its placement's.
 An encoder on ranks of its own stands before the LLM in the chain; how far it runs ahead follows from the order
 of the LLM's first stage, so that neither waits for what the other would do later.
 """
@@ -20,49 +11,42 @@ import numpy as np
 from numba import njit
 
 from dflop.pipeline.layout import Stage, stages_of
+from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.pipeline.placements import PLACEMENTS
 from dflop.pipeline.plan import Plan
+from dflop.pipeline.schedules import SCHEDULES
 
-__all__ = ["BACKWARD", "FORWARD", "WEIGHT", "group_orders", "has_backward", "splits_backward"]
-
-# Passes. BACKWARD is the whole of it, or the input part where the stage splits it.
-FORWARD, BACKWARD, WEIGHT = 0, 1, 2
+__all__ = ["group_orders", "has_backward", "splits_backward"]
 
 
 def group_orders(plan: Plan, frozen: Collection[str] = ()) -> list[np.ndarray]:
     """The computations of every group of workers (`Stage.group`), [num_computations, 3]: pass, stage, microbatch.
 
-    Encoders in `frozen` have no backward. Of the placements that share ranks, a colocated worker first does its
-    encoders' forwards, then its part of the LLM's pipeline, then its encoders' backwards; a monolithic one of the
-    first stage puts its encoders before the LLM's forward and behind the LLM's backward of the same microbatch.
+    Encoders in `frozen` have no backward.
     """
-    stages = stages_of(plan)
+    stages, placement, schedule = stages_of(plan), PLACEMENTS[plan.placement], SCHEDULES[plan.schedule]
     places = list(range(len(stages)))
     llm = [place for place in places if stages[place].module == "llm"]
     encoders = places[: -len(llm)]
     trained = {grid.module: grid.pp for grid in plan.grids[:-1] if has_backward(grid.module, frozen)}
-    num_before = max(trained.values(), default=0) if plan.placement == "disjoint" else 0
+    num_before = 0 if placement.shares_ranks else max(trained.values(), default=0)
     pipeline = [_llm_order(plan, stage, llm[0], num_before) for stage in range(plan.grid("llm").pp)]
-    if plan.placement == "disjoint":
-        # Chunks take the encoders' output in rounds: half a round more bridges the time between two of them. In
-        # simulations of 2 to 8 stages that made steps 1 to 12 % shorter, and still more ahead brought nothing.
-        lead = _lead(pipeline[0], llm[0]) + (plan.grid("llm").pp // 2 if plan.num_chunks > 1 else 0)
+    if not placement.shares_ranks:
+        lead = _lead(pipeline[0], llm[0]) + schedule.encoder_lead(plan.grid("llm").pp)
         return [
             *(_encoder_order(plan, stages[place], place, lead, num_before, frozen) for place in encoders),
             *pipeline,
         ]
-    forwards = np.array([(FORWARD, place, microbatch) for microbatch in _microbatches(plan) for place in encoders])
-    backwards = np.array(
-        [
-            (BACKWARD, place, microbatch)
-            for microbatch in _microbatches(plan)
-            for place in encoders
-            if stages[place].module in trained
-        ]
+    forwards, backwards = (
+        np.array(
+            [(which, place, microbatch) for microbatch in range(plan.num_microbatches) for place in own], dtype=np.int64
+        ).reshape(-1, 3)
+        for which, own in (
+            (FORWARD, encoders),
+            (BACKWARD, [place for place in encoders if stages[place].module in trained]),
+        )
     )
-    forwards, backwards = forwards.reshape(-1, 3), backwards.reshape(-1, 3).astype(np.int64)
-    if plan.placement == "colocated":
-        return [np.concatenate([forwards, order, backwards]) for order in pipeline]
-    return [_with_encoders(pipeline[0], llm[0], forwards, backwards), *pipeline[1:]]
+    return placement.with_encoders(pipeline, llm[0], forwards, backwards)
 
 
 def has_backward(module: str, frozen: Collection[str]) -> bool:
@@ -72,23 +56,17 @@ def has_backward(module: str, frozen: Collection[str]) -> bool:
 
 def splits_backward(plan: Plan, module: str) -> bool:
     """Whether weight gradients are computed apart; an encoder that shares ranks has nobody that waits for its own."""
-    return plan.schedule == "zb_h1" and (module == "llm" or plan.placement == "disjoint")
-
-
-def _microbatches(plan: Plan) -> range:
-    return range(plan.num_microbatches)
+    return SCHEDULES[plan.schedule].splits_backward and (module == "llm" or not PLACEMENTS[plan.placement].shares_ranks)
 
 
 def _llm_order(plan: Plan, stage: int, first: int, num_before: int) -> np.ndarray:
     """Of the worker that has the LLM's stages `first + stage`, `first + stage + pp`, …"""
     pp, num_chunks = plan.grid("llm").pp, plan.num_chunks
-    num_passes = plan.num_microbatches * num_chunks
-    ahead = {
-        "gpipe": num_passes,
-        "interleaved_1f1b": 2 * (pp - stage - 1) + (num_chunks - 1) * pp,
-    }.get(plan.schedule, pp - stage - 1)
-    delay = num_before + stage if splits_backward(plan, "llm") else -1
-    return _in_rounds(*_interleave(num_passes, ahead, delay), pp, num_chunks, first + stage)
+    schedule = SCHEDULES[plan.schedule]
+    ahead = schedule.ahead(stage, pp, plan.num_microbatches, num_chunks)
+    delay = schedule.weight_delay(num_before + stage) if splits_backward(plan, "llm") else -1
+    passes, number = _interleave(plan.num_microbatches * num_chunks, ahead, delay)
+    return _in_rounds(passes, number, pp, num_chunks, first + stage)
 
 
 @njit(cache=True)
@@ -109,7 +87,9 @@ def _encoder_order(
     if not has_backward(stage.module, frozen):
         passes, number = np.full(plan.num_microbatches, FORWARD), np.arange(plan.num_microbatches)
     else:
-        delay = num_before - pp + stage.pp_stage if splits_backward(plan, stage.module) else -1
+        place_in_chain = num_before - pp + stage.pp_stage
+        splits = splits_backward(plan, stage.module)
+        delay = SCHEDULES[plan.schedule].weight_delay(place_in_chain) if splits else -1
         passes, number = _interleave(plan.num_microbatches, lead + pp - stage.pp_stage - 1, delay)
     return np.column_stack([passes, np.full_like(passes, place), number])
 
@@ -138,16 +118,3 @@ def _lead(order: np.ndarray, stage: int) -> int:
     is_backward = passes == BACKWARD
     forwards_before = np.cumsum(passes == FORWARD)[is_backward]
     return int((forwards_before - np.arange(len(forwards_before))).max())
-
-
-def _with_encoders(order: np.ndarray, first: int, forwards: np.ndarray, backwards: np.ndarray) -> np.ndarray:
-    """The first stage's order with the encoders' computations around those of its first chunk."""
-    parts = []
-    for item in order:
-        own = item[1] == first
-        if own and item[0] == FORWARD:
-            parts.append(forwards[forwards[:, 2] == item[2]])
-        parts.append(item[None])
-        if own and item[0] == BACKWARD:
-            parts.append(backwards[backwards[:, 2] == item[2]])
-    return np.concatenate(parts)

@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from dflop.pipeline.grid import Grid, tile_world
+from dflop.pipeline.grid import Grid
+from dflop.pipeline.placements import PLACEMENTS
+from dflop.pipeline.schedules import PLAIN_SCHEDULE, SCHEDULES
 from dflop.runtime import UserError
 
-__all__ = ["PLACEMENTS", "SCHEDULES", "Plan", "load_plan", "plan_from_dict", "split_layers", "why_not_runnable"]
+__all__ = ["Plan", "load_plan", "plan_from_dict", "split_layers", "why_not_runnable"]
 
-PLACEMENTS = ("disjoint", "colocated", "monolithic")
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
 _RUNNABLE_SCHEDULES = ("1f1b", "gpipe")
 
 
@@ -26,9 +26,8 @@ _RUNNABLE_SCHEDULES = ("1f1b", "gpipe")
 class Plan:
     """Grids in the order the data takes: encoders first, the LLM last.
 
-    `disjoint`: every module has ranks of its own. `colocated`: each encoder has a shard on all of the LLM's ranks.
-    `monolithic`: each encoder sits on the ranks of the LLM's first pipeline stage, with its tp and dp.
-    `num_chunks` is the number of runs of LLM layers that an LLM rank holds (v of `interleaved_1f1b`).
+    `placement` and `schedule` are names in the tables `PLACEMENTS` and `SCHEDULES`. `num_chunks` is the number of runs
+    of LLM layers that an LLM rank holds.
 
     Raises:
         UserError: when the grids do not fit the placement, or the numbers or checkpointing the schedule.
@@ -38,7 +37,7 @@ class Plan:
     grids: tuple[Grid, ...]
     num_microbatches: int
     checkpointing: bool = False
-    schedule: str = "1f1b"
+    schedule: str = PLAIN_SCHEDULE
     num_chunks: int = 1
 
     def __post_init__(self) -> None:
@@ -51,13 +50,8 @@ class Plan:
                 raise UserError(f"the plan's {name} is {value!r}; it must be one of {', '.join(choices)}")
         if self.num_microbatches < 1:
             raise UserError(f"the plan has {self.num_microbatches} microbatches; use at least 1")
-        if self.checkpointing and self.schedule == "zb_h1":
-            raise UserError(
-                "zb_h1 with checkpointing would hold what was computed again until its weights' gradients, and so "
-                "what checkpointing is there to free; use schedule: 1f1b, or checkpointing: false"
-            )
-        self._check_placement()
-        self._check_chunks()
+        PLACEMENTS[self.placement].check(self)
+        SCHEDULES[self.schedule].check(self)
         for grid in self.grids:
             if grid.layers and len(grid.layers) != self.num_stages(grid.module):
                 raise UserError(
@@ -66,50 +60,9 @@ class Plan:
                     + f" makes {self.num_stages(grid.module)}; give as many numbers, or none for an even split"
                 )
 
-    def _check_placement(self) -> None:
-        if self.placement == "disjoint":
-            tile_world(self.grids, self.world_size)
-            return
-        llm = self.grid("llm")
-        num_ranks = llm.num_ranks if self.placement == "colocated" else llm.dp * llm.tp
-        where = "all of the LLM's ranks" if self.placement == "colocated" else "the ranks of the LLM's first stage"
-        tile_world((llm,), llm.num_ranks)
-        for encoder in self.grids[:-1]:
-            if (encoder.num_ranks, encoder.rank_offset, encoder.pp) != (num_ranks, 0, 1):
-                raise UserError(
-                    f"{encoder.module}: {encoder.num_ranks} ranks from rank {encoder.rank_offset} on with "
-                    f"pp={encoder.pp}, but {self.placement} encoders own {where}; "
-                    f"use num_ranks: {num_ranks}, rank_offset: 0, pp: 1"
-                )
-            if self.placement == "monolithic" and encoder.tp != llm.tp:
-                raise UserError(
-                    f"{encoder.module}: tp={encoder.tp}, but a monolithic encoder has the LLM's grid; use tp: {llm.tp}"
-                )
-
-    def _check_chunks(self) -> None:
-        pp = self.grid("llm").pp
-        if self.schedule != "interleaved_1f1b":
-            if self.num_chunks != 1:
-                raise UserError(
-                    f"the plan has num_chunks={self.num_chunks} with {self.schedule}; use num_chunks: 1 or "
-                    "schedule: interleaved_1f1b"
-                )
-            return
-        if self.num_chunks < 2 or pp < 2:
-            raise UserError(
-                f"interleaved_1f1b with num_chunks={self.num_chunks} and llm pp={pp} interleaves nothing; use both of "
-                "at least 2, or schedule: 1f1b"
-            )
-        if self.num_microbatches % pp:
-            raise UserError(
-                f"interleaved_1f1b takes microbatches in rounds of pp={pp}, but there are {self.num_microbatches}; "
-                f"use a multiple of {pp}"
-            )
-
     @property
     def world_size(self) -> int:
-        grids = self.grids if self.placement == "disjoint" else self.grids[-1:]
-        return sum(grid.num_ranks for grid in grids)
+        return PLACEMENTS[self.placement].world_size(self.grids)
 
     @property
     def num_buckets(self) -> int:

@@ -23,7 +23,7 @@ from dflop.pipeline.compiled import (
     STAGE_BEHIND,
     CompiledPlan,
 )
-from dflop.pipeline.orders import FORWARD, WEIGHT
+from dflop.pipeline.passes import FORWARD, WEIGHT
 from dflop.pipeline.simulate import per_worker
 
 __all__ = ["CellTimes", "Clocks", "Network", "fresh_clocks", "mark", "network_of", "resimulate", "take_back"]

@@ -24,7 +24,7 @@ from dflop.pipeline.compiled import (
     WHOLE_BACKWARD,
     CompiledPlan,
 )
-from dflop.pipeline.orders import BACKWARD, FORWARD, WEIGHT
+from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
 
 __all__ = ["Bridges", "StageTimes", "Timeline", "peak_bytes", "per_worker", "simulate", "simulate_step_s"]
 

@@ -20,7 +20,7 @@ from dflop.config import Config, PlanConfig
 from dflop.costs import PARTS, CostModel, Loads, StageKind, resident_bytes
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.pipeline import Grid, Plan, StageTimes
+from dflop.pipeline import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, Grid, Plan, StageTimes
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.search import search_plans
@@ -54,7 +54,7 @@ def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: 
 
 def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Baseline:
     name = "monolithic, random batches (Megatron-style)"
-    within = PlanConfig(placements=["monolithic"], schedules=["1f1b"])
+    within = PlanConfig(placements=[MONOLITHIC.name], schedules=[PLAIN_SCHEDULE])
     try:
         found = search_plans(config, spec, costs, samples, grouping="random", within=within, splits_evenly=True)
     except UserError:
@@ -64,7 +64,7 @@ def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: 
 
 def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Baseline:
     name = "published rule at mean shapes, balanced batches"
-    within = PlanConfig(placements=["disjoint"], schedules=["1f1b"])
+    within = PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE])
     try:
         rows = enumerate_space(config, spec, costs.tp_sizes, {}, within)
     except UserError:
@@ -107,7 +107,7 @@ def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: Grou
         spared_bytes = _spared_by_sharding(config, spec, costs, checkpointing)
         for exponent in range((config.train.global_batch_size // num_devices).bit_length()):
             plan = Plan(
-                placement="monolithic",
+                placement=MONOLITHIC.name,
                 grids=(Grid(module="vision", **grid), Grid(module="llm", **grid)),
                 num_microbatches=1 << exponent,  # powers of two are enough to see how many it takes
                 checkpointing=checkpointing,

@@ -16,6 +16,7 @@ from dflop.config import ClusterConfig
 from dflop.costs import PARTS, CostModel, Loads, StageKind, stage_kinds
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
+from dflop.pipeline import PLACEMENTS, SCHEDULES
 from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits, even_layers
 from dflop.pricing import find_link, loads_of
 
@@ -49,7 +50,8 @@ class LowerBounds:
         llm, vision = self.llm_place, self.vision_place
         both = self.llm_shared_s[llm] + self.vision_shared_s.mean(axis=1)[vision]
         alone = self.vision_s.mean(axis=1)[vision]
-        return np.maximum(self.llm_s[llm], np.where(self.placement == "disjoint", alone, both))
+        sharing = [name for name, placement in PLACEMENTS.items() if placement.shares_ranks]
+        return np.maximum(self.llm_s[llm], np.where(np.isin(self.placement, sharing), both, alone))
 
     def of_pipeline(self, row: int, step_s: np.ndarray, rank_s: np.ndarray) -> np.ndarray:
         """The least step of each batch, [num_batches], given the LLM's alone (`MeanPipelines`): its step
@@ -59,16 +61,17 @@ class LowerBounds:
         them adds to the LLM's step. A rank works no longer than the step takes, whichever module it works for: that
         holds for the mean over all ranks (colocated), and over those of the LLM's first stage (monolithic).
         """
-        place, placement = self.vision_place[row], self.placement[row]
+        place, placement = self.vision_place[row], PLACEMENTS[self.placement[row]]
         alone_s, shared_s, least_s = (
             own[place] if len(step_s) == own.shape[1] else own[place].mean(keepdims=True)
             for own in (self.vision_s, self.vision_shared_s, self.vision_least_s)
         )
-        if placement == "disjoint":
+        if not placement.shares_ranks:
             return np.maximum(step_s, alone_s)
-        if placement == "colocated":
-            return np.maximum(step_s + least_s, rank_s.mean(axis=1) + shared_s)
-        return np.maximum(step_s, rank_s[:, 0] + shared_s)
+        if placement.encodes_all_first:
+            step_s = step_s + least_s
+        num_carriers = len(placement.encoder_stages(rank_s.shape[1]))
+        return np.maximum(step_s, rank_s[:, :num_carriers].mean(axis=1) + shared_s)
 
 
 def lower_bounds(
@@ -171,7 +174,7 @@ def _llm_bounds(
             at, dp = group["bucket"].to_numpy(), group["llm_dp"].to_numpy()
             count = group["num_microbatches"].to_numpy()[:, None]
             place = group["llm_place"].to_numpy()
-            is_split = schedule == "zb_h1"
+            is_split = SCHEDULES[schedule].splits_backward
             latency_s, byte_s = least_sync(costs, cluster, dp, tp)
             best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
             for stage in range(pp):
@@ -188,8 +191,8 @@ def _llm_bounds(
                 if not is_split:
                     after_s = after_s + _stage_s({part: times[1] for part, times in smallest.items()}, layers, stage)
             bound_s[place] = np.maximum(best, chain_s[is_split])
-            is_monolithic = (group["placement"] == "monolithic").to_numpy()[:, None]
-            shared_s[place] = np.where(is_monolithic, first_s, together / pp)
+            on_all = np.array([PLACEMENTS[name].encodes_all_first for name in group["placement"]])
+            shared_s[place] = np.where(on_all[:, None], together / pp, first_s)
     return bound_s[:, 0], shared_s[:, 0]
 
 

@@ -8,7 +8,7 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.pipeline import Plan, StageTimes, why_not_runnable
+from dflop.pipeline import PLACEMENTS, Plan, StageTimes, why_not_runnable
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import Assignment, Pricer, alone_bytes
 
@@ -121,7 +121,7 @@ class PlanPricer:
         shares = {name: step_s - self._pricer.timeline(own).step_s for name, own in without.items()}
         busiest = self._busiest_s(busy_s)
         module = max(busiest, key=busiest.__getitem__)
-        shares_ranks = self.plan.placement != "disjoint"
+        shares_ranks = PLACEMENTS[self.plan.placement].shares_ranks
         computing_s = sum(busiest.values()) if shares_ranks else busiest[module]
         shares["bubble"] = step_s - computing_s - sum(shares.values())
         shares[f"{module} compute"] = computing_s

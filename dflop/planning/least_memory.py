@@ -13,6 +13,7 @@ from numba import njit
 
 from dflop.costs import CostModel, resident_bytes, stage_kinds
 from dflop.models import ModelSpec
+from dflop.pipeline import PLACEMENTS, SCHEDULES
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers, llm_layers
 from dflop.pricing import loads_of
@@ -47,7 +48,9 @@ class LeastMemory:
         stages = self._stages("llm", row["llm_tp"], layers, row["checkpointing"])
         replicas, _ = self._loads(row["llm_dp"], count)
         resident, *forms = stages
-        return _held(self._resident("llm", resident, row["llm_dp"]), *forms, replicas, pp, row["schedule"] == "gpipe")
+        schedule = SCHEDULES[row["schedule"]]
+        in_flight = np.array([schedule.ahead(stage, pp, count, row["num_chunks"]) + 1 for stage in range(pp)])
+        return _held(self._resident("llm", resident, row["llm_dp"]), *forms, replicas, in_flight)
 
     def least_bytes(self, row: Mapping[str, Any], of_llm: np.ndarray) -> float:
         """Bytes of a device with the encoder; `of_llm` is the LLM's share of them."""
@@ -58,19 +61,22 @@ class LeastMemory:
         _, items = self._loads(row["llm_dp"], row["num_microbatches"])
         each = items * (row["llm_dp"] / row["vision_dp"]) if "vision" not in self._frozen else np.zeros_like(items)
         mean, fullest = of_llm[0].mean(), of_llm.max()
-        if row["placement"] == "disjoint":
+        placement, schedule = PLACEMENTS[row["placement"]], SCHEDULES[row["schedule"]]
+        if not placement.shares_ranks:
+            pp, count = row["llm_pp"], row["num_microbatches"]
+            ahead = min(pp, schedule.ahead(0, pp, count, row["num_chunks"]) + 1)
             alone = [
                 resident[stage]
                 + _fullest(
                     per_item[stage] * each,
                     (np.minimum(passing[stage, :, :1], 0.0) + passing[stage, :, 1:2] * each).max(axis=0),
                     # As far as the LLM's first stage runs ahead, and the stages between.
-                    min(row["num_microbatches"], row["llm_pp"] + row["vision_pp"] - stage),
+                    min(count, ahead + row["vision_pp"] - stage),
                 )
                 for stage in range(row["vision_pp"])
             ]
             tensors = max(fullest, *alone)
-        elif row["placement"] == "colocated":
+        elif placement.encodes_all_first:
             # Items are dealt to the least loaded: no rank has less than the mean and the largest sample's.
             spared = max(0.0, each.sum() - self._most_items)
             tensors = resident[0] + max(mean + per_item[0] * each.sum(), fullest + per_item[0] * spared)
@@ -130,17 +136,20 @@ class LeastMemory:
 
 
 @njit(cache=True)
-def _held(resident, kept_forms, passing_forms, replicas, pp, holds_all):
-    """Bytes of each LLM rank of a pipeline, for replicas' loads [num_replicas, 4, num_microbatches]."""
-    held = np.zeros((len(replicas), pp))
+def _held(resident, kept_forms, passing_forms, replicas, in_flight):
+    """Bytes of each LLM rank of a pipeline, for replicas' loads [num_replicas, 4, num_microbatches].
+
+    `in_flight` [pp] is how many microbatches each rank holds at least, where the batch has as many.
+    """
+    held = np.zeros((len(replicas), len(in_flight)))
     for replica in range(len(replicas)):
-        held[replica] = _held_by_one(resident, kept_forms, passing_forms, replicas[replica], pp, holds_all)
+        held[replica] = _held_by_one(resident, kept_forms, passing_forms, replicas[replica], in_flight)
     return held
 
 
 @njit(cache=True)
-def _held_by_one(resident, kept_forms, passing_forms, loads, pp, holds_all):
-    num_stages, num_microbatches = len(resident), loads.shape[1]
+def _held_by_one(resident, kept_forms, passing_forms, loads, in_flight):
+    pp, num_stages, num_microbatches = len(in_flight), len(resident), loads.shape[1]
     held, most = np.zeros(pp), np.zeros(pp)
     kept, passing = np.zeros(num_microbatches), np.zeros(num_microbatches)
     for stage in range(num_stages):
@@ -152,7 +161,7 @@ def _held_by_one(resident, kept_forms, passing_forms, loads, pp, holds_all):
             for form in passing_forms[stage]:
                 passing[microbatch] = max(passing[microbatch], _form_at(form, loads, microbatch))
         if num_stages == pp:
-            most[rank] = _fullest(kept, passing, num_microbatches if holds_all else min(num_microbatches, pp - rank))
+            most[rank] = _fullest(kept, passing, min(num_microbatches, in_flight[rank]))
         elif stage < num_stages - pp:  # of the last chunk nothing is certain
             held[rank] += kept[:pp].sum()
     return held + most

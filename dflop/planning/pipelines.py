@@ -14,7 +14,18 @@ import numpy as np
 from dflop.config import Config
 from dflop.costs import PARTS, CostModel, Loads, stage_kinds
 from dflop.models import ModelSpec
-from dflop.pipeline import Bridges, CompiledPlan, Grid, Plan, StageTimes, compile_plan, simulate_step_s
+from dflop.pipeline import (
+    DISJOINT,
+    PLACEMENTS,
+    SCHEDULES,
+    Bridges,
+    CompiledPlan,
+    Grid,
+    Plan,
+    StageTimes,
+    compile_plan,
+    simulate_step_s,
+)
 from dflop.planning.bounds import least_sync, possible_scopes
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, llm_layers
@@ -69,7 +80,7 @@ class MeanPipelines:
         times = StageTimes(
             forward_s=_behind(num_before, forward_s),
             backward_s=_behind(num_before, backward_s),
-            weight_s=_behind(num_before, weight_s) if row["schedule"] == "zb_h1" else None,
+            weight_s=_behind(num_before, weight_s) if SCHEDULES[row["schedule"]].splits_backward else None,
             chain_s=_behind(num_before, chain_s),
             bridges=Bridges.none(),
             sync_s=np.concatenate([np.zeros(num_before), sync_s]),
@@ -80,8 +91,8 @@ class MeanPipelines:
 
     def num_before(self, row: Mapping[str, Any]) -> int:
         """Encoder stages that the LLM's order depends on: the gradients of its weights are put off for them."""
-        is_trained = "vision" not in self._frozen
-        return row["vision_pp"] if row["schedule"] == "zb_h1" and row["placement"] == "disjoint" and is_trained else 0
+        splits, shares_ranks = SCHEDULES[row["schedule"]].splits_backward, PLACEMENTS[row["placement"]].shares_ranks
+        return row["vision_pp"] if splits and not shares_ranks and "vision" not in self._frozen else 0
 
     def _chain_s(self, tp: int, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]) -> np.ndarray:
         """From stage to stage, on the best of the links that may lie between: the least latency of any and the most
@@ -131,7 +142,7 @@ def _compile(pp: int, num_microbatches: int, schedule: str, num_chunks: int, num
     encoders = (Grid(module="vision", num_ranks=num_before, pp=num_before),) if num_before else ()
     return compile_plan(
         Plan(
-            placement="disjoint",
+            placement=DISJOINT.name,
             grids=(*encoders, Grid(module="llm", num_ranks=pp, pp=pp, rank_offset=num_before)),
             num_microbatches=num_microbatches,
             schedule=schedule,

@@ -11,7 +11,7 @@ import polars as pl
 
 from dflop.config import Config, FixedGrid, FixedPlan, PlanConfig
 from dflop.models import ModelSpec
-from dflop.pipeline import PLACEMENTS, SCHEDULES, Grid, Plan, split_layers
+from dflop.pipeline import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, Grid, Plan, split_layers
 from dflop.runtime import UserError
 
 __all__ = [
@@ -32,7 +32,6 @@ VISION_LAYOUT = ("vision_tp", "vision_pp", "vision_dp")
 LLM_LAYOUT = ("llm_tp", "llm_pp", "llm_dp")
 # Encoders are shallow: more stages than this only add hops.
 _ENCODER_PP = (1, 2, 4)
-_NUM_CHUNKS = (2, 4)
 # A larger cluster is shared out between the modules in this many equal parts.
 _FINEST_SHARE = 64
 
@@ -65,20 +64,24 @@ def _rows(
     config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], splits: Splits, within: PlanConfig
 ) -> pl.DataFrame:
     fixed = within.fixed or FixedPlan()
+    may_checkpoint = [name for name, schedule in SCHEDULES.items() if schedule.allows_checkpointing]
     grids = _pinned(pl.concat([_of_placement(config, spec, tp_sizes, name) for name in _placements(within)]), fixed)
     return (
         grids.join(_pipelines(within, spec, grids), on="llm_pp")
         .join(_microbatches(config, fixed, grids), on="llm_dp")
-        .filter((pl.col("num_chunks") == 1) | (pl.col("num_microbatches") % pl.col("llm_pp") == 0))
+        .filter(pl.col("num_microbatches") % pl.col("per_round") == 0)
+        .drop("per_round")
         # With one microbatch in flight there is nothing to order differently.
         .filter(
-            (pl.col("schedule") == "1f1b") | (pl.col("num_microbatches") > 1) | (pl.lit(fixed.schedule is not None))
+            (pl.col("schedule") == PLAIN_SCHEDULE)
+            | (pl.col("num_microbatches") > 1)
+            | (pl.lit(fixed.schedule is not None))
         )
         .join(_splits(splits), on=("llm_tp", "llm_pp", "num_chunks"), how="left", coalesce=True)
         .with_columns(pl.col("balanced").fill_null([False]))
         .explode("balanced")
         .join(_checkpointing(fixed), how="cross")
-        .filter(~pl.col("checkpointing") | (pl.col("schedule") != "zb_h1"))  # see `Plan`
+        .filter(~pl.col("checkpointing") | pl.col("schedule").is_in(may_checkpoint))
     )
 
 
@@ -96,7 +99,7 @@ def plan_of(row: Mapping[str, object], splits: Splits) -> Plan:
                 num_ranks=tp * pp * dp,
                 tp=tp,
                 pp=pp,
-                rank_offset=num_ranks if row["placement"] == "disjoint" else 0,
+                rank_offset=0 if PLACEMENTS[row["placement"]].shares_ranks else num_ranks,
                 layers=splits[tp, pp] if row["balanced"] else (),
             ),
         ),
@@ -125,7 +128,9 @@ def _of_placement(config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequen
     encoder_tp, llm_tp = ([size for size in tp_sizes[module] if per_node % size == 0] for module in ("vision", "llm"))
     num_layers = {module: spec.module(module).num_layers for module in ("vision", "llm")}
     rows = []
-    shares = range(unit, num_devices, unit) if name == "disjoint" else (0,)
+    placement = PLACEMENTS[name]
+    shares = (0,) if placement.shares_ranks else range(unit, num_devices, unit)
+    encoder_pp = [stages for stages in _ENCODER_PP if stages <= num_layers["vision"]]
     for num_encoders in shares:
         num_llm = num_devices - num_encoders
         for tp in llm_tp:
@@ -135,20 +140,10 @@ def _of_placement(config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequen
                 if num_llm % (tp * pp):
                     continue
                 llm = (tp, pp, num_llm // (tp * pp))
-                if name == "monolithic":
-                    encoders = [(tp, 1, llm[2])] if tp in encoder_tp else []
-                elif name == "colocated":
-                    encoders = [(size, 1, num_llm // size) for size in encoder_tp if num_llm % size == 0]
-                else:
-                    encoders = [
-                        (size, stages, num_encoders // (size * stages))
-                        for size in encoder_tp
-                        for stages in _ENCODER_PP
-                        if num_encoders % (size * stages) == 0 and stages <= num_layers["vision"]
-                    ]
+                encoders = placement.encoder_layouts(num_encoders, llm, encoder_tp, encoder_pp)
                 rows += [(name, *encoder, *llm) for encoder in encoders]
     sizes = dict.fromkeys((*VISION_LAYOUT, *LLM_LAYOUT), pl.Int32)
-    return pl.DataFrame(rows, schema={"placement": pl.Enum(PLACEMENTS), **sizes}, orient="row")
+    return pl.DataFrame(rows, schema={"placement": pl.Enum(list(PLACEMENTS)), **sizes}, orient="row")
 
 
 def _placements(within: PlanConfig) -> list[str]:
@@ -174,12 +169,15 @@ def _pipelines(within: PlanConfig, spec: ModelSpec, grids: pl.DataFrame) -> pl.D
     num_layers = spec.module("llm").num_layers
     rows = []
     for pp in grids["llm_pp"].unique().to_list():
-        for schedule in schedules if pp > 1 or fixed.schedule else ("1f1b",):
-            if schedule == "interleaved_1f1b":
-                rows += [(pp, schedule, chunks) for chunks in _NUM_CHUNKS if pp > 1 and pp * chunks <= num_layers]
-            else:
-                rows.append((pp, schedule, 1))
-    schema = {"llm_pp": pl.Int32, "schedule": pl.Enum(SCHEDULES), "num_chunks": pl.Int32}
+        for name in schedules if pp > 1 or fixed.schedule else (PLAIN_SCHEDULE,):
+            schedule = SCHEDULES[name]
+            rows += [
+                (pp, name, num_chunks, schedule.microbatches_per_round(pp))
+                for num_chunks in schedule.chunk_counts(pp)
+                if num_chunks == 1 or pp * num_chunks <= num_layers
+            ]
+    sizes = dict.fromkeys(("num_chunks", "per_round"), pl.Int32)
+    schema = {"llm_pp": pl.Int32, "schedule": pl.Enum(list(SCHEDULES)), **sizes}
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 
@@ -223,8 +221,9 @@ def _why_nothing(config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: 
         }
         ways = [f"without {pin} there are {number:,} plans" for pin, number in left.items() if number]
         return f"{what}; loosen `plan.fixed`: {', '.join(ways) or 'more than one pin is to blame'}"
-    if cluster.num_devices == 1 and within.placements == ["disjoint"]:
-        return f"{what}; disjoint modules need at least 2 devices"
+    alone = [name for name in within.placements if not PLACEMENTS[name].shares_ranks]
+    if cluster.num_devices == 1 and alone == within.placements:
+        return f"{what}; {' and '.join(alone)} modules need at least 2 devices"
     return f"{what}; raise `train.global_batch_size` or change the number of devices"
 
 

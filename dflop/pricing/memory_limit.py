@@ -194,7 +194,7 @@ def _peaks(
 
 def _encoder_ranks_that_differ(pricer: Pricer) -> list[int]:
     """Replicas of the encoder that share workers with the LLM's first one, and one that does not."""
-    if pricer.plan.placement != "colocated":
+    if not (pricer.placement.shares_ranks and pricer.placement.has_bridges):
         return [0]
     encoder = pricer.stages[0]
     of_llm = {worker for stage in pricer.stages if stage.module == "llm" for worker in stage.workers(0)}

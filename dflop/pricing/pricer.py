@@ -18,6 +18,8 @@ from dflop.costs import CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pipeline import (
+    PLACEMENTS,
+    SCHEDULES,
     Node,
     Plan,
     StageTimes,
@@ -73,6 +75,7 @@ class Pricer:
     ) -> None:
         assert len(plan.grids) == 2, "samples know the items of one encoder"
         self.plan, self.costs, self.cluster = plan, costs, cluster
+        self.placement = PLACEMENTS[plan.placement]
         self.stage_costs = StageCosts(plan, costs, spec, frozen)
         self.transfers = Transfers(plan, costs.links, cluster)
         self.compiled = compile_plan(plan, frozen)
@@ -115,14 +118,13 @@ class Pricer:
             self.stage_costs.additive_loads_s(grid.module, loads_of(grid.module, shapes)) for grid in (encoder, llm)
         )
         self._check_costs(shapes, encoding_s.max(axis=0), llm_s.max(axis=0))
-        if self.plan.placement == "monolithic":
-            first_s = encoding_s[0] + llm_s[0]
-        else:
+        if self.placement.has_bridges:
             first_s = encoding_s.max(axis=0) * (llm.dp / encoder.dp)
-        shares_ranks = self.plan.placement != "disjoint"
+        else:
+            first_s = encoding_s[0] + llm_s[0]
         num_tokens = max(1, int(shapes.llm_tokens.sum()))
         cap = self.max_bucket_tokens(
-            float(shapes.num_items[:, 0].sum() / num_tokens) if shares_ranks else 0.0,
+            float(shapes.num_items[:, 0].sum() / num_tokens) if self.placement.shares_ranks else 0.0,
             float(shapes.target_tokens.sum() / num_tokens),
         )
         is_even = shapes.llm_tokens.max(initial=0) <= cap and num_tokens <= cap * llm.dp * self.plan.num_microbatches
@@ -157,12 +159,12 @@ class Pricer:
         """
         encoder_rank = np.empty((len(shapes), len(shapes.encoders)), dtype=np.int64)
         for column, encoder in enumerate(shapes.encoders):
-            if self.plan.placement == "monolithic":
+            if not self.placement.has_bridges:
                 encoder_rank[:, column] = llm_dp_rank
                 continue
             num_items = shapes.num_items[:, column].astype(np.int64)
             order = np.lexsort((np.arange(len(shapes)), -num_items, microbatch))
-            starts_anew = self.plan.placement == "disjoint"
+            starts_anew = not self.placement.shares_ranks
             encoder_rank[:, column] = _deal(order, microbatch, num_items, self.plan.grid(encoder).dp, starts_anew)
         return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=encoder_rank)
 
@@ -176,7 +178,7 @@ class Pricer:
         of_module = self._of_modules(shapes, assignment)
         forward_s, backward_s = self.stage_costs.stage_times({name: loads for name, (loads, _) in of_module.items()})
         sent_bytes = {module: tokens * self.bytes_per_token for module, (_, tokens) in of_module.items()}
-        splits = self.plan.schedule == "zb_h1"
+        splits = SCHEDULES[self.plan.schedule].splits_backward
         return StageTimes(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -214,10 +216,10 @@ class Pricer:
         bounds = []
         for grid, work_s in zip((encoder, llm), works_s, strict=True):
             bounds += [work_s.sum(axis=1).max() / grid.dp, work_s.max()]
-        if self.plan.placement == "colocated":
+        if self.placement.encodes_all_first:
             rank_s = encoder.tp * works_s[0].sum() + llm.tp * works_s[1].sum()
             bounds.append(rank_s / self.plan.world_size)
-        elif self.plan.placement == "monolithic":
+        elif self.placement.shares_ranks:
             both_s = works_s[0][0] + works_s[1][0]
             bounds += [both_s.sum() / llm.dp, both_s.max()]
         return float(max(bounds))
@@ -258,7 +260,7 @@ class Pricer:
             share = tokens * llm.dp / encoder.dp
             full = text + tokens
             # As if all of the text were features, where these are sent at all.
-            sent = media if self.plan.placement == "monolithic" else media + share
+            sent = media + share if self.placement.has_bridges else media
             learned = Loads(text, full, full**2 / _SAMPLES_A_BUCKET, full * target_share)
             items = Loads(media + share * items_per_token, media, media, media)
             peaks.append(self._peak_bytes({encoder.module: (items, sent), "llm": (learned, full)}))
@@ -370,7 +372,7 @@ class Pricer:
         """Tokens of each sample that come into a stage of the module or go out, [num_samples]."""
         if module == "llm" and self.plan.num_stages("llm") > 1:
             return shapes.llm_tokens
-        if self.plan.placement == "monolithic":
+        if not self.placement.has_bridges:
             return np.zeros_like(shapes.llm_tokens)
         return shapes.kept_tokens.sum(axis=1) if module == "llm" else shapes.kept_by(module)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dflop.config import ClusterConfig
 from dflop.costs import Link, LinkModel
-from dflop.pipeline import Bridges, Plan, Stage, stages_of
+from dflop.pipeline import PLACEMENTS, Bridges, Plan, Stage, stages_of
 
 __all__ = ["TransferForms", "Transfers", "find_link"]
 
@@ -62,7 +62,7 @@ class Transfers:
 
         Arrays are [num_samples]; what a sample brings to its message is `num_bytes`.
         """
-        if self.plan.placement == "monolithic":
+        if not PLACEMENTS[self.plan.placement].has_bridges:
             return Bridges.none()
         encoder, llm = self._ends_of_bridges
         sent = np.flatnonzero(num_bytes)
@@ -112,7 +112,7 @@ class Transfers:
 
     def _are_apart(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Whether encoder replicas and the LLM's have different ranks: to the same ones nothing moves."""
-        if self.plan.placement != "colocated":
+        if not PLACEMENTS[self.plan.placement].shares_ranks:
             return np.ones(np.broadcast(source, target).shape, dtype=bool)
         encoder, llm = self._ends_of_bridges
         here, there = encoder.first_worker + source * encoder.span, llm.first_worker + target * llm.span

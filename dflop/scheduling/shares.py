@@ -12,9 +12,9 @@ import numpy as np
 from dflop.balancing import NO_CAP
 from dflop.costs import Loads
 from dflop.data import SampleShapes
-from dflop.pipeline import Network, Plan, compile_plan, network_of
+from dflop.pipeline import PLACEMENTS, Network, Plan, compile_plan, network_of
 from dflop.pipeline.compiled import DP, FIRST_NODE, KIND, SPLIT_BACKWARD
-from dflop.pipeline.orders import FORWARD, WEIGHT
+from dflop.pipeline.passes import FORWARD, WEIGHT
 from dflop.pricing import Pricer, loads_of
 from dflop.scheduling.step_search import stage_forms
 
@@ -81,8 +81,8 @@ def _sizes(pricer: Pricer, totals: np.ndarray) -> np.ndarray:
     encoder, llm = pricer.plan.grids
     encoding_s = pricer.stage_costs.additive_loads_s(encoder.module, Loads(items, nothing, nothing, nothing))
     llm_s = pricer.stage_costs.additive_loads_s(llm.module, Loads(nothing, *text))
-    is_monolithic = pricer.plan.placement == "monolithic"
-    size = np.column_stack([encoding_s[0] + llm_s[0] if is_monolithic else encoding_s.max(axis=0), llm_s.max(axis=0)])
+    has_bridges = PLACEMENTS[pricer.plan.placement].has_bridges
+    size = np.column_stack([encoding_s.max(axis=0) if has_bridges else encoding_s[0] + llm_s[0], llm_s.max(axis=0)])
     whole = size.sum(axis=0)
     return pricer.plan.num_microbatches * np.divide(size, whole, out=np.zeros_like(size), where=whole > 0)
 
@@ -159,7 +159,8 @@ class _StepProgram:
 
     def _cap(self, pricer: Pricer, whole: np.ndarray) -> float:
         """The most tokens that a bucket may hold, in mean ones; one, where the mean batch is too large."""
-        cap = pricer.max_bucket_tokens(0.0 if pricer.plan.placement == "disjoint" else whole[0] / whole[_TOKENS])
+        shares_ranks = PLACEMENTS[pricer.plan.placement].shares_ranks
+        cap = pricer.max_bucket_tokens(whole[0] / whole[_TOKENS] if shares_ranks else 0.0)
         return max(1.0, cap / self._mean_text[_TOKENS])
 
     def _cells(
@@ -240,11 +241,10 @@ def _one_replica(plan: Plan) -> Plan:
     """The plan of a single LLM replica; an encoder on ranks of its own has a single one, too."""
     encoder, llm = plan.grids
     own = replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0)
-    if plan.placement == "disjoint":
+    placement = PLACEMENTS[plan.placement]
+    if placement.shares_ranks:
+        encoder = replace(encoder, num_ranks=len(placement.encoder_stages(llm.pp)) * llm.tp)
+    else:
         encoder = replace(encoder, num_ranks=encoder.tp * encoder.pp)
         own = replace(own, rank_offset=encoder.num_ranks)
-    elif plan.placement == "colocated":
-        encoder = replace(encoder, num_ranks=own.num_ranks)
-    else:
-        encoder = replace(encoder, num_ranks=llm.tp)
     return replace(plan, grids=(encoder, own))

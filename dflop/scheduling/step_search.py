@@ -14,6 +14,8 @@ from numba import njit
 from dflop.balancing import NO_CAP
 from dflop.data import SampleShapes
 from dflop.pipeline import (
+    PLACEMENTS,
+    SCHEDULES,
     CellTimes,
     CompiledPlan,
     fresh_clocks,
@@ -156,8 +158,8 @@ def stage_forms(pricer: Pricer, max_bucket_tokens: int) -> StageForms:
         forward_hinges=np.ascontiguousarray(hinges[:, 0]),
         backward_hinges=np.ascontiguousarray(hinges[:, 1]),
         factors=np.stack([corrections.table(grid.module) for grid in plan.grids]) if corrections.factors else None,
-        weight_share=WEIGHT_SHARE * pricer.trains * (plan.schedule == "zb_h1"),
-        has_bridges=plan.placement != "monolithic",
+        weight_share=WEIGHT_SHARE * pricer.trains * SCHEDULES[plan.schedule].splits_backward,
+        has_bridges=PLACEMENTS[plan.placement].has_bridges,
         sends_text=plan.num_stages("llm") > 1,
         max_bucket_tokens=max_bucket_tokens,
         chain_latency_s=links.chain_latency_s,

@@ -34,7 +34,7 @@ def disjoint(
 
 
 @st.composite
-def plans(draw, placements=PLACEMENTS, schedules=SCHEDULES) -> Plan:
+def plans(draw, placements=tuple(PLACEMENTS), schedules=tuple(SCHEDULES)) -> Plan:
     """Any plan: up to two encoders, tp that differs between modules, encoders of several stages, chunks."""
     placement, schedule = draw(st.sampled_from(placements)), draw(st.sampled_from(schedules))
     is_interleaved = schedule == "interleaved_1f1b"

@@ -1,0 +1,36 @@
+"""Colocated: every rank of the LLM holds a shard of each encoder as well, each module with its own tp and dp.
+
+A rank does all encoder forwards of a step, then its part of the LLM's pipeline, then all encoder backwards.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflop.pipeline.placements.placement import SharedRanks, register_placement
+
+__all__ = []
+
+
+class Colocated(SharedRanks):
+    name = "colocated"
+    where = "all of the LLM's ranks"
+    encodes_all_first = True
+
+    def encoder_stages(self, pp: int) -> range:
+        return range(pp)
+
+    def encoder_layouts(
+        self, num_ranks: int, llm: tuple[int, int, int], tp_sizes: Sequence[int], pp_sizes: Sequence[int]
+    ) -> list[tuple[int, int, int]]:
+        llm_tp, llm_pp, llm_dp = llm
+        num_ranks = llm_tp * llm_pp * llm_dp
+        return [(tp, 1, num_ranks // tp) for tp in tp_sizes if num_ranks % tp == 0]
+
+    def with_encoders(
+        self, pipeline: list[np.ndarray], first: int, forwards: np.ndarray, backwards: np.ndarray
+    ) -> list[np.ndarray]:
+        return [np.concatenate([forwards, order, backwards]) for order in pipeline]
+
+
+register_placement(Colocated())

@@ -1,0 +1,108 @@
+"""What a placement says of itself, and the table of all of them.
+
+A placement fixes which ranks the encoders own beside the LLM's. What lays out, orders, checks, prices or searches
+plans asks a placement's object and never its name, so a new placement is one more file in this folder, or one call of
+`register_placement`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dflop.pipeline.grid import Grid, tile_world
+from dflop.runtime import UserError
+
+if TYPE_CHECKING:
+    from dflop.pipeline.plan import Plan
+
+__all__ = ["PLACEMENTS", "Placement", "SharedRanks", "register_placement"]
+
+
+class Placement(ABC):
+    """One placement. Where `shares_ranks`, encoders have ranks of the LLM, and else ranks of their own."""
+
+    name: str
+    shares_ranks = False
+    # Whether encoder replicas are chosen apart from the LLM's, so that features cross from any of them to any of the
+    # LLM's. Where not, each replica of the LLM's first stage encodes its own samples, and what both do adds up.
+    has_bridges = True
+    # Whether a rank computes all its encoder forwards of a step before the LLM's, and all backwards behind them.
+    encodes_all_first = False
+
+    @abstractmethod
+    def check(self, plan: "Plan") -> None:
+        """Check the plan's grids.
+
+        Raises:
+            UserError: naming the module whose ranks do not fit, and those that would.
+        """
+
+    @abstractmethod
+    def world_size(self, grids: Sequence[Grid]) -> int:
+        """The number of ranks of all modules together."""
+
+    @abstractmethod
+    def encoder_stages(self, pp: int) -> range:
+        """Which of the LLM's `pp` pipeline ranks carry the encoders as well."""
+
+    @abstractmethod
+    def encoder_layouts(
+        self, num_ranks: int, llm: tuple[int, int, int], tp_sizes: Sequence[int], pp_sizes: Sequence[int]
+    ) -> list[tuple[int, int, int]]:
+        """The (tp, pp, dp) that an encoder may have beside an LLM of such (tp, pp, dp), out of these sizes.
+
+        `num_ranks` is what it has where it has ranks of its own.
+        """
+
+    def bridged_replicas(self, encoder_replica: int, llm_dp: int) -> range:
+        """Which of the LLM's replicas take features from this one of an encoder."""
+        return range(llm_dp) if self.has_bridges else range(encoder_replica, encoder_replica + 1)
+
+
+class SharedRanks(Placement):
+    """Encoders of one stage on ranks of the LLM, which is what `where` says in words."""
+
+    shares_ranks = True
+    where: str
+
+    def check(self, plan: "Plan") -> None:
+        llm = plan.grid("llm")
+        tile_world((llm,), llm.num_ranks)
+        num_ranks = len(self.encoder_stages(llm.pp)) * llm.dp * llm.tp
+        for encoder in plan.grids[:-1]:
+            if (encoder.num_ranks, encoder.rank_offset, encoder.pp) != (num_ranks, 0, 1):
+                raise UserError(
+                    f"{encoder.module}: {encoder.num_ranks} ranks from rank {encoder.rank_offset} on with "
+                    f"pp={encoder.pp}, but {self.name} encoders own {self.where}; "
+                    f"use num_ranks: {num_ranks}, rank_offset: 0, pp: 1"
+                )
+            if not self.has_bridges and encoder.tp != llm.tp:
+                raise UserError(
+                    f"{encoder.module}: tp={encoder.tp}, but a {self.name} encoder has the LLM's grid; use tp: {llm.tp}"
+                )
+
+    def world_size(self, grids: Sequence[Grid]) -> int:
+        return grids[-1].num_ranks
+
+    @abstractmethod
+    def with_encoders(
+        self, pipeline: list[np.ndarray], first: int, forwards: np.ndarray, backwards: np.ndarray
+    ) -> list[np.ndarray]:
+        """The orders of the LLM's pipeline ranks with the encoders' computations in them.
+
+        Each row of an order is a pass, a stage and a microbatch; the encoders' `forwards` and `backwards` come by
+        microbatch; `first` is the LLM's first stage.
+        """
+
+
+# All placements by the name that a plan and the config call them.
+PLACEMENTS: dict[str, Placement] = {}
+
+
+def register_placement(placement: Placement) -> Placement:
+    """Add a placement to the table."""
+    assert placement.name not in PLACEMENTS, f"there are two placements of the name {placement.name}"
+    PLACEMENTS[placement.name] = placement
+    return placement

@@ -1,0 +1,22 @@
+"""ZB-H1: weight gradients wait, and fill what would be idle while a pipeline drains (Qi et al. 2023).
+
+Each stage puts them off by its place in the chain, so that all stages hold as many microbatches as the first one does.
+"""
+
+from dflop.pipeline.schedules.schedule import Schedule, register_schedule
+
+__all__ = []
+
+
+class ZeroBubbleH1(Schedule):
+    name = "zb_h1"
+    splits_backward = True
+
+    def ahead(self, stage: int, pp: int, num_microbatches: int, num_chunks: int) -> int:
+        return pp - stage - 1
+
+    def weight_delay(self, place: int) -> int:
+        return place
+
+
+register_schedule(ZeroBubbleH1())
