@@ -1,9 +1,8 @@
 """The check that a program can be run: everything once, transfers that match, no deadlock, bounded memory.
 
 It carries the lists out as the trainer would, only without computing: a send never waits, a receive waits for
-its message, and messages between two workers arrive in the order in which they were sent, as NCCL has it. Forward
-and backward, bridges and the edges inside modules each have a channel (a process group) of their own: a colocated
-worker sends its features long before the hidden states that go to the same worker.
+its message, and messages between two workers over one channel (see `routes`) arrive in the order in which they were
+sent, as NCCL has it.
 """
 
 from collections import defaultdict, deque
@@ -14,6 +13,7 @@ from dflop.pipeline.layout import Stage, stages_of
 from dflop.pipeline.orders import has_backward, splits_backward
 from dflop.pipeline.placements import PLACEMENTS
 from dflop.pipeline.plan import Plan
+from dflop.pipeline.routes import Route, make_routes
 from dflop.pipeline.schedules import SCHEDULES
 
 __all__ = ["check_program", "most_in_flight"]
@@ -100,20 +100,12 @@ def _check_place(item: Instruction, place: dict[tuple[Op, int], int], node: int)
 
 
 def _carry_out(program: Program, frozen: Collection[str]) -> None:
+    """Carry out all workers' lists side by side, without computing."""
     carriers: dict[int, list[int]] = defaultdict(list)
     for index, worker in enumerate(program.workers):
         for node in worker.nodes:
             carriers[node].append(index)
-    # The edges whose messages a computation must have received: forward and backward, by node.
-    needed: dict[tuple[bool, int], list[int]] = defaultdict(list)
-    for number, edge in enumerate(program.edges):
-        if not set(carriers[edge.source]) & set(carriers[edge.target]):
-            needed[True, edge.target].append(number)
-            if has_backward(program.nodes[edge.source].module, frozen):
-                needed[False, edge.source].append(number)
-    mail: dict[tuple[int, int, bool, bool], deque[tuple[int, int]]] = defaultdict(deque)
-    received: set[tuple[bool, int, int]] = set()
-    made: set[tuple[bool, int, int]] = set()
+    world = _World(program, frozen)
     done = [0] * len(program.workers)
     moved = True
     while moved:
@@ -124,7 +116,7 @@ def _carry_out(program: Program, frozen: Collection[str]) -> None:
                 together = carriers[item.node]
                 if any(_next(program, other, done) != item for other in together):
                     break
-                if not _do(program, item, carriers, needed, mail, received, made):
+                if not world.carries_out(item):
                     break
                 for other in together:
                     done[other] += 1
@@ -132,9 +124,7 @@ def _carry_out(program: Program, frozen: Collection[str]) -> None:
     for index, items in enumerate(program.instructions):
         if done[index] < len(items):
             raise ValueError(f"worker {index} waits for ever at {items[done[index]]}: a deadlock")
-    for (sender, receiver, *_), box in mail.items():
-        if box:
-            raise ValueError(f"worker {receiver} never receives what worker {sender} sends over edge {box[0][0]}")
+    world.check_that_all_mail_is_taken()
 
 
 def _next(program: Program, worker: int, done: list[int]) -> Instruction | None:
@@ -142,38 +132,55 @@ def _next(program: Program, worker: int, done: list[int]) -> Instruction | None:
     return items[done[worker]] if done[worker] < len(items) else None
 
 
-def _do(
-    program: Program,
-    item: Instruction,
-    carriers: dict[int, list[int]],
-    needed: dict[tuple[bool, int], list[int]],
-    mail: dict[tuple[int, int, bool, bool], deque[tuple[int, int]]],
-    received: set[tuple[bool, int, int]],
-    made: set[tuple[bool, int, int]],
-) -> bool:
-    """Whether the instruction could be carried out."""
-    is_forward = item.op in (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD)
-    if item.edge < 0:
-        if item.op is Op.FORWARD or item.op in _BACKWARDS:
-            for edge in needed[is_forward, item.node]:
-                if (is_forward, edge, item.microbatch) not in received:
-                    raise ValueError(f"{item} is computed before edge {edge} is received")
-            made.add((is_forward, item.node, item.microbatch))
+class _World:
+    """What was computed, sent and received so far."""
+
+    def __init__(self, program: Program, frozen: Collection[str]) -> None:
+        self._edges, self._routes = program.edges, make_routes(program)
+        # The edges whose messages a computation must have received: forward and backward, by node.
+        self._needed: dict[tuple[bool, int], list[int]] = defaultdict(list)
+        for number, edge in enumerate(program.edges):
+            if self._routes.of(number, True):
+                self._needed[True, edge.target].append(number)
+                if has_backward(program.nodes[edge.source].module, frozen):
+                    self._needed[False, edge.source].append(number)
+        self._mail: dict[Route, deque[tuple[int, int]]] = defaultdict(deque)
+        self._received: set[tuple[bool, int, int]] = set()
+        self._made: set[tuple[bool, int, int]] = set()
+
+    def carries_out(self, item: Instruction) -> bool:
+        """Whether the instruction could be carried out: a receive waits for its message."""
+        forward = item.op.is_forward
+        if item.edge < 0:
+            if item.op is Op.FORWARD or item.op in _BACKWARDS:
+                for edge in self._needed[forward, item.node]:
+                    if (forward, edge, item.microbatch) not in self._received:
+                        raise ValueError(f"{item} is computed before edge {edge} is received")
+                self._made.add((forward, item.node, item.microbatch))
+            return True
+        edge = self._edges[item.edge]
+        box = self._mail[self._routes.of_transfer(item)]
+        if item.op in _SENDS:
+            maker = edge.source if forward else edge.target
+            if item.node != maker or (forward, item.node, item.microbatch) not in self._made:
+                raise ValueError(f"{item} sends what its node has not made")
+            box.append((item.edge, item.microbatch))
+            return True
+        if not box:
+            return False
+        if box.popleft() != (item.edge, item.microbatch):
+            raise ValueError(
+                f"{item} awaits another message than the one that comes: the two ends differ in their order"
+            )
+        self._received.add((forward, item.edge, item.microbatch))
         return True
-    edge = program.edges[item.edge]
-    ends = (edge.source, edge.target) if is_forward else (edge.target, edge.source)
-    box = mail[carriers[ends[0]][0], carriers[ends[1]][0], is_forward, edge.is_bridge]
-    if item.op in _SENDS:
-        if item.node != ends[0] or (is_forward, item.node, item.microbatch) not in made:
-            raise ValueError(f"{item} sends what its node has not made")
-        box.append((item.edge, item.microbatch))
-        return True
-    if not box:
-        return False
-    if box.popleft() != (item.edge, item.microbatch):
-        raise ValueError(f"{item} awaits another message than the one that comes: the two ends differ in their order")
-    received.add((is_forward, item.edge, item.microbatch))
-    return True
+
+    def check_that_all_mail_is_taken(self) -> None:
+        for route, box in self._mail.items():
+            if box:
+                raise ValueError(
+                    f"worker {route.receiver} never receives what worker {route.sender} sends over edge {box[0][0]}"
+                )
 
 
 def _in_flight(items: tuple[Instruction, ...], nodes: set[int]) -> int:

@@ -33,6 +33,11 @@ class Op(StrEnum):
     SEND_BACKWARD = "SEND_B"
     SYNC_GRADIENTS = "SYNC"
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether it belongs to the forward pass."""
+        return self in (Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD)
+
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
@@ -53,6 +58,7 @@ class Span:
     """An instruction that was carried out; times are seconds on the host's monotonic clock."""
 
     op: Op
+    node: int
     microbatch: int
     start_s: float
     end_s: float

@@ -1,12 +1,13 @@
-"""The executor: one rank's instructions, carried out with torch and a process group.
+"""The executor: one rank's instructions of a step, carried out with torch and process groups.
 
-Sizes of everything received are known from the schedule; nothing is exchanged to learn them. Sends are
-asynchronous; forward and backward traffic use a process group each, since NCCL has no tags: it carries out a
-rank's messages of one group one after the other, so the two ends of an edge must post them in the same order.
+The rank may carry several nodes: each has a `StageWork` that computes for it. Sizes of everything received are known
+from the schedule, so nothing is exchanged to learn them. Sends are asynchronous, and each message takes the channel
+that `routes` gives it. What one of the rank's nodes makes for another of them is handed over as it is, without a copy.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,12 +15,16 @@ import torch
 import torch.distributed as dist
 
 from dflop.pipeline.instructions import Edge, Instruction, Op, Span
+from dflop.pipeline.routes import Routes
 
-__all__ = ["Links", "StageWork", "run_instructions"]
+__all__ = ["CARRIED_OUT", "Links", "StageWork", "run_instructions"]
 
 
 class StageWork(Protocol):
-    """What a node computes. Tensors come and go by edge; an edge without data is left out of the dicts."""
+    """What one node computes. Tensors come and go by edge; an edge without data is left out of the mappings.
+
+    A work that never splits its backward needs neither `backward_input` nor `backward_weight`.
+    """
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
         """Shape of what travels over an edge, the same in both directions; None where nothing does."""
@@ -28,10 +33,16 @@ class StageWork(Protocol):
         """Have the microbatch's own inputs at hand; waiting for them is not part of the computation."""
 
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Compute, and return what to send over each outgoing edge."""
+        """Compute, and return what goes over each outgoing edge."""
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Take the gradients of what was sent; return those of what was received."""
+        """Take the gradients of what went out; return those of what was received."""
+
+    def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """As `backward`, but leave the gradients of the weights to `backward_weight`."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add the gradients of the weights of a microbatch whose `backward_input` is done."""
 
     def sync_gradients(self) -> None:
         """Sum the gradients over the node's replicas."""
@@ -39,65 +50,110 @@ class StageWork(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """How edges map to the world: the rank of each node, and a process group a direction."""
+    """How a program's workers and edges map to the world: one rank a worker, one process group a channel."""
 
-    rank_of_node: tuple[int, ...]
+    rank_of_worker: tuple[int, ...]
     edges: tuple[Edge, ...]
-    forward_group: dist.ProcessGroup | None
-    backward_group: dist.ProcessGroup | None
+    routes: Routes
+    groups: tuple[dist.ProcessGroup, ...]
     device: torch.device
     dtype: torch.dtype
 
 
-def run_instructions(instructions: Sequence[Instruction], work: StageWork, links: Links) -> list[Span]:
-    """Carry out one step's instructions, all of one node; returns the computations with their times."""
-    clock = _Clock(links.device)
-    received: dict[tuple[Op, int], dict[int, torch.Tensor]] = {}
-    made: dict[tuple[Op, int], dict[int, torch.Tensor]] = {}
-    sends: list[tuple[dist.Work, torch.Tensor]] = []
+def run_instructions(instructions: Sequence[Instruction], works: Mapping[int, StageWork], links: Links) -> list[Span]:
+    """Carry out one step's instructions of a rank, whose nodes `works` names; returns the computations with their
+    times."""
+    step = _Step(works, links)
     for item in instructions:
-        if item.op in (Op.FORWARD, Op.BACKWARD):
-            compute = work.forward if item.op is Op.FORWARD else work.backward
-            if item.op is Op.FORWARD:
-                work.prepare(item.microbatch)
-            with clock.span(item):
-                made[item.op, item.microbatch] = compute(item.microbatch, received.pop((item.op, item.microbatch), {}))
-        elif item.op is Op.SYNC_GRADIENTS:
-            with clock.span(item):
-                work.sync_gradients()
-        else:
-            _transfer(item, work, links, received, made, sends)
-    for handle, _ in sends:
-        handle.wait()
-    return clock.spans()
+        _CARRY_OUT[item.op](step, item)
+    return step.end()
 
 
-def _transfer(
-    item: Instruction,
-    work: StageWork,
-    links: Links,
-    received: dict[tuple[Op, int], dict[int, torch.Tensor]],
-    made: dict[tuple[Op, int], dict[int, torch.Tensor]],
-    sends: list[tuple[dist.Work, torch.Tensor]],
-) -> None:
-    shape = work.edge_shape(item.microbatch, item.edge)
-    if shape is None:
-        return
-    edge = links.edges[item.edge]
-    is_forward = item.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
-    group = links.forward_group if is_forward else links.backward_group
-    direction = Op.FORWARD if is_forward else Op.BACKWARD
-    if item.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
-        peer = links.rank_of_node[edge.target if is_forward else edge.source]
-        tensor = made[direction, item.microbatch].pop(item.edge).to(links.dtype).contiguous()
+class _Step:
+    """What is under way in a step: tensors by (is forward, node, microbatch) and edge, and messages not yet taken."""
+
+    def __init__(self, works: Mapping[int, StageWork], links: Links) -> None:
+        self._works, self._links, self._clock = works, links, _Clock(links.device)
+        self._received: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
+        self._made: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
+        self._sends: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def forward(self, item: Instruction) -> None:
+        work = self._works[item.node]
+        work.prepare(item.microbatch)
+        received = self._received.pop((True, item.node, item.microbatch), {})
+        with self._clock.span(item):
+            made = work.forward(item.microbatch, received)
+        self._pass_on(item, made)
+
+    def backward(self, item: Instruction) -> None:
+        work = self._works[item.node]
+        compute = work.backward if item.op is Op.BACKWARD else work.backward_input
+        received = self._received.pop((False, item.node, item.microbatch), {})
+        with self._clock.span(item):
+            made = compute(item.microbatch, received)
+        self._pass_on(item, made)
+
+    def backward_weight(self, item: Instruction) -> None:
+        with self._clock.span(item):
+            self._works[item.node].backward_weight(item.microbatch)
+
+    def sync_gradients(self, item: Instruction) -> None:
+        with self._clock.span(item):
+            self._works[item.node].sync_gradients()
+
+    def send(self, item: Instruction) -> None:
+        shape = self._works[item.node].edge_shape(item.microbatch, item.edge)
+        if shape is None:
+            return
+        made = self._made[item.op.is_forward, item.node, item.microbatch]
+        tensor = made.pop(item.edge).to(self._links.dtype).contiguous()
         assert tuple(tensor.shape) == shape, f"edge {item.edge}: made {tuple(tensor.shape)}, scheduled {shape}"
-        sends[:] = [send for send in sends if not send[0].is_completed()]  # lets go of what has arrived
-        sends.append((dist.isend(tensor, dst=peer, group=group), tensor))
-    else:
-        peer = links.rank_of_node[edge.source if is_forward else edge.target]
-        tensor = torch.empty(shape, dtype=links.dtype, device=links.device)
-        dist.irecv(tensor, src=peer, group=group).wait()
-        received.setdefault((direction, item.microbatch), {})[item.edge] = tensor
+        route = self._links.routes.of_transfer(item)
+        self._sends = [send for send in self._sends if not send[0].is_completed()]  # lets go of what has arrived
+        peer = self._links.rank_of_worker[route.receiver]
+        self._sends.append((dist.isend(tensor, dst=peer, group=self._links.groups[route.channel]), tensor))
+
+    def receive(self, item: Instruction) -> None:
+        shape = self._works[item.node].edge_shape(item.microbatch, item.edge)
+        if shape is None:
+            return
+        route = self._links.routes.of_transfer(item)
+        tensor = torch.empty(shape, dtype=self._links.dtype, device=self._links.device)
+        peer = self._links.rank_of_worker[route.sender]
+        dist.irecv(tensor, src=peer, group=self._links.groups[route.channel]).wait()
+        self._received.setdefault((item.op.is_forward, item.node, item.microbatch), {})[item.edge] = tensor
+
+    def end(self) -> list[Span]:
+        for handle, _ in self._sends:
+            handle.wait()
+        return self._clock.spans()
+
+    def _pass_on(self, item: Instruction, made: dict[int, torch.Tensor]) -> None:
+        """Hand over what another node of this rank takes, and keep the rest until its send."""
+        forward = item.op is Op.FORWARD
+        for number, tensor in made.items():
+            if self._links.routes.of(number, forward) is None:
+                edge = self._links.edges[number]
+                taker = (forward, edge.target if forward else edge.source, item.microbatch)
+                self._received.setdefault(taker, {})[number] = tensor
+            else:
+                self._made.setdefault((forward, item.node, item.microbatch), {})[number] = tensor
+
+
+_CARRY_OUT = {
+    Op.FORWARD: _Step.forward,
+    Op.BACKWARD: _Step.backward,
+    Op.BACKWARD_INPUT: _Step.backward,
+    Op.BACKWARD_WEIGHT: _Step.backward_weight,
+    Op.SYNC_GRADIENTS: _Step.sync_gradients,
+    Op.SEND_FORWARD: _Step.send,
+    Op.SEND_BACKWARD: _Step.send,
+    Op.RECV_FORWARD: _Step.receive,
+    Op.RECV_BACKWARD: _Step.receive,
+}
+# What the executor can do; which of it the trained stages can is said in `runnable`.
+CARRIED_OUT = frozenset(_CARRY_OUT)
 
 
 class _Clock:
@@ -112,39 +168,28 @@ class _Clock:
             self._zero_event.record()
         self._zero_s = time.monotonic()
 
-    def span(self, item: Instruction) -> "_OpenSpan":
-        return _OpenSpan(self, item)
+    @contextmanager
+    def span(self, item: Instruction):
+        start = self._mark()
+        yield
+        self._entries.append((item, start, self._mark()))
 
-    def mark(self) -> object:
+    def spans(self) -> list[Span]:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        return [
+            Span(item.op, item.node, item.microbatch, self._seconds(start), self._seconds(end))
+            for item, start, end in self._entries
+        ]
+
+    def _mark(self) -> object:
         if not self._is_cuda:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def add(self, item: Instruction, start: object, end: object) -> None:
-        self._entries.append((item, start, end))
-
-    def spans(self) -> list[Span]:
-        if self._is_cuda:
-            torch.cuda.synchronize()
-        return [
-            Span(item.op, item.microbatch, self._seconds(start), self._seconds(end))
-            for item, start, end in self._entries
-        ]
-
     def _seconds(self, mark: object) -> float:
         if isinstance(mark, float):
             return mark
         return self._zero_s + self._zero_event.elapsed_time(mark) / 1000
-
-
-class _OpenSpan:
-    def __init__(self, clock: _Clock, item: Instruction) -> None:
-        self._clock, self._item = clock, item
-
-    def __enter__(self) -> None:
-        self._start = self._clock.mark()
-
-    def __exit__(self, *error: object) -> None:
-        self._clock.add(self._item, self._start, self._clock.mark())

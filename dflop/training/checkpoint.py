@@ -8,9 +8,9 @@ complete once it has that name; beside the tensors lies `run.json`, which says w
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,21 @@ _READ_BYTES = 256 * 2**20
 _NAME = re.compile(r"step-(\d{6,})")
 
 
-def save_checkpoint(
-    folder: Path, step: int, parameters: dict[str, nn.Parameter], optimizer: ShardedAdamW, run: dict[str, Any]
-) -> None:
-    """Write `folder/step-<step>`; every rank must call this. The last two checkpoints are kept."""
+class Part(Protocol):
+    """Parameters by their names in the whole model, and the optimiser that trains them."""
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]: ...
+
+    @property
+    def optimizer(self) -> ShardedAdamW: ...
+
+
+def save_checkpoint(folder: Path, step: int, parts: Sequence[Part], run: dict[str, Any]) -> None:
+    """Write `folder/step-<step>` from the parts of each rank; every rank must call this.
+
+    The last two checkpoints are kept.
+    """
     final = folder / f"step-{step:06d}"
     part = folder / f".{final.name}.part"
     is_main = dist.get_rank() == 0
@@ -38,7 +49,7 @@ def save_checkpoint(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_parameters(parameters) | _moments(parameters, optimizer), checkpoint_id=part)
+    dcp.save(_parameters(parts) | _moments(parts), checkpoint_id=part)
     if is_main:
         (part / "run.json").write_text(json.dumps(run | {"step": step}), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
@@ -48,16 +59,17 @@ def save_checkpoint(
     dist.barrier()
 
 
-def load_checkpoint(folder: Path, parameters: dict[str, nn.Parameter], optimizer: ShardedAdamW) -> None:
-    """Read a checkpoint into the parameters and the optimiser, in place; every rank must call this.
+def load_checkpoint(folder: Path, parts: Sequence[Part]) -> None:
+    """Read a checkpoint into the parameters and the optimisers, in place; every rank must call this.
 
     Moments come piece by piece, so that other pieces than this rank's own take `_READ_BYTES` at once, or one piece.
 
     Raises:
         UserError: when the checkpoint lacks some of what this rank has.
     """
-    dcp.load(_parameters(parameters), checkpoint_id=folder)
-    rounds = list(_rounds(_copies(folder, _moments(parameters, optimizer))))
+    parameters = _parameters(parts)
+    dcp.load(parameters, checkpoint_id=folder)
+    rounds = list(_rounds(_copies(folder, _moments(parts))))
     num_rounds = torch.tensor(len(rounds), device=next(iter(parameters.values())).device)
     dist.all_reduce(num_rounds, dist.ReduceOp.MAX)  # reading is done by all ranks together
     for number in range(int(num_rounds)):
@@ -66,7 +78,9 @@ def load_checkpoint(folder: Path, parameters: dict[str, nn.Parameter], optimizer
         dcp.load(read, checkpoint_id=folder)
         for copy in copies:
             copy.values.copy_(read[copy.source][copy.place])
-    optimizer.set_num_steps(json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"])
+    num_steps = json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"]
+    for own in parts:
+        own.optimizer.set_num_steps(num_steps)
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -140,14 +154,15 @@ def _rounds(copies: list[_Copy]) -> Iterator[list[_Copy]]:
         yield own
 
 
-def _parameters(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+def _parameters(parts: Sequence[Part]) -> dict[str, torch.Tensor]:
+    return {f"model/{name}": parameter.detach() for own in parts for name, parameter in own.parameters.items()}
 
 
-def _moments(parameters: dict[str, nn.Parameter], optimizer: ShardedAdamW) -> dict[str, torch.Tensor]:
+def _moments(parts: Sequence[Part]) -> dict[str, torch.Tensor]:
     return {
         f"optimizer/{name}/{moment}/{piece.start}": values
-        for name, parameter in parameters.items()
-        for piece in optimizer.pieces(parameter)
+        for own in parts
+        for name, parameter in own.parameters.items()
+        for piece in own.optimizer.pieces(parameter)
         for moment, values in piece.moments.items()
     }

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,14 +29,13 @@ _TOKENIZER_FILES = (
 
 def export_model(
     folder: Path,
-    stage: Stage,
-    node: Node,
+    parts: Sequence[tuple[Node, Stage]],
     plan: Plan,
     config: LlavaOnevisionConfig,
     pixels: LlavaOnevisionPixels,
     tokenizer_folder: Path,
 ) -> None:
-    """Write `folder`, whole or not at all; every rank must call this.
+    """Write `folder`, whole or not at all, from each rank's nodes and their stages; every rank must call this.
 
     Nothing is gathered: the shards are those of an ordinary sharded checkpoint, one a pipeline stage.
     """
@@ -45,8 +45,10 @@ def export_model(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    stages = [(grid.module, number) for grid in plan.grids for number in range(grid.pp)]
-    if node.dp_rank == 0:
+    stages = [(grid.module, number) for grid in plan.grids for number in range(plan.num_stages(grid.module))]
+    for node, stage in parts:
+        if node.dp_rank:
+            continue
         index = stages.index((node.module, node.pp_stage)) + 1
         weights = {name: tensor.contiguous().cpu() for name, tensor in stage.hf_state_dict().items()}
         if config.tie_word_embeddings:

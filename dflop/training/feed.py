@@ -165,18 +165,21 @@ class ScheduleFeed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobStream:
-    """The microbatches of one node, step after step, as a sampler for torch's DataLoader."""
+    """What a rank's nodes load, step after step, as a sampler for torch's DataLoader.
+
+    `forwards` are the nodes and microbatches of the rank's forwards in a step, in their order.
+    """
 
     feed: ScheduleFeed
-    node: Node
-    num_microbatches: int
+    forwards: tuple[tuple[Node, int], ...]
     steps: range
 
-    def __iter__(self) -> Iterator[MicrobatchJob]:
+    def __iter__(self) -> Iterator[tuple[str, MicrobatchJob]]:
+        """Each job with the module that it is for."""
         for step in self.steps:
             schedule = self.feed.get(step)
-            for microbatch in range(self.num_microbatches):
-                yield job_of(schedule, self.node, microbatch)
+            for node, microbatch in self.forwards:
+                yield node.module, job_of(schedule, node, microbatch)
 
 
 def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob:

@@ -6,6 +6,7 @@ written over.
 """
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
@@ -22,14 +23,21 @@ __all__ = ["CORRECTIONS_FILE", "NUM_WARMUP_STEPS", "Observations", "merge_observ
 NUM_WARMUP_STEPS = 2
 # Beside the parts: it goes when they go.
 CORRECTIONS_FILE = "corrections.json"
-_PASS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.SYNC_GRADIENTS: "sync"}
+# A backward's prediction stands beside the whole of it, and beside neither part of one that is split.
+_PASS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward_input",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+    Op.SYNC_GRADIENTS: "sync",
+}
 
 
 class Observations:
-    """One rank's computations, buffered until `flush`."""
+    """One rank's computations, buffered until `flush`; `nodes` are all of the program's."""
 
-    def __init__(self, folder: Path, rank: int, node: Node) -> None:
-        self._folder, self._rank, self._node = folder, rank, node
+    def __init__(self, folder: Path, rank: int, nodes: Sequence[Node]) -> None:
+        self._folder, self._rank, self._nodes = folder, rank, nodes
         self._rows: list[dict[str, object]] = []
         self._num_steps = 0
 
@@ -38,26 +46,23 @@ class Observations:
         """Where the scheduler keeps what it learns."""
         return self._folder / CORRECTIONS_FILE
 
-    def add(self, step: int, schedule: StepSchedule, node_index: int, spans: list[Span], zero_s: float) -> None:
+    def add(self, step: int, schedule: StepSchedule, spans: list[Span], zero_s: float) -> None:
         """Note one step; `zero_s` is when its first instruction began on this rank."""
-        predicted = {
-            Op.FORWARD: schedule.forward_s[node_index],
-            Op.BACKWARD: schedule.backward_s[node_index],
-        }
+        predicted = {Op.FORWARD: schedule.forward_s, Op.BACKWARD: schedule.backward_s}
         for span in spans:
-            known = span.op in predicted
+            known, node = span.op in predicted, self._nodes[span.node]
             self._rows.append(
                 {
                     "step": step,
                     "rank": self._rank,
-                    "module": self._node.module,
-                    "pp_stage": self._node.pp_stage,
-                    "dp_rank": self._node.dp_rank,
+                    "module": node.module,
+                    "pp_stage": node.pp_stage,
+                    "dp_rank": node.dp_rank,
                     "microbatch": span.microbatch,
                     "pass": _PASS[span.op],
                     "start_s": span.start_s - zero_s,
                     "seconds": span.seconds,
-                    "predicted_s": float(predicted[span.op][span.microbatch]) if known else None,
+                    "predicted_s": float(predicted[span.op][span.node, span.microbatch]) if known else None,
                     "warmup": self._num_steps < NUM_WARMUP_STEPS,
                 }
             )

@@ -10,7 +10,8 @@ from transformers.utils import logging
 
 from dflop.config import load_config
 from dflop.runtime import UserError
-from dflop.training.trainer import RunFiles, Trainer
+from dflop.training.resume import RunFiles
+from dflop.training.trainer import Trainer
 
 
 def main() -> int:

@@ -16,28 +16,31 @@ from dflop.scheduling import REPORT_LAG_STEPS, MeasuredStep
 
 __all__ = ["StepReports"]
 
-_WAY = {Op.FORWARD: 0, Op.BACKWARD: 1}
+_WAY = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}
 # Keys are used again after so many steps, when the first rank has long taken what they held.
 _NUM_SLOTS = 2 * REPORT_LAG_STEPS
 
 
 class StepReports:
-    """One rank's side: every rank sends, the first one takes."""
+    """One rank's side: every rank sends, the first one takes. A step's times are those of all nodes."""
 
-    def __init__(self, store: dist.Store, *, num_nodes: int, num_microbatches: int) -> None:
-        self._store, self._num_nodes, self._num_microbatches = store.clone(), num_nodes, num_microbatches
+    def __init__(self, store: dist.Store, rank: int, *, num_ranks: int, num_nodes: int, num_microbatches: int) -> None:
+        self._store, self._rank, self._num_ranks = store.clone(), rank, num_ranks
+        self._shape = (2, num_nodes, num_microbatches)
         # By step: the seconds it took, and those of them (and after them) that went into reporting.
         self._sent: dict[int, tuple[float, float]] = {}
         self._last_take_s = 0.0
 
-    def send(self, step: int, node_index: int, spans: list[Span], step_s: float) -> None:
-        """Leave a step's times, which took `step_s` on this rank, for the first rank."""
+    def send(self, step: int, spans: list[Span], step_s: float) -> None:
+        """Leave the times of a step, which took `step_s` on this rank, for the first rank."""
         started = time.monotonic()
-        seconds = np.zeros((2, self._num_microbatches))
+        seconds: dict[int, np.ndarray] = {}
         for span in spans:
             if span.op in _WAY:
-                seconds[_WAY[span.op], span.microbatch] += span.seconds
-        self._store.set(self._key(step, node_index), json.dumps([step, *seconds.tolist()]))
+                own = seconds.setdefault(span.node, np.zeros((2, self._shape[-1])))
+                own[_WAY[span.op], span.microbatch] += span.seconds
+        nodes = [[node, own.tolist()] for node, own in seconds.items()]
+        self._store.set(self._key(step, self._rank), json.dumps([step, nodes]))
         self._sent = {known: spent for known, spent in self._sent.items() if known > step - _NUM_SLOTS}
         self._sent[step] = step_s, time.monotonic() - started
 
@@ -48,15 +51,17 @@ class StepReports:
             return None
         started = time.monotonic()
         step_s, sending_s = self._sent.pop(ended)
-        lines = self._store.multi_get([self._key(ended, node) for node in range(self._num_nodes)])
-        steps, forward_s, backward_s = zip(*map(json.loads, lines), strict=True)
-        assert set(steps) == {ended}, f"times of steps {sorted(set(steps))} where those of step {ended} ought to be"
+        seconds = np.zeros(self._shape)
+        for line in self._store.multi_get([self._key(ended, rank) for rank in range(self._num_ranks)]):
+            reported, nodes = json.loads(line)
+            assert reported == ended, f"times of step {reported} where those of step {ended} ought to be"
+            for node, own in nodes:
+                seconds[:, node] = own
         # What taking costs is known when it is done: the last time stands for this one.
         overhead = (sending_s + self._last_take_s) / step_s
         self._last_take_s = time.monotonic() - started
-        return MeasuredStep(
-            step=ended, forward_s=np.array(forward_s), backward_s=np.array(backward_s), overhead=overhead
-        )
+        forward_s, backward_s = seconds
+        return MeasuredStep(step=ended, forward_s=forward_s, backward_s=backward_s, overhead=overhead)
 
-    def _key(self, step: int, node_index: int) -> str:
-        return f"measured/{step % _NUM_SLOTS}/{node_index}"
+    def _key(self, step: int, rank: int) -> str:
+        return f"measured/{step % _NUM_SLOTS}/{rank}"

@@ -1,36 +1,47 @@
-"""Who is who: this rank's place in the plan, and the process groups that its place needs."""
+"""Who is who: the nodes of the plan that this rank carries, and the process groups that they need."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from dflop.pipeline import Node, Plan, Program
+from dflop.pipeline import Instruction, Plan, Program
+from dflop.pipeline.routes import make_routes
 from dflop.pipeline.run import Links
 from dflop.runtime.local_device import local_device
 
-__all__ = ["Topology", "join_world"]
+__all__ = ["Topology", "join_world", "place_in_world"]
 
 _TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """One rank's view. `replicas` joins the ranks that hold the same stage (the stage's dp group)."""
+    """One rank's view of the world.
+
+    `instructions` are this rank's, over the nodes that it carries. `replicas` joins, for each of these nodes, the
+    ranks that hold the same stage (the stage's dp group).
+    """
 
     rank: int
     world_size: int
-    node_index: int
-    node: Node
+    program: Program
+    instructions: tuple[Instruction, ...]
     device: torch.device
     store: dist.Store
-    replicas: dist.ProcessGroup
+    replicas: Mapping[int, dist.ProcessGroup]
     links: Links
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The indices of this rank's nodes."""
+        return tuple(self.replicas)
 
 
 def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtype) -> Topology:
@@ -46,31 +57,47 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
         timeout=_TIMEOUT,
         device_id=device if device_kind == "cuda" else None,
     )
-    forward_group, backward_group = (dist.new_group(timeout=_TIMEOUT) for _ in range(2))
-    # Of what can be trained today, every rank is a worker and carries one node.
-    rank_of_node = tuple(plan.grid(node.module).first_rank(node.pp_stage, node.dp_rank) for node in program.nodes)
-    own_index = rank_of_node.index(rank)
-    replicas = None
-    for grid in plan.grids:
-        for stage in range(grid.pp):
-            ranks = [grid.first_rank(stage, replica) for replica in range(grid.dp)]
-            group = dist.new_group(ranks, timeout=_TIMEOUT)
-            if rank in ranks:
-                replicas = group
+    return place_in_world(program, device, dtype, dist.PrefixStore("dflop", store))
+
+
+def place_in_world(program: Program, device: torch.device, dtype: torch.dtype, store: dist.Store) -> Topology:
+    """This process' place in a program, and its groups; every rank of the default process group must call this."""
+    # The one place that assumes a rank a worker (no tensor parallelism): a rank does what its worker does, and each
+    # node is on one rank.
+    assert all(worker.num_ranks == 1 for worker in program.workers), "a worker of several ranks cannot be trained"
+    carried = [node for worker in program.workers for node in worker.nodes]
+    assert len(carried) == len(program.nodes), "a node on several workers cannot be trained"
+    rank, routes = dist.get_rank(), make_routes(program)
+    links = Links(
+        rank_of_worker=tuple(worker.first_rank for worker in program.workers),
+        edges=program.edges,
+        routes=routes,
+        groups=tuple(dist.new_group(timeout=_TIMEOUT) for _ in range(routes.num_channels)),
+        device=device,
+        dtype=dtype,
+    )
+    own = links.rank_of_worker.index(rank)
+    replicas = _replica_groups(program)
     return Topology(
         rank=rank,
-        world_size=world_size,
-        node_index=own_index,
-        node=program.nodes[own_index],
+        world_size=dist.get_world_size(),
+        program=program,
+        instructions=program.instructions[own],
         device=device,
-        store=dist.PrefixStore("dflop", store),
-        replicas=replicas,
-        links=Links(
-            rank_of_node=rank_of_node,
-            edges=program.edges,
-            forward_group=forward_group,
-            backward_group=backward_group,
-            device=device,
-            dtype=dtype,
-        ),
+        store=store,
+        replicas={node: replicas[node] for node in program.workers[own].nodes},
+        links=links,
     )
+
+
+def _replica_groups(program: Program) -> list[dist.ProcessGroup]:
+    """The group of each node's stage; stages on the same ranks share one. Every rank makes all groups, in one order."""
+    rank_of_node = {node: worker.first_rank for worker in program.workers for node in worker.nodes}
+    ranks_of_stage: dict[tuple[str, int], list[int]] = {}
+    for index, node in enumerate(program.nodes):
+        ranks_of_stage.setdefault((node.module, node.pp_stage), []).append(rank_of_node[index])
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks in map(tuple, ranks_of_stage.values()):
+        if ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks), timeout=_TIMEOUT)
+    return [groups[tuple(ranks_of_stage[node.module, node.pp_stage])] for node in program.nodes]

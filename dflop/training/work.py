@@ -1,4 +1,4 @@
-"""What a rank computes in a step: its stage's forward and backward for each microbatch.
+"""What a node computes in a step: its stage's forward and backward for each microbatch.
 
 The executor in `pipeline.run` says when; these classes hold the stage, the microbatches' inputs and what
 backward needs of forward. The loss is summed over target tokens; the trainer divides by their global
@@ -12,34 +12,28 @@ import numpy as np
 import torch
 
 from dflop.data.loading import LoadedVisual
-from dflop.models.llava_onevision.stages import LlmStage, VisionStage
 from dflop.models.microbatch import TextBatch, VisualBatch
-from dflop.pipeline import Node, Program
+from dflop.pipeline import Program
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of
-from dflop.training.sharded_optimizer import ShardedAdamW
+from dflop.training.rank_model import NodeModel
 
 __all__ = ["LlmWork", "VisionWork", "make_work"]
 
 
 class _Work:
-    """Common to encoders and the LLM: the step's schedule, the loader, the sum of gradients over replicas."""
+    """Common to encoders and the LLM: the step's schedule, the loader, the sum of gradients over replicas.
+
+    The works of a rank share its `loader`, which gives their inputs in the order of the rank's forwards.
+    """
 
     def __init__(
-        self,
-        stage: VisionStage | LlmStage,
-        program: Program,
-        node_index: int,
-        loader: Iterator,
-        autocast: torch.autocast,
-        optimizer: ShardedAdamW,
-        hidden_size: int,
+        self, own: NodeModel, program: Program, loader: Iterator, autocast: torch.autocast, hidden_size: int
     ) -> None:
-        self.stage, self.program, self.node_index = stage, program, node_index
-        self.node: Node = program.nodes[node_index]
+        self.stage, self.program, self.node_index, self.node = own.stage, program, own.index, own.node
         self._loader, self._autocast, self._hidden_size = loader, autocast, hidden_size
-        self._optimizer = optimizer
-        self.device = next(stage.parameters()).device
+        self._optimizer = own.optimizer
+        self.device = next(own.stage.parameters()).device
         self.unreadable: list[str] = []
 
     def begin_step(self, schedule: StepSchedule) -> None:
@@ -157,5 +151,6 @@ class LlmWork(_Work):
         ]
 
 
-def make_work(stage: VisionStage | LlmStage, **arguments: object) -> VisionWork | LlmWork:
-    return VisionWork(stage, **arguments) if isinstance(stage, VisionStage) else LlmWork(stage, **arguments)
+def make_work(own: NodeModel, **arguments: object) -> VisionWork | LlmWork:
+    """The work of a node; `arguments` as the works take them."""
+    return (LlmWork if own.node.module == "llm" else VisionWork)(own, **arguments)

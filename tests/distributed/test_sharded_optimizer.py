@@ -1,6 +1,7 @@
 """AdamW shared out over replicas, against torch's own on the summed gradients."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,11 @@ def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: in
     dist.destroy_process_group()
 
 
+def _part(own: list[nn.Parameter], optimizer: ShardedAdamW) -> SimpleNamespace:
+    parameters = {str(name): parameter for name, parameter in enumerate(own)}
+    return SimpleNamespace(parameters=parameters, optimizer=optimizer)
+
+
 def _save(replica: int, num_replicas: int, store: str, folder: Path) -> None:
     _join(replica, num_replicas, store)
     own = _parameters()
@@ -107,7 +113,7 @@ def _save(replica: int, num_replicas: int, store: str, folder: Path) -> None:
         _add_gradients(own, step, replica)
         sharded.sum_gradients()
         sharded.step(_LR, _SCALE)
-    save_checkpoint(folder, 2, {str(name): parameter for name, parameter in enumerate(own)}, sharded, {})
+    save_checkpoint(folder, 2, [_part(own, sharded)], {})
     dist.destroy_process_group()
 
 
@@ -116,7 +122,7 @@ def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path, rea
     checkpoint._READ_BYTES = read_bytes
     own = _parameters()
     sharded = _sharded(own, bucket_bytes=2**20)
-    load_checkpoint(folder / "step-000002", {str(name): parameter for name, parameter in enumerate(own)}, sharded)
+    load_checkpoint(folder / "step-000002", [_part(own, sharded)])
     _check_moments(sharded, own, *_expected(2, 3))
     # The next step is the third, of which each replica has the sum of what three had, by their number.
     summed = [sum(each) for each in zip(*(_gradients(2, other) for other in range(3)), strict=True)]
@@ -144,11 +150,11 @@ def test_another_number_of_replicas_reads_what_others_owned(num_replicas, read_b
 def test_a_checkpoint_that_lacks_moments_is_refused(tmp_path):
     _join(0, 1, str(tmp_path / "store"))
     try:
-        names = {str(name): parameter for name, parameter in enumerate(_parameters())}
+        own = _parameters()
         frozen = ShardedAdamW([], dist.group.WORLD, lr=_LR, weight_decay=_DECAY, fused=False)
-        save_checkpoint(tmp_path, 2, names, frozen, {})
+        save_checkpoint(tmp_path, 2, [_part(own, frozen)], {})
         with pytest.raises(UserError, match=r"step-000002 holds 0 of 63 values of optimizer/0/exp_avg/0; .* delete it"):
-            load_checkpoint(tmp_path / "step-000002", names, _sharded(list(names.values())))
+            load_checkpoint(tmp_path / "step-000002", [_part(own, _sharded(own))])
     finally:
         dist.destroy_process_group()
 

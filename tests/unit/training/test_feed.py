@@ -112,16 +112,18 @@ def test_masks_of_all_workers_cover_the_batch(case):
     np.testing.assert_array_equal(np.sum(masks, axis=0), np.ones(len(schedule.row)))
 
 
-def test_a_stream_is_its_workers_jobs_step_after_step(case):
+def test_a_stream_is_the_jobs_of_a_ranks_forwards_in_their_order_step_after_step(case):
     plan, schedules = case
     store = dist.HashStore()
     for schedule in schedules:
         store.set(f"schedule/{schedule.step}", packed(schedule))
     node = nodes_of(plan)[-1]
     feed = ScheduleFeed(store)
-    stream = list(JobStream(feed, node, NUM_MICROBATCHES, range(1, 3)))
+    other = nodes_of(plan)[0]
+    forwards = ((other, 0), (other, 1), (node, 0), (other, 2), (node, 1))
+    stream = list(JobStream(feed, forwards, range(1, 3)))
     assert stream == [
-        job_of(schedule, node, microbatch) for schedule in schedules[1:] for microbatch in range(NUM_MICROBATCHES)
+        (own.module, job_of(schedule, own, microbatch)) for schedule in schedules[1:] for own, microbatch in forwards
     ]
     assert set(feed.waited_s) == {1, 2}
     feed.forget(1)

@@ -1,0 +1,84 @@
+"""Inputs of a rank's nodes, loaded ahead in processes of their own by torch's DataLoader."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.utils.data import DataLoader, Dataset
+
+from dflop.config import Config
+from dflop.data import ShapeReader, list_sources
+from dflop.data.loading import MicrobatchJob, MicrobatchLoader, TrainingRecords
+from dflop.pipeline import Plan
+from dflop.training.feed import JobStream
+from dflop.training.rank_model import RankModel
+
+__all__ = ["start_loading"]
+
+# Microbatches that each loader process holds ready.
+_PREFETCH = 8
+
+
+def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterator:
+    """What the jobs of the stream ask for, in their order. The first is loaded when this returns: starting the
+    processes takes seconds."""
+    data = config.data
+    common = {
+        "records": TrainingRecords(list_sources(data), config.seed),
+        "reader": ShapeReader(
+            rules=model.spec.rules,
+            video=data.video,
+            audio=data.audio,
+            max_image_pixels=data.max_image_pixels,
+            max_text_bytes=data.max_text_bytes,
+        ),
+        "tokenizer_folder": model.tokenizer_folder,
+        "max_llm_tokens": data.max_llm_tokens,
+        "num_encoder_ranks": plan.grids[0].dp,
+    }
+    modules = {own.node.module for own in model.nodes}
+    dataset = _RankDataset(
+        {name: MicrobatchLoader(**common, pixels=None if name == "llm" else model.pixels) for name in modules}
+    )
+    batches = iter(_data_loader(dataset, stream, config))
+    first = next(batches, None)
+    return iter(()) if first is None else itertools.chain([first], batches)
+
+
+@dataclass
+class _RankDataset(Dataset):
+    """What each of a rank's modules loads."""
+
+    loaders: dict[str, MicrobatchLoader]
+
+    def __getitem__(self, item: tuple[str, MicrobatchJob]) -> object:
+        module, job = item
+        return self.loaders[module][job]
+
+
+def _data_loader(dataset: Dataset, stream: JobStream, config: Config) -> DataLoader:
+    """The loader must not read further ahead than the scheduler works. Otherwise they would wait for each other: the
+    loader for a schedule, the scheduler for the first step to begin."""
+    most_ahead = config.schedule.lookahead_steps * len(stream.forwards)
+    num_workers = min(config.train.loader_workers, most_ahead)
+    return DataLoader(
+        dataset,
+        sampler=stream,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        multiprocessing_context="spawn" if num_workers else None,  # so that they notice when their rank dies
+        prefetch_factor=max(1, min(_PREFETCH, most_ahead // num_workers)) if num_workers else None,
+        pin_memory=config.cluster.device == "cuda",
+        worker_init_fn=_give_way if config.cluster.device == "cpu" else None,
+    )
+
+
+def _give_way(_: int) -> None:
+    """Loaders read ahead, ranks are waited for: where they share cores, ranks go first."""
+    os.nice(19)
+
+
+def _as_it_is(batch: object) -> object:
+    return batch

@@ -1,0 +1,105 @@
+"""What a rank holds of the model: the stage of each node that it carries, and the optimiser that trains it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import LlavaOnevisionConfig
+
+from dflop.config import Config
+from dflop.data.text import ChatTokenizer, tokenizer_folder
+from dflop.models import ModelSpec, load_model_spec
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.models.llava_onevision.stages import Stage, build_stage, make_hf_config
+from dflop.pipeline import Node, Plan
+from dflop.training.sharded_optimizer import ShardedAdamW
+from dflop.training.topology import Topology
+
+__all__ = ["NodeModel", "RankModel", "build_rank_model"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NodeModel:
+    """One node: its index in the program, its stage, and the optimiser over the stage's replicas.
+
+    `parameters` are the stage's, under the names of the whole Hugging Face model.
+    """
+
+    index: int
+    node: Node
+    stage: Stage
+    optimizer: ShardedAdamW
+    parameters: dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankModel:
+    """The nodes of a rank, and what all nodes share: the model's spec, its config, its pixel rules and tokenizer."""
+
+    nodes: tuple[NodeModel, ...]
+    spec: ModelSpec
+    hf_config: LlavaOnevisionConfig
+    pixels: LlavaOnevisionPixels
+    tokenizer_folder: Path
+
+    def norm_squared(self) -> float:
+        """Of the summed gradients that this rank owns; added up over all ranks it is the model's."""
+        return sum(own.optimizer.norm_squared() for own in self.nodes)
+
+    def update(self, lr: float, scale: float) -> None:
+        """One step of the optimisers, with the gradients times `scale`."""
+        for own in self.nodes:
+            own.optimizer.step(lr, scale)
+
+
+def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torch.dtype) -> RankModel:
+    """Build the stages of a rank's nodes, with weights from `model.path` or drawn from the seed."""
+    spec = load_model_spec(config.model)
+    folder = tokenizer_folder(config.model)
+    tokenizer = ChatTokenizer(folder)
+    hf_config = make_hf_config(spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    checkpoint = Path(config.model.path) if config.model.path else None
+    nodes: Sequence[NodeModel] = [
+        _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint) for index in topology.nodes
+    ]
+    return RankModel(
+        nodes=tuple(nodes),
+        spec=spec,
+        hf_config=hf_config,
+        pixels=LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size, checkpoint),
+        tokenizer_folder=folder,
+    )
+
+
+def _build_node(
+    config: Config,
+    plan: Plan,
+    topology: Topology,
+    dtype: torch.dtype,
+    index: int,
+    spec: ModelSpec,
+    hf_config: LlavaOnevisionConfig,
+    checkpoint: Path | None,
+) -> NodeModel:
+    node = topology.program.nodes[index]
+    stage = build_stage(
+        hf_config,
+        node.module,
+        layers=plan.layers_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
+        seed=config.seed,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        device=topology.device,
+        checkpointing=plan.checkpointing,
+    )
+    stage.requires_grad_(node.module not in config.model.freeze)
+    optimizer = ShardedAdamW(
+        list(stage.parameters()),
+        topology.replicas[index],
+        lr=config.train.lr,
+        weight_decay=config.train.weight_decay,
+        fused=config.cluster.device == "cuda",
+    )
+    return NodeModel(index=index, node=node, stage=stage, optimizer=optimizer, parameters=stage.named_hf_parameters())
