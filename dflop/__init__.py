@@ -1,17 +1,18 @@
 """Plan and run multimodal-LLM training around the data."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dflop.balancing.collators import pads_batches
     from dflop.balancing.sampler import BalancedBatchSampler
 
-__all__ = ["BalancedBatchSampler"]
+__all__ = ["BalancedBatchSampler", "pads_batches"]
 
 
 def __getattr__(name: str) -> Any:
-    # Torch is loaded when the sampler is asked for, not whenever a command of the workflow starts.
-    if name == "BalancedBatchSampler":
-        from dflop.balancing.sampler import BalancedBatchSampler
-
-        return BalancedBatchSampler
+    # Torch is loaded when one of these is asked for, not whenever a command of the workflow starts.
+    modules = {"BalancedBatchSampler": "dflop.balancing.sampler", "pads_batches": "dflop.balancing.collators"}
+    if name in modules:
+        return getattr(import_module(modules[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

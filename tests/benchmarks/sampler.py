@@ -5,7 +5,8 @@
 FOLDER holds tables (CSV) with the columns `text_tokens_qwen25` and `ov_visual_tokens`, whose sum is a sample's length;
 without it only the time is measured, on drawn lengths. Compared are torch's DistributedSampler, the two samplers of the
 Hugging Face Trainer that look at lengths (`group_by_length`, and `batch_rebalance`, which levels a quadratic cost of
-padded batches instead) and BalancedBatchSampler. A table is printed and `results/benchmarks/sampler.json` written.
+padded batches instead) and BalancedBatchSampler in all its ways. A table is printed and
+`results/benchmarks/sampler.json` written.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import json
 import platform
 import sys
 import time
-from itertools import islice
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -73,22 +75,26 @@ def measure_imbalance(lengths: np.ndarray, num_steps: int) -> list[dict]:
             "torch": torch_batches,
             "hf group_by_length": grouped_batches,
             "hf batch_rebalance": rebalanced_batches,
-            "balanced": balanced_batches,
-            "balanced, padded": padded_batches,
         }
+        for padded, sync in product((False, True), ("microbatch", "step")):
+            name = f"{'padded' if padded else 'added up'}, {sync}"
+            samplers[name] = partial(balanced_batches, padded=padded, sync=sync)
         torch_cost = None
         for name, make in samplers.items():
             batches = make(lengths, num_replicas, batch_size, accumulation, most)
             row = {"ranks": num_replicas, "batch_size": batch_size, "accumulation": accumulation, "sampler": name}
             row |= imbalance(lengths, batches, accumulation)
-            torch_cost = torch_cost or {key: row[key] for key in ("sum_cost", "padded_cost")}
+            torch_cost = torch_cost or {key: cost for key, cost in row.items() if key.endswith("_cost")}
             row |= {f"{key}_to_torch": row[key] / cost for key, cost in torch_cost.items()}
             rows.append(row)
     return rows
 
 
 def imbalance(lengths: np.ndarray, batches: list[list[list[int]]], accumulation: int) -> dict[str, float]:
-    """Of `batches[rank][number]`: largest rank over mean rank, a mean over steps; and a sample's cost with waiting."""
+    """Of `batches[rank][number]`: largest rank over mean rank, a mean over steps; and a sample's cost with waiting.
+
+    Both where ranks wait for each other in each microbatch, and where they do once a step.
+    """
     num_batches = len(batches[0]) // accumulation * accumulation
     found = {}
     for kind in ("sum", "padded"):
@@ -102,11 +108,12 @@ def imbalance(lengths: np.ndarray, batches: list[list[list[int]]], accumulation:
             ],
             dtype=np.float64,
         ).reshape(len(batches), -1, accumulation)
-        waited, mean = loads.max(axis=0).sum(axis=1), loads.sum(axis=2).mean(axis=0)
+        mean = loads.sum(axis=2).mean(axis=0)
         num_samples = sum(len(batch) for own in batches for batch in own[:num_batches])
-        found[f"{kind}_each_batch"] = float((waited / mean).mean())
-        found[f"{kind}_each_step"] = float((loads.sum(axis=2).max(axis=0) / mean).mean())
-        found[f"{kind}_cost"] = float(waited.sum() / num_samples)
+        waited = {"microbatch": loads.max(axis=0).sum(axis=1), "step": loads.sum(axis=2).max(axis=0)}
+        for sync, cost in waited.items():
+            found[f"{kind}_{sync}"] = float((cost / mean).mean())
+            found[f"{kind}_{sync}_cost"] = float(cost.sum() / num_samples)
     return found
 
 
@@ -131,43 +138,39 @@ def rebalanced_batches(lengths, num_replicas, batch_size, accumulation, most):
     return [list(islice(sampler, most)) for sampler in samplers]
 
 
-def balanced_batches(lengths, num_replicas, batch_size, accumulation, most, padded=False):
-    options = {"num_accumulation_steps": accumulation, "drop_last": True, "padded": padded}
+def balanced_batches(lengths, num_replicas, batch_size, accumulation, most, padded, sync):
+    options = {"num_accumulation_steps": accumulation, "drop_last": True, "padded": padded, "sync": sync}
     samplers = [
         BalancedBatchSampler(lengths, batch_size, num_replicas, rank, **options) for rank in range(num_replicas)
     ]
     return [list(islice(sampler, most)) for sampler in samplers]
 
 
-def padded_batches(*arguments):
-    return balanced_batches(*arguments, padded=True)
-
-
 def print_imbalance(rows: list[dict]) -> None:
-    print("largest rank / mean rank, where ranks meet after each batch and after each step, of lengths added up and of")
-    print("batches padded to their longest; and what a sample costs with all waiting (after each batch), torch = 1\n")
-    print(f"{'ranks x size x accum':>20}  {'sampler':<20}{'added up':>16}{'cost':>7}{'padded':>18}{'cost':>7}")
+    print(
+        "Cost of a sample with all waiting, torch = 1, and in brackets the largest rank over the mean one. Lengths are"
+    )
+    print("added up, or batches padded to their longest; ranks wait in each microbatch (FSDP) or once a step (DDP with")
+    print("no_sync). A balanced sampler is meant for the column of its name.\n")
+    columns = {f"{kind}_{sync}": f"{kind}, {sync}" for kind in ("sum", "padded") for sync in ("microbatch", "step")}
+    print(f"{'ranks x size x accum':>20}  {'sampler':<22}" + "".join(f"{title:>20}" for title in columns.values()))
     for row in rows:
         layout = f"{row['ranks']} x {row['batch_size']} x {row['accumulation']}"
-        added = f"{row['sum_each_batch']:.3f}  {row['sum_each_step']:.3f}"
-        padded = f"{row['padded_each_batch']:.3f}  {row['padded_each_step']:.3f}"
-        print(
-            f"{layout:>20}  {row['sampler']:<20}{added:>16}{row['sum_cost_to_torch']:>7.2f}"
-            f"{padded:>18}{row['padded_cost_to_torch']:>7.2f}"
-        )
+        cells = [f"{row[f'{key}_cost_to_torch']:.2f} ({row[key]:.3f})" for key in columns]
+        print(f"{layout:>20}  {row['sampler']:<22}" + "".join(f"{cell:>20}" for cell in cells))
     print()
 
 
 def measure_time(lengths: np.ndarray) -> list[dict]:
-    """Milliseconds a step, the median over ten global batches, after compiling."""
+    """Milliseconds a step of one core's time, the median over ten global batches, after compiling."""
     rows = []
     for num_samples, num_cells in TIMED:
         draw, seconds = np.random.default_rng(0), []
         for _ in range(11):
             costs = draw.choice(lengths, num_samples)[:, None]
-            begin = time.perf_counter()
+            begin = time.thread_time()
             balanced_cells(costs, num_cells, num_samples // num_cells)
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.thread_time() - begin)
         rows.append({"num_samples": num_samples, "num_cells": num_cells, "ms": 1e3 * float(np.median(seconds[1:]))})
     return rows
 

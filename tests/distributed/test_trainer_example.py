@@ -51,11 +51,10 @@ arguments = TrainingArguments(
     num_train_epochs={epochs}, max_steps=-1, save_steps=8, save_strategy="steps", report_to=[], disable_tqdm=True,
     seed=5, dataloader_num_workers=1,
 )
-trainer = NotedTrainer(LlamaForCausalLM(config), arguments, train_dataset=data, data_collator=collate, costs=costs,
-                       padded=True)
+trainer = NotedTrainer(LlamaForCausalLM(config), arguments, train_dataset=data, data_collator=collate, costs=costs)
 trainer.train(resume_from_checkpoint=f"{{folder}}/checkpoint-8" if resume else None)
 with open(f"{{folder}}/rank{{arguments.process_index}}.json", "w") as file:
-    json.dump({{"noted": noted, "steps": trainer.state.global_step}}, file)
+    json.dump({{"noted": noted, "steps": trainer.state.global_step, "padded": trainer.padded}}, file)
 """
 
 
@@ -107,6 +106,7 @@ def test_the_example_trains_on_the_samples_of_torch_and_resumes_in_the_second_ep
     ranks = train(tmp_path)
     expected = torch_steps()
     assert [rank["steps"] for rank in ranks] == [len(expected)] * NUM_RANKS
+    assert all(rank["padded"] is True for rank in ranks), "the collator pads, and the trainer finds out"
     assert noted_steps(ranks, 0, len(expected)) == expected
     for number in range(len(expected)):
         counts = {count for rank in ranks for step, _, count in rank["noted"] if step == number}
