@@ -81,8 +81,8 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     from dflop.costs.design import load_bounds
     from dflop.data import ChatTokenizer, tokenizer_folder
     from dflop.models import check_runnable
+    from dflop.runtime.commands import COMMANDS
     from dflop.runtime.torchrun import run_ranks
-    from dflop.stages import STAGES
 
     check_runnable(spec.family)
     if bounds and not bounds.exists():
@@ -98,7 +98,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
         )
     tokenizer = ChatTokenizer(tokenizer_folder(config.model))  # refused here in one line, not by every rank
     request = {
-        "config": select_keys(config, STAGES["profile-costs"].reads),
+        "config": select_keys(config, COMMANDS["profile-costs"].reads),
         "module": module,
         "tp": tp,
         "bounds": str(bounds) if bounds else None,
@@ -149,7 +149,7 @@ def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
 def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, out: Path) -> None:
     """Fit the time and memory model to measurements, with its error on whole stages kept out of the fit."""
     from dflop.costs import fit_costs, fit_links, read_links, read_measured
-    from dflop.stages import STAGES
+    from dflop.runtime.commands import code_digest
     from dflop.store import write_costs
 
     measured = read_measured(measurements)
@@ -164,7 +164,7 @@ def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, o
         {
             "source": source,
             "config_digest": ",".join(measured.device["config_digest"].unique().sort()),
-            "code_digest": STAGES["fit-costs"].code_digest,
+            "code_digest": code_digest("fit-costs"),
         },
     )
     if source == "analytic":

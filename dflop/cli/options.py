@@ -1,4 +1,4 @@
-"""What the commands share: their options, the part of the config that a stage reads, and what its output says of it."""
+"""What the commands share: their options, the part of the config that each reads, and what its output says of it."""
 
 import hashlib
 import json
@@ -24,28 +24,28 @@ def config_option(function):
     )(function)
 
 
-def load_for(stage: str, configs: tuple[str, ...]):
-    """The config with the keys that `stage` reads, from what `--config` named."""
+def load_for(command: str, configs: tuple[str, ...]):
+    """The config with the keys that `command` reads, from what `--config` named."""
     from dflop.config import load_config
-    from dflop.stages import STAGES, restrict
+    from dflop.runtime.commands import COMMANDS, restrict
 
     if not configs:
-        raise UserError(f"`dflop {stage}` needs a config: --config config/config.yaml")
+        raise UserError(f"`dflop {command}` needs a config: --config config/config.yaml")
     layers = [text if text.lstrip().startswith("{") else Path(text) for text in configs]
-    return restrict(load_config(*layers), STAGES[stage].reads)
+    return restrict(load_config(*layers), COMMANDS[command].reads)
 
 
-def meta_of(stage: str, config) -> dict[str, str]:
+def meta_of(command: str, config) -> dict[str, str]:
     """What a DuckDB file says of its making."""
-    from dflop.stages import STAGES
+    from dflop.runtime.commands import code_digest
 
-    return {"config_digest": config_digest(stage, config), "code_digest": STAGES[stage].code_digest}
+    return {"config_digest": config_digest(command, config), "code_digest": code_digest(command)}
 
 
-def config_digest(stage: str, config, **beside: object) -> str:
-    """Of the keys that `stage` reads, and of what else its output depends on."""
+def config_digest(command: str, config, **beside: object) -> str:
+    """Of the keys that `command` reads, and of what else its output depends on."""
     from dflop.config import select_keys
-    from dflop.stages import STAGES
+    from dflop.runtime.commands import COMMANDS
 
-    keys = json.dumps(select_keys(config, STAGES[stage].reads) | beside, sort_keys=True)
+    keys = json.dumps(select_keys(config, COMMANDS[command].reads) | beside, sort_keys=True)
     return hashlib.sha256(keys.encode()).hexdigest()[:16]

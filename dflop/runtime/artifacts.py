@@ -1,14 +1,15 @@
-"""How files of a run are written: whole or not at all."""
+"""How files of a run are written, whole or not at all, and where processes keep what they found out."""
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["written_whole"]
+__all__ = ["cache_folder", "written_whole"]
 
 
-@contextmanager
+@contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; it takes `path`'s place when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -18,3 +19,19 @@ def written_whole(path: Path) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def cache_folder() -> Path:
+    """Where processes keep what takes long to find out again.
+
+    In a workflow's folder that is `.snakemake/dflop`; elsewhere, where a command was run by hand, the user's cache, or
+    the system's temporary folder where neither can be written.
+    """
+    if Path(".snakemake").is_dir() and os.access(".snakemake", os.W_OK):
+        return Path(".snakemake/dflop")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dflop")
+    with contextlib.suppress(OSError):
+        user.mkdir(parents=True, exist_ok=True)
+        if os.access(user, os.W_OK):
+            return user
+    return Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"

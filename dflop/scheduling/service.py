@@ -24,10 +24,10 @@ from dflop.data import load_samples
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.pipeline import load_plan
 from dflop.pricing import CorrectionFile, Pricer, leave_out_too_large
+from dflop.runtime.commands import COMMANDS
 from dflop.scheduling.correction_loop import CorrectionLoop, MeasuredStep
 from dflop.scheduling.global_batches import GlobalBatches
 from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
-from dflop.stages import STAGES
 
 __all__ = ["ScheduleService", "open_scheduler"]
 
@@ -66,7 +66,7 @@ class ScheduleService:
     ) -> None:
         """`corrections` is the file in which what was learned is kept; it need not exist yet."""
         request = {
-            "config": select_keys(config, STAGES["schedule"].reads),
+            "config": select_keys(config, COMMANDS["schedule"].reads),
             "shapes": str(shapes),
             "costs": str(costs),
             "plan": str(plan),

@@ -22,8 +22,8 @@ from dflop.pricing import (
     stale_share,
 )
 from dflop.runtime import UserError, written_whole
+from dflop.runtime.commands import COMMANDS
 from dflop.runtime.torchrun import run_ranks
-from dflop.stages import STAGES
 from dflop.training.observations import CORRECTIONS_FILE, NUM_WARMUP_STEPS
 
 __all__ = ["check_devices", "check_plan", "launch_ranks", "summarise", "what_to_rerun"]
@@ -43,7 +43,7 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, str | None]
     per_node = config.cluster.devices_per_node
     if loaded.world_size < per_node:
         per_node = loaded.world_size
-    request = {"config": select_keys(config, STAGES["train"].reads), **arguments}
+    request = {"config": select_keys(config, COMMANDS["train"].reads), **arguments}
     code, stopped = run_ranks(
         "dflop.training.rank", request, config.cluster, num_nodes=config.cluster.num_nodes, per_node=per_node
     )

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dflop
+from dflop.runtime.code_behind import imported_names
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(dflop.__file__).parent
@@ -25,7 +26,7 @@ FOLDERS = (
     *("models", "data", "costs", "pipeline", "balancing"),
     *("pricing", "scheduling", "planning", "training", "reporting"),
 )
-ABOVE_ALL = ("config", "store", "runtime", "stages")
+ABOVE_ALL = ("config", "store", "runtime")
 PLACES = {**dict.fromkeys(ABOVE_ALL, 0), **{name: place for place, name in enumerate(FOLDERS, start=1)}, "cli": 99}
 PACKAGE_ITSELF = 100  # dflop/__init__.py may offer anything, so nothing inside may import from it.
 
@@ -33,7 +34,7 @@ IMPORTED_WITHOUT_TORCH = (
     "dflop",
     "dflop.config",
     "dflop.store",
-    "dflop.stages",
+    "dflop.runtime.commands",
     "dflop.models",
     "dflop.models.audio",
     "dflop.models.internvl.shapes",
@@ -64,10 +65,7 @@ def imports_of(source: str, package: str) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
-            origin = ".".join(filter(None, (base, node.module)))
-            names |= {f"{origin}.{alias.name}" for alias in node.names}
+            names |= set(imported_names(node, package).values())
     return names
 
 

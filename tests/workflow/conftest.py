@@ -33,9 +33,9 @@ class Checkout:
         (self.folder / name).write_text(yaml.safe_dump(sections))
         return name
 
-    def jobs_of_dry_run(self, *arguments: str) -> list[str]:
+    def jobs_of_dry_run(self, *arguments: str, **environment: str) -> list[str]:
         """Names of the rules that a dry run lists, one a job."""
-        done = self.snakemake("-n", "--cores", "2", *arguments)
+        done = self.snakemake("-n", "--cores", "2", *arguments, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return [
             line.split()[1].rstrip(":")

@@ -3,6 +3,7 @@
 One whole run is shared by the tests, in a copy of the repository; Snakemake, torchrun and CBC are real.
 """
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -199,19 +200,40 @@ def test_costs_are_measured_over_the_range_of_the_data(finished):
         assert [rows[load].min(), rows[load].max()] == bounds[load]
 
 
-def test_costs_are_measured_anew_with_other_code(finished):
+@pytest.fixture
+def jobs_after(finished):
+    """`jobs_after({file: function})`: what a dry run lists after a statement was put into these functions."""
     checkout, config = finished
     package = checkout.folder / "dflop"
-    shutil.copytree(REPOSITORY / "dflop", package)
-    try:
-        arguments = ("-n", "--cores", "2", "results/small/costs.duckdb", "--configfile", config)
-        unchanged = checkout.snakemake(*arguments, PYTHONPATH=str(checkout.folder))
-        (package / "costs/measure.py").write_text((package / "costs/measure.py").read_text() + "\n")
-        changed = checkout.snakemake(*arguments, PYTHONPATH=str(checkout.folder))
-    finally:
-        shutil.rmtree(package)
-    assert "rule profile_costs:" not in unchanged.stdout
-    assert "rule profile_costs:" in changed.stdout
+    shutil.copytree(REPOSITORY / "dflop", package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def jobs(changes: dict[str, str]) -> list[str]:
+        for name, function in changes.items():
+            shutil.copy(REPOSITORY / "dflop" / name, package / name)
+            text = (package / name).read_text()
+            (place,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == function)
+            lines = text.splitlines(keepends=True)
+            lines.insert(place.body[-1].lineno - 1, "    assert True\n")
+            (package / name).write_text("".join(lines))
+        try:
+            return checkout.jobs_of_dry_run("--configfile", config, PYTHONPATH=str(checkout.folder))
+        finally:
+            for name in changes:
+                shutil.copy(REPOSITORY / "dflop" / name, package / name)
+
+    yield jobs
+    shutil.rmtree(package)
+
+
+def test_a_change_of_code_reruns_the_rule_whose_command_uses_it_and_what_depends_on_it(jobs_after):
+    """Which definitions are behind which command is a matter of unit tests; here three changes stand for all."""
+    assert jobs_after({"data/demo/dataset.py": "make_demo_data", "balancing/sampler.py": "_at_least"}) == []
+    assert set(jobs_after({"planning/search.py": "search_plans"})) == {
+        *("search_plan", "preview_schedule", "train", "report", "all"),
+    }
+    changed = jobs_after({"costs/profile_rank.py": "main", "data/profile.py": "profile_shard"})
+    assert {"profile_shapes", "profile_costs"} <= set(changed)
+    assert "profile_links" not in changed
 
 
 def test_links_are_measured_between_devices_that_are_at_hand(finished):

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from snakemake.exceptions import WorkflowError
 from dflop.config import load_config, select_keys
 from dflop.data.manifests import list_shards, list_sources
 from dflop.data.profile import useful_workers
-from dflop.runtime.errors import UserError
 from dflop.models.spec import check_runnable, load_model_spec, model_digest
-from dflop.stages import STAGES
+from dflop.runtime.commands import COMMANDS, code_digest
+from dflop.runtime.devices import load_device
+from dflop.runtime.errors import UserError
 
 
 def stop_with(error):
@@ -44,14 +46,14 @@ Path(os.environ.setdefault(OUTPUT_CACHE, str(Path(".snakemake/output-cache").abs
 )
 
 
-def config_for(stage, **replaced):
-    """The config keys that a stage reads, as JSON text for `--config`; `replaced` puts sections in place."""
-    return json.dumps(select_keys(CONFIG, STAGES[stage].reads) | replaced, sort_keys=True)
+def config_for(command, **replaced):
+    """The config keys that a command reads, as JSON text for `--config`; `replaced` gives keys other values."""
+    return json.dumps(select_keys(CONFIG, COMMANDS[command].reads) | replaced, sort_keys=True)
 
 
-def code_of(stage):
-    """Digest of the code behind a stage, for params: Snakemake itself sees only the shell text."""
-    return STAGES[stage].code_digest
+def code_of(command):
+    """Digest of the code behind a command, for params: Snakemake itself sees only the shell text."""
+    return code_digest(command)
 
 
 def is_demo(source):
@@ -137,10 +139,12 @@ def all_measurements(wildcards):
     return [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in CONFIG.costs.tp_sizes]
 
 
-def device_models():
-    """The user's own file of device models, where costs are made from it."""
+def data_sheet():
+    """The device's numbers, for params, where costs are made from them."""
+    if is_measured():
+        return None
     own = CONFIG.cluster.device_models
-    return [own] if own and not is_measured() else []
+    return asdict(load_device(CONFIG.cluster.device_model, Path(own) if own else None))
 
 
 def measured_links():

@@ -2,8 +2,6 @@
 
 
 rule profile_costs:
-    input:
-        device_models(),
     output:
         measurements=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parquet",
         parameters=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parameters.parquet",
@@ -21,6 +19,7 @@ rule profile_costs:
         module="{module}",
         tp="{tp}",
         model=model_digest(CONFIG.model),
+        device=data_sheet(),
         code=code_of("profile-costs"),
     shell:
         "dflop profile-costs --config {params.config:q} --module {wildcards.module} --tp {wildcards.tp}"

@@ -5,10 +5,7 @@ job of the workflow asks again. Indexes are mapped into memory, 32 bytes a recor
 touches only the part it needs.
 """
 
-import contextlib
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from hashlib import sha256
@@ -23,8 +20,9 @@ from dflop.data.manifests.entries import DIGEST_BYTES, EntryReader, Span, Unread
 from dflop.data.manifests.formats import open_reader
 from dflop.data.records import RecordError
 from dflop.runtime import UserError, written_whole
+from dflop.runtime.artifacts import cache_folder
 
-__all__ = ["ManifestFile", "cache_folder", "remove_outdated", "stamp_of"]
+__all__ = ["ManifestFile", "remove_outdated", "stamp_of"]
 
 _FORMAT = 3
 _ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
@@ -119,19 +117,6 @@ def stamp_of(kind: str, number: int, files: Sequence[Path]) -> str:
                 raise UserError(f"the manifest {member} cannot be read: {error.strerror}") from None
             parts.append(f"{member.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}")
     return sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:20]
-
-
-def cache_folder() -> Path:
-    """Where indexes lie: in a workflow's folder with all that Snakemake keeps there; elsewhere, where a command was run
-    by hand, in the user's cache, or in the system's temporary folder where neither can be written."""
-    if Path(".snakemake").is_dir() and os.access(".snakemake", os.W_OK):
-        return Path(".snakemake/dflop")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dflop")
-    with contextlib.suppress(OSError):
-        user.mkdir(parents=True, exist_ok=True)
-        if os.access(user, os.W_OK):
-            return user
-    return Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"
 
 
 def remove_outdated(pattern: str, current: Set[Path]) -> None:

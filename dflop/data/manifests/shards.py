@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from dflop.data.manifests.index import ManifestFile, cache_folder, remove_outdated, stamp_of
+from dflop.data.manifests.index import ManifestFile, remove_outdated, stamp_of
 from dflop.data.manifests.sources import Source
 from dflop.data.records import RecordError, media_paths
 from dflop.runtime import UserError, written_whole
+from dflop.runtime.artifacts import cache_folder
 
 __all__ = ["Shard", "SourceRecords", "list_shards"]
 

@@ -1,0 +1,108 @@
+"""The commands of the workflow: which config keys each one reads, and the code that makes its output.
+
+Both decide what runs again: the workflow passes exactly these keys to the command and tracks them together with a
+digest of the code, so that an unrelated key or an unrelated change of the program reruns nothing. A command sees no
+other key, whatever config it is given: reading one that is not listed here fails at once.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from dflop.config import Config
+from dflop.runtime.code_behind import code_digests
+
+__all__ = ["COMMANDS", "IN_PARAMS", "Command", "code_digest", "restrict"]
+
+_MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
+_LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video", "data.audio")
+_SHARDS = ("seed", "data.sources", "data.samples_per_shard", "data.watch_media")
+_BATCH = ("seed", "train.global_batch_size", "train.precision")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`function` is the command's own, by its dotted name; `reads` are dotted config keys."""
+
+    function: str
+    reads: tuple[str, ...]
+
+
+COMMANDS: dict[str, Command] = {
+    "demo-data": Command("dflop.cli.data.demo_data", ()),
+    "profile-shapes": Command("dflop.cli.data.profile_shapes", (*_SHARDS, *_LIMITS, *_MODEL)),
+    "merge-shapes": Command(
+        "dflop.cli.data.merge_shapes", (*_SHARDS, "data.duplicate_ids", "model.path", "model.tokenizer")
+    ),
+    "plot-shapes": Command("dflop.cli.data.plot_shapes_command", ()),
+    "profile-costs": Command(
+        "dflop.cli.costs.profile_costs",
+        (
+            *_MODEL,
+            "cluster.device",
+            "cluster.device_model",
+            "cluster.device_models",
+            "cluster.devices_per_node",
+            "costs.source",
+            "costs.repeats",
+            "costs.time_budget_s",
+            "costs.target_error",
+            "train.precision",
+        ),
+    ),
+    "profile-links": Command(
+        "dflop.cli.costs.profile_links",
+        (
+            "cluster.device",
+            "cluster.device_model",
+            "cluster.num_nodes",
+            "cluster.devices_per_node",
+            "costs.repeats",
+        ),
+    ),
+    "fit-costs": Command("dflop.cli.costs.fit_costs_command", ()),
+    "plan": Command("dflop.cli.plans.plan_command", (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan")),
+    "schedule": Command("dflop.cli.plans.schedule_command", (*_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")),
+    "train": Command(
+        "dflop.cli.training.train_command",
+        ("seed", "data.sources", *_LIMITS, "model", "cluster", "schedule", "train"),
+    ),
+    "report": Command(
+        "dflop.cli.training.report_command", ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")
+    ),
+}
+
+# Not followed to what is behind a command: what these find out is among the command's params.
+IN_PARAMS = frozenset(
+    {
+        "dflop.runtime.commands",
+        "dflop.config.load_config",
+        "dflop.runtime.devices.find_device",
+        "dflop.runtime.devices.load_device",
+    }
+)
+
+
+@cache
+def code_digest(command: str) -> str:
+    """Of the code behind a command, as this process found it."""
+    digests = code_digests((own.function for own in COMMANDS.values()), IN_PARAMS)
+    return digests[COMMANDS[command].function]
+
+
+def restrict(config: Config, keys: Iterable[str]) -> Config:
+    """The config without any key but these: reading another raises AttributeError."""
+    return _without_others(config, [key.split(".") for key in keys])
+
+
+def _without_others(section: Any, wanted: list[list[str]]) -> Any:
+    restricted = dataclasses.replace(section)
+    for item in dataclasses.fields(section):
+        below = [path[1:] for path in wanted if path[0] == item.name]
+        if not below:
+            object.__delattr__(restricted, item.name)
+        elif all(below):
+            object.__setattr__(restricted, item.name, _without_others(getattr(section, item.name), below))
+    return restricted

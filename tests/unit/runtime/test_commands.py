@@ -1,0 +1,102 @@
+"""A command sees the keys it lists and no other, and the code behind it is what it uses."""
+
+from pathlib import Path
+
+import pytest
+
+import dflop
+from dflop.cli import cli
+from dflop.config import load_config, select_keys
+from dflop.runtime.code_behind import CodeBehind, code_digests
+from dflop.runtime.commands import COMMANDS, IN_PARAMS, restrict
+
+PACKAGE = Path(dflop.__file__).parent
+AFTER_PLAN = {"schedule", "train", "report"}
+
+
+@pytest.fixture(scope="module")
+def reached() -> dict[str, tuple[set[tuple[str, str]], set[Path]]]:
+    """Of each command the definitions and files behind it."""
+    behind = CodeBehind(PACKAGE, IN_PARAMS)
+    return {name: behind.reach(command.function) for name, command in COMMANDS.items()}
+
+
+def test_a_restricted_config_has_the_keys_it_was_given():
+    config = load_config({"train": {"lr": 0.5}, "data": {"sources": [{"path": "a.json"}]}})
+    part = restrict(config, ["seed", "train.lr", "data"])
+    assert (part.seed, part.train.lr, part.data) == (0, 0.5, config.data)
+
+
+@pytest.mark.parametrize("read", [lambda c: c.run, lambda c: c.model, lambda c: c.train.steps, lambda c: c.data.video])
+def test_reading_any_other_key_of_a_restricted_config_fails(read):
+    part = restrict(load_config(), ["seed", "train.lr", "data.sources"])
+    with pytest.raises(AttributeError):
+        read(part)
+
+
+def test_restricting_leaves_the_config_itself_alone():
+    config = load_config()
+    restrict(config, ["seed", "train.lr"])
+    assert config == load_config()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_key_that_a_command_reads_exists(name):
+    config = load_config()
+    part = restrict(config, COMMANDS[name].reads)
+    assert select_keys(part, COMMANDS[name].reads) == select_keys(config, COMMANDS[name].reads)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_one_of_the_program_and_its_function_is_found(name, reached):
+    function = cli.commands[name].callback
+    assert COMMANDS[name].function == f"{function.__module__}.{function.__name__}"
+    assert len(reached[name][0]) > 10
+
+
+@pytest.mark.parametrize(
+    ("definition", "commands"),
+    [
+        ("data.demo.dataset.make_demo_data", {"demo-data"}),
+        ("data.profile.profile_shard", {"profile-shapes"}),
+        ("store.write_shapes", {"merge-shapes"}),
+        ("reporting.shapes.draw_shapes", {"plot-shapes"}),
+        ("costs.profile_rank.main", {"profile-costs"}),
+        ("costs.links.main", {"profile-links"}),
+        ("costs.fit.fit_costs", {"fit-costs"}),
+        ("planning.search.search_plans", {"plan"}),
+        ("scheduling.preview.preview_frames", {"schedule"}),
+        ("training.rank.main", {"train"}),
+        ("reporting.training.draw_training", {"report"}),
+        ("costs.link_model.fit_links", {"fit-costs"}),
+        ("pricing.transfers.find_link", {"plan", *AFTER_PLAN}),
+        ("pricing.pricer.Pricer", {"plan", *AFTER_PLAN}),
+        ("balancing.cbc_process.main", AFTER_PLAN),
+        ("data.text.ChatTokenizer", {"profile-shapes", "profile-costs", "train"}),
+        ("runtime.torchrun.run_ranks", {"profile-costs", "profile-links", "train"}),
+        ("balancing.sampler.BalancedBatchSampler", set()),
+    ],
+)
+def test_a_definition_is_behind_the_commands_that_use_it_and_no_other(reached, definition, commands):
+    module, _, name = f"dflop.{definition}".rpartition(".")
+    assert hasattr(__import__(module, fromlist=[name]), name)
+    assert {command for command, (found, _) in reached.items() if (module, name) in found} == commands
+
+
+def test_the_chat_template_is_behind_those_that_read_text_and_data_sheets_stand_in_the_params(reached):
+    def of_whom(name: str) -> set[str]:
+        return {command for command, (_, files) in reached.items() if PACKAGE / name in files}
+
+    assert of_whom("data/tokenizer/chat_template.jinja") >= {"profile-shapes", "profile-costs", "train"}
+    assert of_whom("runtime/devices.yaml") == set()
+
+
+def test_digests_are_kept_until_something_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(".snakemake").mkdir()
+    entry = COMMANDS["plot-shapes"].function
+    (digest,) = code_digests([entry], IN_PARAMS).values()
+    kept = Path(".snakemake/dflop/code.json")
+    kept.write_text(kept.read_text().replace(digest, "as kept"))
+    assert code_digests([entry], IN_PARAMS) == {entry: "as kept"}
+    assert code_digests([entry], IN_PARAMS | {"dflop.nothing"}) == {entry: digest}
