@@ -19,20 +19,19 @@ def config_option(function):
         "--config",
         "configs",
         multiple=True,
-        metavar="FILE|JSON",
-        help="A config file, or its text as JSON; later ones win. Repeatable.",
+        metavar="FILE|TEXT|KEY=VALUE",
+        help="A config file, its text ({train: {lr: 0.1}}), or one key (train.lr=0.1); later ones win. Repeatable.",
     )(function)
 
 
 def load_for(command: str, configs: tuple[str, ...]):
     """The config with the keys that `command` reads, from what `--config` named."""
-    from dflop.config import load_config
-    from dflop.runtime.commands import COMMANDS, restrict
+    from dflop.config import load_config, restrict
+    from dflop.runtime.commands import COMMANDS
 
     if not configs:
         raise UserError(f"`dflop {command}` needs a config: --config config/config.yaml")
-    layers = [text if text.lstrip().startswith("{") else Path(text) for text in configs]
-    return restrict(load_config(*layers), COMMANDS[command].reads)
+    return restrict(load_config(*configs), COMMANDS[command].reads)
 
 
 def meta_of(command: str, config) -> dict[str, str]:

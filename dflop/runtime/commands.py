@@ -5,16 +5,12 @@ digest of the code, so that an unrelated key or an unrelated change of the progr
 other key, whatever config it is given: reading one that is not listed here fails at once.
 """
 
-import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-from dflop.config import Config
 from dflop.runtime.code_behind import code_digests
 
-__all__ = ["COMMANDS", "IN_PARAMS", "Command", "code_digest", "restrict"]
+__all__ = ["COMMANDS", "IN_PARAMS", "Command", "code_digest"]
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
 _LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video", "data.audio")
@@ -78,7 +74,7 @@ COMMANDS: dict[str, Command] = {
 IN_PARAMS = frozenset(
     {
         "dflop.runtime.commands",
-        "dflop.config.load_config",
+        "dflop.config.load.load_config",
         "dflop.runtime.devices.find_device",
         "dflop.runtime.devices.load_device",
     }
@@ -90,19 +86,3 @@ def code_digest(command: str) -> str:
     """Of the code behind a command, as this process found it."""
     digests = code_digests((own.function for own in COMMANDS.values()), IN_PARAMS)
     return digests[COMMANDS[command].function]
-
-
-def restrict(config: Config, keys: Iterable[str]) -> Config:
-    """The config without any key but these: reading another raises AttributeError."""
-    return _without_others(config, [key.split(".") for key in keys])
-
-
-def _without_others(section: Any, wanted: list[list[str]]) -> Any:
-    restricted = dataclasses.replace(section)
-    for item in dataclasses.fields(section):
-        below = [path[1:] for path in wanted if path[0] == item.name]
-        if not below:
-            object.__delattr__(restricted, item.name)
-        elif all(below):
-            object.__setattr__(restricted, item.name, _without_others(getattr(section, item.name), below))
-    return restricted

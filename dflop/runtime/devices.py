@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import MISSING, dataclass, fields
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from dflop.runtime.errors import UserError
 
 __all__ = ["DeviceModel", "find_device", "load_device"]
 
-_OWN = files("dflop.runtime") / "devices.yaml"
+_OWN = Path(__file__).with_name("devices.yaml")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +30,7 @@ class DeviceModel:
     memory_share: float
     link_share: float
     launch_s: float
+    network_bytes_per_s: float = 6.25e9
     overhead_bytes: float = 0.0
     allocator_share: float = 0.0
 
@@ -109,7 +109,7 @@ def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
         except (TypeError, ValueError):
             number = math.nan
         most = 1.0 if key.endswith("_share") else math.inf
-        may_be_zero = key in ("launch_s", *optional)
+        may_be_zero = key in ("launch_s", "overhead_bytes", "allocator_share")
         is_enough = number >= 0 if may_be_zero else number > 0
         if not (is_enough and number <= most and math.isfinite(number)):
             right = "a share" if most == 1.0 else "a number"

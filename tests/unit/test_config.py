@@ -257,6 +257,21 @@ def test_devices_have_the_memory_of_their_data_sheet_unless_the_config_says_othe
     )
 
 
+def test_links_are_as_fast_as_the_device_models_unless_the_config_says_otherwise(tmp_path):
+    def gbps(**cluster: object) -> tuple[float, float]:
+        loaded = load_config({"cluster": cluster}).cluster
+        return loaded.intra_node_gbps, loaded.inter_node_gbps
+
+    # NVLink 4: 900 GB/s, half of it each way; a 400-Gbit/s card for each device.
+    assert gbps(device_model="h100-80g") == (3600, 400)
+    assert gbps(device_model="h100-80g", inter_node_gbps=100) == (3600, 100)
+    assert gbps() == gbps(device_model="the big one") == (100, 50)
+    own = tmp_path / "own.yaml"
+    known = (files("dflop.runtime") / "devices.yaml").read_text().replace("h200-141g", "mine")
+    own.write_text("".join(line for line in known.splitlines(keepends=True) if "network" not in line))
+    assert gbps(device_model="mine", device_models=str(own)) == (3600, 50)
+
+
 def test_more_memory_than_the_data_sheet_says_is_refused_with_analytic_costs():
     message = refusal(ANALYTIC, {"cluster": {"memory_gib": 90}})
     assert "`cluster.memory_gib` is 90, more than the 80 that the data sheet of `cluster.device_model` " in message
@@ -317,9 +332,64 @@ def test_an_empty_file_changes_nothing(tmp_path):
     assert load_config(tmp_path / "empty.yaml") == load_config() == load_config()
 
 
-def test_a_layer_may_be_json():
-    assert load_config(' {"train": {"lr": 0.5}}').train.lr == 0.5
-    assert "config text is not JSON" in refusal('{"train": ')
+@pytest.mark.parametrize(
+    "layer",
+    [
+        ' {"train": {"lr": 0.5, "steps": 7}}',
+        "{train: {lr: 5e-1, steps: 7}}",
+        {"train": {"lr": 0.5, "steps": 7}},
+        {"train.lr": "5e-1", "train": {"steps": 7, "lr": 3}},
+    ],
+    ids=["JSON", "YAML", "mapping", "dotted keys"],
+)
+def test_a_layer_may_be_given_in_several_forms(layer):
+    train = load_config(layer).train
+    assert (train.lr, train.steps) == (0.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("train.lr=1e-3", lambda c: c.train.lr, 1e-3),
+        ("seed=3", lambda c: c.seed, 3),
+        ("schedule.correction=on", lambda c: c.schedule.correction, "on"),
+        ("costs.tp_sizes=[1, 2]", lambda c: c.costs.tp_sizes, [1, 2]),
+        ("plan.fixed.llm={dp: 2}", lambda c: c.plan.fixed.llm.dp, 2),
+        ("model.path=a=b", lambda c: c.model.path, "a=b"),
+        ("cluster.memory_gib=", lambda c: c.cluster.memory_gib, 4.0),
+    ],
+)
+def test_a_layer_may_be_one_key_with_its_value(override, read, value):
+    assert read(load_config(override)) == value
+
+
+def test_a_single_key_goes_over_earlier_layers_and_leaves_other_keys_alone():
+    train = load_config({"train": {"lr": 0.5, "steps": 7}}, "train.lr=0.1").train
+    assert (train.lr, train.steps) == (0.1, 7)
+
+
+@pytest.mark.parametrize(
+    ("layer", "complaint"),
+    [
+        ('{"train": ', "config text is neither JSON nor YAML"),
+        ("train.lr=[1", "config text 'train.lr=[1': the value is not YAML"),
+        ("train.stepz=3", "unknown key `train.stepz` (value 3); did you mean `train.steps`?"),
+        ("train.lr=fast", "`train.lr` is 'fast'; it must be a number"),
+        ("train.lr.high=1", "`train.lr` is {'high': 1}; it must be a number"),
+        ({"train": 3, "train.lr": 1}, "`train.lr` cannot be set: `train` is 3, which holds no keys"),
+        ("nowhere.yaml", "config file nowhere.yaml does not exist"),
+    ],
+)
+def test_a_text_that_is_no_config_is_refused(layer, complaint):
+    message = refusal(layer)
+    assert complaint in message
+    assert "\n" not in message
+
+
+def test_a_file_is_a_file_though_its_name_looks_like_a_key(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1.yaml").write_text("seed: 4")
+    assert load_config("lr=1.yaml").seed == 4
 
 
 def test_later_layers_win_key_by_key_and_lists_are_replaced_whole(tmp_path):

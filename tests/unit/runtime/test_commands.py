@@ -6,9 +6,9 @@ import pytest
 
 import dflop
 from dflop.cli import cli
-from dflop.config import load_config, select_keys
+from dflop.config import load_config, restrict, select_keys
 from dflop.runtime.code_behind import CodeBehind, code_digests
-from dflop.runtime.commands import COMMANDS, IN_PARAMS, restrict
+from dflop.runtime.commands import COMMANDS, IN_PARAMS
 
 PACKAGE = Path(dflop.__file__).parent
 AFTER_PLAN = {"schedule", "train", "report"}

@@ -1,0 +1,48 @@
+"""The experiment config: loaded and checked once, a tree of frozen dataclasses with every default filled in.
+
+A config is a stack of layers (files, texts, single keys), merged left to right over the defaults in `schema`. Unknown
+keys, wrong types (`keys`) and impossible values (`values`) are refused with the key's name, its value and what would
+be right.
+"""
+
+from dflop.config.devices import excess_memory, most_memory_gib
+from dflop.config.load import load_config, restrict, select_keys
+from dflop.config.schema import (
+    AudioConfig,
+    ClusterConfig,
+    Config,
+    CostsConfig,
+    DataConfig,
+    FixedGrid,
+    FixedPlan,
+    ModelConfig,
+    PlanConfig,
+    ScheduleConfig,
+    SourceConfig,
+    TrainConfig,
+    VideoConfig,
+)
+from dflop.config.values import SAMPLING, SAMPLING_FORMS
+
+__all__ = [
+    "SAMPLING",
+    "SAMPLING_FORMS",
+    "AudioConfig",
+    "ClusterConfig",
+    "Config",
+    "CostsConfig",
+    "DataConfig",
+    "FixedGrid",
+    "FixedPlan",
+    "ModelConfig",
+    "PlanConfig",
+    "ScheduleConfig",
+    "SourceConfig",
+    "TrainConfig",
+    "VideoConfig",
+    "excess_memory",
+    "load_config",
+    "most_memory_gib",
+    "restrict",
+    "select_keys",
+]

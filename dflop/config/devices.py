@@ -1,0 +1,59 @@
+"""What a config leaves to the device model: memory and link speeds, by the device's data sheet."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+from dflop.config.schema import ClusterConfig, Config
+from dflop.runtime import UserError
+from dflop.runtime.devices import DeviceModel, find_device, load_device
+
+__all__ = ["excess_memory", "most_memory_gib", "with_device_figures"]
+
+# Of a device that no data sheet describes.
+_MEMORY_GIB, _INTRA_NODE_GBPS, _INTER_NODE_GBPS = 4.0, 100.0, 50.0
+
+
+def with_device_figures(config: Config) -> ClusterConfig:
+    """The cluster with numbers in place of what is left to the device model.
+
+    Raises:
+        UserError: for analytic costs of an unknown device, or with more memory than the data sheet says.
+    """
+    cluster, is_analytic = config.cluster, config.costs.source == "analytic"
+    device = (load_device if is_analytic else find_device)(cluster.device_model, _own_file(cluster))
+    if is_analytic and cluster.memory_gib is not None and cluster.memory_gib > device.most_memory_gib:
+        raise UserError(f"{excess_memory(cluster)}; lower it, leave it out, or choose another `cluster.device_model`")
+    given = {name: value for name in _figures(device) if (value := getattr(cluster, name)) is not None}
+    return dataclasses.replace(cluster, **(_figures(device) | given))
+
+
+def _figures(device: DeviceModel | None) -> dict[str, float]:
+    if device is None:
+        return {"memory_gib": _MEMORY_GIB, "intra_node_gbps": _INTRA_NODE_GBPS, "inter_node_gbps": _INTER_NODE_GBPS}
+    return {
+        "memory_gib": device.memory_gib,
+        "intra_node_gbps": device.link_bytes_per_s * 8 / 1e9,
+        "inter_node_gbps": device.network_bytes_per_s * 8 / 1e9,
+    }
+
+
+def excess_memory(cluster: ClusterConfig) -> str | None:
+    """What to say of a `memory_gib` that is more than the device model has; None where it is not."""
+    most_gib = most_memory_gib(cluster)
+    if cluster.memory_gib <= most_gib:
+        return None
+    return (
+        f"`cluster.memory_gib` is {cluster.memory_gib:g}, more than the {most_gib:g} that the data sheet "
+        f"of `cluster.device_model` {cluster.device_model!r} says"
+    )
+
+
+def most_memory_gib(cluster: ClusterConfig) -> float:
+    """What the data sheet of the device model says, or infinity where there is none."""
+    device = find_device(cluster.device_model, _own_file(cluster))
+    return math.inf if device is None else device.most_memory_gib
+
+
+def _own_file(cluster: ClusterConfig) -> Path | None:
+    return Path(cluster.device_models) if cluster.device_models else None

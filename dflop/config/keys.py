@@ -1,0 +1,101 @@
+"""Whether a layer's keys exist and their values are of the right kind, said before anything is merged."""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+
+from dflop.config.schema import Config
+from dflop.runtime import UserError
+
+__all__ = ["refuse_misfits", "type_message"]
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def refuse_misfits(values: Mapping[str, Any], where: str, section: type = Config, prefix: str = "") -> None:
+    """Refuse unknown keys and what can be no value of its key, whatever OmegaConf would make of it.
+
+    Raises:
+        UserError: naming the key in full, the value, and what was probably meant.
+    """
+    hints = typing.get_type_hints(section)
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            way_out = f"did you mean `{prefix}{near[0]}`?" if near else f"known here: {', '.join(hints)}"
+            raise UserError(f"{where}: unknown key `{name}` (value {value!r}); {way_out}")
+        nested, is_list = _nested_section(hints[key])
+        if value is None:
+            if types.NoneType not in typing.get_args(hints[key]):
+                raise UserError(f"{where}: `{name}` is null; it must be {_kind_of(hints[key])}")
+            continue
+        if nested is None:
+            is_bool = bool in (hints[key], *typing.get_args(hints[key]))
+            wrong_bool = is_bool and not isinstance(value, bool) and "${" not in str(value)
+            if isinstance(value, Mapping) or isinstance(value, list) != is_list or wrong_bool:
+                raise UserError(f"{where}: `{name}` is {value!r}; it must be {_kind_of(hints[key])}")
+            continue
+        if is_list:
+            if not isinstance(value, list):
+                raise UserError(
+                    f"{where}: `{name}` is {value!r}; it must be a list, each entry with {_keys_of(nested)}"
+                )
+            for index, entry in enumerate(value):
+                if not isinstance(entry, Mapping):
+                    raise UserError(f"{where}: `{name}[{index}]` is {entry!r}; it must hold {_keys_of(nested)}")
+                refuse_misfits(entry, where, nested, f"{name}[{index}].")
+        elif isinstance(value, Mapping):
+            refuse_misfits(value, where, nested, f"{name}.")
+        else:
+            raise UserError(f"{where}: `{name}` is {value!r}; it must hold the keys {_keys_of(nested)}")
+
+
+def _keys_of(section: type) -> str:
+    return ", ".join(item.name for item in dataclasses.fields(section))
+
+
+def _nested_section(hint: Any) -> tuple[type | None, bool]:
+    """The dataclass inside `X`, `Optional[X]` or `list[X]`, and whether it was a list."""
+    arguments = [item for item in typing.get_args(hint) if item is not types.NoneType]
+    candidate = arguments[0] if arguments else hint
+    return (candidate if dataclasses.is_dataclass(candidate) else None), typing.get_origin(hint) is list
+
+
+def type_message(error: OmegaConfBaseException, values: Mapping[str, Any], where: str) -> str:
+    """What to say of a value that OmegaConf refused."""
+    key = getattr(error, "full_key", None) or "?"
+    value: Any = values
+    for name in key.replace("[", ".").replace("]", "").split("."):
+        try:
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return f"{where}: `{key}`: {str(error).splitlines()[0]}"
+    if isinstance(value, str) and "${" in value:
+        return f"{where}: `{key}` is {value!r}: {str(error).splitlines()[0]}"
+    return f"{where}: `{key}` is {value!r}; it must be {_kind_at(key)}"
+
+
+def _kind_at(key: str) -> str:
+    """What the value at a dotted key must be, in words."""
+    hint: Any = Config
+    for name in re.findall(r"[^.\[\]]+", key):
+        section, _ = _nested_section(hint)
+        hint = typing.get_args(hint)[0] if name.isdigit() or section is None else typing.get_type_hints(section)[name]
+    return _kind_of(hint)
+
+
+def _kind_of(hint: Any) -> str:
+    if typing.get_origin(hint) is list:
+        return "a list"
+    section, _ = _nested_section(hint)
+    if section is not None:
+        return f"a section with the keys {_keys_of(section)}"
+    arguments = [item for item in typing.get_args(hint) if item is not types.NoneType]
+    return _KINDS[arguments[0] if arguments else hint]

@@ -1,0 +1,120 @@
+"""What a config may be given as, read into nested mappings: files, texts, single keys, and others' names for ours."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from yaml import YAMLError, safe_load
+
+from dflop.runtime import UserError
+
+__all__ = ["Layer", "read_layer"]
+
+Layer = Path | str | Mapping[str, Any]
+
+_DATASET_KEYS = {"json_path": "path", "sampling_strategy": "sampling"}
+_OVERRIDE = re.compile(r"\w+(\.\w+)*=.*", re.DOTALL)
+
+
+def read_layer(layer: Layer) -> tuple[dict[str, Any], str]:
+    """The keys of a layer as nested mappings, and what to call the layer in messages.
+
+    A layer is a mapping, the path of a YAML file, the text of one in braces (`{train: {lr: 0.1}}`, JSON is such a
+    text), or one key with its value (`train.lr=0.1`). A mapping's dotted keys (`{"train.lr": 0.1}`) go over its others.
+
+    Raises:
+        UserError: for a file that is not there, and for what is no mapping.
+    """
+    values, where = _read(layer)
+    return _with_switch_named(_with_own_names(_without_dots(values, where), where)), where
+
+
+def _read(layer: Layer) -> tuple[dict[str, Any], str]:
+    if isinstance(layer, Mapping):
+        return dict(layer), "config"
+    if isinstance(layer, str) and layer.lstrip().startswith("{"):
+        return _read_text(layer), "config text"
+    if isinstance(layer, str) and _OVERRIDE.fullmatch(layer) and not Path(layer).is_file():
+        key, _, text = layer.partition("=")
+        try:
+            return {key: safe_load(text)}, "config text"
+        except YAMLError as error:
+            raise UserError(f"config text {layer!r}: the value is not YAML: {_in_one_line(error)}") from None
+    return _read_file(Path(layer)), str(layer)
+
+
+def _read_text(text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)  # faster by far than YAML, of which it is a part
+    except json.JSONDecodeError:
+        pass
+    try:
+        return safe_load(text)
+    except YAMLError as error:
+        raise UserError(f"config text is neither JSON nor YAML: {_in_one_line(error)}") from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        values = safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"config file {path} does not exist; config/config.yaml is the one to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path} cannot be read: {error}") from None
+    except YAMLError as error:
+        raise UserError(f"config file {path} is not YAML: {_in_one_line(error)}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"config file {path} holds a {type(values).__name__}; it must hold `key: value` pairs")
+    return values
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _without_dots(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The same with dotted keys taken apart, each put over what stands there."""
+    nested = {key: value for key, value in values.items() if "." not in str(key)}
+    for key in (key for key in values if key not in nested):
+        *path, leaf = key.split(".")
+        target = nested
+        for depth, name in enumerate(path, start=1):
+            inner = target.get(name)
+            if inner is not None and not isinstance(inner, Mapping):
+                raise UserError(
+                    f"{where}: `{key}` cannot be set: `{'.'.join(path[:depth])}` is {inner!r}, which holds no keys"
+                )
+            target[name] = dict(inner or {})
+            target = target[name]
+        target[leaf] = values[key]
+    return nested
+
+
+def _with_own_names(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """`data.datasets`, LLaVA-NeXT's name for the sources, and its entries' keys, by our names."""
+    data = values.get("data")
+    if not isinstance(data, dict):
+        return values
+    data = dict(data)
+    if "datasets" in data:
+        if data.get("sources"):
+            raise UserError(f"{where}: `data.datasets` and `data.sources` both name the data; keep one of them")
+        data["sources"] = data.pop("datasets")
+    if isinstance(data.get("sources"), list):
+        data["sources"] = [
+            {_DATASET_KEYS.get(key, key): value for key, value in entry.items()} if isinstance(entry, dict) else entry
+            for entry in data["sources"]
+        ]
+    return {**values, "data": data}
+
+
+def _with_switch_named(values: dict[str, Any]) -> dict[str, Any]:
+    """`schedule.correction: on` and `off`, which YAML reads as true and false, by their names."""
+    schedule = values.get("schedule")
+    if not (isinstance(schedule, dict) and isinstance(schedule.get("correction"), bool)):
+        return values
+    return {**values, "schedule": {**schedule, "correction": "on" if schedule["correction"] else "off"}}

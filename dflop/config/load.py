@@ -1,0 +1,77 @@
+"""Loading a config: layers merged over the defaults and checked, and parts of what comes out."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dflop.config.devices import with_device_figures
+from dflop.config.keys import refuse_misfits, type_message
+from dflop.config.layers import Layer, read_layer
+from dflop.config.schema import Config
+from dflop.config.values import check_values
+from dflop.runtime import UserError
+
+__all__ = ["load_config", "restrict", "select_keys"]
+
+
+def load_config(*layers: Layer) -> Config:
+    """Merge the layers over the defaults, left to right, check the result, and fill in what devices have.
+
+    Raises:
+        UserError: naming the key, its value and what would be right.
+    """
+    node = OmegaConf.structured(Config)
+    for layer in layers:
+        values, where = read_layer(layer)
+        refuse_misfits(values, where)
+        try:
+            node = OmegaConf.merge(node, values)
+        except OmegaConfBaseException as error:
+            raise UserError(type_message(error, values, where)) from None
+    try:
+        config: Config = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:  # a `${…}` that leads nowhere
+        raise UserError(f"`{error.full_key}`: {str(error).splitlines()[0]}") from None
+    check_values(config)
+    schedule = config.schedule
+    if schedule.deterministic:
+        schedule = dataclasses.replace(schedule, correction="off")
+    return dataclasses.replace(config, cluster=with_device_figures(config), schedule=schedule)
+
+
+def select_keys(config: Config, keys: Iterable[str]) -> dict[str, Any]:
+    """The part of a config under the given dotted keys, as plain dicts and lists (for JSON and digests)."""
+    part: dict[str, Any] = {}
+    for key in keys:
+        value, target = config, part
+        *path, leaf = key.split(".")
+        for name in path:
+            value = getattr(value, name)
+            target = target.setdefault(name, {})
+        target[leaf] = _plain(getattr(value, leaf))
+    return part
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+
+
+def restrict(config: Config, keys: Iterable[str]) -> Config:
+    """The config without any key but these: reading another raises AttributeError."""
+    return _without_others(config, [key.split(".") for key in keys])
+
+
+def _without_others(section: Any, wanted: list[list[str]]) -> Any:
+    restricted = dataclasses.replace(section)
+    for item in dataclasses.fields(section):
+        below = [path[1:] for path in wanted if path[0] == item.name]
+        if not below:
+            object.__delattr__(restricted, item.name)
+        elif all(below):
+            object.__setattr__(restricted, item.name, _without_others(getattr(section, item.name), below))
+    return restricted

@@ -1,0 +1,164 @@
+"""The config's sections, their keys and defaults, as frozen dataclasses. `config/README.md` explains each key."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+__all__ = [
+    "AudioConfig",
+    "ClusterConfig",
+    "Config",
+    "CostsConfig",
+    "DataConfig",
+    "FixedGrid",
+    "FixedPlan",
+    "ModelConfig",
+    "PlanConfig",
+    "ScheduleConfig",
+    "SourceConfig",
+    "TrainConfig",
+    "VideoConfig",
+]
+
+_section = dataclass(frozen=True, kw_only=True, slots=True)
+
+
+@_section
+class SourceConfig:
+    """One manifest. `media_root` defaults to the manifest's folder, `name` to its file name."""
+
+    path: str = ""
+    media_root: Optional[str] = None
+    sampling: str = "all"
+    name: Optional[str] = None
+    trust_sizes: bool = False
+
+
+@_section
+class VideoConfig:
+    fps: float = 1.0
+    max_frames: int = 32
+
+
+@_section
+class AudioConfig:
+    window_s: float = 30.0
+    pooling: int = 2
+
+
+@_section
+class DataConfig:
+    sources: list[SourceConfig] = field(default_factory=list)
+    samples_per_shard: int = 50_000
+    watch_media: bool = False
+    duplicate_ids: str = "reject"
+    max_llm_tokens: int = 8192
+    max_text_bytes: int = 1_000_000
+    max_image_pixels: int = 178_956_970
+    video: VideoConfig = field(default_factory=VideoConfig)
+    audio: AudioConfig = field(default_factory=AudioConfig)
+
+
+@_section
+class ModelConfig:
+    family: str = "llava_onevision"
+    preset: str = "tiny"
+    path: Optional[str] = None
+    tokenizer: Optional[str] = None
+    freeze: list[str] = field(default_factory=list)
+
+
+@_section
+class ClusterConfig:
+    """`load_config` puts numbers in place of the nulls of memory and link speeds."""
+
+    device: str = "cpu"
+    num_nodes: int = 1
+    devices_per_node: int = 2
+    memory_gib: Optional[float] = None
+    intra_node_gbps: Optional[float] = None
+    inter_node_gbps: Optional[float] = None
+    device_model: str = "cpu"
+    device_models: Optional[str] = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+
+@_section
+class CostsConfig:
+    source: str = "measured"
+    tp_sizes: list[int] = field(default_factory=lambda: [1])
+    repeats: int = 5
+    time_budget_s: float = 90.0
+    target_error: float = 0.03
+
+
+@_section
+class FixedGrid:
+    """A pinned part of a module's grid; null leaves it to the search."""
+
+    tp: Optional[int] = None
+    pp: Optional[int] = None
+    dp: Optional[int] = None
+
+    @property
+    def least_ranks(self) -> int:
+        return (self.tp or 1) * (self.pp or 1) * (self.dp or 1)
+
+
+@_section
+class FixedPlan:
+    placement: Optional[str] = None
+    vision: Optional[FixedGrid] = None
+    llm: Optional[FixedGrid] = None
+    num_microbatches: Optional[int] = None
+    checkpointing: Optional[bool] = None
+    schedule: Optional[str] = None
+
+
+@_section
+class PlanConfig:
+    placements: list[str] = field(default_factory=lambda: ["disjoint", "colocated"])
+    schedules: list[str] = field(default_factory=lambda: ["1f1b", "interleaved_1f1b", "zb_h1"])
+    search_batches: Optional[int] = None
+    fixed: Optional[FixedPlan] = None
+
+
+@_section
+class ScheduleConfig:
+    """`load_config` puts `off` in place of a `correction` of `auto` where schedules shall be deterministic."""
+
+    policy: str = "ilp"
+    lookahead_steps: int = 8
+    time_limit_s: float = 1.0
+    search_trials: int = 5000
+    deterministic: bool = False
+    correction: str = "auto"
+
+
+@_section
+class TrainConfig:
+    global_batch_size: int = 16
+    steps: int = 20
+    lr: float = 1.0e-4
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    warmup_steps: int = 0
+    precision: str = "fp32"
+    checkpoint_every: int = 10
+    resume: str = "auto"
+    loader_workers: int = 1
+
+
+@_section
+class Config:
+    run: str = "demo"
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    costs: CostsConfig = field(default_factory=CostsConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,0 +1,162 @@
+"""Whether a merged config is one that a run can be made with: choices, ranges, and keys that must agree."""
+
+import math
+import re
+from typing import Any
+
+from dflop.config.schema import Config, SourceConfig
+from dflop.runtime import UserError
+
+__all__ = ["SAMPLING", "SAMPLING_FORMS", "check_values"]
+
+# Keys with a closed list of values.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model.family": ("llava_onevision", "internvl"),
+    "data.duplicate_ids": ("reject", "keep"),
+    "cluster.device": ("cpu", "cuda"),
+    "costs.source": ("measured", "analytic"),
+    "plan.placements": ("disjoint", "colocated", "monolithic"),
+    "plan.schedules": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"),
+    "plan.fixed.placement": ("disjoint", "colocated", "monolithic"),
+    "plan.fixed.schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"),
+    "schedule.policy": ("random", "lpt", "search", "ilp"),
+    "schedule.correction": ("off", "on", "auto"),
+    "train.precision": ("fp32", "bf16", "fp64"),
+    "train.resume": ("auto", "never"),
+    "model.freeze": ("vision", "llm"),
+}
+
+_AT_LEAST_ONE = (
+    "data.samples_per_shard",
+    "data.max_llm_tokens",
+    "data.max_text_bytes",
+    "data.max_image_pixels",
+    "data.video.max_frames",
+    "data.audio.window_s",
+    "data.audio.pooling",
+    "cluster.num_nodes",
+    "cluster.devices_per_node",
+    "costs.tp_sizes",
+    "costs.repeats",
+    "plan.search_batches",
+    "plan.fixed.vision.tp",
+    "plan.fixed.vision.pp",
+    "plan.fixed.vision.dp",
+    "plan.fixed.llm.tp",
+    "plan.fixed.llm.pp",
+    "plan.fixed.llm.dp",
+    "plan.fixed.num_microbatches",
+    "schedule.lookahead_steps",
+    "train.global_batch_size",
+    "train.steps",
+    "train.checkpoint_every",
+)
+_ABOVE_ZERO = (
+    "costs.time_budget_s",
+    "costs.target_error",
+    "data.video.fps",
+    "cluster.memory_gib",
+    "cluster.intra_node_gbps",
+    "cluster.inter_node_gbps",
+    "schedule.time_limit_s",
+    "train.lr",
+    "train.grad_clip",
+)
+_NOT_NEGATIVE = ("schedule.search_trials", "seed", "train.weight_decay", "train.warmup_steps", "train.loader_workers")
+_NOT_EMPTY = ("costs.tp_sizes", "plan.placements", "plan.schedules")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+SAMPLING = re.compile(r"all|(first|end|random):(?=[\d.]*[1-9])\d+(%|\.\d+%)?")
+SAMPLING_FORMS = "all, first:30%, first:1000, end:… or random:…, with a whole number above 0 or a percentage"
+
+
+def check_values(config: Config) -> None:
+    """Refuse what no run can be made with.
+
+    Raises:
+        UserError: naming the key, its value and what would be right.
+    """
+    for key, choices in _CHOICES.items():
+        for name, value in _values_at(config, key):
+            if value not in choices:
+                raise UserError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}")
+    for keys, holds, wanted in (
+        (_AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
+        (_ABOVE_ZERO, lambda number: number > 0, "above 0 and finite"),
+        (_NOT_NEGATIVE, lambda number: number >= 0, "0 or more, and finite"),
+    ):
+        for key in keys:
+            for name, value in _values_at(config, key):
+                if not (isinstance(value, (int, float)) and value < math.inf and holds(value)):
+                    raise UserError(f"`{name}` is {value}; it must be {wanted}")
+    for key in _NOT_EMPTY:
+        if not _values_at(config, key):
+            raise UserError(f"`{key}` is empty; it must hold at least one value")
+    if not _RUN_NAME.fullmatch(config.run):
+        raise UserError(
+            f"`run` is {config.run!r}; it names a folder under results/: use letters, digits, dot, dash and underscore"
+        )
+    if {"vision", "llm"} <= set(config.model.freeze):
+        raise UserError("`model.freeze` names every module, which leaves nothing to train; take one out")
+    if config.costs.source == "analytic" and config.train.precision != "bf16":
+        raise UserError(
+            f"`costs.source` is 'analytic', which knows bf16 alone, and `train.precision` is "
+            f"{config.train.precision!r}; set `train.precision: bf16`"
+        )
+    if config.schedule.deterministic and config.schedule.correction == "on":
+        raise UserError(
+            "`schedule.correction` is 'on' and `schedule.deterministic` true: corrections follow measured times, which "
+            "no two runs share; set one of them to off (false)"
+        )
+    _check_sources(config.data.sources)
+    _check_devices(config)
+
+
+def _values_at(config: Config, key: str) -> list[tuple[str, Any]]:
+    """The values at a dotted key: none where an optional section is null, several where it is a list."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+        if value is None:
+            return []
+    if isinstance(value, (list, tuple)):
+        return [(f"{key}[{index}]", entry) for index, entry in enumerate(value)]
+    return [(key, value)]
+
+
+def _check_sources(sources: list[SourceConfig]) -> None:
+    for index, source in enumerate(sources):
+        if not source.path:
+            raise UserError(f"`data.sources[{index}].path` is empty; it must name a manifest")
+        if not SAMPLING.fullmatch(source.sampling):
+            raise UserError(f"`data.sources[{index}].sampling` is {source.sampling!r}; it must be {SAMPLING_FORMS}")
+        if source.name is not None and not _RUN_NAME.fullmatch(source.name):
+            raise UserError(
+                f"`data.sources[{index}].name` is {source.name!r}; use letters, digits, dot, dash and underscore"
+            )
+
+
+def _check_devices(config: Config) -> None:
+    fixed, cluster = config.plan.fixed, config.cluster
+    if cluster.num_devices < 2:
+        raise UserError(
+            f"`cluster` has {cluster.num_devices} device, but the encoder and the LLM run on devices of their own; set "
+            "`cluster.devices_per_node` to at least 2 (on CPUs these are processes)"
+        )
+    if fixed is None:
+        return
+    placements = config.plan.placements if fixed.placement is None else [fixed.placement]
+    of_modules = [grid.least_ranks if grid else 1 for grid in (fixed.vision, fixed.llm)]
+    needed = sum(of_modules) if placements == ["disjoint"] else of_modules[1]
+    if needed > cluster.num_devices:
+        own = " (each module its own)" if placements == ["disjoint"] else ""
+        raise UserError(
+            f"`plan.fixed` needs {needed} devices{own}, but `cluster` has {cluster.num_devices} "
+            f"({cluster.num_nodes} x {cluster.devices_per_node}); "
+            "ask for fewer ranks or raise `cluster.devices_per_node`"
+        )
+    microbatches = fixed.num_microbatches
+    if microbatches and microbatches > config.train.global_batch_size:
+        raise UserError(
+            f"`plan.fixed.num_microbatches` is {microbatches}, more than the {config.train.global_batch_size} samples "
+            "of `train.global_batch_size`; every microbatch needs at least one sample"
+        )
