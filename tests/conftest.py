@@ -1,5 +1,6 @@
-"""What all tests share: where the data beside the checkout lies, and costs that nobody measured."""
+"""What all tests share: how Hypothesis draws, where the data beside the checkout lies, costs that nobody measured."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 import pytest
+from hypothesis import settings
 
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
 from dflop.costs.fit import PIECES
@@ -16,6 +18,11 @@ from dflop.store import write_costs
 _NUM_TOKENS = (32, 64, 128, 256, 512, 768, 1024, 2048)
 _NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34)
 _TARGET_SHARES = (0.5, 0.05)
+
+
+# No example fails for being slow: machines are shared. CI draws the same examples each time.
+settings.register_profile("dflop", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+settings.load_profile("dflop")
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ def test_two_ranks_measure_their_link_over_sizes(tmp_path):
     assert sorted(frame.drop("seconds").rows()) == sorted(
         (kind, "intra", 2, size, repeat) for kind in ("p2p", "gradient_sync") for size in SIZES for repeat in range(2)
     )
-    assert frame["seconds"].is_between(1e-6, 1.0).all()
+    assert (frame["seconds"] > 1e-6).all()
     assert list(out.parent.iterdir()) == [out]
 
 

@@ -406,7 +406,7 @@ def test_a_config_cannot_be_changed():
         load_config().train.lr = 1.0
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(key=st.sampled_from([*leaf_keys(Config), "train", "data.video", "plan.fixed", "data.sources"]), value=any_json)
 def test_whatever_stands_at_a_key_is_taken_or_refused_with_a_message_of_one_line(key, value):
     path, _, entry = key.partition("[].")

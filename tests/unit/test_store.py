@@ -227,7 +227,7 @@ def test_duplicates_that_are_kept_are_numbered(merge):
 ids = st.none() | st.sampled_from(["a", "a#2", "a##2", "a#2#2", "#", "s1/a", "s1/0", "s0/0", "s1/a#2"])
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sources=st.lists(st.lists(st.lists(ids, max_size=4), max_size=2), min_size=1, max_size=3),
     keep_duplicates=st.booleans(),

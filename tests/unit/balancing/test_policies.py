@@ -22,7 +22,7 @@ from dflop.balancing import (
 from dflop.runtime import UserError
 
 # Nothing here is timed: the first example of a run may have to compile.
-properties = settings(deadline=None, max_examples=60)
+properties = settings(max_examples=60)
 
 
 @st.composite
@@ -129,7 +129,7 @@ def test_a_token_cap_is_kept_or_said_to_be_unreachable(problem, slack, seed):
                 check_assignment(capped, policy(capped))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(problem=problems(max_samples=6, max_modules=1))
 def test_for_one_module_the_packing_is_within_a_third_of_the_optimum(problem):
     if problem.num_buckets <= 4:

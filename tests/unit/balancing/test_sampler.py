@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
@@ -67,7 +67,6 @@ layouts = st.fixed_dictionaries(
 ).map(lambda drawn: drawn | {"num_columns": 1 if drawn["padded"] else drawn["num_columns"]})
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_every_step_holds_the_samples_that_torch_would_give_it_in_batches_of_the_same_sizes(layout):
     num_samples, batch_size, num_replicas = layout["num_samples"], layout["batch_size"], layout["num_replicas"]
@@ -90,7 +89,6 @@ def test_every_step_holds_the_samples_that_torch_would_give_it_in_batches_of_the
         assert samples_of(ours) == list(range(num_samples))
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_the_unbalanced_cells_are_those_of_torch(layout):
     num_samples, num_replicas = layout["num_samples"] * layout["num_replicas"], layout["num_replicas"]
@@ -107,7 +105,6 @@ def step_loads(batches, costs, padded: bool) -> np.ndarray:
     ).swapaxes(0, 1)
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_ranks_never_wait_longer_than_with_torch(layout):
     """Each column counts in proportion to its sum, the scale on which the assignment is worked out."""
@@ -264,7 +261,6 @@ def consume(sampler: BalancedBatchSampler, num_batches: int) -> list[list[int]]:
     return [next(iterator) for _ in range(num_batches)]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 13), st.integers(0, 2))
 def test_a_resumed_epoch_goes_on_with_the_next_batch(num_batches, epoch):
     options = {"num_accumulation_steps": 3, "seed": 7}

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.costs import Loads
@@ -168,7 +168,6 @@ def test_a_point_that_runs_out_of_memory_ends_its_sizes():
     assert max(point.num_tokens for point in points if point[:3] != lost) > 512
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9000), st.floats(0, 1)), min_size=1, max_size=50),
 )

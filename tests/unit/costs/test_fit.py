@@ -70,7 +70,7 @@ def test_load_beyond_a_cache_may_cost_more_a_unit(costs, measure_as):
     assert sum(slope for _, slope in straight.hinges) < 0.02 * straight.per_load[1]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(noise=st.floats(0.0, 1.0), seed=st.integers(0, 1000))
 def test_no_coefficient_is_ever_negative(costs, measure_as, noise, seed):
     tables = fit(measure_as(costs, modules=("llm",), noise=noise, repeats=1, seed=seed))

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.costs import CostModel, Link, LinkModel, fit_costs, fit_links, read_links
@@ -33,7 +33,6 @@ def fit(*frames: pl.DataFrame) -> LinkModel:
     return LinkModel.from_rows(fit_links(pl.concat(frames)).iter_rows(named=True))
 
 
-@settings(deadline=None)
 @given(latency_s=seconds, bytes_per_s=bandwidths)
 def test_the_latency_and_bandwidth_that_made_the_times_are_found(latency_s, bytes_per_s):
     link = Link(latency_s, bytes_per_s)
@@ -59,7 +58,6 @@ def test_a_single_slow_repeat_changes_nothing():
     assert fit_links(disturbed).equals(fit_links(clean))
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e-6, 10.0), min_size=9, max_size=9))
 def test_whatever_was_measured_more_bytes_never_take_less_time(measured_s):
     frame = pl.DataFrame(
@@ -90,7 +88,6 @@ def ring(num_ranks: int, hop_s: float = 2e-5, bytes_per_s: float = 1e10) -> Link
     return Link(hops * hop_s, bytes_per_s * num_ranks / hops)
 
 
-@settings(deadline=None)
 @given(measured=st.integers(2, 64), asked=st.integers(2, 64))
 def test_a_ring_of_another_size_is_known_from_one_that_was_measured(measured, asked):
     found = LinkModel({("gradient_sync", "intra", measured): ring(measured)}).find("gradient_sync", "intra", asked)
@@ -147,7 +144,6 @@ def test_a_cost_model_brings_the_links_of_its_file_and_none_where_none_were_meas
     assert read_table(path, "links", made_by="fit-costs").schema == LINKS_SCHEMA
 
 
-@settings(deadline=None)
 @given(num_nodes=st.integers(1, 9), per_node=st.integers(1, 9))
 def test_every_scope_of_a_cluster_is_measured_once_from_pairs_to_all_ranks(num_nodes, per_node):
     groups = groups_to_measure(num_nodes, per_node)

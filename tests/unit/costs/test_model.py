@@ -1,7 +1,6 @@
 """Predictions follow the load, layer by layer, whatever the shape of the arrays that ask."""
 
 import dataclasses
-import time
 
 import numpy as np
 import polars as pl
@@ -153,15 +152,6 @@ def test_what_a_unit_of_load_adds_lies_between_its_least_and_its_most():
     loads = make_loads(num_tokens=10)
     assert float(bent.without_const(least=True)(loads)) == 20
     assert 20 < float(bent.without_const(least=False)(loads)) < 40
-
-
-def test_a_million_predictions_take_about_a_second(costs):
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(1, 9000, 1_000_000).astype(float)
-    loads = Loads(np.zeros_like(tokens), tokens, tokens**2 / 4, tokens / 10)
-    started = time.perf_counter()
-    costs.stage_time(whole("llm", 1, 28), loads)
-    assert time.perf_counter() - started < 5
 
 
 @given(st.lists(st.tuples(counts, counts), min_size=1, max_size=6), depths)

@@ -178,7 +178,7 @@ def test_a_header_with_a_damaged_size_costs_what_follows_it_and_ends(records_of,
     assert "the file is cut off here (b.png ends at byte " in broken.detail
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_however_an_archive_is_damaged_its_records_are_read_or_refused(records_of, write_tar, data):
     members = {".json": json.dumps({"id": 1}).encode(), ".png": b"x" * 600}
@@ -214,7 +214,7 @@ def test_an_archive_without_members_has_no_record(records_of, write_tar):
     assert records_of(write_tar({})) == []
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_member_reads_like_a_file_of_its_own(data):
     content = bytes(range(200))

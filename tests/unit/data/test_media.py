@@ -393,7 +393,7 @@ def test_a_sound_is_no_clip(folder, tmp_path):
     assert "no video stream" in refusal(video_header, path)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("name", READERS)
 def test_however_a_file_is_damaged_it_is_measured_or_refused(folder, tmp_path_factory, name, data):

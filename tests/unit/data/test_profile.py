@@ -336,7 +336,7 @@ def damaged_records(draw):
     return raw
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=damaged_records(), trust_sizes=st.booleans())
 def test_no_record_whatsoever_stops_a_shard(few, profile_records, raw, trust_sizes):
     frame = profile_records([raw, record("hello", id="after")], few, trust_sizes=trust_sizes)

@@ -282,7 +282,7 @@ def test_an_id_becomes_text(given_id, sample_id):
     assert parse_record(conversation("hello", id=given_id)).sample_id == sample_id
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(raw=nearly_records | anything, trust_sizes=st.booleans())
 @example(raw=conversation("<image>" * 3, images=["a"] * 3), trust_sizes=True)
 @example(raw=conversation("<image>", image="a", width=2, height=1), trust_sizes=True)

@@ -19,7 +19,7 @@ from dflop.runtime import UserError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
-properties = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+properties = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 CACHE = Path(".cache/dflop")
 

@@ -88,7 +88,7 @@ def test_what_is_no_parquet_file_is_refused(records_of):
         assert "is not a Parquet file that can be read" in refusal(records_of, Path("train.parquet"))
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_however_a_parquet_file_is_damaged_its_rows_are_read_or_refused(records_of, data):
     rows = [{"id": f"r{row}", "image": b"x" * row, "messages": [{"content": "é" * row}]} for row in range(12)]

@@ -59,7 +59,7 @@ def learned_texts(plain: Tokenizer, text: TokenizedText) -> list[str]:
     ]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(turns=dialogues())
 def test_the_targets_are_each_answer_with_its_end_of_turn(tokenizer, plain, turns):
     (text,) = tokenizer.encode([turns])
@@ -67,7 +67,7 @@ def test_the_targets_are_each_answer_with_its_end_of_turn(tokenizer, plain, turn
     assert learned_texts(plain, text) == answers
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(turns=dialogues())
 def test_the_tokens_are_those_of_the_rendered_text_with_one_placeholder_a_medium(tokenizer, plain, turns):
     (text,) = tokenizer.encode([turns])
@@ -98,7 +98,7 @@ def test_many_conversations_at_once_are_those_one_by_one(tokenizer):
     assert tokenizer.encode([]) == []
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(turns=dialogues())
 def test_a_template_over_parts_gives_the_same_tokens(tmp_path_factory, tokenizer, turns):
     in_parts = ChatTokenizer(make_folder(tmp_path_factory.getbasetemp() / "parts", template=IN_PARTS))

@@ -30,7 +30,7 @@ def draw(num_tokens, num_heads, num_kv_heads, head_dim, seed):
     ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),

@@ -34,7 +34,7 @@ def tokens_of_one_window(extractor: WhisperFeatureExtractor, num_samples: int) -
     return int(Qwen2AudioEncoder._get_feat_extract_output_lengths(None, num_mel_frames)[1])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(num_samples=st.integers(400, 30 * SAMPLE_RATE))
 @example(num_samples=17_600)  # 1.1 s, and 1.1 * 100 is not quite 110 in floating point
 def test_a_sound_within_one_window_takes_the_tokens_that_transformers_gives_it(extractor, num_samples):

@@ -23,7 +23,7 @@ from dflop.models.internvl import PRESETS, InternvlShapes, make_spec
 from dflop.runtime import UserError
 
 sides = st.one_of(st.integers(1, 10_000), st.integers(1, 150))
-properties = settings(deadline=None, max_examples=200)
+properties = settings(max_examples=200)
 
 
 class Oracle:
@@ -123,7 +123,7 @@ def test_of_equally_close_grids_the_largest_is_taken_that_the_picture_covers_mor
     assert processor.get_number_of_image_patches(height, width) == num_tiles
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     width=sides, height=sides, bounds=st.tuples(st.integers(1, 20), st.integers(0, 40)), num_images=st.integers(1, 3)
 )
@@ -136,7 +136,7 @@ def test_a_checkpoints_own_numbers_of_tiles_are_kept(real, width, height, bounds
     assert rules.image(width, height, num_images).num_items == expected
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(sizes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=3))
 @example(sizes=[(300, 1)])
 @example(sizes=[(1, 300)])
@@ -161,7 +161,7 @@ def test_the_real_models_tile_takes_256_tokens(real):
     assert real.rules.image(1024, 768, 1) == (13, 13 * 256)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(width=sides, height=sides, num_images=st.integers(1, 4))
 def test_a_picture_stands_in_the_text_as_transformers_writes_it(oracle, width, height, num_images):
     count = oracle.rules.image(width, height, num_images)
@@ -169,7 +169,7 @@ def test_a_picture_stands_in_the_text_as_transformers_writes_it(oracle, width, h
     assert with_tokens(text, "image", count) == oracle.text_of_image(count.num_items)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(num_frames=st.integers(1, 64))
 def test_a_clip_is_one_tile_a_frame_and_stands_in_the_text_as_transformers_writes_it(oracle, num_frames):
     count = oracle.rules.video(num_frames)

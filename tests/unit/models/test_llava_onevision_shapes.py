@@ -25,7 +25,7 @@ REAL = PRESETS["llava_ov_7b"] | {"text_config": PRESETS["tiny"]["text_config"]}
 GEOMETRIES = {"tiny": PRESETS["tiny"], "real": REAL}
 
 sides = st.one_of(st.integers(1, 4000), st.integers(1, 120))
-properties = settings(deadline=None, max_examples=150)
+properties = settings(max_examples=150)
 
 
 class Oracle:
@@ -88,7 +88,7 @@ def test_a_single_picture_takes_as_many_tokens_as_transformers_gives_it(oracle, 
     assert count.num_tokens == oracle.features(width, height, count.num_items)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(width=st.integers(1, 300), height=st.integers(1, 300), num_images=st.integers(1, 3))
 @example(width=300, height=1, num_images=1)
 @example(width=1, height=300, num_images=1)
@@ -105,7 +105,7 @@ def test_a_picture_among_others_is_one_crop_and_a_newline(oracle, width, height,
 
 
 @given(num_frames=st.integers(1, 64))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_a_clip_takes_as_many_tokens_as_transformers_gives_it(oracle, num_frames):
     clip = {"pixel_values_videos": [[None] * num_frames]}
     pooled = oracle.model.apply_pooling(torch.empty(num_frames, oracle.rules.tokens_per_item, 1, device="meta"))
@@ -124,7 +124,7 @@ def test_the_llm_never_sees_more_than_the_cap_of_crops_allows(oracle, width, hei
     assert rules.tokens_per_item <= rules.image(width, height, 1).num_tokens <= most
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes=st.lists(st.tuples(st.integers(1, 250), st.integers(1, 250)), min_size=1, max_size=3))
 def test_the_training_path_makes_the_items_that_the_rules_promise(sizes):
     rules = make_spec("tiny", PRESETS["tiny"]).rules

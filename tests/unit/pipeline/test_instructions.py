@@ -27,7 +27,7 @@ from dflop.pipeline import (
     stages_of,
 )
 
-properties = settings(deadline=None, max_examples=400)
+properties = settings(max_examples=400)
 
 
 @properties

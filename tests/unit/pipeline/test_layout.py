@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from dflop.pipeline import Grid, Node, Plan, Worker, nodes_of, stages_of, workers_of
 
-properties = settings(deadline=None, max_examples=300)
+properties = settings(max_examples=300)
 
 
 @properties

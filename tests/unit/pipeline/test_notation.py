@@ -2,20 +2,18 @@
 
 import pytest
 from drawn_plans import llm_alone, plans
-from hypothesis import given, settings
+from hypothesis import given
 from torch.distributed.pipelining.schedules import _Action
 
 from dflop.pipeline import actions_of, format_actions, parse_actions
 from dflop.runtime import UserError
 
 
-@settings(deadline=None)
 @given(plans())
 def test_what_is_written_reads_back(plan):
     assert parse_actions(format_actions(actions_of(plan))) == actions_of(plan)
 
 
-@settings(deadline=None)
 @given(plans())
 def test_torch_reads_every_cell_alike(plan):
     for row, line in zip(actions_of(plan), format_actions(actions_of(plan)).splitlines(), strict=True):

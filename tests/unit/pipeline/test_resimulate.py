@@ -19,7 +19,7 @@ from dflop.pipeline import (
     take_back,
 )
 
-properties = settings(deadline=None, max_examples=120)
+properties = settings(max_examples=120)
 
 
 def drawn_times(rng, compiled, num_encoders, num_replicas) -> CellTimes:

@@ -161,7 +161,7 @@ def cases(draw):
     return plan, draw(frozen_sets), draw_times(plan, rng, draw(st.sampled_from([0.0, 0.3, 1.0])))
 
 
-@settings(deadline=None, max_examples=2000)
+@settings(max_examples=2000)
 @given(cases())
 def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(case):
     plan, frozen, times = case
@@ -174,7 +174,7 @@ def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(ca
     assert simulate_step_s(compiled, times) == timeline.step_s
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(cases())
 def test_idle_is_what_is_left_of_all_ranks_step_after_their_work(case):
     plan, frozen, times = case
@@ -193,7 +193,7 @@ def test_idle_is_what_is_left_of_all_ranks_step_after_their_work(case):
     np.testing.assert_allclose(timeline.busy_s, (parts * computed).sum(axis=(0, 2)))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(plan=plans(), seed=st.integers(0, 1000), count=st.integers(1, 4))
 def test_several_batches_at_once_take_what_each_takes_alone(plan, seed, count):
     rng, compiled = np.random.default_rng(seed), compile_plan(plan)
@@ -218,7 +218,7 @@ def test_several_batches_at_once_take_what_each_takes_alone(plan, seed, count):
 
 seconds = st.floats(0.1, 3.0)
 stage_counts = st.integers(1, 6)
-textbook = settings(deadline=None, max_examples=200)
+textbook = settings(max_examples=200)
 
 
 @textbook
@@ -351,7 +351,7 @@ def test_a_step_without_any_work_takes_no_time_and_is_not_idle():
     assert (timeline.step_s, timeline.idle) == (0.0, 0.0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(plan=plans(), frozen=frozen_sets, seed=st.integers(0, 1000))
 def test_the_peak_is_the_fullest_moment_of_every_workers_list(plan, frozen, seed):
     rng, program = np.random.default_rng(seed), make_program(plan, frozen)

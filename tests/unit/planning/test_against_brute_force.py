@@ -39,7 +39,7 @@ def check_against_all(
     assert found.candidates[0].step_s <= found.least_bound_s * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=10, phases=_UNSHRUNK)
+@settings(max_examples=10, phases=_UNSHRUNK)
 @given(
     shape=st.sampled_from(_SHAPES),
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),

@@ -49,7 +49,7 @@ class Case:
         return zip(range(len(self.rows)), self.rows.iter_rows(named=True), self.pricers, strict=True)
 
 
-@settings(deadline=None, max_examples=20, phases=_UNSHRUNK)
+@settings(max_examples=20, phases=_UNSHRUNK)
 @drawn
 def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, grouping):
     case = Case(tiny_spec, shape, seeds, freeze, grouping)
@@ -65,7 +65,7 @@ def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, grou
         assert (of_each_s <= _SLACK * steps_s).all(), row
 
 
-@settings(deadline=None, max_examples=20, phases=_UNSHRUNK)
+@settings(max_examples=20, phases=_UNSHRUNK)
 @drawn
 def test_no_plan_needs_less_memory_than_its_bounds(tiny_spec, shape, seeds, freeze, grouping):
     case = Case(tiny_spec, shape, seeds, freeze, grouping)

@@ -30,7 +30,7 @@ def grouped(costs, tiny_spec):
     return group
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layout=layouts, seed=st.integers(0, 10**6))
 def test_each_sample_has_one_bucket_and_no_bucket_is_empty(grouped, layout, seed):
     dp, num_microbatches, batch_size = layout
@@ -45,7 +45,7 @@ def test_each_sample_has_one_bucket_and_no_bucket_is_empty(grouped, layout, seed
             assert count.max() - count.min() <= 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layout=layouts, seed=st.integers(0, 10**6))
 def test_small_microbatches_stand_at_both_ends_of_every_replica(grouped, layout, seed):
     """Along a replica's microbatches loads rise to one peak and fall again."""
@@ -64,7 +64,7 @@ def test_small_microbatches_stand_at_both_ends_of_every_replica(grouped, layout,
 
 
 @pytest.mark.parametrize("most_places", [0, policies._MOST_PLACES], ids=["on the least loaded", "where it suits best"])
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(num_buckets=st.integers(1, 12), more=st.integers(0, 40), seed=st.integers(0, 10**6))
 def test_quick_buckets_are_as_even_as_the_largest_sample_lets_them(most_places, num_buckets, more, seed):
     """Graham's argument: before its last sample came, the fullest bucket was among the least loaded, so that it exceeds

@@ -19,7 +19,7 @@ def plans_of(config, spec, tp_sizes=TP, splits=SPLITS, within=None):
     ]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(devices=st.integers(2, 9), batch_size=st.integers(4, 20))
 def test_every_plan_uses_all_devices_and_fills_every_bucket(tiny_spec, devices, batch_size):
     plans = plans_of(make_config(devices, batch_size), tiny_spec)

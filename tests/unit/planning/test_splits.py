@@ -18,7 +18,6 @@ def even(num_layers: int, num_stages: int) -> np.ndarray:
     return small + (np.arange(num_stages) < more)
 
 
-@settings(deadline=None)
 @given(extra=extras, more=st.integers(0, 6))
 def test_no_split_has_a_faster_slowest_stage(extra, more):
     """Held against all splits there are."""
@@ -38,7 +37,7 @@ def test_of_equal_splits_the_later_stage_has_the_more_layers():
     assert least_slowest(5, np.zeros(2)) == (2, 3)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6))
 def test_splits_are_listed_where_they_are_not_the_even_ones(tiny_spec, seed):
     costs, samples = bent_costs(seed), uneven_samples(40, seed)

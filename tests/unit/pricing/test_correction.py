@@ -65,7 +65,6 @@ def learned_from(ratios, loads: Loads) -> Learner:
 loads_drawn = st.tuples(*[st.integers(0, 2**20).map(float)] * 4)
 
 
-@settings(deadline=None)
 @given(loads=loads_drawn, is_llm=st.booleans())
 def test_the_kernel_puts_a_microbatch_into_the_bin_that_arrays_do(loads, is_llm):
     array = Loads(*(np.array([load]) for load in loads))
@@ -80,7 +79,7 @@ def test_a_bin_is_an_octave_of_the_main_load(load):
     assert segment_bin == 7
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(name=st.sampled_from(sorted(PLANS)), seed=st.integers(0, 999), frozen=st.sampled_from([(), ("vision",)]))
 def test_the_search_prices_corrected_steps_as_the_pricer_does_and_no_step_beats_the_bound(
     costs, tiny_spec, draw_samples, name, seed, frozen
@@ -97,7 +96,7 @@ def test_the_search_prices_corrected_steps_as_the_pricer_does_and_no_step_beats_
     assert pricer.lower_bound_s(shapes) <= found_s * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(name=st.sampled_from(sorted(PLANS)), seed=st.integers(0, 999))
 def test_each_microbatch_takes_its_bins_factor_times_what_the_table_says(costs, tiny_spec, draw_samples, name, seed):
     """The oracle looks bins up one node and microbatch at a time."""
@@ -126,7 +125,6 @@ def test_without_corrections_every_price_is_the_tables(costs, tiny_spec, draw_sa
     assert other.lower_bound_s(shapes) == table.lower_bound_s(shapes)
 
 
-@settings(deadline=None)
 @given(ratio=st.floats(0.3, 3.0), noise=st.floats(0, 0.05), seed=st.integers(0, 999))
 def test_a_bins_ratio_is_found_through_noise(ratio, noise, seed):
     rng = np.random.default_rng(seed)
@@ -136,7 +134,6 @@ def test_a_bins_ratio_is_found_through_noise(ratio, noise, seed):
     np.testing.assert_allclose(factors, ratio, rtol=0.03 + 2 * noise)
 
 
-@settings(deadline=None)
 @given(outlier=st.floats(0.01, 100.0), when=st.integers(0, 9))
 def test_one_odd_step_changes_nothing(outlier, when):
     loads = llm_loads([1000.0, 1000.0])
@@ -177,7 +174,7 @@ def test_a_bin_never_met_is_taken_to_be_as_far_off_as_the_others():
     np.testing.assert_allclose(one.at("llm", llm_loads([5000.0])), 1.3 ** (1 / 3))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 999), sigma=st.floats(0.3, 0.8))
 def test_what_noise_alone_tells_of_bins_is_hardly_believed(seed, sigma):
     """Bins that are alike but for noise: the factors are several times nearer to one another than the averages."""

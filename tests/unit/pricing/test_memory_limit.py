@@ -19,7 +19,7 @@ from dflop.pricing import (
 )
 from dflop.runtime import UserError
 
-properties = settings(deadline=None, max_examples=60)
+properties = settings(max_examples=60)
 ROOMY = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0)
 
 any_plans = st.builds(

@@ -17,7 +17,7 @@ from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError
 
 CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0)
-properties = settings(deadline=None, max_examples=60)
+properties = settings(max_examples=60)
 
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2)]

@@ -54,7 +54,7 @@ plans = st.builds(
     checkpointing=st.booleans(),
 )
 frozen_sets = st.sampled_from([(), ("vision",), ("llm",)])
-properties = settings(deadline=None, max_examples=60)
+properties = settings(max_examples=60)
 
 
 @properties

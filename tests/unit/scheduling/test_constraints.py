@@ -78,7 +78,7 @@ def unlike_samples(draw_samples, num_samples, seed):
     return dataclasses.replace(samples, llm_tokens=tokens, target_tokens=learned)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     plan=any_plans,
     each=st.floats(1, 4),
@@ -113,7 +113,7 @@ def test_every_schedule_keeps_every_limit_or_says_that_none_does(
             tight.schedule(0, policy)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), placement=st.sampled_from(["disjoint", "colocated"]), slack=st.floats(1.03, 1.3))
 def test_a_small_batch_is_placed_wherever_memory_has_three_percent_to_spare(
     scheduler_of, draw_samples, seed, placement, slack
@@ -133,7 +133,7 @@ def test_a_small_batch_is_placed_wherever_memory_has_three_percent_to_spare(
     tight.check(1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     num_buckets=st.integers(1, 12),
     each=st.floats(1, 5),

@@ -74,7 +74,7 @@ def test_every_placement_and_schedule_is_priced_as_the_pricer_does(start, name, 
     assert found_s == pytest.approx(pricer.step_s(shapes, found), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(name=st.sampled_from(sorted(PLANS)), seed=st.integers(0, 99), num_trials=st.integers(0, 300))
 def test_the_search_never_ends_worse_and_every_sample_stays_in_one_bucket(start, name, seed, num_trials):
     search, _, shapes, first = start(PLANS[name], seed, num_samples=20)
@@ -165,7 +165,7 @@ def test_a_relaxed_step_with_nothing_to_decide_is_the_step(start, name, frozen):
     assert relaxed_step_s(pricer, shapes) == pytest.approx(pricer.step_s(shapes, assignment), rel=1e-6)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(name=st.sampled_from(sorted(ONE_ENCODER)), seed=st.integers(0, 99))
 def test_no_search_ends_below_the_relaxed_step(start, name, seed):
     _, pricer, shapes, _ = start(ONE_ENCODER[name], seed, num_samples=40)
