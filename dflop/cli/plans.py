@@ -43,7 +43,7 @@ def plan_command(
     spec = load_model_spec(config.model)
     samples, num_left_out = load_samples(shapes, spec.encoders)
     for media, count in num_left_out.items():
-        click.echo(f"{count} samples with {media} are left out: the model has no encoder for it")
+        click.echo(f"{count} samples with {media} are left out: the model has no {media} encoder")
     cost_model = CostModel.load(costs)
     cost_model.require_made_for(
         model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model

@@ -1,9 +1,11 @@
 """What an assignment of samples costs a plan: stage times, transfers, memory, and what was learned of their errors.
 
-Planning and scheduling both ask here. Files: `stage_costs` (computations), `transfers`, `pricer` (a whole step),
+Planning and scheduling both ask here. Files: `assignment` (who computes what), `stage_costs` (computations),
+`transfers`, `memory` (what devices hold), `batch_problem` (what is to be balanced), `pricer` (a whole step),
 `memory_limit` (what fits), `correction` (measured against predicted).
 """
 
+from dflop.pricing.assignment import Assignment
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
 from dflop.pricing.correction_file import CorrectionFile, read_learned
 from dflop.pricing.memory_limit import (
@@ -15,7 +17,7 @@ from dflop.pricing.memory_limit import (
     leave_out_too_large,
     without,
 )
-from dflop.pricing.pricer import BYTES_PER_VALUE, WEIGHT_SHARE, Assignment, Pricer
+from dflop.pricing.pricer import BYTES_PER_VALUE, WEIGHT_SHARE, Pricer
 from dflop.pricing.stage_costs import loads_of
 from dflop.pricing.transfers import find_link
 

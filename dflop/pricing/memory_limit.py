@@ -6,7 +6,7 @@ samples fit beside each other is asked of a whole assignment (`Pricer.memory_byt
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import polars as pl
@@ -14,8 +14,8 @@ import polars as pl
 from dflop.balancing import BatchProblem, dealt_at_random, lpt_buckets
 from dflop.data import SampleShapes
 from dflop.pipeline import Stage
-from dflop.pricing.pricer import Assignment, Pricer
-from dflop.pricing.stage_costs import loads_of
+from dflop.pricing.assignment import Assignment, samples_alone
+from dflop.pricing.pricer import Pricer
 from dflop.runtime import UserError
 from dflop.store import LEFT_OUT_SCHEMA
 
@@ -34,15 +34,12 @@ def alone_bytes(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
 
     No assignment takes less. Modules that share ranks may hold a sample on different ones where there are any.
     """
-    alone = {
-        grid.module: (loads_of(grid.module, shapes), pricer.edge_tokens(grid.module, shapes))
-        for grid in pricer.plan.grids
-    }
-    of_stages = list(zip(pricer.stages, pricer.stage_bytes(alone), strict=True))
+    alone = samples_alone(pricer.plan, shapes)
+    of_stages = list(zip(pricer.stages, pricer.memory.of_stages(alone), strict=True))
     least = np.full(len(shapes), np.inf)
-    for encoder_rank in _encoder_ranks_that_differ(pricer):
-        least = np.minimum(least, _peaks(pricer, of_stages, encoder_rank, len(shapes)))
-    return pricer.held_bytes(least)
+    for replicas in _replicas_that_differ(pricer):
+        least = np.minimum(least, _peaks(pricer, of_stages, replicas, len(shapes)))
+    return pricer.memory.held_bytes(least)
 
 
 def leave_out_too_large(pricer: Pricer, samples: SampleShapes) -> tuple[SampleShapes, pl.DataFrame]:
@@ -51,8 +48,8 @@ def leave_out_too_large(pricer: Pricer, samples: SampleShapes) -> tuple[SampleSh
     Raises:
         UserError: a device cannot hold the model, or more than a tenth of the samples.
     """
-    pricer.require_room()
-    return without(samples, alone_bytes(pricer, samples), pricer.limit_bytes)
+    pricer.memory.require_room()
+    return without(samples, alone_bytes(pricer, samples), pricer.memory.limit_bytes)
 
 
 def without(samples: SampleShapes, needed_bytes: np.ndarray, limit_bytes: float) -> tuple[SampleShapes, pl.DataFrame]:
@@ -98,7 +95,7 @@ def describe_left_out(left_out: pl.DataFrame) -> list[str]:
 
 
 def fits(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> bool:
-    return max(pricer.memory_bytes(shapes, assignment).values()) <= pricer.limit_bytes
+    return max(pricer.memory_bytes(shapes, assignment).values()) <= pricer.memory.limit_bytes
 
 
 def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], rng: np.random.Generator) -> Assignment:
@@ -115,13 +112,13 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], r
     others = (pricer.assign(shapes, *np.divmod(cell, num_microbatches)) for cell in drawn)
     for start in itertools.chain(starts, [_even_in_bytes(pricer, shapes)], others):
         assignment, own_bytes = _descend_on_bytes(pricer, shapes, start, rng)
-        if own_bytes <= pricer.limit_bytes:
+        if own_bytes <= pricer.memory.limit_bytes:
             return assignment
         needed_bytes = min(needed_bytes, own_bytes)
     raise UserError(
-        f"no assignment of the batch was found that fits into `cluster.memory_gib` = {_gib(pricer.limit_bytes)} with "
-        f"{pricer.plan}; the best takes {_gib(needed_bytes)} GiB of a device: use a plan with more microbatches, "
-        "pipeline stages or checkpointing, or lower `train.global_batch_size`"
+        f"no assignment of the batch was found that fits into `cluster.memory_gib` = "
+        f"{_gib(pricer.memory.limit_bytes)} with {pricer.plan}; the best takes {_gib(needed_bytes)} GiB of a device: "
+        "use a plan with more microbatches, pipeline stages or checkpointing, or lower `train.global_batch_size`"
     )
 
 
@@ -132,7 +129,7 @@ def _descend_on_bytes(
     best, needed_bytes = start, max(pricer.memory_bytes(shapes, start).values())
     num_microbatches = pricer.plan.num_microbatches
     for _ in range(MOST_TRIALS):
-        if needed_bytes <= pricer.limit_bytes:
+        if needed_bytes <= pricer.memory.limit_bytes:
             break
         cell = best.llm_dp_rank * num_microbatches + best.microbatch
         one, other = rng.integers(len(shapes), size=2)
@@ -157,16 +154,13 @@ def _descend_on_bytes(
 
 def _even_in_bytes(pricer: Pricer, shapes: SampleShapes) -> Assignment:
     """Samples shared out by the bytes that their microbatch keeps in each module's fullest stage."""
-    alone = {
-        grid.module: (loads_of(grid.module, shapes), pricer.edge_tokens(grid.module, shapes))
-        for grid in pricer.plan.grids
-    }
     kept = {grid.module: np.zeros(len(shapes)) for grid in pricer.plan.grids}
-    for stage, (own, passing) in zip(pricer.stages, pricer.stage_bytes(alone), strict=True):
+    of_stages = pricer.memory.of_stages(samples_alone(pricer.plan, shapes))
+    for stage, (own, passing) in zip(pricer.stages, of_stages, strict=True):
         kept[stage.module] = np.maximum(kept[stage.module], own + passing)
-    encoder, llm = pricer.plan.grids
+    llm = pricer.plan.grid("llm")
     problem = BatchProblem(
-        loads_s=np.column_stack([kept[encoder.module] * (llm.dp / encoder.dp), kept["llm"]]),
+        loads_s=np.column_stack([kept[grid.module] * (llm.dp / grid.dp) for grid in pricer.plan.grids]),
         llm_tokens=shapes.llm_tokens,
         num_dp_ranks=llm.dp,
         num_microbatches=pricer.plan.num_microbatches,
@@ -177,29 +171,45 @@ def _even_in_bytes(pricer: Pricer, shapes: SampleShapes) -> Assignment:
 def _peaks(
     pricer: Pricer,
     of_stages: Sequence[tuple[Stage, tuple[np.ndarray, np.ndarray]]],
-    encoder_rank: int,
+    replicas: Mapping[str, int],
     num_samples: int,
 ) -> np.ndarray:
-    """Tensors of the fullest rank, where the LLM's first replica and this one of the encoder compute the sample."""
+    """Tensors of the fullest rank, where these replicas of the modules compute the sample, [num_samples]."""
     held: dict[int, np.ndarray] = {}
+    encoders_held: dict[int, np.ndarray] = {}
     fullest = np.zeros(num_samples)
     for stage, (kept, transient) in of_stages:
-        for worker in stage.workers(0 if stage.module == "llm" else encoder_rank):
-            now = held.get(worker, pricer.resident_bytes[worker]) + kept
+        for worker in stage.workers(replicas[stage.module]):
+            now = held.get(worker, pricer.memory.resident_bytes[worker]) + kept
             fullest = np.maximum(fullest, now + transient)
             if pricer.stage_costs.has_backward(stage.module):
                 held[worker] = now
+        if stage.module != "llm":
+            encoders_held = dict(held)
+    # The first encoder's backward comes while what the others keep is still held.
+    for stage, (_, transient) in of_stages:
+        if stage.module != "llm" and pricer.stage_costs.has_backward(stage.module):
+            for worker in stage.workers(replicas[stage.module]):
+                fullest = np.maximum(fullest, encoders_held[worker] + transient)
     return fullest
 
 
-def _encoder_ranks_that_differ(pricer: Pricer) -> list[int]:
-    """Replicas of the encoder that share workers with the LLM's first one, and one that does not."""
+def _replicas_that_differ(pricer: Pricer) -> Iterator[dict[str, int]]:
+    """Which replicas may compute a sample, as far as it makes a difference: the LLM's first, and of colocated encoders
+    all that share workers with it; or if others share none, as many of these as keep the encoders apart."""
+    plan, stages = pricer.plan, pricer.stages
     if not (pricer.placement.shares_ranks and pricer.placement.has_bridges):
-        return [0]
-    encoder = pricer.stages[0]
-    of_llm = {worker for stage in pricer.stages if stage.module == "llm" for worker in stage.workers(0)}
-    shares = [not of_llm.isdisjoint(encoder.workers(replica)) for replica in range(encoder.dp)]
-    return [shares.index(False)] if not all(shares) else list(range(encoder.dp))
+        yield {grid.module: 0 for grid in plan.grids}
+        return
+    of_llm = {worker for stage in stages if stage.module == "llm" for worker in stage.workers(0)}
+    encoders = [stage for stage in stages if stage.module != "llm"]
+    choices = []
+    for encoder in encoders:
+        apart = [own for own in range(encoder.dp) if of_llm.isdisjoint(encoder.workers(own))]
+        spread = np.linspace(0, len(apart) - 1, min(len(apart), len(encoders))).astype(int)
+        choices.append([apart[place] for place in spread] or range(encoder.dp))
+    for replicas in itertools.product(*choices):
+        yield {"llm": 0, **{encoder.module: own for encoder, own in zip(encoders, replicas, strict=True)}}
 
 
 def _detail(shapes: SampleShapes, index: int, needed_bytes: float, limit_bytes: float) -> str:

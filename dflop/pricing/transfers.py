@@ -14,7 +14,8 @@ __all__ = ["TransferForms", "Transfers", "find_link"]
 
 
 class TransferForms(NamedTuple):
-    """Latencies and seconds a byte: to the next stage [num_nodes], over bridges [num_encoders, num_llm_replicas]."""
+    """Latencies and seconds a byte: to the next stage [num_nodes], over bridges [num_encoder_replicas,
+    num_llm_replicas], where the replicas of all encoders stand one after the other."""
 
     chain_latency_s: np.ndarray
     chain_byte_s: np.ndarray
@@ -60,11 +61,29 @@ class Transfers:
     ) -> Bridges:
         """One message for every (encoder replica, LLM replica, microbatch) that features travel between.
 
-        Arrays are [num_samples]; what a sample brings to its message is `num_bytes`.
+        `encoder_rank` and `num_bytes`, what a sample brings to its message, are [num_samples, num_encoders], the other
+        arrays [num_samples].
         """
-        if not PLACEMENTS[self.plan.placement].has_bridges:
+        encoders, _ = self._ends_of_bridges
+        if not (PLACEMENTS[self.plan.placement].has_bridges and encoders):
             return Bridges.none()
-        encoder, llm = self._ends_of_bridges
+        each = [
+            self._bridges_of(encoder, encoder_rank[:, column], llm_dp_rank, microbatch, num_bytes[:, column])
+            for column, encoder in enumerate(encoders)
+        ]
+        source, target, microbatch, seconds = map(np.concatenate, zip(*each, strict=True))
+        return Bridges(source=source, target=target, microbatch=microbatch, seconds=seconds)
+
+    def _bridges_of(
+        self,
+        encoder: Stage,
+        encoder_rank: np.ndarray,
+        llm_dp_rank: np.ndarray,
+        microbatch: np.ndarray,
+        num_bytes: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """One encoder's messages as `Bridges` has them; arrays given are [num_samples]."""
+        _, llm = self._ends_of_bridges
         sent = np.flatnonzero(num_bytes)
         shape = (encoder.dp, llm.dp, self.plan.num_microbatches)
         places = np.ravel_multi_index((encoder_rank[sent], llm_dp_rank[sent], microbatch[sent]), shape)
@@ -75,20 +94,19 @@ class Transfers:
             self._first_ranks(llm, target),
             np.bincount(message, weights=num_bytes[sent], minlength=len(cells)),
         )
-        seconds *= self._are_apart(source, target)
-        return Bridges(
-            source=encoder.first_node + source,
-            target=llm.first_node + target,
-            microbatch=microbatch,
-            seconds=seconds,
-        )
+        seconds *= self._are_apart(encoder, source, target)
+        return encoder.first_node + source, llm.first_node + target, microbatch, seconds
 
     def forms(self) -> "TransferForms":
         """Chains and bridges as a latency and seconds a byte."""
         chain, bridge = {}, {}
-        stages = self._ends_of_bridges
-        replicas = np.arange(stages[0].dp)[:, None], np.arange(stages[1].dp)[None, :]
-        ends = [self._first_ranks(stage, own) for stage, own in zip(stages, replicas, strict=True)]
+        encoders, llm = self._ends_of_bridges
+        target = np.arange(llm.dp)[None, :]
+        stays_in_node, are_apart = [np.empty((0, llm.dp), dtype=bool)], [np.empty((0, llm.dp), dtype=bool)]
+        for encoder in encoders:
+            source = np.arange(encoder.dp)[:, None]
+            stays_in_node.append(self._is_intra(self._first_ranks(encoder, source), self._first_ranks(llm, target)))
+            are_apart.append(self._are_apart(encoder, source, target))
         for name in ("latency_s", "byte_s"):
             intra, inter = (
                 _form_of(find_link(self._links, self._cluster, "p2p", is_intra), name) for is_intra in (True, False)
@@ -98,7 +116,7 @@ class Transfers:
                 own += [np.where(stays, intra, inter) for stays in self._stays_in_node[grid.module]]
                 own.append(np.zeros(grid.dp))
             chain[name] = np.concatenate(own)
-            bridge[name] = np.where(self._is_intra(*ends), intra, inter) * self._are_apart(*replicas)
+            bridge[name] = np.where(np.concatenate(stays_in_node), intra, inter) * np.concatenate(are_apart)
         return TransferForms(chain["latency_s"], chain["byte_s"], bridge["latency_s"], bridge["byte_s"])
 
     def gradient_sync_s(self, stage: Stage, num_bytes: float) -> float:
@@ -110,18 +128,20 @@ class Transfers:
             num_bytes
         )
 
-    def _are_apart(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Whether encoder replicas and the LLM's have different ranks: to the same ones nothing moves."""
+    def _are_apart(self, encoder: Stage, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Whether an encoder's replicas and the LLM's have different ranks: to the same ones nothing moves."""
         if not PLACEMENTS[self.plan.placement].shares_ranks:
             return np.ones(np.broadcast(source, target).shape, dtype=bool)
-        encoder, llm = self._ends_of_bridges
+        _, llm = self._ends_of_bridges
         here, there = encoder.first_worker + source * encoder.span, llm.first_worker + target * llm.span
         return (here >= there + llm.span) | (there >= here + encoder.span)
 
-    @property
-    def _ends_of_bridges(self) -> tuple[Stage, Stage]:
+    @cached_property
+    def _ends_of_bridges(self) -> tuple[list[Stage], Stage]:
+        """Each encoder's last stage, and the LLM's first."""
+        last = {stage.module: stage for stage in self._stages}
         llm = next(stage for stage in self._stages if stage.module == "llm")
-        return self._stages[self._stages.index(llm) - 1], llm
+        return [last[grid.module] for grid in self.plan.grids[:-1]], llm
 
     def _p2p_s(self, first: np.ndarray, second: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
         intra, inter = (

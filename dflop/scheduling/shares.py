@@ -159,8 +159,9 @@ class _StepProgram:
 
     def _cap(self, pricer: Pricer, whole: np.ndarray) -> float:
         """The most tokens that a bucket may hold, in mean ones; one, where the mean batch is too large."""
-        shares_ranks = PLACEMENTS[pricer.plan.placement].shares_ranks
-        cap = pricer.max_bucket_tokens(whole[0] / whole[_TOKENS] if shares_ranks else 0.0)
+        (encoder,) = pricer.plan.grids[:-1]
+        items_per_token = whole[0] / whole[_TOKENS] if pricer.placement.shares_ranks else 0.0
+        cap = pricer.memory.max_bucket_tokens({encoder.module: items_per_token})
         return max(1.0, cap / self._mean_text[_TOKENS])
 
     def _cells(

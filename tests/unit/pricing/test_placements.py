@@ -181,8 +181,8 @@ def test_buckets_of_even_media_that_keep_their_token_limit_fit_beside_the_encode
     assignment = roomy.assign(shapes, 0 * microbatch, microbatch)
     needed = roomy.memory_bytes(shapes, assignment)["llm"]
     tight = make_pricer(plan, dataclasses.replace(CLUSTER, memory_gib=needed * room / 2**30))
-    limit = tight.max_bucket_tokens(6 / tokens[0])
-    assert limit <= roomy.max_bucket_tokens(6 / tokens[0]) <= roomy.max_bucket_tokens()
+    limit = tight.memory.max_bucket_tokens({"vision": 6 / tokens[0]})
+    assert limit <= roomy.memory.max_bucket_tokens({"vision": 6 / tokens[0]}) <= roomy.memory.max_bucket_tokens()
     fullest = dataclasses.replace(
         shapes,
         num_items=(6 * np.full(8, limit // 2) // tokens)[:, None],
@@ -191,4 +191,4 @@ def test_buckets_of_even_media_that_keep_their_token_limit_fit_beside_the_encode
         target_tokens=np.full(8, limit // 10),
     )
     held = tight.memory_bytes(fullest, assignment)["llm"]
-    assert 0.8 * needed < held <= tight.cluster.memory_gib * 2**30
+    assert 0.8 * needed < held <= tight.memory.limit_bytes

@@ -277,9 +277,9 @@ def test_a_batch_whose_buckets_keep_their_token_limit_fits_in_memory(
     needed = roomy.memory_bytes(shapes, assignment)["llm"]
     tight = dataclasses.replace(CLUSTER, memory_gib=needed * room / 2**30)
     pricer = make_pricer(plan, tight)
-    limit = pricer.max_bucket_tokens(target_share=float(shapes.target_tokens.sum() / shapes.llm_tokens.sum()))
+    limit = pricer.memory.max_bucket_tokens(target_share=float(shapes.target_tokens.sum() / shapes.llm_tokens.sum()))
     tokens = np.bincount(assignment.microbatch, weights=shapes.llm_tokens)
-    assert limit < roomy.max_bucket_tokens()
+    assert limit < roomy.memory.max_bucket_tokens()
     is_even = shapes.llm_tokens.max() <= limit and shapes.llm_tokens.sum() <= 4 * limit
     assert pricer.problem(shapes).max_bucket_tokens == (limit if is_even else None)
     fullest = dataclasses.replace(shapes, llm_tokens=shapes.llm_tokens * limit // int(tokens.max()))
@@ -327,7 +327,7 @@ def test_parameters_that_do_not_fit_say_so_with_both_numbers(make_pricer):
     with pytest.raises(
         UserError, match=r"optimiser state of vision take 0.* GiB a device and .* 0 GiB, `cluster\.memory_gib` is 1e-06"
     ):
-        make_pricer(make_plan(), dataclasses.replace(CLUSTER, memory_gib=1e-6)).max_bucket_tokens()
+        make_pricer(make_plan(), dataclasses.replace(CLUSTER, memory_gib=1e-6)).memory.max_bucket_tokens()
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
@@ -338,7 +338,7 @@ def test_what_processes_and_their_allocators_hold_comes_on_top(make_pricer, cost
     held = make_pricer(make_plan(), model=dataclasses.replace(costs, overhead_bytes=1e8, allocator_share=0.5))
     tensors = plain.memory_bytes(shapes, assignment)[module]
     assert held.memory_bytes(shapes, assignment)[module] == pytest.approx(1e8 + 1.5 * tensors)
-    assert held.max_bucket_tokens() < plain.max_bucket_tokens()
+    assert held.memory.max_bucket_tokens() < plain.memory.max_bucket_tokens()
 
 
 def test_the_share_of_microbatches_beyond_what_was_measured_is_counted(make_pricer, costs, draw_samples):

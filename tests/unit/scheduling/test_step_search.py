@@ -194,7 +194,7 @@ def test_no_share_asks_for_more_tokens_than_memory_holds(start):
         _, pricer, shapes, _ = start(plan, cluster=dataclasses.replace(CLUSTER, memory_gib=memory_gib))
         alike = shapes.take(np.full(128, shapes.llm_tokens.argmax()))
         largest.append(ideal_shares(pricer, alike, 128)[:, 1].max() * alike.llm_tokens.sum() / 16)
-    assert largest[1] <= pricer.max_bucket_tokens() * (1 + 1e-6) < largest[0]
+    assert largest[1] <= pricer.memory.max_bucket_tokens() * (1 + 1e-6) < largest[0]
 
 
 def test_the_search_from_ideal_shares_beats_the_best_equal_buckets(start):

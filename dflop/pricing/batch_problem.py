@@ -1,0 +1,100 @@
+"""A batch as a plan's balancing problem, and the step time that no assignment of it can undercut."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dflop.balancing import BatchProblem
+from dflop.data import SampleShapes
+from dflop.pipeline import PLACEMENTS, Plan
+from dflop.pricing.memory import PlanMemory
+from dflop.pricing.stage_costs import StageCosts, loads_of
+from dflop.runtime import UserError
+
+__all__ = ["balanced_loads_s", "lower_bound_s", "pose_problem"]
+
+# What no sample takes: an hour.
+_MOST_SAMPLE_S = 3600.0
+
+
+def pose_problem(stage_costs: StageCosts, memory: PlanMemory, shapes: SampleShapes) -> BatchProblem:
+    """The batch as a balancing problem: what each sample adds to its bucket, on each module's slowest stage.
+
+    Buckets are kept within an even part of the memory where the batch allows it. Where it does not, a bucket may
+    hold more than that if others hold less, which is for the memory of a whole assignment to say.
+
+    Raises:
+        UserError: the costs of a sample cannot be true, or the samples are too few for the buckets.
+    """
+    plan = stage_costs.plan
+    llm, num_tokens = plan.grid("llm"), max(1, int(shapes.llm_tokens.sum()))
+    of_modules = {
+        grid.module: stage_costs.additive_loads_s(grid.module, loads_of(grid.module, shapes)) for grid in plan.grids
+    }
+    for module, stages_s in of_modules.items():
+        _check_costs(module, shapes, stages_s.max(axis=0))
+    items_per_token = {}
+    if PLACEMENTS[plan.placement].shares_ranks:
+        items_per_token = dict(zip(shapes.encoders, (shapes.num_items.sum(axis=0) / num_tokens).tolist(), strict=True))
+    cap = memory.max_bucket_tokens(items_per_token, float(shapes.target_tokens.sum() / num_tokens))
+    is_even = shapes.llm_tokens.max(initial=0) <= cap and num_tokens <= cap * llm.dp * plan.num_microbatches
+    return BatchProblem(
+        loads_s=balanced_loads_s(plan, of_modules),
+        llm_tokens=shapes.llm_tokens,
+        num_dp_ranks=llm.dp,
+        num_microbatches=plan.num_microbatches,
+        max_bucket_tokens=cap if is_even else None,
+    )
+
+
+def balanced_loads_s(plan: Plan, of_modules: Mapping[str, np.ndarray]) -> np.ndarray:
+    """What samples add to buckets, [num_samples, num_loads], given seconds on each module's stages, [pp, num_samples].
+
+    There is a column for each encoder and one for the LLM. All buckets of a microbatch share an encoder's replicas, so
+    its load counts by the ratio of the LLM's replicas to its own. Without bridges, encoders work with the LLM's first
+    stage: then there is one column for all that this stage's ranks do, and one for the LLM.
+    """
+    llm = plan.grid("llm")
+    llm_s = of_modules["llm"]
+    encoders = plan.grids[:-1]
+    if PLACEMENTS[plan.placement].has_bridges or not encoders:
+        columns = [of_modules[encoder.module].max(axis=0) * (llm.dp / encoder.dp) for encoder in encoders]
+    else:
+        columns = [sum(of_modules[encoder.module][0] for encoder in encoders) + llm_s[0]]
+    return np.column_stack([*columns, llm_s.max(axis=0)])
+
+
+def lower_bound_s(stage_costs: StageCosts, shapes: SampleShapes) -> float:
+    """No schedule of this batch is faster: each stage's work over its replicas, and its largest sample.
+
+    Where modules share ranks, nor than all of the work over all ranks, or what the first stage does of all modules.
+    """
+    plan = stage_costs.plan
+    works_s = [
+        stage_costs.additive_loads_s(grid.module, loads_of(grid.module, shapes), least=True) for grid in plan.grids
+    ]
+    bounds = []
+    for grid, work_s in zip(plan.grids, works_s, strict=True):
+        bounds += [work_s.sum(axis=1).max() / grid.dp, work_s.max()]
+    placement = PLACEMENTS[plan.placement]
+    if placement.encodes_all_first:
+        rank_s = sum(grid.tp * work_s.sum() for grid, work_s in zip(plan.grids, works_s, strict=True))
+        bounds.append(rank_s / plan.world_size)
+    elif placement.shares_ranks:
+        first_s = sum(work_s[0] for work_s in works_s)
+        bounds += [first_s.sum() / plan.grid("llm").dp, first_s.max()]
+    return float(max(bounds))
+
+
+def _check_costs(module: str, shapes: SampleShapes, loads_s: np.ndarray) -> None:
+    """No sample takes less than no time, none an LLM no time, none a stage longer than `_MOST_SAMPLE_S`."""
+    is_llm = module == "llm"
+    is_wrong = ~((loads_s >= 0) & (loads_s <= _MOST_SAMPLE_S)) | (is_llm & (loads_s == 0))
+    if is_wrong.any():
+        sample = int(is_wrong.argmax())
+        raise UserError(
+            f"the costs say that sample {shapes.sample_id[sample]!r} ({shapes.num_items[sample].sum()} items, "
+            f"{shapes.llm_tokens[sample]} LLM tokens) takes a stage of {module} {loads_s[sample]:.3g} s, which "
+            f"must be {'more than 0' if is_llm else '0'} to {_MOST_SAMPLE_S:.0f}; measure them anew (delete costs/ of "
+            "the run, or `dflop profile-costs` and `dflop fit-costs`)"
+        )
