@@ -34,6 +34,7 @@ from dflop.data import load_samples
 from dflop.models import check_tp, load_model_spec
 from dflop.planning import Baseline, Candidate, price_baselines, search_plans
 from dflop.runtime import UserError
+from dflop.runtime.devices import load_device
 from dflop.runtime.memory import process_bytes
 from dflop.store import SHARD_SCHEMA, ShardFile, write_shapes
 
@@ -44,6 +45,7 @@ MOST_BYTES, EVALUATIONS_PER_S = 3 * 2**30, 300_000
 # A SigLIP and a 7B LLM, and an InternViT-6B and a 72B LLM.
 MODELS = {"llava_ov_7b": "llava_onevision", "internvl_78b": "internvl"}
 SIZES = ((8, 64), (32, 256), (64, 512), (512, 4096))
+DEVICE = "h100-80g"
 NUM_SAMPLES = 65_536
 SHARES = {"image": 0.13, "multi_image": 0.43, "video": 0.44}
 FEWEST_PICTURES, MOST_PICTURES, LONGEST_S = 2, 8, 30.0
@@ -66,7 +68,8 @@ def main() -> None:
     print(f"{figures['machine']}; {command}")
     print(
         f"{', '.join(f'{share:.0%} {kind}' for kind, share in SHARES.items())}; that samples of several pictures have "
-        f"{FEWEST_PICTURES} to {MOST_PICTURES} of COCO's is assumed; analytic costs of H100s, nodes of 8\n",
+        f"{FEWEST_PICTURES} to {MOST_PICTURES} of COCO's is assumed; analytic costs of H100s of "
+        f"{load_device(DEVICE).memory_gib:.1f} GiB, nodes of 8\n",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +131,7 @@ def write_config(folder: Path, preset: str, num_devices: int, batch_size: int) -
     cluster = {"num_nodes": num_devices // 8, "devices_per_node": 8, "intra_node_gbps": 3600, "inter_node_gbps": 400}
     values = {
         "model": {"family": MODELS[preset], "preset": preset},
-        "cluster": cluster | {"device": "cuda", "device_model": "h100-80g", "memory_gib": None},
+        "cluster": cluster | {"device": "cuda", "device_model": DEVICE, "memory_gib": None},
         "costs": {"source": "analytic"},
         "train": {"precision": "bf16", "global_batch_size": batch_size},
     }
