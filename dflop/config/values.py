@@ -11,7 +11,6 @@ __all__ = ["SAMPLING", "SAMPLING_FORMS", "check_values"]
 
 # Keys with a closed list of values.
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "model.family": ("llava_onevision", "internvl"),
     "data.duplicate_ids": ("reject", "keep"),
     "cluster.device": ("cpu", "cuda"),
     "costs.source": ("measured", "analytic"),

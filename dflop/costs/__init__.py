@@ -3,7 +3,7 @@
 `measure`, `worker` and `links` need torch; they run in the ranks that `dflop profile-costs` and `profile-links` start.
 """
 
-from dflop.costs.analytic import AnalyticPoints, analytic_points, module_work
+from dflop.costs.analytic import AnalyticPoints, analytic_points
 from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
@@ -30,7 +30,6 @@ __all__ = [
     "analytic_points",
     "fit_costs",
     "fit_links",
-    "module_work",
     "read_links",
     "read_measured",
     "require_parquet",

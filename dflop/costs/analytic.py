@@ -1,6 +1,6 @@
 """Costs from the model's structure and a device's data sheet, for hardware that is not at hand.
 
-`module_work` counts what a layer, and what begins and ends a module, do in one forward pass (`work`).
+The model's family counts what a layer, and what begins and ends a module, do in one forward pass;
 `analytic_points` turns the counts into seconds on a device of `devices.yaml` and gives the frames that
 measuring gives, so that `fit_costs` and all that follows take them as they take measured ones.
 """
@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from dflop.costs.llm_work import llm_work
-from dflop.costs.model import FEATURES, Loads
-from dflop.costs.vision_work import vision_work
-from dflop.costs.work import ModuleWork, PartWork
-from dflop.models import ModelSpec, check_tp
+from dflop.models import ModelSpec, count_work
+from dflop.models.loads import FEATURES, Loads
+from dflop.models.work import PartWork
 from dflop.runtime.devices import DeviceModel
 
-__all__ = ["AnalyticPoints", "analytic_points", "module_work"]
+__all__ = ["AnalyticPoints", "analytic_points"]
 
 # What is priced: piece, number of layers, checkpointing; `whole` tells how well a fit of the others adds up.
 _PIECES = (
@@ -44,16 +42,6 @@ class AnalyticPoints:
     parameters: pl.DataFrame
 
 
-def module_work(spec: ModelSpec, module: str, tp: int = 1) -> ModuleWork:
-    """Counts of one module on each of `tp` ranks.
-
-    Raises:
-        UserError: when tp does not divide the module's heads, or the config lacks a size or is of an unknown kind.
-    """
-    check_tp(spec, module, tp)
-    return llm_work(spec, tp) if module == "llm" else vision_work(spec, tp)
-
-
 def analytic_points(spec: ModelSpec, module: str, tp: int, device: DeviceModel) -> AnalyticPoints:
     """Roofline seconds and saved bytes of `module` at two depths and over the loads that real data has.
 
@@ -61,9 +49,9 @@ def analytic_points(spec: ModelSpec, module: str, tp: int, device: DeviceModel) 
     kernels move bytes, all-reduces follow a ring, and every kernel is launched.
 
     Raises:
-        UserError: as `module_work` does.
+        UserError: when tp does not divide the module's heads, the config lacks a size, or nothing is known of a part.
     """
-    work = module_work(spec, module, tp)
+    work = count_work(spec, module, tp)
     points = _vision_points() if module != "llm" else _llm_points()
     loads = Loads(*(np.array([point[feature] for point in points], dtype=float) for feature in FEATURES))
     nothing = np.zeros(len(points))

@@ -6,27 +6,21 @@ layers, its head, or all of them together. Microbatches are made up, but packed 
 
 import ctypes
 import gc
-import itertools
-import re
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import polars as pl
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from dflop.costs.design import Point
-from dflop.models import ModelSpec, check_runnable
-from dflop.models.llava_onevision.stages import LlmStage, Stage, VisionStage, build_stage, make_hf_config
-from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.costs.live_bytes import LiveBytes, local_part
+from dflop.costs.made_up import MadeUpRuns, Run
+from dflop.models import ModelSpec, load_runtime
 from dflop.runtime.memory import available_bytes, process_bytes
 
 __all__ = ["Bench"]
@@ -39,13 +33,6 @@ _CPU_CACHE_BYTES = 32 * 2**20
 _USABLE_SHARE = 0.9
 
 _Result = TypeVar("_Result")
-
-
-class _Run(NamedTuple):
-    """One microbatch on one piece: `forward` gives what to differentiate, `inputs` are leaves that want a gradient."""
-
-    forward: Callable[[], torch.Tensor]
-    inputs: list[torch.Tensor]
 
 
 class Bench:
@@ -67,44 +54,34 @@ class Bench:
         precision: str,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        check_runnable(spec.family)
-        self.spec, self.module, self.device = spec, module, device
+        self.module, self.device, self.depth = module, device, depth
         self.tp = mesh.size() if mesh else 1
         self._group = mesh.get_group() if mesh else None
-        self.dtype = torch.float64 if precision == "fp64" else torch.float32
-        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-        self.depth = depth
-        self.stage = self._build(placeholder_ids, vocab_size)
+        dtype = torch.float64 if precision == "fp64" else torch.float32
+        runtime = load_runtime(spec.family)
+        spec = runtime.with_depth(spec, module, depth)
+        self.stage = runtime.build_stage(
+            runtime.make_config(spec, placeholder_ids, vocab_size),
+            module,
+            layers=range(depth),
+            seed=0,
+            dtype=dtype,
+            device=device,
+            draw_on=device,
+        )
         if mesh is not None:
             from dflop.models.tensor_parallel import shard_stage
 
-            shard_stage(self.stage, mesh)
+            shard_stage(self.stage, mesh, spec, module)
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+        self._runs = MadeUpRuns(spec, module, self.stage, dtype, autocast)
         for parameter in self.stage.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._flushed = torch.zeros(_cache_bytes(device) // 4, device=device)
         self._largest: tuple[Point, int] | None = None
         self._reserved_share = 0.0
-        self._generator = torch.Generator(device=device).manual_seed(0)
         gc.collect()
         gc.freeze()  # what is there by now stays; looking through it at every point would take longer than the point
-
-    def _build(self, placeholder_ids: dict[str, int], vocab_size: int) -> Stage:
-        fields = deepcopy(self.spec.hf_config)
-        section = "text_config" if self.module == "llm" else "vision_config"
-        fields[section]["num_hidden_layers"] = self.depth
-        config = make_hf_config(fields, placeholder_ids, vocab_size)
-        layer = config.vision_feature_layer
-        config.vision_feature_layer = -1 if isinstance(layer, int) else [-1] * len(layer)
-        layers = range(self.depth)
-        return build_stage(
-            config,
-            self.module,
-            layers=layers,
-            seed=0,
-            dtype=self.dtype,
-            device=self.device,
-            draw_on=self.device,
-        )
 
     def measure(self, point: Point, repeat: int) -> list[dict[str, Any]]:
         """One row a pass: the median of a few runs after a warm-up, short ones more often; the slowest rank counts.
@@ -117,7 +94,7 @@ class Bench:
         saved_bytes = peak_bytes = None
         seconds: list[float | None] = [None, None]
         try:
-            run = self._together(lambda: self._run(point))
+            run = self._together(lambda: self._runs.make(point))
             if repeat == 0:
                 of_fullest = self._slowest(self._together(lambda: self._bytes(run)))
                 saved_bytes, peak_bytes = (int(size) for size in of_fullest)
@@ -144,11 +121,9 @@ class Bench:
         """fp32 bytes of a layer's, the first and the last part's parameters on one rank."""
         sizes = dict.fromkeys(("layer", "first", "last"), 0.0)
         for name, parameter in self.stage.named_hf_parameters().items():
-            local = _local(parameter)
-            if re.search(r"\blayers\.\d+\.", name):
-                sizes["layer"] += 4.0 * local.numel() / self.depth
-            else:
-                sizes["first" if "embed" in name else "last"] += 4.0 * local.numel()
+            local = local_part(parameter)
+            part = self.stage.part_of(name)
+            sizes[part] += 4.0 * local.numel() / (self.depth if part == "layer" else 1)
         return pl.DataFrame(
             [
                 {"module": self.module, "tp": self.tp, "part": part, "parameter_bytes": size}
@@ -174,7 +149,9 @@ class Bench:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free - torch.cuda.memory_reserved(self.device), self._reserved_share
-        own_bytes = sum(2 * _local(parameter).nbytes for parameter in self.stage.parameters()) + self._flushed.nbytes
+        own_bytes = (
+            sum(2 * local_part(parameter).nbytes for parameter in self.stage.parameters()) + self._flushed.nbytes
+        )
         ctypes.CDLL(None).malloc_trim(0)
         held_bytes = max(0, process_bytes("VmRSS") - own_bytes)
         if self._largest is None:
@@ -182,7 +159,7 @@ class Bench:
         point, peak_bytes = self._largest
         self.stage.layers = range(point.num_layers)
         self.stage.set_checkpointing(point.checkpointing)
-        run = self._run(point)
+        run = self._runs.make(point)
         before = process_bytes("VmRSS")
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted anew
@@ -191,7 +168,7 @@ class Bench:
         self._timed(run)
         return held_bytes, max(0.0, (process_bytes("VmHWM") - before) / peak_bytes - 1)
 
-    def _timed(self, run: _Run) -> list[float]:
+    def _timed(self, run: Run) -> list[float]:
         """Seconds of forward and of backward."""
         self._flushed.add_(1.0)
         for leaf in run.inputs:
@@ -255,7 +232,7 @@ class Bench:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return largest.tolist()
 
-    def _bytes(self, run: _Run) -> tuple[int, int]:
+    def _bytes(self, run: Run) -> tuple[int, int]:
         """Bytes that live from forward to backward, and the most that live at any time; a warm-up too."""
         self._tidy()
         if self.device.type == "cuda":
@@ -269,7 +246,7 @@ class Bench:
             peak = torch.cuda.max_memory_allocated(self.device)
             self._reserved_share = max(self._reserved_share, torch.cuda.max_memory_reserved(self.device) / peak - 1)
             return saved, peak - before
-        with _LiveBytes() as live:
+        with LiveBytes() as live:
             output = run.forward()
             saved = live.now
             output.backward(None if output.ndim == 0 else torch.ones_like(output))
@@ -280,115 +257,6 @@ class Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _run(self, point: Point) -> _Run:
-        return self._llm_run(point) if self.module == "llm" else self._vision_run(point)
-
-    def _vision_run(self, point: Point) -> _Run:
-        side, vision = self.spec.rules.image_size, self.stage
-        assert isinstance(vision, VisionStage)
-        batch = VisualBatch(
-            items=self._random(point.num_items, 3, side, side),
-            media=tuple((medium,) for medium in self._media(point.num_items)),
-            kept_tokens=(1 << 30,) * len(self._media(point.num_items)),
-        )
-        if point.piece == "first":
-            return _Run(self._cast(lambda: vision.embed(batch)), [])
-        if point.piece == "whole":
-            return _Run(self._cast(lambda: torch.cat(vision(batch))), [])
-        with torch.no_grad():
-            shape = vision.embed(VisualBatch(items=batch.items[:1], media=(), kept_tokens=())).shape
-        leaf = self._random(point.num_items, *shape[1:]).requires_grad_()
-        if point.piece == "layers":
-            return _Run(self._cast(lambda: vision.encode(leaf)[-1]), [leaf])
-        num_outputs = abs(min(_as_list(vision.hf.config.vision_feature_layer)))
-        return _Run(self._cast(lambda: torch.cat(vision.finish([leaf] * num_outputs, batch))), [leaf])
-
-    def _media(self, num_items: int) -> list[MediumLayout]:
-        """Pictures of a 2x2 grid and single crops that make up the number of items."""
-        side = self.spec.rules.image_size
-        whole = self.spec.rules.image(2 * side, 2 * side, 1).num_items
-        return [MediumLayout("image", whole, 2 * side, 2 * side)] * (num_items // whole) + [
-            MediumLayout("image", 1, side, side)
-        ] * (num_items % whole)
-
-    def _llm_run(self, point: Point) -> _Run:
-        llm = self.stage
-        assert isinstance(llm, LlmStage)
-        config = llm.hf.config.text_config
-        num_tokens = point.num_tokens
-        ids = torch.randint(config.vocab_size, (num_tokens,), device=self.device, generator=self._generator)
-        targets = torch.arange(num_tokens - point.num_targets, num_tokens, device=self.device)
-        batch = TextBatch(
-            token_ids=ids,
-            position_ids=torch.cat([torch.arange(length, device=self.device) for length in point.segments]),
-            segment_ends=list(itertools.accumulate(point.segments)),
-            visual_positions=(torch.arange(num_tokens // 2, device=self.device),),
-            target_positions=targets,
-            target_ids=ids[targets],
-        )
-        features = self._random(num_tokens // 2, config.hidden_size).requires_grad_()
-        if point.piece == "first":
-            return _Run(self._cast(lambda: llm.embed(batch, [features])), [features])
-        if point.piece == "whole":
-            return _Run(
-                self._cast(lambda: llm.finish(llm.encode(llm.embed(batch, [features]), batch), batch)), [features]
-            )
-        leaf = self._random(1, num_tokens, config.hidden_size).requires_grad_()
-        if point.piece == "layers":
-            return _Run(self._cast(lambda: llm.encode(leaf, batch)), [leaf])
-        return _Run(self._cast(lambda: llm.finish(leaf, batch)), [leaf])
-
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.dtype, generator=self._generator)
-
-    def _cast(self, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            with self._autocast:
-                return forward()
-
-        return run
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations make, as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = {_storage_key(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and _storage_key(tensor) not in given | self._known.keys():
-                self._note(_local(tensor).untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-
-        def forget(_: object) -> None:
-            self.now -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, forget)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return _local(tensor).untyped_storage()._cdata
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a distributed tensor; any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def _as_list(value: int | list[int]) -> list[int]:
-    return [value] if isinstance(value, int) else list(value)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

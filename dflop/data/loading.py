@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -32,20 +32,10 @@ from dflop.data.media import (
 from dflop.data.records import Embedded, Medium, Record, RecordError, parse_record, resolve_medium
 from dflop.data.shapes import MediumShape, PlacedText, ShapeReader, expand_text
 from dflop.data.text import ChatTokenizer
-from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.models.microbatch import MediaProcessor, MediumLayout, TextBatch, VisualBatch
 from dflop.runtime import UserError
 
-__all__ = ["LoadedVisual", "MicrobatchJob", "MicrobatchLoader", "PixelRules", "SampleRef", "TrainingRecords"]
-
-
-class PixelRules(Protocol):
-    """A family's way from decoded pictures to encoder items (see `models/<family>/processing.py`)."""
-
-    image_size: int
-
-    def images(self, images: list[Image.Image]) -> list[np.ndarray]: ...
-
-    def frames(self, frames: list[Image.Image]) -> np.ndarray: ...
+__all__ = ["LoadedVisual", "MicrobatchJob", "MicrobatchLoader", "SampleRef", "TrainingRecords"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +102,7 @@ class MicrobatchLoader(Dataset):
     tokenizer_folder: Path
     max_llm_tokens: int
     num_encoder_ranks: int
-    pixels: PixelRules | None
+    pixels: MediaProcessor | None
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
@@ -143,7 +133,7 @@ class MicrobatchLoader(Dataset):
         (text,) = self.tokenizer.encode([placed.turns])
         return len(text.token_ids) - len(placed.num_tokens) + sum(placed.num_tokens) > self.max_llm_tokens
 
-    def _visual(self, job: MicrobatchJob, pixels: PixelRules) -> LoadedVisual:
+    def _visual(self, job: MicrobatchJob, pixels: MediaProcessor) -> LoadedVisual:
         items: list[np.ndarray] = []
         layouts: list[tuple[MediumLayout, ...]] = []
         unreadable: list[str] = []
@@ -152,15 +142,14 @@ class MicrobatchLoader(Dataset):
             sample_items, layout = self._encode_media(sample, pixels, unreadable)
             items += sample_items
             layouts.append(layout)
-        side = pixels.image_size
-        stacked = np.concatenate(items) if items else np.zeros((0, 3, side, side), dtype=np.float32)
+        stacked = np.concatenate(items) if items else np.zeros((0, *pixels.item_shape), dtype=np.float32)
         batch = VisualBatch(
             items=torch.from_numpy(stacked), media=tuple(layouts), kept_tokens=tuple(job.kept_vision_tokens)
         )
         return LoadedVisual(batch=batch, unreadable=tuple(unreadable))
 
     def _encode_media(
-        self, sample: _Sample, pixels: PixelRules, unreadable: list[str]
+        self, sample: _Sample, pixels: MediaProcessor, unreadable: list[str]
     ) -> tuple[list[np.ndarray], tuple[MediumLayout, ...]]:
         """Items of one sample's media. A medium whose header was fine but whose body is not becomes blank items."""
         media, root = sample.record.media, sample.media_root

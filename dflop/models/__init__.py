@@ -1,27 +1,39 @@
-"""Model families: what a sample becomes in a model, and the model itself cut into stages.
+"""Model families: what a sample becomes in a model, what the model costs, and the model itself cut into stages.
 
-A family is one folder. Its shape rules, presets and specs are plain Python; the modules that need torch
-and transformers (`stages`, `processing`, `attention`) are imported by those who run the model, never here.
+A family is one folder behind one object (`family`); README.md says how to add one. What several families share stands
+beside them: presets and work counts of LLMs and vision transformers, which are plain Python, and stages, weights,
+packed attention and tensor parallelism, which need torch and transformers and are never imported here.
 """
 
-from dflop.models.spec import (
-    ItemCount,
-    ModelSpec,
-    ModuleSpec,
-    ShapeRules,
+from dflop.models.family import (
+    Family,
     check_runnable,
-    check_tp,
-    digest_of_spec,
+    count_work,
+    family_names,
+    family_of,
     load_model_spec,
+    load_runtime,
+    model_digest,
+    why_family_cannot_run,
 )
+from dflop.models.spec import ItemCount, ModelSpec, ModuleSpec, ShapeRules, check_tp, digest_of_spec
+from dflop.models.work import ModuleWork
 
 __all__ = [
+    "Family",
     "ItemCount",
     "ModelSpec",
     "ModuleSpec",
+    "ModuleWork",
     "ShapeRules",
     "check_runnable",
     "check_tp",
+    "count_work",
     "digest_of_spec",
+    "family_names",
+    "family_of",
     "load_model_spec",
+    "load_runtime",
+    "model_digest",
+    "why_family_cannot_run",
 ]

@@ -2,10 +2,29 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from PIL import Image
 
-__all__ = ["MediumLayout", "TextBatch", "VisualBatch"]
+__all__ = ["MediaProcessor", "MediumLayout", "TextBatch", "VisualBatch"]
+
+
+class MediaProcessor(Protocol):
+    """From decoded media to the items of their encoder, float32 [num_items, *item_shape]."""
+
+    item_shape: tuple[int, ...]
+
+    def images(self, images: list[Image.Image]) -> list[np.ndarray]:
+        """The items of each of a sample's pictures."""
+
+    def frames(self, frames: list[Image.Image]) -> np.ndarray:
+        """The items of a clip's frames."""
+
+    def save(self, folder: Path) -> None:
+        """Write the processor's files of a Hugging Face checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

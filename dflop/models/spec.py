@@ -1,18 +1,16 @@
 """What the rest of dflop knows of a model without building it: its modules' sizes and its shape rules.
 
-A spec comes from a preset or from the `config.json` of a Hugging Face checkpoint; neither torch nor
-transformers is imported for it. A family is a module named in `_FAMILIES` with `PRESETS` and `make_spec`.
+A family makes the spec from a preset or from the `config.json` of a Hugging Face checkpoint (`family`); neither torch
+nor transformers is imported for it.
 """
 
-import importlib
 import json
 import math
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from dflop.config import AudioConfig, ModelConfig
+from dflop.config import AudioConfig
 from dflop.runtime import UserError
 
 __all__ = [
@@ -20,20 +18,10 @@ __all__ = [
     "ModelSpec",
     "ModuleSpec",
     "ShapeRules",
-    "check_runnable",
     "check_tp",
     "digest_of_spec",
-    "load_model_spec",
-    "model_digest",
     "vision_and_llm",
 ]
-
-_FAMILIES = {
-    "internvl": "dflop.models.internvl",
-    "llava_onevision": "dflop.models.llava_onevision",
-}
-# Those that can be built and cut into stages; of the others only the shapes are known.
-_RUNNABLE = ("llava_onevision",)
 
 
 class ItemCount(NamedTuple):
@@ -110,47 +98,6 @@ class ModelSpec:
         raise UserError(f"{self.name} has no module `{name}`; it has {names}")
 
 
-def load_model_spec(model: ModelConfig) -> ModelSpec:
-    """The spec of the configured model.
-
-    Raises:
-        UserError: for an unknown family or preset, or a `model.path` that is no checkpoint directory.
-    """
-    if model.family not in _FAMILIES:
-        raise UserError(f"`model.family` is {model.family!r}; it must be one of {', '.join(_FAMILIES)}")
-    family = importlib.import_module(_FAMILIES[model.family])
-    if model.path is None:
-        if model.preset not in family.PRESETS:
-            raise UserError(f"`model.preset` is {model.preset!r}; {model.family} has {', '.join(family.PRESETS)}")
-        return family.make_spec(model.preset, family.PRESETS[model.preset])
-    folder = Path(model.path)
-    hf_config = _read_hf_config(folder)
-    model_type = hf_config.get("model_type")
-    if model_type != model.family:
-        way_out = (
-            f"use `model.family: {model_type}`"
-            if model_type in _FAMILIES
-            else f"known are {', '.join(_FAMILIES)} (of InternVL the checkpoints whose names end in -hf)"
-        )
-        raise UserError(
-            f"`model.path` {folder} holds a {model_type!r} model, but `model.family` is {model.family!r}; {way_out}"
-        )
-    return family.make_spec(folder.name, hf_config, _read_preprocessor(folder))
-
-
-def check_runnable(family: str) -> None:
-    """Whether models of the family can be built, measured and trained.
-
-    Raises:
-        UserError: when only their shapes are known.
-    """
-    if family not in _RUNNABLE:
-        raise UserError(
-            f"`model.family` is {family!r}: its shapes can be profiled; measuring and training it is not possible "
-            f"yet; use `model.family: {' or '.join(_RUNNABLE)}`"
-        )
-
-
 def check_tp(spec: ModelSpec, module: str, tp: int) -> None:
     """Whether `tp` ranks can divide the module, whose attention they share head by head.
 
@@ -170,16 +117,6 @@ def check_tp(spec: ModelSpec, module: str, tp: int) -> None:
 def digest_of_spec(spec: ModelSpec) -> str:
     """What the costs of a model depend on: its family and the fields of its config."""
     return sha256(json.dumps([spec.family, spec.hf_config], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def model_digest(model: ModelConfig) -> str:
-    """A digest of the files, weights apart, that `model.path` and `model.tokenizer` name."""
-    running = sha256()
-    for folder in filter(None, (model.path, model.tokenizer)):
-        for path in sorted(Path(folder).glob("*.json")) + sorted(Path(folder).glob("*.jinja")):
-            if not path.name.endswith(".index.json"):
-                running.update(f"{path.name}\0".encode() + path.read_bytes())
-    return running.hexdigest()[:16]
 
 
 def vision_and_llm(name: str, vision: dict[str, Any], text: dict[str, Any]) -> tuple[ModuleSpec, ModuleSpec]:
@@ -207,33 +144,3 @@ def vision_and_llm(name: str, vision: dict[str, Any], text: dict[str, Any]) -> t
         media=("image", "video"),
     )
     return encoder, llm
-
-
-def _read_hf_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face checkpoint directory."""
-    fields = _read_fields(folder / "config.json")
-    if fields is None:
-        raise UserError(
-            f"`model.path` {folder} is not a Hugging Face checkpoint directory: it has no config.json; "
-            "name the folder that `save_pretrained` wrote, or set `model.path: null` and choose a `model.preset`"
-        )
-    return fields
-
-
-def _read_preprocessor(folder: Path) -> dict[str, Any]:
-    """The image processor's fields that a checkpoint sets; as transformers does, a processor's own come first."""
-    nested = (_read_fields(folder / "processor_config.json") or {}).get("image_processor")
-    return nested or _read_fields(folder / "preprocessor_config.json") or {}
-
-
-def _read_fields(path: Path) -> dict[str, Any] | None:
-    """A JSON file's keys and values; None where there is no file."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} holds a {type(fields).__name__}; it must hold keys and values as Hugging Face writes")
-    return fields

@@ -1,5 +1,7 @@
 """Tensor parallelism of a stage, as Megatron's: ranks share its heads, its MLPs' inner width and its vocabulary.
 
+A stage says which of its matrices these are (`Division`); here they are divided.
+
 What goes into a stage and comes out of it is the same whole tensor on every rank. Norms, residual stream, patch
 embedding and biases after a reduction are whole on every rank, and so are their gradients; the other parameters
 become DTensors. Hidden states are all-reduced twice a layer in forward and twice in backward, in the dtype of the
@@ -10,6 +12,7 @@ torch's `ColwiseParallel` and `RowwiseParallel` do, takes several times as long 
 """
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -17,68 +20,62 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.functional import embedding, linear
+from torch.nn import functional
 
-from dflop.models.llava_onevision.presets import make_spec
-from dflop.models.llava_onevision.stages import LlmStage, VisionStage
-from dflop.models.spec import check_tp
-from dflop.runtime import UserError
+from dflop.models.division import Division
+from dflop.models.spec import ModelSpec, check_tp
+from dflop.models.stages import Stage
 
 __all__ = ["shard_stage"]
 
-# Of these kinds every layer has `self_attn` and `mlp`, and no parameter but norms beside the matrices below.
-_KINDS = ("llama", "qwen2", "siglip_vision_model")
-_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "linear_1")
-_ROWS = ("o_proj", "out_proj", "down_proj", "fc2", "linear_2")
 
-
-def shard_stage(stage: VisionStage | LlmStage, mesh: DeviceMesh) -> None:
-    """Divide a stage, whose weights are the same on all ranks of the one-dimensional `mesh`, in place.
+def shard_stage(stage: Stage, mesh: DeviceMesh, spec: ModelSpec, module: str) -> None:
+    """Divide a module's stage, whose weights are the same on all ranks of the one-dimensional `mesh`, in place.
 
     Raises:
         UserError: when the ranks cannot share the attention heads, or the layers are of an unknown kind.
     """
-    hf, is_llm = stage.hf, isinstance(stage, LlmStage)
-    spec = make_spec(hf.config.name_or_path or "the model", hf.config.to_dict())
-    check_tp(spec, "llm" if is_llm else "vision", mesh.size())
+    check_tp(spec, module, mesh.size())
     if mesh.size() == 1:
         return
-    kind = (hf.config.text_config if is_llm else hf.config.vision_config).model_type
-    if kind not in _KINDS:
-        raise UserError(f"tp={mesh.size()}: how to divide the layers of a {kind!r} is not known; use tp: 1")
-    if is_llm:
-        layers = [hf.model.language_model.layers[index] for index in stage.layers]
-        _shard_vocabulary(stage, mesh)
-    else:
-        layers = hf.model.vision_tower.encoder.layers
-        _shard_block(hf.model.multi_modal_projector, mesh)
-    for layer in layers:
-        _shard_block(layer.self_attn, mesh)
-        _shard_block(layer.mlp, mesh)
+    division = stage.division()
+    blocks = [block for name, block in stage.hf.named_modules() if any(_fits(name, to) for to in division.blocks)]
+    assert blocks or not stage.layers, f"the stage has none of the blocks {division.blocks}"
+    for block in blocks:
+        _shard_block(block, division, mesh)
+    if division.head is not None:
+        _shard_vocabulary(stage, division, mesh)
 
 
-def _shard_block(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide a block that widens its input column by column and reduces it row by row."""
+def _fits(name: str, pattern: str) -> bool:
+    return re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\d+"), name) is not None
+
+
+def _shard_block(block: nn.Module, division: Division, mesh: DeviceMesh) -> None:
     for name, child in list(block.named_children()):
-        if name in _COLUMNS:
+        if name in division.columns:
             setattr(block, name, _Columns(child, mesh))
-        elif name in _ROWS:
+        elif name in division.rows:
             setattr(block, name, _Rows(child, mesh))
     _reduce_input_gradient(block, mesh)
 
 
-def _shard_vocabulary(stage: LlmStage, mesh: DeviceMesh) -> None:
-    hf, vocab_size = stage.hf, stage.hf.config.text_config.vocab_size
+def _shard_vocabulary(stage: Stage, division: Division, mesh: DeviceMesh) -> None:
+    hf, vocab_size = stage.hf, stage.hf.config.get_text_config().vocab_size
     first_id = mesh.get_local_rank() * math.ceil(vocab_size / mesh.size())  # as DTensor's Shard divides
-    is_tied = stage.is_first and stage.is_last and hf.lm_head.weight is hf.model.language_model.embed_tokens.weight
-    if stage.is_first:
-        hf.model.language_model.embed_tokens = _Embedding(hf.model.language_model.embed_tokens, mesh, first_id)
-    if stage.is_last:
-        hf.lm_head, group = _Columns(hf.lm_head, mesh), mesh.get_group()
-        _reduce_input_gradient(hf.lm_head, mesh)
+    embedding = hf.get_submodule(division.embedding) if stage.is_first else None
+    head = hf.get_submodule(division.head) if stage.is_last else None
+    is_tied = embedding is not None and head is not None and head.weight is embedding.weight
+    if embedding is not None:
+        embedding = _Embedding(embedding, mesh, first_id)
+        hf.set_submodule(division.embedding, embedding)
+    if head is not None:
+        head, group = _Columns(head, mesh), mesh.get_group()
+        hf.set_submodule(division.head, head)
+        _reduce_input_gradient(head, mesh)
         stage.summed_loss = lambda logits, target_ids: _SummedLoss.apply(logits, target_ids, first_id, group)
     if is_tied:
-        hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
+        head.weight = embedding.weight
 
 
 def _shard(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
@@ -110,7 +107,7 @@ class _Columns(nn.Module):
         self.bias = None if whole.bias is None else _shard(whole.bias, mesh, 0)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, self.weight.to_local(), None if self.bias is None else self.bias.to_local())
+        return functional.linear(hidden, self.weight.to_local(), None if self.bias is None else self.bias.to_local())
 
 
 class _Rows(nn.Module):
@@ -121,7 +118,7 @@ class _Rows(nn.Module):
         self.weight, self.bias, self.group = _shard(whole.weight, mesh, 1), whole.bias, mesh.get_group()
 
     def forward(self, inner: torch.Tensor) -> torch.Tensor:
-        summed = _Sum.apply(linear(inner, self.weight.to_local()), self.group)
+        summed = _Sum.apply(functional.linear(inner, self.weight.to_local()), self.group)
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
@@ -138,7 +135,7 @@ class _Embedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         local_ids = token_ids - self.first_id
         is_elsewhere = (local_ids < 0) | (local_ids >= self.num_ids)
-        found = embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight.to_local(), self.padding_id)
+        found = functional.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight.to_local(), self.padding_id)
         return _Sum.apply(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.group)
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import GenerationConfig, LlavaOnevisionConfig
+from transformers import GenerationConfig, PretrainedConfig
 
-from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
-from dflop.models.llava_onevision.stages import Stage
+from dflop.models.microbatch import MediaProcessor
+from dflop.models.stages import Stage
 from dflop.pipeline import Node, Plan
 
 __all__ = ["export_model"]
@@ -31,8 +31,8 @@ def export_model(
     folder: Path,
     parts: Sequence[tuple[Node, Stage]],
     plan: Plan,
-    config: LlavaOnevisionConfig,
-    pixels: LlavaOnevisionPixels,
+    config: PretrainedConfig,
+    processor: MediaProcessor,
     tokenizer_folder: Path,
 ) -> None:
     """Write `folder`, whole or not at all, from each rank's nodes and their stages; every rank must call this.
@@ -59,9 +59,8 @@ def export_model(
     dist.barrier()
     if is_main:
         _write_index(part)
-        config.architectures = ["LlavaOnevisionForConditionalGeneration"]
         config.save_pretrained(part)
-        pixels.processor.save_pretrained(part)
+        processor.save(part)
         for pattern in _TOKENIZER_FILES:
             for file in tokenizer_folder.glob(pattern):
                 shutil.copy(file, part / file.name)

@@ -39,7 +39,7 @@ def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStrea
     }
     modules = {own.node.module for own in model.nodes}
     dataset = _RankDataset(
-        {name: MicrobatchLoader(**common, pixels=None if name == "llm" else model.pixels) for name in modules}
+        {name: MicrobatchLoader(**common, pixels=None if name == "llm" else model.processor) for name in modules}
     )
     batches = iter(_data_loader(dataset, stream, config))
     first = next(batches, None)

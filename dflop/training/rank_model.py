@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import LlavaOnevisionConfig
+from transformers import PretrainedConfig
 
 from dflop.config import Config
 from dflop.data.text import ChatTokenizer, tokenizer_folder
-from dflop.models import ModelSpec, load_model_spec
-from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
-from dflop.models.llava_onevision.stages import Stage, build_stage, make_hf_config
+from dflop.models import ModelSpec, load_model_spec, load_runtime
+from dflop.models.microbatch import MediaProcessor
+from dflop.models.stages import Stage
 from dflop.pipeline import Node, Plan
 from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.topology import Topology
@@ -36,12 +36,12 @@ class NodeModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankModel:
-    """The nodes of a rank, and what all nodes share: the model's spec, its config, its pixel rules and tokenizer."""
+    """The nodes of a rank, and what all nodes share: the model's spec, its config, its media processor and tokenizer."""
 
     nodes: tuple[NodeModel, ...]
     spec: ModelSpec
-    hf_config: LlavaOnevisionConfig
-    pixels: LlavaOnevisionPixels
+    hf_config: PretrainedConfig
+    processor: MediaProcessor
     tokenizer_folder: Path
 
     def norm_squared(self) -> float:
@@ -59,7 +59,8 @@ def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torc
     spec = load_model_spec(config.model)
     folder = tokenizer_folder(config.model)
     tokenizer = ChatTokenizer(folder)
-    hf_config = make_hf_config(spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    runtime = load_runtime(spec.family)
+    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size)
     checkpoint = Path(config.model.path) if config.model.path else None
     nodes: Sequence[NodeModel] = [
         _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint) for index in topology.nodes
@@ -68,7 +69,7 @@ def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torc
         nodes=tuple(nodes),
         spec=spec,
         hf_config=hf_config,
-        pixels=LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size, checkpoint),
+        processor=runtime.make_processor(spec, checkpoint),
         tokenizer_folder=folder,
     )
 
@@ -80,11 +81,11 @@ def _build_node(
     dtype: torch.dtype,
     index: int,
     spec: ModelSpec,
-    hf_config: LlavaOnevisionConfig,
+    hf_config: PretrainedConfig,
     checkpoint: Path | None,
 ) -> NodeModel:
     node = topology.program.nodes[index]
-    stage = build_stage(
+    stage = load_runtime(spec.family).build_stage(
         hf_config,
         node.module,
         layers=plan.layers_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],

@@ -88,7 +88,7 @@ class Trainer:
                 [(own.node, own.stage) for own in model.nodes],
                 self.plan,
                 model.hf_config,
-                model.pixels,
+                model.processor,
                 model.tokenizer_folder,
             )
         finally:

@@ -67,7 +67,7 @@ def time_headers(pictures: Path, most: int) -> dict[str, float]:
         max_image_pixels=data.max_image_pixels,
         max_text_bytes=data.max_text_bytes,
     )
-    pixels = LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size)
+    pixels = LlavaOnevisionPixels(spec)
     records = [Record(None, (Medium("image", str(path.relative_to(pictures))),), ()) for path in paths]
 
     def decode(path: Path) -> Image.Image:

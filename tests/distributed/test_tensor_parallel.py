@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflop.costs import Loads, module_work
+from dflop.costs import Loads
 from dflop.costs.analytic import PartWork
-from dflop.models import ModelSpec, check_tp
+from dflop.models import ModelSpec, check_tp, count_work
 from dflop.models.llava_onevision import PRESETS, make_spec
-from dflop.models.llava_onevision.stages import Stage, build_stage, make_hf_config
+from dflop.models.llava_onevision.runtime import RUNTIME
 from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.models.stages import Stage
 from dflop.models.tensor_parallel import shard_stage
 from dflop.runtime import UserError
 
@@ -119,9 +120,11 @@ class Collectives(TorchDispatchMode):
 
 
 def build(case: Case) -> Stage:
-    config = make_hf_config(case.hf_fields, PLACEHOLDERS, 1024)
+    config = RUNTIME.make_config(case.spec, PLACEHOLDERS, 1024)
     dtype = torch.float64 if case.precision == "fp64" else torch.float32
-    stage = build_stage(config, case.module, layers=case.layers, seed=1, dtype=dtype, checkpointing=case.checkpointing)
+    stage = RUNTIME.build_stage(
+        config, case.module, layers=case.layers, seed=1, dtype=dtype, checkpointing=case.checkpointing
+    )
     with torch.no_grad():
         for name, parameter in stage.named_hf_parameters().items():  # so that no bias is zero and no norm one
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -204,7 +207,7 @@ def run_rank(rank: int, folder: Path) -> None:
     for name, case in (CASES | REFUSED).items():
         stage = build(case)
         try:
-            shard_stage(stage, mesh)
+            shard_stage(stage, mesh, case.spec, case.module)
         except UserError as error:
             results[name] = str(error)
         else:
@@ -256,7 +259,7 @@ def test_a_divided_stage_computes_what_the_whole_one_does(divided, name):
 @pytest.mark.parametrize("name", ["vision", "whole llm", "whole llm, tied", "whole llama with biases"])
 def test_a_rank_holds_the_parameters_that_analytic_costs_count(divided, name):
     case = CASES[name]
-    work = module_work(case.spec, case.module, TP)
+    work = count_work(case.spec, case.module, TP)
     for rank in (ranks[name] for ranks in divided):
         ends = work.first.num_parameters + work.last.num_parameters
         assert rank.num_parameters == DEPTH * work.layer.num_parameters + ends
@@ -266,7 +269,7 @@ def test_a_rank_holds_the_parameters_that_analytic_costs_count(divided, name):
 @pytest.mark.parametrize("name", ["vision in bf16", "whole llm in bf16"])
 def test_ranks_keep_and_reduce_what_analytic_costs_count_and_gather_nothing(divided, name):
     case = CASES[name]
-    work = module_work(case.spec, case.module, TP)
+    work = count_work(case.spec, case.module, TP)
     loads = Loads(*map(np.atleast_1d, (5, 0, 0, 0) if case.module == "vision" else (0, 40, 25**2 + 15**2, 27)))
 
     def whole(count: Callable[[PartWork], np.ndarray]) -> int:
@@ -290,4 +293,4 @@ def test_what_ranks_cannot_share_is_refused(divided):
         check_tp(case.spec, "llm", TP)
     for rank in divided:
         assert rank["one key-value head"] == str(caught.value)
-        assert rank["an unknown layer"] == "tp=2: how to divide the layers of a 'qwen3' is not known; use tp: 1"
+        assert rank["an unknown layer"] == "how to divide the layers of a 'qwen3' among ranks is not known; use tp: 1"

@@ -27,7 +27,8 @@ from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, Train
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
-from dflop.models.llava_onevision.stages import build_stage, make_hf_config, norms_in_float64
+from dflop.models.llava_onevision.runtime import RUNTIME
+from dflop.models.weights import norms_in_float64
 from dflop.pipeline import Grid, Plan
 from dflop.scheduling import GlobalBatches
 from dflop.store import ShardFile, read_table, write_shapes
@@ -146,10 +147,10 @@ def reference(run):
     loaded = load_config(config)
     spec = load_model_spec(loaded.model)
     tokenizer = ChatTokenizer()
-    hf_config = make_hf_config(spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    hf_config = RUNTIME.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size)
     weights = {}
     for module in ("vision", "llm"):
-        stage = build_stage(hf_config, module, layers=range(spec.module("llm").num_layers), seed=0)
+        stage = RUNTIME.build_stage(hf_config, module, layers=range(spec.module("llm").num_layers), seed=0)
         weights |= stage.hf_state_dict()
     hf_config.text_config._attn_implementation = "sdpa"
     model = LlavaOnevisionForConditionalGeneration(hf_config)
@@ -188,7 +189,7 @@ def _loaders(config, spec) -> tuple[MicrobatchLoader, MicrobatchLoader]:
         "max_llm_tokens": config.data.max_llm_tokens,
         "num_encoder_ranks": 1,
     }
-    pixels = LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size)
+    pixels = LlavaOnevisionPixels(spec)
     return MicrobatchLoader(**common, pixels=pixels), MicrobatchLoader(**common, pixels=None)
 
 

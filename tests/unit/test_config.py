@@ -178,7 +178,6 @@ def test_a_source_without_a_path_is_refused():
         ("plan.fixed.placement", "apart", "disjoint, colocated, monolithic"),
         ("train.precision", "fp8", "fp32, bf16, fp64"),
         ("cluster.device", "tpu", "cpu, cuda"),
-        ("model.family", "llava", "llava_onevision, internvl"),
     ],
 )
 def test_a_closed_choice_lists_its_values(key, value, choices):

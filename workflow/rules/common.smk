@@ -12,7 +12,7 @@ from snakemake.exceptions import WorkflowError
 from dflop.config import load_config, select_keys
 from dflop.data.manifests import list_shards, list_sources
 from dflop.data.profile import useful_workers
-from dflop.models.spec import check_runnable, load_model_spec, model_digest
+from dflop.models import check_runnable, load_model_spec, model_digest
 from dflop.runtime.commands import COMMANDS, code_digest
 from dflop.runtime.devices import load_device
 from dflop.runtime.errors import UserError

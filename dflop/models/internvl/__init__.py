@@ -1,6 +1,14 @@
-"""InternVL: InternViT, pixel shuffle, a two-layer projector, and a Qwen2 LLM. Only its shapes are known yet."""
+"""InternVL: InternViT, pixel shuffle, a two-layer projector, and a Qwen2 LLM. Planned for, not trained yet."""
 
+from dflop.models.family import Family
 from dflop.models.internvl.presets import PRESETS, make_spec
 from dflop.models.internvl.shapes import InternvlShapes
 
-__all__ = ["PRESETS", "InternvlShapes", "make_spec"]
+__all__ = ["FAMILY", "PRESETS", "InternvlShapes", "make_spec"]
+
+FAMILY = Family(
+    name="internvl",
+    presets=PRESETS,
+    make_spec=make_spec,
+    other_checkpoints={"internvl_chat": "use the checkpoint of InternVL whose name ends in -hf"},
+)

@@ -5,11 +5,12 @@ itself needs torchvision.
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+from dflop.models.spec import ModelSpec
 
 __all__ = ["LlavaOnevisionPixels"]
 
@@ -17,14 +18,19 @@ __all__ = ["LlavaOnevisionPixels"]
 class LlavaOnevisionPixels:
     """From decoded pictures to the encoder's items."""
 
-    def __init__(self, hf_config: dict[str, Any], image_size: int, checkpoint: Path | None = None) -> None:
+    def __init__(self, spec: ModelSpec, checkpoint: Path | None = None) -> None:
+        side = spec.rules.image_size
         if checkpoint is not None and (checkpoint / "preprocessor_config.json").is_file():
             self.processor = LlavaOnevisionImageProcessorPil.from_pretrained(checkpoint)
         else:
-            self.processor = LlavaOnevisionImageProcessorPil(size={"height": image_size, "width": image_size})
-        if hf_config.get("image_grid_pinpoints"):
-            self.processor.image_grid_pinpoints = hf_config["image_grid_pinpoints"]
-        self.image_size = image_size
+            self.processor = LlavaOnevisionImageProcessorPil(size={"height": side, "width": side})
+        if spec.hf_config.get("image_grid_pinpoints"):
+            self.processor.image_grid_pinpoints = spec.hf_config["image_grid_pinpoints"]
+        self.item_shape = (3, side, side)
+
+    def save(self, folder: Path) -> None:
+        """Write `preprocessor_config.json`."""
+        self.processor.save_pretrained(folder)
 
     def images(self, images: list[Image.Image]) -> list[np.ndarray]:
         """Crops of each of a sample's pictures, float32 [num_items, 3, image_size, image_size]."""

@@ -17,14 +17,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from dflop.costs import CostModel, Loads, StageKind, analytic_points, fit_costs, module_work
+from dflop.costs import CostModel, Loads, StageKind, analytic_points, fit_costs
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
 from dflop.costs.model import FEATURES, Coefficients
-from dflop.models import ModelSpec, internvl, llava_onevision
+from dflop.models import ModelSpec, count_work, internvl, llava_onevision
 from dflop.models.attention import PACKED
-from dflop.models.llava_onevision.stages import LlmStage, VisionStage
+from dflop.models.llava_onevision.stages import VisionStage
 from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.models.stages import LlmStage
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
 from dflop.store import write_costs
@@ -85,7 +86,7 @@ def make_loads(num_items=0, num_tokens=0, sum_sq_tokens=0, num_targets=0) -> Loa
 
 def whole(spec: ModelSpec, module: str, count, tp: int = 1) -> float:
     """`count(part)` of the first and the last part and of every layer."""
-    work = module_work(spec, module, tp)
+    work = count_work(spec, module, tp)
     return float(count(work.first) + count(work.last) + spec.module(module).num_layers * count(work.layer))
 
 
@@ -172,9 +173,9 @@ def test_packed_attention_computes_half_of_what_torch_counts_for_it():
     with sdpa_kernel(SDPBackend.MATH):  # torch does not count the CPU's fused kernel
         forward, _ = counted_flops(lambda: run_llm(build(spec, PACKED, "cpu"), 5, 128, 64))
     assert forward == pytest.approx(square_flops(spec, "llm", loads), rel=1e-9)
-    layer = module_work(spec, "llm").layer
+    layer = count_work(spec, "llm", 1).layer
     assert layer.attention_flops(loads) == layer.square_flops(loads) / 2
-    seen = module_work(spec, "vision").layer  # nothing is hidden from an encoder
+    seen = count_work(spec, "vision", 1).layer  # nothing is hidden from an encoder
     assert seen.attention_flops(make_loads(3)) == seen.square_flops(make_loads(3))
 
 
@@ -200,7 +201,7 @@ def test_a_config_that_does_not_say_whether_the_head_is_the_embedding_is_read_as
     model = build(spec, "eager")
     assert (model.lm_head.weight is model.model.language_model.embed_tokens.weight) == silent
     tied = make_spec(family, fields | {"tie_word_embeddings": silent})
-    assert module_work(spec, "llm") == module_work(tied, "llm")
+    assert count_work(spec, "llm", 1) == count_work(tied, "llm", 1)
 
 
 def saved_bytes(model: PreTrainedModel, forward) -> int:
@@ -243,7 +244,7 @@ def test_what_an_llm_keeps_is_what_autograd_keeps(name):
         copies = 2 * 2 * num_tokens * attention
         loads = make_loads(0, num_tokens, num_segments * length**2, num_targets)
         expected = whole(spec, "llm", lambda part, loads=loads: part.saved_bytes(loads))
-        expected += module_work(spec, "llm").stage_bytes(loads)
+        expected += count_work(spec, "llm", 1).stage_bytes(loads)
         assert found - copies == pytest.approx(expected, rel=1e-5)  # nor the loss's weight
 
 
@@ -283,7 +284,7 @@ def passing_bytes_of_head(bench: Bench, num_targets: int) -> int:
 @pytest.mark.parametrize("num_targets", [2, 30, 60, 512, 2000])
 def test_the_heads_passing_memory_is_what_is_measured(num_targets, tokenizer):
     spec, bench = head_bench(tokenizer, 4000)
-    expected = module_work(spec, "llm").last.most_passing_bytes(make_loads(0, 2048, 2048**2, num_targets))
+    expected = count_work(spec, "llm", 1).last.most_passing_bytes(make_loads(0, 2048, 2048**2, num_targets))
     assert passing_bytes_of_head(bench, num_targets) == pytest.approx(float(expected), rel=0.04)
 
 
@@ -291,7 +292,7 @@ def test_the_heads_passing_memory_is_what_is_measured(num_targets, tokenizer):
 def test_the_passing_memory_of_a_shared_vocabulary_is_what_is_measured(num_targets, tokenizer, alone):
     spec, _ = head_bench(tokenizer, 8000)  # of which each of two ranks has half
     _, bench = head_bench(tokenizer, 4000, alone)
-    expected = module_work(spec, "llm", 2).last.most_passing_bytes(make_loads(0, 2048, 2048**2, num_targets))
+    expected = count_work(spec, "llm", 2).last.most_passing_bytes(make_loads(0, 2048, 2048**2, num_targets))
     assert passing_bytes_of_head(bench, num_targets) == pytest.approx(float(expected), rel=0.04)
 
 
@@ -305,7 +306,7 @@ def test_checkpointing_keeps_a_layers_input_in_fp32(module):
     with torch.autocast("cpu", torch.bfloat16):
         run_llm(model, 2, 30, 5) if module == "llm" else run_vision(model, spec, 3)
     loads = make_loads(0, 60, 1800, 5) if module == "llm" else make_loads(3)
-    assert module_work(spec, module).input_bytes(loads) == seen[0].nbytes
+    assert count_work(spec, module, 1).input_bytes(loads) == seen[0].nbytes
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +370,7 @@ def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp,
     write_costs(path, {"measurements": measurements, "device": device_frame, **tables}, {})
     costs, loads = CostModel.load(path), make_loads(0, 6000, 9e6, 1500)
     kept = costs.stage_memory(StageKind.whole("llm", tp, 20), loads)
-    work = module_work(spec, "llm", tp)
+    work = count_work(spec, "llm", tp)
     ends = (work.first, work.last)
     expected = 20 * work.layer.saved_bytes(loads) + sum(part.saved_bytes(loads) for part in ends)
     expected += work.stage_bytes(loads)
@@ -391,7 +392,7 @@ def test_a_large_microbatch_runs_at_a_share_of_the_peak_that_training_is_known_t
             "sum_sq_tokens", "num_targets"
         ):
             loads = make_loads(*(one[feature][0] for feature in FEATURES))
-            work = module_work(spec, module)
+            work = count_work(spec, module, 1)
             flops = sum(
                 times * (part.dense_flops(loads) + part.attention_flops(loads)) for part, times in ((work.layer, 4),)
             )
@@ -404,7 +405,7 @@ def test_a_large_microbatch_runs_at_a_share_of_the_peak_that_training_is_known_t
     more=st.lists(st.integers(0, 10**5), min_size=4, max_size=4),
 )
 def test_more_load_never_does_less(module, less, more):
-    work = module_work(SPECS["internvl_78b"], module)
+    work = count_work(SPECS["internvl_78b"], module, 1)
     small, large = make_loads(*less), make_loads(*np.add(less, more))
     for part in (work.layer, work.first, work.last):
         for name in ("dense_flops", "square_flops", "matmul_bytes", "pointwise_bytes", "saved_bytes", "size"):
@@ -451,7 +452,7 @@ def test_tensor_parallelism_halves_products_and_leaves_norms_whole(name, module)
     spec = SPECS[name] if name != "siglip_llama" else make_spec(
         "llava_onevision", deepcopy(llava_onevision.PRESETS["siglip_llama3_8b"])
     )  # fmt: skip
-    one, two = module_work(spec, module), module_work(spec, module, 2)
+    one, two = count_work(spec, module, 1), count_work(spec, module, 2)
     assert ratio(one.layer.dense_flops, two.layer.dense_flops) == {0.5}
     assert ratio(one.layer.square_flops, two.layer.square_flops) == {0.5}
     assert ratio(one.layer.size, two.layer.size) == {0.5}
@@ -468,11 +469,11 @@ def test_tensor_parallelism_halves_products_and_leaves_norms_whole(name, module)
 
 def test_the_vocabulary_is_divided_and_the_patch_embedding_is_not():
     spec = SPECS["llava_ov_7b"]
-    one, two = module_work(spec, "llm"), module_work(spec, "llm", 2)
+    one, two = count_work(spec, "llm", 1), count_work(spec, "llm", 2)
     assert ratio(one.last.dense_flops, two.last.dense_flops) == {0.5}
     assert 2 * two.first.num_parameters == one.first.num_parameters
     assert 2 * two.last.num_parameters - one.last.num_parameters == 3584  # the last norm
-    one, two = module_work(spec, "vision"), module_work(spec, "vision", 2)
+    one, two = count_work(spec, "vision", 1), count_work(spec, "vision", 2)
     projector = 1152 * 3584 + 3584**2
     assert one.last.num_matrix_parameters - two.last.num_matrix_parameters == projector / 2
 
@@ -480,7 +481,7 @@ def test_the_vocabulary_is_divided_and_the_patch_embedding_is_not():
 def test_a_layer_reduces_its_hidden_states_twice_in_either_direction(h100):
     spec, loads = SPECS["llava_ov_7b"], make_loads(0, 1000, 10**6, 0)
     for tp in (1, 2, 4):
-        layer = module_work(spec, "llm", tp).layer
+        layer = count_work(spec, "llm", tp).layer
         assert [float(reduced(loads)) for reduced in layer.reduced_bytes] == [2 * 2 * 3584 * 1000] * 2
     two, four = (
         analytic_points(spec, "llm", tp, h100).measurements.filter(pl.col("piece") == "layers") for tp in (2, 4)
@@ -519,7 +520,7 @@ def test_a_model_that_cannot_be_counted_is_refused(section, change, reason):
     fields = deepcopy(llava_onevision.PRESETS["tiny"])
     fields[section] |= change
     with pytest.raises(UserError, match=reason):
-        module_work(make_spec("llava_onevision", fields), "llm" if section == "text_config" else "vision")
+        count_work(make_spec("llava_onevision", fields), "llm" if section == "text_config" else "vision", 1)
 
 
 def test_products_reach_their_share_of_the_peak_where_they_are_large(h100):

@@ -146,7 +146,7 @@ def test_every_record_has_the_items_and_tokens_that_training_makes(data, request
         "max_llm_tokens": MAX_LLM_TOKENS,
         "num_encoder_ranks": 1,
     }
-    visual = MicrobatchLoader(**common, pixels=LlavaOnevisionPixels(spec.hf_config, spec.rules.image_size))
+    visual = MicrobatchLoader(**common, pixels=LlavaOnevisionPixels(spec))
     text = MicrobatchLoader(**common, pixels=None)
     for row in frame.iter_rows(named=True):
         job = MicrobatchJob(

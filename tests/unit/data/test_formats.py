@@ -139,7 +139,7 @@ class Made(NamedTuple):
 @pytest.fixture(scope="module")
 def make(media, reader, profile_source, tiny_spec) -> Callable[[Callable[[Path], Path]], Made]:
     """What profiling and training make of the records, written in one of the formats."""
-    pixels = LlavaOnevisionPixels(tiny_spec.hf_config, tiny_spec.rules.image_size)
+    pixels = LlavaOnevisionPixels(tiny_spec)
 
     def run(write: Callable[[Path], Path]) -> Made:
         source = Source(name="it", path=write(media), media_root=media)

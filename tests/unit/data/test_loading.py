@@ -23,7 +23,7 @@ MAX_LLM_TOKENS = 1000
 
 @pytest.fixture(scope="module")
 def make_loader(tiny_spec, reader):
-    pixels = LlavaOnevisionPixels(tiny_spec.hf_config, tiny_spec.rules.image_size)
+    pixels = LlavaOnevisionPixels(tiny_spec)
 
     def make(manifest: Path, *, of_media: bool, num_encoder_ranks: int = 1, sampling: str = "all") -> MicrobatchLoader:
         sources = list_sources(DataConfig(sources=[SourceConfig(path=str(manifest), name="it", sampling=sampling)]))

@@ -21,7 +21,7 @@ from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, Train
 from dflop.data.records import EmbeddedBytes
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
-from dflop.models.llava_onevision.stages import build_stage, make_hf_config
+from dflop.models.llava_onevision.runtime import RUNTIME
 from dflop.store import MODALITIES, REJECT_REASONS, SHARD_SCHEMA
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -39,9 +39,9 @@ class Loaded:
 @pytest.fixture(scope="module")
 def load(tiny_spec, tokenizer, reader):
     """Each sample alone in a microbatch, through both kinds of loader and the encoder itself."""
-    config = make_hf_config(tiny_spec.hf_config, tokenizer.placeholder_ids, tokenizer.vocab_size)
-    encoder = build_stage(config, "vision", layers=range(4), seed=0)
-    pixels = LlavaOnevisionPixels(tiny_spec.hf_config, tiny_spec.rules.image_size)
+    config = RUNTIME.make_config(tiny_spec, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    encoder = RUNTIME.build_stage(config, "vision", layers=range(4), seed=0)
+    pixels = LlavaOnevisionPixels(tiny_spec)
 
     def run(manifest: Path, frame: pl.DataFrame, max_llm_tokens: int = 100_000) -> list[Loaded]:
         sources = list_sources(DataConfig(sources=[SourceConfig(path=str(manifest), name="it")]))

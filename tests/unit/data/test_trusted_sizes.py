@@ -34,7 +34,7 @@ def root(tmp_path) -> Path:
 @pytest.fixture
 def profile_and_load(root, reader, profile_source, tiny_spec):
     """`profile_and_load(records)`: their rows, and what training makes of the one that is first accepted."""
-    pixels = LlavaOnevisionPixels(tiny_spec.hf_config, tiny_spec.rules.image_size)
+    pixels = LlavaOnevisionPixels(tiny_spec)
 
     def run(records: list[dict], *, trust_sizes: bool = True) -> tuple[pl.DataFrame, LoadedVisual]:
         Path("train.json").write_text(json.dumps(records))

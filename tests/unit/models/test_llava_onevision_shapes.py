@@ -128,7 +128,7 @@ def test_the_llm_never_sees_more_than_the_cap_of_crops_allows(oracle, width, hei
 @given(sizes=st.lists(st.tuples(st.integers(1, 250), st.integers(1, 250)), min_size=1, max_size=3))
 def test_the_training_path_makes_the_items_that_the_rules_promise(sizes):
     rules = make_spec("tiny", PRESETS["tiny"]).rules
-    pixels = LlavaOnevisionPixels(PRESETS["tiny"], rules.image_size)
+    pixels = LlavaOnevisionPixels(make_spec("tiny", PRESETS["tiny"]))
     crops = pixels.images([Image.new("RGB", size) for size in sizes])
     assert [len(items) for items in crops] == [rules.image(*size, len(sizes)).num_items for size in sizes]
     assert {items.shape[1:] for items in crops} == {(3, rules.image_size, rules.image_size)}
@@ -137,7 +137,7 @@ def test_the_training_path_makes_the_items_that_the_rules_promise(sizes):
 def test_frames_pass_through_the_steps_of_a_picture_that_needs_no_cutting():
     """A frame of the encoder's own size is only rescaled and normalised, as a single crop of a picture is."""
     rules = make_spec("tiny", PRESETS["tiny"]).rules
-    pixels = LlavaOnevisionPixels(PRESETS["tiny"], rules.image_size)
+    pixels = LlavaOnevisionPixels(make_spec("tiny", PRESETS["tiny"]))
     noise = np.random.default_rng(0).integers(0, 256, (rules.image_size, rules.image_size, 3), dtype=np.uint8)
     frame = Image.fromarray(noise)
     (item,) = pixels.frames([frame])

@@ -16,16 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
-from dflop.models.llava_onevision import PRESETS
+from dflop.models.llava_onevision import PRESETS, make_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
-from dflop.models.llava_onevision.stages import (
-    LlmStage,
-    VisionStage,
-    build_stage,
-    make_hf_config,
-    norms_in_float64,
-)
+from dflop.models.llava_onevision.runtime import RUNTIME
+from dflop.models.llava_onevision.stages import VisionStage
 from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.models.stages import LlmStage
+from dflop.models.weights import norms_in_float64
 from dflop.pipeline import split_layers
 from dflop.runtime import UserError
 
@@ -37,14 +34,14 @@ SEED = 3
 def make_config(**text_fields) -> LlavaOnevisionConfig:
     fields = deepcopy(PRESETS["tiny"])
     fields["text_config"] |= text_fields
-    return make_hf_config(fields, PLACEHOLDERS, 1024)
+    return RUNTIME.make_config(make_spec("tiny", fields), PLACEHOLDERS, 1024)
 
 
 def make_stages(config: LlavaOnevisionConfig, pp: int, **settings) -> tuple[VisionStage, list[LlmStage]]:
     arguments = {"seed": SEED, "dtype": torch.float64} | settings
     return (
-        build_stage(config, "vision", layers=range(NUM_LAYERS), **arguments),
-        [build_stage(config, "llm", layers=layers, **arguments) for layers in split_layers(NUM_LAYERS, pp)],
+        RUNTIME.build_stage(config, "vision", layers=range(NUM_LAYERS), **arguments),
+        [RUNTIME.build_stage(config, "llm", layers=layers, **arguments) for layers in split_layers(NUM_LAYERS, pp)],
     )
 
 
@@ -80,7 +77,7 @@ class Sample:
 
 def draw_sample(pixels, rules, rng, sizes=(), num_frames=0) -> Sample:
     """A sample with pictures of the given sizes, or with a clip, between two pieces of text."""
-    side, items, media, hf_inputs, num_tokens = pixels.image_size, np.zeros((0, 3, 84, 84)), [], {}, 0
+    side, items, media, hf_inputs, num_tokens = pixels.item_shape[1], np.zeros((0, 3, 84, 84)), [], {}, 0
     kind = "video" if num_frames else "image"
     if sizes:
         pictures = [
@@ -112,7 +109,7 @@ def draw_sample(pixels, rules, rng, sizes=(), num_frames=0) -> Sample:
 
 @pytest.fixture(scope="module")
 def samples(tiny_spec) -> list[Sample]:
-    pixels = LlavaOnevisionPixels(PRESETS["tiny"], tiny_spec.rules.image_size)
+    pixels = LlavaOnevisionPixels(tiny_spec)
     rng = np.random.default_rng(0)
 
     def draw(**content):
@@ -277,9 +274,9 @@ def test_a_truncated_sample_keeps_the_first_of_its_visual_tokens(samples):
 
 
 def test_a_vocabulary_that_is_too_small_grows_to_the_tokenizers_and_a_larger_one_stays():
-    fields = PRESETS["tiny"]
-    assert make_hf_config(fields, PLACEHOLDERS, 1500).text_config.vocab_size == 1500
-    config = make_hf_config(fields, PLACEHOLDERS, 100)
+    spec = make_spec("tiny", PRESETS["tiny"])
+    assert RUNTIME.make_config(spec, PLACEHOLDERS, 1500).text_config.vocab_size == 1500
+    config = RUNTIME.make_config(spec, PLACEHOLDERS, 100)
     assert config.text_config.vocab_size == 1024
     assert (config.image_token_id, config.video_token_id) == (1001, 1002)
 
@@ -345,14 +342,14 @@ def test_a_checkpoint_that_lacks_a_tensor_names_it_and_only_to_the_stage_that_ne
     (lost,) = [name for name in weights if name.endswith("layers.3.mlp.up_proj.weight")]
     save_file({name: tensor for name, tensor in weights.items() if name != lost}, file)
     first, last = split_layers(NUM_LAYERS, 2)
-    build_stage(config, "llm", layers=first, seed=0, checkpoint=tmp_path)
+    RUNTIME.build_stage(config, "llm", layers=first, seed=0, checkpoint=tmp_path)
     with pytest.raises(UserError, match=r"lacks 1 tensors .* model\.language_model\.layers\.3\.mlp\.up_proj\.weight"):
-        build_stage(config, "llm", layers=last, seed=0, checkpoint=tmp_path)
+        RUNTIME.build_stage(config, "llm", layers=last, seed=0, checkpoint=tmp_path)
 
 
 def test_a_folder_without_weights_says_how_to_save_them(tmp_path):
     with pytest.raises(UserError, match=r"holds no \*\.safetensors file; save the model with `save_pretrained`"):
-        build_stage(make_config(), "vision", layers=range(NUM_LAYERS), seed=0, checkpoint=tmp_path)
+        RUNTIME.build_stage(make_config(), "vision", layers=range(NUM_LAYERS), seed=0, checkpoint=tmp_path)
 
 
 def test_a_head_that_is_tied_to_the_embedding_stays_tied_and_loads_from_the_embedding_alone(tmp_path):
@@ -361,7 +358,7 @@ def test_a_head_that_is_tied_to_the_embedding_stays_tied_and_loads_from_the_embe
     expected = saved_model(tmp_path, config)
     (file,) = tmp_path.glob("*.safetensors")
     assert not [name for name in load_file(file) if "lm_head" in name]
-    stage = build_stage(config, "llm", layers=range(NUM_LAYERS), seed=0, checkpoint=tmp_path)
+    stage = RUNTIME.build_stage(config, "llm", layers=range(NUM_LAYERS), seed=0, checkpoint=tmp_path)
     assert stage.hf.lm_head.weight is stage.hf.model.language_model.embed_tokens.weight
     assert torch.equal(stage.hf.lm_head.weight, expected["lm_head.weight"])
 
@@ -370,4 +367,4 @@ def test_a_tied_head_cannot_be_cut_off_from_its_embedding():
     config = make_config()
     config.tie_word_embeddings = True
     with pytest.raises(UserError, match=r"use `plan\.fixed\.llm\.pp: 1`"):
-        build_stage(config, "llm", layers=range(2), seed=0)
+        RUNTIME.build_stage(config, "llm", layers=range(2), seed=0)

@@ -59,9 +59,11 @@ def test_a_checkpoint_of_another_family_names_the_family(checkpoint):
     folder = str(checkpoint("config.json", {"model_type": "internvl"}))
     message = refusal(path=folder)
     assert f"`model.path` {folder} holds a 'internvl' model, but `model.family` is 'llava_onevision'" in message
-    assert message.endswith("use `model.family: internvl`")
+    assert message.endswith("use `model.family: internvl` (for shapes, analytic costs and plans: no training yet)")
     checkpoint("config.json", {"model_type": "internvl_chat"})
-    assert refusal(family="internvl", path=folder).endswith("(of InternVL the checkpoints whose names end in -hf)")
+    assert refusal(family="internvl", path=folder).endswith("use the checkpoint of InternVL whose name ends in -hf")
+    checkpoint("config.json", {"model_type": "llava"})
+    assert refusal(family="internvl", path=folder).endswith("known are internvl, llava_onevision")
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, checkpoint):
@@ -121,5 +123,7 @@ def test_a_family_of_which_only_the_shapes_are_known_says_what_can_be_run():
     check_runnable("llava_onevision")
     with pytest.raises(UserError) as caught:
         check_runnable("internvl")
-    assert "`model.family` is 'internvl': its shapes can be profiled; measuring and training" in str(caught.value)
-    assert "use `model.family: llava_onevision`" in str(caught.value)
+    message = str(caught.value)
+    assert "`model.family` is 'internvl', which cannot be measured or trained yet" in message
+    assert "Its shapes, its analytic costs (`costs.source: analytic`) and a plan can be made" in message
+    assert message.endswith("To train, use `model.family: llava_onevision`")

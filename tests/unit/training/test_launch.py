@@ -75,7 +75,7 @@ def test_nothing_is_started_for_a_plan_that_can_only_be_priced(tmp_path, change,
 
 def test_nothing_is_started_for_a_family_that_cannot_be_trained_yet(tmp_path):
     config = load_config({"model": {"family": "internvl"}})
-    with pytest.raises(UserError, match="its shapes can be profiled; measuring and training it is not possible yet"):
+    with pytest.raises(UserError, match="which cannot be measured or trained yet"):
         launch_ranks(config, plan=tmp_path / "none.yaml", arguments={})
 
 

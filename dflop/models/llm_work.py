@@ -1,8 +1,8 @@
-"""What an LLM's embedding, layers and head do in one forward pass, for the counts of `work`."""
+"""What the embedding, layers and head of a Llama or Qwen do in one forward pass, for the counts of `work`."""
 
-from dflop.costs.model import Coefficients
-from dflop.costs.work import Layer, ModuleWork, PartWork, coefficients, size_of
-from dflop.models import ModelSpec
+from dflop.models.loads import Coefficients
+from dflop.models.spec import ModelSpec
+from dflop.models.work import Layer, ModuleWork, PartWork, coefficients, size_of
 from dflop.runtime import UserError
 
 __all__ = ["llm_work"]
@@ -12,8 +12,12 @@ _NUM_KERNELS = {"layer": 50, "first": 10, "last": 20}
 _TEXT_TYPES = ("llama", "qwen2", "qwen3")
 
 
-def llm_work(spec: ModelSpec, tp: int) -> ModuleWork:
-    """Counts of the LLM on each of `tp` ranks; see `module_work`."""
+def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool) -> ModuleWork:
+    """Counts of the LLM in `text_config` on each of `tp` ranks; `is_tied` where its head is its embedding.
+
+    Raises:
+        UserError: for an LLM of another kind, or a size that the config lacks.
+    """
     text = spec.hf_config["text_config"]
     kind = text.get("model_type", "qwen2")
     if kind not in _TEXT_TYPES:
@@ -22,12 +26,10 @@ def llm_work(spec: ModelSpec, tp: int) -> ModuleWork:
             f"{', '.join(_TEXT_TYPES)}); use `costs.source: measured`"
         )
     sizes = spec.module("llm")
-    hidden = sizes.hidden_size
-    head_dim = text.get("head_dim") or (128 if kind == "qwen3" else hidden // sizes.num_heads)
-    vocabulary = size_of(spec, "text_config", "vocab_size") / tp
+    head_dim = text.get("head_dim") or (128 if kind == "qwen3" else sizes.hidden_size // sizes.num_heads)
     biased = bool(text.get("attention_bias", False)) and kind != "qwen2"
     layer = Layer(
-        hidden=hidden,
+        hidden=sizes.hidden_size,
         query=sizes.num_heads * head_dim,
         key_value=sizes.num_kv_heads * head_dim,
         inner=size_of(spec, "text_config", "intermediate_size"),
@@ -40,25 +42,40 @@ def llm_work(spec: ModelSpec, tp: int) -> ModuleWork:
         out_bias=biased,
         mlp_bias=bool(text.get("mlp_bias", False)) and kind == "llama",
     )
-    matrix = vocabulary * hidden
-    first = PartWork(
+    vocabulary = size_of(spec, "text_config", "vocab_size") / tp
+    return ModuleWork(
+        layer=layer.work(tp, "num_tokens", 1, ("sum_sq_tokens", 1), causal=True, num_kernels=_NUM_KERNELS["layer"]),
+        first=_embedding(sizes.hidden_size, vocabulary),
+        last=_head(sizes.hidden_size, vocabulary, tp, is_tied=is_tied),
+        input_bytes=coefficients(num_tokens=4.0 * sizes.hidden_size),
+        # Rotary cosines and sines.
+        stage_bytes=coefficients(num_tokens=8.0 * head_dim),
+    )
+
+
+def _embedding(hidden: int, vocabulary: float) -> PartWork:
+    """The embedding, of which this rank holds `vocabulary` ids, and putting visual features in."""
+    return PartWork(
         dense_flops=coefficients(),
         square_flops=coefficients(),
         causal=True,
         matmul_bytes=coefficients(),
-        # The embedding and putting visual features in.
         pointwise_bytes=coefficients(num_tokens=16.0 * hidden),
         # Embeddings in fp32.
         reduced_bytes=(coefficients(num_tokens=4.0 * hidden), coefficients()),
         # Ids, and features as if every token were visual.
         saved_bytes=coefficients(num_tokens=16.0 + 4.0 * hidden),
         size=coefficients(),
-        num_parameters=matrix,
+        num_parameters=vocabulary * hidden,
         num_matrix_parameters=0.0,
         num_kernels=_NUM_KERNELS["first"],
     )
-    last = PartWork(
-        # The head computes on target positions only.
+
+
+def _head(hidden: int, vocabulary: float, tp: int, *, is_tied: bool) -> PartWork:
+    """The last norm, the head on target positions only, and the loss."""
+    matrix = vocabulary * hidden
+    return PartWork(
         dense_flops=coefficients(num_targets=2.0 * matrix),
         square_flops=coefficients(),
         causal=True,
@@ -70,18 +87,10 @@ def llm_work(spec: ModelSpec, tp: int) -> ModuleWork:
         # The norm's two, its cast, and the log-probabilities in fp32.
         saved_bytes=coefficients(2.0 * matrix, num_targets=20.0 + 10.0 * hidden + 4.0 * vocabulary),
         size=coefficients(num_targets=hidden / tp),
-        num_parameters=(0 if _is_tied(spec) else matrix) + hidden,
+        num_parameters=(0 if is_tied else matrix) + hidden,
         num_matrix_parameters=matrix,
         num_kernels=_NUM_KERNELS["last"],
         passing_bytes=_passing_bytes(vocabulary, matrix),
-    )
-    return ModuleWork(
-        layer=layer.work(tp, "num_tokens", 1, ("sum_sq_tokens", 1), causal=True, num_kernels=_NUM_KERNELS["layer"]),
-        first=first,
-        last=last,
-        input_bytes=coefficients(num_tokens=4.0 * hidden),
-        # Rotary cosines and sines.
-        stage_bytes=coefficients(num_tokens=8.0 * head_dim),
     )
 
 
@@ -96,11 +105,3 @@ def _passing_bytes(vocabulary: float, matrix: float) -> tuple[Coefficients, ...]
         coefficients(num_targets=8.0 * vocabulary),
         coefficients(4.0 * matrix, num_targets=-4.0 * vocabulary),
     )
-
-
-def _is_tied(spec: ModelSpec) -> bool:
-    """Whether head and embedding are one matrix; InternVL's configs tie them where they say nothing."""
-    if spec.family == "internvl":
-        return spec.hf_config.get("tie_word_embeddings", True)
-    text = spec.hf_config["text_config"]
-    return spec.hf_config.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)

@@ -1,7 +1,8 @@
 """What the parts of a module do in one forward pass: FLOPs, bytes moved, bytes kept, parameters.
 
-Everything is a linear function of a microbatch's loads, from the config alone. Here stand the types and what the LLM
-and the encoders share, a transformer layer; `llm_work` and `vision_work` count the rest of each.
+Every count is a linear function of a microbatch's loads and follows from the config alone. Here stand the types, and
+the transformer layer that LLMs and encoders share. `llm_work` and `vit_work` count a whole LLM and a whole vision
+encoder; a family calls them with its own widths, or counts for itself.
 
 Counted is what `dflop profile-costs` would see with `train.precision: bf16`: Hugging Face's layers in eager
 PyTorch, fp32 weights and residual stream, matrix products in bf16 (autocast, which keeps a bf16 copy of the
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop.costs.model import FEATURES, Coefficients, Loads
-from dflop.models import ModelSpec
+from dflop.models.loads import FEATURES, Coefficients, Loads
+from dflop.models.spec import ModelSpec
 from dflop.runtime import UserError
 
 __all__ = ["Layer", "ModuleWork", "PartWork", "coefficients", "size_of"]

@@ -1,0 +1,94 @@
+"""Made-up microbatches for measuring: packed and laid out as training has them, run on one piece of a stage."""
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from dflop.costs.design import Point
+from dflop.models import ModelSpec, load_runtime
+from dflop.models.microbatch import TextBatch, VisualBatch
+from dflop.models.stages import EncoderStage, LlmStage
+
+__all__ = ["MadeUpRuns", "Run"]
+
+_ALL_TOKENS = 1 << 30
+
+
+class Run(NamedTuple):
+    """One microbatch on one piece: `forward` gives what to differentiate, `inputs` are leaves that want a gradient."""
+
+    forward: Callable[[], torch.Tensor]
+    inputs: list[torch.Tensor]
+
+
+class MadeUpRuns:
+    """Random microbatches for a stage of a module: `make(point)` has the loads of the point."""
+
+    def __init__(
+        self, spec: ModelSpec, module: str, stage: EncoderStage | LlmStage, dtype: torch.dtype, autocast: torch.autocast
+    ) -> None:
+        self._spec, self._module, self._stage, self._dtype, self._autocast = spec, module, stage, dtype, autocast
+        self._device = next(stage.parameters()).device
+        self._make_up_media = load_runtime(spec.family).make_up_media
+        self._generator = torch.Generator(device=self._device).manual_seed(0)
+
+    def make(self, point: Point) -> Run:
+        if isinstance(self._stage, LlmStage):
+            return self._of_llm(self._stage, point)
+        return self._of_encoder(self._stage, point)
+
+    def _of_encoder(self, encoder: EncoderStage, point: Point) -> Run:
+        made_up = self._make_up_media(self._spec, self._module, point.num_items)
+        batch = VisualBatch(
+            items=self._random(point.num_items, *made_up.item_shape),
+            media=tuple((medium,) for medium in made_up.media),
+            kept_tokens=(_ALL_TOKENS,) * len(made_up.media),
+        )
+        if point.piece == "first":
+            return Run(self._cast(lambda: encoder.embed(batch)), [])
+        if point.piece == "whole":
+            return Run(self._cast(lambda: torch.cat(encoder(batch))), [])
+        with torch.no_grad():
+            shape = encoder.embed(VisualBatch(items=batch.items[:1], media=(), kept_tokens=())).shape
+        leaf = self._random(point.num_items, *shape[1:]).requires_grad_()
+        if point.piece == "layers":
+            return Run(self._cast(lambda: encoder.encode(leaf)[-1]), [leaf])
+        return Run(self._cast(lambda: torch.cat(encoder.finish([leaf], batch))), [leaf])
+
+    def _of_llm(self, llm: LlmStage, point: Point) -> Run:
+        """Text of which the first half is visual."""
+        config = llm.hf.config.get_text_config()
+        num_tokens, device = point.num_tokens, self._device
+        ids = torch.randint(config.vocab_size, (num_tokens,), device=device, generator=self._generator)
+        targets = torch.arange(num_tokens - point.num_targets, num_tokens, device=device)
+        batch = TextBatch(
+            token_ids=ids,
+            position_ids=torch.cat([torch.arange(length, device=device) for length in point.segments]),
+            segment_ends=list(itertools.accumulate(point.segments)),
+            visual_positions=(torch.arange(num_tokens // 2, device=device),),
+            target_positions=targets,
+            target_ids=ids[targets],
+        )
+        features = self._random(num_tokens // 2, config.hidden_size).requires_grad_()
+        if point.piece == "first":
+            return Run(self._cast(lambda: llm.embed(batch, [features])), [features])
+        if point.piece == "whole":
+            return Run(
+                self._cast(lambda: llm.finish(llm.encode(llm.embed(batch, [features]), batch), batch)), [features]
+            )
+        leaf = self._random(1, num_tokens, config.hidden_size).requires_grad_()
+        if point.piece == "layers":
+            return Run(self._cast(lambda: llm.encode(leaf, batch)), [leaf])
+        return Run(self._cast(lambda: llm.finish(leaf, batch)), [leaf])
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self._device, dtype=self._dtype, generator=self._generator)
+
+    def _cast(self, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            with self._autocast:
+                return forward()
+
+        return run

@@ -1,0 +1,48 @@
+"""What tensor-parallel ranks share of a stage: names of submodules, for `tensor_parallel` to divide."""
+
+from dataclasses import dataclass
+
+from dflop.runtime import UserError
+
+__all__ = ["Division", "check_kind", "llm_division"]
+
+# Language models whose layers have `self_attn` and `mlp` and, beside the matrices below, no parameters but norms.
+_LLM_KINDS = ("llama", "qwen2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """What ranks share of a stage, by the names that submodules have in the Hugging Face model.
+
+    `blocks` (`*` for a number) widen their input by the linear layers in `columns`, of which each rank computes some
+    outputs, and reduce it again by those in `rows`, of which each rank has some inputs. `embedding` and `head` are
+    divided by ids of the vocabulary; None for an encoder.
+    """
+
+    blocks: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    embedding: str | None = None
+    head: str | None = None
+
+
+def llm_division(kind: str) -> Division:
+    """The division of an LLM of Llama's layout in `model.language_model`.
+
+    Raises:
+        UserError: for layers of another kind (the config's `model_type`).
+    """
+    check_kind(kind, _LLM_KINDS)
+    return Division(
+        blocks=("model.language_model.layers.*.self_attn", "model.language_model.layers.*.mlp"),
+        columns=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+        rows=("o_proj", "down_proj"),
+        embedding="model.language_model.embed_tokens",
+        head="lm_head",
+    )
+
+
+def check_kind(kind: str, known: tuple[str, ...]) -> None:
+    """Raise `UserError` for a kind of layers (`model_type`) that nobody knows how to divide."""
+    if kind not in known:
+        raise UserError(f"how to divide the layers of a {kind!r} among ranks is not known; use tp: 1")

@@ -1,0 +1,200 @@
+"""Families: each is one folder below `dflop/models/`, and one object by which the rest of dflop knows it.
+
+A folder is named as Hugging Face names the model type; no list names it. It offers its `FAMILY`, an instance of
+`Family`, and in files of their own what only some callers need: `work.py` counts what the model does, for analytic
+costs, and `runtime.py` builds and feeds the model, for measuring and training. Only that last one imports torch and
+transformers. README.md beside this file says how to add a family.
+"""
+
+import importlib
+import importlib.util
+import json
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dflop.models
+from dflop.config import ModelConfig
+from dflop.models.spec import ModelSpec, check_tp
+from dflop.models.work import ModuleWork
+from dflop.runtime import UserError
+
+if TYPE_CHECKING:
+    from dflop.models.runtime import FamilyRuntime
+
+__all__ = [
+    "Family",
+    "check_runnable",
+    "count_work",
+    "family_names",
+    "family_of",
+    "load_model_spec",
+    "load_runtime",
+    "model_digest",
+    "why_family_cannot_run",
+]
+
+
+# Where a folder's parts are found, `*` being the family. Whoever follows the code behind a command reads these texts.
+_FAMILY = "dflop.models.*.FAMILY"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What can be asked of a family without building a model.
+
+    `name` is the folder's, and `model_type` in Hugging Face's configs. `presets` are fields of such a config by the
+    preset's name. `make_spec(name, hf_config, preprocessor)` gives the spec of a config, `preprocessor` being the
+    fields that a checkpoint's image processor sets. `other_checkpoints` says what to do with checkpoints of this
+    model in another form, by the `model_type` that those have.
+    """
+
+    name: str
+    presets: Mapping[str, dict[str, Any]]
+    make_spec: Callable[[str, dict[str, Any], dict[str, Any]], ModelSpec]
+    other_checkpoints: Mapping[str, str] = field(default_factory=dict)
+
+
+def family_names() -> list[str]:
+    """The families there are: the folders beside this file."""
+    return sorted(module.name for module in pkgutil.iter_modules(dflop.models.__path__) if module.ispkg)
+
+
+def family_of(name: str) -> Family:
+    """The family of this name.
+
+    Raises:
+        UserError: naming those that there are.
+    """
+    if name not in family_names():
+        raise UserError(f"`model.family` is {name!r}; it must be one of {', '.join(family_names())}")
+    family = _load(_FAMILY, name)
+    assert family.name == name, f"the folder {name} holds the family {family.name}"
+    return family
+
+
+def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
+    """What one module does in a forward pass, on each of `tp` ranks.
+
+    Raises:
+        UserError: when tp does not divide the module's heads, the config lacks a size, or nothing is known of a part.
+    """
+    check_tp(spec, module, tp)
+    if not _has(spec.family, "work"):
+        raise UserError(f"`model.family` {spec.family!r} has no analytic costs yet; use `costs.source: measured`")
+    return _load("dflop.models.*.work.count_work", spec.family)(spec, module, tp)
+
+
+def load_runtime(name: str) -> "FamilyRuntime":
+    """What builds and feeds the stages of a family's models; imports torch and transformers.
+
+    Raises:
+        UserError: where the family has no such half yet.
+    """
+    check_runnable(name)
+    return _load("dflop.models.*.runtime.RUNTIME", name)
+
+
+def why_family_cannot_run(name: str) -> str | None:
+    """Why models of a family cannot be measured and trained; None where they can."""
+    if family_of(name) and _has(name, "runtime"):
+        return None
+    runnable = " or ".join(other for other in family_names() if _has(other, "runtime"))
+    return (
+        f"`model.family` is {name!r}, which cannot be measured or trained yet. Its shapes, its analytic costs "
+        "(`costs.source: analytic`) and a plan can be made: ask for `results/<run>/plan.yaml`. To train, use "
+        f"`model.family: {runnable}`"
+    )
+
+
+def check_runnable(name: str) -> None:
+    """Raise `UserError` for a family whose models cannot be measured and trained."""
+    if why := why_family_cannot_run(name):
+        raise UserError(why)
+
+
+def load_model_spec(model: ModelConfig) -> ModelSpec:
+    """The spec of the configured model.
+
+    Raises:
+        UserError: for an unknown family or preset, or a `model.path` that is no checkpoint directory.
+    """
+    family = family_of(model.family)
+    if model.path is None:
+        if model.preset not in family.presets:
+            raise UserError(f"`model.preset` is {model.preset!r}; {model.family} has {', '.join(family.presets)}")
+        return family.make_spec(model.preset, family.presets[model.preset], {})
+    folder = Path(model.path)
+    hf_config = _read_hf_config(folder)
+    model_type = hf_config.get("model_type")
+    if model_type != family.name:
+        raise UserError(
+            f"`model.path` {folder} holds a {model_type!r} model, but `model.family` is {model.family!r}; "
+            f"{_way_out(model_type)}"
+        )
+    return family.make_spec(folder.name, hf_config, _read_preprocessor(folder))
+
+
+def model_digest(model: ModelConfig) -> str:
+    """A digest of the files, weights apart, that `model.path` and `model.tokenizer` name."""
+    running = sha256()
+    for folder in filter(None, (model.path, model.tokenizer)):
+        for path in sorted(Path(folder).glob("*.json")) + sorted(Path(folder).glob("*.jinja")):
+            if not path.name.endswith(".index.json"):
+                running.update(f"{path.name}\0".encode() + path.read_bytes())
+    return running.hexdigest()[:16]
+
+
+def _way_out(model_type: Any) -> str:
+    """What to do with a checkpoint of this type."""
+    if model_type in family_names():
+        limits = "" if _has(model_type, "runtime") else " (for shapes, analytic costs and plans: no training yet)"
+        return f"use `model.family: {model_type}`{limits}"
+    for name in family_names():
+        if advice := family_of(name).other_checkpoints.get(model_type):
+            return advice
+    return f"known are {', '.join(family_names())}"
+
+
+def _load(place: str, family: str) -> Any:
+    """What a folder offers at `place`, the dotted name of something in a module."""
+    module, _, name = place.replace("*", family).rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _has(family: str, part: str) -> bool:
+    """Whether a family's folder holds this module."""
+    return importlib.util.find_spec(f"dflop.models.{family}.{part}") is not None
+
+
+def _read_hf_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face checkpoint directory."""
+    fields = _read_fields(folder / "config.json")
+    if fields is None:
+        raise UserError(
+            f"`model.path` {folder} is not a Hugging Face checkpoint directory: it has no config.json; "
+            "name the folder that `save_pretrained` wrote, or set `model.path: null` and choose a `model.preset`"
+        )
+    return fields
+
+
+def _read_preprocessor(folder: Path) -> dict[str, Any]:
+    """The image processor's fields that a checkpoint sets; as transformers does, a processor's own come first."""
+    nested = (_read_fields(folder / "processor_config.json") or {}).get("image_processor")
+    return nested or _read_fields(folder / "preprocessor_config.json") or {}
+
+
+def _read_fields(path: Path) -> dict[str, Any] | None:
+    """A JSON file's keys and values; None where there is no file."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} holds a {type(fields).__name__}; it must hold keys and values as Hugging Face writes")
+    return fields

@@ -1,0 +1,53 @@
+"""What LLaVA-OneVision's modules do in one forward pass: SigLIP with its projector, and the LLM."""
+
+from dflop.models.llm_work import llm_work
+from dflop.models.spec import ModelSpec
+from dflop.models.vit_work import VitWidths, vit_layer, vit_work
+from dflop.models.work import ModuleWork, size_of
+from dflop.runtime import UserError
+
+__all__ = ["count_work"]
+
+
+def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
+    """Counts of one module on each of `tp` ranks.
+
+    Raises:
+        UserError: when the config lacks a size, or has a part of which nothing is known.
+    """
+    if module == "llm":
+        config = spec.hf_config
+        is_tied = config.get("tie_word_embeddings", False) or config["text_config"].get("tie_word_embeddings", False)
+        return llm_work(spec, tp, is_tied=is_tied)
+    return vit_work(_siglip(spec), tp)
+
+
+def _siglip(spec: ModelSpec) -> VitWidths:
+    config, vision = spec.hf_config, spec.hf_config.get("vision_config", {})
+    if vision.get("vision_use_head", True):
+        raise UserError(
+            f"the encoder of {spec.name} has SigLIP's pooling head, of which no analytic costs are known; set "
+            "`vision_config.vision_use_head` to false (the model does not use the head) or `costs.source: measured`"
+        )
+    sizes, patches = spec.module("vision"), spec.rules.tokens_per_item
+    layers = config.get("vision_feature_layer", -1)
+    return VitWidths(
+        layer=vit_layer(
+            hidden=sizes.hidden_size,
+            inner=size_of(spec, "vision_config", "intermediate_size"),
+            num_heads=sizes.num_heads,
+        ),
+        image_size=spec.rules.image_size,
+        patch_size=spec.rules.patch_size,
+        positions=patches,
+        projected=patches - (config.get("vision_feature_select_strategy", "full") == "default"),
+        projector_width=sizes.hidden_size * (1 if isinstance(layers, int) else len(layers)),
+        out=spec.module("llm").hidden_size,
+        # The patch embedding's bias and the positions; behind, the newline between rows of patches.
+        in_vectors=sizes.hidden_size + sizes.hidden_size * patches,
+        out_vectors=spec.module("llm").hidden_size,
+        # The features are read from before SigLIP's last norm.
+        has_norm=True,
+        norm_runs=False,
+        has_projector_biases=bool(config.get("multimodal_projector_bias", True)),
+    )

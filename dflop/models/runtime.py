@@ -1,0 +1,89 @@
+"""The half of a family that builds and feeds its models: `RUNTIME` in the family's `runtime.py`.
+
+Who measures or trains gets it from `load_runtime`, and asks it for a config, a stage with its weights, and what turns
+decoded media into the encoders' items. Everything here needs torch and transformers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dflop.models.attention import PACKED
+from dflop.models.microbatch import MediaProcessor, MediumLayout
+from dflop.models.spec import ModelSpec
+from dflop.models.stages import EncoderStage, LlmStage, Stage
+from dflop.models.weights import draw_weights, load_weights, norms_in_float64
+
+__all__ = ["FamilyRuntime", "MadeUpMedia"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeUpMedia:
+    """Media for measuring an encoder: one item's shape, and the media that a number of items belong to."""
+
+    item_shape: tuple[int, ...]
+    media: tuple[MediumLayout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyRuntime:
+    """What a family gives to run its models.
+
+    `architecture` is the Hugging Face class of the whole model. `make_config(spec, placeholder_ids, vocab_size)` gives
+    its config for a tokenizer: the ids of the media's placeholders, and a vocabulary that holds all tokens.
+    `cut(model, module, layers)` takes a model without weights, removes what is not of these layers of the module, and
+    gives the stage. `weight_renamings` lead from the names in checkpoints to the model's (pattern, replacement; in
+    order). `make_processor(spec, checkpoint)` gives the media processor of a checkpoint or, without one, the usual
+    one. `with_depth(spec, module, num_layers)` is the same model with so many layers in one module, and
+    `make_up_media(spec, module, num_items)` gives an encoder something to do: both serve measuring.
+    """
+
+    architecture: type[PreTrainedModel]
+    make_config: Callable[[ModelSpec, dict[str, int], int], PretrainedConfig]
+    cut: Callable[[PreTrainedModel, str, range], Stage]
+    weight_renamings: tuple[tuple[str, str], ...] = ()
+    make_processor: Callable[[ModelSpec, Path | None], MediaProcessor]
+    with_depth: Callable[[ModelSpec, str, int], ModelSpec]
+    make_up_media: Callable[[ModelSpec, str, int], MadeUpMedia]
+
+    def build_stage(
+        self,
+        config: PretrainedConfig,
+        module: str,
+        *,
+        layers: range,
+        seed: int,
+        checkpoint: Path | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        checkpointing: bool = False,
+        draw_on: torch.device | str = "cpu",
+    ) -> EncoderStage | LlmStage:
+        """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
+
+        Weights are drawn on the CPU, so that every device has the same; `draw_on` the device itself is quicker.
+
+        Raises:
+            UserError: for a checkpoint without this stage's weights, or a model that cannot be cut like this.
+        """
+        for name in config.sub_configs:
+            part = getattr(config, name)
+            part._attn_implementation = PACKED if part is config.get_text_config() else "sdpa"
+        config.architectures = [self.architecture.__name__]  # as transformers writes it beside the weights
+        with torch.device("meta"):
+            hf = self.architecture(config)
+        stage = self.cut(hf, module, layers)
+        hf.to_empty(device=draw_on)
+        draw_weights(hf, seed)
+        if module == "llm" and config.tie_word_embeddings:
+            hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
+        if checkpoint is not None:
+            load_weights(hf, checkpoint, self.weight_renamings)
+        if checkpointing:
+            stage.set_checkpointing(True)
+        if dtype == torch.float64:
+            norms_in_float64(hf)
+        return stage.to(device=device, dtype=dtype).train()

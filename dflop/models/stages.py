@@ -1,0 +1,150 @@
+"""Pipeline stages: a Hugging Face model from which a family took out what other ranks own.
+
+A stage keeps the parameter names of the whole model, so that checkpoints of any layout are unions of the stages'
+state dicts and the final weights are an ordinary Hugging Face checkpoint. `LlmStage` runs any language model of
+Llama's layout; a family's encoders are subclasses of `EncoderStage`.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from dflop.models.division import Division, llm_division
+from dflop.models.microbatch import TextBatch, VisualBatch
+from dflop.runtime import UserError
+
+__all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm"]
+
+_OF_A_LAYER = re.compile(r"\blayers?\.\d+\.")
+
+
+class Stage(nn.Module, ABC):
+    """Common to all stages: the partial Hugging Face model `hf`, and which layers of the module it has."""
+
+    def __init__(self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.hf, self.layers, self.is_first, self.is_last = hf, layers, is_first, is_last
+
+    @abstractmethod
+    def division(self) -> Division:
+        """What tensor-parallel ranks share of the stage.
+
+        Raises:
+            UserError: where nobody knows how to divide layers of this kind.
+        """
+
+    def part_of(self, name: str) -> str:
+        """Which part of the module a parameter is of, by its name: `layer`, `first` or `last`."""
+        if _OF_A_LAYER.search(name):
+            return "layer"
+        return "first" if "embed" in name else "last"
+
+    def set_checkpointing(self, on: bool) -> None:
+        """Whether layers keep their inputs only and compute the rest again in backward."""
+        # transformers 5.23 renamed both; the old names are to go in version 6.
+        if on:
+            enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        else:
+            (getattr(self.hf, "activation_checkpointing_disable", None) or self.hf.gradient_checkpointing_disable)()
+
+    def hf_state_dict(self) -> dict[str, torch.Tensor]:
+        return self.hf.state_dict()
+
+    def named_hf_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.hf.named_parameters())
+
+
+class EncoderStage(Stage):
+    """An encoder's layers, with what comes before the first and the projector behind the last."""
+
+    @abstractmethod
+    def embed(self, batch: VisualBatch) -> torch.Tensor:
+        """What the first layer takes, [num_items, num_positions, hidden_size]."""
+
+    @abstractmethod
+    def encode(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """What comes in, and the output of each layer."""
+
+    @abstractmethod
+    def finish(self, outputs: list[torch.Tensor], batch: VisualBatch) -> list[torch.Tensor]:
+        """Features of each sample, [kept_tokens, hidden_size of the LLM]."""
+
+    def forward(self, batch: VisualBatch) -> list[torch.Tensor]:
+        """Items in, each sample's features out."""
+        return self.finish(self.encode(self.embed(batch)), batch)
+
+
+class LlmStage(Stage):
+    """A run of the LLM's layers, with the embedding if it is the first and the head and loss if it is the last."""
+
+    def __init__(self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> None:
+        super().__init__(hf, layers, is_first=is_first, is_last=is_last)
+        # Of logits [num_targets, vocab_size] and ids; where ranks share the vocabulary, their shards' own.
+        self.summed_loss: Callable[..., torch.Tensor] = partial(cross_entropy, reduction="sum")
+
+    def division(self) -> Division:
+        return llm_division(self.hf.config.get_text_config().model_type)
+
+    def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
+        """Token embeddings [1, num_tokens, hidden_size] with the visual features put in their places."""
+        hidden = self.hf.model.language_model.embed_tokens(batch.token_ids)
+        for positions, values in zip(batch.visual_positions, features, strict=True):
+            if len(positions):
+                hidden = hidden.index_copy(0, positions, values.to(hidden.dtype))
+        return hidden.unsqueeze(0)
+
+    def encode(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
+        """Hidden states [1, num_tokens, hidden_size] behind this stage's layers."""
+        language_model = self.hf.model.language_model
+        rotary = language_model.rotary_emb(hidden, batch.position_ids[None])
+        for index in self.layers:
+            hidden = language_model.layers[index](
+                hidden, attention_mask=None, position_embeddings=rotary, segment_ends=batch.segment_ends
+            )
+        return hidden
+
+    def finish(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
+        """The summed loss over all target tokens."""
+        at_targets = self.hf.model.language_model.norm(hidden[0, batch.target_positions])
+        logits = self.hf.lm_head(at_targets)
+        return self.summed_loss(logits if logits.dtype == torch.float64 else logits.float(), batch.target_ids)
+
+    def forward(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
+        """Hidden states in and out; on the last stage the loss comes out."""
+        hidden = self.encode(hidden, batch)
+        return self.finish(hidden, batch) if self.is_last else hidden
+
+
+def cut_llm(hf: PreTrainedModel, layers: range, *, of_encoders: Sequence[str]) -> LlmStage:
+    """The LLM's stage of these layers, in place, from a whole model with `model.language_model` and `lm_head`.
+
+    `of_encoders` names the submodules and parameters of `hf.model` that are not the LLM's.
+
+    Raises:
+        UserError: where several stages would have to share one matrix as embedding and head.
+    """
+    language_model = hf.model.language_model
+    num_layers = len(language_model.layers)
+    is_first, is_last = layers.start == 0, layers.stop == num_layers
+    if hf.config.tie_word_embeddings and not (is_first and is_last):
+        raise UserError(
+            "this model ties its embedding to its head, which pipeline stages of the LLM cannot share yet; "
+            "use `plan.fixed.llm.pp: 1`"
+        )
+    for name in of_encoders:
+        setattr(hf.model, name, None)
+    for index in range(num_layers):
+        if index not in layers:
+            language_model.layers[index] = nn.Identity()
+    if not is_first:
+        language_model.embed_tokens = None
+    if not is_last:
+        language_model.norm, hf.lm_head = None, None
+    return LlmStage(hf, layers, is_first=is_first, is_last=is_last)
