@@ -10,13 +10,13 @@ import importlib
 import importlib.util
 import json
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import dflop.models
 from dflop.config import ModelConfig
 from dflop.models.spec import ModelSpec, check_tp
 from dflop.models.work import ModuleWork
@@ -60,7 +60,7 @@ class Family:
 
 def family_names() -> list[str]:
     """The families there are: the folders beside this file."""
-    return sorted(module.name for module in pkgutil.iter_modules(dflop.models.__path__) if module.ispkg)
+    return sorted(module.name for module in pkgutil.iter_modules(sys.modules[__package__].__path__) if module.ispkg)
 
 
 def family_of(name: str) -> Family:

@@ -37,10 +37,8 @@ IMPORTED_WITHOUT_TORCH = (
     "dflop.runtime.commands",
     "dflop.models",
     "dflop.models.audio",
-    "dflop.models.internvl.shapes",
-    "dflop.models.internvl.presets",
-    "dflop.models.llava_onevision.shapes",
-    "dflop.models.llava_onevision.presets",
+    *(f"dflop.models.{path.parent.name}" for path in sorted((PACKAGE / "models").glob("*/__init__.py"))),
+    *(f"dflop.models.{path.parent.name}.work" for path in sorted((PACKAGE / "models").glob("*/work.py"))),
     "dflop.data",
     "dflop.costs",
     "dflop.costs.model",
@@ -195,6 +193,49 @@ def test_planning_and_scheduling_load_neither_torch_nor_transformers():
         script += f"assert not {{'torch', 'transformers'}} & set(sys.modules), {name!r}\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+FAMILIES = [path.name for path in (PACKAGE / "models").iterdir() if (path / "__init__.py").is_file()]
+# Parts of the families' names, and their encoders.
+NAMES_OF_FAMILIES = {*FAMILIES, "llava", "onevision", "intern", "siglip"}
+# The default of `model.family`, and the demo, which draws a dataset in LLaVA's format.
+MAY_NAME_A_FAMILY = ("config.py", "data/demo")
+
+
+def words_of(source: str) -> set[str]:
+    """Every name and text in a module but its docstrings, in small letters."""
+    tree = ast.parse(source)
+    remarks = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            remarks.add(id(node.body[0].value))
+    kept = [node for node in ast.walk(tree) if id(node) not in remarks]
+    words = {str(value) for node in kept for _, value in ast.iter_fields(node) if isinstance(value, str)}
+    return {word.lower() for word in words}
+
+
+def names_a_family(source: str) -> set[str]:
+    return {name for name in NAMES_OF_FAMILIES if any(name in word for word in words_of(source))}
+
+
+def test_the_search_for_families_names_sees_imports_names_and_texts():
+    assert names_a_family("from dflop.models.internvl import PRESETS") == {"internvl", "intern"}
+    assert names_a_family("if spec.family == 'llava_onevision': pass") == {"llava_onevision", "llava", "onevision"}
+    assert names_a_family("class SiglipStage: pass") == {"siglip"}
+    assert names_a_family('"""Records as LLaVA has them."""') == set()
+
+
+def test_no_file_outside_a_familys_folder_names_a_family():
+    guilty = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        own = relative.parts[1] if relative.parts[0] == "models" and len(relative.parts) > 2 else None
+        if not relative.as_posix().startswith(MAY_NAME_A_FAMILY) and own not in FAMILIES:
+            guilty[str(relative)] = names_a_family(path.read_text(encoding="utf-8"))
+    for path in (REPOSITORY / "workflow").rglob("*.smk"):
+        text = path.read_text(encoding="utf-8").lower()
+        guilty[path.name] = {name for name in NAMES_OF_FAMILIES if name in text}
+    assert {name: found for name, found in guilty.items() if found} == {}
 
 
 def pyproject() -> dict:

@@ -1,0 +1,174 @@
+"""A family is added by adding its folder: a made-up one, with two encoders, goes through shapes, costs and samples.
+
+The folder is written as README.md of `dflop/models` says and put on the package's path; no other file changes.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import dflop.models
+from dflop.cli import cli
+from dflop.config import ModelConfig
+from dflop.costs import CostModel, Loads
+from dflop.data import load_samples
+from dflop.models import family_names, load_model_spec
+from dflop.store import read_table
+
+FILES = {
+    "__init__.py": '''
+"""Pictures by one encoder, sounds by another: a picture is four items, a frame one, a window of sound one."""
+
+from dataclasses import dataclass
+
+from dflop.models.audio import whisper_audio
+from dflop.models.family import Family
+from dflop.models.presets import TINY_LLM
+from dflop.models.spec import ItemCount, ModelSpec, ModuleSpec, vision_and_llm
+
+TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+PRESETS = {"tiny": {"model_type": "made_up", "text_config": TINY_LLM, "vision_config": TOWER, "audio_config": TOWER}}
+
+
+@dataclass(frozen=True)
+class Rules:
+    special_tokens = ("<sound>",)
+
+    def image(self, width, height, num_images):
+        return ItemCount(4, 36)
+
+    def video(self, num_frames):
+        return ItemCount(num_frames, 9 * num_frames)
+
+    def audio(self, seconds, audio):
+        return whisper_audio(seconds, audio)
+
+    def in_text(self, kind, count):
+        return f"<sound><{kind}>" if kind == "audio" else f"<{kind}>"
+
+
+def make_spec(name, hf_config, preprocessor):
+    vision, llm = vision_and_llm(name, hf_config["vision_config"], hf_config["text_config"])
+    tower = hf_config["audio_config"]
+    audio = ModuleSpec(
+        name="audio",
+        num_layers=tower["num_hidden_layers"],
+        hidden_size=tower["hidden_size"],
+        num_heads=tower["num_attention_heads"],
+        num_kv_heads=tower["num_attention_heads"],
+        media=("audio",),
+    )
+    return ModelSpec(family="made_up", name=name, hf_config=hf_config, modules=(vision, audio, llm), rules=Rules())
+
+
+FAMILY = Family(name="made_up", presets=PRESETS, make_spec=make_spec)
+''',
+    "work.py": '''
+"""Both encoders are vision transformers, that of sounds over spectrograms."""
+
+from dflop.models.llm_work import llm_work
+from dflop.models.vit_work import VitWidths, vit_layer, vit_work
+from dflop.models.work import size_of
+
+SIDES = {"vision": 84, "audio": 56}
+
+
+def count_work(spec, module, tp):
+    if module == "llm":
+        return llm_work(spec, tp, is_tied=False)
+    sizes, side = spec.module(module), SIDES[module]
+    inner = size_of(spec, f"{module}_config", "intermediate_size")
+    patches = (side // 14) ** 2
+    widths = VitWidths(
+        layer=vit_layer(hidden=sizes.hidden_size, inner=inner, num_heads=sizes.num_heads),
+        image_size=side,
+        patch_size=14,
+        positions=patches,
+        projected=patches // 4,
+        projector_width=4 * sizes.hidden_size,
+        out=spec.module("llm").hidden_size,
+        in_vectors=sizes.hidden_size,
+        out_vectors=0,
+        has_norm=True,
+        norm_runs=True,
+    )
+    return vit_work(widths, tp)
+''',
+}
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch) -> str:
+    folder = tmp_path / "families" / "made_up"
+    folder.mkdir(parents=True)
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(dflop.models, "__path__", [*dflop.models.__path__, str(folder.parent)])
+    yield folder.name
+    for name in [name for name in sys.modules if name.startswith("dflop.models.made_up")]:
+        del sys.modules[name]
+    del dflop.models.made_up
+
+
+def run(*arguments: object) -> str:
+    done = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.exception
+    return done.stdout
+
+
+def write_shapes(config: dict, folder: Path) -> Path:
+    shards = [line.split("\t")[0] for line in run("list-shards", "--config", json.dumps(config)).splitlines()]
+    for shard in shards:
+        out = folder / "shapes" / f"{shard}.parquet"
+        run("profile-shapes", "--config", json.dumps(config), "--shard", shard, "--out", out, "--workers", 1)
+    path = folder / "shapes.duckdb"
+    run("merge-shapes", "--config", json.dumps(config), "--shapes", folder / "shapes", "--out", path)
+    return path
+
+
+def write_costs(config: dict, modules: list[str], folder: Path) -> Path:
+    files = [folder / "costs" / f"{module}.tp1.parquet" for module in modules]
+    for module, file in zip(modules, files, strict=True):
+        run("profile-costs", "--config", json.dumps(config), "--module", module, "--out", file)
+    path = folder / "costs.duckdb"
+    run("fit-costs", *files, "--out", path)
+    return path
+
+
+def test_a_new_folder_is_a_family_with_shapes_and_analytic_costs_of_all_its_modules(made_up, demo_data, in_tmp_path):
+    assert made_up in family_names()
+    spec = load_model_spec(ModelConfig(family=made_up))
+    names = [module.name for module in spec.modules]
+    assert names == ["vision", "audio", "llm"]
+    manifests = [demo_data.train_manifest, demo_data.audio_manifest]
+    config = {
+        "data": {"sources": [{"path": str(path), "media_root": str(path.parent)} for path in manifests]},
+        "model": {"family": made_up},
+        "cluster": {"device": "cuda", "device_model": "h100-80g"},
+        "costs": {"source": "analytic"},
+        "train": {"precision": "bf16"},
+    }
+
+    shapes = write_shapes(config, in_tmp_path)
+    table = read_table(shapes, "samples", made_by="merge-shapes")
+    pictures = table.filter(modality="image")
+    assert (pictures["num_items"] == 4).all()
+    assert (pictures["vision_tokens"] == 36).all()
+    samples, left_out = load_samples(shapes, spec.encoders)
+    assert not left_out
+    assert len(samples) == len(table)
+    assert samples.encoders == ("vision", "audio")
+    assert (samples.num_items.sum(axis=0) > 0).all()
+
+    costs = CostModel.load(write_costs(config, names, in_tmp_path))
+    loads = Loads(*(np.array([1000.0]) for _ in Loads._fields))
+    seconds = {module: float(costs.times[module, 1, "layer", False, "forward"](loads)[0]) for module in names}
+    assert 0 < seconds["audio"] < seconds["vision"]
+
+    measured = json.dumps({"model": {"family": made_up}})
+    refused = CliRunner().invoke(cli, ["profile-costs", "--config", measured, "--module", "llm", "--out", "x.parquet"])
+    assert "`model.family` is 'made_up', which cannot be measured or trained yet" in str(refused.exception)
