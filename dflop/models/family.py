@@ -38,10 +38,6 @@ __all__ = [
 ]
 
 
-# Where a folder's parts are found, `*` being the family. Whoever follows the code behind a command reads these texts.
-_FAMILY = "dflop.models.*.FAMILY"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """What can be asked of a family without building a model.
@@ -71,7 +67,7 @@ def family_of(name: str) -> Family:
     """
     if name not in family_names():
         raise UserError(f"`model.family` is {name!r}; it must be one of {', '.join(family_names())}")
-    family = _load(_FAMILY, name)
+    family = _load("dflop.models.*.FAMILY", name)
     assert family.name == name, f"the folder {name} holds the family {family.name}"
     return family
 
@@ -160,7 +156,10 @@ def _way_out(model_type: Any) -> str:
 
 
 def _load(place: str, family: str) -> Any:
-    """What a folder offers at `place`, the dotted name of something in a module."""
+    """What a folder offers at `place`, a dotted name in which `*` is the family.
+
+    Written with the star, places are found by who looks for the code behind a command (`runtime.code_behind`).
+    """
     module, _, name = place.replace("*", family).rpartition(".")
     return getattr(importlib.import_module(module), name)
 

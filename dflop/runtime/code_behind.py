@@ -6,6 +6,7 @@ together. Names are followed through imports, also those inside functions, to th
 these count as code behind a definition:
 
 - the module that a text in it names, such as "dflop.training.rank": a process to start, or a module imported by name;
+- the definitions that a text with a star names, such as "dflop.models.*.FAMILY": one in each module that fits;
 - files beside its module that a text in it names: a script, data such as "devices.yaml", the files of a folder;
 - the statements of its module that define nothing and run when the module is imported.
 
@@ -29,7 +30,7 @@ __all__ = ["CodeBehind", "code_digests", "imported_names"]
 _PACKAGE = Path(__file__).parents[1]
 _WHOLE_MODULE, _AT_IMPORT = "*", ""
 # A text that may name a module or a file beside one.
-_PATH = re.compile(r"\w[\w./-]{1,60}")
+_PATH = re.compile(r"\w[\w./*-]{1,60}")
 
 
 def code_digests(entries: Iterable[str], stops: Set[str]) -> dict[str, str]:
@@ -92,6 +93,7 @@ class CodeBehind:
                 for dotted in statement.names:
                     waiting += self._resolve(self._module(module).in_full(dotted, statement.imported))
                 for text in statement.texts:
+                    waiting += self._fitting(text) if "*" in text else ()
                     script, data = self._named_by(text, self._files[module].parent)
                     waiting += [(script, _WHOLE_MODULE)] if script else []
                     files |= data
@@ -116,6 +118,13 @@ class CodeBehind:
             yield from self._resolve(".".join([own.imported[wanted], *parts[depth + 1 :]]))
         elif "__getattr__" in own.definitions:
             yield module, "__getattr__"
+
+    def _fitting(self, pattern: str) -> Iterator[tuple[str, str]]:
+        """Where the definitions are that a dotted name with a star for one of its parts stands for."""
+        module, _, name = pattern.rpartition(".")
+        fits = re.compile(re.escape(module).replace(r"\*", r"\w+"))
+        for found in filter(fits.fullmatch, self._files):
+            yield from self._resolve(f"{found}.{name}")
 
     def _offered_by(self, package: str) -> Set[str]:
         """The names that a package's own file binds, other than to submodules."""

@@ -36,7 +36,7 @@ class NodeModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankModel:
-    """The nodes of a rank, and what all nodes share: the model's spec, its config, its media processor and tokenizer."""
+    """The nodes of a rank, and what all nodes share: spec, config, media processor and tokenizer of the model."""
 
     nodes: tuple[NodeModel, ...]
     spec: ModelSpec

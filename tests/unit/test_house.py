@@ -199,7 +199,7 @@ FAMILIES = [path.name for path in (PACKAGE / "models").iterdir() if (path / "__i
 # Parts of the families' names, and their encoders.
 NAMES_OF_FAMILIES = {*FAMILIES, "llava", "onevision", "intern", "siglip"}
 # The default of `model.family`, and the demo, which draws a dataset in LLaVA's format.
-MAY_NAME_A_FAMILY = ("config.py", "data/demo")
+MAY_NAME_A_FAMILY = ("config/schema.py", "data/demo")
 
 
 def words_of(source: str) -> set[str]:

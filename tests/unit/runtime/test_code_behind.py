@@ -23,6 +23,9 @@ FILES = {
         def third():
             return start("house.child", "rules.yaml", "script.py")
 
+        def fourth(room):
+            return start(f"house.rooms.{room}", "house.rooms.*.build")
+
         def start(*command):
             return command
 
@@ -94,6 +97,13 @@ def test_of_a_module_only_what_is_named_counts_and_annotations_do_not(house):
 def test_modules_scripts_and_data_that_a_text_names_count_whole(house):
     assert behind(house, "third") == {
         *("cli.third", "cli.start", "child.main", "child.help_out", "child.__main__", "script.run", "rules.yaml"),
+    }
+
+
+def test_a_text_with_a_star_names_what_all_modules_define_that_fit(house):
+    (house / "rooms/roof.py").write_text("def build(): return 2")
+    assert behind(house, "fourth") == {
+        *("cli.fourth", "cli.start", "rooms.floors.build", "rooms.floors.HEIGHTS", "rooms.roof.build")
     }
 
 
