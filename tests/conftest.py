@@ -41,14 +41,14 @@ def costs() -> CostModel:
     nothing = Coefficients(0.0, (0.0, 0.0, 0.0, 0.0))
     for module, layer, first, last in (
         ("vision", Coefficients(2e-4, (1e-4, 0, 0, 0)), (1e-4, (1e-4, 0, 0, 0)), (2e-4, (1e-4, 0, 0, 0))),
-        ("llm", Coefficients(1e-4, (0, 5e-6, 1e-9, 0), along=1), (5e-5, (0, 1e-6, 0, 0)), (1.5e-4, (0, 0, 0, 4e-6))),
+        ("llm", Coefficients(1e-4, (0, 5e-6, 1e-9, 0)), (5e-5, (0, 1e-6, 0, 0)), (1.5e-4, (0, 0, 0, 4e-6))),
     ):
         is_llm = module == "llm"
         parts = {
-            "stage": Coefficients(2e-5, nothing.per_load, along=int(is_llm)),
+            "stage": Coefficients(2e-5, nothing.per_load),
             "layer": layer,
-            "first": Coefficients(*first, along=int(is_llm)),
-            "last": Coefficients(*last, along=3 if is_llm else 0),
+            "first": Coefficients(*first),
+            "last": Coefficients(*last),
         }
         kept = {
             "stage": nothing,
@@ -62,17 +62,13 @@ def costs() -> CostModel:
                 key = (module, 1, part, checkpointing)
                 again = 1 if checkpointing and part == "layer" else 0
                 times[*key, "forward"] = forward
-                times[*key, "backward"] = _times(2 + again, forward)
+                times[*key, "backward"] = (2 + again) * forward
                 activations[key] = inputs if again else kept[part]
-                transients[key] = kept["layer"] if again else _times(0.25, kept[part])
+                transients[key] = kept["layer"] if again else 0.25 * kept[part]
         parameter_bytes |= {
             (module, 1, part): size for part, size in (("stage", 0.0), ("layer", 5e5), ("first", 1e5), ("last", 2e5))
         }
     return CostModel(times=times, activations=activations, transients=transients, parameter_bytes=parameter_bytes)
-
-
-def _times(factor: float, fit: Coefficients) -> Coefficients:
-    return Coefficients(factor * fit.const, tuple(factor * value for value in fit.per_load), along=fit.along)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import polars as pl
 from dflop.costs.measured import POINT_KEYS
 from dflop.costs.model import FEATURES, Coefficients, CostModel, LoadRange, Loads, column_of, main_load
 from dflop.costs.stage_kind import StageKind
+from dflop.models.loads import Hinge
 from dflop.runtime import UserError
 
 __all__ = [
@@ -60,8 +61,9 @@ class _Columns:
         for place, index in enumerate(self.features, start=1):
             per_load[index] = float(solution[place])
         slopes = solution[1 + len(self.features) :]
-        hinges = tuple((at, float(slope)) for at, slope in zip(self.hinges, slopes, strict=True) if slope > 0)
-        return Coefficients(float(solution[0]), tuple(per_load), hinges, self.along)
+        bends = zip(self.hinges, slopes, strict=True)
+        hinges = tuple(Hinge(self.along, at, float(slope)) for at, slope in bends if slope > 0)
+        return Coefficients(float(solution[0]), tuple(per_load), hinges)
 
 
 def median_points(measurements: pl.DataFrame) -> pl.DataFrame:
@@ -96,7 +98,7 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
             activations |= dict(zip(keys, fit_piece(frame, module, piece, "saved_bytes"), strict=True))
             passing = frame.with_columns(transient=(pl.col("peak_bytes") - pl.col("saved_bytes")).clip(0))
             # Layers run one after the other: however many there are, one of them is at work.
-            nothing = Coefficients(0.0, (0.0,) * len(FEATURES), (), FEATURES.index(main_load(module, PIECES[piece][0])))
+            nothing = Coefficients(0.0, (0.0,) * len(FEATURES))
             transients |= dict.fromkeys(keys, nothing)
             transients[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=PIECES[piece][-1:])[0]
     for (module, tp, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
@@ -266,5 +268,5 @@ def _row(key: tuple[str, int, str, bool], fit: Coefficients, unit: str) -> dict[
         named
         | {f"const_{unit}": fit.const}
         | dict(zip((column_of(feature, unit) for feature in FEATURES), fit.per_load, strict=True))
-        | {"hinge_at": [at for at, _ in fit.hinges], f"hinge_{unit}": [slope for _, slope in fit.hinges]}
+        | {"hinge_at": [hinge.at for hinge in fit.hinges], f"hinge_{unit}": [hinge.slope for hinge in fit.hinges]}
     )

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflop.costs.link_model import LinkModel
-from dflop.costs.stage_kind import StageKind
-from dflop.models.loads import FEATURES, Coefficients, Loads
+from dflop.costs.stage_kind import PARTS, StageKind
+from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads
 from dflop.runtime import UserError
 from dflop.store import read_tables
 
@@ -136,52 +136,66 @@ class CostModel:
         Raises:
             UserError: when there are no costs of the module at this tp.
         """
-        parts: dict[tuple, np.ndarray] = {}
+        at: dict[tuple[str, int, bool], tuple[dict[str, np.ndarray], ...]] = {}
         empty = (np.asarray(loads.num_items) == 0) & (np.asarray(loads.num_tokens) == 0)
         known: dict[StageKind, tuple[np.ndarray, np.ndarray]] = {}
         for kind in kinds:
             if kind in known:
                 continue
-            self.require(kind.module, kind.tp)
-            both = []
-            for direction in ("forward", "backward"):
-                keys = {part: (*_key_of(kind, part), direction) for part in kind.parts}
-                for key in keys.values():
-                    if key not in parts:
-                        parts[key] = self.times[key](loads)
-                seconds = kind.total({part: parts[key] for part, key in keys.items()})
-                both.append(np.where(empty, 0.0, seconds))
-            known[kind] = (both[0], both[1])
+            key = kind.module, kind.tp, kind.checkpointing
+            if key not in at:
+                at[key] = self.part_times(*key[:2], loads, checkpointing=kind.checkpointing)
+            forward_s, backward_s = (np.where(empty, 0.0, kind.total(of_part)) for of_part in at[key])
+            known[kind] = forward_s, backward_s
         return [known[kind] for kind in kinds]
 
-    def part_time(
-        self, module: str, tp: int, part: str, loads: Loads, *, checkpointing: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward seconds of one of `PARTS`, once: convex in the loads, and never falling.
+    def part_times(
+        self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Forward and backward seconds of each of `PARTS`, once: convex in the loads, and never falling.
 
         Raises:
             UserError: when there are no costs of the module at this tp.
         """
-        self.require(module, tp)
-        key = (module, tp, part, checkpointing and part in _CHECKPOINTED)
-        return self.times[*key, "forward"](loads), self.times[*key, "backward"](loads)
+        forward, backward = self._part_forms(module, tp, checkpointing)
+        return (
+            {part: form(loads) for part, form in forward.items()},
+            {part: form(loads) for part, form in backward.items()},
+        )
 
-    def time_forms(self, kinds: Sequence[StageKind]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-        """`stage_times` as forms of the loads: for each stage and pass a linear one (a constant and a unit of each of
-        `FEATURES`, [5]) and hinges [num_hinges, 3]: the load's place in `FEATURES`, where it bends, by how much."""
-        forms = []
-        for kind in kinds:
-            self.require(kind.module, kind.tp)
-            both = []
-            for direction in ("forward", "backward"):
-                linear, hinges = np.zeros(1 + len(FEATURES)), []
-                for part, times in kind.parts.items():
-                    fit = self.times[*_key_of(kind, part), direction]
-                    linear += times * np.array([fit.const, *fit.per_load])
-                    hinges += [(fit.along, at, times * slope) for at, slope in fit.hinges]
-                both.append((linear, np.array(hinges).reshape(-1, 3)))
-            forms.append(both)
-        return forms
+    def time_forms(self, kind: StageKind) -> tuple[Coefficients, Coefficients]:
+        """Forward and backward seconds as functions of a microbatch's loads, for kernels and linear programs.
+
+        Raises:
+            UserError: when there are no costs of the module at this tp.
+        """
+        forward, backward = self._part_forms(kind.module, kind.tp, kind.checkpointing)
+        return kind.total(forward), kind.total(backward)
+
+    def additive_loads_s(
+        self, kind: StageKind, loads: Loads, *, has_backward: bool = True, least: bool = False
+    ) -> np.ndarray:
+        """Forward plus backward seconds that samples add to a microbatch, without its constants.
+
+        `least` gives what they add at the very least, whatever the microbatch.
+
+        Raises:
+            UserError: when there are no costs of the module at this tp.
+        """
+        passes = self._part_forms(kind.module, kind.tp, kind.checkpointing)[: 1 + has_backward]
+        total = np.zeros(np.shape(loads.num_items))
+        for part, times in kind.parts.items():
+            for forms in passes:
+                total += times * forms[part].without_const(least=least)(loads)
+        return total
+
+    def _part_forms(self, module: str, tp: int, checkpointing: bool) -> tuple[dict[str, Coefficients], ...]:
+        """Forward and backward seconds of each of `PARTS`."""
+        self.require(module, tp)
+        keys = {part: (module, tp, part, checkpointing and part in _CHECKPOINTED) for part in PARTS}
+        return tuple(
+            {part: self.times[*key, direction] for part, key in keys.items()} for direction in ("forward", "backward")
+        )
 
     def stage_memory(self, kind: StageKind, loads: Loads) -> StageMemory:
         """Activations of each microbatch.
@@ -205,29 +219,15 @@ class CostModel:
         Activations are one form [5], the transient is the largest of several [num_forms, 5].
         """
         self.require(kind.module, kind.tp)
-        kept = {part: self.activations[_key_of(kind, part)].forms[0] for part in kind.parts}
+        kept = {part: self.activations[_key_of(kind, part)].lines[0] for part in kind.parts}
         freed = kept["last"] if kind.module == "llm" and kind.is_last else 0.0
-        forms = [self.transients[_key_of(kind, part)].forms - (0.0 if part == "last" else freed) for part in kind.parts]
+        forms = [self.transients[_key_of(kind, part)].lines - (0.0 if part == "last" else freed) for part in kind.parts]
         return kind.total(kept), np.concatenate([*forms, np.zeros((1, 1 + len(FEATURES)))])
 
     def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
         self.require(kind.module, kind.tp)
         return kind.total({part: self.parameter_bytes[kind.module, kind.tp, part] for part in kind.parts})
-
-    def additive_loads_s(
-        self, kind: StageKind, loads: Loads, *, has_backward: bool = True, least: bool = False
-    ) -> np.ndarray:
-        """Forward plus backward seconds that samples add to a microbatch, without its constants.
-
-        `least` gives what they add at the very least, whatever the microbatch.
-        """
-        self.require(kind.module, kind.tp)
-        total = np.zeros(np.shape(loads.num_items))
-        for part, times in kind.parts.items():
-            for direction in ("forward", "backward") if has_backward else ("forward",):
-                total += times * self.times[*_key_of(kind, part), direction].without_const(least=least)(loads)
-        return total
 
     def is_extrapolated(self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False) -> np.ndarray:
         """Which microbatches are larger than any that was measured, or smaller."""
@@ -299,9 +299,9 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int, str, bool]:
 
 
 def _coefficients(row: Mapping[str, Any], unit: str) -> Coefficients:
+    along = FEATURES.index(main_load(row["module"], row["part"]))
     return Coefficients(
         row[f"const_{unit}"],
         tuple(row[column_of(feature, unit)] for feature in FEATURES),
-        tuple(zip(row["hinge_at"], row[f"hinge_{unit}"], strict=True)),
-        FEATURES.index(main_load(row["module"], row["part"])),
+        tuple(Hinge(along, at, slope) for at, slope in zip(row["hinge_at"], row[f"hinge_{unit}"], strict=True)),
     )

@@ -7,9 +7,13 @@ token layout). Whatever is asked of a stage (seconds, bytes, forms of the loads)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from operator import add
+from typing import TypeVar
 
 __all__ = ["PARTS", "StageKind", "stage_kinds"]
+
+T = TypeVar("T")
 
 PARTS = ("stage", "layer", "first", "last")
 
@@ -33,13 +37,18 @@ class StageKind:
 
     @property
     def parts(self) -> dict[str, int]:
-        """How often the stage has each of `PARTS`, without those that it has not; always in their order."""
-        times = (1, self.num_layers, self.is_first, self.is_last)
-        return {part: int(count) for part, count in zip(PARTS, times, strict=True) if count}
+        """How often the stage has each of `PARTS`, without those that it has not."""
+        times = (1, self.num_layers, int(self.is_first), int(self.is_last))
+        return {part: count for part, count in zip(PARTS, times, strict=True) if count}
 
-    def total(self, of_part: Mapping[str, Any]) -> Any:
-        """The stage's sum over its parts, of anything that can be added and multiplied by a count."""
-        return sum(count * of_part[part] for part, count in self.parts.items())
+    def total(self, of_part: Mapping[str, T]) -> T:
+        """The sum over the stage's parts of anything that can be added and multiplied by a count: arrays of seconds or
+        bytes at some loads, functions of the loads (`Coefficients`), or numbers.
+
+        This is the one place where a stage is put together.
+        """
+        each = (of_part[part] if count == 1 else count * of_part[part] for part, count in self.parts.items())
+        return reduce(add, each)
 
 
 def stage_kinds(module: str, tp: int, layers: Sequence[int], *, checkpointing: bool = False) -> list[StageKind]:

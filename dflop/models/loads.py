@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FEATURES", "Coefficients", "Loads"]
+__all__ = ["FEATURES", "Coefficients", "Hinge", "Loads"]
 
 # The loads that a module's cost depends on; encoders see items, the LLM sees packed text.
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
@@ -20,42 +20,61 @@ class Loads(NamedTuple):
     num_targets: np.ndarray
 
 
+class Hinge(NamedTuple):
+    """From `at` on, a unit of the load adds `slope` more; `load` is its place in `FEATURES`."""
+
+    load: int
+    at: float
+    slope: float
+
+
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """`const + sum(per_load * load) + sum(slope * max(0, load[along] - at))`; `per_load` follows `FEATURES`.
+    """A function of a microbatch's loads: `const + sum(per_load * load) + sum(slope * max(0, load - at))`.
 
-    `hinges` are pairs of (at, slope), by which a small microbatch may cost less a unit than a large one.
+    `per_load` follows `FEATURES`. With hinges a unit costs less in a small microbatch than in a large one. Functions
+    can be added, and multiplied by a number.
     """
 
     const: float
     per_load: tuple[float, ...]
-    hinges: tuple[tuple[float, float], ...] = ()
-    along: int = 0
+    hinges: tuple[Hinge, ...] = ()
 
     def __call__(self, loads: Loads) -> np.ndarray:
         total = np.full(np.shape(loads.num_items), self.const)
         for coefficient, load in zip(self.per_load, loads, strict=True):
             if coefficient:
                 total += coefficient * load
-        for at, slope in self.hinges:
-            total += slope * np.maximum(np.asarray(loads[self.along]) - at, 0.0)
+        for load, at, slope in self.hinges:
+            total += slope * np.maximum(np.asarray(loads[load]) - at, 0.0)
         return total
 
+    def __add__(self, other: "Coefficients") -> "Coefficients":
+        per_load = tuple(own + its for own, its in zip(self.per_load, other.per_load, strict=True))
+        return Coefficients(self.const + other.const, per_load, self.hinges + other.hinges)
+
+    def __rmul__(self, factor: float) -> "Coefficients":
+        hinges = tuple(Hinge(load, at, factor * slope) for load, at, slope in self.hinges)
+        return Coefficients(factor * self.const, tuple(factor * value for value in self.per_load), hinges)
+
     @property
-    def forms(self) -> np.ndarray:
-        """Constants and units of each load of the lines whose largest this is, [1 + num_hinges, 1 + num_features]."""
+    def lines(self) -> np.ndarray:
+        """The linear functions whose largest this is, [1 + num_hinges, 1 + num_features]: constants, and units of each
+        load. All hinges have to be along one load, in ascending order."""
         lines = [np.array([self.const, *self.per_load])]
-        for at, slope in self.hinges:
+        for load, at, slope in self.hinges:
             line = lines[-1].copy()
             line[0] -= slope * at
-            line[1 + self.along] += slope
+            line[1 + load] += slope
             lines.append(line)
         return np.array(lines)
 
     def without_const(self, *, least: bool) -> "Coefficients":
-        """What a unit of load adds: at `least`, or as the last hinge sees it (the mean slope up to twice there)."""
+        """What a unit of load adds: at `least`, or as the last hinge sees it (the mean slope up to twice there). All
+        hinges have to be along one load, in ascending order."""
         per_load = list(self.per_load)
         if self.hinges and not least:
-            end = 2 * self.hinges[-1][0]
-            per_load[self.along] += sum(slope * (end - at) for at, slope in self.hinges) / end
+            along, last, _ = self.hinges[-1]
+            end = 2 * last
+            per_load[along] += sum(slope * (end - at) for _, at, slope in self.hinges) / end
         return Coefficients(0.0, tuple(per_load))

@@ -158,19 +158,22 @@ def _llm_bounds(
     num_layers = spec.module("llm").num_layers
     for (tp, checkpointing), own in keys.group_by("llm_tp", "checkpointing"):
         ask = {"checkpointing": checkpointing}
-        smallest = {part: costs.part_time("llm", tp, part, least, **ask) for part in PARTS}
+        least_forward_s, least_backward_s = costs.part_times("llm", tp, least, **ask)
+        whole = StageKind.whole("llm", tp, num_layers, **ask)
         chain_s = {
-            is_split: np.mean([_chain_s(costs, tp, loads, num_layers, is_split, **ask) for loads in asked.text])
+            is_split: np.mean([_chain_s(costs, whole, loads, is_split) for loads in asked.text])
             for is_split in (False, True)
         }
         buckets, inverse = np.unique((own["llm_dp"] * own["num_microbatches"]).to_numpy(), return_inverse=True)
         mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
-        parts = {part: sum(costs.part_time("llm", tp, part, mean, **ask)) for part in PARTS}
+        forward_s, backward_s = costs.part_times("llm", tp, mean, **ask)
+        part_s = {part: forward_s[part] + backward_s[part] for part in PARTS}
         for (pp, schedule, num_chunks, balanced), group in own.with_columns(bucket=inverse).group_by(
             "llm_pp", "schedule", "num_chunks", "balanced"
         ):
             num_stages = pp * num_chunks
             layers = splits[tp, pp] if balanced else even_layers(num_layers, num_stages)
+            kinds = stage_kinds("llm", tp, layers, **ask)
             at, dp = group["bucket"].to_numpy(), group["llm_dp"].to_numpy()
             count = group["num_microbatches"].to_numpy()[:, None]
             place = group["llm_place"].to_numpy()
@@ -178,18 +181,17 @@ def _llm_bounds(
             latency_s, byte_s = least_sync(costs, cluster, dp, tp)
             best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
             for stage in range(pp):
-                own_chunks = range(stage, num_stages, pp)
-                each = sum(_stage_s(parts, layers, chunk, at) for chunk in own_chunks)
-                busy_s = count * each
-                size = sum(_parameter_bytes(costs, tp, layers, chunk) for chunk in own_chunks)
+                chunks = kinds[stage::pp]
+                busy_s = count * sum(kind.total(part_s) for kind in chunks)[at]
+                size = sum(costs.stage_parameter_bytes(kind) for kind in chunks)
                 sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
                 best = np.maximum(best, before_s + busy_s + np.maximum(sync_s, after_s))
                 together = together + busy_s + sync_s
                 if stage == 0:
                     first_s = busy_s
-                before_s = before_s + _stage_s({part: times[0] for part, times in smallest.items()}, layers, stage)
+                before_s = before_s + kinds[stage].total(least_forward_s)
                 if not is_split:
-                    after_s = after_s + _stage_s({part: times[1] for part, times in smallest.items()}, layers, stage)
+                    after_s = after_s + kinds[stage].total(least_backward_s)
             bound_s[place] = np.maximum(best, chain_s[is_split])
             on_all = np.array([PLACEMENTS[name].encodes_all_first for name in group["placement"]])
             shared_s[place] = np.where(on_all[:, None], together / pp, first_s)
@@ -215,51 +217,38 @@ def _vision_bounds(
     for (tp, checkpointing), own in keys.group_by("vision_tp", "checkpointing"):
         dp, count = (own[name].to_numpy()[:, None] for name in ("vision_dp", "num_microbatches"))
         place = own["vision_place"].to_numpy()
-        parts, of_least = (
-            {part: _items_s(costs, tp, part, items / count, checkpointing, is_frozen) for part in PARTS}
+        part_s, least_part_s = (
+            _items_s(costs, tp, items / count, checkpointing, is_frozen)
             for items in (total / dp, np.maximum(total / dp - largest, 0.0))
         )
         for (pp,), group in own.with_row_index("at").group_by("vision_pp"):
-            layers, at = even_layers(num_layers, pp), group["at"].to_numpy()
+            at = group["at"].to_numpy()
+            own_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
             latency_s, byte_s = least_sync(costs, cluster, dp[at, 0], tp)
-            for stage in range(pp):
-                busy_s = count[at] * _stage_s(parts, layers, stage, at)
-                size = _parameter_bytes(costs, tp, layers, stage, "vision")
+            for kind in stage_kinds("vision", tp, even_layers(num_layers, pp), checkpointing=checkpointing):
+                busy_s = count[at] * kind.total(own_s)
+                size = costs.stage_parameter_bytes(kind)
                 sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
                 bound_s[place[at]] = np.maximum(bound_s[place[at]], busy_s + sync_s)
                 mean_s[place[at]] += busy_s
-                least_s[place[at]] += count[at] * _stage_s(of_least, layers, stage, at)
+                least_s[place[at]] += count[at] * kind.total(own_least_s)
     return bound_s, mean_s, least_s
 
 
 def _items_s(
-    costs: CostModel, tp: int, part: str, num_items: np.ndarray, checkpointing: bool, is_frozen: bool
-) -> np.ndarray:
-    """Of an encoder's part; without its constant, since a replica without an item rests."""
+    costs: CostModel, tp: int, num_items: np.ndarray, checkpointing: bool, is_frozen: bool
+) -> dict[str, np.ndarray]:
+    """Of each of an encoder's parts; without its constant, since a replica without an item rests."""
     nothing = np.zeros_like(num_items)
-    passes = costs.part_time(
-        "vision", tp, part, Loads(num_items, nothing, nothing, nothing), checkpointing=checkpointing
+    passes = costs.part_times("vision", tp, Loads(num_items, nothing, nothing, nothing), checkpointing=checkpointing)
+    resting = costs.part_times("vision", tp, Loads(*np.zeros((4, 1))), checkpointing=checkpointing)
+    forward_s, backward_s = (
+        {part: seconds[part] - const[part] for part in PARTS} for seconds, const in zip(passes, resting, strict=True)
     )
-    resting = costs.part_time("vision", tp, part, Loads(*np.zeros((4, 1))), checkpointing=checkpointing)
-    each = [seconds - const for seconds, const in zip(passes, resting, strict=True)]
-    return each[0] if is_frozen else each[0] + each[1]
+    return forward_s if is_frozen else {part: forward_s[part] + backward_s[part] for part in PARTS}
 
 
-def _stage_s(parts: dict[str, np.ndarray], layers: Sequence[int], stage: int, at: object = slice(None)) -> np.ndarray:
-    seconds = parts["stage"][at] + layers[stage] * parts["layer"][at]
-    if stage == 0:
-        seconds = seconds + parts["first"][at]
-    if stage == len(layers) - 1:
-        seconds = seconds + parts["last"][at]
-    return seconds
-
-
-def _parameter_bytes(costs: CostModel, tp: int, layers: Sequence[int], stage: int, module: str = "llm") -> float:
-    return costs.stage_parameter_bytes(stage_kinds(module, tp, layers)[stage])
-
-
-def _chain_s(costs: CostModel, tp: int, loads: Loads, num_layers: int, is_split: bool, *, checkpointing: bool) -> float:
+def _chain_s(costs: CostModel, whole: StageKind, loads: Loads, is_split: bool) -> float:
     """The way of the slowest sample through all layers and back; weights' gradients may be left for later."""
-    whole = StageKind.whole("llm", tp, num_layers, checkpointing=checkpointing)
     forward_s, backward_s = costs.stage_time(whole, loads)
     return float((forward_s + (0.0 if is_split else 1.0) * backward_s).max())

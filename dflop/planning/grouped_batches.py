@@ -76,9 +76,11 @@ class GroupedBatches:
         columns = zip(*self._text, strict=True)
         mean = Loads(*(np.atleast_1d(np.mean([load.mean() for load in column])) for column in columns))
         nothing = Loads(*np.zeros((4, 1)))
-        parts = ("layer", "first", "last")
-        with_one, without = ([sum(costs.part_time("llm", tp, part, own)) for part in parts] for own in (mean, nothing))
-        layer_s, first_s, last_s = (float((one - none)[0]) for one, none in zip(with_one, without, strict=True))
+        with_one, without = (costs.part_times("llm", tp, own) for own in (mean, nothing))
+        layer_s, first_s, last_s = (
+            float((sum(times[part] for times in with_one) - sum(times[part] for times in without))[0])
+            for part in ("layer", "first", "last")
+        )
         return layer_s, first_s, last_s
 
     def _bucketed(self, batch: int, num_buckets: int) -> tuple[np.ndarray, np.ndarray]:

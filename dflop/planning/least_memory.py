@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from dflop.costs import CostModel, resident_bytes, stage_kinds
+from dflop.costs.forms import line_at
 from dflop.models import ModelSpec
 from dflop.pipeline import PLACEMENTS, SCHEDULES
 from dflop.planning.grouped_batches import GroupedBatches
@@ -156,23 +157,15 @@ def _held_by_one(resident, kept_forms, passing_forms, loads, in_flight):
         rank = stage % pp
         held[rank] += resident[stage]
         for microbatch in range(num_microbatches):
-            kept[microbatch] = _form_at(kept_forms[stage], loads, microbatch)
+            kept[microbatch] = line_at(kept_forms[stage], loads[:, microbatch])
             passing[microbatch] = 0.0
             for form in passing_forms[stage]:
-                passing[microbatch] = max(passing[microbatch], _form_at(form, loads, microbatch))
+                passing[microbatch] = max(passing[microbatch], line_at(form, loads[:, microbatch]))
         if num_stages == pp:
             most[rank] = _fullest(kept, passing, min(num_microbatches, in_flight[rank]))
         elif stage < num_stages - pp:  # of the last chunk nothing is certain
             held[rank] += kept[:pp].sum()
     return held + most
-
-
-@njit(cache=True)
-def _form_at(form, loads, microbatch):
-    total = form[0]
-    for load in range(len(loads)):
-        total += form[1 + load] * loads[load, microbatch]
-    return total
 
 
 @njit(cache=True)

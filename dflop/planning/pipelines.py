@@ -5,14 +5,14 @@ replica's step is therefore not above the mean of the replicas' steps (Jensen), 
 one's. Unlike `bounds` it knows how the batch is grouped, and so what first and last microbatches hold.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from dflop.config import Config
-from dflop.costs import PARTS, CostModel, Loads, stage_kinds
+from dflop.costs import CostModel, Loads, StageKind, stage_kinds
 from dflop.models import ModelSpec
 from dflop.pipeline import (
     DISJOINT,
@@ -62,18 +62,14 @@ class MeanPipelines:
         batches' steps, by Jensen once more."""
         tp, pp, dp = row["llm_tp"], row["llm_pp"], row["llm_dp"]
         count = row["num_microbatches"]
-        parts = self._parts(tp, dp, count, row["checkpointing"], mean)
-        split = llm_layers(row, self._splits, self._num_layers)
-        layers = np.array(split)
+        layers = llm_layers(row, self._splits, self._num_layers)
+        kinds = stage_kinds("llm", tp, layers, checkpointing=row["checkpointing"])
         forward_s, backward_s = (
-            parts["stage"][way][:, None] + layers[:, None] * parts["layer"][way][:, None] for way in (0, 1)
+            _of_stages(kinds, of_part) for of_part in self._parts(tp, dp, count, row["checkpointing"], mean)
         )
-        for way, seconds in enumerate((forward_s, backward_s)):
-            seconds[:, 0] += parts["first"][way]
-            seconds[:, -1] += parts["last"][way]
         # Of a frozen module no weights have a gradient, and its backward is not split.
         weight_s = backward_s * (WEIGHT_SHARE if "llm" not in self._frozen else 0.0)
-        sync_s = self._sync_s(tp, dp, split)
+        sync_s = self._sync_s(tp, dp, layers)
         chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
         num_before = self.num_before(row)
         compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"], num_before)
@@ -122,10 +118,16 @@ class MeanPipelines:
 
     def _part_times(
         self, tp: int, dp: int, num_microbatches: int, checkpointing: bool, mean: bool
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Forward and backward of the mean replica, [num_batches, num_microbatches]."""
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Forward and backward of the LLM's parts on the mean replica, [num_batches, num_microbatches]."""
         text = self._text(dp, num_microbatches, mean)
-        return {part: self._costs.part_time("llm", tp, part, text, checkpointing=checkpointing) for part in PARTS}
+        return self._costs.part_times("llm", tp, text, checkpointing=checkpointing)
+
+
+def _of_stages(kinds: Sequence[StageKind], of_part: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Seconds of each stage, [num_batches, num_stages, num_microbatches], from those of the parts."""
+    known = {kind: kind.total(of_part) for kind in set(kinds)}
+    return np.stack([known[kind] for kind in kinds], axis=1)
 
 
 def _behind(num_before: int, seconds: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 from dflop.costs import CostModel, Loads, StageKind, StageMemory, resident_bytes, stage_kinds
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
+from dflop.models.loads import Coefficients
 from dflop.pipeline import Plan, Stage, stages_of
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 
@@ -61,6 +62,13 @@ class StageCosts:
                 has_backward = self.has_backward(grid.module)
                 backward_s.append(backward * factors[1] if has_backward else np.zeros_like(backward))
         return np.concatenate(forward_s), np.concatenate(backward_s)
+
+    def time_forms(self) -> tuple[list[Coefficients], list[Coefficients]]:
+        """Forward and backward seconds of each stage as functions of its microbatch's loads, without corrections."""
+        forms = [self.costs.time_forms(self.kind(stage)) for stage in self.stages]
+        has_backward = [self.has_backward(stage.module) for stage in self.stages]
+        forward = [own for own, _ in forms]
+        return forward, [own if has else 0.0 * own for (_, own), has in zip(forms, has_backward, strict=True)]
 
     def memories(self, of_module: dict[str, Loads]) -> list[StageMemory]:
         """Of each stage, without gradients and what the optimiser holds."""

@@ -151,7 +151,7 @@ class _StepProgram:
         whole = totals.sum(axis=0)
         self._mean_text, self._mean_media = (whole / (dp * num_microbatches) for dp in (llm_dp, encoder_dp))
         self._message_token_s = self._forms.bridge_token_s.min() / llm_dp
-        linear = self._forms.forward + self._forms.backward
+        linear = self._forms.forward.lines + self._forms.backward.lines
         self.unit_s = float((linear[self._forms.is_llm] @ [1.0, *self._mean_text[:_FEATURES]]).max())
         of_whole = np.divide(totals, whole, out=np.zeros_like(totals), where=whole > 0) * num_microbatches
         self._text, self._media = self._cells(of_whole, num_samples, llm_dp, self._cap(pricer, whole))
@@ -227,9 +227,10 @@ class _StepProgram:
             share *= self._weight_share[stage]
         elif not is_forward and self._stages[stage, KIND] == SPLIT_BACKWARD:
             share *= 1.0 - self._weight_share[stage]
-        form = (forms.forward if is_forward else forms.backward)[stage] * share
+        lines, hinges = forms.forward if is_forward else forms.backward
+        form = lines[stage] * share
         terms = [(took, 1.0), (cell[:_FEATURES], -form[1:] * mean[:_FEATURES])]
-        for load, at, slope in (forms.forward_hinges if is_forward else forms.backward_hinges)[stage]:
+        for load, at, slope in hinges[stage]:
             load = int(load)
             if slope * mean[load] * share > 1e-6:  # Fits leave slopes of rounding noise.
                 beyond = self.program.variables(1)[0]

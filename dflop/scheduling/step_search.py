@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from dflop.balancing import NO_CAP
+from dflop.costs.forms import PackedForms, form_at, pack_forms
 from dflop.data import SampleShapes
 from dflop.pipeline import (
     PLACEMENTS,
@@ -39,16 +40,13 @@ _SHARES = np.cumsum([0.5, 0.2, 0.14, 0.08, 0.08])
 
 
 class StageForms(NamedTuple):
-    """A plan's stages as the kernel wants them; times are linear in loads with hinges (`CostModel.time_forms`), times
-    their shape bin's factor."""
+    """A plan's stages as the kernel wants them; their times are to be multiplied by their shape bin's factor."""
 
     stages: np.ndarray  # as in `CompiledPlan`
     is_llm: np.ndarray  # [num_stages]
     first_nodes: tuple[int, int]  # of the encoder and of the LLM
-    forward: np.ndarray  # [num_stages, 5]
-    backward: np.ndarray
-    forward_hinges: np.ndarray  # [num_stages, num_hinges, 3]: load, at, slope
-    backward_hinges: np.ndarray
+    forward: PackedForms
+    backward: PackedForms
     # [2 (encoder, LLM), 2 (forward, backward), num_load_bins, num_segment_bins]; None, for which the kernel is compiled
     # without corrections, where there are none.
     factors: np.ndarray | None
@@ -137,26 +135,16 @@ _TIMES = ("forward_s", "backward_s", "weight_s", "chain_s")
 
 
 def stage_forms(pricer: Pricer, max_bucket_tokens: int) -> StageForms:
-    plan, costs = pricer.plan, pricer.costs
-    forms = costs.time_forms([pricer.stage_costs.kind(stage) for stage in pricer.stages])
-    most_hinges = max(len(hinges) for both in forms for _, hinges in both)
-    linear = np.array([[form for form, _ in both] for both in forms])
-    hinges = np.zeros((len(forms), 2, most_hinges, 3))
-    for stage, both in enumerate(forms):
-        for way, (_, own) in enumerate(both):
-            hinges[stage, way, : len(own)] = own
-    has_backward = np.array([pricer.stage_costs.has_backward(stage.module) for stage in pricer.stages])
-    linear[~has_backward, 1], hinges[~has_backward, 1] = 0.0, 0.0
+    plan = pricer.plan
+    forward, backward = (pack_forms(forms) for forms in pricer.stage_costs.time_forms())
     links, corrections = pricer.transfers.forms(), pricer.corrections
     is_llm = np.array([stage.module == "llm" for stage in pricer.stages])
     return StageForms(
         stages=pricer.compiled.stages,
         is_llm=is_llm,
         first_nodes=(0, pricer.stages[int(is_llm.argmax())].first_node),
-        forward=np.ascontiguousarray(linear[:, 0]),
-        backward=np.ascontiguousarray(linear[:, 1]),
-        forward_hinges=np.ascontiguousarray(hinges[:, 0]),
-        backward_hinges=np.ascontiguousarray(hinges[:, 1]),
+        forward=forward,
+        backward=backward,
         factors=np.stack([corrections.table(grid.module) for grid in plan.grids]) if corrections.factors else None,
         weight_share=WEIGHT_SHARE * pricer.trains * SCHEDULES[plan.schedule].splits_backward,
         has_bridges=PLACEMENTS[plan.placement].has_bridges,
@@ -397,22 +385,12 @@ def _price_node(plan, state, stage, replica, microbatch, loads, is_empty, tokens
     node = plan.stages[stage, 1] + replica
     forward_s, backward_s = 0.0, 0.0
     if not is_empty:
-        forward_s = _form_at(plan.forward[stage], plan.forward_hinges[stage], loads)
-        backward_s = _form_at(plan.backward[stage], plan.backward_hinges[stage], loads)
+        forward_s = form_at(plan.forward, stage, loads)
+        backward_s = form_at(plan.backward, stage, loads)
     state.forward_s[0, node, microbatch] = forward_s
     state.backward_s[0, node, microbatch] = backward_s
     state.weight_s[0, node, microbatch] = plan.weight_share[node] * backward_s
     state.chain_s[0, node, microbatch] = plan.chain_latency_s[node] + plan.chain_token_s[node] * tokens
-
-
-@njit(cache=True, inline="always")
-def _form_at(form, hinges, loads):
-    total = form[0]
-    for load in range(4):
-        total += form[1 + load] * loads[load]
-    for hinge in range(len(hinges)):
-        total += hinges[hinge, 2] * max(0.0, loads[int(hinges[hinge, 0])] - hinges[hinge, 1])
-    return total
 
 
 @njit(cache=True, inline="always")

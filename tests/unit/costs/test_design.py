@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dflop.costs import Loads
 from dflop.costs.design import Design, LoadBounds, Point, bounds_of_samples, load_bounds
-from dflop.costs.model import FEATURES, Coefficients
+from dflop.models.loads import FEATURES, Coefficients, Hinge
 from dflop.runtime import UserError
 
 BOUNDS = LoadBounds(num_items=(1, 64), num_tokens=(32, 4096), segment_tokens=(32, 1024), target_share=(0.03, 0.5))
@@ -134,7 +134,7 @@ def test_what_would_not_fit_into_memory_is_not_asked_for(costs):
 
 def test_points_go_where_the_fits_disagree(costs):
     """A bend that the first points only hint at draws the next ones."""
-    bent = Coefficients(1e-4, (0, 1e-6, 0, 0), ((1500.0, 2e-5),), 1)
+    bent = Coefficients(1e-4, (0, 1e-6, 0, 0), (Hinge(1, 1500.0, 2e-5),))
     times = {key: bent if key[0] == "llm" and key[2] == "layer" else fit for key, fit in costs.times.items()}
     model = dataclasses.replace(costs, times=times)
     points, _ = run(make_design(target_error=1e-4), model, most=90)

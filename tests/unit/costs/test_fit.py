@@ -15,7 +15,8 @@ from dflop.cli import cli
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
 from dflop.costs.fit import fit_model, median_points
 from dflop.costs.measured import read_measured
-from dflop.costs.model import FEATURES, Coefficients, column_of
+from dflop.costs.model import column_of
+from dflop.models.loads import FEATURES, Coefficients, Hinge
 from dflop.runtime import UserError
 
 LOADS = {
@@ -55,7 +56,7 @@ def test_the_costs_that_made_the_measurements_are_found(costs, measure_as, modul
 
 
 def test_load_beyond_a_cache_may_cost_more_a_unit(costs, measure_as):
-    bent = Coefficients(2e-4, (0, 5e-6, 0, 0), ((500.0, 5e-6),), 1)
+    bent = Coefficients(2e-4, (0, 5e-6, 0, 0), (Hinge(1, 500.0, 5e-6),))
     times = costs.times | {
         ("llm", 1, "layer", checkpointing, direction): bent
         for checkpointing in (False, True)
@@ -67,7 +68,7 @@ def test_load_beyond_a_cache_may_cost_more_a_unit(costs, measure_as):
         loads = Loads(*(np.array(load) for load in (0.0, tokens, 0.0, 0.0)))
         assert found.times["llm", 1, "layer", False, "forward"](loads) == pytest.approx(bent(loads), rel=0.05)
     straight = fitted(measure_as(costs)).times["llm", 1, "layer", False, "forward"]
-    assert sum(slope for _, slope in straight.hinges) < 0.02 * straight.per_load[1]
+    assert sum(hinge.slope for hinge in straight.hinges) < 0.02 * straight.per_load[1]
 
 
 @settings(max_examples=15)

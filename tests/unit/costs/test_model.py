@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.costs import CostModel, Loads, StageKind, resident_bytes, stage_kinds
-from dflop.costs.model import Coefficients, LoadRange
+from dflop.costs.model import LoadRange
+from dflop.models.loads import Coefficients, Hinge
 from dflop.runtime import UserError
 from dflop.store import write_costs
 
@@ -148,7 +149,7 @@ def test_loads_outside_of_what_was_measured_are_flagged(costs):
 
 
 def test_what_a_unit_of_load_adds_lies_between_its_least_and_its_most():
-    bent = Coefficients(1.0, (0, 2.0, 0, 0), ((100.0, 1.0), (300.0, 1.0)), 1)
+    bent = Coefficients(1.0, (0, 2.0, 0, 0), (Hinge(1, 100.0, 1.0), Hinge(1, 300.0, 1.0)))
     loads = make_loads(num_tokens=10)
     assert float(bent.without_const(least=True)(loads)) == 20
     assert 20 < float(bent.without_const(least=False)(loads)) < 40

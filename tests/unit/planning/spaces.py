@@ -12,6 +12,7 @@ from dflop.costs import PARTS, CostModel, Link, LinkModel
 from dflop.costs.model import Coefficients
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
+from dflop.models.loads import Hinge
 from dflop.pipeline import why_not_runnable
 from dflop.planning import PlanPricer, enumerate_space, plan_of
 from dflop.planning.grouped_batches import GroupedBatches
@@ -117,8 +118,8 @@ def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2)) -> CostModel:
                     key = (module, tp, part, checkpointing)
                     again = float(checkpointing and part == "layer")
                     times[*key, "forward"] = forward
-                    times[*key, "backward"] = _times(again_s + again, forward)
-                    activations[key] = _times(kept_share, kept) if again else kept
+                    times[*key, "backward"] = (again_s + again) * forward
+                    activations[key] = kept_share * kept if again else kept
                     transients[key] = kept if again else _bent(rng, along[part], scale * unit_bytes, False, is_bent)
                 parameter_bytes[module, tp, part] = rng.uniform(0, 1e6) * share / tp if part != "stage" else 0.0
     return CostModel(
@@ -138,13 +139,8 @@ def _bent(rng: np.random.Generator, along: int, unit: float, is_square: bool, is
     if is_square:
         per_load[2] = unit * rng.uniform(0, 1e-3)
     ends = np.sort(rng.uniform(1, 40, 2)) * (1 if along == 0 else 20)
-    hinges = tuple((float(at), float(unit * rng.uniform(0, 1))) for at in ends) if is_bent else ()
-    return Coefficients(unit * rng.uniform(0, 10), tuple(per_load), hinges, along)
-
-
-def _times(factor: float, fit: Coefficients) -> Coefficients:
-    hinges = tuple((at, factor * slope) for at, slope in fit.hinges)
-    return Coefficients(factor * fit.const, tuple(factor * value for value in fit.per_load), hinges, fit.along)
+    hinges = tuple(Hinge(along, float(at), float(unit * rng.uniform(0, 1))) for at in ends) if is_bent else ()
+    return Coefficients(unit * rng.uniform(0, 10), tuple(per_load), hinges)
 
 
 def _links(rng: np.random.Generator) -> LinkModel:

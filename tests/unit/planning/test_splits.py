@@ -53,7 +53,7 @@ def test_splits_are_listed_where_they_are_not_the_even_ones(tiny_spec, seed):
 
 def test_a_heavy_head_spares_its_stage(tiny_spec, costs, samples):
     times = {
-        key: fit if key[:1] + key[2:3] != ("llm", "last") else type(fit)(fit.const, (0, 0, 0, 4e-4), (), fit.along)
+        key: fit if key[:1] + key[2:3] != ("llm", "last") else type(fit)(fit.const, (0, 0, 0, 4e-4))
         for key, fit in costs.times.items()
     }
     heavy = type(costs)(
