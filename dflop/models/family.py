@@ -98,18 +98,17 @@ def why_family_cannot_run(name: str) -> str | None:
     """Why models of a family cannot be measured and trained; None where they can."""
     if family_of(name) and _has(name, "runtime"):
         return None
-    runnable = " or ".join(other for other in family_names() if _has(other, "runtime"))
-    return (
-        f"`model.family` is {name!r}, which cannot be measured or trained yet. Its shapes, its analytic costs "
-        "(`costs.source: analytic`) and a plan can be made: ask for `results/<run>/plan.yaml`. To train, use "
-        f"`model.family: {runnable}`"
-    )
+    return f"`model.family` is {name!r}, which cannot be measured or trained yet"
 
 
 def check_runnable(name: str) -> None:
     """Raise `UserError` for a family whose models cannot be measured and trained."""
     if why := why_family_cannot_run(name):
-        raise UserError(why)
+        runnable = " or ".join(other for other in family_names() if _has(other, "runtime"))
+        raise UserError(
+            f"{why}. Its shapes, its analytic costs (`costs.source: analytic`) and a plan can be made: ask for "
+            f"`results/<run>/plan.yaml`. To train, use `model.family: {runnable}`"
+        )
 
 
 def load_model_spec(model: ModelConfig) -> ModelSpec:

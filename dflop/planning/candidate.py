@@ -7,7 +7,7 @@ import numpy as np
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
-from dflop.models import ModelSpec
+from dflop.models import ModelSpec, why_family_cannot_run
 from dflop.pipeline import PLACEMENTS, Plan, StageTimes, why_not_runnable
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import Assignment, Pricer, alone_bytes
@@ -41,6 +41,7 @@ class PlanPricer:
     ) -> None:
         self.plan, self._batches = plan, batches
         self._group = getattr(batches, grouping)
+        self._why_not_runnable = why_family_cannot_run(spec.family) or why_not_runnable(plan)
         self._pricer = Pricer(
             plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
         )
@@ -89,7 +90,7 @@ class PlanPricer:
             busy_s={module: float(np.mean(seconds)) for module, seconds in busy.items()},
             extrapolated=float(np.mean(extrapolated)),
             bottleneck=bottleneck,
-            why_not_runnable=why_not_runnable(self.plan),
+            why_not_runnable=self._why_not_runnable,
         )
 
     def _grouped(self, batch: int) -> tuple[SampleShapes, Assignment]:

@@ -58,6 +58,8 @@ def describe_choice(result: SearchResult, config: Config, costs: CostModel, num_
         "why": _why(result),
         "runnable": best.why_not_runnable is None,
     }
+    if best.why_not_runnable:
+        values["why_not_runnable"] = best.why_not_runnable
     if passed_over := result.passed_over:
         values["passed_over"] = {
             "plan": passed_over.plan.to_dict(),

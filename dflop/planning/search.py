@@ -18,7 +18,7 @@ import polars as pl
 from dflop.config import Config, PlanConfig, most_memory_gib
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
-from dflop.models import ModelSpec
+from dflop.models import ModelSpec, why_family_cannot_run
 from dflop.pipeline import Plan, why_not_runnable
 from dflop.planning.bounds import LowerBounds, lower_bounds
 from dflop.planning.candidate import Candidate, PlanPricer
@@ -157,7 +157,7 @@ class _Search:
         self._memory = LeastMemory(
             spec, costs, batches, splits, grouping, config.model.freeze, self._pipelines.token_bytes
         )
-        self._is_runnable = _runnable(rows, splits).tolist()
+        self._is_runnable = _runnable(spec.family, rows, splits).tolist()
         self._kinds = {False, *self._is_runnable}
         # The slowest of the fastest, by kind; whose bound is not below the higher cannot be among those asked for.
         self._slowest_s = dict.fromkeys((False, True), np.inf)
@@ -327,8 +327,10 @@ def _rounded_up(value: float) -> float:
     return math.ceil(value / unit) * unit
 
 
-def _runnable(rows: pl.DataFrame, splits: Splits) -> np.ndarray:
+def _runnable(family: str, rows: pl.DataFrame, splits: Splits) -> np.ndarray:
     """Which rows can be trained today, [num_rows]; asked of one row of each kind."""
+    if why_family_cannot_run(family):
+        return np.zeros(len(rows), dtype=bool)
     kinds = {
         "placement": pl.col("placement"),
         "schedule": pl.col("schedule"),

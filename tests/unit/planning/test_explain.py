@@ -8,9 +8,11 @@ import pytest
 import yaml
 from spaces import make_config
 
+from dflop.config import ModelConfig
 from dflop.data import SampleShapes
+from dflop.models import load_model_spec
 from dflop.pipeline import load_plan
-from dflop.planning import candidates_frame, describe_choice, explain_choice, price_baselines
+from dflop.planning import candidates_frame, describe_choice, explain_choice, price_baselines, search_plans
 
 RECORDED = Path(__file__).parent / "recorded"
 CONTRACT = [
@@ -75,6 +77,17 @@ def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(searc
     assert said["passed_over"]["why_not"] == first.why_not_runnable
     assert said["passed_over"]["predicted"]["step_s"] == pytest.approx(first.step_s, rel=1e-5)
     assert said["passed_over"]["would_take"] == f"{first.step_s / found.best.step_s:.3f}x as long"
+
+
+def test_a_plan_of_a_family_that_cannot_be_trained_says_so_whatever_its_layout(costs, samples):
+    config, spec = make_config(4, 8), load_model_spec(ModelConfig(family="internvl"))
+    found = search_plans(config, spec, costs, samples)
+    said = yaml.safe_load(describe_choice(found, config, costs))
+    assert found.best is found.candidates[0]
+    assert said["runnable"] is False
+    assert said["why_not_runnable"] == "`model.family` is 'internvl', which cannot be measured or trained yet"
+    assert "passed_over" not in said
+    assert not candidates_frame(found)["runnable"].any()
 
 
 def test_nothing_is_passed_over_where_the_fastest_can_be_trained(search, costs):
