@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
 from dflop.costs.fit import PIECES
-from dflop.costs.model import FEATURES, Coefficients
+from dflop.models.loads import FEATURES, Coefficients
 from dflop.store import write_costs
 
 _NUM_TOKENS = (32, 64, 128, 256, 512, 768, 1024, 2048)

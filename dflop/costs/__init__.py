@@ -1,14 +1,17 @@
 """Costs: measuring modules on a device or counting what they do, fitting, and the model that predicts time and memory.
 
-`measure`, `worker` and `links` need torch; they run in the ranks that `dflop profile-costs` and `profile-links` start.
+`measure`, `made_up`, `live_bytes`, `profile_rank` and `links` need torch: they run in the ranks that
+`dflop profile-costs` and `dflop profile-links` start.
 """
 
 from dflop.costs.analytic import AnalyticPoints, analytic_points
 from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
-from dflop.costs.model import CostModel, Loads, StageMemory, resident_bytes
+from dflop.costs.memory import StageMemory, resident_bytes
+from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import PARTS, StageKind, stage_kinds
+from dflop.models.loads import Loads
 
 # What to say of microbatches, after their number, that `CostModel.is_extrapolated` marks.
 BEYOND_MEASURED = (

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from dflop.costs.fitted import LoadRange, column_of, main_load
 from dflop.costs.measured import POINT_KEYS
-from dflop.costs.model import FEATURES, Coefficients, CostModel, LoadRange, Loads, column_of, main_load
+from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import StageKind
-from dflop.models.loads import Hinge
+from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads
 from dflop.runtime import UserError
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import polars as pl
 
-from dflop.costs.model import FEATURES
+from dflop.models.loads import FEATURES
 from dflop.runtime import UserError, written_whole
 
 __all__ = ["POINT_KEYS", "Measured", "read_measured", "require_parquet", "write_measured"]

@@ -1,141 +1,35 @@
 """The cost model: seconds and bytes of any stage for any microbatch, from the fitted tables.
 
 A stage is made of parts (`StageKind`). Every part's time and memory never fall when a load of the microbatch grows.
+Methods raise `UserError` when there are no costs of a stage's module at its tp.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from dflop.costs.link_model import LinkModel
+from dflop.costs.fitted import FittedCosts
+from dflop.costs.memory import StageMemory, memory_of_parts
 from dflop.costs.stage_kind import PARTS, StageKind
-from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads
-from dflop.runtime import UserError
-from dflop.store import read_tables
+from dflop.models.loads import FEATURES, Coefficients, Loads
 
-__all__ = [
-    "FEATURES",
-    "Coefficients",
-    "CostModel",
-    "Loads",
-    "StageMemory",
-    "column_of",
-    "main_load",
-    "resident_bytes",
-]
+__all__ = ["CostModel"]
 
-# What no number in the tables can exceed: an hour, and more bytes than any cluster has.
-_MOST_S, _MOST_BYTES = 3600.0, 1e18
-_MADE_FOR = ("model", "precision", "device_model")
+# Parts whose costs are others when their layers are recomputed in the backward pass.
 _CHECKPOINTED = ("stage", "layer")
-_TABLES = ("time_model", "memory_model", "load_range", "device", "link_model", "meta")
 
 
-def column_of(feature: str, unit: str) -> str:
-    """The fitted tables' column for a load: `num_items` and `s` -> `per_item_s`."""
-    return f"per_{feature.removeprefix('num_').removesuffix('s')}_{unit}"
+class CostModel(FittedCosts):
+    """What stages cost, by what was fitted of their parts. Loads and what is computed of them have one shape."""
 
-
-def main_load(module: str, part: str) -> str:
-    """The load that a part's throughput depends on."""
-    if module != "llm":
-        return "num_items"
-    return "num_targets" if part == "last" else "num_tokens"
-
-
-class StageMemory(NamedTuple):
-    """Bytes of one stage on one rank: what each microbatch in flight keeps, and what comes on top of that while the
-    microbatch is computed."""
-
-    activation_bytes: np.ndarray
-    transient_bytes: np.ndarray
-
-
-def resident_bytes(parameter_bytes: float, dp: int, *, is_frozen: bool) -> float:
-    """What a rank always holds of a stage with so many replicas: parameters and gradients, and its share of AdamW's two
-    moments (fp32 each); of a frozen stage parameters alone."""
-    return parameter_bytes if is_frozen else parameter_bytes * (2 + 2 / dp)
-
-
-class LoadRange(NamedTuple):
-    """The least and the most of each load (in the order of `FEATURES`) that a module was measured at."""
-
-    least: tuple[float, ...]
-    most: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostModel:
-    """What every part costs: `times` in seconds by (module, tp, part, checkpointing, pass), `activations` and
-    `transients` in bytes by (module, tp, part, checkpointing), `parameter_bytes` by (module, tp, part)."""
-
-    times: dict[tuple[str, int, str, bool, str], Coefficients]
-    activations: dict[tuple[str, int, str, bool], Coefficients]
-    transients: dict[tuple[str, int, str, bool], Coefficients]
-    parameter_bytes: dict[tuple[str, int, str], float]
-    # By (module, tp, checkpointing).
-    ranges: dict[tuple[str, int, bool], LoadRange] = field(default_factory=dict)
-    # What a process holds beside its tensors, and what its allocator holds in vain, as a share of the tensors.
-    overhead_bytes: float = 0.0
-    allocator_share: float = 0.0
-    # Where the costs come from: measured, or analytic, which everything made from them says.
-    source: str = "measured"
-    # The model's digest, the precision and the device model that they are costs of, as far as the file says.
-    made_for: dict[str, str] = field(default_factory=dict)
-    links: LinkModel = field(default_factory=LinkModel)
-
-    @classmethod
-    def load(cls, path: Path) -> "CostModel":
-        """Read `costs.duckdb`.
-
-        Raises:
-            UserError: when it is missing, of another schema version, holds no fit, or numbers that cannot be true.
-        """
-        tables = read_tables(path, _TABLES, made_by="fit-costs")
-        times = {(*_key(row), row["pass"]): _coefficients(row, "s") for row in tables["time_model"]}
-        if not times:
-            raise UserError(f"{path} holds no time model; make it again with `dflop fit-costs`")
-        memory = tables["memory_model"]
-        kept, passing = (
-            {_key(row): _coefficients(row, "bytes") for row in memory if row["kind"] == kind}
-            for kind in ("activation", "transient")
-        )
-        ranges: dict[tuple[str, int, bool], LoadRange] = {}
-        for row in tables["load_range"]:
-            bounds = (tuple(float(row[f"{end}_{feature}"]) for feature in FEATURES) for end in ("least", "most"))
-            ranges[row["module"], row["tp"], row["checkpointing"]] = LoadRange(*bounds)
-        parameters = {_key(row)[:3]: row["parameter_bytes"] for row in memory}
-        _check_tables(path, times, kept | passing, parameters, tables["device"])
-        return cls(
-            times=times,
-            activations=kept,
-            transients=passing,
-            parameter_bytes=parameters,
-            ranges=ranges,
-            overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
-            allocator_share=max(row["allocator_share"] for row in tables["device"]),
-            source=next((row["value"] for row in tables["meta"] if row["key"] == "source"), "measured"),
-            made_for={key: tables["device"][0][key] for key in _MADE_FOR if key in tables["device"][0]},
-            links=LinkModel.from_rows(tables["link_model"]),
-        )
+    __slots__ = ()
 
     def stage_time(self, kind: StageKind, loads: Loads) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward seconds of each microbatch; a microbatch without any load takes no time.
-
-        Raises:
-            UserError: when there are no costs of the module at this tp.
-        """
+        """Forward and backward seconds of each microbatch; a microbatch without any load takes no time."""
         return self.stage_times([kind], loads)[0]
 
     def stage_times(self, kinds: Sequence[StageKind], loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`stage_time` of several stages of one module, which share their parts.
-
-        Raises:
-            UserError: when there are no costs of the module at this tp.
-        """
+        """`stage_time` of several stages of one module, which share their parts."""
         at: dict[tuple[str, int, bool], tuple[dict[str, np.ndarray], ...]] = {}
         empty = (np.asarray(loads.num_items) == 0) & (np.asarray(loads.num_tokens) == 0)
         known: dict[StageKind, tuple[np.ndarray, np.ndarray]] = {}
@@ -152,11 +46,7 @@ class CostModel:
     def part_times(
         self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Forward and backward seconds of each of `PARTS`, once: convex in the loads, and never falling.
-
-        Raises:
-            UserError: when there are no costs of the module at this tp.
-        """
+        """Forward and backward seconds of each of `PARTS`, once: convex in the loads, and never falling."""
         forward, backward = self._part_forms(module, tp, checkpointing)
         return (
             {part: form(loads) for part, form in forward.items()},
@@ -164,11 +54,7 @@ class CostModel:
         )
 
     def time_forms(self, kind: StageKind) -> tuple[Coefficients, Coefficients]:
-        """Forward and backward seconds as functions of a microbatch's loads, for kernels and linear programs.
-
-        Raises:
-            UserError: when there are no costs of the module at this tp.
-        """
+        """Forward and backward seconds as functions of a microbatch's loads, for kernels and linear programs."""
         forward, backward = self._part_forms(kind.module, kind.tp, kind.checkpointing)
         return kind.total(forward), kind.total(backward)
 
@@ -178,11 +64,9 @@ class CostModel:
         """Forward plus backward seconds that samples add to a microbatch, without its constants.
 
         `least` gives what they add at the very least, whatever the microbatch.
-
-        Raises:
-            UserError: when there are no costs of the module at this tp.
         """
         passes = self._part_forms(kind.module, kind.tp, kind.checkpointing)[: 1 + has_backward]
+        # Summed in this order: another one rounds differently, and so breaks ties between samples another way.
         total = np.zeros(np.shape(loads.num_items))
         for part, times in kind.parts.items():
             for forms in passes:
@@ -192,116 +76,49 @@ class CostModel:
     def _part_forms(self, module: str, tp: int, checkpointing: bool) -> tuple[dict[str, Coefficients], ...]:
         """Forward and backward seconds of each of `PARTS`."""
         self.require(module, tp)
-        keys = {part: (module, tp, part, checkpointing and part in _CHECKPOINTED) for part in PARTS}
+        keys = {part: _key(module, tp, part, checkpointing) for part in PARTS}
         return tuple(
             {part: self.times[*key, direction] for part, key in keys.items()} for direction in ("forward", "backward")
         )
 
     def stage_memory(self, kind: StageKind, loads: Loads) -> StageMemory:
-        """Activations of each microbatch.
-
-        Raises:
-            UserError: when there are no costs of the module at this tp.
-        """
-        self.require(kind.module, kind.tp)
-        kept = {part: self.activations[_key_of(kind, part)](loads) for part in kind.parts}
-        # Backward comes to the layers when the head has given up what it kept (an encoder's output stays).
-        freed = kept["last"] if kind.module == "llm" and kind.is_last else 0.0
-        transient = np.zeros(np.shape(loads.num_items))
-        for part in kind.parts:
-            own = self.transients[_key_of(kind, part)](loads)  # parts run one after the other
-            transient = np.maximum(transient, own if part == "last" else own - freed)
-        return StageMemory(kind.total(kept), transient)
+        """Bytes of each microbatch."""
+        kept, passing = self._memory_of_parts(kind)
+        total, each = memory_of_parts(
+            kind,
+            {part: form(loads) for part, form in kept.items()},
+            {part: form(loads) for part, form in passing.items()},
+        )
+        return StageMemory(total, np.maximum.reduce([np.zeros(np.shape(loads.num_items)), *each]))
 
     def stage_memory_forms(self, kind: StageKind) -> tuple[np.ndarray, np.ndarray]:
         """`stage_memory` of a microbatch as linear forms: a constant, and bytes a unit of each of `FEATURES`.
 
         Activations are one form [5], the transient is the largest of several [num_forms, 5].
         """
-        self.require(kind.module, kind.tp)
-        kept = {part: self.activations[_key_of(kind, part)].lines[0] for part in kind.parts}
-        freed = kept["last"] if kind.module == "llm" and kind.is_last else 0.0
-        forms = [self.transients[_key_of(kind, part)].lines - (0.0 if part == "last" else freed) for part in kind.parts]
-        return kind.total(kept), np.concatenate([*forms, np.zeros((1, 1 + len(FEATURES)))])
+        kept, passing = self._memory_of_parts(kind)
+        total, each = memory_of_parts(
+            kind,
+            {part: form.lines[0] for part, form in kept.items()},
+            {part: form.lines for part, form in passing.items()},
+        )
+        return total, np.concatenate([*each, np.zeros((1, 1 + len(FEATURES)))])
 
     def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
         self.require(kind.module, kind.tp)
         return kind.total({part: self.parameter_bytes[kind.module, kind.tp, part] for part in kind.parts})
 
-    def is_extrapolated(self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False) -> np.ndarray:
-        """Which microbatches are larger than any that was measured, or smaller."""
-        outside = np.zeros(np.shape(loads.num_items), dtype=bool)
-        if bounds := self.ranges.get((module, tp, checkpointing)):
-            for load, least, most in zip(loads, *bounds, strict=True):
-                outside |= (load > most) | ((load > 0) & (load < least))
-        return outside
-
-    @property
-    def tp_sizes(self) -> dict[str, list[int]]:
-        """The tp that there are costs of, by module."""
-        sizes: dict[str, set[int]] = {}
-        for module, tp, *_ in self.times:
-            sizes.setdefault(module, set()).add(tp)
-        return {module: sorted(own) for module, own in sizes.items()}
-
-    def require_made_for(self, **wanted: str) -> None:
-        """Raise `UserError` when these are costs of another model, precision or device model."""
-        for key, value in wanted.items():
-            if (own := self.made_for.get(key, value)) != value:
-                what = "another model" if key == "model" else f"`{key}` {own!r}, and the config has {value!r}"
-                raise UserError(
-                    f"the costs are of {what}; run `dflop profile-costs` and `dflop fit-costs` again with this config"
-                )
-
-    def require(self, module: str, tp: int) -> None:
-        """Raise `UserError` when there are no costs of the module at this tp."""
-        if (module, tp, "layer", False, "forward") not in self.times:
-            known = [f"{name} tp={size}" for name, sizes in sorted(self.tp_sizes.items()) for size in sizes]
-            raise UserError(
-                f"no {self.source} costs for {module} tp={tp} (there are: {', '.join(known)}); "
-                f"add {tp} to `costs.tp_sizes` and run `dflop profile-costs` and `dflop fit-costs` again"
-            )
+    def _memory_of_parts(self, kind: StageKind) -> tuple[dict[str, Coefficients], dict[str, Coefficients]]:
+        """What each part keeps of a microbatch, and what it needs on top while it computes."""
+        self.require(kind.module, kind.tp)
+        keys = {part: _key(kind.module, kind.tp, part, kind.checkpointing) for part in kind.parts}
+        return (
+            {part: self.activations[key] for part, key in keys.items()},
+            {part: self.transients[key] for part, key in keys.items()},
+        )
 
 
-def _key_of(kind: StageKind, part: str) -> tuple[str, int, str, bool]:
-    """Where the tables hold this part of the stage."""
-    return kind.module, kind.tp, part, kind.checkpointing and part in _CHECKPOINTED
-
-
-def _check_tables(
-    path: Path,
-    times: dict[tuple, Coefficients],
-    memory: dict[tuple, Coefficients],
-    parameter_bytes: dict[tuple, float],
-    devices: Sequence[Mapping[str, Any]],
-) -> None:
-    """Times never fall and begin at no more than an hour, bytes are those of something that exists."""
-    numbers = [("time_model", key, (fit.const, *fit.per_load), 0.0, _MOST_S) for key, fit in times.items()]
-    numbers += [
-        ("memory_model", key, (fit.const, *fit.per_load), -_MOST_BYTES, _MOST_BYTES) for key, fit in memory.items()
-    ]
-    numbers += [("memory_model", key, (size,), 0.0, _MOST_BYTES) for key, size in parameter_bytes.items()]
-    numbers += [("device", (), (row["overhead_bytes"], row["allocator_share"]), 0.0, _MOST_BYTES) for row in devices]
-    for table, key, values, least, most in numbers:
-        for value in values:
-            if not least <= value <= most:
-                what = f", {key[0]} tp={key[1]}, part {key[2]}" if key else ""
-                raise UserError(
-                    f"{path}, table {table}{what}: {value:g} cannot be true, which must be "
-                    f"{least:g} to {most:g}; measure anew (delete costs/ of the run, or `dflop profile-costs` and "
-                    "`dflop fit-costs`)"
-                )
-
-
-def _key(row: Mapping[str, Any]) -> tuple[str, int, str, bool]:
-    return row["module"], row["tp"], row["part"], row["checkpointing"]
-
-
-def _coefficients(row: Mapping[str, Any], unit: str) -> Coefficients:
-    along = FEATURES.index(main_load(row["module"], row["part"]))
-    return Coefficients(
-        row[f"const_{unit}"],
-        tuple(row[column_of(feature, unit)] for feature in FEATURES),
-        tuple(Hinge(along, at, slope) for at, slope in zip(row["hinge_at"], row[f"hinge_{unit}"], strict=True)),
-    )
+def _key(module: str, tp: int, part: str, checkpointing: bool) -> tuple[str, int, str, bool]:
+    """Where the tables hold a part."""
+    return module, tp, part, checkpointing and part in _CHECKPOINTED

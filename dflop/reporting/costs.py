@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from dflop.costs import CostModel, Loads, StageKind
-from dflop.costs.model import FEATURES
+from dflop.models.loads import FEATURES
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_count, heading, say_instead
 
 __all__ = ["costs_height_in", "draw_costs", "measured_points"]

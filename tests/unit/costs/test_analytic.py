@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from dflop.costs import CostModel, Loads, StageKind, analytic_points, fit_costs
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
-from dflop.costs.model import FEATURES, Coefficients
 from dflop.models import ModelSpec, count_work, internvl, llava_onevision
 from dflop.models.attention import PACKED
 from dflop.models.llava_onevision.stages import VisionStage
+from dflop.models.loads import FEATURES, Coefficients
 from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
 from dflop.models.stages import LlmStage
 from dflop.runtime import UserError

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dflop.cli import cli
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
 from dflop.costs.fit import fit_model, median_points
+from dflop.costs.fitted import column_of
 from dflop.costs.measured import read_measured
-from dflop.costs.model import column_of
 from dflop.models.loads import FEATURES, Coefficients, Hinge
 from dflop.runtime import UserError
 

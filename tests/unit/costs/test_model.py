@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.costs import CostModel, Loads, StageKind, resident_bytes, stage_kinds
-from dflop.costs.model import LoadRange
+from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients, Hinge
 from dflop.runtime import UserError
 from dflop.store import write_costs
@@ -178,7 +178,7 @@ def test_a_tp_size_that_was_not_measured_says_what_was_and_how_to_get_it(costs, 
 
 
 def test_a_module_that_was_not_measured_is_named(costs):
-    with pytest.raises(UserError, match="no measured costs for audio tp=1"):
+    with pytest.raises(UserError, match=r"no measured costs for audio \(there are: llm tp=1, vision tp=1\)"):
         costs.stage_time(whole("audio", 1, 4), make_loads())
 
 

@@ -9,10 +9,9 @@ import polars as pl
 
 from dflop.config import Config, load_config
 from dflop.costs import PARTS, CostModel, Link, LinkModel
-from dflop.costs.model import Coefficients
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.models.loads import Hinge
+from dflop.models.loads import Coefficients, Hinge
 from dflop.pipeline import why_not_runnable
 from dflop.planning import PlanPricer, enumerate_space, plan_of
 from dflop.planning.grouped_batches import GroupedBatches

@@ -8,7 +8,7 @@ import pytest
 from spaces import make_config, with_memory
 
 from dflop.config import Config
-from dflop.costs.model import Coefficients
+from dflop.models.loads import Coefficients
 from dflop.pipeline import Plan
 from dflop.runtime import UserError
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dflop.balancing import random_buckets
 from dflop.config import ClusterConfig
 from dflop.costs import CostModel, Link, LinkModel, Loads, StageKind
-from dflop.costs.model import Coefficients, LoadRange
+from dflop.costs.fitted import LoadRange
+from dflop.models.loads import Coefficients
 from dflop.pipeline import Grid, Plan, nodes_of
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError

@@ -1,0 +1,181 @@
+"""What was fitted, part by part, as `costs.duckdb` holds it: read, checked, and asked what it knows."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from dflop.costs.link_model import LinkModel
+from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads
+from dflop.runtime import UserError
+from dflop.store import read_tables
+
+__all__ = ["FittedCosts", "LoadRange", "column_of", "main_load"]
+
+# What no number in the tables can exceed: an hour, and more bytes than any cluster has.
+_MOST_S, _MOST_BYTES = 3600.0, 1e18
+_MADE_FOR = ("model", "precision", "device_model")
+_TABLES = ("time_model", "memory_model", "load_range", "device", "link_model", "meta")
+
+
+def column_of(feature: str, unit: str) -> str:
+    """The fitted tables' column for a load: `num_items` and `s` -> `per_item_s`."""
+    return f"per_{feature.removeprefix('num_').removesuffix('s')}_{unit}"
+
+
+def main_load(module: str, part: str) -> str:
+    """The load that a part's throughput depends on."""
+    if module != "llm":
+        return "num_items"
+    return "num_targets" if part == "last" else "num_tokens"
+
+
+class LoadRange(NamedTuple):
+    """The least and the most of each load (in the order of `FEATURES`) that a module was measured at."""
+
+    least: tuple[float, ...]
+    most: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedCosts:
+    """What every part costs: `times` in seconds by (module, tp, part, checkpointing, pass), `activations` and
+    `transients` in bytes by (module, tp, part, checkpointing), `parameter_bytes` by (module, tp, part)."""
+
+    times: dict[tuple[str, int, str, bool, str], Coefficients]
+    activations: dict[tuple[str, int, str, bool], Coefficients]
+    transients: dict[tuple[str, int, str, bool], Coefficients]
+    parameter_bytes: dict[tuple[str, int, str], float]
+    # By (module, tp, checkpointing).
+    ranges: dict[tuple[str, int, bool], LoadRange] = field(default_factory=dict)
+    # What a process holds beside its tensors, and what its allocator holds in vain, as a share of the tensors.
+    overhead_bytes: float = 0.0
+    allocator_share: float = 0.0
+    # Where the costs come from: measured, or analytic, which everything made from them says.
+    source: str = "measured"
+    # The model's digest, the precision and the device model that they are costs of, as far as the file says.
+    made_for: dict[str, str] = field(default_factory=dict)
+    links: LinkModel = field(default_factory=LinkModel)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read `costs.duckdb`.
+
+        Raises:
+            UserError: when it is missing, of another schema version, holds no fit, or numbers that cannot be true.
+        """
+        tables = read_tables(path, _TABLES, made_by="fit-costs")
+        times = {(*_key(row), row["pass"]): _coefficients(row, "s") for row in tables["time_model"]}
+        if not times:
+            raise UserError(f"{path} holds no time model; make it again with `dflop fit-costs`")
+        memory = tables["memory_model"]
+        kept, passing = (
+            {_key(row): _coefficients(row, "bytes") for row in memory if row["kind"] == kind}
+            for kind in ("activation", "transient")
+        )
+        ranges: dict[tuple[str, int, bool], LoadRange] = {}
+        for row in tables["load_range"]:
+            bounds = (tuple(float(row[f"{end}_{feature}"]) for feature in FEATURES) for end in ("least", "most"))
+            ranges[row["module"], row["tp"], row["checkpointing"]] = LoadRange(*bounds)
+        parameters = {_key(row)[:3]: row["parameter_bytes"] for row in memory}
+        _check_tables(path, times, kept | passing, parameters, tables["device"])
+        return cls(
+            times=times,
+            activations=kept,
+            transients=passing,
+            parameter_bytes=parameters,
+            ranges=ranges,
+            overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
+            allocator_share=max(row["allocator_share"] for row in tables["device"]),
+            source=next((row["value"] for row in tables["meta"] if row["key"] == "source"), "measured"),
+            made_for={key: tables["device"][0][key] for key in _MADE_FOR if key in tables["device"][0]},
+            links=LinkModel.from_rows(tables["link_model"]),
+        )
+
+    def is_extrapolated(self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False) -> np.ndarray:
+        """Which microbatches are larger than any that was measured, or smaller."""
+        outside = np.zeros(np.shape(loads.num_items), dtype=bool)
+        if bounds := self.ranges.get((module, tp, checkpointing)):
+            for load, least, most in zip(loads, *bounds, strict=True):
+                outside |= (load > most) | ((load > 0) & (load < least))
+        return outside
+
+    @property
+    def tp_sizes(self) -> dict[str, list[int]]:
+        """The tp that there are costs of, by module."""
+        sizes: dict[str, set[int]] = {}
+        for module, tp, *_ in self.times:
+            sizes.setdefault(module, set()).add(tp)
+        return {module: sorted(own) for module, own in sizes.items()}
+
+    def require_made_for(self, **wanted: str) -> None:
+        """Raise `UserError` when these are costs of another model, precision or device model."""
+        for key, value in wanted.items():
+            if (own := self.made_for.get(key, value)) != value:
+                what = "another model" if key == "model" else f"`{key}` {own!r}, and the config has {value!r}"
+                raise UserError(
+                    f"the costs are of {what}; run `dflop profile-costs` and `dflop fit-costs` again with this config"
+                )
+
+    def require_modules(self, modules: Iterable[str]) -> None:
+        """Raise `UserError` when there are no costs of one of these modules, at any tp."""
+        for module in modules:
+            if module not in self.tp_sizes:
+                raise UserError(
+                    f"no {self.source} costs for {module} ({self._known}); "
+                    f"run `dflop profile-costs --module {module}`, and `dflop fit-costs` with the files of all modules"
+                )
+
+    def require(self, module: str, tp: int) -> None:
+        """Raise `UserError` when there are no costs of the module at this tp."""
+        if (module, tp, "layer", False, "forward") not in self.times:
+            self.require_modules([module])
+            raise UserError(
+                f"no {self.source} costs for {module} tp={tp} ({self._known}); "
+                f"add {tp} to `costs.tp_sizes` and run `dflop profile-costs` and `dflop fit-costs` again"
+            )
+
+    @property
+    def _known(self) -> str:
+        known = [f"{name} tp={size}" for name, sizes in sorted(self.tp_sizes.items()) for size in sizes]
+        return f"there are: {', '.join(known)}"
+
+
+def _check_tables(
+    path: Path,
+    times: dict[tuple, Coefficients],
+    memory: dict[tuple, Coefficients],
+    parameter_bytes: dict[tuple, float],
+    devices: Sequence[Mapping[str, Any]],
+) -> None:
+    """Times never fall and begin at no more than an hour, bytes are those of something that exists."""
+    numbers = [("time_model", key, (fit.const, *fit.per_load), 0.0, _MOST_S) for key, fit in times.items()]
+    numbers += [
+        ("memory_model", key, (fit.const, *fit.per_load), -_MOST_BYTES, _MOST_BYTES) for key, fit in memory.items()
+    ]
+    numbers += [("memory_model", key, (size,), 0.0, _MOST_BYTES) for key, size in parameter_bytes.items()]
+    numbers += [("device", (), (row["overhead_bytes"], row["allocator_share"]), 0.0, _MOST_BYTES) for row in devices]
+    for table, key, values, least, most in numbers:
+        for value in values:
+            if not least <= value <= most:
+                what = f", {key[0]} tp={key[1]}, part {key[2]}" if key else ""
+                raise UserError(
+                    f"{path}, table {table}{what}: {value:g} cannot be true, which must be "
+                    f"{least:g} to {most:g}; measure anew (delete costs/ of the run, or `dflop profile-costs` and "
+                    "`dflop fit-costs`)"
+                )
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, int, str, bool]:
+    return row["module"], row["tp"], row["part"], row["checkpointing"]
+
+
+def _coefficients(row: Mapping[str, Any], unit: str) -> Coefficients:
+    along = FEATURES.index(main_load(row["module"], row["part"]))
+    return Coefficients(
+        row[f"const_{unit}"],
+        tuple(row[column_of(feature, unit)] for feature in FEATURES),
+        tuple(Hinge(along, at, slope) for at, slope in zip(row["hinge_at"], row[f"hinge_{unit}"], strict=True)),
+    )
