@@ -78,7 +78,7 @@ SHARD_SCHEMA = pl.Schema(
     }
 )
 
-# One row a repeat: `kind` is p2p or all_reduce, `scope` intra (one node) or inter (several).
+# One row a repeat: `kind` is p2p or gradient_sync, `scope` intra (one node) or inter (several).
 LINKS_SCHEMA = pl.Schema(
     {
         "kind": pl.String,

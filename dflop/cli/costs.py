@@ -46,7 +46,7 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path |
 
 
 def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None:
-    """Points of the roofline of `cluster.device_model`, and that device as a frame."""
+    """Write points of the roofline of `cluster.device_model` where measurements would stand, and that device."""
     import polars as pl
 
     from dflop.costs import Measured, analytic_points, write_measured
@@ -76,7 +76,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
 
 
 def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out: Path) -> None:
-    """Measure on ranks of this node that torchrun starts; they write the frames."""
+    """Measure on ranks of this node, which torchrun starts; the first of them writes the files."""
     from dflop.config import select_keys
     from dflop.costs.design import load_bounds
     from dflop.data import ChatTokenizer, tokenizer_folder
@@ -119,7 +119,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
 )
 @click.option("--out", type=FILE, required=True, help="Parquet file to write.")
 def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
-    """Time transfers and all-reduces between the cluster's devices: torchrun on all of them."""
+    """Time transfers and gradient syncs between the cluster's devices: torchrun on all of them."""
     import polars as pl
 
     from dflop.runtime.torchrun import is_first_node, run_ranks

@@ -1,7 +1,7 @@
 """What a transfer between ranks takes: a latency and a bandwidth for each kind of link, fitted to measured times.
 
-`links.py` measures; `scheduling.pricing` asks, and falls back on the configured bandwidths where `LinkModel` knows
-nothing: with analytic costs, or for a scope that the measured cluster did not have.
+`links.py` measures; `pricing` asks, and takes the configured bandwidths where `LinkModel` knows nothing: with analytic
+costs, or for a scope that the measured cluster did not have.
 """
 
 import math

@@ -27,9 +27,7 @@ class GroupedBatches:
 
     def __init__(self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> None:
         """Raise `UserError` when one batch would need more samples than there are, or a module has no costs."""
-        for module in spec.modules:
-            if module.name not in costs.tp_sizes:
-                costs.require(module.name, min(config.costs.tp_sizes))
+        costs.require_modules(module.name for module in spec.modules)
         size = config.train.global_batch_size
         num_batches = config.plan.search_batches or min(_MOST_BATCHES, max(_LEAST_BATCHES, _ENOUGH_SAMPLES // size))
         drawn = GlobalBatches(len(samples), size, config.seed)

@@ -30,8 +30,9 @@ def leave_out_what_no_plan_holds(
     memory is too small for any plan, which the search says better.
 
     Raises:
-        UserError: when the space is empty.
+        UserError: when the space is empty, or a module has no costs.
     """
+    costs.require_modules(module.name for module in spec.modules)
     limit_bytes = config.cluster.memory_gib * 2**30
     least_bytes = np.full(len(samples), np.inf)
     for row in _kinds(enumerate_space(config, spec, costs.tp_sizes, {})).iter_rows(named=True):

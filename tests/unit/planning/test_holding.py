@@ -44,6 +44,21 @@ def test_a_sample_that_no_plan_holds_is_left_out_and_the_chosen_plan_leaves_out_
     assert same["sample_id"].to_list() == ["s5"]
 
 
+def test_costs_that_lack_a_module_are_refused_with_what_they_hold_and_how_to_measure_the_rest(
+    search, samples, costs, tiny_spec
+):
+    of_llm = dataclasses.replace(costs, times={key: form for key, form in costs.times.items() if key[0] == "llm"})
+    for ask in (
+        lambda: leave_out_what_no_plan_holds(CONFIG, tiny_spec, of_llm, samples),
+        lambda: search(CONFIG, costs=of_llm),
+    ):
+        with pytest.raises(UserError) as caught:
+            ask()
+        message = str(caught.value)
+        assert "no measured costs for vision (there are: llm tp=1)" in message
+        assert "run `dflop profile-costs --module vision`" in message
+
+
 def test_what_some_plan_holds_is_kept_and_no_plan_that_does_not_hold_it_is_a_candidate(
     search, samples, costs, tiny_spec
 ):
