@@ -16,7 +16,7 @@ _FEW_HELD_OUT, _LARGE_ERROR = 6, 0.2
 
 @click.command("profile-costs")
 @config_option
-@click.option("--module", required=True, help="vision or llm.")
+@click.option("--module", required=True, help="One of the model's encoders (vision), or llm.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
     "--bounds",

@@ -22,7 +22,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.correction": ("off", "on", "auto"),
     "train.precision": ("fp32", "bf16", "fp64"),
     "train.resume": ("auto", "never"),
-    "model.freeze": ("vision", "llm"),
 }
 
 _AT_LEAST_ONE = (
@@ -94,8 +93,6 @@ def check_values(config: Config) -> None:
         raise UserError(
             f"`run` is {config.run!r}; it names a folder under results/: use letters, digits, dot, dash and underscore"
         )
-    if {"vision", "llm"} <= set(config.model.freeze):
-        raise UserError("`model.freeze` names every module, which leaves nothing to train; take one out")
     if config.costs.source == "analytic" and config.train.precision != "bf16":
         raise UserError(
             f"`costs.source` is 'analytic', which knows bf16 alone, and `train.precision` is "

@@ -115,8 +115,21 @@ def load_model_spec(model: ModelConfig) -> ModelSpec:
     """The spec of the configured model.
 
     Raises:
-        UserError: for an unknown family or preset, or a `model.path` that is no checkpoint directory.
+        UserError: for an unknown family or preset, a `model.path` that is no checkpoint directory, or a name in
+            `model.freeze` that is no module of the model, or all of them.
     """
+    spec = _make_spec(model)
+    names = [module.name for module in spec.modules]
+    frozen = getattr(model, "freeze", ())  # commands to which it does not matter do not see the key
+    for number, name in enumerate(frozen):
+        if name not in names:
+            raise UserError(f"`model.freeze[{number}]` is {name!r}; it must be one of {', '.join(names)}")
+    if set(names) <= set(frozen):
+        raise UserError("`model.freeze` names every module, which leaves nothing to train; take one out")
+    return spec
+
+
+def _make_spec(model: ModelConfig) -> ModelSpec:
     family = family_of(model.family)
     if model.path is None:
         if model.preset not in family.presets:

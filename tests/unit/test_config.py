@@ -185,9 +185,8 @@ def test_a_closed_choice_lists_its_values(key, value, choices):
 
 
 def test_a_closed_choice_in_a_list_names_the_entry():
-    assert "`model.freeze[1]` is 'eyes'; it must be one of vision, llm" in refusal(
-        {"model": {"freeze": ["vision", "eyes"]}}
-    )
+    placements = {"plan": {"placements": ["disjoint", "apart"]}}
+    assert "`plan.placements[1]` is 'apart'; it must be one of disjoint, colocated" in refusal(placements)
 
 
 @pytest.mark.parametrize("choice", ["off", "on", "auto"])
@@ -280,11 +279,6 @@ def test_more_memory_than_the_data_sheet_says_is_refused_with_analytic_costs():
     measured = load_config({"cluster": {"device_model": "h100-80g", "memory_gib": 90}}).cluster
     assert "90, more than the 80" in excess_memory(measured)
     assert excess_memory(load_config().cluster) is None
-
-
-def test_something_must_be_left_to_train():
-    assert "`model.freeze` names every module" in refusal({"model": {"freeze": ["vision", "llm"]}})
-    load_config({"model": {"freeze": ["llm"]}})
 
 
 def test_a_module_that_is_not_pinned_still_needs_a_device_of_its_own():

@@ -55,6 +55,12 @@ def test_a_preset_or_family_that_is_not_there_lists_those_that_are():
     assert "must be one of internvl, llava_onevision" in refusal(family="qwen_vl")
 
 
+def test_what_is_frozen_must_be_a_module_of_the_model_and_not_all_of_them():
+    assert load_model_spec(ModelConfig(freeze=["vision"]))
+    assert "`model.freeze[1]` is 'eyes'; it must be one of vision, llm" in refusal(freeze=["vision", "eyes"])
+    assert "`model.freeze` names every module" in refusal(freeze=["vision", "llm"])
+
+
 def test_a_checkpoint_of_another_family_names_the_family(checkpoint):
     folder = str(checkpoint("config.json", {"model_type": "internvl"}))
     message = refusal(path=folder)
