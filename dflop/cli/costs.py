@@ -21,7 +21,7 @@ _FEW_HELD_OUT, _LARGE_ERROR = 6, 0.2
 @click.option(
     "--bounds",
     type=FILE,
-    help="What `dflop merge-shapes --bounds` wrote: the loads that the data brings; usual ones while it is not there.",
+    help="What `dflop merge-shapes --bounds` wrote: the loads that the data brings. Without it, a usual range.",
 )
 @click.option(
     "--out", type=FILE, required=True, help="Parquet file to write; sizes go beside it as *.parameters.parquet."
@@ -85,9 +85,6 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     from dflop.runtime.torchrun import run_ranks
 
     check_runnable(spec.family)
-    if bounds and not bounds.exists():
-        click.echo(f"{bounds} is not there yet: measuring over a usual range of loads", err=True)
-        bounds = None
     if bounds:
         load_bounds(bounds)
     cluster = config.cluster

@@ -167,11 +167,25 @@ def test_a_changed_record_reruns_its_shard_and_what_depends_on_it(finished):
     try:
         manifest.write_text(json.dumps(records))
         jobs = checkout.jobs_of_dry_run("--configfile", config)
+        with_other_settings = checkout.jobs_of_dry_run("--configfile", config, "--config", "costs={repeats: 2}")
     finally:
         manifest.write_text(before)
     assert jobs.count("profile_shapes") == 1
-    assert "profile_costs" not in jobs
-    assert "fit_costs" not in jobs
+    assert not {"cost_settings", "profile_costs", "fit_costs"} & set(jobs)  # a load costs the same in other data
+    assert {"merge_shapes", "cost_settings", "profile_costs", "fit_costs"} <= set(with_other_settings)
+
+
+def test_the_range_of_loads_is_made_before_costs_are_measured_and_for_nothing_else(finished):
+    checkout, config = finished
+    costs, bounds = "results/small/costs.duckdb", checkout.folder / "results/small/load_bounds.json"
+    kept = bounds.rename(bounds.with_suffix(".kept"))
+    try:
+        assert checkout.jobs_of_dry_run(costs, "--configfile", config) == []
+        jobs = checkout.jobs_of_dry_run(costs, "--configfile", config, "--config", "costs={repeats: 2}")
+    finally:
+        kept.rename(bounds)
+    assert "merge_shapes" in jobs
+    assert jobs.index("merge_shapes") < jobs.index("profile_costs")
 
 
 @pytest.mark.parametrize(
@@ -181,8 +195,7 @@ def test_a_changed_record_reruns_its_shard_and_what_depends_on_it(finished):
         ({"train": {"precision": "bf16"}}, True),
         ({"cluster": {"device_model": "another"}}, True),
         ({"costs": {"repeats": 2}}, True),
-        ({"train": {"lr": 1.0, "global_batch_size": 4}}, False),
-        ({"data": {"max_llm_tokens": 300}}, False),
+        ({"train": {"lr": 1.0, "global_batch_size": 4}, "data": {"max_llm_tokens": 300}}, False),
     ],
 )
 def test_costs_are_measured_anew_after_what_they_depend_on_and_after_nothing_else(finished, sections, measures):

@@ -147,6 +147,11 @@ def data_sheet():
     return asdict(load_device(CONFIG.cluster.device_model, Path(own) if own else None))
 
 
+def load_bounds():
+    """The range of loads to measure over, which the data says; analytic costs are of any."""
+    return [f"{RESULTS}/load_bounds.json"] if is_measured() else []
+
+
 def measured_links():
     """What is known of the links between devices: nothing of devices that are not at hand, or of one alone."""
     return [f"{RESULTS}/costs/links.parquet"] if is_measured() and CONFIG.cluster.num_devices > 1 else []

@@ -1,7 +1,31 @@
 """What a microbatch costs: each module's layers and the links between devices, measured, then fitted."""
 
 
+rule cost_settings:
+    """Everything that measured costs depend on, apart from the range of loads.
+
+    A file, because Snakemake does not look at the params of a job whose upstream jobs run: where new data meets
+    changed settings, costs would stay as they were.
+    """
+    output:
+        f"{RESULTS}/costs/settings.json",
+    log:
+        f"{RESULTS}/logs/cost_settings.log",
+    params:
+        config=config_for("profile-costs"),
+        model=model_digest(CONFIG.model),
+        device=data_sheet(),
+        code=code_of("profile-costs"),
+    shell:
+        "printf '%s\\n' {params.config:q} > {output} 2> {log}"
+
+
 rule profile_costs:
+    input:
+        settings=f"{RESULTS}/costs/settings.json",
+        # Made first where it is missing. Ancient: a load costs the same whatever data brings it, so other data
+        # starts no measurement by itself; it will be measured over at the next one.
+        bounds=ancient(load_bounds()),
     output:
         measurements=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parquet",
         parameters=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parameters.parquet",
@@ -14,19 +38,13 @@ rule profile_costs:
     resources:
         **devices_of_tp(),
     params:
-        config=config_for("profile-costs"),
         # Wildcards are no part of the between-workflow cache's key, params are.
         module="{module}",
         tp="{tp}",
-        model=model_digest(CONFIG.model),
-        device=data_sheet(),
-        code=code_of("profile-costs"),
+        bounds="--bounds" if load_bounds() else "",
     shell:
-        "dflop profile-costs --config {params.config:q} --module {wildcards.module} --tp {wildcards.tp}"
-        # No input either: other data does not change what a load costs, and as `ancient` it would hide changed params.
-        # The data's jobs go first where they can; without the file the range is a usual one.
-        " --bounds $(dirname {output.measurements})/../load_bounds.json"
-        " --out {output.measurements} 2> {log} | tee -a {log}"
+        "dflop profile-costs --config {input.settings} --module {wildcards.module} --tp {wildcards.tp}"
+        " {params.bounds} {input.bounds} --out {output.measurements} 2> {log} | tee -a {log}"
 
 
 rule profile_links:
