@@ -15,8 +15,9 @@ from dflop.models.loads import Loads
 
 # What to say of microbatches, after their number, that `CostModel.is_extrapolated` marks.
 BEYOND_MEASURED = (
-    "lie outside of the loads that were measured; for surer costs raise `costs.time_budget_s`, or measure again if the "
-    "data has changed (`snakemake --forcerun profile_costs`)"
+    "are larger (or smaller) than what was measured: either `costs.time_budget_s` left no room for them (one run may "
+    "take a hundredth of it), then raise it; or the data has changed since, then measure again with `snakemake "
+    "--forcerun profile_costs`"
 )
 
 __all__ = [

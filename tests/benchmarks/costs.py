@@ -1,6 +1,6 @@
 """How well costs are predicted, and what measuring and asking take.
 
-    python tests/benchmarks/costs.py [--run results/demo] [--config config/config.yaml] [--tp 1]
+    python tests/benchmarks/costs.py [--run results/demo] [--config config/demo.yaml] [--tp 1]
 
 The config's modules are measured and fitted anew, on the CPU or the GPU that it names. `--run` is a finished run of
 this config (`make demo` makes one): training's own stage times and memory are compared with what it had predicted;
@@ -35,7 +35,7 @@ LOAD_MS, PREDICTIONS_PER_S, STEP_ERROR = 50.0, 1e6, 0.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=REPOSITORY / "results/demo", help="folder of a finished run")
-    parser.add_argument("--config", type=Path, default=REPOSITORY / "config/config.yaml", help="the run's config")
+    parser.add_argument("--config", type=Path, default=REPOSITORY / "config/demo.yaml", help="the run's config")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share a module")
     arguments = parser.parse_args()
     is_finished = (arguments.run / "train/summary.json").is_file()

@@ -422,6 +422,11 @@ def test_every_config_that_ships_is_valid_over_the_demos(path):
     load_config(REPOSITORY / "config" / "config.yaml", path)
 
 
+def test_the_config_that_all_are_merged_over_sets_the_data_and_nothing_else():
+    base = load_config(REPOSITORY / "config" / "config.yaml")
+    assert base == load_config({"data": {"sources": [dataclasses.asdict(source) for source in base.data.sources]}})
+
+
 def test_every_key_is_documented():
     """The page names a key as `` `train.lr` ``, one in a list's entries as `` `data.sources[].path` ``.
 

@@ -271,23 +271,36 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
     [
         ({"train": {"stepz": 3}}, ["train.stepz", "train.steps"]),
         ({"train": {"steps": "many"}}, ["train.steps", "many", "whole number"]),
+        ({"train": {"global_batch_size": 90}}, ["train.global_batch_size", "90", "only 41 records"]),
         ({"data": {"sources": [{"path": "nowhere/train.json"}]}}, ["nowhere/train.json", "data.sources"]),
         (
             {"plan": {"fixed": {"placement": "disjoint", "vision": {"dp": 4}, "llm": {"dp": 4}}}},
             ["plan.fixed", "8 devices", "2"],
         ),
     ],
-    ids=["unknown key", "wrong type", "missing manifest", "too few devices"],
+    ids=["unknown key", "wrong type", "batch beyond the data", "missing manifest", "too few devices"],
 )
 def test_a_bad_config_is_one_clear_line_and_exit_code_2(finished, config, said):
     checkout, _ = finished
-    path = checkout.write_config("bad.yaml", **config)
+    data = {"sources": [{"path": "data/train.json"}]}
+    path = checkout.write_config("bad.yaml", **({"data": data} | config))
     done = checkout.snakemake("--cores", "2", "-n", "--configfile", path)
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("dflop: ")]
     assert len(lines) == 1, done.stderr
     assert all(part in lines[0] for part in said), lines[0]
     assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_the_demos_shortcuts_are_the_demos_alone(finished):
+    checkout, _ = finished
+    what_if = "config/examples/plan_without_gpus.yaml"
+    for target, arguments, budget_s in (
+        ("results/demo/costs/settings.json", (), 18.0),
+        ("results/what-if/plan.yaml", ("--configfile", what_if), 90.0),
+    ):
+        done = checkout.snakemake(target, "-n", "-p", "--cores", "2", *arguments)
+        assert f'"time_budget_s": {budget_s}' in done.stdout, done.stderr
 
 
 def test_the_slurm_profile_is_found_from_a_fresh_checkout(finished):

@@ -27,8 +27,17 @@ def stop_with(error):
 # Where it is, manifests' indexes are kept in it, for this process and for the jobs.
 Path(".snakemake").mkdir(exist_ok=True)
 
+DEMO_DATA = "results/demo-data"
+
+
+def is_demo(source):
+    return Path(source.path).as_posix().startswith(f"{DEMO_DATA}/")
+
+
 try:
     CONFIG = load_config(dict(config))
+    if CONFIG.run == "demo" and all(map(is_demo, CONFIG.data.sources)):
+        CONFIG = load_config("config/demo.yaml", dict(config))
     SOURCES = list_sources(CONFIG.data)
     if CONFIG.model.tokenizer and not Path(CONFIG.model.tokenizer, "tokenizer.json").is_file():
         raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")
@@ -37,7 +46,6 @@ except UserError as error:
     stop_with(error)
 
 RESULTS = f"results/{CONFIG.run}"
-DEMO_DATA = "results/demo-data"
 
 # Rules named by `--cache` (or a profile's `cache:`) keep their outputs here for all runs of this checkout.
 OUTPUT_CACHE = "SNAKEMAKE_OUTPUT_CACHE"
@@ -54,10 +62,6 @@ def config_for(command, **replaced):
 def code_of(command):
     """Digest of the code behind a command, for params: Snakemake itself sees only the shell text."""
     return code_digest(command)
-
-
-def is_demo(source):
-    return source.path.as_posix().startswith(f"{DEMO_DATA}/")
 
 
 # A job's own process takes the media's sizes and times as the main one found them.
@@ -125,6 +129,18 @@ def check_model():
         check_runnable(CONFIG.model.family)
     except UserError as error:
         stop_with(error)
+
+
+def shapes_to_plan(wildcards):
+    """A global batch that no data can fill stops here, before any job; the demo's records are not counted yet."""
+    num_records = sum(shard.num_records for source in SOURCES if not is_demo(source) for shard in shards_of(source))
+    wanted = CONFIG.train.global_batch_size
+    if wanted > num_records and not any(map(is_demo, SOURCES)):
+        stop_with(
+            f"`train.global_batch_size` is {wanted}, but `data.sources` have only {num_records} records; lower it to "
+            f"{num_records} or less, or add data"
+        )
+    return f"{RESULTS}/shapes.duckdb"
 
 
 def plan_to_train(wildcards):

@@ -3,7 +3,7 @@
 
 rule search_plan:
     input:
-        shapes=f"{RESULTS}/shapes.duckdb",
+        shapes=shapes_to_plan,
         costs=f"{RESULTS}/costs.duckdb",
     output:
         plan=f"{RESULTS}/plan.yaml",
