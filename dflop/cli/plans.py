@@ -29,6 +29,7 @@ def plan_command(
         candidates_frame,
         describe_choice,
         explain_choice,
+        faster_baselines_note,
         leave_out_what_no_plan_holds,
         price_baselines,
         search_plans,
@@ -58,13 +59,13 @@ def plan_command(
             bar.update(done - bar.n)
 
         found = search_plans(config, spec, cost_model, samples, progress, compares=explain)
+    baselines = price_baselines(config, spec, cost_model, samples)
     with written_whole(candidates) as path:
         candidates_frame(found).write_parquet(path)
     with written_whole(out) as path:
-        path.write_text(describe_choice(found, config, cost_model, len(left_out)), encoding="utf-8")
+        path.write_text(describe_choice(found, baselines, config, cost_model, len(left_out)), encoding="utf-8")
     best = found.best
     if explain:
-        baselines = price_baselines(config, spec, cost_model, samples)
         click.echo(explain_choice(found, baselines, config, cost_model) + "\n")
     if best.extrapolated:
         click.echo(f"{best.extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
@@ -75,6 +76,8 @@ def plan_command(
     if found.passed_over and not explain:
         first = found.passed_over
         click.echo(f"{1 - first.step_s / best.step_s:.0%} shorter, but not trainable yet: {first.plan}")
+    if not explain and (note := faster_baselines_note(found, baselines)):
+        click.echo(note)
 
 
 @click.command("schedule")

@@ -24,6 +24,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
     from dflop.models import check_runnable
     from dflop.pipeline import load_plan
+    from dflop.planning import read_baselines
     from dflop.pricing import describe_left_out
     from dflop.reporting.trace import chrome_trace
     from dflop.runtime import written_whole
@@ -62,7 +63,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     observations = merge_observations(out / "observations", out / "observations.duckdb", left_out, meta)
     with written_whole(out / "trace.json") as path:
         path.write_text(json.dumps(chrome_trace(observations)), encoding="utf-8")
-    summary = summarise(config, out, observations, num_left_out=len(left_out))
+    summary = summarise(config, out, observations, baselines=read_baselines(plan_path), num_left_out=len(left_out))
     click.echo(
         f"{out / 'summary.json'}: loss {summary['first_loss']:.3f} -> {summary['final_loss']:.3f}, "
         f"{summary['tokens_per_s']:,.0f} tokens/s, idle {summary['idle']:.0%}, model in {out / 'model'}"

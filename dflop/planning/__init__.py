@@ -1,8 +1,8 @@
 """Planning: the search space, bounds on it, the price of a plan on scheduled batches, the search, and baselines."""
 
-from dflop.planning.baselines import Baseline, price_baselines
+from dflop.planning.baselines import Baseline, price_baselines, read_baselines
 from dflop.planning.candidate import Candidate, PlanPricer
-from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, uneven_note
+from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
 from dflop.planning.holding import leave_out_what_no_plan_holds
 from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
@@ -16,9 +16,11 @@ __all__ = [
     "describe_choice",
     "enumerate_space",
     "explain_choice",
+    "faster_baselines_note",
     "leave_out_what_no_plan_holds",
     "plan_of",
     "price_baselines",
+    "read_baselines",
     "search_plans",
     "uneven_note",
 ]

@@ -12,9 +12,11 @@
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import polars as pl
+import yaml
 
 from dflop.config import Config, PlanConfig
 from dflop.costs import PARTS, CostModel, Loads, StageKind, resident_bytes
@@ -28,7 +30,7 @@ from dflop.planning.space import enumerate_space, plan_of
 from dflop.pricing import loads_of
 from dflop.runtime import UserError
 
-__all__ = ["Baseline", "price_baselines"]
+__all__ = ["Baseline", "price_baselines", "read_baselines"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,25 @@ class Baseline:
     step_s: float
     idle: float
     memory_bytes: float
+
+    def beside(self, step_s: float) -> dict[str, object]:
+        """What `plan.yaml` says of it, beside a chosen plan whose step takes `step_s`."""
+        if self.plan is None:
+            return {"name": self.name, "why_not": "nothing of the kind fits into memory"}
+        return {
+            "name": self.name,
+            "step_s": float(f"{self.step_s:.6g}"),
+            "would_take": f"{self.step_s / step_s:.3f}x as long",
+            "idle": round(self.idle, 4),
+            "memory_bytes": round(self.memory_bytes),
+            "plan": str(self.plan),
+        }
+
+
+def read_baselines(plan: Path) -> dict[str, str]:
+    """What a `plan.yaml` says of each baseline: how long it would take, or why not; nothing in one written by hand."""
+    said = yaml.safe_load(plan.read_text(encoding="utf-8")).get("baselines", [])
+    return {own["name"]: own.get("would_take") or own["why_not"] for own in said}
 
 
 def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Baseline]:

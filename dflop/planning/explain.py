@@ -11,9 +11,11 @@ from dflop.planning.baselines import Baseline
 from dflop.planning.candidate import Candidate
 from dflop.planning.search import SearchResult, more_than
 
-__all__ = ["candidates_frame", "describe_choice", "explain_choice", "uneven_note"]
+__all__ = ["candidates_frame", "describe_choice", "explain_choice", "faster_baselines_note", "uneven_note"]
 
 _NUM_SHOWN = 10
+# Of the chosen plan's step time; who takes hardly less is as fast.
+_WORTH_A_WORD = 0.995
 
 
 def candidates_frame(result: SearchResult) -> pl.DataFrame:
@@ -46,16 +48,18 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
     return pl.DataFrame(rows, schema_overrides={"llm_layers": pl.List(pl.Int64)})
 
 
-def describe_choice(result: SearchResult, config: Config, costs: CostModel, num_left_out: int = 0) -> str:
+def describe_choice(
+    result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel, num_left_out: int = 0
+) -> str:
     """`plan.yaml`: the best plan that can be trained, what is predicted for it and from which costs, and why it won.
 
-    `num_left_out` samples are held by no plan.
+    Beside it stand the plan that was passed over and what others would run. `num_left_out` samples are held by no plan.
     """
     best = result.best
     values = {
         "plan": best.plan.to_dict(),
         "predicted": _predicted(best, config),
-        "why": _why(result),
+        "why": _why(result, config),
         "runnable": best.why_not_runnable is None,
     }
     if best.why_not_runnable:
@@ -68,6 +72,7 @@ def describe_choice(result: SearchResult, config: Config, costs: CostModel, num_
             "would_take": f"{passed_over.step_s / best.step_s:.3f}x as long",
         }
     values |= {
+        "baselines": [baseline.beside(best.step_s) for baseline in baselines],
         "num_plans": result.num_plans,
         "num_candidates": len(result.candidates),
         "costs": f"{config.cluster.device_model}, {costs.source}",
@@ -139,18 +144,25 @@ def _predicted(candidate: Candidate, config: Config) -> dict[str, object]:
     }
 
 
-def _why(result: SearchResult) -> str:
+def _why(result: SearchResult, config: Config) -> str:
     best = result.best
     busiest = ", ".join(f"{module} {seconds:.3g} s" for module, seconds in best.busy_s.items())
     among = "" if result.passed_over is None else " among those that can be trained"
     why = (
-        f"Shortest expected step of {result.num_plans} plans{among}; bound by {best.bottleneck} "
+        f"Shortest expected step of {result.num_plans} plans{among}; bound by {_bound_by(best, config)} "
         f"(busiest rank: {busiest})."
     )
     others = [own for own in result.candidates if own is not best and own.why_not_runnable is None]
     if others:
         why += f" The next, {others[0].plan}, takes {others[0].step_s / best.step_s:.2f}x as long."
     return why
+
+
+def _bound_by(candidate: Candidate, config: Config) -> str:
+    """The bottleneck in words: a plan may be bound by memory and use little of it."""
+    if candidate.bottleneck != "memory":
+        return candidate.bottleneck
+    return f"memory (it recomputes activations: kept, they would not fit into {config.cluster.memory_gib:.4g} GiB)"
 
 
 def _next_constraint(result: SearchResult, config: Config) -> str:
@@ -163,9 +175,16 @@ def _next_constraint(result: SearchResult, config: Config) -> str:
         "bubble": "the pipeline's fill and drain; a larger `train.global_batch_size` gives it more microbatches",
         "bridge": "features on their way to the LLM; a faster `cluster.inter_node_gbps` or encoders nearby",
         "gradient sync": "gradients on their way; a faster network, or a larger `train.global_batch_size`",
-        "memory": "memory; without checkpointing nothing as fast fits",
+        "memory": "memory: without activation checkpointing this plan would not fit, nor anything as fast",
     }
     return f"next: bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
+
+
+def faster_baselines_note(result: SearchResult, baselines: Sequence[Baseline]) -> str:
+    """Says which baselines are predicted to be faster than the chosen plan; empty where none is."""
+    ratios = {own.name: own.step_s / result.best.step_s for own in baselines}
+    faster = [f"{name} {ratio:.2f}x as long" for name, ratio in ratios.items() if ratio < _WORTH_A_WORD]
+    return f"note: predicted to be faster than this plan on the same batches: {'; '.join(faster)}" if faster else ""
 
 
 def uneven_note(result: SearchResult, config: Config) -> str:

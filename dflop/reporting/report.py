@@ -17,6 +17,7 @@ import yaml
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.pipeline import Node, Plan, load_plan
+from dflop.planning import read_baselines
 from dflop.reporting.costs import costs_height_in, draw_costs, measured_points
 from dflop.reporting.plans import draw_plans, plans_height_in
 from dflop.reporting.schedules import PreviewPrices, price_preview, replay
@@ -65,7 +66,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         "run": config.run,
         "data": _data_figures(run, rejects, len(scheduler.left_out)),
         "costs": _cost_figures(run, device),
-        "plan": _plan_figures(run),
+        "plan": _plan_figures(run, read_baselines(run_folder / "plan.yaml")),
         "schedule": _schedule_figures(prices, config.schedule.policy),
         "one_step": step_figures,
         "training": run.summary,
@@ -242,7 +243,7 @@ def _cost_figures(run: _Run, device: str) -> dict[str, Any]:
     }
 
 
-def _plan_figures(run: _Run) -> dict[str, Any]:
+def _plan_figures(run: _Run, baselines: dict[str, str]) -> dict[str, Any]:
     predicted = run.plan_text.get("predicted", {})
     return {
         "plan": str(run.plan),
@@ -251,6 +252,7 @@ def _plan_figures(run: _Run) -> dict[str, Any]:
         "predicted_memory_bytes": predicted.get("memory_bytes"),
         "num_candidates": len(run.candidates),
         "why": run.plan_text.get("why"),
+        "baselines": baselines,
     }
 
 

@@ -78,8 +78,13 @@ def check_devices(config: Config, plan: Plan) -> None:
         )
 
 
-def summarise(config: Config, out: Path, observations: pl.DataFrame, *, num_left_out: int) -> dict[str, object]:
-    """Write `summary.json`, the last file of a run; returns what it holds."""
+def summarise(
+    config: Config, out: Path, observations: pl.DataFrame, *, baselines: dict[str, str], num_left_out: int
+) -> dict[str, object]:
+    """Write `summary.json`, the last file of a run; returns what it holds.
+
+    `baselines` says of what others would run how long it would take.
+    """
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     learner = read_learned(out / "observations" / CORRECTIONS_FILE)
     last = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
@@ -117,6 +122,8 @@ def summarise(config: Config, out: Path, observations: pl.DataFrame, *, num_left
             .sort("module", "pass")
             .rows()
         },
+        # What others would run, predicted beside the plan that was trained.
+        "baselines": baselines,
         "policy": config.schedule.policy,
         # By `lpt` beside another policy went those that the schedule service had no answer to.
         "num_steps_by_policy": dict(Counter(step["policy"] for step in steps)),

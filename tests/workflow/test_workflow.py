@@ -101,6 +101,10 @@ def test_the_plan_is_the_best_of_the_candidates_that_can_be_trained(finished):
     runnable = candidates.filter("runnable")
     assert chosen["predicted"]["step_s"] == pytest.approx(runnable["step_s"][0], rel=1e-4)
     assert chosen["plan"]["num_microbatches"] == runnable["num_microbatches"][0] == 4
+    others = {own["name"]: own["would_take"] for own in chosen["baselines"]}
+    assert len(others) == 3
+    for name, read in (("train", lambda summary: summary), ("report", lambda summary: summary["plan"])):
+        assert read(json.loads((folder / name / "summary.json").read_text()))["baselines"] == others
 
 
 def test_the_preview_places_each_sample_of_a_batch_once(finished):

@@ -1,5 +1,6 @@
 """What people and files are told of a search: the table, plan.yaml and the explanation, held against recorded ones."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,15 @@ from dflop.config import ModelConfig
 from dflop.data import SampleShapes
 from dflop.models import load_model_spec
 from dflop.pipeline import load_plan
-from dflop.planning import candidates_frame, describe_choice, explain_choice, price_baselines, search_plans
+from dflop.planning import (
+    candidates_frame,
+    describe_choice,
+    explain_choice,
+    faster_baselines_note,
+    price_baselines,
+    read_baselines,
+    search_plans,
+)
 
 RECORDED = Path(__file__).parent / "recorded"
 CONTRACT = [
@@ -65,7 +74,7 @@ def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(searc
     config = make_config(4, 8)
     found = search(config)
     path = tmp_path / "plan.yaml"
-    path.write_text(describe_choice(found, config, costs))
+    path.write_text(describe_choice(found, [], config, costs))
     assert load_plan(path) == found.best.plan
     said = yaml.safe_load(path.read_text())
     assert said["runnable"] is True
@@ -82,7 +91,7 @@ def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(searc
 def test_a_plan_of_a_family_that_cannot_be_trained_says_so_whatever_its_layout(costs, samples):
     config, spec = make_config(4, 8), load_model_spec(ModelConfig(family="internvl"))
     found = search_plans(config, spec, costs, samples)
-    said = yaml.safe_load(describe_choice(found, config, costs))
+    said = yaml.safe_load(describe_choice(found, [], config, costs))
     assert found.best is found.candidates[0]
     assert said["runnable"] is False
     assert said["why_not_runnable"] == "`model.family` is 'internvl', which cannot be measured or trained yet"
@@ -92,7 +101,7 @@ def test_a_plan_of_a_family_that_cannot_be_trained_says_so_whatever_its_layout(c
 
 def test_nothing_is_passed_over_where_the_fastest_can_be_trained(search, costs):
     config = make_config(4, 8, placements=["disjoint"], schedules=["1f1b"], fixed={"vision": {"pp": 1}})
-    assert "passed_over" not in yaml.safe_load(describe_choice(search(config), config, costs))
+    assert "passed_over" not in yaml.safe_load(describe_choice(search(config), [], config, costs))
 
 
 def test_a_plan_that_nobody_can_train_is_not_called_chosen(explain, search, costs):
@@ -100,7 +109,7 @@ def test_a_plan_that_nobody_can_train_is_not_called_chosen(explain, search, cost
     said = explain(config)
     assert "No plan of the space can be trained today: colocated plans can be priced" in said
     assert "chosen:" not in said
-    assert yaml.safe_load(describe_choice(search(config), config, costs))["runnable"] is False
+    assert yaml.safe_load(describe_choice(search(config), [], config, costs))["runnable"] is False
 
 
 def test_the_chosen_plan_is_shown_with_its_rank_below_ten_faster_ones(explain, search):
@@ -129,6 +138,28 @@ def test_a_batch_that_replicas_cannot_share_equally_is_noted(explain):
     assert "note:" not in explain(make_config(4, 9, fixed=pins))
 
 
+def test_baselines_stand_beside_the_plan_and_the_faster_of_them_are_said(search, tiny_spec, costs, samples, tmp_path):
+    config = make_config(4, 8)
+    found = search(config)
+    baselines = price_baselines(config, tiny_spec, costs, samples)
+    path = tmp_path / "plan.yaml"
+    path.write_text(describe_choice(found, baselines, config, costs))
+    said = read_baselines(path)
+    assert said == {own.name: f"{own.step_s / found.best.step_s:.3f}x as long" for own in baselines}
+    slower, faster = (
+        [replace(own, step_s=factor * found.best.step_s) for own in baselines[:1]] for factor in (1.5, 0.5)
+    )
+    assert faster_baselines_note(found, slower) == ""
+    assert faster_baselines_note(found, faster).endswith(f"{baselines[0].name} 0.50x as long")
+
+
+def test_a_plan_that_is_bound_by_memory_says_that_it_recomputes(search, costs):
+    config = make_config(4, 8, memory_gib=0.0095)
+    said = yaml.safe_load(describe_choice(search(config), [], config, costs))
+    assert said["plan"]["checkpointing"]
+    assert "bound by memory (it recomputes activations: kept, they would not fit into 0.0095 GiB)" in said["why"]
+
+
 def test_baselines_that_do_not_fit_are_named(explain):
     """Within what checkpointing and a disjoint encoder need, a device cannot hold the whole model."""
     said = explain(make_config(4, 8, memory_gib=0.0095))
@@ -136,12 +167,17 @@ def test_baselines_that_do_not_fit_are_named(explain):
 
 
 @pytest.mark.parametrize("memory_gib", [64, 0.016])
-def test_a_recorded_case_is_told_in_the_recorded_words(explain, search, costs, recorded_samples, memory_gib):
+def test_a_recorded_case_is_told_in_the_recorded_words(explain, search, tiny_spec, costs, recorded_samples, memory_gib):
     """Six devices on two nodes. After a change that is meant, look at the difference and write the files anew."""
     config = make_config(6, 12, num_nodes=2, memory_gib=memory_gib)
     told = {
         f"explanation_{memory_gib:g}_gib.txt": explain(config, recorded_samples) + "\n",
-        f"plan_{memory_gib:g}_gib.yaml": describe_choice(search(config, samples=recorded_samples), config, costs),
+        f"plan_{memory_gib:g}_gib.yaml": describe_choice(
+            search(config, samples=recorded_samples),
+            price_baselines(config, tiny_spec, costs, recorded_samples),
+            config,
+            costs,
+        ),
     }
     for name, text in told.items():
         assert text == (RECORDED / name).read_text(encoding="utf-8"), name
