@@ -24,9 +24,12 @@ def refuse_misfits(values: Mapping[str, Any], where: str, section: type = Config
     Raises:
         UserError: naming the key in full, the value, and what was probably meant.
     """
-    hints = typing.get_type_hints(section)
+    hints, others = _hints_of(section)
     for key, value in values.items():
         name = f"{prefix}{key}"
+        if others is not None and key not in hints and (value is None or isinstance(value, Mapping)):
+            refuse_misfits(value or {}, where, others, f"{name}.")
+            continue
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
             way_out = f"did you mean `{prefix}{near[0]}`?" if near else f"known here: {', '.join(hints)}"
@@ -57,8 +60,16 @@ def refuse_misfits(values: Mapping[str, Any], where: str, section: type = Config
             raise UserError(f"{where}: `{name}` is {value!r}; it must hold the keys {_keys_of(nested)}")
 
 
+def _hints_of(section: type) -> tuple[dict[str, Any], type | None]:
+    """The types of a section's keys, and the section that any other key of it holds, where it takes others."""
+    hints = typing.get_type_hints(section)
+    mappings = [name for name, hint in hints.items() if typing.get_origin(hint) is dict]
+    others = [typing.get_args(hints.pop(name))[1] for name in mappings]
+    return hints, others[0] if others else None
+
+
 def _keys_of(section: type) -> str:
-    return ", ".join(item.name for item in dataclasses.fields(section))
+    return ", ".join(_hints_of(section)[0])
 
 
 def _nested_section(hint: Any) -> tuple[type | None, bool]:
@@ -70,7 +81,7 @@ def _nested_section(hint: Any) -> tuple[type | None, bool]:
 
 def type_message(error: OmegaConfBaseException, values: Mapping[str, Any], where: str) -> str:
     """What to say of a value that OmegaConf refused."""
-    key = getattr(error, "full_key", None) or "?"
+    key = (getattr(error, "full_key", None) or "?").replace("plan.fixed.modules.", "plan.fixed.")
     value: Any = values
     for name in key.replace("[", ".").replace("]", "").split("."):
         try:
@@ -87,7 +98,11 @@ def _kind_at(key: str) -> str:
     hint: Any = Config
     for name in re.findall(r"[^.\[\]]+", key):
         section, _ = _nested_section(hint)
-        hint = typing.get_args(hint)[0] if name.isdigit() or section is None else typing.get_type_hints(section)[name]
+        if name.isdigit() or section is None:
+            hint = typing.get_args(hint)[0]
+        else:
+            hints, others = _hints_of(section)
+            hint = hints.get(name, others)
     return _kind_of(hint)
 
 

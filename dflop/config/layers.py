@@ -1,5 +1,6 @@
 """What a config may be given as, read into nested mappings: files, texts, single keys, and others' names for ours."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -8,9 +9,10 @@ from typing import Any
 
 from yaml import YAMLError, safe_load
 
+from dflop.config.schema import FixedPlan
 from dflop.runtime import UserError
 
-__all__ = ["Layer", "read_layer"]
+__all__ = ["Layer", "read_layer", "with_pins_by_module"]
 
 Layer = Path | str | Mapping[str, Any]
 
@@ -29,6 +31,19 @@ def read_layer(layer: Layer) -> tuple[dict[str, Any], str]:
     """
     values, where = _read(layer)
     return _with_switch_named(_with_own_names(_without_dots(values, where), where)), where
+
+
+def with_pins_by_module(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a layer with the grids that `plan.fixed` pins apart from its other keys, as `FixedPlan` has them."""
+    plan = values.get("plan")
+    fixed = plan.get("fixed") if isinstance(plan, Mapping) else None
+    if not isinstance(fixed, Mapping):
+        return values
+    keys = {item.name for item in dataclasses.fields(FixedPlan)} - {"modules"}
+    # A pin of null is none: the defaults pin nothing that it could take away.
+    modules = {name: grid for name, grid in fixed.items() if name not in keys and grid is not None}
+    own = {name: value for name, value in fixed.items() if name in keys}
+    return {**values, "plan": {**plan, "fixed": {**own, "modules": modules}}}
 
 
 def _read(layer: Layer) -> tuple[dict[str, Any], str]:

@@ -9,8 +9,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflop.config.devices import with_device_figures
 from dflop.config.keys import refuse_misfits, type_message
-from dflop.config.layers import Layer, read_layer
-from dflop.config.schema import Config
+from dflop.config.layers import Layer, read_layer, with_pins_by_module
+from dflop.config.schema import Config, FixedPlan
 from dflop.config.values import check_values
 from dflop.runtime import UserError
 
@@ -28,7 +28,7 @@ def load_config(*layers: Layer) -> Config:
         values, where = read_layer(layer)
         refuse_misfits(values, where)
         try:
-            node = OmegaConf.merge(node, values)
+            node = OmegaConf.merge(node, with_pins_by_module(values))
         except OmegaConfBaseException as error:
             raise UserError(type_message(error, values, where)) from None
     try:
@@ -58,7 +58,12 @@ def select_keys(config: Config, keys: Iterable[str]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(entry) for entry in value]
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    part = {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    return part.pop("modules") | part if isinstance(value, FixedPlan) else part
 
 
 def restrict(config: Config, keys: Iterable[str]) -> Config:

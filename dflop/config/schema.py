@@ -109,9 +109,14 @@ class FixedGrid:
 
 @_section
 class FixedPlan:
+    """Pinned parts of the plan; null leaves one to the search.
+
+    In a file each module's grid stands beside the other keys, under the module's name: `{placement: disjoint, vision:
+    {tp: 1}}`. Which modules there are is the model's to say (`models.check_modules`).
+    """
+
     placement: Optional[str] = None
-    vision: Optional[FixedGrid] = None
-    llm: Optional[FixedGrid] = None
+    modules: dict[str, FixedGrid] = field(default_factory=dict)
     num_microbatches: Optional[int] = None
     checkpointing: Optional[bool] = None
     schedule: Optional[str] = None

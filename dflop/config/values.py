@@ -37,12 +37,7 @@ _AT_LEAST_ONE = (
     "costs.tp_sizes",
     "costs.repeats",
     "plan.search_batches",
-    "plan.fixed.vision.tp",
-    "plan.fixed.vision.pp",
-    "plan.fixed.vision.dp",
-    "plan.fixed.llm.tp",
-    "plan.fixed.llm.pp",
-    "plan.fixed.llm.dp",
+    *("plan.fixed.*.tp", "plan.fixed.*.pp", "plan.fixed.*.dp"),
     "plan.fixed.num_microbatches",
     "schedule.lookahead_steps",
     "train.global_batch_size",
@@ -108,7 +103,13 @@ def check_values(config: Config) -> None:
 
 
 def _values_at(config: Config, key: str) -> list[tuple[str, Any]]:
-    """The values at a dotted key: none where an optional section is null, several where it is a list."""
+    """The values at a dotted key: none where an optional section is null, several where it is a list; `*` stands for
+    every module that `plan.fixed` pins."""
+    if ".*." in key:
+        fixed, names = config.plan.fixed, key.partition(".*.")
+        grids = fixed.modules if fixed else {}
+        found = [(f"{names[0]}.{module}.{names[2]}", getattr(grid, names[2])) for module, grid in grids.items()]
+        return [(name, value) for name, value in found if value is not None]
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -141,10 +142,12 @@ def _check_devices(config: Config) -> None:
     if fixed is None:
         return
     placements = config.plan.placements if fixed.placement is None else [fixed.placement]
-    of_modules = [grid.least_ranks if grid else 1 for grid in (fixed.vision, fixed.llm)]
-    needed = sum(of_modules) if placements == ["disjoint"] else of_modules[1]
+    least_ranks = {"llm": 1} | {module: grid.least_ranks for module, grid in fixed.modules.items()}
+    is_apart = placements == ["disjoint"]
+    # An encoder that nothing is said of needs one as well.
+    needed = max(2, sum(least_ranks.values()), least_ranks["llm"] + 1) if is_apart else least_ranks["llm"]
     if needed > cluster.num_devices:
-        own = " (each module its own)" if placements == ["disjoint"] else ""
+        own = " (each module its own)" if is_apart else ""
         raise UserError(
             f"`plan.fixed` needs {needed} devices{own}, but `cluster` has {cluster.num_devices} "
             f"({cluster.num_nodes} x {cluster.devices_per_node}); "

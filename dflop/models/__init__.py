@@ -16,7 +16,7 @@ from dflop.models.family import (
     model_digest,
     why_family_cannot_run,
 )
-from dflop.models.spec import ItemCount, ModelSpec, ModuleSpec, ShapeRules, check_tp, digest_of_spec
+from dflop.models.spec import ItemCount, ModelSpec, ModuleSpec, ShapeRules, check_modules, check_tp, digest_of_spec
 from dflop.models.work import ModuleWork
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "ModuleSpec",
     "ModuleWork",
     "ShapeRules",
+    "check_modules",
     "check_runnable",
     "check_tp",
     "count_work",

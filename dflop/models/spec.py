@@ -4,13 +4,14 @@ A family makes the spec from a preset or from the `config.json` of a Hugging Fac
 nor transformers is imported for it.
 """
 
+import difflib
 import json
 import math
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
-from dflop.config import AudioConfig
+from dflop.config import AudioConfig, FixedPlan
 from dflop.runtime import UserError
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ModelSpec",
     "ModuleSpec",
     "ShapeRules",
+    "check_modules",
     "check_tp",
     "digest_of_spec",
     "vision_and_llm",
@@ -96,6 +98,20 @@ class ModelSpec:
                 return module
         names = ", ".join(module.name for module in self.modules)
         raise UserError(f"{self.name} has no module `{name}`; it has {names}")
+
+
+def check_modules(spec: ModelSpec, fixed: FixedPlan | None) -> None:
+    """Whether the model has every module that `plan.fixed` pins.
+
+    Raises:
+        UserError: naming the one that it has not, and those that it has.
+    """
+    known = [module.name for module in spec.modules]
+    for name in fixed.modules if fixed else ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean `plan.fixed.{near[0]}`? " if near else ""
+            raise UserError(f"`plan.fixed.{name}` pins no module of {spec.name}; {meant}it has {', '.join(known)}")
 
 
 def check_tp(spec: ModelSpec, module: str, tp: int) -> None:

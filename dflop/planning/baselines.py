@@ -8,7 +8,8 @@
   layer's transfers, so that each pass of a microbatch lasts as long as on the device that has most to compute.
   Sharding inside nodes alone is not among them.
 - The published rule (DFLOP, arXiv 2603.25120): `(m + pp_v + pp_l - 1) * max(stage)` at mean shapes over disjoint grids,
-  with balanced batches. The plan of its least value is taken: what the rule itself asks for, whatever it accepts.
+  with balanced batches; of several encoders, the stages of all count. The plan of its least value is taken: what the
+  rule itself asks for, whatever it accepts.
 """
 
 from dataclasses import dataclass
@@ -90,10 +91,9 @@ def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: 
         rows = enumerate_space(config, spec, costs.tp_sizes, {}, within)
     except UserError:
         return _nothing(name)
-    stage_s = np.maximum(
-        _mean_stage_s(rows, spec, costs, batches, "vision"), _mean_stage_s(rows, spec, costs, batches, "llm")
-    )
-    places = rows["num_microbatches"] + rows["vision_pp"] + rows["llm_pp"] - 1
+    stage_s = np.max([_mean_stage_s(rows, spec, costs, batches, module.name) for module in spec.modules], axis=0)
+    num_stages = sum(rows[f"{module.name}_pp"] for module in spec.modules)
+    places = rows["num_microbatches"] + num_stages - 1
     budget = config.cluster.memory_gib * 2**30
     for row in np.argsort(places.to_numpy() * stage_s, kind="stable"):
         pricer = PlanPricer(plan_of(rows.row(int(row), named=True), {}), config, spec, costs, batches, "balanced")
@@ -129,7 +129,7 @@ def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: Grou
         for exponent in range((config.train.global_batch_size // num_devices).bit_length()):
             plan = Plan(
                 placement=MONOLITHIC.name,
-                grids=(Grid(module="vision", **grid), Grid(module="llm", **grid)),
+                grids=tuple(Grid(module=module.name, **grid) for module in spec.modules),
                 num_microbatches=1 << exponent,  # powers of two are enough to see how many it takes
                 checkpointing=checkpointing,
             )
@@ -148,7 +148,7 @@ def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: Grou
 def _in_lockstep(times: StageTimes, moving_s: np.ndarray) -> tuple[float, float]:
     """The step, and what the mean device computes in it; `moving_s` is of the passes as they are stacked here."""
     passes = np.stack([times.forward_s, times.backward_s])
-    passes = passes.reshape(2, 2, -1, passes.shape[-1])  # pass, module, device, microbatch
+    passes = passes.reshape(2, moving_s.shape[1], -1, passes.shape[-1])  # pass, module, device, microbatch
     slowest = np.maximum(passes.max(axis=2), moving_s[..., None])
     return float(slowest.sum()), float(passes.sum() / passes.shape[2])
 

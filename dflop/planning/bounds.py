@@ -15,43 +15,61 @@ import polars as pl
 from dflop.config import ClusterConfig
 from dflop.costs import PARTS, CostModel, Loads, StageKind, stage_kinds
 from dflop.data import SampleShapes
-from dflop.models import ModelSpec
+from dflop.models import ModelSpec, ModuleSpec
 from dflop.pipeline import PLACEMENTS, SCHEDULES
-from dflop.planning.space import LLM_LAYOUT, VISION_LAYOUT, Splits, even_layers
+from dflop.planning.space import Splits, even_layers, layout_columns
 from dflop.pricing import find_link, loads_of
 
 __all__ = ["LowerBounds", "least_sync", "lower_bounds", "possible_scopes"]
 
-_LLM_KEYS = (*LLM_LAYOUT, "num_microbatches", "checkpointing", "schedule", "num_chunks", "balanced")
-_VISION_KEYS = (*VISION_LAYOUT, "num_microbatches", "checkpointing")
+_LLM_KEYS = (
+    *layout_columns("llm"),
+    "num_microbatches",
+    "checkpointing",
+    "schedule",
+    "num_chunks",
+    "balanced",
+    "placement",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderBounds:
+    """Seconds of one encoder, [num_keys, num_batches]; a row's stand at its `place`.
+
+    `alone_s` bounds the step by itself. Where the encoder shares ranks, `shared_s` is what it adds to the mean of
+    them, and `least_s` what it adds to each.
+    """
+
+    place: np.ndarray
+    alone_s: np.ndarray
+    shared_s: np.ndarray
+    least_s: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowerBounds:
-    """Seconds, addressed by the rows' places in them: of the encoder [num_keys, num_batches], of the LLM [num_keys].
+    """Seconds of the LLM, [num_keys], a row's at its `llm_place`, and those of every encoder.
 
-    `llm_s` and `vision_s` bound the step alone. Where modules share ranks, `shared_s` of both together does. What is
-    the LLM's bounds the mean over the batches and no single one of them, so the two meet as means alone: the mean of
-    the larger of both, batch by batch, would be no bound.
+    `llm_s` bounds the step alone. Where modules share ranks, the `shared_s` of all of them together do. What is the
+    LLM's bounds the mean over the batches and no single one of them, so modules meet as means alone: the mean of the
+    larger of both, batch by batch, would be no bound.
     """
 
     llm_place: np.ndarray
-    vision_place: np.ndarray
     placement: np.ndarray
     llm_s: np.ndarray
     llm_shared_s: np.ndarray
-    vision_s: np.ndarray
-    vision_shared_s: np.ndarray
-    # What a colocated encoder adds to every rank before and after the LLM's pipeline.
-    vision_least_s: np.ndarray
+    encoders: tuple[EncoderBounds, ...]
 
     def means(self) -> np.ndarray:
         """Of every row the least mean step over the batches, [num_rows]."""
-        llm, vision = self.llm_place, self.vision_place
-        both = self.llm_shared_s[llm] + self.vision_shared_s.mean(axis=1)[vision]
-        alone = self.vision_s.mean(axis=1)[vision]
+        alone_s, together_s = np.zeros(len(self.llm_place)), self.llm_shared_s[self.llm_place]
+        for own in self.encoders:
+            alone_s = np.maximum(alone_s, own.alone_s.mean(axis=1)[own.place])
+            together_s = together_s + own.shared_s.mean(axis=1)[own.place]
         sharing = [name for name, placement in PLACEMENTS.items() if placement.shares_ranks]
-        return np.maximum(self.llm_s[llm], np.where(np.isin(self.placement, sharing), both, alone))
+        return np.maximum(self.llm_s[self.llm_place], np.where(np.isin(self.placement, sharing), together_s, alone_s))
 
     def of_pipeline(self, row: int, step_s: np.ndarray, rank_s: np.ndarray) -> np.ndarray:
         """The least step of each batch, [num_batches], given the LLM's alone (`MeanPipelines`): its step
@@ -59,13 +77,15 @@ class LowerBounds:
 
         A colocated encoder's passes lie before and after the LLM's on every rank, so that what any rank has to do of
         them adds to the LLM's step. A rank works no longer than the step takes, whichever module it works for: that
-        holds for the mean over all ranks (colocated), and over those of the LLM's first stage (monolithic).
+        holds for the mean over all ranks that carry encoders.
         """
-        place, placement = self.vision_place[row], PLACEMENTS[self.placement[row]]
-        alone_s, shared_s, least_s = (
-            own[place] if len(step_s) == own.shape[1] else own[place].mean(keepdims=True)
-            for own in (self.vision_s, self.vision_shared_s, self.vision_least_s)
-        )
+        placement = PLACEMENTS[self.placement[row]]
+        alone_s, shared_s, least_s = 0.0, 0.0, 0.0
+        for own in self.encoders:
+            each = (own.alone_s[own.place[row]], own.shared_s[own.place[row]], own.least_s[own.place[row]])
+            if len(step_s) != own.alone_s.shape[1]:
+                each = tuple(seconds.mean(keepdims=True) for seconds in each)
+            alone_s, shared_s, least_s = np.maximum(alone_s, each[0]), shared_s + each[1], least_s + each[2]
         if not placement.shares_ranks:
             return np.maximum(step_s, alone_s)
         if placement.encodes_all_first:
@@ -84,28 +104,27 @@ def lower_bounds(
     frozen: Collection[str],
 ) -> LowerBounds:
     """Bounds of every row of the space for every batch."""
-    llm_keys = rows.select(*_LLM_KEYS, "placement").unique(maintain_order=True).with_row_index("llm_place")
-    vision_keys = rows.select(*_VISION_KEYS).unique(maintain_order=True).with_row_index("vision_place")
-    places = (
-        rows.select(*_LLM_KEYS, *VISION_LAYOUT, "placement")
-        .join(llm_keys, on=(*_LLM_KEYS, "placement"), how="left", maintain_order="left")
-        .join(vision_keys, on=_VISION_KEYS, how="left", maintain_order="left")
-    )
-    asked = _Asked(batches)
-    llm_s, llm_shared_s = _llm_bounds(llm_keys, asked, costs, spec, splits, cluster, "llm" in frozen)
-    vision_s, vision_shared_s, vision_least_s = _vision_bounds(
-        vision_keys, asked, costs, spec, cluster, "vision" in frozen
-    )
+    llm_keys, llm_place = _distinct(rows, _LLM_KEYS)
+    llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, cluster, "llm" in frozen)
+    encoders = []
+    for encoder in spec.encoders:
+        keys, place = _distinct(rows, (*layout_columns(encoder.name), "num_microbatches", "checkpointing"))
+        bounds = _encoder_bounds(encoder, keys, batches, costs, cluster, encoder.name in frozen)
+        encoders.append(EncoderBounds(place=place, **bounds))
     return LowerBounds(
-        llm_place=places["llm_place"].to_numpy(),
-        vision_place=places["vision_place"].to_numpy(),
+        llm_place=llm_place,
         placement=rows["placement"].cast(pl.String).to_numpy(),
         llm_s=llm_s,
         llm_shared_s=llm_shared_s,
-        vision_s=vision_s,
-        vision_shared_s=vision_shared_s,
-        vision_least_s=vision_least_s,
+        encoders=tuple(encoders),
     )
+
+
+def _distinct(rows: pl.DataFrame, columns: Sequence[str]) -> tuple[pl.DataFrame, np.ndarray]:
+    """The different values of these columns, numbered as `place`, and the number of each row's, [num_rows]."""
+    keys = rows.select(columns).unique(maintain_order=True).with_row_index("place")
+    places = rows.select(columns).join(keys, on=columns, how="left", maintain_order="left")
+    return keys, places["place"].to_numpy()
 
 
 def least_sync(costs: CostModel, cluster: ClusterConfig, dp: np.ndarray, tp: int) -> tuple[np.ndarray, np.ndarray]:
@@ -126,21 +145,14 @@ def possible_scopes(cluster: ClusterConfig, distance: int) -> set[bool]:
     return {distance < cluster.devices_per_node, cluster.num_nodes == 1}
 
 
-class _Asked:
-    """Loads that the batches ask for: together, and of every single sample."""
-
-    def __init__(self, batches: Sequence[SampleShapes]) -> None:
-        self.text, self.items = ([loads_of(module, shapes) for shapes in batches] for module in ("llm", "vision"))
-
-    @staticmethod
-    def over(loads: Sequence[Loads], function: Callable[[np.ndarray], float]) -> Loads:
-        """A number of every load of every batch, [num_batches]."""
-        return Loads(*(np.array([function(load) for load in column]) for column in zip(*loads, strict=True)))
+def _over(loads: Sequence[Loads], function: Callable[[np.ndarray], float]) -> Loads:
+    """A number of every load of every batch, [num_batches]."""
+    return Loads(*(np.array([function(load) for load in column]) for column in zip(*loads, strict=True)))
 
 
 def _llm_bounds(
     keys: pl.DataFrame,
-    asked: _Asked,
+    batches: Sequence[SampleShapes],
     costs: CostModel,
     spec: ModelSpec,
     splits: Splits,
@@ -151,8 +163,9 @@ def _llm_bounds(
 
     They hold for the mean over the batches (Jensen once more), [num_keys].
     """
+    texts = [loads_of("llm", shapes) for shapes in batches]
     total, least = (
-        Loads(*(load.mean(keepdims=True) for load in asked.over(asked.text, function))) for function in (np.sum, np.min)
+        Loads(*(load.mean(keepdims=True) for load in _over(texts, function))) for function in (np.sum, np.min)
     )
     bound_s, shared_s = np.zeros((len(keys), 1)), np.zeros((len(keys), 1))
     num_layers = spec.module("llm").num_layers
@@ -161,7 +174,7 @@ def _llm_bounds(
         least_forward_s, least_backward_s = costs.part_times("llm", tp, least, **ask)
         whole = StageKind.whole("llm", tp, num_layers, **ask)
         chain_s = {
-            is_split: np.mean([_chain_s(costs, whole, loads, is_split) for loads in asked.text])
+            is_split: np.mean([_chain_s(costs, whole, loads, is_split) for loads in texts])
             for is_split in (False, True)
         }
         buckets, inverse = np.unique((own["llm_dp"] * own["num_microbatches"]).to_numpy(), return_inverse=True)
@@ -176,7 +189,7 @@ def _llm_bounds(
             kinds = stage_kinds("llm", tp, layers, **ask)
             at, dp = group["bucket"].to_numpy(), group["llm_dp"].to_numpy()
             count = group["num_microbatches"].to_numpy()[:, None]
-            place = group["llm_place"].to_numpy()
+            place = group["place"].to_numpy()
             is_split = SCHEDULES[schedule].splits_backward
             latency_s, byte_s = least_sync(costs, cluster, dp, tp)
             best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
@@ -198,50 +211,51 @@ def _llm_bounds(
     return bound_s[:, 0], shared_s[:, 0]
 
 
-def _vision_bounds(
+def _encoder_bounds(
+    encoder: ModuleSpec,
     keys: pl.DataFrame,
-    asked: _Asked,
+    batches: Sequence[SampleShapes],
     costs: CostModel,
-    spec: ModelSpec,
     cluster: ClusterConfig,
     is_frozen: bool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bounds of the encoder on ranks of its own; what it adds to the mean rank, and to any, where it shares them.
+) -> dict[str, np.ndarray]:
+    """Bounds of an encoder on ranks of its own; what it adds to the mean rank, and to any, where it shares them.
 
     What samples bring goes to the least loaded replica, so that each has at least the mean less the largest sample
     (Graham 1969).
     """
-    total, largest = asked.over(asked.items, np.sum).num_items, asked.over(asked.items, np.max).num_items
-    num_layers = spec.module("vision").num_layers
-    bound_s, mean_s, least_s = (np.zeros((len(keys), len(asked.items))) for _ in range(3))
-    for (tp, checkpointing), own in keys.group_by("vision_tp", "checkpointing"):
-        dp, count = (own[name].to_numpy()[:, None] for name in ("vision_dp", "num_microbatches"))
-        place = own["vision_place"].to_numpy()
+    name = encoder.name
+    items = [loads_of(name, shapes) for shapes in batches]
+    total, largest = _over(items, np.sum).num_items, _over(items, np.max).num_items
+    alone_s, shared_s, least_s = (np.zeros((len(keys), len(batches))) for _ in range(3))
+    for (tp, checkpointing), own in keys.group_by(f"{name}_tp", "checkpointing"):
+        dp, count = (own[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
+        place = own["place"].to_numpy()
         part_s, least_part_s = (
-            _items_s(costs, tp, items / count, checkpointing, is_frozen)
-            for items in (total / dp, np.maximum(total / dp - largest, 0.0))
+            _items_s(costs, name, tp, number / count, checkpointing, is_frozen)
+            for number in (total / dp, np.maximum(total / dp - largest, 0.0))
         )
-        for (pp,), group in own.with_row_index("at").group_by("vision_pp"):
+        for (pp,), group in own.with_row_index("at").group_by(f"{name}_pp"):
             at = group["at"].to_numpy()
             own_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
             latency_s, byte_s = least_sync(costs, cluster, dp[at, 0], tp)
-            for kind in stage_kinds("vision", tp, even_layers(num_layers, pp), checkpointing=checkpointing):
+            for kind in stage_kinds(name, tp, even_layers(encoder.num_layers, pp), checkpointing=checkpointing):
                 busy_s = count[at] * kind.total(own_s)
                 size = costs.stage_parameter_bytes(kind)
                 sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
-                bound_s[place[at]] = np.maximum(bound_s[place[at]], busy_s + sync_s)
-                mean_s[place[at]] += busy_s
+                alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + sync_s)
+                shared_s[place[at]] += busy_s
                 least_s[place[at]] += count[at] * kind.total(own_least_s)
-    return bound_s, mean_s, least_s
+    return {"alone_s": alone_s, "shared_s": shared_s, "least_s": least_s}
 
 
 def _items_s(
-    costs: CostModel, tp: int, num_items: np.ndarray, checkpointing: bool, is_frozen: bool
+    costs: CostModel, encoder: str, tp: int, num_items: np.ndarray, checkpointing: bool, is_frozen: bool
 ) -> dict[str, np.ndarray]:
-    """Of each of an encoder's parts; without its constant, since a replica without an item rests."""
+    """Of each of the encoder's parts; without its constant, since a replica without an item rests."""
     nothing = np.zeros_like(num_items)
-    passes = costs.part_times("vision", tp, Loads(num_items, nothing, nothing, nothing), checkpointing=checkpointing)
-    resting = costs.part_times("vision", tp, Loads(*np.zeros((4, 1))), checkpointing=checkpointing)
+    passes = costs.part_times(encoder, tp, Loads(num_items, nothing, nothing, nothing), checkpointing=checkpointing)
+    resting = costs.part_times(encoder, tp, Loads(*np.zeros((4, 1))), checkpointing=checkpointing)
     forward_s, backward_s = (
         {part: seconds[part] - const[part] for part in PARTS} for seconds, const in zip(passes, resting, strict=True)
     )

@@ -23,23 +23,20 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
     rows = []
     for rank, candidate in enumerate(result.candidates, start=1):
         plan = candidate.plan
-        vision, llm = plan.grid("vision"), plan.grid("llm")
         rows.append(
             {
                 "rank": rank,
                 "placement": plan.placement,
-                **{f"vision_{key}": getattr(vision, key) for key in ("tp", "pp", "dp")},
-                **{f"llm_{key}": getattr(llm, key) for key in ("tp", "pp", "dp")},
+                **{f"{grid.module}_{key}": getattr(grid, key) for grid in plan.grids for key in ("tp", "pp", "dp")},
                 "num_microbatches": plan.num_microbatches,
                 "checkpointing": plan.checkpointing,
                 "schedule": plan.schedule,
                 "step_s": candidate.step_s,
                 "idle": candidate.idle,
-                "vision_memory_bytes": candidate.memory_bytes["vision"],
-                "llm_memory_bytes": candidate.memory_bytes["llm"],
+                **{f"{grid.module}_memory_bytes": candidate.memory_bytes[grid.module] for grid in plan.grids},
                 "bottleneck": candidate.bottleneck,
                 "num_chunks": plan.num_chunks,
-                "llm_layers": list(llm.layers) or None,
+                "llm_layers": list(plan.grid("llm").layers) or None,
                 "num_batches": candidate.num_batches,
                 "extrapolated": candidate.extrapolated,
                 "runnable": candidate.why_not_runnable is None,

@@ -1,5 +1,7 @@
 """Which samples no plan can hold: one freak of a dataset must not leave a cluster without a plan."""
 
+import math
+
 import numpy as np
 import polars as pl
 
@@ -7,7 +9,7 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.planning.space import enumerate_space, plan_of
+from dflop.planning.space import enumerate_space, modules_of, plan_of
 from dflop.pricing import (
     MOST_LEFT_OUT,
     Pricer,
@@ -55,9 +57,10 @@ def leave_out_what_no_plan_holds(
 
 def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
     """One row of each kind of layout that may hold a sample that others cannot."""
+    tp, pp = ([f"{module}_{size}" for module in modules_of(rows.columns)] for size in ("tp", "pp"))
     return (
-        rows.with_columns(num_parts=pl.col("llm_tp") * pl.col("llm_pp") * pl.col("vision_tp"))
+        rows.with_columns(num_parts=pl.col("llm_pp") * math.prod(map(pl.col, tp)))
         .sort("num_parts", "checkpointing", "llm_dp", descending=True, maintain_order=True)
-        .unique(["placement", "vision_tp", "vision_pp", "llm_tp", "llm_pp"], keep="first", maintain_order=True)
+        .unique(["placement", *tp, *pp], keep="first", maintain_order=True)
         .head(_MOST_KINDS)
     )

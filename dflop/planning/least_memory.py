@@ -4,7 +4,7 @@ The fullest replica holds at least the mean, and what any one holds. A stage of 
 consecutive microbatches as stages follow it, and one; an encoder that shares all ranks holds those of the whole step.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +39,7 @@ class LeastMemory:
         self._group = getattr(batches, grouping)
         self._frozen, self._token_bytes = frozenset(frozen), token_bytes
         self._loads = lru_cache(maxsize=2048)(self._replica_loads)
-        self._most_items = float(batches.shapes[0].num_items[:, 0].max())
+        self._most_items = batches.shapes[0].num_items.max(axis=0).astype(float).tolist()
         self._stages = lru_cache(maxsize=4096)(self._stage_bytes)
 
     def of_llm(self, row: Mapping[str, Any]) -> np.ndarray:
@@ -54,36 +54,54 @@ class LeastMemory:
         return _held(self._resident("llm", resident, row["llm_dp"]), *forms, replicas, in_flight)
 
     def least_bytes(self, row: Mapping[str, Any], of_llm: np.ndarray) -> float:
-        """Bytes of a device with the encoder; `of_llm` is the LLM's share of them."""
-        layers = even_layers(self._spec.module("vision").num_layers, row["vision_pp"])
-        parameters, kept, passing = self._stages("vision", row["vision_tp"], layers, row["checkpointing"])
-        resident = self._resident("vision", parameters, row["vision_dp"])
-        per_item = kept[:, 1]  # constants are not certain, since a replica may have no item
-        _, items = self._loads(row["llm_dp"], row["num_microbatches"])
-        each = items * (row["llm_dp"] / row["vision_dp"]) if "vision" not in self._frozen else np.zeros_like(items)
+        """Bytes of a device with the encoders; `of_llm` is the LLM's share of them."""
+        placement = PLACEMENTS[row["placement"]]
         mean, fullest = of_llm[0].mean(), of_llm.max()
-        placement, schedule = PLACEMENTS[row["placement"]], SCHEDULES[row["schedule"]]
-        if not placement.shares_ranks:
-            pp, count = row["llm_pp"], row["num_microbatches"]
-            ahead = min(pp, schedule.ahead(0, pp, count, row["num_chunks"]) + 1)
-            alone = [
-                resident[stage]
-                + _fullest(
-                    per_item[stage] * each,
-                    (np.minimum(passing[stage, :, :1], 0.0) + passing[stage, :, 1:2] * each).max(axis=0),
-                    # As far as the LLM's first stage runs ahead, and the stages between.
-                    min(count, ahead + row["vision_pp"] - stage),
-                )
-                for stage in range(row["vision_pp"])
-            ]
-            tensors = max(fullest, *alone)
-        elif placement.encodes_all_first:
+        _, items = self._loads(row["llm_dp"], row["num_microbatches"])
+        resident, of_mean, of_any = 0.0, 0.0, 0.0
+        for encoder, own, most in zip(self._spec.encoders, items, self._most_items, strict=True):
+            layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
+            stages = self._stages(encoder.name, row[f"{encoder.name}_tp"], layers, row["checkpointing"])
+            parameters = self._resident(encoder.name, stages[0], row[f"{encoder.name}_dp"])
+            share = row["llm_dp"] / row[f"{encoder.name}_dp"]
+            each = own * share if encoder.name not in self._frozen else np.zeros_like(own)
+            if not placement.shares_ranks:
+                fullest = max(fullest, self._apart(row, encoder.name, parameters, *stages[1:], each))
+                continue
+            resident += parameters[0]
+            per_item = stages[1][0, 1]  # constants are not certain, since a replica may have no item
             # Items are dealt to the least loaded: no rank has less than the mean and the largest sample's.
-            spared = max(0.0, each.sum() - self._most_items)
-            tensors = resident[0] + max(mean + per_item[0] * each.sum(), fullest + per_item[0] * spared)
-        else:
-            tensors = max(fullest, of_llm[:, 0].max() + resident[0])
-        return self.of_device(tensors)
+            of_mean += per_item * each.sum()
+            of_any += per_item * max(0.0, each.sum() - most)
+        if placement.encodes_all_first:
+            return self.of_device(resident + max(mean + of_mean, fullest + of_any))
+        if placement.shares_ranks:
+            return self.of_device(max(fullest, of_llm[:, 0].max() + resident))
+        return self.of_device(fullest)
+
+    def _apart(
+        self,
+        row: Mapping[str, Any],
+        encoder: str,
+        resident: np.ndarray,
+        kept: np.ndarray,
+        passing: np.ndarray,
+        items: np.ndarray,
+    ) -> float:
+        """Bytes of the fullest stage of an encoder on ranks of its own, for the mean replica's items
+        [num_microbatches]."""
+        pp, count, num_stages = row["llm_pp"], row["num_microbatches"], row[f"{encoder}_pp"]
+        ahead = min(pp, SCHEDULES[row["schedule"]].ahead(0, pp, count, row["num_chunks"]) + 1)
+        return max(
+            resident[stage]
+            + _fullest(
+                kept[stage, 1] * items,
+                (np.minimum(passing[stage, :, :1], 0.0) + passing[stage, :, 1:2] * items).max(axis=0),
+                # As far as the LLM's first stage runs ahead, and the stages between.
+                min(count, ahead + num_stages - stage),
+            )
+            for stage in range(num_stages)
+        )
 
     def of_device(self, tensors: float) -> float:
         """With what every process holds beside its tensors."""
@@ -91,25 +109,23 @@ class LeastMemory:
 
     def _replica_loads(self, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         """Loads of text of the mean and of a few full replicas [num_replicas, 4, num_microbatches], and the items that
-        come with the mean's [num_microbatches]."""
+        come with the mean's for each encoder [num_encoders, num_microbatches]."""
         shapes = self._batches.shapes[0]
         rank, microbatch = self._group(0, dp, num_microbatches)
         cell = rank * num_microbatches + microbatch
-        loads = np.stack(loads_of("llm", shapes)._replace(num_items=loads_of("vision", shapes).num_items))
-        all_loads = np.array(
-            [np.bincount(cell, weights=load, minlength=dp * num_microbatches).reshape(dp, -1) for load in loads]
-        )
-        means = all_loads.mean(axis=1)
-        items = means[0].copy()
-        tokens = all_loads[1]
+
+        def of_replicas(loads: Iterable[np.ndarray]) -> np.ndarray:
+            each = [np.bincount(cell, weights=load, minlength=dp * num_microbatches) for load in loads]
+            return np.array(each).reshape(-1, dp, num_microbatches)
+
+        text, items = of_replicas(loads_of("llm", shapes)), of_replicas(shapes.num_items.T)
+        tokens = text[1]
         full = {
             int(tokens.sum(axis=1).argmax()),
             int(tokens.max(axis=1).argmax()),
-            int(all_loads[3].max(axis=1).argmax()),
+            int(text[3].max(axis=1).argmax()),
         }
-        replicas = np.stack([means, *(all_loads[:, replica] for replica in sorted(full))])
-        replicas[:, 0] = 0.0
-        return replicas, items
+        return np.stack([text.mean(axis=1), *(text[:, replica] for replica in sorted(full))]), items.mean(axis=1)
 
     def _stage_bytes(
         self, module: str, tp: int, layers: tuple[int, ...], checkpointing: bool

@@ -47,6 +47,7 @@ class MeanPipelines:
         grouping: str,
     ) -> None:
         self._num_layers = spec.module("llm").num_layers
+        self._trained_encoders = [own.name for own in spec.encoders if own.name not in config.model.freeze]
         self._cluster, self._frozen = config.cluster, frozenset(config.model.freeze)
         self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
         self._costs, self._batches, self._splits, self._grouping = costs, batches, splits, grouping
@@ -87,8 +88,9 @@ class MeanPipelines:
 
     def num_before(self, row: Mapping[str, Any]) -> int:
         """Encoder stages that the LLM's order depends on: the gradients of its weights are put off for them."""
-        splits, shares_ranks = SCHEDULES[row["schedule"]].splits_backward, PLACEMENTS[row["placement"]].shares_ranks
-        return row["vision_pp"] if splits and not shares_ranks and "vision" not in self._frozen else 0
+        if not SCHEDULES[row["schedule"]].splits_backward or PLACEMENTS[row["placement"]].shares_ranks:
+            return 0
+        return max((row[f"{encoder}_pp"] for encoder in self._trained_encoders), default=0)
 
     def _chain_s(self, tp: int, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]) -> np.ndarray:
         """From stage to stage, on the best of the links that may lie between: the least latency of any and the most
@@ -141,7 +143,7 @@ def _behind(num_before: int, seconds: np.ndarray) -> np.ndarray:
 
 
 def _compile(pp: int, num_microbatches: int, schedule: str, num_chunks: int, num_before: int) -> CompiledPlan:
-    encoders = (Grid(module="vision", num_ranks=num_before, pp=num_before),) if num_before else ()
+    encoders = (Grid(module="encoder", num_ranks=num_before, pp=num_before),) if num_before else ()
     return compile_plan(
         Plan(
             placement=DISJOINT.name,

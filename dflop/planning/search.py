@@ -25,7 +25,7 @@ from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.least_memory import LeastMemory
 from dflop.planning.pipelines import MeanPipelines
-from dflop.planning.space import Splits, enumerate_space, pins_of, plan_of
+from dflop.planning.space import Splits, enumerate_space, modules_of, pins_of, plan_of
 from dflop.planning.splits import balanced_splits
 from dflop.runtime import UserError
 
@@ -331,10 +331,12 @@ def _runnable(family: str, rows: pl.DataFrame, splits: Splits) -> np.ndarray:
     """Which rows can be trained today, [num_rows]; asked of one row of each kind."""
     if why_family_cannot_run(family):
         return np.zeros(len(rows), dtype=bool)
+    modules = modules_of(rows.columns)
+    sizes = [f"{module}_{size}" for module in modules for size in ("tp", "pp")]
     kinds = {
         "placement": pl.col("placement"),
         "schedule": pl.col("schedule"),
-        **{f"has_{name}": pl.col(name) > 1 for name in ("vision_tp", "vision_pp", "llm_tp")},
+        **{f"has_{name}": pl.col(name) > 1 for name in sizes},
     }
     of_kind = rows.select(**kinds).with_row_index("row")
     firsts = of_kind.group_by(*kinds).agg(pl.col("row").first())

@@ -1,26 +1,28 @@
 """The search space: every layout of a number of devices that the config does not rule out, one row each.
 
 Placement x (tp, pp, dp) of each module x microbatches x activation checkpointing x pipeline schedule x split of the
-layers. Rows are numbers in a table, since a large cluster has millions of them; `plan_of` makes a plan of one.
+layers. Rows are numbers in a table, since a large cluster has millions of them; `plan_of` makes a plan of one. Every
+module has its columns `<module>_tp`, `<module>_pp` and `<module>_dp`: the encoders' first, the LLM's last.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import polars as pl
 
-from dflop.config import Config, FixedGrid, FixedPlan, PlanConfig
-from dflop.models import ModelSpec
+from dflop.config import Config, FixedPlan, PlanConfig
+from dflop.models import ModelSpec, check_modules
 from dflop.pipeline import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, Grid, Plan, split_layers
 from dflop.runtime import UserError
 
 __all__ = [
-    "LLM_LAYOUT",
-    "VISION_LAYOUT",
     "Splits",
     "enumerate_space",
     "even_layers",
+    "layout_columns",
     "llm_layers",
+    "modules_of",
     "pins_of",
     "plan_of",
 ]
@@ -28,8 +30,6 @@ __all__ = [
 # Layers of each stage, by (LLM tp, number of stages), where another split than the even one is worth a look.
 Splits = Mapping[tuple[int, int], tuple[int, ...]]
 
-VISION_LAYOUT = ("vision_tp", "vision_pp", "vision_dp")
-LLM_LAYOUT = ("llm_tp", "llm_pp", "llm_dp")
 # Encoders are shallow: more stages than this only add hops.
 _ENCODER_PP = (1, 2, 4)
 # A larger cluster is shared out between the modules in this many equal parts.
@@ -47,13 +47,14 @@ def enumerate_space(
 
     `tp_sizes` are those that costs are known for.
 
-    Up to 64 devices any number of them may go to the encoder; of more, a multiple of a 64th. Microbatch counts are
+    Up to 64 devices any number of them may go to an encoder; of more, a multiple of a 64th. Microbatch counts are
     1, 2, 3, 4, 6, 8, 12, … as far as every bucket can hold a sample.
 
     Raises:
         UserError: when the devices, the global batch and `plan.fixed` leave nothing.
     """
     within = within or config.plan
+    check_modules(spec, within.fixed)
     rows = _rows(config, spec, tp_sizes, splits, within)
     if rows.is_empty():
         raise UserError(_why_nothing(config, within, spec, tp_sizes))
@@ -65,7 +66,9 @@ def _rows(
 ) -> pl.DataFrame:
     fixed = within.fixed or FixedPlan()
     may_checkpoint = [name for name, schedule in SCHEDULES.items() if schedule.allows_checkpointing]
-    grids = _pinned(pl.concat([_of_placement(config, spec, tp_sizes, name) for name in _placements(within)]), fixed)
+    grids = _pinned(
+        pl.concat([_of_placement(config, spec, tp_sizes, name) for name in _placements(within, spec)]), fixed
+    )
     return (
         grids.join(_pipelines(within, spec, grids), on="llm_pp")
         .join(_microbatches(config, fixed, grids), on="llm_dp")
@@ -85,24 +88,29 @@ def _rows(
     )
 
 
+def layout_columns(module: str) -> tuple[str, str, str]:
+    """A module's columns."""
+    return f"{module}_tp", f"{module}_pp", f"{module}_dp"
+
+
+def modules_of(columns: Iterable[str]) -> list[str]:
+    """The modules that a row or the table has columns of, in their order."""
+    return [name.removesuffix("_tp") for name in columns if name.endswith("_tp")]
+
+
 def plan_of(row: Mapping[str, object], splits: Splits) -> Plan:
     """The plan of a row of `enumerate_space`."""
-    vision_tp, vision_pp, vision_dp = (row[name] for name in VISION_LAYOUT)
-    tp, pp, dp = (row[name] for name in LLM_LAYOUT)
-    num_ranks = vision_tp * vision_pp * vision_dp
+    grids, rank_offset = [], 0
+    for module in modules_of(row):
+        tp, pp, dp = (row[name] for name in layout_columns(module))
+        layers = splits[tp, pp] if module == "llm" and row["balanced"] else ()
+        num_ranks = tp * pp * dp
+        grids.append(Grid(module=module, num_ranks=num_ranks, tp=tp, pp=pp, rank_offset=rank_offset, layers=layers))
+        if not PLACEMENTS[row["placement"]].shares_ranks:
+            rank_offset += num_ranks
     return Plan(
         placement=row["placement"],
-        grids=(
-            Grid(module="vision", num_ranks=num_ranks, tp=vision_tp, pp=vision_pp),
-            Grid(
-                module="llm",
-                num_ranks=tp * pp * dp,
-                tp=tp,
-                pp=pp,
-                rank_offset=0 if PLACEMENTS[row["placement"]].shares_ranks else num_ranks,
-                layers=splits[tp, pp] if row["balanced"] else (),
-            ),
-        ),
+        grids=tuple(grids),
         num_microbatches=row["num_microbatches"],
         checkpointing=row["checkpointing"],
         schedule=row["schedule"],
@@ -122,40 +130,57 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _of_placement(config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], name: str) -> pl.DataFrame:
-    """Grids of both modules, one pair a row."""
+    """Grids of all modules, one combination a row."""
     num_devices, per_node = config.cluster.num_devices, config.cluster.devices_per_node
     unit = max(1, num_devices // _FINEST_SHARE)
-    encoder_tp, llm_tp = ([size for size in tp_sizes[module] if per_node % size == 0] for module in ("vision", "llm"))
-    num_layers = {module: spec.module(module).num_layers for module in ("vision", "llm")}
-    rows = []
+    tp_of = {module.name: [size for size in tp_sizes[module.name] if per_node % size == 0] for module in spec.modules}
     placement = PLACEMENTS[name]
-    shares = (0,) if placement.shares_ranks else range(unit, num_devices, unit)
-    encoder_pp = [stages for stages in _ENCODER_PP if stages <= num_layers["vision"]]
-    for num_encoders in shares:
-        num_llm = num_devices - num_encoders
-        for tp in llm_tp:
-            if num_encoders % tp:
+    rows = []
+    for shares in [(0,) * len(spec.encoders)] if placement.shares_ranks else _shares(num_devices, unit, spec.encoders):
+        starts = [0, *itertools.accumulate(shares)]
+        for llm in _llm_layouts(num_devices - starts[-1], tp_of["llm"], spec.module("llm").num_layers):
+            if starts[-1] % llm[0]:
                 continue  # a group would lie on two nodes
-            for pp in range(1, min(num_layers["llm"], num_llm // tp) + 1):
-                if num_llm % (tp * pp):
-                    continue
-                llm = (tp, pp, num_llm // (tp * pp))
-                encoders = placement.encoder_layouts(num_encoders, llm, encoder_tp, encoder_pp)
-                rows += [(name, *encoder, *llm) for encoder in encoders]
-    sizes = dict.fromkeys((*VISION_LAYOUT, *LLM_LAYOUT), pl.Int32)
-    return pl.DataFrame(rows, schema={"placement": pl.Enum(list(PLACEMENTS)), **sizes}, orient="row")
+            layouts = []
+            for encoder, num_ranks, start in zip(spec.encoders, shares, starts, strict=False):
+                pp_sizes = [stages for stages in _ENCODER_PP if stages <= encoder.num_layers]
+                able = placement.encoder_layouts(num_ranks, llm, tp_of[encoder.name], pp_sizes)
+                layouts.append([layout for layout in able if start % layout[0] == 0])
+            rows += [(name, *itertools.chain(*encoders), *llm) for encoders in itertools.product(*layouts)]
+    columns = [column for module in spec.modules for column in layout_columns(module.name)]
+    schema = {"placement": pl.Enum(list(PLACEMENTS)), **dict.fromkeys(columns, pl.Int32)}
+    return pl.DataFrame(rows, schema=schema, orient="row")
 
 
-def _placements(within: PlanConfig) -> list[str]:
-    return [within.fixed.placement] if within.fixed and within.fixed.placement else within.placements
+def _shares(num_devices: int, unit: int, encoders: Sequence[object]) -> Iterator[tuple[int, ...]]:
+    """Numbers of devices for each of the encoders, multiples of the unit, that leave some for the LLM."""
+    if not encoders:
+        yield ()
+        return
+    for own in range(unit, num_devices, unit):
+        for others in _shares(num_devices - own, unit, encoders[1:]):
+            yield own, *others
+
+
+def _llm_layouts(num_ranks: int, tp_sizes: Sequence[int], num_layers: int) -> Iterator[tuple[int, int, int]]:
+    """The (tp, pp, dp) of an LLM on so many ranks."""
+    for tp in tp_sizes:
+        for pp in range(1, min(num_layers, num_ranks // tp) + 1):
+            if num_ranks % (tp * pp) == 0:
+                yield tp, pp, num_ranks // (tp * pp)
+
+
+def _placements(within: PlanConfig, spec: ModelSpec) -> list[str]:
+    """Without encoders they are all the same: one is enough."""
+    names = [within.fixed.placement] if within.fixed and within.fixed.placement else within.placements
+    return names if spec.encoders else names[:1]
 
 
 def _pinned(grids: pl.DataFrame, fixed: FixedPlan) -> pl.DataFrame:
     """The grids that agree with `plan.fixed`."""
     wanted = {"placement": fixed.placement}
-    for module, grid in (("vision", fixed.vision), ("llm", fixed.llm)):
-        for size in ("tp", "pp", "dp"):
-            wanted[f"{module}_{size}"] = getattr(grid or FixedGrid(), size)
+    for module, grid in fixed.modules.items():
+        wanted |= {f"{module}_{size}": getattr(grid, size) for size in ("tp", "pp", "dp")}
     for name, value in wanted.items():
         if value is not None:
             grids = grids.filter(pl.col(name) == value)
@@ -211,7 +236,7 @@ def _why_nothing(config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: 
         what += f" with `plan.fixed` ({', '.join(pins_of(fixed))})"
     known = ", ".join(f"{module} {'/'.join(map(str, sizes))}" for module, sizes in tp_sizes.items())
     what += (
-        f": placements {', '.join(_placements(within))}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
+        f": placements {', '.join(_placements(within, spec))}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
         f"{config.train.global_batch_size} samples a batch"
     )
     if fixed:
@@ -235,11 +260,11 @@ def pins_of(fixed: FixedPlan) -> list[str]:
 def _without_each(fixed: FixedPlan) -> dict[str, FixedPlan]:
     """Every pin in words, and what is pinned without it."""
     without = {}
-    for module in ("vision", "llm"):
-        grid = getattr(fixed, module) or FixedGrid()
+    for module, grid in fixed.modules.items():
         for size in ("tp", "pp", "dp"):
             if value := getattr(grid, size):
-                without[f"{module} {size}={value}"] = replace(fixed, **{module: replace(grid, **{size: None})})
+                modules = fixed.modules | {module: replace(grid, **{size: None})}
+                without[f"{module} {size}={value}"] = replace(fixed, modules=modules)
     for key in ("placement", "num_microbatches", "checkpointing", "schedule"):
         if (value := getattr(fixed, key)) is not None:
             without[f"{key}={value}"] = replace(fixed, **{key: None})

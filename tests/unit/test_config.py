@@ -42,12 +42,12 @@ def nested(key: str, value: object) -> dict:
 
 
 def leaf_keys(section: type, prefix: str = "") -> list[str]:
-    """Every dotted key; those of a list's entries have `[]` after the list's name."""
+    """Every dotted key; those of a list's entries have `[]` after the list's name, of every module's `<module>`."""
     keys = []
     for name, hint in typing.get_type_hints(section).items():
         inner = [item for item in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(item)]
-        is_list = typing.get_origin(hint) is list
-        keys += leaf_keys(inner[0], f"{prefix}{name}{'[]' if is_list else ''}.") if inner else [f"{prefix}{name}"]
+        below = {list: f"{name}[]", dict: "<module>"}.get(typing.get_origin(hint), name)
+        keys += leaf_keys(inner[0], f"{prefix}{below}.") if inner else [f"{prefix}{name}"]
     return keys
 
 
@@ -58,7 +58,8 @@ def leaf_keys(section: type, prefix: str = "") -> list[str]:
         ({"train": {"learning_rate": 1}}, "`train.learning_rate`", "known here: global_batch_size, steps, lr"),
         ({"train": {"step": 1}}, "`train.step`", "did you mean `train.steps`?"),
         ({"data": {"video": {"max_frame": 3}}}, "`data.video.max_frame`", "did you mean `data.video.max_frames`?"),
-        ({"plan": {"fixed": {"vison": {"dp": 2}}}}, "`plan.fixed.vison`", "did you mean `plan.fixed.vision`?"),
+        ({"plan": {"fixed": {"num_microbatch": 2}}}, "`plan.fixed.num_microbatch`", "did you mean `plan.fixed.num_mic"),
+        ({"plan": {"fixed": {"modules": 2}}}, "`plan.fixed.modules`", "known here: placement, num_microbatches"),
         ({"plan": {"fixed": {"llm": {"ranks": 2}}}}, "`plan.fixed.llm.ranks`", "known here: tp, pp, dp"),
         (
             {"data": {"sources": [{"path": "a.json"}, {"pth": "b.json"}]}},
@@ -347,7 +348,7 @@ def test_a_layer_may_be_given_in_several_forms(layer):
         ("seed=3", lambda c: c.seed, 3),
         ("schedule.correction=on", lambda c: c.schedule.correction, "on"),
         ("costs.tp_sizes=[1, 2]", lambda c: c.costs.tp_sizes, [1, 2]),
-        ("plan.fixed.llm={dp: 2}", lambda c: c.plan.fixed.llm.dp, 2),
+        ("plan.fixed.llm={dp: 2}", lambda c: c.plan.fixed.modules["llm"].dp, 2),
         ("model.path=a=b", lambda c: c.model.path, "a=b"),
         ("cluster.memory_gib=", lambda c: c.cluster.memory_gib, 4.0),
     ],
@@ -430,7 +431,7 @@ def test_the_config_that_all_are_merged_over_sets_the_data_and_nothing_else():
 def test_every_key_is_documented():
     """The page names a key as `` `train.lr` ``, one in a list's entries as `` `data.sources[].path` ``.
 
-    A small section may stand in one line with its keys as a mapping: `` `plan.fixed.llm` … `{tp: 1, …}` ``.
+    A small section may stand in one line with its keys as a mapping: `` `plan.fixed.<module>` … `{tp: 1, …}` ``.
     """
     lines = (REPOSITORY / "config" / "README.md").read_text(encoding="utf-8").splitlines()
 
@@ -452,7 +453,9 @@ def test_the_documentation_names_no_key_that_does_not_exist():
 
 
 def test_selected_keys_are_plain_and_load_again():
-    config = load_config({"data": {"sources": [{"path": "a.json"}]}, "train": {"lr": 0.5}, "plan": {"fixed": {}}})
+    config = load_config(
+        {"data": {"sources": [{"path": "a.json"}]}, "train": {"lr": 0.5}, "plan": {"fixed": {"llm": {"pp": 2}}}}
+    )
     part = select_keys(config, ["seed", "train.lr", "data.sources", "data.video", "plan.fixed"])
     assert part == {
         "seed": 0,
@@ -462,9 +465,8 @@ def test_selected_keys_are_plain_and_load_again():
             "video": {"fps": 1.0, "max_frames": 32},
         },
         "plan": {
-            "fixed": dict.fromkeys(
-                ("placement", "vision", "llm", "num_microbatches", "checkpointing", "schedule"), None
-            )
+            "fixed": {"llm": {"tp": None, "pp": 2, "dp": None}}
+            | dict.fromkeys(("placement", "num_microbatches", "checkpointing", "schedule"))
         },
     }
     assert load_config(json.dumps(part)) == config

@@ -12,7 +12,7 @@ from snakemake.exceptions import WorkflowError
 from dflop.config import load_config, select_keys
 from dflop.data.manifests import list_shards, list_sources
 from dflop.data.profile import useful_workers
-from dflop.models import check_runnable, load_model_spec, model_digest
+from dflop.models import check_modules, check_runnable, load_model_spec, model_digest
 from dflop.runtime.commands import COMMANDS, code_digest
 from dflop.runtime.devices import load_device
 from dflop.runtime.errors import UserError
@@ -41,7 +41,9 @@ try:
     SOURCES = list_sources(CONFIG.data)
     if CONFIG.model.tokenizer and not Path(CONFIG.model.tokenizer, "tokenizer.json").is_file():
         raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")
-    MODULES = [module.name for module in load_model_spec(CONFIG.model).modules]
+    SPEC = load_model_spec(CONFIG.model)
+    check_modules(SPEC, CONFIG.plan.fixed)
+    MODULES = [module.name for module in SPEC.modules]
 except UserError as error:
     stop_with(error)
 
