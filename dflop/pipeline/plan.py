@@ -69,7 +69,16 @@ class Plan:
         return self.grid("llm").dp * self.num_microbatches
 
     def grid(self, module: str) -> Grid:
-        return next(grid for grid in self.grids if grid.module == module)
+        """A module's grid.
+
+        Raises:
+            UserError: naming the modules that the plan has.
+        """
+        for grid in self.grids:
+            if grid.module == module:
+                return grid
+        names = ", ".join(grid.module for grid in self.grids)
+        raise UserError(f"the plan has no grid for {module}; it has {names}: make it again with `dflop plan`")
 
     def num_stages(self, module: str) -> int:
         """Pipeline stages of a module; each chunk of an LLM rank is one."""

@@ -96,14 +96,14 @@ def price_all(
     return pl.DataFrame(priced)
 
 
-def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2)) -> CostModel:
-    """Drawn costs of both modules. Of half of the seeds each part's time and passing memory is a convex broken line of
+def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2), modules: Sequence[str] = ("vision", "llm")) -> CostModel:
+    """Drawn costs of the modules. Of half of the seeds each part's time and passing memory is a convex broken line of
     its main load, of others a straight one; links are measured or not."""
     rng = np.random.default_rng(seed)
     is_bent, has_links = rng.random(2) < 0.5
     times, activations, transients, parameter_bytes = {}, {}, {}, {}
-    for module in ("vision", "llm"):
-        along = {"vision": dict.fromkeys(PARTS, 0), "llm": dict.fromkeys(PARTS, 1) | {"last": 3}}[module]
+    for module in modules:
+        along = dict.fromkeys(PARTS, 1) | {"last": 3} if module == "llm" else dict.fromkeys(PARTS, 0)
         unit_s = 10.0 ** rng.uniform(-5, -3.5) / (20 if module == "llm" else 1)
         unit_bytes = 10.0 ** rng.uniform(3, 5) / (20 if module == "llm" else 1)
         for part in PARTS:
@@ -154,22 +154,24 @@ def _links(rng: np.random.Generator) -> LinkModel:
     )
 
 
-def uneven_samples(num_samples: int, seed: int) -> SampleShapes:
+def uneven_samples(num_samples: int, seed: int, encoders: Sequence[str] = ("vision",)) -> SampleShapes:
     """Samples of which a few are many times the others: text alone, a clip with hardly a word, or both."""
     rng = np.random.default_rng(seed)
-    num_items = rng.geometric(rng.uniform(0.05, 0.7), num_samples) * (rng.random(num_samples) < 0.7)
+    num_items = np.zeros((num_samples, len(encoders)), dtype=np.int64)
+    for own in num_items.T:
+        own[:] = rng.geometric(rng.uniform(0.05, 0.7), num_samples) * (rng.random(num_samples) < 0.7)
     text_tokens = rng.integers(5, 100, num_samples)
     is_huge = rng.random((2, num_samples)) < rng.uniform(0, 0.3)
     num_items[is_huge[0]] *= rng.integers(2, 30)
     text_tokens[is_huge[1]] *= rng.integers(2, 30)
-    kept_vision_tokens = num_items * rng.integers(1, 40)
+    kept_tokens = num_items * rng.integers(1, 40)
     return SampleShapes(
-        encoders=("vision",),
+        encoders=tuple(encoders),
         sample_id=np.array([f"s{index}" for index in range(num_samples)], dtype=object),
         source=np.full(num_samples, "drawn", dtype=object),
         row=np.arange(num_samples),
-        num_items=num_items[:, None],
-        kept_tokens=kept_vision_tokens[:, None],
-        llm_tokens=kept_vision_tokens + text_tokens,
+        num_items=num_items,
+        kept_tokens=kept_tokens,
+        llm_tokens=kept_tokens.sum(axis=1) + text_tokens,
         target_tokens=text_tokens // 3,
     )

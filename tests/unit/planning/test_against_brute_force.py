@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 import pytest
+from encoders import spec_with
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spaces import bent_costs, make_config, price_all, uneven_samples, with_memory
@@ -57,6 +58,25 @@ def test_the_ten_best_and_the_best_that_can_be_trained_are_those_of_all_plans(
     everything = price_all(config, tiny_spec, costs, samples, grouping)
     limit = everything["memory_bytes"].quantile(memory_share) * (1 if memory_share else 0.99)
     check_against_all(with_memory(config, limit / 2**30), tiny_spec, costs, samples, everything, grouping)
+
+
+@settings(max_examples=6, phases=_UNSHRUNK)
+@given(
+    shape=st.sampled_from([(3, 1, 7), (4, 2, 5)]),
+    seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
+    freeze=st.sampled_from([(), ("vision",)]),
+    memory_share=st.sampled_from([0.2, 1.0]),
+    encoders=st.sampled_from([(), ("vision", "audio")]),
+)
+def test_the_best_plans_of_models_without_encoder_and_with_two(tiny_spec, shape, seeds, freeze, memory_share, encoders):
+    devices, num_nodes, batch_size = shape
+    config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze, search_batches=2)
+    spec = spec_with(tiny_spec, encoders)
+    costs = bent_costs(seeds[0], modules=(*encoders, "llm"))
+    samples = uneven_samples(40, seeds[1], encoders)
+    everything = price_all(config, spec, costs, samples)
+    limit = everything["memory_bytes"].quantile(memory_share)
+    check_against_all(with_memory(config, limit / 2**30), spec, costs, samples, everything)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The space holds every layout that uses all devices once, and no other; pins leave what agrees with them."""
 
 import pytest
+from encoders import spec_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import ALL_PLACEMENTS, ALL_SCHEDULES, make_config
@@ -99,6 +100,37 @@ def test_a_microbatch_count_that_fits_one_layout_alone_leaves_that_one(tiny_spec
     """Eight samples fill eight microbatches only where the LLM has one replica."""
     plans = plans_of(make_config(4, 8, fixed={"num_microbatches": 8}), tiny_spec)
     assert {plan.grid("llm").dp for plan in plans} == {1}
+
+
+def test_each_of_several_encoders_has_devices_of_its_own(tiny_spec):
+    spec = spec_with(tiny_spec, ("vision", "audio"))
+    config = make_config(6, 8, num_nodes=3, schedules=["1f1b"], fixed={"num_microbatches": 1, "checkpointing": False})
+    plans = plans_of(config, spec, {name: [1, 2] for name in ("vision", "audio", "llm")})
+    assert len(set(map(str, plans))) == len(plans)
+    apart = {tuple(grid.num_ranks for grid in plan.grids) for plan in plans if plan.placement == "disjoint"}
+    assert apart == {(vision, audio, 6 - vision - audio) for vision in range(1, 5) for audio in range(1, 6 - vision)}
+    for plan in plans:
+        for grid in plan.grids:
+            firsts = range(grid.rank_offset, grid.rank_offset + grid.num_ranks, grid.tp)
+            assert {first // 2 for first in firsts} == {(first + grid.tp - 1) // 2 for first in firsts}, plan
+    sharing = {plan.grids[:2] for plan in plans if plan.placement == "colocated"}
+    assert {(vision.tp, audio.tp) for vision, audio in sharing} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+
+
+def test_without_encoders_all_placements_are_one(tiny_spec):
+    rows = enumerate_space(make_config(4, 8), spec_with(tiny_spec, ()), {"llm": [1, 2]}, {})
+    assert rows["placement"].n_unique() == 1
+    assert rows.columns[:4] == ["placement", "llm_tp", "llm_pp", "llm_dp"]
+    assert {plan_of(row, {}).world_size for row in rows.iter_rows(named=True)} == {4}
+
+
+def test_a_pin_of_a_module_that_the_model_does_not_have_names_those_it_has(tiny_spec):
+    with pytest.raises(
+        UserError, match=r"`plan\.fixed\.vison` pins no module of tiny; did you mean `plan.fixed.vision`"
+    ):
+        plans_of(make_config(4, 8, fixed={"vison": {"dp": 2}}), tiny_spec)
+    with pytest.raises(UserError, match=r"`plan\.fixed\.audio` pins no module of tiny; it has vision, llm"):
+        plans_of(make_config(4, 8, fixed={"audio": {"dp": 2}}), tiny_spec)
 
 
 def test_other_limits_replace_those_of_the_config(tiny_spec):

@@ -15,7 +15,7 @@ from dflop.pricing import Corrections, Learner, Pricer, bin_of, is_stale, stale_
 from dflop.pricing.correction import NUM_LOAD_BINS, NUM_SEGMENT_BINS, bins_of
 from dflop.scheduling import StepSearch
 
-CLUSTER = ClusterConfig(devices_per_node=4, memory_gib=64.0)
+CLUSTER = ClusterConfig(devices_per_node=4, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
 
 
 def make_plan(placement="disjoint", *, vision_dp=2, llm_dp=2, llm_pp=2, num_microbatches=4, schedule="1f1b") -> Plan:

@@ -20,7 +20,7 @@ from dflop.pricing import (
 from dflop.runtime import UserError
 
 properties = settings(max_examples=60)
-ROOMY = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0)
+ROOMY = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
 
 any_plans = st.builds(
     lambda placement, schedule, pp, dp: make_plan(placement, schedule[0], max(pp, schedule[1]), dp, 4, schedule[1]),

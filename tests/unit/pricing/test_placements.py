@@ -16,7 +16,7 @@ from dflop.pipeline import Plan, nodes_of, workers_of
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError
 
-CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0)
+CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
 properties = settings(max_examples=60)
 
 

@@ -17,7 +17,7 @@ from dflop.pipeline import Grid, Plan, nodes_of
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError
 
-CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0)
+CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
 
 
 def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=4, checkpointing=False) -> Plan:

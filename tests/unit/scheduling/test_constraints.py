@@ -23,7 +23,7 @@ from dflop.pricing import Assignment, Pricer, alone_bytes
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
 
-CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0)
+CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
 
 any_plans = st.builds(
     make_plan,

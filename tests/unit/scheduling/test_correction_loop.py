@@ -54,7 +54,12 @@ def device(costs, tiny_spec, draw_samples):
     grids = Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=2, pp=2, rank_offset=1)
     plan = Plan(placement="disjoint", grids=grids, num_microbatches=8)
     samples = draw_samples(NUM_SAMPLES, seed=1)
-    table = Pricer(plan, costs, tiny_spec, ClusterConfig(devices_per_node=4, memory_gib=64.0))
+    table = Pricer(
+        plan,
+        costs,
+        tiny_spec,
+        ClusterConfig(devices_per_node=4, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0),
+    )
 
     def make(correction="on", *, slow=None, policy="search") -> Beside:
         factors = np.ones((2, NUM_LOAD_BINS, NUM_SEGMENT_BINS))

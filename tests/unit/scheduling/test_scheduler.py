@@ -44,7 +44,12 @@ def plan_of(schedule: StepSchedule) -> Plan:
 def make_scheduler(costs, tiny_spec, draw_samples):
     def make(plan: Plan, policy: str = "lpt", seed: int = 0, batch_size: int = 32, **more) -> BatchScheduler:
         samples = draw_samples(150, seed=1)
-        pricer = Pricer(plan, costs, tiny_spec, ClusterConfig(devices_per_node=8, memory_gib=4.0))
+        pricer = Pricer(
+            plan,
+            costs,
+            tiny_spec,
+            ClusterConfig(devices_per_node=8, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0),
+        )
         config = ScheduleConfig(policy=policy, time_limit_s=0.15, **more)
         return BatchScheduler(samples, pricer, GlobalBatches(150, batch_size, seed), config, seed)
 

@@ -14,7 +14,7 @@ from dflop.pricing import Pricer
 from dflop.scheduling import StepSearch
 from dflop.scheduling.shares import ideal_shares, relaxed_step_s
 
-CLUSTER = ClusterConfig(devices_per_node=4, memory_gib=64.0)
+CLUSTER = ClusterConfig(devices_per_node=4, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
 
 
 def make_plan(

@@ -30,7 +30,12 @@ def case(request, costs, tiny_spec, draw_samples) -> tuple[Plan, list[StepSchedu
         num_microbatches=NUM_MICROBATCHES,
     )
     samples = draw_samples(80, seed=4)
-    pricer = Pricer(plan, costs, tiny_spec, ClusterConfig(devices_per_node=8, memory_gib=4.0))
+    pricer = Pricer(
+        plan,
+        costs,
+        tiny_spec,
+        ClusterConfig(devices_per_node=8, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0),
+    )
     scheduler = BatchScheduler(samples, pricer, GlobalBatches(80, 24, 0), ScheduleConfig(policy="lpt"), 0)
     return plan, [scheduler.schedule(step) for step in range(3)]
 
