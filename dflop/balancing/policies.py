@@ -9,10 +9,10 @@ order and step time are left to those who simulate.
 import heapq
 
 import numpy as np
-from numba import njit
 
 from dflop.balancing.problem import BatchProblem, check_assignment, goal_s
 from dflop.runtime import UserError
+from dflop.runtime.kernels import kernel
 
 __all__ = [
     "dealt_at_random",
@@ -155,7 +155,7 @@ def _within_token_cap(problem: BatchProblem, bucket: np.ndarray) -> np.ndarray:
     )
 
 
-@njit(cache=True)
+@kernel
 def _place(loads_s, weight, llm_tokens, order, filled_s, cap):
     """Give each sample, in `order`, to the bucket whose largest module then is smallest; ties go to the emptier one.
 
@@ -195,7 +195,7 @@ def _place(loads_s, weight, llm_tokens, order, filled_s, cap):
     return bucket
 
 
-@njit(cache=True)
+@kernel
 def _place_on_least(weighted, order, num_buckets):
     """Give each sample, in `order`, to the bucket whose largest module is smallest before it comes."""
     num_samples, num_modules = weighted.shape
@@ -219,7 +219,7 @@ def _place_on_least(weighted, order, num_buckets):
     return bucket
 
 
-@njit(cache=True)
+@kernel
 def _shed_tokens(llm_tokens, bucket, num_buckets, cap):
     """Move or swap samples out of the buckets above the cap, in place; False where that gets stuck."""
     num_samples = len(bucket)
@@ -264,7 +264,7 @@ def _shed_tokens(llm_tokens, bucket, num_buckets, cap):
         tokens[best_b] += shift
 
 
-@njit(cache=True)
+@kernel
 def _descend(loads_s, weight, llm_tokens, bucket, filled_s, cap, goal):
     """Lower (max of largest bucket and goal, then the sum of squared weighted loads), in place, by moves and swaps.
 
@@ -291,7 +291,7 @@ def _descend(loads_s, weight, llm_tokens, bucket, filled_s, cap, goal):
             return
 
 
-@njit(cache=True)
+@kernel
 def _relieve_largest(loads_s, weight, llm_tokens, bucket, load, tokens, count, cap, goal, budget):
     """Take the best exchange out of the largest bucket, again and again, until it meets the goal or none lowers it."""
     num_samples, num_buckets = len(bucket), len(load)
@@ -327,7 +327,7 @@ def _relieve_largest(loads_s, weight, llm_tokens, bucket, load, tokens, count, c
     return spent, lowered
 
 
-@njit(cache=True)
+@kernel
 def _even_out(loads_s, weight, llm_tokens, bucket, load, tokens, count, cap, goal, budget):
     """Take the exchanges that lower the squares and stay below goal or largest bucket, until a sweep finds none."""
     num_samples, num_buckets = len(bucket), len(load)
@@ -351,7 +351,7 @@ def _even_out(loads_s, weight, llm_tokens, bucket, load, tokens, count, cap, goa
     return spent, evened
 
 
-@njit(cache=True, inline="always")
+@kernel(inline="always")
 def _after_exchange(loads_s, weight, load, i, j, a, b):
     """Larger peak of buckets a and b, and the change of the squares, once i went to b and j (-1: nothing) to a."""
     peak, squares = 0.0, 0.0
@@ -364,7 +364,7 @@ def _after_exchange(loads_s, weight, load, i, j, a, b):
     return peak, squares
 
 
-@njit(cache=True, inline="always")
+@kernel(inline="always")
 def _tokens_fit(llm_tokens, tokens, i, j, a, b, cap):
     shift = llm_tokens[i]
     if j >= 0:
@@ -372,7 +372,7 @@ def _tokens_fit(llm_tokens, tokens, i, j, a, b, cap):
     return tokens[a] - shift <= cap and tokens[b] + shift <= cap
 
 
-@njit(cache=True)
+@kernel
 def _exchange(loads_s, llm_tokens, bucket, load, tokens, count, i, j, b):
     a = bucket[i]
     _transfer(loads_s, llm_tokens, bucket, load, tokens, count, i, b)
@@ -380,7 +380,7 @@ def _exchange(loads_s, llm_tokens, bucket, load, tokens, count, i, j, b):
         _transfer(loads_s, llm_tokens, bucket, load, tokens, count, j, a)
 
 
-@njit(cache=True)
+@kernel
 def _transfer(loads_s, llm_tokens, bucket, load, tokens, count, i, b):
     a = bucket[i]
     bucket[i] = b

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from dflop.models.loads import Coefficients
+from dflop.runtime.kernels import kernel
 
 __all__ = ["PackedForms", "form_at", "line_at", "pack_forms"]
 
@@ -30,7 +30,7 @@ def pack_forms(forms: Sequence[Coefficients]) -> PackedForms:
     return PackedForms(np.array([[form.const, *form.per_load] for form in forms]), hinges)
 
 
-@njit(cache=True, inline="always")
+@kernel(inline="always")
 def form_at(forms, stage, loads):
     """A stage's function at a microbatch's loads [4]."""
     total = line_at(forms.lines[stage], loads)
@@ -40,7 +40,7 @@ def form_at(forms, stage, loads):
     return total
 
 
-@njit(cache=True, inline="always")
+@kernel(inline="always")
 def line_at(line, loads):
     """A linear function [5] at a microbatch's loads [4]."""
     total = line[0]

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from dflop.costs import CostModel, resident_bytes, stage_kinds
 from dflop.costs.forms import line_at
@@ -18,6 +17,7 @@ from dflop.pipeline import PLACEMENTS, SCHEDULES
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers, llm_layers
 from dflop.pricing import loads_of
+from dflop.runtime.kernels import kernel
 
 __all__ = ["LeastMemory"]
 
@@ -152,7 +152,7 @@ class LeastMemory:
         return resident_bytes(parameter_bytes, dp, is_frozen=module in self._frozen)
 
 
-@njit(cache=True)
+@kernel
 def _held(resident, kept_forms, passing_forms, replicas, in_flight):
     """Bytes of each LLM rank of a pipeline, for replicas' loads [num_replicas, 4, num_microbatches].
 
@@ -164,7 +164,7 @@ def _held(resident, kept_forms, passing_forms, replicas, in_flight):
     return held
 
 
-@njit(cache=True)
+@kernel
 def _held_by_one(resident, kept_forms, passing_forms, loads, in_flight):
     pp, num_stages, num_microbatches = len(in_flight), len(resident), loads.shape[1]
     held, most = np.zeros(pp), np.zeros(pp)
@@ -184,7 +184,7 @@ def _held_by_one(resident, kept_forms, passing_forms, loads, in_flight):
     return held + most
 
 
-@njit(cache=True)
+@kernel
 def _fullest(kept, passing, num_in_flight):
     """The most that so many consecutive microbatches keep while the last of them is computed."""
     now, most = 0.0, 0.0

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from dflop.costs import Loads
 from dflop.data import SampleShapes
 from dflop.pipeline import PLACEMENTS, Plan
 from dflop.pricing.stage_costs import loads_of
+from dflop.runtime.kernels import kernel
 
 __all__ = ["Assignment", "Cells", "cells_of", "deal_media", "edge_tokens", "samples_alone"]
 
@@ -98,7 +98,7 @@ def edge_tokens(plan: Plan, module: str, shapes: SampleShapes) -> np.ndarray:
     return shapes.kept_tokens.sum(axis=1) if module == "llm" else shapes.kept_by(module)
 
 
-@njit(cache=True)
+@kernel
 def _deal(order, microbatch, num_items, num_replicas, starts_anew):
     """Each sample's encoder replica: samples come in `order`, by microbatch; `starts_anew` with each of them.
 

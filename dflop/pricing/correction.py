@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from dflop.costs import Loads
+from dflop.runtime.kernels import kernel
 
 __all__ = [
     "NO_CORRECTIONS",
@@ -266,7 +266,7 @@ def bins_of(module: str, loads: Loads) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-@njit(cache=True)
+@kernel
 def bin_of(is_llm, loads):
     """`bins_of` of one microbatch's loads [4], for kernels."""
     if not is_llm:

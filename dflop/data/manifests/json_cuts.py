@@ -1,12 +1,13 @@
 """Where the elements of a top-level JSON list begin and end: a scan over bytes that knows strings and brackets."""
 
 import numpy as np
-from numba import njit
+
+from dflop.runtime.kernels import kernel
 
 __all__ = ["find_cuts"]
 
 
-@njit(cache=True)
+@kernel
 def find_cuts(chunk, state):
     """Positions of the top-level list's opening bracket, commas and closing bracket; nothing after that.
 

@@ -1,0 +1,71 @@
+"""Kernels: functions that numba compiles once and keeps on disk until what they are made of changes.
+
+Numba's own cache looks at the file of the kernel alone: it goes on with the old machine code when a kernel that this
+one calls, or a number that it reads, changes in another file. Here a kernel's entry is valid for one digest: of its
+own code, the numbers that it reads, and all kernels that it calls, wherever they stand.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.dispatcher import Dispatcher
+
+__all__ = ["kernel"]
+
+
+def kernel(function: Callable | None = None, *, inline: str = "never") -> Any:
+    """`numba.njit` with a cache on disk that notices all changes; to be written over a function, as `@kernel`.
+
+    Only what stands in modules' global names is looked at: numbers, tuples of them, and other kernels.
+    """
+    if function is None:
+        return lambda own: kernel(own, inline=inline)
+    compiled = njit(function, inline=inline)
+    compiled._cache = _KernelCache(function)
+    return compiled
+
+
+class _KernelCache(FunctionCache):
+    """Numba's cache with the digest in place of the file's time and size."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        # Not before the first call: what the kernel calls may stand behind it in its file.
+        self._cache_file = IndexDataCacheFile(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=_digest_of(self._py_func),
+        )
+        return super().load_overload(sig, target_context)
+
+
+def _digest_of(function: Callable) -> str:
+    parts, seen, waiting = [], {function}, [function]
+    while waiting:
+        own = waiting.pop()
+        parts.append(f"{own.__module__}.{own.__qualname__}{own.__defaults__}")
+        for code in _all_code(own.__code__):
+            constants = [value for value in code.co_consts if not isinstance(value, CodeType)]
+            parts.append(f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}")
+            for name in code.co_names:
+                value = own.__globals__.get(name)
+                if isinstance(value, Dispatcher):
+                    if value.py_func not in seen:
+                        seen.add(value.py_func)
+                        waiting.append(value.py_func)
+                elif isinstance(value, bool | int | float | tuple):
+                    parts.append(f"{name}={value!r}")
+                elif hasattr(value, "tobytes"):
+                    parts.append(f"{name}={value.tobytes().hex()}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _all_code(code: CodeType) -> Iterator[CodeType]:
+    """A function's code and that of functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _all_code(constant)
