@@ -4,6 +4,7 @@
 """
 
 from dflop.pipeline.check import check_program, most_in_flight
+from dflop.pipeline.columns import columns_of
 from dflop.pipeline.compiled import CompiledPlan, compile_plan
 from dflop.pipeline.grid import Grid, tile_world
 from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, make_program
@@ -11,9 +12,9 @@ from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, work
 from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
 from dflop.pipeline.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Placement, register_placement
 from dflop.pipeline.plan import Plan, load_plan, plan_from_dict, split_layers, why_not_runnable
-from dflop.pipeline.resimulate import CellTimes, Clocks, Network, fresh_clocks, mark, network_of, resimulate, take_back
 from dflop.pipeline.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule, register_schedule
 from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
+from dflop.pipeline.waits import Computation, computations_of
 
 __all__ = [
     "DISJOINT",
@@ -23,13 +24,11 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Bridges",
-    "CellTimes",
-    "Clocks",
     "CompiledPlan",
+    "Computation",
     "Edge",
     "Grid",
     "Instruction",
-    "Network",
     "Node",
     "Op",
     "Placement",
@@ -43,26 +42,23 @@ __all__ = [
     "Worker",
     "actions_of",
     "check_program",
+    "columns_of",
     "compile_plan",
+    "computations_of",
     "format_actions",
-    "fresh_clocks",
     "load_plan",
     "make_program",
-    "mark",
     "most_in_flight",
-    "network_of",
     "nodes_of",
     "parse_actions",
     "peak_bytes",
     "plan_from_dict",
     "register_placement",
     "register_schedule",
-    "resimulate",
     "simulate",
     "simulate_step_s",
     "split_layers",
     "stages_of",
-    "take_back",
     "tile_world",
     "why_not_runnable",
     "workers_of",

@@ -9,7 +9,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from dflop.pipeline.layout import stages_of
 from dflop.pipeline.orders import group_orders, has_backward, splits_backward
@@ -17,26 +16,38 @@ from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.pipeline.placements import PLACEMENTS
 from dflop.pipeline.plan import Plan
 from dflop.pipeline.schedules import SCHEDULES
+from dflop.pipeline.walk import (
+    BRIDGE_IN,
+    BRIDGE_OUT,
+    DP,
+    FIRST_NODE,
+    FIRST_WORKER,
+    NO_BACKWARD,
+    NUM_COLUMNS,
+    SPAN,
+    SPLIT_BACKWARD,
+    STAGE_BEFORE,
+    STAGE_BEHIND,
+    WHOLE_BACKWARD,
+    walk_items,
+)
+from dflop.runtime.kernels import kernel
 
 __all__ = ["CompiledPlan", "compile_plan"]
-
-# Columns of `CompiledPlan.stages`. The stages before and behind are of the same module, -1 where there is none; bridges
-# end at the LLM's first stage and begin at an encoder's last; KIND says what a backward is. (numba's cache of
-# simulate.py does not see a change here: change both.)
-NUM_COLUMNS = 9
-DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, KIND = range(NUM_COLUMNS)
-NO_BACKWARD, WHOLE_BACKWARD, SPLIT_BACKWARD = range(3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledPlan:
-    """`order` is [num_computations, 3]: pass, stage, microbatch; `stages` is [num_stages, NUM_COLUMNS]."""
+    """`order` is [num_computations, 3]: pass, stage, microbatch; `items` is the same for `walk`; `stages` is
+    [num_stages, NUM_COLUMNS]."""
 
     num_nodes: int
     num_workers: int
     num_microbatches: int
+    num_encoders: int
     splits_backward: bool
     order: np.ndarray
+    items: np.ndarray
     stages: np.ndarray
     ranks_of_worker: np.ndarray
 
@@ -46,7 +57,8 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
     listed = stages_of(plan)
     orders = group_orders(plan, frozen)
     stages = np.zeros((len(listed), NUM_COLUMNS), dtype=np.int64)
-    has_bridges = PLACEMENTS[plan.placement].has_bridges and len(plan.grids) > 1
+    encoders = [grid.module for grid in plan.grids[:-1]]
+    has_bridges = PLACEMENTS[plan.placement].has_bridges and len(encoders) > 0
     for place, stage in enumerate(listed):
         is_first, is_last = stage.pp_stage == 0, stage.pp_stage == plan.num_stages(stage.module) - 1
         is_llm = stage.module == "llm"
@@ -59,7 +71,7 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
             -1 if is_first else place - 1,
             -1 if is_last else place + 1,
             has_bridges and is_llm and is_first,
-            has_bridges and not is_llm and is_last,
+            encoders.index(stage.module) if has_bridges and not is_llm and is_last else -1,
             SPLIT_BACKWARD if kind == WHOLE_BACKWARD and splits_backward(plan, stage.module) else kind,
         )
     groups = np.array([(stage.group, stage.num_groups) for stage in listed], dtype=np.int64)
@@ -79,14 +91,16 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
         num_nodes=int(last[FIRST_NODE] + last[DP]),
         num_workers=num_workers,
         num_microbatches=plan.num_microbatches,
+        num_encoders=len(encoders),
         splits_backward=SCHEDULES[plan.schedule].splits_backward,
         order=merged,
+        items=walk_items(merged, stages, plan.num_microbatches),
         stages=stages,
         ranks_of_worker=ranks_of_worker,
     )
 
 
-@njit(cache=True)
+@kernel
 def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
     """One order of all groups' computations in which each stands behind what it waits for; and how many were placed.
 
@@ -123,20 +137,22 @@ def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
     return merged, count
 
 
-@njit(cache=True)
+@kernel
 def _has_what_it_needs(which, stage, microbatch, stages, done):
     if which == WEIGHT:
         return done[BACKWARD, stage, microbatch]
     if which == FORWARD:
-        neighbour, bridge, far = stages[stage, STAGE_BEFORE], stages[stage, BRIDGE_IN], BRIDGE_OUT
+        if stages[stage, BRIDGE_IN]:
+            for other in range(len(stages)):
+                if stages[other, BRIDGE_OUT] >= 0 and not done[FORWARD, other, microbatch]:
+                    return False
+        neighbour = stages[stage, STAGE_BEFORE]
     else:
         if not done[FORWARD, stage, microbatch]:
             return False
-        neighbour, bridge, far = stages[stage, STAGE_BEHIND], stages[stage, BRIDGE_OUT], BRIDGE_IN
-    if neighbour >= 0 and not done[which, neighbour, microbatch]:
-        return False
-    if bridge:
-        for other in range(len(stages)):
-            if stages[other, far] and not done[which, other, microbatch]:
-                return False
-    return True
+        if stages[stage, BRIDGE_OUT] >= 0:
+            for other in range(len(stages)):
+                if stages[other, BRIDGE_IN] and not done[BACKWARD, other, microbatch]:
+                    return False
+        neighbour = stages[stage, STAGE_BEHIND]
+    return neighbour < 0 or done[which, neighbour, microbatch]

@@ -8,13 +8,13 @@ of the LLM's first stage, so that neither waits for what the other would do late
 from collections.abc import Collection
 
 import numpy as np
-from numba import njit
 
 from dflop.pipeline.layout import Stage, stages_of
 from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.pipeline.placements import PLACEMENTS
 from dflop.pipeline.plan import Plan
 from dflop.pipeline.schedules import SCHEDULES
+from dflop.runtime.kernels import kernel
 
 __all__ = ["group_orders", "has_backward", "splits_backward"]
 
@@ -69,7 +69,7 @@ def _llm_order(plan: Plan, stage: int, first: int, num_before: int) -> np.ndarra
     return _in_rounds(passes, number, pp, num_chunks, first + stage)
 
 
-@njit(cache=True)
+@kernel
 def _in_rounds(passes, number, pp, num_chunks, first):
     """Chunks take turns every `pp` microbatches, the last one first on the way back."""
     order = np.empty((len(passes), 3), np.int64)
@@ -94,7 +94,7 @@ def _encoder_order(
     return np.column_stack([passes, np.full_like(passes, place), number])
 
 
-@njit(cache=True)
+@kernel
 def _interleave(num_passes, ahead, delay):
     """Passes and their numbers in order: backward k right behind forward `k + ahead`, weight part k `delay` later, and
     none where `delay` is negative."""

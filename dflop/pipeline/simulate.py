@@ -1,16 +1,16 @@
 """The simulator: when every forward and backward of a step starts and ends, given how long each takes.
 
-Pricing a batch is a single pass over a compiled plan's order, with all replicas of a stage in an inner loop; the
-planner and the scheduler make millions of them. Bridges are given as they are used: one entry a message.
+It puts times, which are given by node, into the layout of `walk`, which has the loop that matters. Bridges are given as
+they are used: one entry a message.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
-from dflop.pipeline.compiled import (
-    BRIDGE_IN,
+from dflop.pipeline.compiled import CompiledPlan
+from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.pipeline.walk import (
     BRIDGE_OUT,
     DP,
     FIRST_NODE,
@@ -19,14 +19,15 @@ from dflop.pipeline.compiled import (
     NO_BACKWARD,
     SPAN,
     SPLIT_BACKWARD,
-    STAGE_BEFORE,
-    STAGE_BEHIND,
     WHOLE_BACKWARD,
-    CompiledPlan,
+    Messages,
+    walk,
 )
-from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.runtime.kernels import kernel
 
 __all__ = ["Bridges", "StageTimes", "Timeline", "peak_bytes", "per_worker", "simulate", "simulate_step_s"]
+
+_BLOCK = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,14 +89,15 @@ class Timeline:
 
 def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
     """Run one step with the given times."""
-    shape = (1, 3, plan.num_nodes, plan.num_microbatches)
+    shape = (3, plan.num_nodes * plan.num_microbatches)
     start_s, end_s = np.full(shape, np.nan), np.full(shape, np.nan)
     step_s = float(_run(plan, times, start_s, end_s)[0])
-    busy_s = per_worker(plan.stages, times.sync_s + np.nansum(end_s - start_s, axis=(0, 1, 3)), plan.num_workers)
+    start_s, end_s = (_by_node(plan, cells) for cells in (start_s, end_s))
+    busy_s = per_worker(plan.stages, times.sync_s + np.nansum(end_s - start_s, axis=(0, 2)), plan.num_workers)
     idle_of_worker = 1 - busy_s / step_s if step_s > 0 else np.zeros(plan.num_workers)
     return Timeline(
-        start_s=start_s[0],
-        end_s=end_s[0],
+        start_s=start_s,
+        end_s=end_s,
         step_s=step_s,
         idle=float(np.average(idle_of_worker, weights=plan.ranks_of_worker)),
         idle_of_worker=idle_of_worker,
@@ -104,8 +106,8 @@ def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
 
 def simulate_step_s(plan: CompiledPlan, times: StageTimes) -> float | np.ndarray:
     """The step time alone; of several global batches [num_batches]."""
-    end_s = np.empty((1, 3 if plan.splits_backward else 2, plan.num_nodes, plan.num_microbatches))
-    step_s = _run(plan, times, np.empty((0, 0, 0, 0)), end_s)
+    end_s = np.empty((3, plan.num_nodes * plan.num_microbatches))
+    step_s = _run(plan, times, np.empty((0, 0)), end_s)
     return step_s if times.forward_s.ndim == 3 else float(step_s[0])
 
 
@@ -119,124 +121,136 @@ def peak_bytes(plan: CompiledPlan, activation_bytes: np.ndarray, transient_bytes
     return _peak(plan.order, plan.stages, activation_bytes, transient_bytes, plan.num_workers)
 
 
+def _by_node(plan: CompiledPlan, cells: np.ndarray) -> np.ndarray:
+    """What is known of cells, [3, num_cells], as [3, num_nodes, num_microbatches]."""
+    parts, first = [], 0
+    for dp in plan.stages[:, DP]:
+        own = cells[:, first : first + dp * plan.num_microbatches]
+        parts.append(own.reshape(3, plan.num_microbatches, dp).transpose(0, 2, 1))
+        first += dp * plan.num_microbatches
+    return np.concatenate(parts, axis=1)
+
+
 def _run(plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
-    assert times.weight_s is not None or not plan.splits_backward, "zb_h1 needs to know the weights' part"
+    assert times.weight_s is not None or not plan.splits_backward, "a split backward needs to know the weights' part"
     shape = (-1, plan.num_nodes, plan.num_microbatches)
     forward_s = times.forward_s.reshape(shape)
     bridges = times.bridges
     batch = np.zeros_like(bridges.microbatch) if bridges.batch is None else bridges.batch
-    return _walk(
-        plan.order,
+    return _walk_batches(
+        plan.items,
         plan.stages,
         plan.num_workers,
+        plan.num_encoders,
         forward_s,
         times.backward_s.reshape(shape),
         (times.backward_s if times.weight_s is None else times.weight_s).reshape(shape),
         times.chain_s.reshape(shape),
-        *_by_microbatch(len(forward_s), plan.num_microbatches, batch, bridges.microbatch, bridges.source,
-                        bridges.target, bridges.seconds),
+        (batch, bridges.microbatch, bridges.source, bridges.target, bridges.seconds),
         times.sync_s,
         start_s,
         end_s,
-    )  # fmt: skip
+    )
 
 
-@njit(cache=True)
-def _by_microbatch(num_batches, num_microbatches, batch, microbatch, source, target, seconds):
-    """The messages sorted by (batch, microbatch), and where each of these cells begins, [num_cells + 1]."""
-    num_cells = num_batches * num_microbatches
-    starts = np.zeros(num_cells + 1, dtype=np.int64)
-    for message in range(len(source)):
-        starts[batch[message] * num_microbatches + microbatch[message] + 1] += 1
-    for cell in range(num_cells):
-        starts[cell + 1] += starts[cell]
-    free = starts[:-1].copy()
-    sorted_source, sorted_target = np.empty(len(source), dtype=np.int64), np.empty(len(source), dtype=np.int64)
-    sorted_seconds = np.empty(len(source))
-    for message in range(len(source)):
-        cell = batch[message] * num_microbatches + microbatch[message]
-        place = free[cell]
-        free[cell] += 1
-        sorted_source[place], sorted_target[place] = source[message], target[message]
-        sorted_seconds[place] = seconds[message]
-    return starts, sorted_source, sorted_target, sorted_seconds
-
-
-@njit(cache=True)
-def _walk(
-    order,
+@kernel
+def _walk_batches(
+    items,
     stages,
     num_workers,
+    num_encoders,
     forward_s,
     backward_s,
     weight_s,
     chain_s,
-    message_starts,
-    source,
-    target,
-    message_s,
+    bridges,
     sync_s,
     start_s,
     end_s,
 ):
-    """Step times [num_batches]. `end_s` is written for the last batch (`order` never reads what is not written yet);
-    `start_s` too unless it is empty."""
-    num_batches, _, num_microbatches = forward_s.shape
-    keeps_starts = start_s.size > 0
-    step_s = np.zeros(num_batches)
-    arrived_s = np.zeros(stages[:, DP].max())
+    """Step times [num_batches]; `end_s` and `start_s` are `walk`'s of the last batch (no batch reads what it has not
+    written itself)."""
+    num_batches, num_nodes, num_microbatches = forward_s.shape
+    starts, source, target, message_s = _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges)
+    num_lists = num_encoders * num_microbatches
+    synced_s = per_worker(stages, sync_s, num_workers)
+    seconds, ways_s = np.empty((3, num_nodes * num_microbatches)), np.empty(num_nodes * num_microbatches)
+    clocks, step_s = np.empty(num_workers), np.empty(num_batches)
     for batch in range(num_batches):
-        clocks = np.zeros(num_workers)
-        for item in range(len(order)):
-            which, stage, microbatch = order[item, 0], order[item, 1], order[item, 2]
-            dp, first_node, span = stages[stage, DP], stages[stage, FIRST_NODE], stages[stage, SPAN]
-            is_split = stages[stage, KIND] == SPLIT_BACKWARD
-            neighbour = -1
-            if which != WEIGHT:
-                is_forward = which == FORWARD
-                neighbour = stages[stage, STAGE_BEFORE] if is_forward else stages[stage, STAGE_BEHIND]
-                if stages[stage, BRIDGE_IN if is_forward else BRIDGE_OUT]:
-                    cell = batch * num_microbatches + microbatch
-                    for message in range(message_starts[cell], message_starts[cell + 1]):
-                        here, there = target[message] - first_node, source[message]
-                        if not is_forward:
-                            here, there = source[message] - first_node, target[message]
-                        if 0 <= here < dp:
-                            arrived_s[here] = max(
-                                arrived_s[here], end_s[0, which, there, microbatch] + message_s[message]
-                            )
-            for replica in range(dp):
-                node = first_node + replica
-                worker = stages[stage, FIRST_WORKER] + replica * span
-                ready_s = max(arrived_s[replica], clocks[worker])
-                arrived_s[replica] = 0.0
-                for lane in range(1, span):
-                    ready_s = max(ready_s, clocks[worker + lane])
-                if which == FORWARD:
-                    duration_s = forward_s[batch, node, microbatch]
-                    if neighbour >= 0:
-                        other = stages[neighbour, FIRST_NODE] + replica
-                        ready_s = max(ready_s, end_s[0, 0, other, microbatch] + chain_s[batch, other, microbatch])
-                elif which == BACKWARD:
-                    duration_s = backward_s[batch, node, microbatch]
-                    if is_split:
-                        duration_s -= weight_s[batch, node, microbatch]
-                    if neighbour >= 0:
-                        other = stages[neighbour, FIRST_NODE] + replica
-                        ready_s = max(ready_s, end_s[0, 1, other, microbatch] + chain_s[batch, node, microbatch])
-                else:
-                    duration_s = weight_s[batch, node, microbatch]
-                for lane in range(span):
-                    clocks[worker + lane] = ready_s + duration_s
-                end_s[0, which, node, microbatch] = ready_s + duration_s
-                if keeps_starts:
-                    start_s[0, which, node, microbatch] = ready_s
-        clocks += per_worker(stages, sync_s, num_workers)
+        own_s = forward_s[batch], backward_s[batch], weight_s[batch], chain_s[batch]
+        for stage in range(len(stages)):
+            _put_in_cells(stages[stage], own_s, seconds, ways_s)
+        own = starts[batch * num_lists : (batch + 1) * num_lists + 1]
+        messages = Messages(own[:-1], own[1:] - own[:-1], source, target, message_s)
+        walk(items, seconds, ways_s, messages, clocks, end_s, start_s)
+        clocks += synced_s
         step_s[batch] = clocks.max()
     return step_s
 
 
-@njit(cache=True)
+@kernel
+def _put_in_cells(stage, times_s, seconds, ways_s):
+    """A stage's times, of which each is given for all stages as [num_nodes, num_microbatches], as `walk` takes them."""
+    forward_s, backward_s, weight_s, chain_s = times_s
+    num_microbatches = forward_s.shape[1]
+    dp, first_node, is_split = stage[DP], stage[FIRST_NODE], stage[KIND] == SPLIT_BACKWARD
+    # A few replicas at a time: one by one, each cell would be written to another line of the processor's cache.
+    for begin in range(0, dp, _BLOCK):
+        for microbatch in range(num_microbatches):
+            first_cell = first_node * num_microbatches + microbatch * dp
+            for replica in range(begin, min(dp, begin + _BLOCK)):
+                node, cell = first_node + replica, first_cell + replica
+                seconds[FORWARD, cell] = forward_s[node, microbatch]
+                seconds[BACKWARD, cell] = backward_s[node, microbatch]
+                if is_split:
+                    seconds[BACKWARD, cell] -= weight_s[node, microbatch]
+                    seconds[WEIGHT, cell] = weight_s[node, microbatch]
+                ways_s[cell] = chain_s[node, microbatch]
+
+
+@kernel
+def _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges):
+    """The messages sorted by batch and list, as cells; and where each list begins, [num_batches * num_lists + 1]."""
+    batch, microbatch, source, target, seconds = bridges
+    num_lists = num_batches * num_microbatches * num_encoders
+    starts = np.zeros(num_lists + 1, dtype=np.uint64)
+    own_list = np.empty(len(source), dtype=np.int64)
+    sources, targets = np.empty(len(source), dtype=np.uint64), np.empty(len(source), dtype=np.uint64)
+    message_s = np.empty(len(source))
+    if len(source) == 0:
+        return starts, sources, targets, message_s
+    # The first nodes of the encoders' last stages, by encoder, and the stages; behind them the LLM's first stage.
+    ends = np.empty(num_encoders + 1, dtype=np.int64)
+    for stage in range(len(stages)):
+        if stages[stage, BRIDGE_OUT] >= 0:
+            ends[stages[stage, BRIDGE_OUT]] = stage
+            ends[num_encoders] = stage + 1
+    for message in range(len(source)):
+        encoder = 0
+        while source[message] >= stages[ends[encoder], FIRST_NODE] + stages[ends[encoder], DP]:
+            encoder += 1
+        own_list[message] = (batch[message] * num_microbatches + microbatch[message]) * num_encoders + encoder
+        starts[own_list[message] + 1] += np.uint64(1)
+    for number in range(num_lists):
+        starts[number + 1] += starts[number]
+    free = starts[:-1].copy()
+    for message in range(len(source)):
+        place = free[own_list[message]]
+        free[own_list[message]] += np.uint64(1)
+        encoder = own_list[message] % num_encoders
+        sources[place] = _cell(stages, ends[encoder], source[message], microbatch[message], num_microbatches)
+        targets[place] = _cell(stages, ends[num_encoders], target[message], microbatch[message], num_microbatches)
+        message_s[place] = seconds[message]
+    return starts, sources, targets, message_s
+
+
+@kernel
+def _cell(stages, stage, node, microbatch, num_microbatches):
+    first_node = stages[stage, FIRST_NODE]
+    return first_node * num_microbatches + microbatch * stages[stage, DP] + node - first_node
+
+
+@kernel
 def per_worker(stages, values, num_workers):
     """Sums over the nodes that each worker carries."""
     sums = np.zeros(num_workers)
@@ -248,7 +262,7 @@ def per_worker(stages, values, num_workers):
     return sums
 
 
-@njit(cache=True)
+@kernel
 def _peak(order, stages, kept, transient, num_workers):
     held, peak = np.zeros(num_workers), np.zeros(num_workers)
     for item in range(len(order)):

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop.balancing import NO_CAP
 from dflop.costs import Loads
 from dflop.data import SampleShapes
-from dflop.pipeline import PLACEMENTS, Network, Plan, compile_plan, network_of
-from dflop.pipeline.compiled import DP, FIRST_NODE, KIND, SPLIT_BACKWARD
+from dflop.pipeline import PLACEMENTS, CompiledPlan, Computation, Plan, compile_plan, computations_of
 from dflop.pipeline.passes import FORWARD, WEIGHT
+from dflop.pipeline.simulate import per_worker
+from dflop.pipeline.walk import DP, FIRST_NODE, KIND, SPLIT_BACKWARD
 from dflop.pricing import Pricer, loads_of
-from dflop.scheduling.step_search import stage_forms
+from dflop.scheduling.stage_forms import stage_forms
 
 __all__ = ["ideal_shares", "relaxed_step_s"]
 
@@ -27,31 +27,33 @@ NUM_KINDS = 12
 APART_COST = 0.03
 # The largest programs known take 2 s.
 _MOST_S = 30.0
-# Columns of loads: as in `Loads`, and the features' tokens.
+# Columns of a module's loads: as in `Loads`, and the tokens of its features (of an encoder).
 _TOKENS, _FEATURES = 1, 4
 
 
 def ideal_shares(pricer: Pricer, samples: SampleShapes, batch_size: int) -> np.ndarray:
-    """Each microbatch's size as a part of the mean one, [num_microbatches, num_modules], for batches of such samples.
+    """Each microbatch's size as a part of the mean one, [num_microbatches, num_loads], for batches of such samples.
 
-    Equal ones where the solver fails. Takes tens of milliseconds for four to eight stages and 16 microbatches.
+    The columns are those of the balancing problem (`Pricer.problem`). Equal ones where the solver fails. Takes tens of
+    milliseconds for four to eight stages and 16 microbatches.
     """
-    loads = _loads(samples)
-    order = np.argsort(loads[:, 0] / np.maximum(1, samples.llm_tokens), kind="stable")
+    loads = _loads(pricer, samples)
+    order = np.argsort(samples.num_items.sum(axis=1) / np.maximum(1, samples.llm_tokens), kind="stable")
     kinds = np.array_split(order, min(NUM_KINDS, len(samples)))
     in_batch = batch_size / len(samples)
     totals = np.array([loads[kind].sum(axis=0) for kind in kinds]) * in_batch
     step = _StepProgram(pricer, totals, np.array([len(kind) for kind in kinds]) * in_batch)
     size = _sizes(pricer, totals)
-    num_microbatches = pricer.plan.num_microbatches
-    apart = step.program.variables(num_microbatches)
-    difference = (size[:, 0] - size[:, 1])[:, None].repeat(step.part.shape[2], 1)
-    for microbatch in range(num_microbatches):
-        for sign in (1.0, -1.0):
-            step.program.require((apart[microbatch], 1.0), (step.part[:, microbatch], sign * difference))
+    num_microbatches, num_loads = pricer.plan.num_microbatches, size.shape[1]
+    apart = step.program.variables(num_loads - 1, num_microbatches)
+    for load in range(num_loads - 1):
+        difference = (size[:, load] - size[:, -1])[:, None].repeat(step.part.shape[2], 1)
+        for microbatch in range(num_microbatches):
+            for sign in (1.0, -1.0):
+                step.program.require((apart[load, microbatch], 1.0), (step.part[:, microbatch], sign * difference))
     solution = step.program.minimise((step.end, 1.0), (apart, APART_COST))
     if solution is None:
-        return np.ones((num_microbatches, size.shape[1]))
+        return np.ones((num_microbatches, num_loads))
     return np.einsum("kje,kf->jf", solution[step.part], size)
 
 
@@ -62,29 +64,38 @@ def relaxed_step_s(pricer: Pricer, shapes: SampleShapes) -> float:
     convex, so the mean of what the LLM's replicas do is possible, too, and no slower. Several encoder replicas might
     gain a little by unlike work. 512 samples in 16 microbatches take about half a second.
     """
-    step = _StepProgram(pricer, _loads(shapes), np.ones(len(shapes)))
+    step = _StepProgram(pricer, _loads(pricer, shapes), np.ones(len(shapes)))
     solution = step.program.minimise((step.end, 1.0))
     assert solution is not None, "any assignment of the samples is a solution"
     return float(solution[step.end]) * step.unit_s
 
 
-def _loads(shapes: SampleShapes) -> np.ndarray:
-    assert len(shapes.encoders) == 1, "a cell of the program holds one encoder's items"
-    loads = loads_of("llm", shapes)._replace(num_items=shapes.num_items[:, 0])
-    return np.column_stack([*loads, shapes.kept_tokens[:, 0]]).astype(float)
+def _loads(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
+    """[num_samples, num_modules, 5]: what each module has to do for a sample."""
+    columns = []
+    for grid in pricer.plan.grids:
+        features = np.zeros(len(shapes)) if grid.module == "llm" else shapes.kept_by(grid.module)
+        columns.append(np.column_stack([*loads_of(grid.module, shapes), features]))
+    return np.stack(columns, axis=1).astype(float)
 
 
 def _sizes(pricer: Pricer, totals: np.ndarray) -> np.ndarray:
-    """What kinds of these loads bring to the microbatches, in mean ones of each module, [num_kinds, num_modules]."""
-    items, *text = totals[:, :_FEATURES].T
-    nothing = np.zeros_like(items)
-    encoder, llm = pricer.plan.grids
-    encoding_s = pricer.stage_costs.additive_loads_s(encoder.module, Loads(items, nothing, nothing, nothing))
-    llm_s = pricer.stage_costs.additive_loads_s(llm.module, Loads(nothing, *text))
-    has_bridges = PLACEMENTS[pricer.plan.placement].has_bridges
-    size = np.column_stack([encoding_s.max(axis=0) if has_bridges else encoding_s[0] + llm_s[0], llm_s.max(axis=0)])
+    """What kinds of these loads bring to the microbatches, in mean ones, [num_kinds, num_loads].
+
+    The loads are those of the balancing problem: each encoder's and the LLM's; without bridges, those of all modules in
+    the LLM's first stage together and the LLM's.
+    """
+    plan = pricer.plan
+    *encoders_s, llm_s = (
+        pricer.stage_costs.additive_loads_s(grid.module, Loads(*totals[:, number, :_FEATURES].T))
+        for number, grid in enumerate(plan.grids)
+    )
+    columns = [own.max(axis=0) for own in encoders_s]
+    if encoders_s and not PLACEMENTS[plan.placement].has_bridges:
+        columns = [sum(own[0] for own in encoders_s) + llm_s[0]]
+    size = np.column_stack([*columns, llm_s.max(axis=0)])
     whole = size.sum(axis=0)
-    return pricer.plan.num_microbatches * np.divide(size, whole, out=np.zeros_like(size), where=whole > 0)
+    return plan.num_microbatches * np.divide(size, whole, out=np.zeros_like(size), where=whole > 0)
 
 
 class _Program:
@@ -133,91 +144,116 @@ class _StepProgram:
     """The step of one LLM replica and its part of the encoders, by which part of each kind goes where."""
 
     def __init__(self, pricer: Pricer, totals: np.ndarray, num_samples: np.ndarray) -> None:
-        """`totals` [num_kinds, 5] are the loads of all samples of a kind, and `num_samples` [num_kinds] how many."""
+        """`totals` [num_kinds, num_modules, 5] are the loads of all samples of a kind, `num_samples` [num_kinds] how
+        many there are."""
         plan = pricer.plan
-        llm_dp, encoder_dp, num_microbatches = plan.grid("llm").dp, plan.grids[0].dp, plan.num_microbatches
         compiled = compile_plan(_one_replica(plan), pricer.stage_costs.frozen)
-        self._forms, self._stages = stage_forms(pricer, NO_CAP), compiled.stages
+        self._forms, self._stages = stage_forms(pricer), compiled.stages
         # Replicas of a stage differ in their links alone: the fastest counts.
         first = pricer.compiled.stages[:, FIRST_NODE]
         self._weight_share = self._forms.weight_share[first]
         self._chain_latency_s = np.minimum.reduceat(self._forms.chain_latency_s, first)
         self._chain_token_s = np.minimum.reduceat(self._forms.chain_token_s, first)
-        num_encoders = int(compiled.stages[0, DP])
+        self._num_encoders = len(plan.grids) - 1
+        # How many replicas of each encoder one of the LLM's has to do with.
+        self._replicas = [int(compiled.stages[stage, DP]) for stage in self._forms.first_stage[:-2]]
         self.program = _Program()
-        self.part = self.program.variables(len(totals), num_microbatches, num_encoders)
+        # Which part of each kind goes to each microbatch, and there to which replica of the first encoder, if any.
+        shape = len(totals), plan.num_microbatches, *(self._replicas[:1] or [1])
+        self.part = self.program.variables(*shape)
         self.end = self.program.variables(1)[0]
         # Loads and times are counted in mean ones, so that all numbers are of the order of one.
         whole = totals.sum(axis=0)
-        self._mean_text, self._mean_media = (whole / (dp * num_microbatches) for dp in (llm_dp, encoder_dp))
-        self._message_token_s = self._forms.bridge_token_s.min() / llm_dp
-        linear = self._forms.forward.lines + self._forms.backward.lines
-        self.unit_s = float((linear[self._forms.is_llm] @ [1.0, *self._mean_text[:_FEATURES]]).max())
-        of_whole = np.divide(totals, whole, out=np.zeros_like(totals), where=whole > 0) * num_microbatches
+        self._means = whole / np.array([[grid.dp * plan.num_microbatches] for grid in plan.grids])
+        linear = (self._forms.forward.lines + self._forms.backward.lines)[self._forms.first_stage[-2] :]
+        self.unit_s = float((linear @ [1.0, *self._means[-1, :_FEATURES]]).max())
+        of_whole = np.divide(totals, whole, out=np.zeros_like(totals), where=whole > 0) * plan.num_microbatches
+        llm_dp = plan.grid("llm").dp
         self._text, self._media = self._cells(of_whole, num_samples, llm_dp, self._cap(pricer, whole))
-        self._add_computations(network_of(compiled, pricer.sync_s[first].repeat(compiled.stages[:, DP])))
+        sync_s = pricer.sync_s[first].repeat(compiled.stages[:, DP])
+        self._add_computations(compiled, per_worker(compiled.stages, sync_s, compiled.num_workers), llm_dp)
 
     def _cap(self, pricer: Pricer, whole: np.ndarray) -> float:
         """The most tokens that a bucket may hold, in mean ones; one, where the mean batch is too large."""
-        (encoder,) = pricer.plan.grids[:-1]
-        items_per_token = whole[0] / whole[_TOKENS] if pricer.placement.shares_ranks else 0.0
-        cap = pricer.memory.max_bucket_tokens({encoder.module: items_per_token})
-        return max(1.0, cap / self._mean_text[_TOKENS])
+        items_per_token = {}
+        if pricer.placement.shares_ranks:
+            modules = [grid.module for grid in pricer.plan.grids[:-1]]
+            items_per_token = dict(zip(modules, whole[:-1, 0] / whole[-1, _TOKENS], strict=True))
+        cap = pricer.memory.max_bucket_tokens(items_per_token)
+        return max(1.0, cap / self._means[-1, _TOKENS])
 
     def _cells(
         self, of_whole: np.ndarray, num_samples: np.ndarray, llm_dp: int, cap: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Variables of the loads of text, [num_microbatches, 5], and media, [num_microbatches, num_encoders, 5]."""
-        program, part = self.program, self.part
-        _, num_microbatches, num_encoders = part.shape
-        text, media = program.variables(num_microbatches, 5), program.variables(num_microbatches, num_encoders, 5)
-        for own in part:
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Variables of the loads of text, [num_microbatches, 5], and of each encoder's media, [num_microbatches,
+        num_replicas, 5]."""
+        program = self.program
+        num_kinds, num_microbatches, _ = self.part.shape
+        text = program.variables(num_microbatches, 5)
+        media = [program.variables(num_microbatches, replicas, 5) for replicas in self._replicas]
+        # A sample's media may go to any replica of each encoder, whichever those of the first encoder go to.
+        parts = [self.part, *(program.variables(num_kinds, num_microbatches, own) for own in self._replicas[1:])]
+        for own in self.part:
             program.require((own, 1.0), at_least=1.0)
             program.require((own, -1.0), at_least=-1.0)
         for microbatch in range(num_microbatches):
-            own = part[:, microbatch]
+            own = self.part[:, microbatch]
             program.require((own, num_samples[:, None]), at_least=llm_dp)  # No bucket is empty.
             program.require((text[microbatch, _TOKENS], -1.0), at_least=-cap)
             for load in range(5):
-                program.require((text[microbatch, load], 1.0), (own, -of_whole[:, load, None]))
-                for encoder in range(num_encoders):
-                    program.require(
-                        (media[microbatch, encoder, load], 1.0), (own[:, encoder], -num_encoders * of_whole[:, load])
-                    )
+                program.require((text[microbatch, load], 1.0), (own, -of_whole[:, -1, load, None]))
+                for encoder, its_part in enumerate(parts[: self._num_encoders]):
+                    for replica in range(self._replicas[encoder]):
+                        of_replica = -self._replicas[encoder] * of_whole[:, encoder, load]
+                        program.require(
+                            (media[encoder][microbatch, replica, load], 1.0),
+                            (its_part[:, microbatch, replica], of_replica),
+                        )
+            for other in parts[1:]:
+                for kind in range(num_kinds):
+                    for sign in (1.0, -1.0):
+                        program.require((own[kind], sign), (other[kind, microbatch], -sign))
         return text, media
 
-    def _add_computations(self, network: Network) -> None:
-        program, forms, stages = self.program, self._forms, self._stages
-        ends = program.variables(len(network.previous))
-        for item, (which, stage, microbatch, chain, bridge) in enumerate(network.items):
-            is_forward, is_llm = which == FORWARD, forms.is_llm[stage]
-            for replica in range(stages[stage, DP]):
-                operation = network.first_operation[item] + replica
-                cell = self._text[microbatch] if is_llm else self._media[microbatch, replica]
-                mean = self._mean_text if is_llm else self._mean_media
-                took = program.variables(1)[0]
-                self._add_duration(took, which, stage, cell, mean)
-                begun = (ends[operation], 1.0), (took, -1.0)
-                program.require(*begun)
-                for before in network.previous[operation]:
-                    if before >= 0:
-                        program.require(*begun, (ends[before], -1.0))
-                if chain >= 0:
-                    sender = network.items[chain, 1] if is_forward else stage
-                    sent = _TOKENS if is_llm else _FEATURES
-                    token_s = self._chain_token_s[sender] * mean[sent] / self.unit_s
-                    latency = self._chain_latency_s[sender] / self.unit_s
-                    before = ends[network.first_operation[chain] + replica]
-                    program.require(*begun, (before, -1.0), (cell[sent], -token_s), at_least=latency)
-                if bridge >= 0:
-                    token_s = self._message_token_s * self._mean_media[_FEATURES] / self.unit_s
-                    latency = forms.bridge_latency_s.min() / self.unit_s
-                    for other in range(stages[network.items[bridge, 1], DP]):
-                        features = self._media[microbatch, other if is_llm else replica, _FEATURES]
-                        before = ends[network.first_operation[bridge] + other]
-                        program.require(*begun, (before, -1.0), (features, -token_s), at_least=latency)
-        for worker, last in enumerate(network.last):
-            program.require((self.end, 1.0), (ends[last], -1.0), at_least=network.sync_s[worker] / self.unit_s)
+    def _add_computations(self, compiled: CompiledPlan, sync_s: np.ndarray, llm_dp: int) -> None:
+        """`sync_s` [num_workers] is each worker's gradient sync."""
+        program, forms = self.program, self._forms
+        computations, last = computations_of(compiled)
+        ends = program.variables(len(computations))
+        for number, own in enumerate(computations):
+            module = forms.module[own.stage]
+            cell, mean = self._cell_of(own), self._means[module]
+            took = program.variables(1)[0]
+            self._add_duration(took, own.which, own.stage, cell, mean)
+            begun = (ends[number], 1.0), (took, -1.0)
+            program.require(*begun)
+            for before in own.on_workers:
+                program.require(*begun, (ends[before], -1.0))
+            if own.neighbour >= 0:
+                sender = computations[own.neighbour].stage if own.which == FORWARD else own.stage
+                sent = _TOKENS if module == self._num_encoders else _FEATURES
+                token_s = self._chain_token_s[sender] * mean[sent] / self.unit_s
+                latency = self._chain_latency_s[sender] / self.unit_s
+                program.require(*begun, (ends[own.neighbour], -1.0), (cell[sent], -token_s), at_least=latency)
+            for other in own.bridged:
+                media = own if module < self._num_encoders else computations[other]
+                encoder = forms.module[media.stage]
+                replicas = slice(*forms.first_replica[encoder : encoder + 2])
+                token_s = forms.bridge_token_s[replicas].min() / llm_dp * self._means[encoder, _FEATURES] / self.unit_s
+                latency = forms.bridge_latency_s[replicas].min() / self.unit_s
+                features = self._cell_of(media)[_FEATURES]
+                program.require(*begun, (ends[other], -1.0), (features, -token_s), at_least=latency)
+        for worker, number in enumerate(last):
+            program.require((self.end, 1.0), (ends[number], -1.0), at_least=sync_s[worker] / self.unit_s)
+
+    def _cell_of(self, own: Computation) -> np.ndarray:
+        """The variables of a computation's loads, [5]."""
+        module = self._forms.module[own.stage]
+        return (
+            self._text[own.microbatch]
+            if module == self._num_encoders
+            else self._media[module][own.microbatch, own.replica]
+        )
 
     def _add_duration(self, took: int, which: int, stage: int, cell: np.ndarray, mean: np.ndarray) -> None:
         """A computation `took` at least what its `cell`, loads in means of `mean`, asks for."""
@@ -240,13 +276,14 @@ class _StepProgram:
 
 
 def _one_replica(plan: Plan) -> Plan:
-    """The plan of a single LLM replica; an encoder on ranks of its own has a single one, too."""
-    encoder, llm = plan.grids
-    own = replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0)
-    placement = PLACEMENTS[plan.placement]
+    """The plan of a single LLM replica; encoders on ranks of their own have a single one, too."""
+    *encoders, llm = plan.grids
+    placement, own = PLACEMENTS[plan.placement], replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0)
     if placement.shares_ranks:
-        encoder = replace(encoder, num_ranks=len(placement.encoder_stages(llm.pp)) * llm.tp)
-    else:
-        encoder = replace(encoder, num_ranks=encoder.tp * encoder.pp)
-        own = replace(own, rank_offset=encoder.num_ranks)
-    return replace(plan, grids=(encoder, own))
+        num_ranks = len(placement.encoder_stages(llm.pp)) * llm.tp
+        return replace(plan, grids=(*(replace(encoder, num_ranks=num_ranks) for encoder in encoders), own))
+    grids, first_rank = [], 0
+    for grid in (*encoders, own):
+        grids.append(replace(grid, num_ranks=grid.tp * grid.pp, rank_offset=first_rank))
+        first_rank += grids[-1].num_ranks
+    return replace(plan, grids=tuple(grids))

@@ -35,14 +35,14 @@ def disjoint(
 
 @st.composite
 def plans(draw, placements=tuple(PLACEMENTS), schedules=tuple(SCHEDULES)) -> Plan:
-    """Any plan: up to two encoders, tp that differs between modules, encoders of several stages, chunks."""
+    """Any plan: none to two encoders, tp that differs between modules, encoders of several stages, chunks."""
     placement, schedule = draw(st.sampled_from(placements)), draw(st.sampled_from(schedules))
     is_interleaved = schedule == "interleaved_1f1b"
     pp = draw(st.integers(2, 3) if is_interleaved else st.integers(1, 4))
     dp, tp = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2]))
     llm_ranks = pp * dp * tp
     encoders = []
-    for module in draw(st.sampled_from([("vision",), ("vision", "audio")])):
+    for module in draw(st.sampled_from([(), ("vision",), ("vision", "audio")])):
         offset = sum(grid.num_ranks for grid in encoders) if placement == "disjoint" else 0
         if placement == "disjoint":
             encoder_tp, encoder_pp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 1, 2]))

@@ -1,0 +1,43 @@
+"""Columns: what can only move together in time, a replica's stages and whatever shares their workers.
+
+Columns meet in bridges alone. A change of one replica's work is at first felt in its own column.
+"""
+
+import numpy as np
+
+from dflop.pipeline.compiled import CompiledPlan
+from dflop.pipeline.walk import DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND
+from dflop.runtime.kernels import kernel
+
+__all__ = ["columns_of"]
+
+
+def columns_of(plan: CompiledPlan) -> tuple[np.ndarray, np.ndarray]:
+    """The column of each node, [num_nodes], and of each worker, [num_workers], numbered from 0."""
+    return _columns(plan.stages, plan.num_nodes, plan.num_workers)
+
+
+@kernel
+def _columns(stages, num_nodes, num_workers):
+    # Labels spread over nodes that share a worker or a chain until none changes.
+    node_label, worker_label = np.arange(num_nodes), np.full(num_workers, num_nodes)
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(len(stages)):
+            for replica in range(stages[stage, DP]):
+                node = stages[stage, FIRST_NODE] + replica
+                label = node_label[node]
+                for neighbour in (stages[stage, STAGE_BEFORE], stages[stage, STAGE_BEHIND]):
+                    if neighbour >= 0:
+                        label = min(label, node_label[stages[neighbour, FIRST_NODE] + replica])
+                first_worker = stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN]
+                for worker in range(first_worker, first_worker + stages[stage, SPAN]):
+                    label = min(label, worker_label[worker])
+                for worker in range(first_worker, first_worker + stages[stage, SPAN]):
+                    moved = moved or worker_label[worker] != label
+                    worker_label[worker] = label
+                moved = moved or node_label[node] != label
+                node_label[node] = label
+    names = np.unique(node_label)
+    return np.searchsorted(names, node_label), np.searchsorted(names, worker_label)

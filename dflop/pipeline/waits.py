@@ -1,0 +1,67 @@
+"""Who waits for whom in a step, computation by computation: for programs that set up equations of a few replicas.
+
+The simulator's walk knows the same from the order that it goes in; here each dependency stands by itself.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dflop.pipeline.compiled import CompiledPlan
+from dflop.pipeline.passes import FORWARD, WEIGHT
+from dflop.pipeline.walk import BRIDGE_IN, BRIDGE_OUT, DP, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND
+
+__all__ = ["Computation", "computations_of"]
+
+
+class Computation(NamedTuple):
+    """A replica's pass of a microbatch; the others that it waits for are numbers in the list of all."""
+
+    which: int
+    stage: int
+    replica: int
+    microbatch: int
+    on_workers: tuple[int, ...]  # what its workers do before
+    neighbour: int  # the same pass of the stage before (forward) or behind (backward), -1 for none
+    bridged: tuple[int, ...]  # passes on the other side of bridges
+
+
+def computations_of(plan: CompiledPlan) -> tuple[list[Computation], list[int]]:
+    """All computations in an order in which each stands behind what it waits for; and each worker's last one."""
+    stages = plan.stages
+    bridge_ends = {
+        FORWARD: np.flatnonzero(stages[:, BRIDGE_OUT] >= 0).tolist(),
+        None: np.flatnonzero(stages[:, BRIDGE_IN]).tolist(),
+    }
+    number: dict[tuple[int, int, int, int], int] = {}
+    last: dict[int, int] = {}
+    computations = []
+    for which, stage, microbatch in plan.order.tolist():
+        is_forward = which == FORWARD
+        neighbour, bridged = -1, []
+        if which != WEIGHT:
+            neighbour = int(stages[stage, STAGE_BEFORE if is_forward else STAGE_BEHIND])
+            is_end = stages[stage, BRIDGE_IN] > 0 if is_forward else stages[stage, BRIDGE_OUT] >= 0
+            if is_end:
+                bridged = bridge_ends[FORWARD if is_forward else None]
+        for replica in range(stages[stage, DP]):
+            first_worker = int(stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN])
+            workers = range(first_worker, first_worker + int(stages[stage, SPAN]))
+            computations.append(
+                Computation(
+                    which=which,
+                    stage=stage,
+                    replica=replica,
+                    microbatch=microbatch,
+                    on_workers=tuple(dict.fromkeys(last[worker] for worker in workers if worker in last)),
+                    neighbour=number[which, neighbour, replica, microbatch] if neighbour >= 0 else -1,
+                    bridged=tuple(
+                        number[which, other, its_replica, microbatch]
+                        for other in bridged
+                        for its_replica in range(stages[other, DP])
+                    ),
+                )
+            )
+            number[which, stage, replica, microbatch] = len(computations) - 1
+            last |= dict.fromkeys(workers, len(computations) - 1)
+    return computations, [last[worker] for worker in range(plan.num_workers)]

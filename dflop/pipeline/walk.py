@@ -1,0 +1,132 @@
+"""The simulator's walk: when everything in a step ends, in one pass over a compiled plan's order.
+
+Planning, scheduling and the step search's trials all come here, millions of times. So whatever is the same for all
+steps of a plan is worked out beforehand (`walk_items`), all replicas of a stage stand side by side in memory, and
+nothing is allocated.
+
+A *cell* is one replica's microbatch in one stage; those of a stage lie together, by microbatch and then by replica:
+cell (stage, microbatch, replica) is `first_node * num_microbatches + microbatch * dp + replica`. What crosses bridges
+is kept in lists of messages, one list for each microbatch and encoder: list (microbatch, encoder) is number
+`microbatch * num_encoders + encoder`. Indices are unsigned: numba would look at each signed one whether it counts from
+the end, which takes more time than the rest of the walk.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.runtime.kernels import kernel
+
+__all__ = [
+    "BRIDGE_IN",
+    "BRIDGE_OUT",
+    "DP",
+    "FIRST_NODE",
+    "FIRST_WORKER",
+    "KIND",
+    "NO_BACKWARD",
+    "NUM_COLUMNS",
+    "SPAN",
+    "SPLIT_BACKWARD",
+    "STAGE_BEFORE",
+    "STAGE_BEHIND",
+    "WHOLE_BACKWARD",
+    "Messages",
+    "walk",
+    "walk_items",
+]
+
+# Columns of `CompiledPlan.stages`. The stages before and behind are of the same module, -1 where there is none; bridges
+# end at the LLM's first stage and begin at an encoder's last, whose number among the encoders BRIDGE_OUT holds, -1
+# elsewhere; KIND says what a backward is.
+NUM_COLUMNS = 9
+DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, KIND = range(NUM_COLUMNS)
+NO_BACKWARD, WHOLE_BACKWARD, SPLIT_BACKWARD = range(3)
+
+# Columns of `walk_items`, of an item's pass on all replicas of a stage: its first cell; those replicas' workers;
+# whether they wait for the neighbouring stage's same pass, and that one's first cell; the lists of messages it awaits.
+_PASS, _CELL, _DP, _WORKER, _SPAN, _HAS_NEIGHBOUR, _NEIGHBOUR, _FIRST_LIST, _NUM_LISTS = range(9)
+
+
+class Messages(NamedTuple):
+    """What crosses bridges, in lists: list l is the `count[l]` entries from `first[l]` on, in any order."""
+
+    first: np.ndarray  # unsigned, [num_lists]
+    count: np.ndarray  # unsigned, [num_lists]
+    source: np.ndarray  # unsigned, [num_entries]: the cell of an encoder's last stage
+    target: np.ndarray  # unsigned, [num_entries]: the cell of the LLM's first stage
+    seconds: np.ndarray  # [num_entries], either way
+
+
+def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> np.ndarray:
+    """A plan's order, [num_items, 3] of pass, stage and microbatch, as `walk` takes it."""
+    which, stage, microbatch = order.T
+    is_forward, is_weight = which == FORWARD, which == WEIGHT
+    neighbour = np.where(is_forward, stages[stage, STAGE_BEFORE], stages[stage, STAGE_BEHIND])
+    has_neighbour = (neighbour >= 0) & ~is_weight
+    encoder, num_encoders = stages[stage, BRIDGE_OUT], stages[:, BRIDGE_OUT].max() + 1
+    takes_all, takes_own = is_forward & (stages[stage, BRIDGE_IN] > 0), (which == BACKWARD) & (encoder >= 0)
+
+    def cell(stage: np.ndarray) -> np.ndarray:
+        return stages[stage, FIRST_NODE] * num_microbatches + microbatch * stages[stage, DP]
+
+    columns = {
+        _PASS: which,
+        _CELL: cell(stage),
+        _DP: stages[stage, DP],
+        _WORKER: stages[stage, FIRST_WORKER],
+        _SPAN: stages[stage, SPAN],
+        _HAS_NEIGHBOUR: has_neighbour,
+        _NEIGHBOUR: np.where(has_neighbour, cell(neighbour), 0),
+        _FIRST_LIST: microbatch * num_encoders + np.where(takes_own, encoder, 0),
+        _NUM_LISTS: np.where(takes_all, num_encoders, takes_own),
+    }
+    return np.column_stack([columns[number] for number in range(len(columns))]).astype(np.uint64)
+
+
+@kernel
+def walk(items, seconds, chain_s, messages, clocks, end_s, start_s):
+    """Write when each cell ends to `end_s`, and when each worker has ended its last to `clocks` [num_workers].
+
+    `seconds`, [3 (pass), num_cells], is what each computation takes, and `chain_s` [num_cells] the way to the next
+    stage of the module or back from it. `end_s` is like `seconds`; so is `start_s`, unless it is empty.
+    """
+    keeps_starts = start_s.size > 0
+    clocks[:] = 0.0
+    for item in range(len(items)):
+        which, first, dp, worker = items[item, _PASS], items[item, _CELL], items[item, _DP], items[item, _WORKER]
+        span, before = items[item, _SPAN], items[item, _NEIGHBOUR]
+        has_neighbour, num_lists = items[item, _HAS_NEIGHBOUR] > 0, items[item, _NUM_LISTS]
+        # Going forward it is the stage before that has the way to go, going backward this one.
+        way = before if which == FORWARD else first
+        if span == 1 and num_lists == 0 and not keeps_starts:
+            # By far most items: one loop.
+            for replica in range(dp):
+                ready_s = clocks[worker + replica]
+                if has_neighbour:
+                    ready_s = max(ready_s, end_s[which, before + replica] + chain_s[way + replica])
+                ready_s += seconds[which, first + replica]
+                end_s[which, first + replica] = ready_s
+                clocks[worker + replica] = ready_s
+            continue
+        for replica in range(dp):
+            ready_s = clocks[worker + replica * span]
+            for lane in range(span):
+                ready_s = max(ready_s, clocks[worker + replica * span + lane])
+            if has_neighbour:
+                ready_s = max(ready_s, end_s[which, before + replica] + chain_s[way + replica])
+            end_s[which, first + replica] = ready_s
+        for number in range(items[item, _FIRST_LIST], items[item, _FIRST_LIST] + num_lists):
+            begin = messages.first[number]
+            for entry in range(begin, begin + messages.count[number]):
+                here, there = messages.target[entry], messages.source[entry]
+                if which != FORWARD:
+                    here, there = there, here
+                end_s[which, here] = max(end_s[which, here], end_s[which, there] + messages.seconds[entry])
+        for replica in range(dp):
+            if keeps_starts:
+                start_s[which, first + replica] = end_s[which, first + replica]
+            end_s[which, first + replica] += seconds[which, first + replica]
+            for lane in range(span):
+                clocks[worker + replica * span + lane] = end_s[which, first + replica]

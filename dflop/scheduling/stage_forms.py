@@ -1,0 +1,61 @@
+"""A plan's times in the shape that kernels and linear programs take: linear in loads, with hinges.
+
+Loads of a microbatch are those of `Loads`: items of an encoder, tokens, squared tokens, target tokens.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dflop.costs.forms import PackedForms, pack_forms
+from dflop.pipeline import PLACEMENTS, SCHEDULES
+from dflop.pricing import WEIGHT_SHARE, Pricer
+
+__all__ = ["StageForms", "stage_forms"]
+
+
+class StageForms(NamedTuple):
+    """What kernels need to know of a plan's stages. Times are to be multiplied by their shape bin's factor.
+
+    Modules are the encoders as they come, and the LLM last. The replicas of all encoders are numbered through.
+    """
+
+    stages: np.ndarray  # as in `CompiledPlan`
+    module: np.ndarray  # [num_stages]: the number of the stage's module
+    first_stage: np.ndarray  # [num_modules + 1]: of each module, and behind all
+    first_replica: np.ndarray  # [num_encoders + 1]: of each encoder, and behind all
+    forward: PackedForms
+    backward: PackedForms
+    # [num_modules, 2 (forward, backward), num_load_bins, num_segment_bins]; None, for which the kernel is compiled
+    # without corrections, where there are none.
+    factors: np.ndarray | None
+    weight_share: np.ndarray  # [num_nodes]
+    chain_latency_s: np.ndarray  # [num_nodes]
+    chain_token_s: np.ndarray
+    bridge_latency_s: np.ndarray  # [num_encoder_replicas, num_llm_replicas]
+    bridge_token_s: np.ndarray
+    has_bridges: bool
+    sends_text: bool
+
+
+def stage_forms(pricer: Pricer) -> StageForms:
+    plan = pricer.plan
+    forward, backward = (pack_forms(forms) for forms in pricer.stage_costs.time_forms())
+    links, corrections = pricer.transfers.forms(), pricer.corrections
+    num_stages = [plan.num_stages(grid.module) for grid in plan.grids]
+    return StageForms(
+        stages=pricer.compiled.stages,
+        module=np.repeat(np.arange(len(plan.grids)), num_stages),
+        first_stage=np.cumsum([0, *num_stages]),
+        first_replica=np.cumsum([0, *(grid.dp for grid in plan.grids[:-1])]),
+        forward=forward,
+        backward=backward,
+        factors=np.stack([corrections.table(grid.module) for grid in plan.grids]) if corrections.factors else None,
+        weight_share=WEIGHT_SHARE * pricer.trains * SCHEDULES[plan.schedule].splits_backward,
+        chain_latency_s=links.chain_latency_s,
+        chain_token_s=links.chain_byte_s * pricer.bytes_per_token,
+        bridge_latency_s=links.bridge_latency_s,
+        bridge_token_s=links.bridge_byte_s * pricer.bytes_per_token,
+        has_bridges=PLACEMENTS[plan.placement].has_bridges and len(plan.grids) > 1,
+        sends_text=plan.num_stages("llm") > 1,
+    )
