@@ -10,9 +10,9 @@ from dflop.pipeline.grid import Grid, tile_world
 from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, make_program
 from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
-from dflop.pipeline.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Placement, register_placement
+from dflop.pipeline.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Placement
 from dflop.pipeline.plan import Plan, load_plan, plan_from_dict, split_layers, why_not_runnable
-from dflop.pipeline.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule, register_schedule
+from dflop.pipeline.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
 from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
 from dflop.pipeline.waits import Computation, computations_of
 
@@ -53,8 +53,6 @@ __all__ = [
     "parse_actions",
     "peak_bytes",
     "plan_from_dict",
-    "register_placement",
-    "register_schedule",
     "simulate",
     "simulate_step_s",
     "split_layers",

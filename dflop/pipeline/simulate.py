@@ -128,7 +128,7 @@ def _by_node(plan: CompiledPlan, cells: np.ndarray) -> np.ndarray:
         own = cells[:, first : first + dp * plan.num_microbatches]
         parts.append(own.reshape(3, plan.num_microbatches, dp).transpose(0, 2, 1))
         first += dp * plan.num_microbatches
-    return np.concatenate(parts, axis=1)
+    return np.ascontiguousarray(np.concatenate(parts, axis=1))
 
 
 def _run(plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:

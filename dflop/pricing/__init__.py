@@ -6,6 +6,7 @@ Planning and scheduling both ask here. Files: `assignment` (who computes what), 
 """
 
 from dflop.pricing.assignment import Assignment
+from dflop.pricing.batch_problem import balanced_loads_s
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
 from dflop.pricing.correction_file import CorrectionFile, read_learned
 from dflop.pricing.memory_limit import (
@@ -32,6 +33,7 @@ __all__ = [
     "Learner",
     "Pricer",
     "alone_bytes",
+    "balanced_loads_s",
     "bin_of",
     "describe_left_out",
     "find_link",

@@ -15,7 +15,7 @@ from dflop.pipeline import PLACEMENTS, CompiledPlan, Computation, Plan, compile_
 from dflop.pipeline.passes import FORWARD, WEIGHT
 from dflop.pipeline.simulate import per_worker
 from dflop.pipeline.walk import DP, FIRST_NODE, KIND, SPLIT_BACKWARD
-from dflop.pricing import Pricer, loads_of
+from dflop.pricing import Pricer, balanced_loads_s, loads_of
 from dflop.scheduling.stage_forms import stage_forms
 
 __all__ = ["ideal_shares", "relaxed_step_s"]
@@ -82,18 +82,14 @@ def _loads(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
 def _sizes(pricer: Pricer, totals: np.ndarray) -> np.ndarray:
     """What kinds of these loads bring to the microbatches, in mean ones, [num_kinds, num_loads].
 
-    The loads are those of the balancing problem: each encoder's and the LLM's; without bridges, those of all modules in
-    the LLM's first stage together and the LLM's.
+    The columns are those of the balancing problem.
     """
     plan = pricer.plan
-    *encoders_s, llm_s = (
-        pricer.stage_costs.additive_loads_s(grid.module, Loads(*totals[:, number, :_FEATURES].T))
+    of_modules = {
+        grid.module: pricer.stage_costs.additive_loads_s(grid.module, Loads(*totals[:, number, :_FEATURES].T))
         for number, grid in enumerate(plan.grids)
-    )
-    columns = [own.max(axis=0) for own in encoders_s]
-    if encoders_s and not PLACEMENTS[plan.placement].has_bridges:
-        columns = [sum(own[0] for own in encoders_s) + llm_s[0]]
-    size = np.column_stack([*columns, llm_s.max(axis=0)])
+    }
+    size = balanced_loads_s(plan, of_modules)
     whole = size.sum(axis=0)
     return plan.num_microbatches * np.divide(size, whole, out=np.zeros_like(size), where=whole > 0)
 

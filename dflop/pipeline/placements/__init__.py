@@ -1,13 +1,14 @@
-"""Placements, one file each; every file of the folder is imported, and registers its own."""
+"""Placements, by the names that a plan and the config call them.
 
-import importlib
-import pkgutil
+What lays out, orders, checks, prices or searches plans asks a placement's object and never compares its name. So a new
+placement is one more file in this folder, with its object as PLACEMENT.
+"""
 
-from dflop.pipeline.placements.disjoint import DISJOINT
-from dflop.pipeline.placements.monolithic import MONOLITHIC
-from dflop.pipeline.placements.placement import PLACEMENTS, Placement, register_placement
+from dflop.pipeline.placements.disjoint import PLACEMENT as DISJOINT
+from dflop.pipeline.placements.monolithic import PLACEMENT as MONOLITHIC
+from dflop.pipeline.placements.placement import Placement
+from dflop.pipeline.tables import each_named
 
-__all__ = ["DISJOINT", "MONOLITHIC", "PLACEMENTS", "Placement", "register_placement"]
+__all__ = ["DISJOINT", "MONOLITHIC", "PLACEMENTS", "Placement"]
 
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_module.name)
+PLACEMENTS: dict[str, Placement] = {own.name: own for own in each_named("dflop.pipeline.placements.*.PLACEMENT")}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflop.pipeline.placements.placement import SharedRanks, register_placement
+from dflop.pipeline.placements.placement import SharedRanks
 
-__all__ = []
+__all__ = ["PLACEMENT"]
 
 
 class Colocated(SharedRanks):
@@ -33,4 +33,4 @@ class Colocated(SharedRanks):
         return [np.concatenate([forwards, order, backwards]) for order in pipeline]
 
 
-register_placement(Colocated())
+PLACEMENT = Colocated()

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dflop.pipeline.grid import Grid, tile_world
-from dflop.pipeline.placements.placement import Placement, register_placement
+from dflop.pipeline.placements.placement import Placement
 
 if TYPE_CHECKING:
     from dflop.pipeline.plan import Plan
 
-__all__ = ["DISJOINT"]
+__all__ = ["PLACEMENT"]
 
 
 class Disjoint(Placement):
@@ -30,4 +30,4 @@ class Disjoint(Placement):
         return [(tp, pp, num_ranks // (tp * pp)) for tp in tp_sizes for pp in pp_sizes if num_ranks % (tp * pp) == 0]
 
 
-DISJOINT = register_placement(Disjoint())
+PLACEMENT = Disjoint()

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflop.pipeline.passes import BACKWARD, FORWARD
-from dflop.pipeline.placements.placement import SharedRanks, register_placement
+from dflop.pipeline.placements.placement import SharedRanks
 
-__all__ = ["MONOLITHIC"]
+__all__ = ["PLACEMENT"]
 
 
 class Monolithic(SharedRanks):
@@ -42,4 +42,4 @@ class Monolithic(SharedRanks):
         return [np.concatenate(parts), *pipeline[1:]]
 
 
-MONOLITHIC = register_placement(Monolithic())
+PLACEMENT = Monolithic()

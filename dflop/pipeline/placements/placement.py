@@ -1,8 +1,6 @@
-"""What a placement says of itself, and the table of all of them.
+"""What a placement says of itself.
 
-A placement fixes which ranks the encoders own beside the LLM's. What lays out, orders, checks, prices or searches
-plans asks a placement's object and never its name, so a new placement is one more file in this folder, or one call of
-`register_placement`.
+A placement fixes which ranks the encoders own beside the LLM's.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +15,7 @@ from dflop.runtime import UserError
 if TYPE_CHECKING:
     from dflop.pipeline.plan import Plan
 
-__all__ = ["PLACEMENTS", "Placement", "SharedRanks", "register_placement"]
+__all__ = ["Placement", "SharedRanks"]
 
 
 class Placement(ABC):
@@ -95,14 +93,3 @@ class SharedRanks(Placement):
         Each row of an order is a pass, a stage and a microbatch; the encoders' `forwards` and `backwards` come by
         microbatch; `first` is the LLM's first stage.
         """
-
-
-# All placements by the name that a plan and the config call them.
-PLACEMENTS: dict[str, Placement] = {}
-
-
-def register_placement(placement: Placement) -> Placement:
-    """Add a placement to the table."""
-    assert placement.name not in PLACEMENTS, f"there are two placements of the name {placement.name}"
-    PLACEMENTS[placement.name] = placement
-    return placement

@@ -1,12 +1,15 @@
-"""Pipeline schedules, one file each; every file of the folder is imported, and registers its own."""
+"""Pipeline schedules, by the names that a plan and the config call them.
 
-import importlib
-import pkgutil
+What orders, checks, simulates, prices or searches plans asks a schedule's object and never compares its name. So a new
+schedule is one more file in this folder, with its object as SCHEDULE.
+"""
 
-from dflop.pipeline.schedules.one_f_one_b import PLAIN_SCHEDULE
-from dflop.pipeline.schedules.schedule import SCHEDULES, Schedule, register_schedule
+from dflop.pipeline.schedules.one_f_one_b import SCHEDULE as _PLAIN
+from dflop.pipeline.schedules.schedule import Schedule
+from dflop.pipeline.tables import each_named
 
-__all__ = ["PLAIN_SCHEDULE", "SCHEDULES", "Schedule", "register_schedule"]
+__all__ = ["PLAIN_SCHEDULE", "SCHEDULES", "Schedule"]
 
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_module.name)
+SCHEDULES: dict[str, Schedule] = {own.name: own for own in each_named("dflop.pipeline.schedules.*.SCHEDULE")}
+# Where there is nothing to order, this one stands for all.
+PLAIN_SCHEDULE = _PLAIN.name

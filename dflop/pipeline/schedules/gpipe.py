@@ -1,8 +1,8 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019). Every microbatch is in flight at once."""
 
-from dflop.pipeline.schedules.schedule import Schedule, register_schedule
+from dflop.pipeline.schedules.schedule import Schedule
 
-__all__ = []
+__all__ = ["SCHEDULE"]
 
 
 class GPipe(Schedule):
@@ -12,4 +12,4 @@ class GPipe(Schedule):
         return num_microbatches
 
 
-register_schedule(GPipe())
+SCHEDULE = GPipe()

@@ -5,13 +5,13 @@ Fill and drain take as many times less as there are chunks, for as many times mo
 
 from typing import TYPE_CHECKING
 
-from dflop.pipeline.schedules.schedule import Schedule, register_schedule
+from dflop.pipeline.schedules.schedule import Schedule
 from dflop.runtime import UserError
 
 if TYPE_CHECKING:
     from dflop.pipeline.plan import Plan
 
-__all__ = []
+__all__ = ["SCHEDULE"]
 
 
 class Interleaved(Schedule):
@@ -49,4 +49,4 @@ class Interleaved(Schedule):
             )
 
 
-register_schedule(Interleaved())
+SCHEDULE = Interleaved()

@@ -3,9 +3,9 @@
 Of all schedules this is the plain one: where there is nothing to order, it stands for all of them.
 """
 
-from dflop.pipeline.schedules.schedule import Schedule, register_schedule
+from dflop.pipeline.schedules.schedule import Schedule
 
-__all__ = ["PLAIN_SCHEDULE"]
+__all__ = ["SCHEDULE"]
 
 
 class OneForwardOneBackward(Schedule):
@@ -15,5 +15,4 @@ class OneForwardOneBackward(Schedule):
         return pp - stage - 1
 
 
-PLAIN_SCHEDULE = OneForwardOneBackward.name
-register_schedule(OneForwardOneBackward())
+SCHEDULE = OneForwardOneBackward()

@@ -1,10 +1,9 @@
-"""What a pipeline schedule says of itself, and the table of all of them.
+"""What a pipeline schedule says of itself.
 
 A schedule fixes in which order each pipeline rank computes its microbatches. All of them are one formula: forwards are
 numbered as they come; backward k stands right behind forward `k + ahead`, and, where the backward is split, its weight
 part right behind the input part of backward `k + weight_delay`. With chunks, a rank's chunks take turns every `pp`
-microbatches. What orders, checks, simulates, prices or searches plans asks a schedule's object and never its name, so
-a new schedule is one more file in this folder, or one call of `register`.
+microbatches.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +14,7 @@ from dflop.runtime import UserError
 if TYPE_CHECKING:
     from dflop.pipeline.plan import Plan
 
-__all__ = ["SCHEDULES", "Schedule", "register_schedule"]
+__all__ = ["Schedule"]
 
 
 class Schedule(ABC):
@@ -73,13 +72,3 @@ class Schedule(ABC):
                 f"the plan has num_chunks={plan.num_chunks} with {self.name}; use num_chunks: 1 or "
                 "schedule: interleaved_1f1b"
             )
-
-
-# All schedules by the name that a plan and the config call them.
-SCHEDULES: dict[str, Schedule] = {}
-
-
-def register_schedule(schedule: Schedule) -> None:
-    """Add a schedule to the table."""
-    assert schedule.name not in SCHEDULES, f"there are two schedules of the name {schedule.name}"
-    SCHEDULES[schedule.name] = schedule

@@ -89,7 +89,7 @@ def test_a_file_from_before_chunks_and_layers_still_loads():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("nearby", {"num_ranks": 2}, {"num_ranks": 2}), "placement is 'nearby'; it must be one of disjoint, monol"),
+        (("nearby", {"num_ranks": 2}, {"num_ranks": 2}), "placement is 'nearby'; it must be one of colocated, dis"),
         (("disjoint", {"num_ranks": 2}, {"num_ranks": 2, "rank_offset": 1}), "rank 1 is owned by vision and llm"),
         (
             ("colocated", {"num_ranks": 2}, {"num_ranks": 4}),
@@ -116,7 +116,7 @@ def test_grids_that_do_not_fit_the_placement_are_refused_with_those_that_would(a
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        ({"schedule": "dualpipe"}, "schedule is 'dualpipe'; it must be one of 1f1b, gpipe, interleaved_1f1b, zb_h1"),
+        ({"schedule": "dualpipe"}, "schedule is 'dualpipe'; it must be one of gpipe, interleaved_1f1b, 1f1b, zb_h1"),
         ({"num_chunks": 2}, "num_chunks=2 with 1f1b; use num_chunks: 1 or schedule: interleaved_1f1b"),
         ({"schedule": "interleaved_1f1b"}, "num_chunks=1 and llm pp=4 interleaves nothing"),
         ({"schedule": "interleaved_1f1b", "num_chunks": 2, "num_microbatches": 6}, "there are 6; use a multiple of 4"),

@@ -1,4 +1,4 @@
-"""A schedule that the package does not know: registered, it is ordered, checked, simulated and searched like any."""
+"""A schedule that the package does not know: in the table, it is ordered, checked, simulated and searched like any."""
 
 import dataclasses
 
@@ -16,7 +16,6 @@ from dflop.pipeline import (
     check_program,
     compile_plan,
     make_program,
-    register_schedule,
     simulate,
 )
 
@@ -35,10 +34,9 @@ class Eager(Schedule):
 
 
 @pytest.fixture
-def eager():
-    register_schedule(Eager())
-    yield "eager"
-    del SCHEDULES["eager"]
+def eager(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "eager", Eager())
+    return "eager"
 
 
 def make_plan(schedule: str, num_vision_ranks: int = 2) -> Plan:
