@@ -28,7 +28,7 @@ demo: setup
 
 test: setup
 	pytest -q -n $(CORES) --dist loadfile -m "not serial"
-	pytest -q -m serial
+	pytest -q -n 2 --dist loadfile -m serial tests/workflow tests/distributed
 
 lint: setup
 	ruff check

@@ -18,12 +18,13 @@ import polars as pl
 import pytest
 import torch
 import yaml
-from transformers import LlavaOnevisionForConditionalGeneration
+from transformers import AutoTokenizer, LlavaOnevisionForConditionalGeneration
 
 from dflop.config import load_config
 from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, SourceRecords, list_sources, load_samples
 from dflop.data.demo import make_demo_data
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.records import Turn
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
@@ -141,6 +142,14 @@ def _train(folder: Path, config: dict, plan: Path, out: Path, **train: object) -
 
 
 @pytest.fixture(scope="module")
+def two_ranks(run, tmp_path_factory):
+    """What two steps of an encoder rank and an LLM rank wrote, and the lines of their metrics."""
+    folder, config = run
+    out = tmp_path_factory.mktemp("two-ranks") / "train"
+    return out, _train(folder, config, _plan(folder), out)
+
+
+@pytest.fixture(scope="module")
 def reference(run):
     """Losses, gradient norms and final weights of two steps, by transformers' model on one sample at a time."""
     folder, config = run
@@ -219,33 +228,36 @@ def _loss_of_sample(model, loaders, batch, index: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
+        None,
         {"llm_dp": 2},
         {"vision_dp": 2, "llm_pp": 2},
         {"llm_pp": 2, "num_microbatches": 4, "schedule": "gpipe", "llm_layers": (3, 1)},
     ],
     ids=["two ranks", "llm dp 2", "vision dp 2, llm pp 2", "gpipe, layers split unevenly"],
 )
-def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(run, reference, tmp_path, layout):
+def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(
+    run, two_ranks, reference, tmp_path, layout
+):
     folder, config = run
-    plan = _plan(folder, **layout)
-    steps = _train(folder, config, plan, tmp_path / "train")
+    out, steps = two_ranks
+    if layout is not None:
+        out = tmp_path / "train"
+        steps = _train(folder, config, _plan(folder, **layout), out)
     expected, weights = reference
     for step, (loss, norm) in zip(steps, expected, strict=True):
         assert step["loss"] == pytest.approx(loss, rel=1e-12)
         assert step["grad_norm"] == pytest.approx(norm, rel=1e-11)
-    trained = LlavaOnevisionForConditionalGeneration.from_pretrained(tmp_path / "train/model", dtype=torch.float64)
+    trained = LlavaOnevisionForConditionalGeneration.from_pretrained(out / "model", dtype=torch.float64)
     for name, tensor in trained.state_dict().items():
         if tensor.is_floating_point():
             # AdamW moves a weight by up to `lr` = 1e-3 a step, however small its gradient: rounding shows there.
             assert (tensor - weights[name]).abs().max() < 1e-9, name
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(run, tmp_path):
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(run, two_ranks, tmp_path):
     folder, config = run
-    two_ranks = _plan(folder, vision_dp=1, llm_dp=1, llm_pp=1)
-    whole = _train(folder, config, two_ranks, tmp_path / "whole", steps=4)
-    _train(folder, config, two_ranks, tmp_path / "parts", steps=2)
+    whole = _train(folder, config, _plan(folder), tmp_path / "whole", steps=4)
+    shutil.copytree(two_ranks[0], tmp_path / "parts")
     resumed = _train(folder, config, _plan(folder, vision_dp=1, llm_dp=1, llm_pp=2), tmp_path / "parts", steps=4)
     assert [step["step"] for step in resumed] == [0, 1, 2, 3]
     for ours, theirs in zip(resumed, whole, strict=True):
@@ -288,16 +300,14 @@ def test_measured_steps_correct_the_ones_scheduled_after_them_and_a_resumed_run_
     assert (out / "log").read_text().count("the costs look stale") == 1
 
 
-def test_costs_of_another_device_and_loads_that_nobody_measured_are_said_at_the_start(run, tmp_path):
-    folder, config = run
-    plan = _plan(folder, vision_dp=1, llm_dp=1, llm_pp=1)
-    steps = _train(folder, config, plan, tmp_path / "train", steps=2)
-    log = (tmp_path / "train/log").read_text()
+def test_costs_of_another_device_and_loads_that_nobody_measured_are_said_at_the_start(two_ranks):
+    out, steps = two_ranks
+    log = (out / "log").read_text()
     assert log.count("warning: the costs were measured on 'a made-up processor' and this is '") == 1
     shares = [step["extrapolated"] for step in steps]
     assert max(shares) > 0  # the made-up measurements end at 34 items
     assert log.count("of the ranks' microbatches are larger (or smaller) than what was measured") == 1
-    summary = json.loads((tmp_path / "train/summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text())
     assert summary["num_extrapolated_steps"] == sum(share > 0 for share in shares)
     assert summary["extrapolated"] == pytest.approx(sum(shares) / 2)
 
@@ -321,17 +331,20 @@ def test_a_sample_that_no_device_holds_is_left_out_and_the_run_goes_on(run, tmp_
     assert [(tmp_path / name).read_bytes() for name in names] == before
 
 
-def test_the_trained_directory_generates_text(run, tmp_path):
-    folder, config = run
-    _train(folder, config, _plan(folder, vision_dp=1, llm_dp=1, llm_pp=1), tmp_path / "train", precision="fp32")
-    from transformers import AutoTokenizer
-
-    model = LlavaOnevisionForConditionalGeneration.from_pretrained(tmp_path / "train/model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "train/model")
+def test_the_trained_directory_generates_text_from_the_prompts_that_it_was_trained_on(two_ranks):
+    folder = two_ranks[0] / "model"
+    model, loaded = LlavaOnevisionForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(loaded.values()), loaded  # no weight is missing, left over or of another shape
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    question = "What is the opposite of hot?"
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the opposite of hot?"}], add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
     )
+    (trained,) = ChatTokenizer().encode([[Turn("user", question), Turn("assistant", "Cold.")]])
+    assert prompt["input_ids"][0].tolist() == trained.token_ids[: trained.is_target.argmax()].tolist()
     produced = model.generate(**prompt, max_new_tokens=5, do_sample=False)
-    new_tokens = produced[0, prompt["input_ids"].shape[1] :]
-    assert 1 <= len(new_tokens) <= 5
-    assert isinstance(tokenizer.decode(new_tokens), str)
+    with torch.no_grad():
+        likeliest = model(input_ids=produced).logits[0].argmax(dim=-1)
+    num_asked = prompt["input_ids"].shape[1]
+    assert produced[0, num_asked:].tolist() == likeliest[num_asked - 1 : -1].tolist()
+    assert tokenizer.decode(produced[0]).startswith(tokenizer.decode(prompt["input_ids"][0]))

@@ -21,7 +21,7 @@ class Checkout:
             shutil.copytree(REPOSITORY / name, folder / name)
         (folder / "slurm").symlink_to("workflow/profiles/slurm")
 
-    def snakemake(self, *arguments: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess:
+    def snakemake(self, *arguments: str, timeout: int = 480, **environment: str) -> subprocess.CompletedProcess:
         return self.run("snakemake", *arguments, timeout=timeout, **environment)
 
     def run(self, *command: str, timeout: int = 60, **environment: str) -> subprocess.CompletedProcess:
@@ -35,11 +35,18 @@ class Checkout:
 
     def jobs_of_dry_run(self, *arguments: str, **environment: str) -> list[str]:
         """Names of the rules that a dry run lists, one a job."""
-        done = self.snakemake("-n", "--cores", "2", *arguments, **environment)
+        return self._jobs("-n", *arguments, **environment)
+
+    def jobs_of_run(self, *arguments: str) -> list[str]:
+        """Names of the rules that a run starts, one a job."""
+        return self._jobs(*arguments)
+
+    def _jobs(self, *arguments: str, **environment: str) -> list[str]:
+        done = self.snakemake("--cores", "2", *arguments, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return [
             line.split()[1].rstrip(":")
-            for line in done.stdout.splitlines()
+            for line in (done.stdout + done.stderr).splitlines()
             if line.startswith(("rule ", "localrule ", "checkpoint "))
         ]
 

@@ -26,11 +26,11 @@ def picture_record(number: int) -> dict:
 
 @pytest.fixture(scope="module")
 def profiled(make_checkout):
-    """A checkout whose config lists 200 texts as lines and 40 pictures as a list of datasets, all profiled."""
+    """A checkout whose config lists 120 texts as lines and 40 pictures as a list of datasets, all profiled."""
     checkout = make_checkout()
     data = checkout.folder / "data"
     data.mkdir()
-    (data / "texts.jsonl").write_text("".join(json.dumps(text_record(number)) + "\n" for number in range(200)))
+    (data / "texts.jsonl").write_text("".join(json.dumps(text_record(number)) + "\n" for number in range(120)))
     (data / "pictures.json").write_text(json.dumps([picture_record(number) for number in range(40)]))
     for number in range(40):
         Image.new("RGB", (40 + number, 60)).save(data / f"{number}.png")
@@ -50,7 +50,7 @@ def jobs(profiled) -> list[str]:
 
 def test_sampled_records_are_profiled_and_know_their_rows(profiled):
     samples = read_table(profiled[0].folder / TARGET, "samples", made_by="merge-shapes")
-    assert samples["source"].value_counts(sort=True).rows() == [("texts", 200), ("pictures", 20)]
+    assert samples["source"].value_counts(sort=True).rows() == [("texts", 120), ("pictures", 20)]
     pictures = samples.filter(samples["source"] == "pictures")
     assert pictures["row"].to_list() == list(range(20, 40))
     assert pictures["sample_id"].to_list() == [f"picture-{number}" for number in range(20, 40)]
@@ -67,7 +67,7 @@ def test_an_unchanged_dataset_reruns_nothing(profiled):
     assert jobs(profiled) == []
 
 
-@pytest.mark.parametrize("place", [0, 100, 200], ids=["front", "middle", "end"])
+@pytest.mark.parametrize("place", [0, 60, 120], ids=["front", "middle", "end"])
 def test_an_inserted_record_reruns_a_shard_or_two_and_the_merge(profiled, place):
     manifest = profiled[0].folder / "data/texts.jsonl"
     lines = manifest.read_text().splitlines(keepends=True)
@@ -96,9 +96,7 @@ def test_a_removed_source_takes_its_samples_with_it_and_reruns_the_merge_alone(p
     without = checkout.write_config(
         "without.yaml", run="shapes", data={"sources": [{"path": "data/texts.jsonl"}], "samples_per_shard": 10}
     )
-    assert checkout.jobs_of_dry_run(TARGET, "--configfile", without) == ["merge_shapes"]
-    done = checkout.snakemake(TARGET, "--cores", "2", "--configfile", without)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert checkout.jobs_of_run(TARGET, "--configfile", without) == ["merge_shapes"]
     assert set(read_table(checkout.folder / TARGET, "samples", made_by="merge-shapes")["source"]) == {"texts"}
     assert checkout.snakemake(TARGET, "--cores", "2", "--configfile", config).returncode == 0
 
@@ -139,9 +137,7 @@ def test_a_watched_picture_that_is_replaced_reruns_its_shard_and_only_then(profi
     picture = checkout.folder / "data/7.png"
     Image.new("RGB", (300, 50)).save(picture)
     os.utime(picture, (1, 1))
-    assert sorted(checkout.jobs_of_dry_run(target, "--configfile", config)) == ["merge_shapes", "profile_shapes"]
-    done = checkout.snakemake(target, "--cores", "2", "--configfile", config)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(checkout.jobs_of_run(target, "--configfile", config)) == ["merge_shapes", "profile_shapes"]
     samples = read_table(checkout.folder / target, "samples", made_by="merge-shapes")
     assert samples.filter(samples["sample_id"] == "picture-7")["num_items"].to_list() != [2]
 

@@ -45,6 +45,11 @@ def finished(make_checkout):
     return checkout, config
 
 
+def _steps(folder: Path) -> list[dict]:
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in (folder / "train/metrics.jsonl").read_text().splitlines()]
+
+
 def _conversation(question: str, answer: str) -> list[dict[str, str]]:
     return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
 
@@ -124,7 +129,7 @@ def test_the_preview_places_each_sample_of_a_batch_once(finished):
 
 def test_training_leaves_metrics_observations_a_trace_a_checkpoint_and_a_model(finished):
     folder = finished[0].folder / "results/small/train"
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = _steps(folder.parent)
     assert [step["step"] for step in steps] == list(range(6))
     promised = {"step", "loss", "num_samples", "num_tokens", "step_s", "predicted_step_s", "idle", "wait_s"}
     assert promised <= set(steps[0])
@@ -142,7 +147,11 @@ def test_the_report_has_its_pictures(finished):
     folder = finished[0].folder / "results/small/report"
     for name in ("shapes", "costs", "plans", "timeline", "training"):
         assert (folder / f"{name}.svg").read_text().lstrip().startswith("<?xml")
-    assert json.loads((folder / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["run"] == "small"
+    trained = json.loads((folder.parent / "train/summary.json").read_text())
+    assert summary["training"].keys() == trained.keys()
+    assert summary["training"]["final_loss"] == pytest.approx(trained["final_loss"], rel=1e-2)
 
 
 def test_a_finished_run_has_nothing_to_do(finished):
@@ -336,7 +345,8 @@ def test_real_pictures_and_a_real_clip_go_the_whole_way(finished, shared_data):
     samples, rejects = (read_table(path, table, made_by="") for table in ("samples", "rejects"))
     assert len(samples) + len(rejects) == 71
     assert set(samples["modality"]) == {"image", "multi_image", "video"}
-    assert (checkout.folder / "results/real/report/summary.json").is_file()
+    summary = json.loads((checkout.folder / "results/real/report/summary.json").read_text())
+    assert summary["training"]["num_steps"] == len(_steps(checkout.folder / "results/real")) == 3
 
 
 def test_measured_costs_are_shared_between_runs_module_by_module(finished):

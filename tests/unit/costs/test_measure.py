@@ -86,7 +86,9 @@ def test_segments_square_apart(benches, segments):
     frame = measure(benches["llm"], point_of("llm", "layers", 256, segments=segments))
     assert frame["num_tokens"][0] == 256
     assert frame["sum_sq_tokens"][0] == sum(length**2 for length in segments)
-    assert (frame["seconds"] > 0).all()
+    # No matrix of tokens by tokens is kept: what backward needs is the same however the tokens are cut.
+    whole = measure(benches["llm"], point_of("llm", "layers", 256))
+    assert frame["saved_bytes"].equals(whole["saved_bytes"])
 
 
 def test_parameters_are_counted_by_part(benches):
@@ -113,10 +115,12 @@ def test_bytes_are_measured_in_the_first_repeat_alone(benches):
     assert (second["seconds"] > 0).all()
 
 
-def test_what_a_process_holds_beside_its_tensors_is_of_the_right_order(benches):
+def test_what_a_process_holds_beside_its_tensors_grows_with_what_else_it_holds(benches):
     measure(benches["vision"], point_of("vision", "layers", 32, depth=4))
-    held, share = benches["vision"].overhead()
-    assert 2e7 < held < 4e9
+    before, share = benches["vision"].overhead()
+    ballast = bytes(range(256)) * (1 << 19)
+    after, _ = benches["vision"].overhead()
+    assert after - before == pytest.approx(len(ballast), rel=0.1)
     assert 0 <= share < 3
 
 
