@@ -284,7 +284,7 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
     [
         ({"train": {"stepz": 3}}, ["train.stepz", "train.steps"]),
         ({"train": {"steps": "many"}}, ["train.steps", "many", "whole number"]),
-        ({"train": {"global_batch_size": 90}}, ["train.global_batch_size", "90", "only 41 records"]),
+        ({"train": {"global_batch_size": 90}}, ["train.global_batch_size", "90", "only 38 records"]),
         ({"data": {"sources": [{"path": "nowhere/train.json"}]}}, ["nowhere/train.json", "data.sources"]),
         (
             {"plan": {"fixed": {"placement": "disjoint", "vision": {"dp": 4}, "llm": {"dp": 4}}}},

@@ -1,4 +1,7 @@
-"""What the rules share: the checked config, the shards of the sources, resources for GPU jobs."""
+"""What the rules share: the checked config, the shards of the sources, resources of jobs on many devices.
+
+Snakemake sees only the shell text of a command, so params hold `code_digest(command)` beside the config keys.
+"""
 
 import json
 import os
@@ -61,18 +64,13 @@ def config_for(command, **replaced):
     return json.dumps(select_keys(CONFIG, COMMANDS[command].reads) | replaced, sort_keys=True)
 
 
-def code_of(command):
-    """Digest of the code behind a command, for params: Snakemake itself sees only the shell text."""
-    return code_digest(command)
-
-
-# A job's own process takes the media's sizes and times as the main one found them.
+# Only the main process looks at media files again; the processes of jobs use what it found.
 IS_MAIN = workflow.is_main_process
 
 
 @cache
 def shards_of(source):
-    """A source's shards; the demo's manifests are made first."""
+    """The shards of a source; the demo's manifests are made first."""
     if is_demo(source):
         checkpoints.demo_data.get()
     data = CONFIG.data
@@ -86,18 +84,21 @@ def shards_of(source):
 
 @cache
 def shards_by_name():
-    """Every shard with its source."""
+    """The source and the shard by each shard's name."""
     return {shard.name: (source, shard) for source in SOURCES for shard in shards_of(source)}
 
 
 def threads_for_shard(wildcards):
-    """No more than its records can use, so that small shards run side by side."""
+    """As many as the shard's records can keep busy, so that small shards run side by side."""
     _, shard = shards_by_name()[wildcards.shard]
     return min(8, useful_workers(shard.num_records))
 
 
 def config_for_shard(wildcards):
-    """As `config_for`, with the shard's own source alone and without its name, which other sources may change."""
+    """The config of a shard's job: its own source alone, so that other sources that come or go rerun nothing.
+
+    The source's name is left out, too: it depends on what the others are called.
+    """
     source, _ = shards_by_name()[wildcards.shard]
     part = json.loads(config_for("profile-shapes"))
     part["data"]["sources"] = [
@@ -113,7 +114,7 @@ def config_for_shard(wildcards):
 
 
 def seed_for(sources):
-    """The seed, which matters to shapes where samples are drawn at random, and must rerun nothing where not."""
+    """The seed where samples are drawn at random, else 0: another seed then reruns nothing."""
     return CONFIG.seed if any("random" in source.sampling for source in sources) else 0
 
 
@@ -126,7 +127,7 @@ def is_measured():
 
 
 def check_model():
-    """A family that cannot be run stops here, before any job."""
+    """Stop before any job where the family can be neither measured nor trained."""
     try:
         check_runnable(CONFIG.model.family)
     except UserError as error:
@@ -151,14 +152,14 @@ def plan_to_train(wildcards):
 
 
 def all_measurements(wildcards):
-    """What the fitted costs stand on."""
+    """The measurements that costs are fitted to, a file for each module and tp."""
     if is_measured():
         check_model()
     return [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in CONFIG.costs.tp_sizes]
 
 
 def data_sheet():
-    """The device's numbers, for params, where costs are made from them."""
+    """The device's numbers where costs are computed from them, for params, so that another number reruns them."""
     if is_measured():
         return None
     own = CONFIG.cluster.device_models
@@ -166,12 +167,12 @@ def data_sheet():
 
 
 def load_bounds():
-    """The range of loads to measure over, which the data says; analytic costs are of any."""
+    """The file with the range of loads to measure over; none for analytic costs, which are known at any load."""
     return [f"{RESULTS}/load_bounds.json"] if is_measured() else []
 
 
 def measured_links():
-    """What is known of the links between devices: nothing of devices that are not at hand, or of one alone."""
+    """The file of measured links; none where the devices are not at hand, or where there is only one."""
     return [f"{RESULTS}/costs/links.parquet"] if is_measured() and CONFIG.cluster.num_devices > 1 else []
 
 
@@ -181,14 +182,14 @@ for source in SOURCES:
 
 
 def devices_of_tp():
-    """Resources of a job that measures at one tp: as many GPUs."""
+    """Resources of a job that measures at one tp: that many GPUs."""
     if CONFIG.cluster.device == "cpu" or not is_measured():
         return {}
     return {"gres": lambda wildcards: f"gpu:{wildcards.tp}"}
 
 
 def all_devices():
-    """Resources of a job on all devices, such as training: every node with all its devices."""
+    """Resources of a job on the whole cluster, such as training: every node with all its devices."""
     if CONFIG.cluster.device == "cpu" and CONFIG.cluster.num_nodes == 1:
         return {}
     per_node = {} if CONFIG.cluster.device == "cpu" else {"gres": f"gpu:{CONFIG.cluster.devices_per_node}"}
@@ -199,13 +200,13 @@ def all_devices():
 
 
 def launcher():
-    """Prefix of a command on all devices: one task a node where there are several."""
+    """What starts a command on every node; nothing where there is one node."""
     nodes = CONFIG.cluster.num_nodes
     return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1" if nodes > 1 else ""
 
 
 def all_cores():
-    """All cores of this run, so that nothing else runs beside the job; 1 where nobody said how many there are."""
+    """All cores of this Snakemake run, so that no other job runs beside; 1 where their number is not given."""
     try:
         return workflow.cores
     except WorkflowError:

@@ -1,11 +1,11 @@
-"""What a microbatch costs: each module's layers and the links between devices, measured, then fitted."""
+"""Measure what microbatches cost on each module and what transfers cost on each link, and fit models to both."""
 
 
 rule cost_settings:
-    """Everything that measured costs depend on, apart from the range of loads.
+    """Write down everything that costs depend on, apart from the range of loads.
 
-    A file, because Snakemake does not look at the params of a job whose upstream jobs run: where new data meets
-    changed settings, costs would stay as they were.
+    This is a file because Snakemake ignores changed params of a job while jobs upstream of it have to run. Changed
+    data and changed settings together would leave the old costs in place.
     """
     output:
         f"{RESULTS}/costs/settings.json",
@@ -15,7 +15,7 @@ rule cost_settings:
         config=config_for("profile-costs"),
         model=model_digest(CONFIG.model),
         device=data_sheet(),
-        code=code_of("profile-costs"),
+        code=code_digest("profile-costs"),
     shell:
         "printf '%s\\n' {params.config:q} > {output} 2> {log}"
 
@@ -23,8 +23,8 @@ rule cost_settings:
 rule profile_costs:
     input:
         settings=f"{RESULTS}/costs/settings.json",
-        # Made first where it is missing. Ancient: a load costs the same whatever data brings it, so other data
-        # starts no measurement by itself; it will be measured over at the next one.
+        # Made first where it is missing. Ancient, because a load costs the same whatever data it comes from: new data
+        # alone starts no measurement. The next one covers the new range.
         bounds=ancient(load_bounds()),
     output:
         measurements=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parquet",
@@ -33,7 +33,7 @@ rule profile_costs:
     log:
         f"{RESULTS}/logs/profile_costs/{{module}}.tp{{tp}}.log",
     cache: "omit-software"
-    # All cores, so that nothing else runs beside a measurement.
+    # All cores, so that no other job disturbs the measurement.
     threads: all_cores() if is_measured() else 1
     resources:
         **devices_of_tp(),
@@ -58,7 +58,7 @@ rule profile_links:
         **all_devices(),
     params:
         config=config_for("profile-links"),
-        code=code_of("profile-links"),
+        code=code_digest("profile-links"),
         launcher=launcher(),
     shell:
         "{params.launcher} dflop profile-links --config {params.config:q} --out {output} 2> {log} | tee -a {log}"
@@ -73,7 +73,7 @@ rule fit_costs:
     log:
         f"{RESULTS}/logs/fit_costs.log",
     params:
-        code=code_of("fit-costs"),
+        code=code_digest("fit-costs"),
         links="--links" if measured_links() else "",
     shell:
         "dflop fit-costs {input.measurements} {params.links} {input.links} --out {output} 2> {log} | tee -a {log}"

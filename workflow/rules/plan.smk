@@ -1,4 +1,4 @@
-"""Which layout to use, and how it regroups the first batches."""
+"""Search for the layout to train with, and preview how it regroups the first batches."""
 
 
 rule search_plan:
@@ -13,7 +13,7 @@ rule search_plan:
     cache: "omit-software"
     params:
         config=config_for("plan"),
-        code=code_of("plan"),
+        code=code_digest("plan"),
     shell:
         "dflop plan --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
         " --out {output.plan} --candidates {output.candidates} 2> {log} | tee -a {log}"
@@ -33,7 +33,7 @@ rule preview_schedule:
         f"{RESULTS}/logs/preview_schedule.log",
     params:
         config=config_for("schedule"),
-        code=code_of("schedule"),
+        code=code_digest("schedule"),
     shell:
         "dflop schedule --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
         " --plan {input.plan} --out {output.samples} 2> {log} | tee -a {log}"

@@ -1,4 +1,4 @@
-"""What was found, as pictures and figures; `snakemake --report` binds them into one page."""
+"""Plots and figures of the run; `snakemake --report` binds them into one page."""
 
 
 rule report:
@@ -16,6 +16,6 @@ rule report:
         f"{RESULTS}/logs/report.log",
     params:
         config=config_for("report"),
-        code=code_of("report"),
+        code=code_digest("report"),
     shell:
         "dflop report --config {params.config:q} --run $(dirname {input.schedule}) --out $(dirname {output.summary}) 2> {log} | tee -a {log}"

@@ -1,4 +1,4 @@
-"""What the data looks like: shapes of every sample, shard by shard, merged into one database."""
+"""Profile the shape of every sample, shard by shard, and merge the shards into one database."""
 
 
 checkpoint demo_data:
@@ -9,7 +9,7 @@ checkpoint demo_data:
         "results/logs/demo_data.log",
     priority: 10
     params:
-        code=code_of("demo-data"),
+        code=code_digest("demo-data"),
     shell:
         "dflop demo-data --out $(dirname {output.train}) 2> {log} | tee -a {log}"
 
@@ -19,13 +19,13 @@ rule profile_shapes:
         f"{RESULTS}/shapes/{{shard}}.parquet",
     log:
         f"{RESULTS}/logs/profile_shapes/{{shard}}.log",
-    # Before the costs are measured: mistakes in the data show here, within seconds.
+    # Mistakes in the data show here within seconds, so these jobs go before others.
     priority: 10
     threads: threads_for_shard
     params:
         config=config_for_shard,
         model=model_digest(CONFIG.model),
-        code=code_of("profile-shapes"),
+        code=code_digest("profile-shapes"),
     shell:
         "dflop profile-shapes --config {params.config:q} --shard {wildcards.shard} --out {output} --workers {threads} 2> {log} | tee -a {log}"
 
@@ -42,7 +42,7 @@ rule merge_shapes:
     params:
         config=config_for("merge-shapes", seed=seed_for(SOURCES)),
         shards=lambda wildcards: all_shards(),
-        code=code_of("merge-shapes"),
+        code=code_digest("merge-shapes"),
     shell:
         "dflop merge-shapes --config {params.config:q} --shapes $(dirname {output.shapes})/shapes --out {output.shapes}"
         " --bounds {output.bounds} 2> {log} | tee -a {log}"
@@ -56,6 +56,6 @@ rule plot_shapes:
     log:
         f"{RESULTS}/logs/plot_shapes.log",
     params:
-        code=code_of("plot-shapes"),
+        code=code_digest("plot-shapes"),
     shell:
         "dflop plot-shapes --shapes {input} --out {output} 2> {log} | tee -a {log}"

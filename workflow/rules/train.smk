@@ -1,4 +1,4 @@
-"""Training with the plan. Checkpoints are not declared, so that an interrupted run finds them again."""
+"""Train with the plan. Checkpoints are no declared outputs: Snakemake would delete them when a run is interrupted."""
 
 
 rule train:
@@ -15,7 +15,7 @@ rule train:
         **all_devices(),
     params:
         config=config_for("train"),
-        code=code_of("train"),
+        code=code_digest("train"),
         launcher=launcher(),
     shell:
         "{params.launcher} dflop train --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
