@@ -1,9 +1,9 @@
 """Step times that no assignment of a batch can undercut, for every row of the search space at once.
 
 Part times are convex in a microbatch's loads, so a replica's microbatches take at least as long as if each held the
-mean (Jensen). A stage also waits until the first microbatch has come through the stages before it, and these for
-what comes back after the last; no microbatch is smaller than the smallest sample. And every sample has to pass the
-whole pipeline, forwards and backwards. What the bounds rule out is never simulated.
+mean (Jensen). A stage also waits until the first microbatch has come through the stages before it, and after its last
+backward the stages before it still have theirs to do; no microbatch is smaller than the smallest sample. And every
+sample has to pass the whole pipeline, forwards and backwards. What the bounds rule out is never simulated.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -159,9 +159,9 @@ def _llm_bounds(
     cluster: ClusterConfig,
     is_frozen: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds of the LLM alone, and what it adds where ranks are shared: to all of them, or to the first stage's.
+    """Seconds of the LLM alone, and what it adds to the encoders' work on ranks that carry both, [num_keys].
 
-    They hold for the mean over the batches (Jensen once more), [num_keys].
+    Both bound the mean over the batches, by Jensen once more, and no single batch.
     """
     texts = [loads_of("llm", shapes) for shapes in batches]
     total, least = (
@@ -219,10 +219,10 @@ def _encoder_bounds(
     cluster: ClusterConfig,
     is_frozen: bool,
 ) -> dict[str, np.ndarray]:
-    """Bounds of an encoder on ranks of its own; what it adds to the mean rank, and to any, where it shares them.
+    """The fields of `EncoderBounds` but the places, [num_keys, num_batches].
 
-    What samples bring goes to the least loaded replica, so that each has at least the mean less the largest sample
-    (Graham 1969).
+    Each sample's items go to the replica that has least, so that every replica has at least the mean less the largest
+    sample (Graham 1969).
     """
     name = encoder.name
     items = [loads_of(name, shapes) for shapes in batches]
@@ -252,7 +252,7 @@ def _encoder_bounds(
 def _items_s(
     costs: CostModel, encoder: str, tp: int, num_items: np.ndarray, checkpointing: bool, is_frozen: bool
 ) -> dict[str, np.ndarray]:
-    """Of each of the encoder's parts; without its constant, since a replica without an item rests."""
+    """Seconds of each of the encoder's parts, without their constants: a replica that gets no item takes no time."""
     nothing = np.zeros_like(num_items)
     passes = costs.part_times(encoder, tp, Loads(num_items, nothing, nothing, nothing), checkpointing=checkpointing)
     resting = costs.part_times(encoder, tp, Loads(*np.zeros((4, 1))), checkpointing=checkpointing)

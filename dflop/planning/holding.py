@@ -1,4 +1,4 @@
-"""Which samples no plan can hold: one freak of a dataset must not leave a cluster without a plan."""
+"""Which samples no plan can hold: a single huge sample must not leave a cluster without a plan."""
 
 import math
 

@@ -1,13 +1,14 @@
 """Correction: what the cost table gets wrong, learned from measured microbatches.
 
-Microbatches of a like shape share a bin, and a bin's times of one pass one factor: how much longer they take than the
-table says. `Learner` follows the factors from measured seconds; `Corrections` is a version of them, which pricing
-multiplies into every stage time. Nothing here knows a clock or a file; `correction_loop` says when to measure.
+Microbatches of similar shape share a bin. For each bin and pass one factor is learned: how much longer they take than
+the table says. `Learner` learns the factors from measured seconds; `Corrections` holds them as they were after some
+step, and pricing multiplies every stage time by them. Nothing here knows a clock or a file; `correction_loop` says when
+to measure.
 
-A bin is an octave of the module's main load (items of encoders, tokens of the LLM) and, for the LLM, an octave of the
-mean segment, sum_sq_tokens / num_tokens. Throughput changes with these two, small microbatches being slow by the item
-and long segments by attention; an octave is wide enough to be met every few steps, and narrow enough that within it the
-table's own slope holds. Stages of a module share its factors.
+A bin is an octave of the module's main load (items of an encoder, tokens of the LLM) and, for the LLM, also an octave
+of the mean segment, sum_sq_tokens / num_tokens. Throughput depends on both: small microbatches are slow per item, and
+long segments are slow because of attention. An octave is wide enough to be met every few steps, and narrow enough that
+the table's own slope holds within it. All stages of a module share its factors.
 """
 
 import math
@@ -114,9 +115,11 @@ NO_CORRECTIONS = Corrections()
 
 
 class HeldOut(NamedTuple):
-    """Mean squared log ratios of measured over predicted seconds, by the table and as corrected, in steps of which the
-    corrections knew nothing, and the number of these steps. What all times of a step have in common is left out: no
-    schedule follows from it."""
+    """How far predictions were off in steps that the corrections had not been learned from.
+
+    `by_table` and `corrected` are mean squared logarithms of measured over predicted seconds, over `num_steps` steps.
+    A ratio that all times of a step have in common is left out, because it changes no schedule.
+    """
 
     by_table: float = 0.0
     corrected: float = 0.0
@@ -136,8 +139,10 @@ class HeldOut(NamedTuple):
 
 
 class Learner:
-    """Follows every bin's ratio; `corrections` is what follows from it now, while that predicts better than the table
-    (`held_out`)."""
+    """Learns the ratio of every bin.
+
+    `corrections` are the factors to use now: those learned, as long as they predict better than the table (`held_out`).
+    """
 
     def __init__(
         self, bins: Mapping[BinKey, LearnedBin] | None = None, num_steps: int = 0, held_out: HeldOut | None = None

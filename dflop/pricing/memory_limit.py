@@ -30,9 +30,10 @@ _SHOWN = 3
 
 
 def alone_bytes(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
-    """What a device holds at least for each sample, [num_samples]: alone in its microbatch, all others empty.
+    """Bytes of the fullest device when a sample is alone in its microbatch and all others are empty, [num_samples].
 
-    No assignment takes less. Modules that share ranks may hold a sample on different ones where there are any.
+    No assignment takes less. Where modules share ranks, the sample's media and its text may be computed on different
+    ones; the choice that takes least counts.
     """
     alone = samples_alone(pricer.plan, shapes)
     of_stages = list(zip(pricer.stages, pricer.memory.of_stages(alone), strict=True))
@@ -53,7 +54,7 @@ def leave_out_too_large(pricer: Pricer, samples: SampleShapes) -> tuple[SampleSh
 
 
 def without(samples: SampleShapes, needed_bytes: np.ndarray, limit_bytes: float) -> tuple[SampleShapes, pl.DataFrame]:
-    """The samples that need no more than the limit, and a row for each of the others, as `leave_out_too_large`."""
+    """The samples that need no more than the limit, and a row for each of the others (`LEFT_OUT_SCHEMA`)."""
     too_large = needed_bytes > limit_bytes
     out, needed_bytes = samples.take(np.flatnonzero(too_large)), needed_bytes[too_large]
     if len(out) > MOST_LEFT_OUT * len(samples):
@@ -99,9 +100,10 @@ def fits(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> bool:
 
 
 def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], rng: np.random.Generator) -> Assignment:
-    """An assignment that fits into memory, made of the first start from which small changes lead to one.
+    """An assignment that fits into memory.
 
-    After the given starts comes one that shares out bytes and nothing else, then a few drawn ones.
+    A start is changed at random, a little at a time, until it fits. The given starts are tried first, then one that
+    balances bytes alone, then a few that are drawn at random.
 
     Raises:
         UserError: none was found.
@@ -125,7 +127,8 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], r
 def _descend_on_bytes(
     pricer: Pricer, shapes: SampleShapes, start: Assignment, rng: np.random.Generator
 ) -> tuple[Assignment, float]:
-    """Change samples of the fullest module's places, and microbatches, while the fullest device gets no fuller."""
+    """Let samples or microbatches change places at random, and keep each change that makes the fullest device no
+    fuller; the assignment, and the bytes of its fullest device."""
     best, needed_bytes = start, max(pricer.memory_bytes(shapes, start).values())
     num_microbatches = pricer.plan.num_microbatches
     for _ in range(MOST_TRIALS):
@@ -153,7 +156,7 @@ def _descend_on_bytes(
 
 
 def _even_in_bytes(pricer: Pricer, shapes: SampleShapes) -> Assignment:
-    """Samples shared out by the bytes that their microbatch keeps in each module's fullest stage."""
+    """An assignment that balances the bytes that samples take in each module's fullest stage."""
     kept = {grid.module: np.zeros(len(shapes)) for grid in pricer.plan.grids}
     of_stages = pricer.memory.of_stages(samples_alone(pricer.plan, shapes))
     for stage, (own, passing) in zip(pricer.stages, of_stages, strict=True):
@@ -174,7 +177,7 @@ def _peaks(
     replicas: Mapping[str, int],
     num_samples: int,
 ) -> np.ndarray:
-    """Tensors of the fullest rank, where these replicas of the modules compute the sample, [num_samples]."""
+    """Bytes of tensors on the fullest rank when these replicas of the modules compute the sample, [num_samples]."""
     held: dict[int, np.ndarray] = {}
     encoders_held: dict[int, np.ndarray] = {}
     fullest = np.zeros(num_samples)
@@ -195,8 +198,12 @@ def _peaks(
 
 
 def _replicas_that_differ(pricer: Pricer) -> Iterator[dict[str, int]]:
-    """Which replicas may compute a sample, as far as it makes a difference: the LLM's first, and of colocated encoders
-    all that share workers with it; or if others share none, as many of these as keep the encoders apart."""
+    """The choices of replicas that may differ in what a sample takes, by module.
+
+    The LLM's replicas are alike, so its first one computes the sample. A colocated encoder's replica matters by whether
+    it shares workers with that one. Where some share none, these take least: as many of them are tried as keep several
+    encoders apart. Otherwise all are tried.
+    """
     plan, stages = pricer.plan, pricer.stages
     if not (pricer.placement.shares_ranks and pricer.placement.has_bridges):
         yield {grid.module: 0 for grid in plan.grids}

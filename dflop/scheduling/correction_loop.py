@@ -1,9 +1,9 @@
-"""Closing the loop: steps are scheduled with what measured steps taught, and measured while that pays.
+"""Closing the loop: what measured steps teach corrects later schedules, and steps are measured while that pays.
 
-`CorrectionLoop` stands before a `BatchScheduler`. It is told what steps took, learns, and says of every step that it
-schedules whether it is to be measured. Under `auto` a gate decides that: after a window of measured steps the simulator
-says how much shorter recent batches become by the corrections, and where that is less than measuring costs, the run is
-not measured for a while. What was learned stays in use. No clock, file or process is touched here.
+`CorrectionLoop` stands before a `BatchScheduler`. It is told what steps took, learns from it, and says of every step
+that it schedules whether it is to be measured. With `correction: auto` a gate decides that. After a window of measured
+steps the simulator says how much shorter the corrections make recent batches. Where that is less than what measuring
+costs, the run is not measured for a while; what was learned stays in use. No clock, file or process is touched here.
 """
 
 import dataclasses

@@ -1,11 +1,12 @@
 """The scheduler: one step's global batch, regrouped by a policy and kept if the simulator says so.
 
-`lpt` balances; `search` starts from what is best of that and of microbatches that are small where the pipeline fills
-and drains, and changes what lengthens the simulated step; `ilp` gives CBC a turn before that.
-A schedule depends on the seed, the step, the data, the plan, the costs and the corrections that the pricer has alone;
-and, for `ilp`, on how far CBC gets within its time limit, in whose place `schedule.deterministic` counts CBC's work. It
-holds all that a rank needs to load and compute its part. No assignment is taken that breaks a limit: each is checked,
-memory with all that is in flight.
+`random` draws buckets and `lpt` balances them. `search` takes the better of balanced buckets and of buckets that are
+small where the pipeline fills and drains, and then changes what lengthens the simulated step. `ilp` lets CBC try before
+that. A schedule holds all that a rank needs to load and compute its part.
+
+A schedule depends on nothing but the seed, the step, the data, the plan, the costs and the pricer's corrections; with
+`ilp` also on how far CBC gets within its time limit, unless `schedule.deterministic` limits CBC's work instead. Every
+assignment is checked before it is taken, memory with all microbatches in flight.
 """
 
 import copy

@@ -1,5 +1,7 @@
 """Schedules of models with no encoder and with two: every sample has a place in each encoder, in files and messages."""
 
+import itertools
+
 import numpy as np
 import pytest
 from encoders import ENCODERS, costs_with, plan_with, samples_with, spec_with
@@ -12,21 +14,26 @@ from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule, previe
 CLUSTER = ClusterConfig(num_nodes=2, devices_per_node=8, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
 
 
-@pytest.fixture(params=ENCODERS, ids=lambda names: "+".join(names) or "none")
+@pytest.fixture(
+    params=list(itertools.product(ENCODERS, ["disjoint", "colocated", "monolithic"])),
+    ids=lambda own: f"{'+'.join(own[0]) or 'none'}, {own[1]}",
+)
 def scheduled(request, costs, tiny_spec, draw_samples):
     """The first step of a model with these encoders, and the scheduler that decided it."""
-    encoders = request.param
-    plan = plan_with(encoders, "disjoint", "1f1b", dp=2, num_microbatches=4)
+    encoders, placement = request.param
+    plan = plan_with(encoders, placement, "1f1b", dp=2, num_microbatches=4)
     samples = samples_with(draw_samples, encoders, 80, seed=1)
     pricer = Pricer(plan, costs_with(costs, encoders), spec_with(tiny_spec, encoders), CLUSTER)
     scheduler = BatchScheduler(samples, pricer, GlobalBatches(80, 32, 0), ScheduleConfig(policy="lpt"), 0)
     return scheduler, scheduler.schedule(0)
 
 
-def test_balanced_batches_take_no_longer_than_drawn_ones(scheduled):
+def test_balanced_batches_take_less_than_drawn_ones_and_searched_ones_less_again(scheduled):
     scheduler, schedule = scheduled
-    assert schedule.lower_bound_s <= schedule.step_s <= scheduler.schedule(0, "random").step_s
-    assert schedule.step_s == pytest.approx(scheduler.pricer.step_s(schedule.shapes, schedule.assignment))
+    searched = scheduler.schedule(0, "search")
+    assert schedule.lower_bound_s <= searched.step_s <= schedule.step_s <= scheduler.schedule(0, "random").step_s
+    for own in (schedule, searched):
+        assert own.step_s == pytest.approx(scheduler.pricer.step_s(own.shapes, own.assignment))
 
 
 def test_a_schedule_is_the_same_after_it_was_sent(scheduled):
