@@ -33,7 +33,7 @@ def profile_costs(tmp_path, module: str, tp: int, **sections) -> subprocess.Comp
         *(sys.executable, "-m", "dflop.cli", "profile-costs", "--config", config, "--module", module),
         *("--tp", str(tp), "--bounds", str(bounds), "--out", str(out)),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
 @pytest.fixture(scope="module")
