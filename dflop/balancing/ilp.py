@@ -1,7 +1,8 @@
 """The integer-programming policy: improves an assignment with CBC, in a process that can be killed.
 
-Takes a `BatchProblem` and a valid assignment, gives back one whose largest bucket is strictly smaller, or the very
-start with a status that says why. It pays where buckets hold two or three samples; with more, packing meets the goal.
+Takes a `BatchProblem` and a valid assignment; gives back one whose largest bucket is strictly smaller, or that same
+assignment with a status that says why. It pays where buckets hold two or three samples; with more, packing meets the
+goal.
 CBC may overrun its time limit, crash or be missing; none of this raises here. The model and the search are in
 `cbc_process.py`. A search that the time limit ends may give another answer next time: decide in one place and hand the
 result to every rank, or have the work counted instead.
@@ -28,7 +29,7 @@ from dflop.balancing.problem import (
 
 __all__ = ["MAX_VARIABLES", "CbcProcess", "IlpResult", "ilp_buckets", "without_cbc"]
 
-# Kinds of samples times buckets: beyond it CBC's second is better spent elsewhere.
+# The most (kind of sample, bucket) pairs: for larger problems CBC finds nothing within a second.
 MAX_VARIABLES = 40_000
 # Samples whose loads agree to this part of a mean sample are interchangeable: a mean bucket errs by half of it at most.
 KIND_TOLERANCE = 1e-3
@@ -143,7 +144,7 @@ class CbcProcess:
         return IlpResult(bucket=start, objective_s=start_s, status="optimal" if answer["proven"] else "no_gain")
 
     def close(self) -> None:
-        """End the child, whatever it does. A later solve starts another."""
+        """Kill the child. A later solve starts another."""
         if self._child is None:
             return
         self._child.kill()
@@ -215,7 +216,7 @@ class CbcProcess:
 
 
 class _ChildError(Exception):
-    """What went wrong between us and the child, as the status to report."""
+    """The exchange with the child failed; holds the status to report."""
 
     def __init__(self, status: str, detail: str = "") -> None:
         super().__init__(status, detail)

@@ -1,9 +1,9 @@
-"""Policies that answer within milliseconds: what an unscheduled sampler does, and a balanced packing.
+"""Policies that answer within milliseconds: random buckets, as without a scheduler, and balanced packing (LPT).
 
 Both take a `BatchProblem` and return `bucket[num_samples]`. The balanced packing first lowers the largest bucket
 (seconds, over all modules) as far as `goal_s`, then evens out every module. It is a heuristic without a guarantee:
-with eight samples a bucket it nearly always meets the goal, with two it may end 5 to 10 % above the bound. Pipeline
-order and step time are left to those who simulate.
+with eight samples a bucket it nearly always meets the goal, with two it may end 5 to 10 % above the bound. It knows
+nothing of the order of a pipeline or of step times.
 """
 
 import heapq
@@ -35,7 +35,7 @@ _MOST_PLACES = 1_000_000
 
 
 def random_buckets(problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
-    """Equal counts (to within one) of randomly drawn samples: what training without a scheduler does.
+    """As many randomly drawn samples for each bucket, to within one: what training without a scheduler does.
 
     Samples change places only where a bucket would hold more tokens than memory allows.
 
@@ -47,14 +47,14 @@ def random_buckets(problem: BatchProblem, rng: np.random.Generator) -> np.ndarra
 
 
 def dealt_at_random(num_samples: int, num_buckets: int, rng: np.random.Generator) -> np.ndarray:
-    """The bucket of each sample: as many for each, to within one."""
+    """The bucket of each sample, drawn at random; buckets get equally many samples, to within one."""
     bucket = np.empty(num_samples, dtype=np.int64)
     bucket[rng.permutation(num_samples)] = np.arange(num_samples) % num_buckets
     return bucket
 
 
 def small_at_both_ends(load: np.ndarray) -> np.ndarray:
-    """`order[place]` is what stands at that place: ascending to the middle, descending from there on."""
+    """Small loads first and last, large ones in the middle: `order[place]` is an index into `load`."""
     ascending = np.argsort(load, kind="stable")
     return np.concatenate([ascending[::2], ascending[1::2][::-1]])
 
@@ -62,9 +62,9 @@ def small_at_both_ends(load: np.ndarray) -> np.ndarray:
 def lpt_buckets(problem: BatchProblem, share: np.ndarray | None = None) -> np.ndarray:
     """Longest processing time first over all modules at once, then moves and swaps of samples until none helps.
 
-    `share` [num_microbatches, num_modules] asks for microbatches of unlike size, as parts of each module's mean one:
-    what a bucket shall not be given counts as filled already. Equal problems give equal answers on every machine. 512
-    samples in 64 buckets take about 10 ms.
+    `share` [num_microbatches, num_modules] asks for microbatches of unlike sizes, each a multiple of the module's mean
+    bucket; the difference to the largest counts as already filled. Equal problems give equal answers on every machine.
+    512 samples in 64 buckets take about 10 ms.
 
     Raises:
         UserError: no way was found to respect `max_bucket_tokens`.
@@ -76,7 +76,7 @@ def lpt_buckets(problem: BatchProblem, share: np.ndarray | None = None) -> np.nd
 
 
 def quick_buckets(loads_s: np.ndarray, num_buckets: int) -> np.ndarray:
-    """Longest processing time first and nothing after it: what there is time for when thousands of plans are compared.
+    """Longest processing time first, without the descent: fast enough to compare thousands of plans.
 
     Args:
         loads_s: float64 `[num_samples, num_modules]`, seconds that a sample adds to its bucket in each module.

@@ -1,7 +1,7 @@
-"""Whether a medium is all there, told by its end: a small read, nothing is decoded.
+"""Whether a medium's file is complete, by a small read at its end; nothing is decoded.
 
-A download that broke off leaves a good header before a body that is missing. Most formats mark their end or
-write down their length. Bytes behind that are legal and common.
+An aborted download leaves a good header without the body. Most formats mark their end or note their length. Further
+bytes behind that end are legal and common.
 """
 
 import math
@@ -24,7 +24,7 @@ _ISO_BOXES = frozenset(
 
 
 def ends_whole(image: Image.Image, file: BinaryIO) -> bool:
-    """Whether a picture's file ends as its format wants; if not, or where no end is known, only decoding tells."""
+    """Whether a picture's file ends as its format wants. If not, or for other formats, only decoding can tell."""
     if image.format in _END_MARKERS:
         num_bytes = file.seek(0, os.SEEK_END)
         file.seek(max(0, num_bytes - _TAIL_BYTES))
@@ -37,7 +37,7 @@ def ends_whole(image: Image.Image, file: BinaryIO) -> bool:
 
 
 def is_cut_off(file: BinaryIO) -> bool:
-    """Whether a RIFF file (AVI, WebP) or one of ISO boxes (MP4, MOV, AVIF) says that it is longer than it is."""
+    """Whether a RIFF file (AVI, WebP) or one of ISO boxes (MP4, MOV, AVIF) is shorter than its header says."""
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(8)

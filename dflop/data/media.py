@@ -1,7 +1,8 @@
-"""Sizes of media, read from their headers; nothing is decoded but a picture that does not end as it should.
+"""Sizes of media, read from their headers. Only a picture whose file does not end as its format wants is decoded.
 
-A medium is a file, or lies inside its manifest (`Embedded`). One that is truncated, empty or something else
-than it seems raises `RecordError("unreadable_media")`; a clip that was cut off is as long as what is left of it.
+A medium is a file, or bytes inside its manifest (`Embedded`). A medium that is truncated, empty or of another format
+than its name says raises `RecordError("unreadable_media")`. A clip that was cut off counts with the frames that are
+left.
 
 Pictures are read by Pillow, as in training. `imagesize` takes 15 µs instead of 100 a picture, but it leaves out the
 orientation that PNG and WebP may hold, knows no AVIF, and would not tell a picture that is damaged.
@@ -67,7 +68,7 @@ IMAGE_ERRORS = (
 
 _pillows_limit = threading.Lock()
 
-# A week: what claims to last longer has a damaged header, and would cost as many windows as it claims.
+# A week. A header that claims more is damaged, and would count as many audio windows as it claims.
 _MOST_SECONDS = 7 * 24 * 3600
 
 _ORIENTATION_TAG = 0x0112
@@ -82,10 +83,10 @@ def open_medium(medium: Path | Embedded) -> BinaryIO:
 
 
 def open_picture(file: BinaryIO, name: str, max_pixels: int) -> Image.Image:
-    """A picture by its header, of at most `max_pixels` pixels; nothing is decoded yet.
+    """Open a picture of at most `max_pixels` pixels; only its header is read.
 
-    Pillow's own guard against pictures that unfold to gigabytes would refuse real scans, or warn of them. It is a
-    setting of the whole process, which others in it rely on: it is off while the header is read, no longer.
+    Pillow's own limit against decompression bombs would refuse large scans, or warn of them. That limit is a setting of
+    the whole process, so it is switched off only while the header is read.
 
     Raises:
         RecordError: when it has more pixels.
@@ -137,7 +138,7 @@ def too_many_pixels(name: str, width: int, height: int, max_pixels: int) -> Reco
 
 
 def _unreadable(medium: Path | Embedded, why: object) -> RecordError:
-    """An error of the system's or FFmpeg's is told by its text, without its number and the path."""
+    """The reason for messages: the text of the system's or FFmpeg's error, without its number and the path."""
     why = getattr(why, "strerror", None) or why
     return RecordError("unreadable_media", f"{medium.name}: {' '.join(str(why).split())}")
 
@@ -151,7 +152,7 @@ def _no_picture(medium: Path | Embedded) -> str:
 
 
 def _exif(image: Image.Image, medium: Path | Embedded) -> Image.Exif:
-    """`image.getexif()`, which decodes a whole PNG in search of EXIF data behind its pixels, without that."""
+    """`image.getexif()`, but without decoding a whole PNG in search of EXIF data behind its pixels."""
     if image.format == "PNG" and not _has_exif_behind_pixels(medium):
         return Image.Image.getexif(image)
     return image.getexif()
@@ -173,7 +174,7 @@ def _has_exif_behind_pixels(medium: Path | Embedded) -> bool:
 
 
 def open_clip(medium: Path | Embedded) -> InputContainer:
-    """A clip's container; titles and comments in other encodings than UTF-8 are no reason to refuse it."""
+    """Open a clip's container. Titles and comments that are not UTF-8 are no reason to refuse it."""
     file = medium.open() if isinstance(medium, Embedded) else str(medium)
     return av.open(file, metadata_errors="replace")
 
@@ -209,7 +210,7 @@ def _is_cut_off(medium: Path | Embedded) -> bool:
 
 
 def audio_header(medium: Path | Embedded) -> AudioHeader:
-    """Length and rate of a sound: by libsndfile, or FFmpeg where that finds none (AAC, a clip's sound)."""
+    """Seconds and sample rate of a sound: by libsndfile, or by FFmpeg for what it cannot read (AAC, a clip's sound)."""
     try:
         with open_medium(medium) as file:
             info = soundfile.info(file)
@@ -243,7 +244,7 @@ def _sound_stream(medium: Path | Embedded) -> AudioHeader:
 
 
 def frame_indices(header: VideoHeader, video: VideoConfig) -> list[int]:
-    """Which frames are taken: one every 1/fps seconds, spread evenly over the clip once that exceeds the cap."""
+    """The frames that are used: one every 1/fps seconds, or the largest allowed number spread evenly over the clip."""
     step = max(1, round(header.fps / video.fps))
     indices = range(0, header.num_frames, step)
     if len(indices) <= video.max_frames:

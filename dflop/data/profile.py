@@ -1,7 +1,7 @@
 """Shape profiling: from the records of one shard to one row each, without decoding any medium.
 
-A record that cannot be used becomes a row with a reason; nothing stops the shard. Processes share a shard's
-records, so that a shard is as fast as there are cores.
+A record that cannot be used becomes a row with a reason; nothing stops the shard. The records of a shard are divided
+among processes, one a core.
 """
 
 import os
@@ -25,7 +25,7 @@ from dflop.store import SHARD_SCHEMA
 
 __all__ = ["ShapeProfiler", "profile_shard", "useful_workers"]
 
-# A part of a shard, and what is tokenised at once; texts fewer at a time where they are long.
+# Records that a process takes at once and tokenises together; fewer where texts are long.
 _BATCH = 512
 _BATCH_CHARACTERS = 4 << 20
 _LEAST_RECORDS_PER_WORKER = 2_000
@@ -33,7 +33,7 @@ _LEAST_RECORDS_PER_WORKER = 2_000
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeProfiler:
-    """All that a row depends on besides its record."""
+    """Makes rows of records: holds everything else that a row depends on."""
 
     source: Source
     reader: ShapeReader
@@ -64,7 +64,7 @@ class ShapeProfiler:
             shapes = self.reader.read_media(record, self.source.media_root)
             return _ReadRecord(sample_id, _media_columns(record, shapes), self.reader.place_media(record, shapes))
         except RecordError as error:
-            # A copy: the error itself holds on to where it was raised, and so to the media.
+            # A copy, because the error's traceback would keep the media in memory.
             return _ReadRecord(sample_id, {}, RecordError(error.reason, error.detail))
 
     def _token_columns(self, placed: PlacedText, text: TokenizedText) -> dict[str, Any] | RecordError:
@@ -100,7 +100,7 @@ class ShapeProfiler:
 
 
 class _ReadRecord(NamedTuple):
-    """What is kept of a record until its text is tokenised, which is none of its media: or why there is no text."""
+    """A record until its text is tokenised: its text or why it has none, and columns instead of its media."""
 
     sample_id: str | None
     media_columns: dict[str, Any]
@@ -227,7 +227,7 @@ def _batches(records: Iterable[_ReadRecord]) -> Iterator[list[_ReadRecord]]:
 
 
 def _encode(conversations: Sequence[Sequence[Any]], tokenizer: ChatTokenizer) -> list[TokenizedText | RecordError]:
-    """Tokens of each conversation, or why its text cannot be used; one by one where a batch holds such a one."""
+    """Tokens of each conversation, or why it cannot be used. If a batch fails, its texts are encoded one by one."""
     try:
         return list(tokenizer.encode(conversations))
     except RecordError as error:

@@ -1,8 +1,8 @@
 """One record of a manifest, read into one form: its media and its turns.
 
-Read are LLaVA's `conversations` (`from`, `value`) and the chat form `messages` (`role`, `content`, where
-content is a text or a list of parts). Each medium has one placeholder in the text; `<image>` may stand for
-a video, as LLaVA's own files have it. A medium is a path, or bytes that the manifest itself holds.
+Two forms are read: LLaVA's `conversations` (`from`, `value`), and the chat form `messages` (`role`, `content`, where
+content is a text or a list of parts). Each medium has one placeholder in the text. `<image>` may stand for a video, as
+in LLaVA's own files. A medium is a path, or bytes that the manifest itself holds.
 """
 
 import io
@@ -64,7 +64,7 @@ class Embedded(ABC):
 
     @abstractmethod
     def open(self) -> BinaryIO:
-        """Its content as a file that can be sought in."""
+        """The medium's bytes as a seekable file."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class EmbeddedBytes(Embedded):
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """`file` is a path under the media root, or the medium itself; `size` is what the record says it is, if trusted."""
+    """`file`: a path under the media root, or the embedded medium; `size`: the record's own, where it is trusted."""
 
     kind: str
     file: str | Embedded
@@ -100,7 +100,7 @@ class Record:
 
 
 def parse_record(raw: Any, *, trust_sizes: bool = False) -> Record:
-    """Read one record; with `trust_sizes` its `width` and `height` are taken for its pictures' sizes.
+    """Read one record. With `trust_sizes` its `width` and `height` count as its pictures' sizes, unopened.
 
     Raises:
         RecordError: bad_record, empty or placeholder_mismatch.
@@ -129,13 +129,13 @@ def media_paths(raw: Any) -> list[str]:
 
 
 def record_id(raw: Any) -> str | None:
-    """The id that a raw record gives itself; half surrogate pairs, which JSON may hold, are written as escapes."""
+    """The id that a raw record gives itself. Half surrogate pairs, which JSON may hold, become escapes."""
     given = raw.get("id") if isinstance(raw, dict) else None
     return None if given in (None, "") else str(given).encode("utf-8", "backslashreplace").decode()
 
 
 def resolve_medium(media_root: Path, medium: Medium) -> Path | Embedded:
-    """The file of a medium, which must lie inside `media_root` after all links are followed; or the embedded medium.
+    """The path of a medium, or the embedded medium. A path must lie inside `media_root` after all links are followed.
 
     Raises:
         RecordError: path_escape or missing_media.
@@ -174,10 +174,10 @@ def _resolved(folder: Path) -> Path:
 
 
 def _media_files(raw: dict[str, Any], kind: str, parts: list[str | Embedded]) -> list[str | Embedded]:
-    """A record's media of a kind, from the one place that gives any.
+    """A record's media of one kind. A record may name them under several keys, but not different ones.
 
     Raises:
-        RecordError: bad_record, also where two places give different ones.
+        RecordError: bad_record.
     """
     given = {"the parts of `messages`": parts} if parts else {}
     for key in (kind, f"{kind}s"):
@@ -212,7 +212,7 @@ def _media_file(entry: Any, name: str, where: str) -> str | Embedded:
 
 
 def _trusted_sizes(raw: dict[str, Any], num_images: int) -> list[ImageSize | None]:
-    """`width` and `height` of each picture, numbers or lists of numbers; None where the record does not tell."""
+    """`width` and `height` of each picture; the record holds numbers or lists of them. None: it does not say."""
     width, height = (
         value if isinstance(value, list) else [value] * min(num_images, 1)
         for value in (raw.get("width"), raw.get("height"))
@@ -226,7 +226,7 @@ def _trusted_sizes(raw: dict[str, Any], num_images: int) -> list[ImageSize | Non
 
 
 def _turns(raw: dict[str, Any]) -> tuple[list[Turn], dict[str, list[str | Embedded]]]:
-    """The turns, and by kind the media that stand in `messages` themselves, as parts of a content."""
+    """The turns, and by kind the media that are given inside `messages`, as parts of a content."""
     forms = {"conversations": ("from", "value"), "messages": ("role", "content")}
     present = [key for key in forms if raw.get(key) is not None]
     if not present:
@@ -280,7 +280,7 @@ def _json_name(value: Any) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a str without half surrogate pairs, which no tokenizer, table or file system takes."""
+    """Whether it is a str without half surrogate pairs: no tokenizer, table or file system takes those."""
     return isinstance(value, str) and not _HALF_PAIR.search(value)
 
 

@@ -1,4 +1,4 @@
-"""What one record becomes in a model: items and tokens of its media, by their headers, and its text around them.
+"""What a model makes of one record: items and tokens of its media, from their headers, and its text around them.
 
 Profiling and training both read records through this file, so that what was profiled is what training makes.
 """
@@ -32,7 +32,7 @@ class MediumShape(NamedTuple):
 
 
 class PlacedText(NamedTuple):
-    """A record's turns with its media as the model's family writes them; one entry a placeholder in the lists."""
+    """A record's turns with its media as the model's family writes them. Lists have one entry a placeholder."""
 
     turns: tuple[Turn, ...]
     kinds: list[str]
@@ -106,13 +106,13 @@ def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: 
     Returns the token ids and the target mask, both cut after `max_llm_tokens`.
     """
     repeats = np.ones(len(text.token_ids), dtype=np.int64)
-    repeats[text.placeholders] = np.minimum(list(num_tokens), max_llm_tokens)  # what is cut off is not made
+    repeats[text.placeholders] = np.minimum(list(num_tokens), max_llm_tokens)  # more would only be cut off
     token_ids = np.repeat(text.token_ids, repeats)[:max_llm_tokens]
     return token_ids, np.repeat(text.is_target, repeats)[:max_llm_tokens]
 
 
 def _refuse_escape(medium: Medium, media_root: Path) -> None:
-    """What `resolve_medium` refuses, as far as the path's text tells: a trusted medium's file is not looked at."""
+    """Refuse a path outside of the media root by its text alone: files of trusted sizes are not looked at."""
     if not isinstance(medium.file, Embedded) and os.path.normpath(medium.file).startswith(("..", "/")):
         root = os.path.abspath(media_root)
         if not os.path.normpath(os.path.join(root, medium.file)).startswith(root.rstrip("/") + "/"):

@@ -47,7 +47,7 @@ class ChatTokenizer:
     """A Hugging Face tokenizer directory: `tokenizer.json` and its chat template."""
 
     def __init__(self, folder: Path | None = None, special_tokens: Sequence[str] = ()) -> None:
-        """Load from `folder`, or the bundled tokenizer; `special_tokens` are those the model's family needs beside.
+        """Load from `folder`, or the bundled tokenizer. `special_tokens` are added for the model's family.
 
         Raises:
             UserError: when the folder is not a tokenizer directory.
@@ -139,7 +139,7 @@ class ChatTokenizer:
 
 
 def _as_part(content: str) -> list[dict[str, str]]:
-    """One part of text: media stay where the record puts them, while templates would move them to the front."""
+    """A content as a single part of text, placeholders included: of parts, templates move the media to the front."""
     return [{"type": "text", "text": content}]
 
 

@@ -12,7 +12,7 @@ _HAS_EXIF_OR_XMP = 0x08 | 0x04
 
 
 def webp_size(file: BinaryIO) -> ImageSize | None:
-    """None for what is no WebP, is not all there, or holds metadata that may turn the picture: Pillow has to look."""
+    """The size, or None where Pillow has to look: no WebP, an incomplete one, or metadata that may turn the picture."""
     head = file.read(30)
     if len(head) < 30 or head[:4] != b"RIFF" or head[8:12] != b"WEBP" or is_cut_off(file):
         return None

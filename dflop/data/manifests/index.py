@@ -27,7 +27,7 @@ __all__ = ["ManifestFile", "remove_outdated", "stamp_of"]
 _FORMAT = 3
 _ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
 _pack = Struct(f"<QQ{DIGEST_BYTES}s").pack
-# Stands for all that is lost with a file that cannot be read.
+# The single entry of a file that cannot be read.
 _NO_RECORD = Span(0, 0, bytes(DIGEST_BYTES))
 _ENTRIES_AT_ONCE = 1 << 16
 
@@ -54,7 +54,7 @@ class ManifestFile:
         return np.ascontiguousarray(self._entries["digest"][rows]).tobytes()
 
     def digest_words(self) -> np.ndarray:
-        """The last 8 bytes of every record's digest, independent of the first 8: uint64 [num_records]."""
+        """The last 8 bytes of every record's digest, which `records_below` does not use: uint64 [num_records]."""
         return np.frombuffer(self.digests(slice(None)), dtype="<u8").reshape(-1, DIGEST_BYTES // 8)[:, -1]
 
     def records_below(self, threshold: int) -> np.ndarray:

@@ -1,9 +1,9 @@
 """JSON lists and JSON lines, streamed: records of a file of any size, each found again by its bytes.
 
-A JSON list is cut at the commas between its elements by a scanner that knows only strings and brackets;
-what stands between two cuts is parsed on its own. So an element that is no JSON is one bad record, and a
-file that ends too early keeps all records before the end. A stray quote or bracket would lead that scanner
-astray: where an element looks as if it held others, it is cut again at the next whole record in it.
+A scanner that knows only strings and brackets cuts a JSON list at the commas between its elements; each element is then
+parsed on its own. So an element that is not JSON is one bad record, and a file that ends too early keeps all records
+before its end. A stray quote or bracket misleads the scanner: an element that seems to contain other records is
+therefore cut again at the next whole record inside it.
 """
 
 import json
@@ -23,9 +23,9 @@ __all__ = ["JsonLinesReader", "JsonListReader", "open_json"]
 _CHUNK_BYTES = 8 << 20
 # Longer than any record: a quote or bracket that is never closed would otherwise take the whole file into memory.
 _MAX_RECORD_BYTES = 256 << 20
-# Of one that is so long already, it is asked whether it holds others.
+# An element longer than this is searched for other records inside it.
 _LONG_RECORD_BYTES = 256 << 10
-# A whole record behind a damaged one is looked for in so many bytes; longer ones are given up with it.
+# A whole record behind a damaged one must be shorter than this to be found; longer ones are lost with it.
 _MAX_BYTES_AFTER_DAMAGE = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
@@ -57,9 +57,9 @@ def open_json(path: Path) -> "JsonListReader | JsonLinesReader":
 
 
 class _JsonReader:
-    """What lists and lines share: records are bytes of UTF-8 text."""
+    """What lists and lines share: a record is a run of bytes of UTF-8 text."""
 
-    _last_sign: str  # of a whole file
+    _last_sign: str  # with which a complete file ends
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
@@ -99,7 +99,7 @@ class _JsonReader:
 
 
 class JsonLinesReader(_JsonReader):
-    """One record a line; blank lines are none."""
+    """One record a line; blank lines are skipped."""
 
     _last_sign = "}"
 
@@ -131,13 +131,13 @@ class JsonListReader(_JsonReader):
         self._start = start
 
     def scan(self) -> Iterator[Span]:
-        """Spans lie between the commas. The last is no record where the file ends before the list does, or after it."""
+        """Spans between the commas. If the file ends before or after its list does, the last is a bad record."""
         begin: int | None = self._start
         while begin is not None:
             begin = yield from self._scan_from(begin)
 
     def _scan_from(self, begin: int) -> Generator[Span, None, int | None]:
-        """The spans from byte `begin` on, up to a damaged one; returns where a whole record begins after it."""
+        """The spans from byte `begin` on, up to a damaged one. Returns where the next whole record begins, or None."""
         searched = begin
         for start, end, content in self._elements(begin):
             if content is not None and _is_sound(content):
@@ -153,7 +153,7 @@ class JsonListReader(_JsonReader):
         return None
 
     def _elements(self, begin: int) -> Iterator[tuple[int, int, bytes | None]]:
-        """Start, end and content of the elements from byte `begin` on; None for one that goes on and on."""
+        """Start, end and content of the elements from byte `begin` on; content None for one that is too long so far."""
         from dflop.data.manifests.json_cuts import find_cuts  # numba: only scanning needs it
 
         state = np.array([1, 0, 0])  # depth, inside a string, after a backslash
@@ -184,9 +184,9 @@ class JsonListReader(_JsonReader):
                 yield position, position, b""
 
     def _next_record(self, start: int, end: int) -> tuple[int, int] | None:
-        """Where a damaged stretch ends, and where the first whole record that begins inside it does.
+        """Where a damaged stretch ends, and where the first whole record that begins inside it begins.
 
-        A record is told from the objects in it by what only records hold, their turns.
+        Only records have turns (`conversations`, `messages`): that tells them from the objects inside them.
         """
         for first in range(start, end, _CHUNK_BYTES):
             block = self._read_bytes(first, min(end, first + _CHUNK_BYTES) + 4096)  # for what lies across two blocks
@@ -211,7 +211,7 @@ class JsonListReader(_JsonReader):
 
 
 def _is_sound(content: bytes | bytearray) -> bool:
-    """Whether an element is cut rightly, for all that can be seen: an object with the turns of one record, or JSON."""
+    """Whether an element seems to be cut rightly: it is an object with the turns of one record, or valid JSON."""
     is_object = not content or (content[0], content[-1]) == _BRACES
     if is_object and content.count(_CONVERSATIONS) + content.count(_MESSAGES) < 2:
         return True
@@ -227,7 +227,7 @@ def _digest(content: bytes | bytearray) -> bytes:
 
 
 def _holds_lines(text: bytes) -> bool:
-    """Whether it is records line by line: several objects, or one that has what a record has."""
+    """Whether there is one record a line: the first line is an object, with others behind it or a record's turns."""
     first, _, others = text.partition(b"\n")
     try:
         record = json.loads(first)

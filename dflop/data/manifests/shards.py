@@ -1,9 +1,9 @@
 """A source's records and its shards: runs of consecutive records that are profiled as one job.
 
-Cuts are chosen by the records' own content, so that an inserted record changes the shard it falls into and
-leaves the others alone; a shard's name comes from its source's own path and settings, from a digest of its
-records and, where the media are watched, of their files' sizes and times. Which other sources there are, and in
-which order, is no matter; sources that are the same share their shards.
+Where shards are cut depends on the records' content, so that an inserted record changes its own shard and leaves the
+others as they are. A shard is named by its source's path and settings and by a digest of its records and, where media
+are watched, of their files' sizes and times. The other sources and their order do not matter; equal sources share their
+shards.
 """
 
 import json
@@ -104,7 +104,7 @@ class SourceRecords:
         return positions[inside]
 
     def digest(self, start: int, end: int) -> str:
-        """The digest of the kept records at positions `[start, end)`, which are not none."""
+        """The digest of the kept records at positions `[start, end)`, at least one."""
         running = sha256()
         rows = self.kept[start:end]
         for number in range(bisect_right(self._ends, rows[0]), bisect_right(self._ends, rows[-1]) + 1):
@@ -129,8 +129,8 @@ def list_shards(
 ) -> list[Shard]:
     """The source's shards, from the cache while its files have not changed.
 
-    With `watch_media` the sizes and times of all media are looked at, each time, unless `look_again` is
-    false: then what was found last is taken, as a workflow's jobs do.
+    With `watch_media` the sizes and times of all media are looked at each time. With `look_again=False`, as in a
+    workflow's jobs, the last result is used.
 
     Raises:
         UserError: when the manifest or its media root is missing, or the manifest holds no record or cannot be read.
@@ -179,8 +179,8 @@ def _amount_kept(sampling: str, num_records: int) -> tuple[str, int]:
 def _draw(words: np.ndarray, count: int, key: str) -> np.ndarray:
     """The `count` records with the smallest keyed hashes of their digests' words: int64, ascending.
 
-    Each record stands for itself, so that one that is inserted takes the place of one other at most, and those
-    that are drawn hardly change. Equal records have hashes of their own, as the first, second, … of them.
+    A record's hash does not depend on the others, so an inserted record displaces at most one of those that were drawn.
+    Equal records are numbered (first, second, …), so that their hashes differ.
     """
     by_word = np.argsort(words, kind="stable")
     ordered = words[by_word]
@@ -201,8 +201,8 @@ def _mix(words: np.ndarray) -> np.ndarray:
 def _cut(records: SourceRecords, samples_per_shard: int) -> list[Shard]:
     """Cut after records whose digest falls below a threshold, at about `samples_per_shard` records.
 
-    Shards hold between a half and twice that number; the cuts after an insertion fall on the same records
-    again as soon as one content-chosen cut is met.
+    Shards hold between a half and twice that number. Behind an inserted record the cuts are the old ones again from the
+    first cut that was chosen by content.
     """
     least, most = max(1, samples_per_shard // 2), 2 * samples_per_shard
     cuts = records.cuts_below((1 << 64) // max(1, samples_per_shard - least))
@@ -219,7 +219,7 @@ def _cut(records: SourceRecords, samples_per_shard: int) -> list[Shard]:
 
 
 def _shard(source: Source, start: int, num_records: int, digest: str, seen: dict[str, int]) -> Shard:
-    """A shard named by its source's manifest and by a digest of both; of equal ones, all but the first are numbered."""
+    """A shard, named by its source's manifest and a digest of source and records; repeated shards are numbered."""
     seen[digest] = seen.get(digest, 0) + 1
     repeat = f"-{seen[digest]}" if seen[digest] > 1 else ""
     name = f"{source.label}-{sha256(f'{source.key}/{digest}'.encode()).hexdigest()[:12]}{repeat}"

@@ -1,4 +1,4 @@
-"""The sources of a dataset: which files each one names, and what its defaults are.
+"""The sources of a dataset: the files that each one names, with the config's defaults filled in.
 
 A source's path may be a pattern (`shards-{000..127}.tar`, `*.parquet`), or a YAML file in LLaVA-NeXT's form,
 `datasets: [{json_path, sampling_strategy}, …]`, which stands for one source an entry.
@@ -35,13 +35,13 @@ class Source:
 
     @property
     def label(self) -> str:
-        """The manifest's folder and name, up to a pattern's first sign: unlike `name` no matter of other sources."""
+        """The manifest's folder and name, up to a pattern's first sign. Unlike `name` it ignores the other sources."""
         whole = Path(re.split(r"[*?\[{]", str(self.path))[0])
         return _plain_names(whole)[:2][-1]
 
     @property
     def key(self) -> str:
-        """A digest of what makes samples of its records, wherever those come from."""
+        """A digest of the settings that decide which samples its records become."""
         parts = (self.label, str(self.media_root), self.sampling, str(self.trust_sizes))
         return sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -90,7 +90,7 @@ def list_sources(data: DataConfig) -> list[Source]:
 
 
 def _tell_apart(choices: Sequence[list[str]]) -> list[str]:
-    """For each source the first of its names that no other one has, or else its last, numbered."""
+    """A name for each source: the first of its choices that no other source has, or its last one with a number."""
     left = list(choices)
     while shared := {name for name, uses in Counter(names[0] for names in left).items() if uses > 1}:
         longer = [names[1:] if names[0] in shared and len(names) > 1 else names for names in left]
@@ -105,7 +105,7 @@ def _tell_apart(choices: Sequence[list[str]]) -> list[str]:
 
 
 def _open_lists(entry: SourceConfig) -> Iterator[tuple[SourceConfig, list[str]]]:
-    """An entry, or those of the list of datasets that it is; each with the names it may have, the shortest first."""
+    """The entry, or the entries of the list of datasets that it names; each with possible names, the shortest first."""
     path = Path(entry.path)
     if path.suffix not in (".yaml", ".yml"):
         yield entry, [entry.name] if entry.name else _plain_names(path)

@@ -25,9 +25,9 @@ _BATCH_BYTES = 16 << 20
 
 
 class ParquetReader:
-    """A Parquet file, read forwards, a few rows at a time; to go back takes its row group from the start.
+    """A Parquet file, read forwards, a few rows at a time; to go back, its row group is read again from the start.
 
-    What is in memory is a page, the least that can be unpacked, and for columns with a dictionary, that.
+    It holds one page in memory, the least that can be unpacked, and the dictionary of columns that have one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +67,7 @@ class ParquetReader:
         return _record(row, f"{self.path.name}, row {start:,}")
 
     def _read_group(self, group: int) -> "Iterator[tuple[int, pyarrow.RecordBatch | RecordError]]":
-        """The batches of a row group, each with its first row; at the end an error, for rows that it does not have."""
+        """The batches of a row group, each with its first row; at last an error, for rows that the file lacks."""
         from pyarrow import ArrowException
 
         row = int(self._group_ends[group - 1]) if group else 0
@@ -128,7 +128,7 @@ class DatasetReader:
 
 
 def _batch_rows(num_bytes: int, num_rows: int) -> int:
-    """How many of so many rows are taken at once."""
+    """How many rows are read at once from `num_rows` rows of `num_bytes`."""
     return int(np.clip(_BATCH_BYTES * num_rows // max(1, num_bytes), 1, _BATCH_ROWS))
 
 

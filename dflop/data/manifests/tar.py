@@ -1,8 +1,8 @@
-"""WebDataset shards: tar files whose members share a name up to the first dot, one group a sample.
+"""WebDataset shards: tar files in which the members of a sample share their name up to the first dot.
 
-A sample's `.json` member is its record; its media are the members with the suffixes of pictures, clips and
-sounds, matched to the names in the record where it has any. A sample with a `.txt` and no `.json` is a
-caption. Media are read in place, never unpacked.
+A sample's `.json` member is its record. Its media are the members with the suffixes of pictures, clips and sounds, in
+the order in which the record names them, if it does. A sample with a `.txt` and no `.json` is a caption. Media are read
+in place, never unpacked.
 """
 
 import io
@@ -26,7 +26,7 @@ _SUFFIXES = {
 }
 _TEXTS = (".json", ".txt")
 _MAX_TEXT_BYTES = 256 << 20
-# What reading a cut or damaged archive raises (OverflowError: a long name's length beyond any).
+# What reading a truncated or damaged archive raises (OverflowError: an absurd length of a long name).
 _DAMAGE = (tarfile.TarError, OSError, OverflowError)
 
 
