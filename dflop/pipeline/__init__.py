@@ -11,7 +11,8 @@ from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, ma
 from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
 from dflop.pipeline.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Placement
-from dflop.pipeline.plan import Plan, load_plan, plan_from_dict, split_layers, why_not_runnable
+from dflop.pipeline.plan import Plan, load_plan, plan_from_dict, split_layers
+from dflop.pipeline.runnable import why_not_runnable
 from dflop.pipeline.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
 from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
 from dflop.pipeline.waits import Computation, computations_of

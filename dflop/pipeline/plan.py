@@ -1,8 +1,7 @@
 """Plans: a placement, one grid per module, the number of microbatches, checkpointing and the schedule.
 
 A plan is what the search chooses and what the trainer obeys; `plan.yaml` holds one, with the prediction
-that it was chosen for beside it. More can be said, and priced, than can be trained today: `why_not_runnable`
-draws that line.
+that it was chosen for beside it. More can be said, and priced, than can be trained today: see `runnable`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,7 @@ from dflop.pipeline.placements import PLACEMENTS
 from dflop.pipeline.schedules import PLAIN_SCHEDULE, SCHEDULES
 from dflop.runtime import UserError
 
-__all__ = ["Plan", "load_plan", "plan_from_dict", "split_layers", "why_not_runnable"]
-
-_RUNNABLE_SCHEDULES = ("1f1b", "gpipe")
+__all__ = ["Plan", "load_plan", "plan_from_dict", "split_layers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,23 +127,6 @@ class Plan:
         checkpointing = ", checkpointing" if self.checkpointing else ""
         microbatches = f"{self.num_microbatches} microbatch{'es' if self.num_microbatches > 1 else ''}"
         return f"{self.placement}: {grids}, {microbatches}, {self.schedule}{chunks}{checkpointing}"
-
-
-def why_not_runnable(plan: Plan) -> str | None:
-    """A sentence on what keeps the plan from being trained today; None when nothing does."""
-    if plan.placement != "disjoint":
-        return f"{plan.placement} plans can be priced, but not trained yet; use placement: disjoint"
-    if plan.schedule not in _RUNNABLE_SCHEDULES:
-        return f"{plan.schedule} can be priced, but not trained yet; use schedule: {' or '.join(_RUNNABLE_SCHEDULES)}"
-    if len(plan.grids) != 2:
-        return f"the plan has {len(plan.grids) - 1} encoders, and training knows one; use one encoder and the LLM"
-    for grid in plan.grids:
-        if grid.tp > 1:
-            return f"{grid.module}: tp={grid.tp}, but tensor parallelism cannot be trained yet; use tp: 1"
-    for encoder in plan.grids[:-1]:
-        if encoder.pp > 1:
-            return f"{encoder.module}: pp={encoder.pp}, but encoders are trained in one stage; use pp: 1"
-    return None
 
 
 def plan_from_dict(values: Mapping[str, Any]) -> Plan:

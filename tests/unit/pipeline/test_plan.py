@@ -8,8 +8,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.pipeline import Grid, Plan, load_plan, plan_from_dict, split_layers, why_not_runnable
+from dflop.pipeline import Grid, Op, Plan, load_plan, plan_from_dict, split_layers, why_not_runnable
+from dflop.pipeline.run import CARRIED_OUT
+from dflop.pipeline.runnable import TRAINED
 from dflop.runtime import UserError
+from dflop.training.work import LlmWork, VisionWork
 
 
 def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=2, **more) -> Plan:
@@ -148,6 +151,18 @@ def test_what_cannot_be_trained_yet_is_said_with_what_can(plan, why):
 @given(plans, st.sampled_from(["1f1b", "gpipe"]))
 def test_disjoint_plans_of_one_encoder_can_be_trained_however_their_layers_are_split(plan, schedule):
     assert why_not_runnable(dataclasses.replace(plan, schedule=schedule)) is None
+
+
+def test_what_is_runnable_follows_from_what_training_is_said_to_do():
+    split, colocated = make_plan(schedule="zb_h1"), shared("colocated", {"num_ranks": 2}, {"num_ranks": 2})
+    assert why_not_runnable(split, dataclasses.replace(TRAINED, ops=frozenset(Op))) is None
+    assert why_not_runnable(colocated, dataclasses.replace(TRAINED, nodes_a_rank=2)) is None
+
+
+def test_the_executor_and_the_works_do_what_training_is_said_to_do():
+    assert TRAINED.ops <= CARRIED_OUT
+    for op, method in ((Op.BACKWARD_INPUT, "backward_input"), (Op.BACKWARD_WEIGHT, "backward_weight")):
+        assert all(hasattr(work, method) == (op in TRAINED.ops) for work in (VisionWork, LlmWork))
 
 
 def test_a_plan_reads_as_one_line():
