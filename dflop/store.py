@@ -54,7 +54,9 @@ REJECT_REASONS = (
 )
 
 # One row a record of a shard. `row` counts inside the shard, so that a shard's file stays valid when
-# records are inserted before it; `reason` and `detail` are null unless the record is rejected.
+# records are inserted before it; `reason` and `detail` are null unless the record is rejected. The lists hold a number
+# a medium, in the record's order: width and height in pixels of a picture or of a clip's frames, and how many frames
+# are taken of a clip (0 of a picture). Training lays out its text by them, without opening a medium.
 SHARD_SCHEMA = pl.Schema(
     {
         "row": pl.Int64,
@@ -73,6 +75,9 @@ SHARD_SCHEMA = pl.Schema(
         "target_tokens": pl.Int32,
         "llm_tokens": pl.Int32,
         "truncated": pl.Boolean,
+        "media_width": pl.List(pl.Int32),
+        "media_height": pl.List(pl.Int32),
+        "media_frames": pl.List(pl.Int32),
         "reason": pl.String,
         "detail": pl.String,
     }
@@ -166,7 +171,7 @@ CREATE TABLE samples AS
     SELECT CASE WHEN number > 1 THEN given_id || (SELECT mark FROM numbering) || number ELSE given_id END AS sample_id,
            source, manifest_row AS row, shard, modality, num_images, num_frames, audio_s, num_items, vision_tokens,
            audio_tokens, text_tokens, llm_tokens, truncated, kept_vision_tokens, target_tokens, num_audio_windows,
-           audio_rate_hz
+           audio_rate_hz, media_width, media_height, media_frames
     FROM (SELECT *, row_number() OVER (PARTITION BY given_id ORDER BY is_unnamed, shard_position, shard_row) AS number
           FROM named)
     ORDER BY shard_position, shard_row;

@@ -5,13 +5,14 @@
 
 from dflop.data.manifests import Shard, Source, SourceRecords, list_shards, list_sources
 from dflop.data.profile import ShapeProfiler, profile_shard
-from dflop.data.samples import SampleShapes, load_samples
+from dflop.data.samples import MediaSizes, SampleShapes, load_samples
 from dflop.data.shapes import ShapeReader
 from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer, tokenizer_folder
 
 __all__ = [
     "BUNDLED_TOKENIZER",
     "ChatTokenizer",
+    "MediaSizes",
     "SampleShapes",
     "ShapeProfiler",
     "ShapeReader",

@@ -245,6 +245,9 @@ def _media_columns(record: Record, shapes: Sequence[MediumShape]) -> dict[str, A
         "audio_rate_hz": max((shape.rate_hz for shape in shapes if shape.kind == "audio"), default=None),
         "num_audio_windows": sum(shape.count.num_items for shape in shapes if shape.kind == "audio"),
         "num_items": sum(shape.count.num_items for shape in shapes if shape.kind != "audio"),
+        "media_width": [shape.size.width for shape in shapes],
+        "media_height": [shape.size.height for shape in shapes],
+        "media_frames": [shape.num_frames for shape in shapes],
     }
 
 

@@ -15,11 +15,38 @@ from dflop.models import ModuleSpec
 from dflop.runtime import UserError
 from dflop.store import read_table
 
-__all__ = ["SampleShapes", "load_samples"]
+__all__ = ["MediaSizes", "SampleShapes", "load_samples"]
 
 # For an encoder of these media, the columns of `samples` that hold its items and the tokens that the LLM sees of them.
 # What truncation leaves is known for visual tokens alone: of a truncated sample, all audio tokens count.
 _COLUMNS = {("image", "video"): ("num_items", "kept_vision_tokens"), ("audio",): ("num_audio_windows", "audio_tokens")}
+
+_MEDIA_COLUMNS = ("media_width", "media_height", "media_frames")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaSizes:
+    """What the headers of samples' media said, sample after sample.
+
+    `values` is [num_media, 3]: width and height in pixels, and the frames that are taken of a clip, 0 of a picture.
+    `counts` [num_samples] says how many media each sample has.
+    """
+
+    values: np.ndarray
+    counts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, index: np.ndarray) -> "MediaSizes":
+        """Those of some samples, by a mask or by places."""
+        starts, counts = (np.cumsum(self.counts) - self.counts)[index], self.counts[index]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return MediaSizes(self.values[np.repeat(starts, counts) + within], counts)
+
+    def of_each(self) -> list[np.ndarray]:
+        """Each sample's, [num_media of it, 3]."""
+        return np.split(self.values, np.cumsum(self.counts)[:-1]) if len(self) else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +54,7 @@ class SampleShapes:
     """One row a sample, in the order of `samples`; one column an encoder, in the order of `encoders`.
 
     `num_items` and `kept_tokens` (what truncation leaves of the items' tokens) are [num_samples, num_encoders], all
-    other arrays [num_samples].
+    other arrays [num_samples]. `media` is for who trains, and None where nobody does.
     """
 
     encoders: tuple[str, ...]
@@ -38,13 +65,14 @@ class SampleShapes:
     kept_tokens: np.ndarray
     llm_tokens: np.ndarray
     target_tokens: np.ndarray
+    media: MediaSizes | None = None
 
     def __len__(self) -> int:
         return len(self.sample_id)
 
     def take(self, index: np.ndarray) -> "SampleShapes":
         arrays = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "encoders"}
-        return replace(self, **{name: array[index] for name, array in arrays.items()})
+        return replace(self, **{name: array[index] for name, array in arrays.items() if array is not None})
 
     def items_of(self, encoder: str) -> np.ndarray:
         """Items of each sample for one encoder, [num_samples]."""
@@ -88,7 +116,14 @@ def load_samples(path: Path, encoders: Sequence[ModuleSpec]) -> tuple[SampleShap
         **{name: frame[name].to_numpy() for name in ("sample_id", "source", "row", "llm_tokens", "target_tokens")},
         num_items=_columns(frame, items),
         kept_tokens=_columns(frame, kept),
+        media=_media_sizes(frame) if set(_MEDIA_COLUMNS) <= set(frame.columns) else None,
     ), left_out
+
+
+def _media_sizes(frame: pl.DataFrame) -> MediaSizes:
+    lists = frame.select(pl.col(name).fill_null([]) for name in _MEDIA_COLUMNS)
+    counts = lists[_MEDIA_COLUMNS[0]].list.len().to_numpy().astype(np.int64)
+    return MediaSizes(lists.filter(counts > 0).explode(_MEDIA_COLUMNS).to_numpy().astype(np.int32), counts)
 
 
 def _columns(frame: pl.DataFrame, names: Sequence[str]) -> np.ndarray:

@@ -1,6 +1,7 @@
 """What a model makes of one record: items and tokens of its media, from their headers, and its text around them.
 
-Profiling and training both read records through this file, so that what was profiled is what training makes.
+Profiling and training both read records through this file, so that what was profiled is what training makes. Profiling
+reads the media's headers; training takes their sizes from what profiling stored.
 """
 
 import os
@@ -14,21 +15,36 @@ import numpy as np
 
 from dflop.config import AudioConfig, VideoConfig
 from dflop.data.media import audio_header, frame_indices, image_size, too_many_pixels, video_header
-from dflop.data.records import MEDIA_KINDS, Embedded, Medium, Record, RecordError, Turn, resolve_medium
+from dflop.data.records import MEDIA_KINDS, Embedded, ImageSize, Medium, Record, RecordError, Turn, resolve_medium
 from dflop.data.text import TokenizedText
 from dflop.models import ItemCount, ShapeRules
 
-__all__ = ["MediumShape", "PlacedText", "ShapeReader", "expand_text"]
+__all__ = ["MediumShape", "MediumSize", "PlacedText", "ShapeReader", "expand_text"]
 
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
 
 class MediumShape(NamedTuple):
+    """What one medium becomes, and what its header says: the size of its pictures in pixels, or its sound's length."""
+
     kind: str
     count: ItemCount
+    size: ImageSize = ImageSize(0, 0)
     num_frames: int = 0
     seconds: float = 0.0
     rate_hz: int | None = None
+
+
+class MediumSize(NamedTuple):
+    """What is kept of a profiled medium: `num_frames` frames, or a picture where that is 0, of so many pixels."""
+
+    width: int
+    height: int
+    num_frames: int
+
+    @property
+    def pixels(self) -> ImageSize:
+        return ImageSize(self.width, self.height)
 
 
 class PlacedText(NamedTuple):
@@ -57,6 +73,22 @@ class ShapeReader:
         """
         num_images = sum(medium.kind == "image" for medium in record.media)
         return [self._read_medium(medium, media_root, num_images) for medium in record.media]
+
+    def stored_media(self, record: Record, sizes: Sequence[MediumSize]) -> list[MediumShape]:
+        """What `read_media` gave for a record when it was profiled, from the sizes that are known since; no sound.
+
+        Raises:
+            RecordError: when the record has another number of media now.
+        """
+        if len(sizes) != len(record.media):
+            raise RecordError("bad_record", f"{len(record.media)} media, {len(sizes)} were profiled")
+        num_images = sum(medium.kind == "image" for medium in record.media)
+        return [
+            self._image(size.pixels, num_images)
+            if medium.kind == "image"
+            else self._video(size.pixels, size.num_frames)
+            for medium, size in zip(record.media, sizes, strict=True)
+        ]
 
     def place_media(self, record: Record, shapes: Sequence[MediumShape]) -> PlacedText:
         """The record's text with its media in it.
@@ -89,15 +121,21 @@ class ShapeReader:
             _refuse_escape(medium, media_root)
             if medium.size.width * medium.size.height > self.max_image_pixels:
                 raise too_many_pixels(str(medium.file), *medium.size, self.max_image_pixels)
-            return MediumShape("image", self.rules.image(*medium.size, num_images))
+            return self._image(medium.size, num_images)
         file = resolve_medium(media_root, medium)
         if medium.kind == "image":
-            return MediumShape("image", self.rules.image(*image_size(file, self.max_image_pixels), num_images))
+            return self._image(image_size(file, self.max_image_pixels), num_images)
         if medium.kind == "video":
-            num_frames = len(frame_indices(video_header(file), self.video))
-            return MediumShape("video", self.rules.video(num_frames), num_frames=num_frames)
+            header = video_header(file)
+            return self._video(ImageSize(header.width, header.height), len(frame_indices(header, self.video)))
         seconds, rate_hz = audio_header(file)
         return MediumShape("audio", self.rules.audio(seconds, self.audio), seconds=seconds, rate_hz=rate_hz)
+
+    def _image(self, size: ImageSize, num_images: int) -> MediumShape:
+        return MediumShape("image", self.rules.image(*size, num_images), size)
+
+    def _video(self, size: ImageSize, num_frames: int) -> MediumShape:
+        return MediumShape("video", self.rules.video(num_frames), size, num_frames)
 
 
 def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: int) -> tuple[np.ndarray, np.ndarray]:

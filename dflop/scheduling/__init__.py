@@ -6,7 +6,8 @@
 from dflop.scheduling.correction_loop import REPORT_LAG_STEPS, CorrectionLoop, MeasuredStep
 from dflop.scheduling.global_batches import GlobalBatches
 from dflop.scheduling.preview import preview_frames, rank_columns
-from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+from dflop.scheduling.scheduler import BatchScheduler
+from dflop.scheduling.step_schedule import StepSchedule
 from dflop.scheduling.step_search import StepSearch
 
 __all__ = [

@@ -18,7 +18,8 @@ import numpy as np
 from dflop.config import ScheduleConfig
 from dflop.costs import Loads
 from dflop.pricing import NO_CORRECTIONS, Corrections, Learner, Pricer
-from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+from dflop.scheduling.scheduler import BatchScheduler
+from dflop.scheduling.step_schedule import StepSchedule
 
 __all__ = ["REPORT_LAG_STEPS", "CorrectionLoop", "MeasuredStep"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from dflop.pipeline import Node
-from dflop.scheduling.scheduler import StepSchedule
+from dflop.scheduling.step_schedule import StepSchedule
 
 __all__ = ["preview_frames", "rank_columns"]
 

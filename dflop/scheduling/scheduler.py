@@ -10,11 +10,10 @@ assignment is checked before it is taken, memory with all microbatches in flight
 """
 
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -37,77 +36,17 @@ from dflop.pricing import Assignment, Pricer, fits, fitted
 from dflop.runtime import UserError
 from dflop.scheduling.global_batches import GlobalBatches
 from dflop.scheduling.shares import ideal_shares
+from dflop.scheduling.step_schedule import StepSchedule
 from dflop.scheduling.step_search import StepSearch
 from dflop.store import LEFT_OUT_SCHEMA
 
-__all__ = ["BatchScheduler", "StepSchedule"]
+__all__ = ["BatchScheduler"]
 
 # Above as many, a search has fewer trials, so that 1,024 buckets are decided within three seconds.
 MOST_BUCKETS = 128
 # Of a run so many batches are looked at before it starts: 1 to 20 ms each.
 MOST_CHECKED = 1000
 Packed = TypeVar("Packed")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepSchedule:
-    """One step. Samples are sorted by (LLM dp rank, microbatch, position); times are predictions.
-
-    `encoder_rank`, `num_items` and `kept_tokens` are [num_samples, num_encoders] in the order of `encoders`, what else
-    is said of samples [num_samples].
-    `num_beyond_memory` counts faster assignments that were not taken since memory would not hold them.
-    `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside of what was measured) are
-    [num_nodes, num_microbatches] in the order of `nodes_of`. `corrections_version` says which corrections priced it
-    (0: the cost table alone), `measures` whether its ranks are to report what it takes.
-    """
-
-    step: int
-    encoders: tuple[str, ...]
-    sample_id: np.ndarray
-    source: np.ndarray
-    row: np.ndarray
-    llm_dp_rank: np.ndarray
-    microbatch: np.ndarray
-    position: np.ndarray
-    encoder_rank: np.ndarray
-    num_items: np.ndarray
-    kept_tokens: np.ndarray
-    llm_tokens: np.ndarray
-    target_tokens: np.ndarray
-    forward_s: np.ndarray
-    backward_s: np.ndarray
-    extrapolated: np.ndarray
-    step_s: float
-    idle: float
-    lower_bound_s: float
-    policy: str
-    status: str
-    num_beyond_memory: int
-    deciding_s: float
-    corrections_version: int = 0
-    measures: bool = False
-
-    @property
-    def shapes(self) -> SampleShapes:
-        return SampleShapes(**{item.name: getattr(self, item.name) for item in fields(SampleShapes)})
-
-    @property
-    def assignment(self) -> Assignment:
-        return Assignment(**{item.name: getattr(self, item.name) for item in fields(Assignment)})
-
-    def to_json(self) -> str:
-        """One line; numpy arrays become lists."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return json.dumps(
-            {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
-        )
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "StepSchedule":
-        values = json.loads(text)
-        encoders = tuple(values.pop("encoders"))
-        arrays = {name: np.array(value) if isinstance(value, list) else value for name, value in values.items()}
-        return cls(encoders=encoders, **arrays)
 
 
 class BatchScheduler:
@@ -152,6 +91,7 @@ class BatchScheduler:
             kept_tokens=sorted_shapes.kept_tokens,
             llm_tokens=sorted_shapes.llm_tokens,
             target_tokens=sorted_shapes.target_tokens,
+            media=sorted_shapes.media,
             forward_s=times.forward_s,
             backward_s=times.backward_s,
             extrapolated=self.pricer.extrapolated(shapes, assignment),

@@ -1,15 +1,17 @@
 """The scheduler as a process of its own, ahead of training and out of its way.
 
-`ScheduleService` starts it and reads a `StepSchedule` a line; `python -m dflop.scheduling.service` is the
-process. It takes its request and then the trainer's progress on stdin, with what steps took, keeps `lookahead_steps`
-ahead of that, and ends when stdin closes, so that it cannot outlive the trainer. What it learned of the cost table's
-errors it writes beside the run, after every step that taught something, and starts from when the run is taken up again.
+`ScheduleService` starts it and reads its schedules: each is the bytes of a `StepSchedule`, behind their number.
+`python -m dflop.scheduling.service` is the process. It takes its request and then the trainer's progress on stdin, with
+what steps took, keeps `lookahead_steps` ahead of that, and ends when stdin closes, so that it cannot outlive the
+trainer. What it learned of the cost table's errors it writes beside the run, after every step that taught something,
+and starts from when the run is taken up again.
 """
 
 import contextlib
 import json
 import os
 import select
+import struct
 import subprocess
 import sys
 import threading
@@ -27,7 +29,7 @@ from dflop.pricing import CorrectionFile, Pricer, leave_out_too_large
 from dflop.runtime.commands import COMMANDS
 from dflop.scheduling.correction_loop import CorrectionLoop, MeasuredStep
 from dflop.scheduling.global_batches import GlobalBatches
-from dflop.scheduling.scheduler import BatchScheduler, StepSchedule
+from dflop.scheduling.scheduler import BatchScheduler
 
 __all__ = ["ScheduleService", "open_scheduler"]
 
@@ -36,6 +38,8 @@ _PATIENCE_S = 20.0
 _LIMITS_OF_PATIENCE = 10
 _STARTING_S = 100.0
 _POLL_S = 0.2
+# Of the number of bytes of a schedule, which stands before it.
+_LENGTH = struct.Struct(">Q")
 
 
 def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
@@ -94,13 +98,13 @@ class ScheduleService:
     def pid(self) -> int:
         return self._process.pid
 
-    def next(self) -> StepSchedule | None:
-        """The next step's schedule; None when the process is gone, or silent for longer than any step takes it.
+    def next(self) -> bytes | None:
+        """The next step's schedule, encoded; None when the process is gone, or silent for longer than any step takes.
 
         `why_none` then says which.
         """
         looked = time.monotonic()
-        while (end := self._received.find(b"\n")) < 0:
+        while (end := self._end_of_first()) is None:
             if select.select([self._process.stdout], [], [], _POLL_S)[0]:
                 received = os.read(self._process.stdout.fileno(), 1 << 20)
                 if not received:
@@ -115,12 +119,18 @@ class ScheduleService:
             if silent_s > self._patience_s:
                 self.why_none = f"was silent for {silent_s:.0f} s"
                 return None
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
-        schedule = StepSchedule.from_json(line)
-        self._due_step = schedule.step + 1
+        encoded = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        self._due_step += 1
         self._waits_since = time.monotonic()
-        return schedule
+        return encoded
+
+    def _end_of_first(self) -> int | None:
+        """Where the first schedule in what was received ends; None while it is not whole."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+        return end if len(self._received) >= end else None
 
     @property
     def _is_due(self) -> bool:
@@ -163,6 +173,9 @@ def _serve() -> None:
     config = load_config(request["config"])
     if config.cluster.device == "cpu":
         os.nice(19)  # it works ahead; the ranks that it shares cores with are waited for
+    # Schedules alone go where stdout went: what a library prints there must not come between them.
+    schedules = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     progress = _Progress(request["first_step"])
     threading.Thread(target=progress.follow_stdin, daemon=True).start()
     scheduler = open_scheduler(config, **{name: Path(request[name]) for name in ("shapes", "costs", "plan")})
@@ -175,7 +188,9 @@ def _serve() -> None:
                 return
             for measured in progress.take_measured():
                 loop.observe(measured)
-            print(loop.schedule(step).to_json(), flush=True)
+            encoded = loop.schedule(step).to_bytes()
+            schedules.write(_LENGTH.pack(len(encoded)) + encoded)
+            schedules.flush()
             file.write(loop.learner)
         # Nothing is left to schedule; what the last steps took is of use to the next run.
         while progress.wait_for_measured():

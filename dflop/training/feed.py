@@ -9,20 +9,20 @@ import dataclasses
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
 from dflop.config import Config
-from dflop.data.loading import MicrobatchJob, SampleRef
+from dflop.data.loading import MicrobatchJob, SampleRef, SegmentsJob
+from dflop.data.shapes import MediumSize
 from dflop.pipeline import Node
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, MeasuredStep, StepSchedule
 from dflop.scheduling.service import ScheduleService, open_scheduler
 
-__all__ = ["JobStream", "ScheduleFeed", "SchedulePublisher", "packed", "samples_of"]
+__all__ = ["JobStream", "ScheduleFeed", "SchedulePublisher", "samples_of"]
 
 _FAILED = b"failed: "
 _JOIN_S = 5.0
@@ -55,14 +55,14 @@ class SchedulePublisher(threading.Thread):
     def run(self) -> None:
         for step in range(self._first_step, self._config.train.steps):
             try:
-                schedule = self._from_service(step) or self._from_stand_in(step)
-                if schedule is None:
+                encoded = self._from_service(step) or self._from_stand_in(step)
+                if encoded is None:
                     return  # closed
             except Exception as error:
                 # Every rank waits for this step: tell them, so that none waits for ever.
                 self._store.set(f"schedule/{step}", _FAILED + f"{type(error).__name__}: {error}".encode())
                 raise
-            self._store.set(f"schedule/{step}", packed(schedule))
+            self._store.set(f"schedule/{step}", encoded)
 
     def step_started(self, step: int, measured: MeasuredStep | None) -> None:
         """Tell the service that a step begins, and what an earlier one took where that is known by now."""
@@ -87,14 +87,14 @@ class SchedulePublisher(threading.Thread):
     def _start_service(self, first_step: int) -> ScheduleService:
         return ScheduleService(self._config, **self._artifacts, corrections=self._corrections, first_step=first_step)
 
-    def _from_service(self, step: int) -> StepSchedule | None:
+    def _from_service(self, step: int) -> bytes | None:
         """None where the service is gone, or a restarted one begins later."""
         if not self._serves or step < self.service.first_step:
             return None
-        schedule = self.service.next()
-        if schedule is None and not self._closed:
+        encoded = self.service.next()
+        if encoded is None and not self._closed:
             self._replace_service(step)
-        return schedule
+        return encoded
 
     def _replace_service(self, step: int) -> None:
         """Start a second process, which gets as many steps to be ready as the first was ahead; never a third."""
@@ -116,7 +116,7 @@ class SchedulePublisher(threading.Thread):
                     self.service.close()
                     self.service = self._start_service(onward)
 
-    def _from_stand_in(self, step: int) -> StepSchedule | None:
+    def _from_stand_in(self, step: int) -> bytes | None:
         """This process's own decision, the same wherever and whenever it is made; None when closed."""
         with self._progress:
             ahead = self._config.schedule.lookahead_steps
@@ -125,7 +125,7 @@ class SchedulePublisher(threading.Thread):
                 return None
         if self._stand_in is None:
             self._stand_in = open_scheduler(self._stand_in_config, **self._artifacts)
-        return self._stand_in.schedule(step)
+        return self._stand_in.schedule(step).to_bytes()
 
     @property
     def _stand_in_config(self) -> Config:
@@ -133,11 +133,6 @@ class SchedulePublisher(threading.Thread):
         if self._config.schedule.deterministic:
             return self._config
         return dataclasses.replace(self._config, schedule=dataclasses.replace(self._config.schedule, policy="lpt"))
-
-
-def packed(schedule: StepSchedule) -> bytes:
-    """A schedule as every rank reads it from the store: a fifth of its JSON, in which sources' names repeat."""
-    return zlib.compress(schedule.to_json().encode(), level=1)
 
 
 class ScheduleFeed:
@@ -154,7 +149,7 @@ class ScheduleFeed:
             message = self._store.get(f"schedule/{step}")
             if message.startswith(_FAILED):
                 raise UserError(f"step {step} could not be scheduled: {message.removeprefix(_FAILED).decode()}")
-            self._schedules[step] = StepSchedule.from_json(zlib.decompress(message).decode())
+            self._schedules[step] = StepSchedule.from_bytes(message)
             self.waited_s[step] = time.monotonic() - started
         return self._schedules[step]
 
@@ -173,24 +168,37 @@ class JobStream:
     feed: ScheduleFeed
     forwards: tuple[tuple[Node, int], ...]
     steps: range
+    num_llm_stages: int
 
-    def __iter__(self) -> Iterator[tuple[str, MicrobatchJob]]:
+    def __iter__(self) -> Iterator[tuple[str, MicrobatchJob | SegmentsJob]]:
         """Each job with the module that it is for."""
         for step in self.steps:
             schedule = self.feed.get(step)
             for node, microbatch in self.forwards:
-                yield node.module, job_of(schedule, node, microbatch)
+                if node.module == "llm" and 0 < node.pp_stage < self.num_llm_stages - 1:
+                    lengths = schedule.llm_tokens[samples_of(schedule, node, microbatch)]
+                    yield node.module, SegmentsJob(tuple(map(int, lengths)))
+                else:
+                    yield node.module, job_of(schedule, node, microbatch)
 
 
 def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob:
-    """What one node loads for one microbatch: an encoder the samples with media, the LLM all of its own."""
+    """What one node loads for one microbatch: an encoder the samples with media, the LLM all of its own.
+
+    Raises:
+        UserError: when the schedule knows no sizes of media.
+    """
+    if schedule.media is None:
+        raise UserError("shapes.duckdb holds no sizes of media; make it again with `dflop profile-shapes`")
     chosen = samples_of(schedule, node, microbatch)
     return MicrobatchJob(
         samples=tuple(
             SampleRef(str(source), int(row))
             for source, row in zip(schedule.source[chosen], schedule.row[chosen], strict=True)
         ),
+        media=tuple(tuple(MediumSize(*size) for size in sizes.tolist()) for sizes in schedule.media[chosen].of_each()),
         kept_vision_tokens=tuple(map(int, schedule.kept_tokens[chosen, 0])),
+        llm_tokens=tuple(map(int, schedule.llm_tokens[chosen])),
         encoder_rank=tuple(map(int, schedule.encoder_rank[chosen, 0])),
     )
 

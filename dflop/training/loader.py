@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dflop.config import Config
 from dflop.data import ShapeReader, list_sources
-from dflop.data.loading import MicrobatchJob, MicrobatchLoader, TrainingRecords
+from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SegmentsJob, TrainingRecords, segments_of
 from dflop.pipeline import Plan
 from dflop.training.feed import JobStream
 from dflop.training.rank_model import RankModel
@@ -52,9 +52,9 @@ class _RankDataset(Dataset):
 
     loaders: dict[str, MicrobatchLoader]
 
-    def __getitem__(self, item: tuple[str, MicrobatchJob]) -> object:
+    def __getitem__(self, item: tuple[str, MicrobatchJob | SegmentsJob]) -> object:
         module, job = item
-        return self.loaders[module][job]
+        return segments_of(job) if isinstance(job, SegmentsJob) else self.loaders[module][job]
 
 
 def _data_loader(dataset: Dataset, stream: JobStream, config: Config) -> DataLoader:

@@ -69,6 +69,7 @@ class Trainer:
                 if item.op is Op.FORWARD
             ),
             range(self.first_step, config.train.steps),
+            self.plan.num_stages("llm"),
         )
         self.works = self._make_works(start_loading(config, self.plan, self.model, stream))
         dist.barrier()

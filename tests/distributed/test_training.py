@@ -25,6 +25,7 @@ from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, SourceRecords,
 from dflop.data.demo import make_demo_data
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.records import Turn
+from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
@@ -207,7 +208,9 @@ def _loss_of_sample(model, loaders, batch, index: int) -> torch.Tensor:
     visual, text = loaders
     job = MicrobatchJob(
         samples=(SampleRef(str(batch.source[index]), int(batch.row[index])),),
+        media=tuple(tuple(MediumSize(*size) for size in sizes) for sizes in batch.media[[index]].of_each()),
         kept_vision_tokens=(int(batch.kept_tokens[index, 0]),),
+        llm_tokens=(int(batch.llm_tokens[index]),),
         encoder_rank=(0,),
     )
     packed = text[job]

@@ -12,7 +12,7 @@ import pytest
 from run_folders import make_run
 
 from dflop.config import ModelConfig
-from dflop.data import ChatTokenizer, SampleShapes
+from dflop.data import ChatTokenizer, MediaSizes, SampleShapes
 from dflop.data.demo import DemoData, make_demo_data
 from dflop.models import ModelSpec, load_model_spec
 
@@ -44,6 +44,8 @@ def draw_samples() -> Callable[..., SampleShapes]:
         num_items[rng.random(num_samples) < 0.2] = 0
         kept_vision_tokens = num_items * rng.integers(20, 40, num_samples)
         text_tokens = rng.integers(20, 300, num_samples)
+        counts = np.where(num_items > 0, 1 + np.arange(num_samples) % 2, 0)
+        sizes = np.column_stack([np.arange(counts.sum()) + 30, np.arange(counts.sum()) + 20, np.zeros(counts.sum())])
         return SampleShapes(
             encoders=("vision",),
             sample_id=np.array([f"s{index}" for index in range(num_samples)], dtype=object),
@@ -53,6 +55,7 @@ def draw_samples() -> Callable[..., SampleShapes]:
             kept_tokens=kept_vision_tokens[:, None],
             llm_tokens=kept_vision_tokens + text_tokens,
             target_tokens=text_tokens // 3 + 1,
+            media=MediaSizes(sizes.astype(np.int32), counts),
         )
 
     return draw

@@ -20,6 +20,7 @@ from dflop.config import ModelConfig, load_config
 from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, Source, SourceRecords
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.records import Record, parse_record
+from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
@@ -151,7 +152,9 @@ def test_every_record_has_the_items_and_tokens_that_training_makes(data, request
     for row in frame.iter_rows(named=True):
         job = MicrobatchJob(
             samples=(SampleRef(source.name, row["row"]),),
+            media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
             kept_vision_tokens=(row["kept_vision_tokens"],),
+            llm_tokens=(row["llm_tokens"],),
             encoder_rank=(0,),
         )
         batch, loaded = text[job], visual[job]

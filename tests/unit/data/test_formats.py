@@ -18,6 +18,7 @@ from dflop.data import Source, SourceRecords, list_shards
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.manifests.formats import open_reader
 from dflop.data.records import EmbeddedBytes
+from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.store import SHARD_SCHEMA
@@ -158,7 +159,9 @@ def make(media, reader, profile_source, tiny_spec) -> Callable[[Callable[[Path],
         for row in usable.reverse().iter_rows(named=True):
             job = MicrobatchJob(
                 samples=(SampleRef("it", row["row"]),),
+                media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
                 kept_vision_tokens=(row["kept_vision_tokens"],),
+                llm_tokens=(row["llm_tokens"],),
                 encoder_rank=(0,),
             )
             loaded = media_loader[job]

@@ -1,7 +1,9 @@
 """What a rank loads is what the schedule gave it: packed in order, split by encoder, whole where a file is not."""
 
+import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,15 @@ from PIL import Image
 
 from dflop.config import DataConfig, SourceConfig
 from dflop.data import list_sources
-from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.loading import (
+    MicrobatchJob,
+    MicrobatchLoader,
+    SampleRef,
+    SegmentsJob,
+    TrainingRecords,
+    segments_of,
+)
+from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.runtime import UserError
@@ -42,25 +52,29 @@ def make_loader(tiny_spec, reader):
 @pytest.fixture(scope="module")
 def make_job(demo_data, profile_records):
     """`make_job(rows)`: these records of the drawn data, as they were profiled."""
-    kept = kept_vision_tokens(demo_data.train_manifest, profile_records)
+    profiled = profiled_rows(demo_data.train_manifest, profile_records)
 
     def make(rows: list[int], encoder_rank: list[int] | None = None) -> MicrobatchJob:
-        return job(rows, [kept[row] for row in rows], encoder_rank)
+        return job([profiled[row] for row in rows], encoder_rank)
 
     return make
 
 
-def job(rows: list[int], kept: list[int], encoder_rank: list[int] | None = None) -> MicrobatchJob:
+def job(rows: list[dict], encoder_rank: list[int] | None = None) -> MicrobatchJob:
     return MicrobatchJob(
-        samples=tuple(SampleRef("it", row) for row in rows),
-        kept_vision_tokens=tuple(kept),
+        samples=tuple(SampleRef("it", row["row"]) for row in rows),
+        media=tuple(
+            tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])) for row in rows
+        ),
+        kept_vision_tokens=tuple(row["kept_vision_tokens"] for row in rows),
+        llm_tokens=tuple(row["llm_tokens"] for row in rows),
         encoder_rank=tuple(encoder_rank or [0] * len(rows)),
     )
 
 
-def kept_vision_tokens(manifest: Path, profile_records) -> list[int]:
+def profiled_rows(manifest: Path, profile_records) -> list[dict]:
     frame = profile_records(json.loads(manifest.read_text()), manifest.parent, max_llm_tokens=MAX_LLM_TOKENS)
-    return frame["kept_vision_tokens"].to_list()
+    return frame.to_dicts()
 
 
 def test_a_packed_microbatch_is_its_samples_one_after_the_other(demo_data, make_loader, make_job):
@@ -101,7 +115,7 @@ def test_media_come_sample_by_sample_with_what_the_llm_keeps_of_them(demo_data, 
 
 def test_a_microbatch_without_media_has_no_items(demo_data, make_loader, tiny_spec):
     side = tiny_spec.rules.image_size
-    loaded = make_loader(demo_data.train_manifest, of_media=True)[job([], [])]
+    loaded = make_loader(demo_data.train_manifest, of_media=True)[job([])]
     assert loaded.batch.items.shape == (0, 3, side, side)
 
 
@@ -114,14 +128,66 @@ def test_rows_are_the_manifests_own_whatever_sampling_keeps(demo_data, make_load
 
 @pytest.mark.parametrize("of_media", [False, True])
 def test_a_sample_that_is_no_longer_what_was_profiled_is_named(demo_data, make_loader, profile_records, of_media):
-    kept = kept_vision_tokens(demo_data.train_manifest, profile_records)
-    row = next(row for row, tokens in enumerate(kept) if tokens > 10)
+    profiled = profiled_rows(demo_data.train_manifest, profile_records)
+    row = next(row for row in profiled if row["kept_vision_tokens"] > 10)
     loader = make_loader(demo_data.train_manifest, of_media=of_media)
-    for wrong in (kept[row] + 1, kept[row] - 1):
-        with pytest.raises(UserError, match=f"record {row} of source `it` has changed since it was profiled"):
-            loader[job([row], [wrong])]
-    with pytest.raises(UserError, match=f"record {len(kept)} of source `it` has changed"):
-        loader[job([len(kept)], [0])]
+    for wrong in (row["kept_vision_tokens"] + 1, row["kept_vision_tokens"] - 1):
+        with pytest.raises(UserError, match=f"record {row['row']} of source `it` has changed since it was profiled"):
+            loader[job([row | {"kept_vision_tokens": wrong}])]
+    more = {name: [*row[name], 0] for name in ("media_width", "media_height", "media_frames")}
+    with pytest.raises(UserError, match=r"has changed since it was profiled \(\d media, \d were profiled\)"):
+        loader[job([row | more])]
+    with pytest.raises(UserError, match=f"record {len(profiled)} of source `it` has changed"):
+        loader[job([row | {"row": len(profiled)}])]
+
+
+def test_a_text_that_is_longer_than_it_was_is_named(demo_data, make_loader, profile_records):
+    row = profiled_rows(demo_data.train_manifest, profile_records)[0]
+    loader = make_loader(demo_data.train_manifest, of_media=False)
+    with pytest.raises(UserError, match=rf"changed .*\({row['llm_tokens']} tokens, {row['llm_tokens'] - 1} were"):
+        loader[job([row | {"llm_tokens": row["llm_tokens"] - 1}])]
+
+
+def test_a_source_that_the_config_lacks_is_named(demo_data, make_loader, make_job):
+    loader = make_loader(demo_data.train_manifest, of_media=False)
+    strange = dataclasses.replace(make_job([0]), samples=(SampleRef("other", 0),))
+    with pytest.raises(UserError, match=r"source `other`, which `data\.sources` does not have"):
+        loader[strange]
+
+
+def test_the_llm_lays_out_its_text_without_the_media(demo_data, make_loader, make_job, tmp_path):
+    """It reads records; the media need not even be there."""
+    manifest = tmp_path / "train.json"
+    shutil.copy(demo_data.train_manifest, manifest)
+    rows = list(range(12))
+    there = make_loader(demo_data.train_manifest, of_media=False)[make_job(rows)]
+    away = make_loader(manifest, of_media=False)[make_job(rows)]
+    assert sum(map(len, away.visual_positions)) > 0
+    assert torch.equal(away.token_ids, there.token_ids)
+    assert torch.equal(away.target_ids, there.target_ids)
+    with pytest.raises(UserError, match="has changed since it was profiled"):
+        make_loader(manifest, of_media=True)[make_job(rows)]
+
+
+def test_a_middle_stage_knows_its_segments_by_their_lengths(demo_data, make_loader, make_job):
+    whole = make_loader(demo_data.train_manifest, of_media=False)[make_job([5, 0, 11])]
+    middle = segments_of(SegmentsJob(make_job([5, 0, 11]).llm_tokens))
+    assert middle.segment_ends == whole.segment_ends
+    assert torch.equal(middle.position_ids, whole.position_ids)
+
+
+def test_a_picture_that_was_exchanged_is_scaled_to_the_profiled_size_and_said(make_loader, profile_records, tmp_path):
+    talk = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "Grey."}]
+    manifest = tmp_path / "train.json"
+    manifest.write_text(json.dumps([{"image": "a.png", "conversations": talk}]))
+    Image.new("RGB", (190, 60)).save(tmp_path / "a.png")
+    (row,) = profiled_rows(manifest, profile_records)
+    expected = make_loader(manifest, of_media=True)[job([row])]
+    Image.new("RGB", (60, 190)).save(tmp_path / "a.png")
+    loaded = make_loader(manifest, of_media=True)[job([row])]
+    assert loaded.unreadable == ("a.png: (60, 190) pixels, it was profiled with (190, 60)",)
+    assert torch.equal(loaded.batch.items, expected.batch.items)
+    assert loaded.batch.media == expected.batch.media
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -145,7 +211,7 @@ def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_
     manifest.write_text(json.dumps([record | {kind: path.name}]))
     frame = profile_records(json.loads(manifest.read_text()), tmp_path, max_llm_tokens=MAX_LLM_TOKENS)
     assert frame["reason"][0] is None
-    loaded = make_loader(manifest, of_media=True)[job([0], [frame["kept_vision_tokens"][0]])]
+    loaded = make_loader(manifest, of_media=True)[job(frame.to_dicts())]
     assert len(loaded.batch.items) == frame["num_items"][0]
     assert len(loaded.unreadable) == 1
     assert path.name in loaded.unreadable[0]
@@ -165,7 +231,7 @@ def test_frames_that_cannot_be_decoded_are_said_and_the_last_one_takes_their_pla
     manifest.write_text(json.dumps([{"video": path.name, "conversations": talk}]))
     frame = profile_records(json.loads(manifest.read_text()), tmp_path, max_llm_tokens=MAX_LLM_TOKENS)
     assert frame["num_items"].to_list() == [6]
-    loaded = make_loader(manifest, of_media=True)[job([0], [frame["kept_vision_tokens"][0]])]
+    loaded = make_loader(manifest, of_media=True)[job(frame.to_dicts())]
     (said,) = loaded.unreadable
     assert re.search(r"clip\.mp4: [1-5] of 6 frames could be decoded: ", said)
     assert torch.equal(loaded.batch.items[-1], loaded.batch.items[-2])

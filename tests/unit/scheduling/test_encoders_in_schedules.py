@@ -38,7 +38,7 @@ def test_balanced_batches_take_less_than_drawn_ones_and_searched_ones_less_again
 
 def test_a_schedule_is_the_same_after_it_was_sent(scheduled):
     _, schedule = scheduled
-    received = StepSchedule.from_json(schedule.to_json())
+    received = StepSchedule.from_bytes(schedule.to_bytes())
     assert received.encoders == schedule.encoders
     for name in ("encoder_rank", "num_items", "kept_tokens", "llm_dp_rank", "sample_id"):
         sent, own = getattr(schedule, name), getattr(received, name)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import dflop.scheduling.service as service
 from dflop.config import load_config
 from dflop.scheduling.service import open_scheduler
-from dflop.training.feed import ScheduleFeed, SchedulePublisher, packed
+from dflop.training.feed import ScheduleFeed, SchedulePublisher
 
 NUM_STEPS = 40
 LOOKAHEAD = 4
@@ -29,8 +29,8 @@ class Rank(threading.Thread):
             self.read.append(without_times(self.feed.get(step)))
 
 
-def without_times(schedule) -> str:
-    return dataclasses.replace(schedule, deciding_s=0.0).to_json()
+def without_times(schedule) -> bytes:
+    return dataclasses.replace(schedule, deciding_s=0.0).to_bytes()
 
 
 def train(run, harm=lambda step, publisher: None):
@@ -77,7 +77,7 @@ def policies_of(schedules):
     return [schedule.policy for schedule in schedules]
 
 
-def expected(run, policy) -> list[str]:
+def expected(run, policy) -> list[bytes]:
     """What a scheduler of its own says of every step, asked by nobody's process."""
     with open_scheduler(load_config(run.config), **run.paths).open() as scheduler:
         return [without_times(scheduler.schedule(step, policy)) for step in range(NUM_STEPS)]
@@ -147,9 +147,9 @@ def test_a_wait_for_a_schedule_is_measured(make_run):
     with open_scheduler(load_config(run.config), **run.paths).open() as scheduler:
         schedules = [scheduler.schedule(step) for step in range(2)]
     feed = ScheduleFeed(store)
-    store.set("schedule/0", packed(schedules[0]))
+    store.set("schedule/0", schedules[0].to_bytes())
     feed.get(0)
-    late = threading.Timer(0.3, lambda: store.set("schedule/1", packed(schedules[1])))
+    late = threading.Timer(0.3, lambda: store.set("schedule/1", schedules[1].to_bytes()))
     late.start()
     feed.get(1)
     assert feed.waited_s[0] < 0.2

@@ -8,11 +8,12 @@ import pytest
 import torch.distributed as dist
 
 from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.pipeline import Grid, Plan, nodes_of
+from dflop.data.loading import SegmentsJob
+from dflop.pipeline import Grid, Node, Plan, nodes_of
 from dflop.pricing import Pricer
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
-from dflop.training.feed import JobStream, ScheduleFeed, job_of, packed, samples_of
+from dflop.training.feed import JobStream, ScheduleFeed, job_of, samples_of
 
 LAYOUTS = {"even": (1, 1, 1), "one to two": (1, 1, 2), "two to one": (2, 2, 1), "three to two": (3, 1, 2)}
 NUM_MICROBATCHES = 4
@@ -98,9 +99,13 @@ def test_what_is_said_of_a_sample_is_what_the_schedule_says(case):
     plan, schedules = case
     schedule = schedules[0]
     kept = dict(zip(schedule.row.tolist(), schedule.kept_tokens[:, 0].tolist(), strict=True))
+    lengths = dict(zip(schedule.row.tolist(), schedule.llm_tokens.tolist(), strict=True))
+    sizes = dict(zip(schedule.row.tolist(), (each.tolist() for each in schedule.media.of_each()), strict=True))
     for module in ("vision", "llm"):
         for _, microbatch, job in jobs_of(plan, schedule, module):
             assert [kept[ref.row] for ref in job.samples] == list(job.kept_vision_tokens)
+            assert [lengths[ref.row] for ref in job.samples] == list(job.llm_tokens)
+            assert [sizes[ref.row] for ref in job.samples] == [list(map(list, media)) for media in job.media]
             assert {ref.source for ref in job.samples} <= {"drawn"}
             assert {int(schedule.microbatch[schedule.row == ref.row][0]) for ref in job.samples} <= {microbatch}
 
@@ -121,18 +126,34 @@ def test_a_stream_is_the_jobs_of_a_ranks_forwards_in_their_order_step_after_step
     plan, schedules = case
     store = dist.HashStore()
     for schedule in schedules:
-        store.set(f"schedule/{schedule.step}", packed(schedule))
+        store.set(f"schedule/{schedule.step}", schedule.to_bytes())
     node = nodes_of(plan)[-1]
     feed = ScheduleFeed(store)
     other = nodes_of(plan)[0]
     forwards = ((other, 0), (other, 1), (node, 0), (other, 2), (node, 1))
-    stream = list(JobStream(feed, forwards, range(1, 3)))
+    stream = list(JobStream(feed, forwards, range(1, 3), plan.num_stages("llm")))
     assert stream == [
         (own.module, job_of(schedule, own, microbatch)) for schedule in schedules[1:] for own, microbatch in forwards
     ]
     assert set(feed.waited_s) == {1, 2}
     feed.forget(1)
     assert set(feed.waited_s) == {2}
+
+
+def test_a_stage_in_the_middle_of_the_llm_is_told_lengths_and_no_sample(case):
+    _, (schedule, *_) = case
+    store = dist.HashStore()
+    store.set("schedule/0", schedule.to_bytes())
+    forwards = tuple((Node("llm", stage, 0), 1) for stage in range(3))
+    first, middle, last = (job for _, job in JobStream(ScheduleFeed(store), forwards, range(1), num_llm_stages=3))
+    assert first == last == job_of(schedule, Node("llm", 0, 0), 1)
+    assert middle == SegmentsJob(first.llm_tokens)
+
+
+def test_a_schedule_without_sizes_of_media_says_what_to_run(case):
+    _, (schedule, *_) = case
+    with pytest.raises(UserError, match=r"shapes.duckdb holds no sizes of media; .*`dflop profile-shapes`"):
+        job_of(dataclasses.replace(schedule, media=None), Node("llm", 0, 0), 0)
 
 
 def test_a_step_that_could_not_be_scheduled_tells_every_rank_why():
@@ -145,10 +166,10 @@ def test_a_step_that_could_not_be_scheduled_tells_every_rank_why():
 def test_a_feed_reads_a_step_once(case):
     _, schedules = case
     store = dist.HashStore()
-    store.set("schedule/0", packed(schedules[0]))
+    store.set("schedule/0", schedules[0].to_bytes())
     feed = ScheduleFeed(store)
     first = feed.get(0)
-    store.set("schedule/0", packed(dataclasses.replace(schedules[0], step=7)))
+    store.set("schedule/0", dataclasses.replace(schedules[0], step=7).to_bytes())
     assert feed.get(0) is first
     feed.forget(0)
     assert feed.get(0).step == 7

@@ -1,0 +1,111 @@
+"""Decoding: from the media of a sample to the items of its encoder, of the sizes that were profiled.
+
+A medium that is no longer what was profiled does not stop a run, but it is said: a damaged one becomes blank items, a
+picture of another size is scaled, and a clip with fewer frames repeats its last one. A missing file does stop it,
+unless its size was trusted and nobody has looked for it before.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image, ImageOps
+
+from dflop.config import VideoConfig
+from dflop.data.media import IMAGE_ERRORS, frame_indices, open_clip, open_medium, open_picture, video_header
+from dflop.data.records import Embedded, Medium, RecordError, resolve_medium
+from dflop.data.shapes import MediumSize
+from dflop.models.microbatch import MediaProcessor, MediumLayout
+
+__all__ = ["MediaDecoder"]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaDecoder:
+    """Decodes, and hands what it decoded to a family's processor.
+
+    Sentences on what is not as it was profiled are added to `unreadable`.
+    """
+
+    pixels: MediaProcessor
+    video: VideoConfig
+    max_image_pixels: int
+    unreadable: list[str]
+
+    def items_of(
+        self, media: Sequence[Medium], sizes: Sequence[MediumSize], root: Path
+    ) -> tuple[list[np.ndarray], tuple[MediumLayout, ...]]:
+        """Each medium's items and layout.
+
+        Raises:
+            RecordError: missing_media or path_escape.
+        """
+        known = list(zip(media, sizes, strict=True))
+        pictures = [self._picture(medium, size, root) for medium, size in known if medium.kind == "image"]
+        crops = iter(self.pixels.images(pictures)) if pictures else iter(())
+        items, layout = [], []
+        for medium, size in known:
+            if medium.kind == "image":
+                items.append(next(crops))
+            else:
+                items.append(self.pixels.frames(self._frames(resolve_medium(root, medium), size)))
+            layout.append(MediumLayout(medium.kind, len(items[-1]), size.height, size.width))
+        return items, tuple(layout)
+
+    def _picture(self, medium: Medium, size: MediumSize, root: Path) -> Image.Image:
+        is_trusted = medium.size is not None  # whose file nobody has looked at so far
+        try:
+            file = resolve_medium(root, medium)
+        except RecordError as error:
+            if not is_trusted:
+                raise
+            self.unreadable.append(f"{medium.file}: {error}")
+            return Image.new("RGB", size.pixels)
+        try:
+            with (
+                open_medium(file) as opened,
+                open_picture(opened, str(medium.file), self.max_image_pixels) as image,
+            ):
+                picture = ImageOps.exif_transpose(image).convert("RGB")
+        except (*IMAGE_ERRORS, RecordError) as error:
+            self.unreadable.append(f"{medium.file}: {error}")
+            return Image.new("RGB", size.pixels)
+        if picture.size == size.pixels:
+            return picture
+        who = "the record says" if is_trusted else "it was profiled with"
+        self.unreadable.append(f"{medium.file}: {picture.size} pixels, {who} {tuple(size.pixels)}")
+        return picture.resize(size.pixels)
+
+    def _frames(self, file: Path | Embedded, size: MediumSize) -> list[Image.Image]:
+        """As many frames as were profiled; where decoding ends early the last one is repeated, and that is said."""
+        frames: list[Image.Image] = []
+        why = "it has no more"
+        try:
+            wanted = frame_indices(video_header(file), self.video)
+            if len(wanted) > size.num_frames:
+                self.unreadable.append(f"{file}: {len(wanted)} frames, it was profiled with {size.num_frames}")
+            with open_clip(file) as container:
+                container.streams.video[0].thread_type = "AUTO"
+                frames += _frames_at(container, iter(wanted[: size.num_frames]))
+        except (av.error.FFmpegError, OSError) as error:
+            why = error.strerror or str(error)
+        except RecordError as error:
+            why = error.detail
+        if len(frames) < size.num_frames:
+            self.unreadable.append(f"{file}: {len(frames)} of {size.num_frames} frames could be decoded: {why}")
+        if not frames:
+            frames.append(Image.new("RGB", size.pixels))
+        return frames + [frames[-1]] * (size.num_frames - len(frames))
+
+
+def _frames_at(container: Any, indices: Iterator[int]) -> Iterator[Image.Image]:
+    wanted = next(indices, None)
+    for number, frame in enumerate(container.decode(video=0)):
+        while wanted == number:
+            yield frame.to_image()
+            wanted = next(indices, None)
+        if wanted is None:
+            return

@@ -1,0 +1,104 @@
+"""A step's schedule: what each rank loads and computes, and how it travels there.
+
+The process that decides encodes a schedule, whoever passes it on passes bytes, and each rank decodes it once.
+"""
+
+import json
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from dflop.data import MediaSizes, SampleShapes
+from dflop.pricing import Assignment
+
+__all__ = ["StepSchedule"]
+
+_HEAD = b"dflop"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepSchedule:
+    """One step. Samples are sorted by (LLM dp rank, microbatch, position); times are predictions.
+
+    `encoder_rank`, `num_items` and `kept_tokens` are [num_samples, num_encoders] in the order of `encoders`, what else
+    is said of samples [num_samples].
+    `num_beyond_memory` counts faster assignments that were not taken since memory would not hold them.
+    `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside of what was measured) are
+    [num_nodes, num_microbatches] in the order of `nodes_of`. `corrections_version` says which corrections priced it
+    (0: the cost table alone), `measures` whether its ranks are to report what it takes.
+    """
+
+    step: int
+    encoders: tuple[str, ...]
+    sample_id: np.ndarray
+    source: np.ndarray
+    row: np.ndarray
+    llm_dp_rank: np.ndarray
+    microbatch: np.ndarray
+    position: np.ndarray
+    encoder_rank: np.ndarray
+    num_items: np.ndarray
+    kept_tokens: np.ndarray
+    llm_tokens: np.ndarray
+    target_tokens: np.ndarray
+    media: MediaSizes | None
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    extrapolated: np.ndarray
+    step_s: float
+    idle: float
+    lower_bound_s: float
+    policy: str
+    status: str
+    num_beyond_memory: int
+    deciding_s: float
+    corrections_version: int = 0
+    measures: bool = False
+
+    @property
+    def shapes(self) -> SampleShapes:
+        return SampleShapes(**{item.name: getattr(self, item.name) for item in fields(SampleShapes)})
+
+    @property
+    def assignment(self) -> Assignment:
+        return Assignment(**{item.name: getattr(self, item.name) for item in fields(Assignment)})
+
+    def to_bytes(self) -> bytes:
+        """As Arrow writes it, compressed: a table of one row with a list in each column. It is encoded once, where it
+        was decided, and read where it is needed."""
+        import pyarrow as pa  # here: planning decides schedules too, and sends none
+
+        scalars, shapes, columns = {}, {}, {}
+        for name, value in self._values().items():
+            if isinstance(value, np.ndarray):
+                shapes[name] = value.shape
+                values = pa.array(value.ravel().tolist() if value.dtype.kind in "UO" else value.ravel())
+                columns[name] = pa.ListArray.from_arrays([0, len(values)], values)
+            else:
+                scalars[name] = value
+        batch = pa.record_batch(columns, metadata={_HEAD: json.dumps([scalars, shapes])})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_batch(batch)
+        return sink.getvalue().to_pybytes()
+
+    @classmethod
+    def from_bytes(cls, encoded: bytes) -> "StepSchedule":
+        import pyarrow as pa
+
+        with pa.ipc.open_stream(encoded) as reader:
+            batch = reader.read_next_batch()
+        values, shapes = json.loads(batch.schema.metadata[_HEAD])
+        for name, shape in shapes.items():
+            values[name] = batch[name].values.to_numpy(zero_copy_only=False).reshape(shape)
+        values["encoders"] = tuple(values["encoders"])
+        if "media_values" in values:
+            values["media"] = MediaSizes(values.pop("media_values"), values.pop("media_counts"))
+        return cls(**values)
+
+    def _values(self) -> dict[str, object]:
+        """The fields, with the media's sizes as two arrays."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.media is not None:
+            values |= {"media_values": self.media.values, "media_counts": self.media.counts, "media": None}
+        return values
