@@ -35,4 +35,4 @@ def memory_of_parts(
     if kind.module == "llm" and kind.is_last:
         # Backward comes to the layers when the head has given up what it kept (an encoder's output stays).
         freed = kept["last"]
-    return kind.total(kept), [passing[part] - (0.0 if part == "last" else freed) for part in kind.parts]
+    return kind.total(kept), [passing[part] - (0.0 if part == "last" else freed) for part, _ in kind.parts]

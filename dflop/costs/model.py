@@ -5,6 +5,7 @@ Methods raise `UserError` when there are no costs of a stage's module at its tp.
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -29,19 +30,17 @@ class CostModel(FittedCosts):
         return self.stage_times([kind], loads)[0]
 
     def stage_times(self, kinds: Sequence[StageKind], loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`stage_time` of several stages of one module, which share their parts."""
+        """`stage_time` of several kinds of stages, which share their parts."""
         at: dict[tuple[str, int, bool], tuple[dict[str, np.ndarray], ...]] = {}
         empty = (np.asarray(loads.num_items) == 0) & (np.asarray(loads.num_tokens) == 0)
-        known: dict[StageKind, tuple[np.ndarray, np.ndarray]] = {}
+        times = []
         for kind in kinds:
-            if kind in known:
-                continue
             key = kind.module, kind.tp, kind.checkpointing
             if key not in at:
                 at[key] = self.part_times(*key[:2], loads, checkpointing=kind.checkpointing)
             forward_s, backward_s = (np.where(empty, 0.0, kind.total(of_part)) for of_part in at[key])
-            known[kind] = forward_s, backward_s
-        return [known[kind] for kind in kinds]
+            times.append((forward_s, backward_s))
+        return times
 
     def part_times(
         self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False
@@ -68,7 +67,7 @@ class CostModel(FittedCosts):
         passes = self._part_forms(kind.module, kind.tp, kind.checkpointing)[: 1 + has_backward]
         # Summed in this order: another one rounds differently, and so breaks ties between samples another way.
         total = np.zeros(np.shape(loads.num_items))
-        for part, times in kind.parts.items():
+        for part, times in kind.parts:
             for forms in passes:
                 total += times * forms[part].without_const(least=least)(loads)
         return total
@@ -89,7 +88,7 @@ class CostModel(FittedCosts):
             {part: form(loads) for part, form in kept.items()},
             {part: form(loads) for part, form in passing.items()},
         )
-        return StageMemory(total, np.maximum.reduce([np.zeros(np.shape(loads.num_items)), *each]))
+        return StageMemory(total, reduce(np.maximum, each, 0.0))
 
     def stage_memory_forms(self, kind: StageKind) -> tuple[np.ndarray, np.ndarray]:
         """`stage_memory` of a microbatch as linear forms: a constant, and bytes a unit of each of `FEATURES`.
@@ -107,12 +106,12 @@ class CostModel(FittedCosts):
     def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
         self.require(kind.module, kind.tp)
-        return kind.total({part: self.parameter_bytes[kind.module, kind.tp, part] for part in kind.parts})
+        return kind.total({part: self.parameter_bytes[kind.module, kind.tp, part] for part, _ in kind.parts})
 
     def _memory_of_parts(self, kind: StageKind) -> tuple[dict[str, Coefficients], dict[str, Coefficients]]:
         """What each part keeps of a microbatch, and what it needs on top while it computes."""
         self.require(kind.module, kind.tp)
-        keys = {part: _key(kind.module, kind.tp, part, kind.checkpointing) for part in kind.parts}
+        keys = {part: _key(kind.module, kind.tp, part, kind.checkpointing) for part, _ in kind.parts}
         return (
             {part: self.activations[key] for part, key in keys.items()},
             {part: self.transients[key] for part, key in keys.items()},

@@ -7,7 +7,7 @@ token layout). Whatever is asked of a stage (seconds, bytes, forms of the loads)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import add
 from typing import TypeVar
 
@@ -36,10 +36,9 @@ class StageKind:
         return cls(module=module, tp=tp, num_layers=num_layers, checkpointing=checkpointing, **ends)
 
     @property
-    def parts(self) -> dict[str, int]:
-        """How often the stage has each of `PARTS`, without those that it has not."""
-        times = (1, self.num_layers, int(self.is_first), int(self.is_last))
-        return {part: count for part, count in zip(PARTS, times, strict=True) if count}
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Each of `PARTS` that the stage has, and how often."""
+        return _parts(self.num_layers, self.is_first, self.is_last)
 
     def total(self, of_part: Mapping[str, T]) -> T:
         """The sum over the stage's parts of anything that can be added and multiplied by a count: arrays of seconds or
@@ -47,8 +46,14 @@ class StageKind:
 
         This is the one place where a stage is put together.
         """
-        each = (of_part[part] if count == 1 else count * of_part[part] for part, count in self.parts.items())
+        each = (of_part[part] if count == 1 else count * of_part[part] for part, count in self.parts)
         return reduce(add, each)
+
+
+@lru_cache(maxsize=1024)
+def _parts(num_layers: int, is_first: bool, is_last: bool) -> tuple[tuple[str, int], ...]:
+    times = (1, num_layers, int(is_first), int(is_last))
+    return tuple((part, count) for part, count in zip(PARTS, times, strict=True) if count)
 
 
 def stage_kinds(module: str, tp: int, layers: Sequence[int], *, checkpointing: bool = False) -> list[StageKind]:

@@ -41,12 +41,18 @@ class Coefficients:
     hinges: tuple[Hinge, ...] = ()
 
     def __call__(self, loads: Loads) -> np.ndarray:
-        total = np.full(np.shape(loads.num_items), self.const)
+        # Searching for plans asks this some hundred thousand times, mostly of small arrays: each array made counts.
+        total = None
         for coefficient, load in zip(self.per_load, loads, strict=True):
             if coefficient:
-                total += coefficient * load
+                term = coefficient * load
+                term += self.const if total is None else total
+                total = term
+        if total is None:
+            total = np.full(np.shape(loads.num_items), self.const)
         for load, at, slope in self.hinges:
-            total += slope * np.maximum(np.asarray(loads[load]) - at, 0.0)
+            beyond = loads[load] - at
+            total += slope * np.maximum(beyond, 0.0)
         return total
 
     def __add__(self, other: "Coefficients") -> "Coefficients":

@@ -1,10 +1,11 @@
 """What the cost model says of a plan's stages, each asked for with all its replicas and microbatches together.
 
-Stages that are alike (as many layers, in the middle of the module) are asked for once.
+Stages of one kind (as many layers, in the middle of the module) are asked for once.
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from dflop.pipeline import Plan, Stage, stages_of
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 
 __all__ = ["StageCosts", "loads_of"]
+
+T = TypeVar("T")
 
 
 def loads_of(module: str, shapes: SampleShapes) -> Loads:
@@ -35,11 +38,14 @@ class StageCosts:
     def __init__(self, plan: Plan, costs: CostModel, spec: ModelSpec, frozen: Collection[str]) -> None:
         self.plan, self.costs, self.frozen = plan, costs, frozenset(frozen)
         self.stages = stages_of(plan)
-        # Of each module's stages, in order.
-        self.kinds: dict[str, list[StageKind]] = {}
+        # The kinds of each module's stages, without repetition, and of which of these each stage is.
+        self._kinds: dict[str, list[StageKind]] = {}
+        self._places: dict[str, list[int]] = {}
         for grid in plan.grids:
             layers = [len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers)]
-            self.kinds[grid.module] = stage_kinds(grid.module, grid.tp, layers, checkpointing=plan.checkpointing)
+            kinds = stage_kinds(grid.module, grid.tp, layers, checkpointing=plan.checkpointing)
+            self._kinds[grid.module] = list(dict.fromkeys(kinds))
+            self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
 
     def corrected(self, corrections: Corrections) -> "StageCosts":
         """The same stages, with these corrections and no others."""
@@ -57,10 +63,13 @@ class StageCosts:
         for grid in self.plan.grids:
             loads = of_module[grid.module]
             factors = self.corrections.at(grid.module, loads)
-            for forward, backward in self.costs.stage_times(self.kinds[grid.module], loads):
-                forward_s.append(forward * factors[0])
-                has_backward = self.has_backward(grid.module)
-                backward_s.append(backward * factors[1] if has_backward else np.zeros_like(backward))
+            times = self.costs.stage_times(self._kinds[grid.module], loads)
+            forward_s += self._of_stages(grid.module, [forward * factors[0] for forward, _ in times])
+            has_backward = self.has_backward(grid.module)
+            backward_s += self._of_stages(
+                grid.module,
+                [backward * factors[1] if has_backward else np.zeros_like(backward) for _, backward in times],
+            )
         return np.concatenate(forward_s), np.concatenate(backward_s)
 
     def time_forms(self) -> tuple[list[Coefficients], list[Coefficients]]:
@@ -72,13 +81,9 @@ class StageCosts:
 
     def memories(self, of_module: dict[str, Loads]) -> list[StageMemory]:
         """Of each stage, without gradients and what the optimiser holds."""
-        asked: dict[StageKind, StageMemory] = {}
-        of_stages = []
-        for stage in self.stages:
-            kind = self.kind(stage)
-            if kind not in asked:
-                asked[kind] = self.costs.stage_memory(kind, of_module[stage.module])
-            of_stages.append(asked[kind])
+        of_stages: list[StageMemory] = []
+        for module, kinds in self._kinds.items():
+            of_stages += self._of_stages(module, [self.costs.stage_memory(kind, of_module[module]) for kind in kinds])
         return of_stages
 
     def parameter_bytes(self, stage: Stage) -> float:
@@ -94,12 +99,9 @@ class StageCosts:
         Which shape bin its microbatch will fall into is not known yet: the smallest correction that may hold counts
         with `least`, else that of a mean microbatch, for all samples.
         """
-        priced: dict[StageKind, np.ndarray] = {}
-        for kind in self.kinds[module]:
-            if kind not in priced:
-                has_backward = self.has_backward(module)
-                priced[kind] = self.costs.additive_loads_s(kind, loads, has_backward=has_backward, least=least)
-        per_stage = [priced[kind] for kind in self.kinds[module]]
+        how = {"has_backward": self.has_backward(module), "least": least}
+        added = [self.costs.additive_loads_s(kind, loads, **how) for kind in self._kinds[module]]
+        per_stage = self._of_stages(module, added)
         # A rank does all of its chunks' work.
         added_s = np.array(per_stage).reshape(-1, self.plan.grid(module).pp, len(per_stage[0])).sum(axis=0)
         if module not in self.corrections.factors:
@@ -110,11 +112,15 @@ class StageCosts:
         """The factor of a microbatch that holds an equal share of all samples."""
         grid = self.plan.grid(module)
         mean = Loads(*(np.array([load.sum() / (grid.dp * self.plan.num_microbatches)]) for load in loads))
-        times = self.costs.stage_times(self.kinds[module], mean)
+        times = self._of_stages(module, self.costs.stage_times(self._kinds[module], mean))
         by_pass_s = np.array(times).sum(axis=(0, 2)) * (1.0, float(self.has_backward(module)))
         total_s = by_pass_s.sum()
         return float(by_pass_s @ self.corrections.at(module, mean)[:, 0] / total_s) if total_s else 1.0
 
     def kind(self, stage: Stage) -> StageKind:
         """A stage as the cost model knows it."""
-        return self.kinds[stage.module][stage.pp_stage]
+        return self._kinds[stage.module][self._places[stage.module][stage.pp_stage]]
+
+    def _of_stages(self, module: str, of_kinds: Sequence[T]) -> list[T]:
+        """What is known of each kind of stage, for each of the module's stages in order."""
+        return [of_kinds[place] for place in self._places[module]]
