@@ -41,7 +41,7 @@ class PlanPricer:
     ) -> None:
         self.plan, self._batches = plan, batches
         self._group = getattr(batches, grouping)
-        self._why_not_runnable = why_family_cannot_run(spec.family) or why_not_runnable(plan)
+        self._family = spec.family
         self._pricer = Pricer(
             plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
         )
@@ -90,7 +90,7 @@ class PlanPricer:
             busy_s={module: float(np.mean(seconds)) for module, seconds in busy.items()},
             extrapolated=float(np.mean(extrapolated)),
             bottleneck=bottleneck,
-            why_not_runnable=self._why_not_runnable,
+            why_not_runnable=why_family_cannot_run(self._family) or why_not_runnable(self.plan),
         )
 
     def _grouped(self, batch: int) -> tuple[SampleShapes, Assignment]:

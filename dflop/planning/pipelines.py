@@ -5,7 +5,7 @@ replica's step is therefore not above the mean of the replicas' steps (Jensen), 
 one's. Unlike `bounds` it knows how the batch is grouped, and so what first and last microbatches hold.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -56,6 +56,7 @@ class MeanPipelines:
         self._compiled = lru_cache(maxsize=4096)(_compile)
         self._text = lru_cache(maxsize=1024)(self._mean_text)
         self._parts = lru_cache(maxsize=1024)(self._part_times)
+        self._kinds = lru_cache(maxsize=1024)(_distinct_kinds)
 
     def of_batches(self, row: Mapping[str, Any], *, mean: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Of each batch the LLM's part of the step [num_batches], and what each pipeline rank works [num_batches, pp],
@@ -64,9 +65,10 @@ class MeanPipelines:
         tp, pp, dp = row["llm_tp"], row["llm_pp"], row["llm_dp"]
         count = row["num_microbatches"]
         layers = llm_layers(row, self._splits, self._num_layers)
-        kinds = stage_kinds("llm", tp, layers, checkpointing=row["checkpointing"])
+        kinds, places = self._kinds(tp, layers, row["checkpointing"])
         forward_s, backward_s = (
-            _of_stages(kinds, of_part) for of_part in self._parts(tp, dp, count, row["checkpointing"], mean)
+            np.stack([kind.total(of_part) for kind in kinds], axis=1)[:, places]
+            for of_part in self._parts(tp, dp, count, row["checkpointing"], mean)
         )
         # Of a frozen module no weights have a gradient, and its backward is not split.
         weight_s = backward_s * (WEIGHT_SHARE if "llm" not in self._frozen else 0.0)
@@ -126,10 +128,11 @@ class MeanPipelines:
         return self._costs.part_times("llm", tp, text, checkpointing=checkpointing)
 
 
-def _of_stages(kinds: Sequence[StageKind], of_part: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Seconds of each stage, [num_batches, num_stages, num_microbatches], from those of the parts."""
-    known = {kind: kind.total(of_part) for kind in set(kinds)}
-    return np.stack([known[kind] for kind in kinds], axis=1)
+def _distinct_kinds(tp: int, layers: tuple[int, ...], checkpointing: bool) -> tuple[list[StageKind], np.ndarray]:
+    """The different kinds of the LLM's stages, and which of them each stage is, [num_stages]."""
+    kinds = stage_kinds("llm", tp, layers, checkpointing=checkpointing)
+    distinct = list(dict.fromkeys(kinds))
+    return distinct, np.array([distinct.index(kind) for kind in kinds])
 
 
 def _behind(num_before: int, seconds: np.ndarray) -> np.ndarray:
