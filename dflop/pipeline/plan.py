@@ -38,7 +38,9 @@ class Plan:
     num_chunks: int = 1
 
     def __post_init__(self) -> None:
-        assert self.grids[-1].module == "llm", "the LLM's grid stands last"
+        if not self.grids or self.grids[-1].module != "llm":
+            names = ", ".join(grid.module for grid in self.grids) or "no module"
+            raise UserError(f"the plan has grids of {names}; it must have one of `llm`, behind those of the encoders")
         for name, value, choices in (
             ("placement", self.placement, PLACEMENTS),
             ("schedule", self.schedule, SCHEDULES),

@@ -13,6 +13,7 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
+from numba.core.types import BaseNamedTuple, BaseTuple
 
 __all__ = ["kernel"]
 
@@ -20,7 +21,8 @@ __all__ = ["kernel"]
 def kernel(function: Callable | None = None, *, inline: str = "never") -> Any:
     """`numba.njit` with a cache on disk that notices all changes; to be written over a function, as `@kernel`.
 
-    Only what stands in modules' global names is looked at: numbers, tuples of them, and other kernels.
+    What stands in modules' global names is looked at (numbers, tuples of them, other kernels), and the names of the
+    fields of named tuples that it is called with. `module.NUMBER` and closures are not.
     """
     if function is None:
         return lambda own: kernel(own, inline=inline)
@@ -40,6 +42,19 @@ class _KernelCache(FunctionCache):
             source_stamp=_digest_of(self._py_func),
         )
         return super().load_overload(sig, target_context)
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        # Types say what the fields of a named tuple are made of, but not in which order their names stand.
+        return (*super()._index_key(sig, codegen), tuple(_fields_of(sig)))
+
+
+def _fields_of(types: Any) -> Iterator[tuple[str, ...]]:
+    """The names of the fields of all named tuples among these types, and among those of their fields."""
+    for own in types:
+        if isinstance(own, BaseNamedTuple):
+            yield own.fields
+        if isinstance(own, BaseTuple):
+            yield from _fields_of(own.types)
 
 
 def _digest_of(function: Callable) -> str:

@@ -65,6 +65,39 @@ def test_a_changed_kernel_or_number_of_another_file_is_noticed_and_else_nothing_
     assert answer(factor=30, number=400) == "700, read from disk: 1"
 
 
+READER = """
+from dflop.runtime.kernels import kernel
+
+@kernel
+def first_of(pair):
+    return pair.first
+"""
+PAIRS = """
+from typing import NamedTuple
+
+class Pair(NamedTuple):
+    {fields[0]}: float
+    {fields[1]}: float
+"""
+READ = """
+from pairs import Pair
+from reader import first_of
+print(f"{first_of(Pair(first=1.0, second=2.0))}, read from disk: {sum(first_of.stats.cache_hits.values())}")
+"""
+
+
+def test_fields_of_a_named_tuple_that_change_places_are_noticed(tmp_path):
+    (tmp_path / "reader.py").write_text(READER)
+
+    def read(*fields: str) -> str:
+        (tmp_path / "pairs.py").write_text(PAIRS.format(fields=fields))
+        return run(tmp_path, READ)
+
+    assert read("first", "second") == "1.0, read from disk: 0"
+    assert read("first", "second") == "1.0, read from disk: 1"
+    assert read("second", "first") == "1.0, read from disk: 0"
+
+
 def test_a_number_that_changes_in_one_file_of_the_package_changes_what_kernels_of_others_do(tmp_path):
     """A kernel of the orders asks whether a pass is a forward; which number that is stands elsewhere."""
     shutil.copytree(PACKAGE, tmp_path / "dflop", ignore=shutil.ignore_patterns("__pycache__"))
