@@ -31,7 +31,8 @@ def load_for(command: str, configs: tuple[str, ...]):
 
     if not configs:
         raise UserError(f"`dflop {command}` needs a config: --config config/config.yaml")
-    return restrict(load_config(*configs), COMMANDS[command].reads)
+    reads = COMMANDS[command].reads
+    return restrict(load_config(*configs, has_cluster="cluster.num_nodes" in reads or "cluster" in reads), reads)
 
 
 def meta_of(command: str, config) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """The commands at the end of the way: training with the plan, and the report of a run."""
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -9,9 +8,6 @@ import click
 from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of
 
 __all__ = ["report_command", "train_command"]
-
-# Changes when checkpoints of before cannot be read any more.
-_CHECKPOINT_FORMAT = 2
 
 
 @click.command("train")
@@ -31,7 +27,14 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     from dflop.runtime.torchrun import is_first_node
     from dflop.scheduling.service import open_scheduler
     from dflop.store import read_table
-    from dflop.training import check_plan, launch_ranks, merge_observations, summarise
+    from dflop.training import (
+        check_plan,
+        finished_at,
+        generation_of,
+        launch_ranks,
+        merge_observations,
+        summarise,
+    )
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
@@ -44,30 +47,37 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
         click.echo(line, err=True)
     with scheduler.open():
         scheduler.check(config.train.steps)
+    generation = generation_of(config, data_digests, left_out["source", "row"].rows(), scheduler.pricer)
     out.mkdir(parents=True, exist_ok=True)
-    launch_ranks(
-        config,
-        plan=plan_path,
-        arguments={
-            "shapes": str(shapes),
-            "costs": str(costs),
-            "plan": str(plan_path),
-            "out": str(out),
-            "measured_on": _measured_on(costs),
-            "run_digest": _run_digest(config, data_digests, left_out["source", "row"].rows()),
-        },
-    )
+    if checkpoint := finished_at(config, out, generation):
+        click.echo(
+            f"dflop: this run is finished: {checkpoint} is its last step. A larger `train.steps` goes on with it, "
+            "`train.resume: never` trains anew; its files are written again from what it left"
+        )
+    else:
+        arguments = {"shapes": str(shapes), "costs": str(costs), "plan": str(plan_path), "out": str(out)}
+        arguments |= {"measured_on": _measured_on(costs), "generation": generation.to_dict()}
+        launch_ranks(config, plan=plan_path, arguments=arguments)
     if not is_first_node(config.cluster):
         return
     meta = meta_of("train", config)
     observations = merge_observations(out / "observations", out / "observations.duckdb", left_out, meta)
     with written_whole(out / "trace.json") as path:
         path.write_text(json.dumps(chrome_trace(observations)), encoding="utf-8")
-    summary = summarise(config, out, observations, baselines=read_baselines(plan_path), num_left_out=len(left_out))
-    click.echo(
-        f"{out / 'summary.json'}: loss {summary['first_loss']:.3f} -> {summary['final_loss']:.3f}, "
-        f"{summary['tokens_per_s']:,.0f} tokens/s, idle {summary['idle']:.0%}, model in {out / 'model'}"
+    summary = summarise(
+        config, out, observations, generation, baselines=read_baselines(plan_path), num_left_out=len(left_out)
     )
+    click.echo(
+        f"{out / 'summary.json'}: loss {summary['mean_first_loss']:.3f} -> {summary['mean_final_loss']:.3f} (means of "
+        f"{summary['num_averaged_losses']}), {summary['tokens_per_s']:,.0f} tokens/s, idle {summary['idle']:.0%}, "
+        f"model in {out / 'model'}"
+    )
+    if summary["prices"] != generation.prices:
+        click.echo(
+            "dflop: costs.duckdb or plan.yaml are others than this run was trained with: what was measured stands "
+            "beside the predictions of before",
+            err=True,
+        )
     if rerun := summary["correction"]["rerun"]:
         click.echo(f"dflop: {rerun}", err=True)
 
@@ -92,26 +102,3 @@ def _measured_on(costs: Path) -> str | None:
     if read_meta(costs, made_by="fit-costs").get("source", "measured") != "measured":
         return None
     return read_table(costs, "device", made_by="fit-costs")["device"][0]
-
-
-def _run_digest(config, data_digests: list[str], left_out: list[tuple[str, int]]) -> str:
-    """What a checkpoint must agree on to be resumed: data, model, batch size, precision; not the optimiser's knobs.
-
-    Nor the plan, unless it cannot hold the same samples: `left_out` are the (source, row) of those.
-    """
-    from dflop.config import select_keys
-
-    keys = select_keys(config, ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train"))
-    for free in (
-        "steps",
-        "checkpoint_every",
-        "resume",
-        "loader_workers",
-        "lr",
-        "warmup_steps",
-        "weight_decay",
-        "grad_clip",
-    ):
-        keys["train"].pop(free)
-    text = json.dumps([_CHECKPOINT_FORMAT, keys, data_digests, *left_out], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

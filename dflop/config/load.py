@@ -17,8 +17,11 @@ from dflop.runtime import UserError
 __all__ = ["load_config", "restrict", "select_keys"]
 
 
-def load_config(*layers: Layer) -> Config:
+def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
     """Merge the layers over the defaults, left to right, check the result, and fill in what devices have.
+
+    Of a part of a config that does not say how many devices there are (`has_cluster` is false), their number is not
+    checked.
 
     Raises:
         UserError: naming the key, its value and what would be right.
@@ -35,7 +38,7 @@ def load_config(*layers: Layer) -> Config:
         config: Config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:  # a `${…}` that leads nowhere
         raise UserError(f"`{error.full_key}`: {str(error).splitlines()[0]}") from None
-    check_values(config)
+    check_values(config, has_cluster=has_cluster)
     schedule = config.schedule
     if schedule.deterministic:
         schedule = dataclasses.replace(schedule, correction="off")

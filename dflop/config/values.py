@@ -62,8 +62,8 @@ SAMPLING = re.compile(r"all|(first|end|random):(?=[\d.]*[1-9])\d+(%|\.\d+%)?")
 SAMPLING_FORMS = "all, first:30%, first:1000, end:… or random:…, with a whole number above 0 or a percentage"
 
 
-def check_values(config: Config) -> None:
-    """Refuse what no run can be made with.
+def check_values(config: Config, *, has_cluster: bool = True) -> None:
+    """Refuse what no run can be made with; whether there are devices enough only where the config has a cluster.
 
     Raises:
         UserError: naming the key, its value and what would be right.
@@ -99,7 +99,8 @@ def check_values(config: Config) -> None:
             "no two runs share; set one of them to off (false)"
         )
     _check_sources(config.data.sources)
-    _check_devices(config)
+    if has_cluster:
+        _check_devices(config)
 
 
 def _values_at(config: Config, key: str) -> list[tuple[str, Any]]:

@@ -36,7 +36,7 @@ def main() -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     logging.set_verbosity_error()
     try:
-        _measure(load_config(request["config"]), request)
+        _measure(load_config(request["config"], has_cluster=False), request)
     except UserError as error:
         if int(os.environ["RANK"]) == 0:
             print(f"dflop: {error}", file=sys.stderr, flush=True)

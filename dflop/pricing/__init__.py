@@ -8,7 +8,7 @@ Planning and scheduling both ask here. Files: `assignment` (who computes what), 
 from dflop.pricing.assignment import Assignment
 from dflop.pricing.batch_problem import balanced_loads_s
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
-from dflop.pricing.correction_file import CorrectionFile, read_learned
+from dflop.pricing.correction_file import CorrectionFile, prices_digest, read_learned
 from dflop.pricing.memory_limit import (
     MOST_LEFT_OUT,
     alone_bytes,
@@ -42,6 +42,7 @@ __all__ = [
     "is_stale",
     "leave_out_too_large",
     "loads_of",
+    "prices_digest",
     "read_learned",
     "stale_share",
     "without",

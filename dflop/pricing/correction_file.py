@@ -11,7 +11,7 @@ from dflop.pricing.correction import Learner
 from dflop.pricing.pricer import Pricer
 from dflop.runtime import written_whole
 
-__all__ = ["CorrectionFile", "read_learned"]
+__all__ = ["CorrectionFile", "prices_digest", "read_learned"]
 
 
 class CorrectionFile:
@@ -19,9 +19,7 @@ class CorrectionFile:
 
     def __init__(self, path: Path, pricer: Pricer) -> None:
         self._path, self._num_steps = path, 0
-        # What shares a device, and how it is cut, changes what a like microbatch takes.
-        text = repr((sorted(pricer.costs.times.items()), pricer.plan.to_dict()))
-        self._about = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._about = prices_digest(pricer)
 
     def read(self) -> Learner:
         """What was learned of these costs by this plan. A file about others is void, and deleted."""
@@ -38,6 +36,13 @@ class CorrectionFile:
         self._num_steps = learner.num_steps
         with written_whole(self._path) as beside:
             beside.write_text(json.dumps({"about": self._about, **learner.to_dict()}), encoding="utf-8")
+
+
+def prices_digest(pricer: Pricer) -> str:
+    """Of the costs and the plan, which predictions follow from: what shares a device, and how it is cut, changes what a
+    like microbatch takes."""
+    text = repr((sorted(pricer.costs.times.items()), pricer.plan.to_dict()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_learned(path: Path) -> Learner:

@@ -6,6 +6,7 @@ stands here. Predictions and measurements are named as such throughout.
 
 import json
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.pipeline import Node, Plan, load_plan
 from dflop.planning import read_baselines
+from dflop.pricing import prices_digest
 from dflop.reporting.costs import costs_height_in, draw_costs, measured_points
 from dflop.reporting.plans import draw_plans, plans_height_in
 from dflop.reporting.schedules import PreviewPrices, price_preview, replay
@@ -47,6 +49,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         plan=run_folder / "plan.yaml",
     )
     with scheduler.open():
+        is_of_these = run.summary.get("prices") in (None, prices_digest(scheduler.pricer))
         prices = price_preview(scheduler, run.preview, run_folder / "schedule.parquet")
         step = _middle_step(run)
         panels, step_figures, finding = _step_panels(config, scheduler, run, step)
@@ -54,6 +57,13 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
     points = measured_points(run.measurements, run.costs)
     device = ", ".join(run.device["device"].unique(maintain_order=True)) if len(run.device) else "no device"
 
+    if not is_of_these:
+        print(
+            f"dflop: warning: {run_folder / 'train'} was trained with other costs or another plan than costs.duckdb "
+            "and plan.yaml hold: the predictions in training.svg and in timeline.svg differ; `train.resume: never` "
+            "trains anew",
+            file=sys.stderr,
+        )
     with drawing(out / "costs.svg", costs_height_in(points)) as figure:
         draw_costs(figure, points, run.fit_error, run.costs, run.costs_meta, device)
     with drawing(out / "plans.svg", plans_height_in(run.candidates)) as figure:
@@ -70,6 +80,8 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         "schedule": _schedule_figures(prices, config.schedule.policy),
         "one_step": step_figures,
         "training": run.summary,
+        # Whether the run was trained with the costs and the plan that the other figures are of.
+        "training_is_of_this_plan": is_of_these,
     }
     with written_whole(out / "summary.json") as path:
         path.write_text(json.dumps(_rounded(summary), indent=2) + "\n", encoding="utf-8")

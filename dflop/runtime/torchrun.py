@@ -4,6 +4,7 @@
 rank has said. The functions here import no torch.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ __all__ = ["is_first_node", "rendezvous", "run_ranks", "threads_per_rank"]
 # Ports below those that Linux gives to clients; a variable names another one.
 _PORTS = range(20_000, 30_000)
 _PORT_VARIABLE = "DFLOP_RENDEZVOUS_PORT"
+_POLL_S = 0.2
 
 
 def run_ranks(
@@ -29,50 +31,91 @@ def run_ranks(
 ) -> tuple[int, bool]:
     """Run `python -m module REQUEST` (JSON) on `per_node` ranks of each of `num_nodes` nodes, to its end.
 
-    Returns torchrun's exit code, and whether it was stopped by a SIGTERM, which is passed on.
+    In a Slurm job this command runs on each node and starts the node's own ranks. Outside of one, several nodes of CPUs
+    are all of this machine's processes: handy for trying a cluster's layout. Returns torchrun's exit code, and whether
+    it was stopped by a SIGTERM, which is passed on.
 
     Raises:
-        UserError: when there are several nodes and this runs outside `srun`, or the port's variable holds none.
+        UserError: when there are several nodes of GPUs and this runs outside `srun`, or the port's variable holds none.
     """
+    is_here = _is_all_here(num_nodes, cluster)
     environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads_per_rank(cluster)),
+        "OMP_NUM_THREADS": str(threads_per_rank(cluster, num_nodes if is_here else 1)),
         # Threads that spin while they wait make timings collapse on a busy machine.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "dflop.runtime.torchrun",
-        f"--nproc-per-node={per_node}",
-        *rendezvous(num_nodes),
-        "--module",
-        module,
-        json.dumps(request),
+    meeting = _at_loopback(num_nodes) if is_here else [rendezvous(num_nodes)]
+    agents = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "dflop.runtime.torchrun",
+                f"--nproc-per-node={per_node}",
+                *arguments,
+                "--module",
+                module,
+                json.dumps(request),
+            ],
+            env=environment,
+        )
+        for arguments in meeting
     ]
-    process = subprocess.Popen(command, env=environment)
     stopped: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
         stopped.append(number)
-        process.send_signal(number)
+        for agent in agents:
+            agent.send_signal(number)
 
     previous = signal.signal(signal.SIGTERM, pass_on)
     try:
-        return process.wait(), bool(stopped)
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
+        return _code_of_first_failure(agents), bool(stopped)
     finally:
+        for agent in agents:
+            if agent.poll() is None:
+                agent.terminate()
+        for agent in agents:
+            agent.wait()
         signal.signal(signal.SIGTERM, previous)
 
 
-def threads_per_rank(cluster: ClusterConfig) -> int:
-    """CPU threads of a rank: on CPUs the ranks of a node share its cores, beside GPUs one is enough."""
+def _code_of_first_failure(agents: list[subprocess.Popen]) -> int:
+    """Wait until all have ended, or one has failed; 0 where none has."""
+    while running := [agent for agent in agents if agent.poll() is None]:
+        if failed := [agent.returncode for agent in agents if agent.returncode]:
+            return failed[0]
+        if len(running) == len(agents) == 1:
+            return running[0].wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running[0].wait(_POLL_S)
+    return next((agent.returncode for agent in agents if agent.returncode), 0)
+
+
+def _is_all_here(num_nodes: int, cluster: ClusterConfig) -> bool:
+    """Whether the nodes are processes of this machine: several nodes of CPUs, outside of a Slurm job."""
+    return num_nodes > 1 and cluster.device == "cpu" and not _slurm_nodes()
+
+
+def _slurm_nodes() -> str | None:
+    return os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+
+
+def _at_loopback(num_nodes: int) -> list[list[str]]:
+    """How the torchruns of nodes that are all of this machine meet, for each of them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = [f"--nnodes={num_nodes}", "--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    return [[*where, f"--node-rank={node}"] for node in range(num_nodes)]
+
+
+def threads_per_rank(cluster: ClusterConfig, num_nodes_here: int = 1) -> int:
+    """CPU threads of a rank: on CPUs the ranks of a machine share its cores, beside GPUs one is enough."""
     if cluster.device != "cpu":
         return 1
-    return max(1, len(os.sched_getaffinity(0)) // cluster.devices_per_node)
+    return max(1, len(os.sched_getaffinity(0)) // (cluster.devices_per_node * num_nodes_here))
 
 
 def is_first_node(cluster: ClusterConfig) -> bool:
@@ -87,7 +130,7 @@ def rendezvous(num_nodes: int) -> list[str]:
     """
     if num_nodes == 1:
         return ["--standalone"]
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    nodes = _slurm_nodes()
     if not nodes:
         raise UserError(
             f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "

@@ -3,7 +3,18 @@
 What is named here needs no torch; the ranks themselves run `dflop.training.rank`.
 """
 
-from dflop.training.launch import check_devices, check_plan, launch_ranks, summarise
+from dflop.training.generation import generation_of
+from dflop.training.launch import check_devices, check_plan, finished_at, launch_ranks
 from dflop.training.observations import NUM_WARMUP_STEPS, merge_observations
+from dflop.training.summary import summarise
 
-__all__ = ["NUM_WARMUP_STEPS", "check_devices", "check_plan", "launch_ranks", "merge_observations", "summarise"]
+__all__ = [
+    "NUM_WARMUP_STEPS",
+    "check_devices",
+    "check_plan",
+    "finished_at",
+    "generation_of",
+    "launch_ranks",
+    "merge_observations",
+    "summarise",
+]

@@ -6,7 +6,6 @@ complete once it has that name; beside the tensors lies `run.json`, which says w
 """
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,13 +17,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dflop.runtime import UserError
+from dflop.training.run_folder import checkpoints_in
 from dflop.training.sharded_optimizer import ShardedAdamW
 
-__all__ = ["find_checkpoint", "load_checkpoint", "save_checkpoint", "set_aside"]
+__all__ = ["load_checkpoint", "save_checkpoint"]
 
 _KEPT = 2
 _READ_BYTES = 256 * 2**20
-_NAME = re.compile(r"step-(\d{6,})")
 
 
 class Part(Protocol):
@@ -54,7 +53,7 @@ def save_checkpoint(folder: Path, step: int, parts: Sequence[Part], run: dict[st
         (part / "run.json").write_text(json.dumps(run | {"step": step}), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
-        for old in _checkpoints(folder)[:-_KEPT]:
+        for old in checkpoints_in(folder)[:-_KEPT]:
             shutil.rmtree(old)
     dist.barrier()
 
@@ -81,29 +80,6 @@ def load_checkpoint(folder: Path, parts: Sequence[Part]) -> None:
     num_steps = json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"]
     for own in parts:
         own.optimizer.set_num_steps(num_steps)
-
-
-def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The latest complete checkpoint and its `run.json`."""
-    found = _checkpoints(folder)
-    return (found[-1], json.loads((found[-1] / "run.json").read_text(encoding="utf-8"))) if found else None
-
-
-def set_aside(folder: Path) -> Path:
-    """Move a folder out of the way without losing it; returns where it went."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    return aside
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(
-        (path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=lambda path: int(path.name[5:])
-    )
 
 
 class _Copy(NamedTuple):

@@ -5,7 +5,6 @@ become `observations.duckdb`, with what the scheduler learned from them. Parts o
 written over.
 """
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,9 +79,6 @@ class Observations:
         for part in self._folder.glob("rank-*.parquet"):
             if int(part.stem.rsplit(".", 1)[1]) > num_steps:
                 part.unlink()
-
-    def clear(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: dict[str, str]) -> pl.DataFrame:

@@ -10,7 +10,8 @@ from transformers.utils import logging
 
 from dflop.config import load_config
 from dflop.runtime import UserError
-from dflop.training.resume import RunFiles
+from dflop.training.generation import Generation
+from dflop.training.run_folder import RunFiles
 from dflop.training.trainer import Trainer
 
 
@@ -20,7 +21,8 @@ def main() -> int:
     logging.set_verbosity_error()
     files = RunFiles(
         **{name: Path(request[name]) for name in ("shapes", "costs", "plan", "out")},
-        **{name: request[name] for name in ("run_digest", "measured_on")},
+        generation=Generation(**request["generation"]),
+        measured_on=request["measured_on"],
     )
     try:
         Trainer(load_config(request["config"]), files).train()

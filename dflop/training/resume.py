@@ -1,41 +1,17 @@
 """Where a run begins: at its last checkpoint, or at the start, with what another run left moved out of the way."""
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
 from dflop.config import TrainConfig
-from dflop.training.checkpoint import find_checkpoint, load_checkpoint, set_aside
+from dflop.training.checkpoint import load_checkpoint
+from dflop.training.generation import Generation
 from dflop.training.observations import Observations
 from dflop.training.rank_model import RankModel
+from dflop.training.run_folder import OBSERVED, RunFiles, clear_start, find_checkpoint, set_aside
 
-__all__ = ["RunFiles", "take_up"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFiles:
-    """What training reads, and the folder it writes to.
-
-    `run_digest` tells whose checkpoints it may resume, `measured_on` the name of the device that the costs were
-    measured on (None for analytic ones).
-    """
-
-    shapes: Path
-    costs: Path
-    plan: Path
-    out: Path
-    run_digest: str
-    measured_on: str | None
-
-    @property
-    def metrics(self) -> Path:
-        return self.out / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.out / "checkpoints"
+__all__ = ["take_up"]
 
 
 def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations: Observations) -> tuple[int, int]:
@@ -44,26 +20,44 @@ def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations
     Afterwards the model is as its last checkpoint has it, and what was written of later steps is gone.
     """
     is_main = dist.get_rank() == 0
-    found = find_checkpoint(files.checkpoints) if config.resume == "auto" else None
-    usable = found is not None and found[1]["run_digest"] == files.run_digest
-    usable = usable and found[1]["step"] <= config.steps
-    dist.barrier()
-    if not usable:
-        if is_main:
-            if files.checkpoints.exists():
-                aside = set_aside(files.checkpoints)
-                print(f"dflop: checkpoints of another run or of a longer one were moved to {aside}", flush=True)
-            files.metrics.unlink(missing_ok=True)
-            observations.clear()
+    found = find_checkpoint(files.checkpoints)
+    why_anew = found and _why_anew(config, files.generation, found[1])
+    dist.barrier()  # all have looked before anything is moved
+    if found is None or why_anew:
+        if is_main and why_anew:
+            aside = set_aside(files.out)
+            print(f"dflop: a new run begins: {why_anew}; what the earlier one left was {aside}", flush=True)
+        elif is_main:
+            clear_start(files.out)
         dist.barrier()
         return 0, 0
     path, run = found
     load_checkpoint(path, model.nodes)
     if is_main:
-        lines = files.metrics.read_text(encoding="utf-8").splitlines() if files.metrics.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] < run["step"]]
-        files.metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        observations.forget_from(run["step"])
+        _forget_from(run["step"], files, observations)
+        if Generation.of_run(run).prices != files.generation.prices:
+            aside = set_aside(files.out, OBSERVED)
+            print(
+                f"dflop: costs or plan changed at step {run['step']}: what was observed before was {aside}", flush=True
+            )
         print(f"dflop: going on from {path}", flush=True)
     dist.barrier()
     return run["step"], run["restarts"] + 1
+
+
+def _why_anew(config: TrainConfig, generation: Generation, run: dict) -> str | None:
+    """Why the run that left a checkpoint is not taken up; None where it is."""
+    if config.resume == "never":
+        return "`train.resume` is never"
+    if changes := generation.changes_since(Generation.of_run(run)):
+        return ", ".join(changes)
+    if run["step"] > config.steps:
+        return f"the last checkpoint is of step {run['step']} and `train.steps` is {config.steps}"
+    return None
+
+
+def _forget_from(num_steps: int, files: RunFiles, observations: Observations) -> None:
+    lines = files.metrics.read_text(encoding="utf-8").splitlines() if files.metrics.exists() else []
+    kept = [line for line in lines if json.loads(line)["step"] < num_steps]
+    files.metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    observations.forget_from(num_steps)

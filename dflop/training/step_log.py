@@ -2,11 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from dflop.costs import BEYOND_MEASURED
 from dflop.scheduling import StepSchedule
+from dflop.training.run_folder import RunFiles
 
 __all__ = ["StepLog", "say_if_costs_are_of_another"]
 
@@ -14,8 +14,9 @@ __all__ = ["StepLog", "say_if_costs_are_of_another"]
 class StepLog:
     """The first rank's log of a run of `num_steps` steps over `world_size` ranks."""
 
-    def __init__(self, metrics: Path, num_steps: int, world_size: int) -> None:
-        self._metrics, self._num_steps, self._world_size = metrics, num_steps, world_size
+    def __init__(self, files: RunFiles, num_steps: int, world_size: int) -> None:
+        self._metrics, self._prices = files.metrics, files.generation.prices
+        self._num_steps, self._world_size = num_steps, world_size
         self._said_extrapolated = False
 
     def add(
@@ -56,6 +57,7 @@ class StepLog:
             "extrapolated": extrapolated,
             "corrections_version": schedule.corrections_version,
             "measures": schedule.measures,
+            "generation": self._prices,
         }
         with self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -25,7 +25,8 @@ from dflop.training.feed import JobStream, ScheduleFeed, SchedulePublisher
 from dflop.training.loader import start_loading
 from dflop.training.observations import NUM_WARMUP_STEPS, Observations
 from dflop.training.rank_model import build_rank_model
-from dflop.training.resume import RunFiles, take_up
+from dflop.training.resume import take_up
+from dflop.training.run_folder import RunFiles
 from dflop.training.step_log import StepLog, say_if_costs_are_of_another
 from dflop.training.step_times import StepReports
 from dflop.training.topology import join_world
@@ -51,7 +52,7 @@ class Trainer:
             say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
         self.observations = Observations(files.out / "observations", self.topology.rank, program.nodes)
         self.first_step, self.restarts = take_up(config.train, files, self.model, self.observations)
-        self.log = StepLog(files.metrics, config.train.steps, self.topology.world_size)
+        self.log = StepLog(files, config.train.steps, self.topology.world_size)
         self.feed = ScheduleFeed(self.topology.store)
         self.reports = StepReports(
             self.topology.store,
@@ -168,7 +169,7 @@ class Trainer:
     def _save(self, num_steps: int) -> None:
         self.observations.flush(num_steps)
         run = {
-            "run_digest": self.files.run_digest,
+            "generation": self.files.generation.to_dict(),
             "restarts": self.restarts,
             "peak_memory_bytes": self._peak_bytes(),
         }

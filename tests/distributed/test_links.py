@@ -90,9 +90,9 @@ def test_one_device_alone_leaves_an_empty_file_with_the_right_columns(tmp_path):
             *({"device": "cuda"}, "torch finds 0 GPU(s) here"),
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
-        ({"num_nodes": 2}, "run this inside `srun`"),
+        ({"device": "cuda", "num_nodes": 2}, "run this inside `srun`"),
     ],
-    ids=["no GPU", "several nodes without srun"],
+    ids=["no GPU", "several nodes of GPUs without srun"],
 )
 def test_what_is_missing_is_said_and_nothing_is_written(tmp_path, cluster, said):
     done = profile_links(tmp_path / "links.parquet", **cluster)

@@ -120,11 +120,12 @@ def _plan(
     return path
 
 
-def _train(folder: Path, config: dict, plan: Path, out: Path, **train: object) -> list[dict]:
+def _train(folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, **train: object) -> list[dict]:
     """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log."""
     devices = yaml.safe_load(plan.read_text())["plan"]["grids"]
     num_ranks = sum(grid["num_ranks"] for grid in devices.values())
-    whole = config | {"cluster": {"devices_per_node": num_ranks}, "train": config["train"] | train}
+    cluster = {"num_nodes": num_nodes, "devices_per_node": num_ranks // num_nodes}
+    whole = config | {"cluster": cluster, "train": config["train"] | train}
     command = [
         *(sys.executable, "-m", "dflop.cli", "train", "--config", json.dumps(whole), "--out", str(out)),
         *("--shapes", str(folder / "shapes.duckdb"), "--costs", str(folder / "costs.duckdb"), "--plan", str(plan)),
@@ -265,7 +266,54 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(
     assert [step["step"] for step in resumed] == [0, 1, 2, 3]
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
-    assert json.loads((tmp_path / "parts/summary.json").read_text())["restarts"] == 1
+    summary = json.loads((tmp_path / "parts/summary.json").read_text())
+    assert (summary["restarts"], summary["num_steps"]) == (1, 4)
+    # What two ranks were measured to take is no part of what three take.
+    log = (tmp_path / "parts/log").read_text()
+    assert "costs or plan changed at step 2: what was observed before was moved to" in log
+    observed = read_table(tmp_path / "parts/observations.duckdb", "observations", made_by="train")
+    assert observed["step"].unique().sort().to_list() == [2, 3]
+
+
+def test_a_finished_run_says_so_and_judges_no_costs_but_those_it_was_trained_with(run, two_ranks, tmp_path):
+    folder, config = run
+    out, _ = two_ranks
+    shutil.copytree(out, tmp_path / "train")
+    before = (out / "metrics.jsonl").read_bytes()
+    _train(folder, config, _plan(folder), tmp_path / "train")
+    log = (tmp_path / "train/log").read_text()
+    assert "this run is finished: " in log
+    assert "`train.resume: never` trains anew" in log
+    assert (tmp_path / "train/metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "train/summary.json").read_bytes() == (out / "summary.json").read_bytes()
+    # Measured again, the costs are others: what was observed says nothing of them.
+    shutil.copytree(folder, tmp_path / "again")
+    with duckdb.connect(str(tmp_path / "again/costs.duckdb")) as connection:
+        connection.execute("UPDATE time_model SET per_token_s = 3 * per_token_s")
+    _train(tmp_path / "again", config, _plan(folder), tmp_path / "train")
+    assert "costs.duckdb or plan.yaml are others" in (tmp_path / "train/log").read_text()
+    summary = json.loads((tmp_path / "train/summary.json").read_text())
+    assert summary["prices"] == json.loads((out / "summary.json").read_text())["prices"]
+    assert summary["correction"]["rerun"] is None
+
+
+def test_another_rate_begins_a_new_run_which_two_nodes_of_this_machine_can_do(run, two_ranks, tmp_path):
+    folder, config = run
+    out, steps = two_ranks
+    shutil.copytree(out, tmp_path / "train")
+    slower = _train(folder, config, _plan(folder), tmp_path / "train", num_nodes=2, lr=1e-4)
+    log = (tmp_path / "train/log").read_text()
+    assert "a new run begins: `train.lr` was 0.001 and is 0.0001; what the earlier one left was moved to" in log
+    assert slower[0]["loss"] == steps[0]["loss"]
+    assert slower[1]["loss"] != steps[1]["loss"]
+    assert (tmp_path / "train/old-1/metrics.jsonl").read_bytes() == (out / "metrics.jsonl").read_bytes()
+    old, new = (
+        json.loads((tmp_path / path).read_text()) for path in ("train/old-1/summary.json", "train/summary.json")
+    )
+    assert (new["restarts"], new["num_steps"]) == (0, 2)
+    assert new["first_loss"] == slower[0]["loss"]
+    assert new["prices"] == old["prices"]
+    assert new["generation"] != old["generation"]
 
 
 def test_loaders_that_read_ahead_and_a_scheduler_that_does_not_never_wait_for_each_other(run, tmp_path):

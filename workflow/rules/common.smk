@@ -200,9 +200,9 @@ def all_devices():
 
 
 def launcher():
-    """What starts a command on every node; nothing where there is one node."""
+    """What starts a command on every node of a Slurm job; nothing where there is one node, or no such job."""
     nodes = CONFIG.cluster.num_nodes
-    return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1" if nodes > 1 else ""
+    return f"${{SLURM_JOB_ID:+srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1}}" if nodes > 1 else ""
 
 
 def all_cores():

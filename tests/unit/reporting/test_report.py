@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -64,7 +65,8 @@ def test_the_same_run_gives_the_same_bytes(usual):
 
 def test_the_summary_holds_the_figures_of_every_stage(usual):
     summary = json.loads(usual.paths[-1].read_text())
-    assert list(summary) == ["run", "data", "costs", "plan", "schedule", "one_step", "training"]
+    stages = ["run", "data", "costs", "plan", "schedule", "one_step", "training"]
+    assert list(summary) == [*stages, "training_is_of_this_plan"]
     assert summary["data"]["num_samples"] == 60
     assert summary["data"]["rejects"] == {"missing_media": 2, "too_long": 1}
     assert summary["plan"]["plan"] == str(SMALL)
@@ -73,6 +75,15 @@ def test_the_summary_holds_the_figures_of_every_stage(usual):
     assert summary["schedule"]["times_the_lower_bound"] >= 1
     assert summary["one_step"]["measured_over_predicted"] == pytest.approx(1.5)
     assert summary["training"] == {"final_loss": 2.5}
+
+
+def test_training_with_other_costs_than_those_that_are_drawn_is_said(usual, tmp_path, capsys):
+    folder = shutil.copytree(usual.folder, tmp_path / "run")
+    (folder / "train/summary.json").write_text(json.dumps({"final_loss": 2.5, "prices": "another table's"}))
+    paths = report_of(folder, SMALL).paths
+    assert "was trained with other costs or another plan" in capsys.readouterr().err
+    assert json.loads(paths[-1].read_text())["training_is_of_this_plan"] is False
+    assert json.loads(usual.paths[-1].read_text())["training_is_of_this_plan"] is True
 
 
 def test_rejected_records_are_counted_by_reason_with_an_example_of_each(usual):

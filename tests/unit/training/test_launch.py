@@ -14,7 +14,7 @@ from dflop.pricing.correction import BinKey, LearnedBin
 from dflop.runtime import UserError
 from dflop.runtime.torchrun import rendezvous, threads_per_rank
 from dflop.training import check_devices, launch_ranks
-from dflop.training.launch import what_to_rerun
+from dflop.training.summary import what_to_rerun
 
 
 def make_plan(vision_dp: int = 2, llm_dp: int = 3) -> Plan:
@@ -79,13 +79,15 @@ def test_nothing_is_started_for_a_family_that_cannot_be_trained_yet(tmp_path):
         launch_ranks(config, plan=tmp_path / "none.yaml", arguments={})
 
 
-def test_several_nodes_need_the_jobs_node_list(tmp_path, monkeypatch):
+def test_several_nodes_of_gpus_need_the_jobs_node_list(tmp_path, monkeypatch):
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump({"plan": make_plan(2, 2).to_dict()}))
     with pytest.raises(UserError, match=r"`cluster\.num_nodes` is 2: run this inside `srun`"):
-        launch_ranks(load_config({"cluster": {"num_nodes": 2, "devices_per_node": 2}}), plan=path, arguments={})
+        launch_ranks(
+            load_config({"cluster": {"device": "cuda", "num_nodes": 2, "devices_per_node": 2}}), plan=path, arguments={}
+        )
 
 
 @pytest.fixture
@@ -133,6 +135,7 @@ def test_a_port_that_the_environment_names_is_taken_and_one_that_is_none_refused
 def test_ranks_on_cpus_share_the_cores_and_each_has_at_least_one():
     cores = len(os.sched_getaffinity(0))
     assert threads_per_rank(ClusterConfig(device="cpu", devices_per_node=1)) == cores
+    assert threads_per_rank(ClusterConfig(device="cpu", devices_per_node=1), num_nodes_here=cores) == 1
     assert threads_per_rank(ClusterConfig(device="cpu", devices_per_node=cores)) == 1
     assert threads_per_rank(ClusterConfig(device="cpu", devices_per_node=10 * cores)) == 1
     assert threads_per_rank(ClusterConfig(device="cuda", devices_per_node=1)) == 1

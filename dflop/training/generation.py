@@ -1,0 +1,83 @@
+"""Generations: what a run's results follow from, so that results of two are never taken for those of one.
+
+The weights follow from the data, the model and what the config says of training: a checkpoint is resumed only where
+none of it has changed. What was measured stands beside predictions, which follow from the costs and the plan as well:
+it begins anew with other ones, while training goes on.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflop.config import Config, select_keys
+from dflop.pricing import Pricer, prices_digest
+
+__all__ = ["Generation", "generation_of"]
+
+# Changes when checkpoints of before cannot be read any more.
+_CHECKPOINT_FORMAT = 3
+_KEYS = ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train")
+# How long a run is, what it keeps and how fast it loads change no weight.
+_FREE = ("train.steps", "train.checkpoint_every", "train.resume", "train.loader_workers")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """`weights` is what the weights follow from, by name, each value as JSON; `prices` a digest of costs and plan."""
+
+    weights: Mapping[str, str]
+    prices: str
+
+    @classmethod
+    def of_run(cls, run: Mapping[str, Any]) -> "Generation":
+        """The generation that a checkpoint's `run.json` names; one of an earlier dflop names none."""
+        return cls(**run.get("generation", {"weights": {}, "prices": ""}))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"weights": dict(self.weights), "prices": self.prices}
+
+    @property
+    def digest(self) -> str:
+        """Of all of it."""
+        return _digest(self.to_dict())
+
+    def changes_since(self, earlier: "Generation") -> list[str]:
+        """What of the weights' origin is another than it was, in words."""
+        if not earlier.weights:
+            return ["another version of dflop wrote the checkpoint"]
+        names = sorted(self.weights.keys() | earlier.weights.keys())
+        return [
+            _change(name, earlier.weights.get(name), self.weights.get(name))
+            for name in names
+            if self.weights.get(name) != earlier.weights.get(name)
+        ]
+
+
+def generation_of(
+    config: Config, data_digests: Iterable[str], left_out: Iterable[tuple[str, int]], pricer: Pricer
+) -> Generation:
+    """The generation of a run; `left_out` are the (source, row) of samples that the plan's devices cannot hold."""
+    weights = {"checkpoint format": _CHECKPOINT_FORMAT} | dict(_flat(select_keys(config, _KEYS)))
+    weights |= {"the data": _digest(list(data_digests)), "the samples left out": _digest(sorted(left_out))}
+    written = {name: json.dumps(value, sort_keys=True) for name, value in weights.items() if name not in _FREE}
+    return Generation(written, prices_digest(pricer))
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _change(name: str, was: str | None, now: str | None) -> str:
+    if " " in name:
+        return f"{name} changed"
+    return f"`{name}` changed" if len(f"{was}{now}") > 80 else f"`{name}` was {was} and is {now}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

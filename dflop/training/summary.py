@@ -1,0 +1,130 @@
+"""`summary.json`, the last file of a run: what its steps came to, and whether the costs they were planned by hold."""
+
+import json
+import math
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from dflop.balancing import without_cbc
+from dflop.config import Config
+from dflop.pricing import Learner, is_stale, read_learned, stale_share
+from dflop.runtime import written_whole
+from dflop.training.generation import Generation
+from dflop.training.observations import CORRECTIONS_FILE, NUM_WARMUP_STEPS
+from dflop.training.run_folder import find_checkpoint
+
+__all__ = ["summarise", "what_to_rerun"]
+
+
+def summarise(
+    config: Config,
+    out: Path,
+    observations: pl.DataFrame,
+    generation: Generation,
+    *,
+    baselines: dict[str, dict[str, object]],
+    num_left_out: int,
+) -> dict[str, Any]:
+    """Write `summary.json`; returns what it holds.
+
+    Losses and counts are those of all steps. What is measured, or compared with a prediction, is of the steps of the
+    last generation that was trained, which may be an earlier one than `generation`, the one of the costs and the plan
+    that there are now. `baselines` says of what others would run how long it would take.
+    """
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    _, run = find_checkpoint(out / "checkpoints")
+    trained = Generation.of_run(run)
+    own = [step for step in steps if step.get("generation") == trained.prices] or steps
+    learner = read_learned(out / "observations" / CORRECTIONS_FILE)
+    summary = {
+        "generation": trained.digest,
+        "prices": trained.prices,  # a digest of the costs and the plan that were trained with
+        "num_steps": len(steps),
+        **_losses(steps),
+        "train_s": sum(step["step_s"] for step in steps),
+        **_speed(own[NUM_WARMUP_STEPS:] or own),
+        "total_schedule_wait_s": sum(step["wait_s"] for step in steps),
+        "total_data_wait_s": sum(step["data_wait_s"] for step in steps),
+        # Steps of which a part was predicted for loads outside of what was measured.
+        "num_extrapolated_steps": sum(step.get("extrapolated", 0.0) > 0 for step in own),
+        "extrapolated": statistics.fmean(step.get("extrapolated", 0.0) for step in own),
+        # Assignments that were faster than those taken, and that memory would not have held.
+        "num_beyond_memory": sum(step.get("num_beyond_memory", 0) for step in steps),
+        "num_left_out": num_left_out,  # samples that no device could hold
+        "num_unreadable": sum(step["num_unreadable"] for step in steps),
+        "restarts": run["restarts"],
+        "peak_memory_bytes": run.get("peak_memory_bytes", {}),
+        "measured_over_predicted": _measured_over_predicted(observations),
+        # What others would run, predicted beside the plan that was trained.
+        "baselines": baselines,
+        "policy": config.schedule.policy,
+        # By `lpt` beside another policy went those that the schedule service had no answer to.
+        "num_steps_by_policy": dict(Counter(step["policy"] for step in steps)),
+        "num_steps_without_cbc": sum(without_cbc(step["policy_status"]) for step in steps),
+        "correction": {
+            "mode": config.schedule.correction,
+            "num_learned_steps": learner.num_steps,
+            "stale_share": stale_share(learner.bins),
+            # Steps that were trained with other costs say nothing of those there are now.
+            "rerun": what_to_rerun(learner) if trained.prices == generation.prices else None,
+        },
+    }
+    with written_whole(out / "summary.json") as path:
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def _losses(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the first and the last step, and means over a few steps at each end, which a lone batch does not sway."""
+    losses = [step["loss"] for step in steps]
+    num_averaged = max(1, min(5, len(losses) // 2))
+    return {
+        "first_loss": losses[0],
+        "final_loss": losses[-1],
+        "mean_first_loss": statistics.fmean(losses[:num_averaged]),
+        "mean_final_loss": statistics.fmean(losses[-num_averaged:]),
+        "num_averaged_losses": num_averaged,
+    }
+
+
+def _speed(steady: list[dict[str, Any]]) -> dict[str, float]:
+    steady_s = sum(step["step_s"] for step in steady)
+    return {
+        "samples_per_s": sum(step["num_samples"] for step in steady) / steady_s,
+        "tokens_per_s": sum(step["num_tokens"] for step in steady) / steady_s,
+        "step_s": statistics.median(step["step_s"] for step in steady),
+        "pipeline_s": statistics.median(step["pipeline_s"] for step in steady),
+        "predicted_step_s": statistics.median(step["predicted_step_s"] for step in steady),
+        "idle": statistics.fmean(step["idle"] for step in steady),
+    }
+
+
+def _measured_over_predicted(observations: pl.DataFrame) -> dict[str, float]:
+    return {
+        f"{module} {direction}": ratio
+        for module, direction, ratio in observations.filter(~pl.col("warmup") & pl.col("predicted_s").is_not_null())
+        .group_by("module", "pass")
+        .agg(pl.col("seconds").sum() / pl.col("predicted_s").sum())
+        .sort("module", "pass")
+        .rows()
+    }
+
+
+def what_to_rerun(learner: Learner) -> str | None:
+    """One line for who trained with costs that most of the learned shape bins contradict; None where they hold."""
+    if not is_stale(learner.bins):
+        return None
+    worst: dict[str, float] = {}
+    for key, learned in sorted(learner.bins.items()):
+        if learned.counts:
+            worst[key.module] = max(worst.get(key.module, 0.0), learned.log_ratio, key=abs)
+    ratios = ", ".join(f"{module} up to {math.exp(log_ratio):.2f}x" for module, log_ratio in worst.items())
+    return (
+        f"the costs look stale: {stale_share(learner.bins):.0%} of the shape bins took over 20 % more or less than "
+        f"costs.duckdb says ({ratios}); measure again with `dflop profile-costs` (`snakemake --forcerun "
+        "profile_costs`), with nothing else on the devices"
+    )
