@@ -31,16 +31,18 @@ class CostModel(FittedCosts):
 
     def stage_times(self, kinds: Sequence[StageKind], loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
         """`stage_time` of several kinds of stages, which share their parts."""
-        at: dict[tuple[str, int, bool], tuple[dict[str, np.ndarray], ...]] = {}
         empty = (np.asarray(loads.num_items) == 0) & (np.asarray(loads.num_tokens) == 0)
-        times = []
-        for kind in kinds:
-            key = kind.module, kind.tp, kind.checkpointing
-            if key not in at:
-                at[key] = self.part_times(*key[:2], loads, checkpointing=kind.checkpointing)
-            forward_s, backward_s = (np.where(empty, 0.0, kind.total(of_part)) for of_part in at[key])
-            times.append((forward_s, backward_s))
-        return times
+        passes = []
+        for way in (0, 1):  # one pass after the other, so that fewer arrays are held
+            at: dict[tuple[str, int, bool], dict[str, np.ndarray]] = {}
+            seconds = []
+            for kind in kinds:
+                key = kind.module, kind.tp, kind.checkpointing
+                if key not in at:
+                    at[key] = {part: form(loads) for part, form in self._part_forms(*key)[way].items()}
+                seconds.append(np.where(empty, 0.0, kind.total(at[key])))
+            passes.append(seconds)
+        return list(zip(*passes, strict=True))
 
     def part_times(
         self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False
