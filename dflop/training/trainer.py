@@ -162,7 +162,9 @@ class Trainer:
         self.model.update(totals["lr"], scale / num_targets)
         for work in works:
             for line in work.unreadable:
-                print(f"dflop: trained on a blank in place of {line}", flush=True)
+                print(
+                    f"dflop: not as it was profiled, so a blank, cut or scaled one was trained on: {line}", flush=True
+                )
             work.unreadable.clear()
         return totals
 
