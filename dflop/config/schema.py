@@ -137,7 +137,7 @@ class ScheduleConfig:
     policy: str = "ilp"
     lookahead_steps: int = 8
     time_limit_s: float = 1.0
-    search_trials: int = 5000
+    search_trials: int = 8000
     deterministic: bool = False
     correction: str = "auto"
 

@@ -42,8 +42,8 @@ from dflop.store import LEFT_OUT_SCHEMA
 
 __all__ = ["BatchScheduler"]
 
-# Above as many, a search has fewer trials, so that 1,024 buckets are decided within three seconds.
-MOST_BUCKETS = 128
+# Above as many, a search has fewer trials, so that 1,024 buckets are decided within a second.
+MOST_BUCKETS = 256
 # Of a run so many batches are looked at before it starts: 1 to 20 ms each.
 MOST_CHECKED = 1000
 Packed = TypeVar("Packed")

@@ -1,9 +1,12 @@
 """Descent on the simulated step time: samples and microbatches change places while the pipeline gets faster by it.
 
 A trial changes a few cells: it swaps two samples, moves one, swaps two buckets of a replica or two microbatches of all,
-or gives a sample's media to another encoder replica. Only the changed cells are priced again, and the step is
-simulated anew (microseconds). It may be stopped after any number of trials; they are drawn from a seed, so that equal
-questions have equal answers.
+gives a sample's media to another encoder replica, or swaps the media of two samples. Only the changed cells are priced
+again, and the step is simulated anew (microseconds). Trials are drawn from a seed, so that equal questions have equal
+answers.
+
+The start is as good as packing by ideal shares makes it, and from there descent does as well as annealing: with 2 to 10
+samples a bucket, 8,000 trials ended within 0.7 % of the best of three annealings of 250,000.
 """
 
 from typing import NamedTuple
@@ -28,8 +31,17 @@ MEAN_SHARE = 0.05
 # How often a trial starts from what ends last, and how many samples are drawn to find one there.
 FOCUS = 0.5
 MOST_DRAWS = 200
-_SWAP, _MOVE, _SWAP_BUCKETS, _SWAP_MICROBATCHES, _MOVE_MEDIA = range(5)
-_SHARES = np.cumsum([0.5, 0.2, 0.14, 0.08, 0.08])
+_SWAP, _MOVE, _SWAP_BUCKETS, _SWAP_MICROBATCHES, _MOVE_MEDIA, _SWAP_MEDIA = range(6)
+# How often each kind of change is tried. Media alone: colocated steps came out 0.4 % shorter for as many trials.
+_SHARES = np.cumsum([0.4, 0.18, 0.07, 0.03, 0.16, 0.16])
+
+
+class _Change(NamedTuple):
+    """Room for the samples that a trial moves, and for their places before and after it."""
+
+    samples: np.ndarray  # [num_samples]
+    before: np.ndarray  # [num_samples, 2 + num_encoders]
+    after: np.ndarray
 
 
 class _Clocks(NamedTuple):
@@ -110,15 +122,14 @@ def _descend_on_step(forms, clocks, state, samples, max_bucket_tokens, num_trial
     price_all(forms, state, samples)
     best_s, now_s, latest = _simulated(state, clocks)
     best = state.place.copy()
-    changed = np.empty(num_samples, dtype=np.int64)
-    before = np.empty((num_samples, num_columns), dtype=np.int64)
-    after = np.empty((num_samples, num_columns), dtype=np.int64)
+    places = (num_samples, num_columns)
+    change = _Change(np.empty(num_samples, np.int64), np.empty(places, np.int64), np.empty(places, np.int64))
     for _ in range(num_trials):
         kind = np.searchsorted(_SHARES, np.random.random())
-        num_changed = _propose(forms, clocks, state, samples, max_bucket_tokens, kind, latest, changed, before, after)
+        num_changed = _propose(forms, clocks, state, samples, max_bucket_tokens, kind, latest, change)
         if num_changed == 0:
             continue
-        change_places(forms, state, samples, changed, before, after, num_changed)
+        change_places(forms, state, samples, change.samples, change.before, change.after, num_changed)
         step_s, goal_s, its_latest = _simulated(state, clocks)
         if goal_s <= now_s:
             now_s, latest = goal_s, its_latest
@@ -126,7 +137,7 @@ def _descend_on_step(forms, clocks, state, samples, max_bucket_tokens, num_trial
                 best_s = step_s
                 best[:] = state.place
             continue
-        change_places(forms, state, samples, changed, after, before, num_changed)
+        change_places(forms, state, samples, change.samples, change.after, change.before, num_changed)
     return best, best_s
 
 
@@ -144,62 +155,106 @@ def _simulated(state, clocks):
 
 
 @kernel
-def _propose(forms, clocks, state, samples, max_bucket_tokens, kind, latest, changed, before, after):
-    """Draw a change of this kind: how many samples it concerns (0: none is possible), and their places."""
-    (text, _, kept_tokens), place = samples, state.place
-    num_samples, num_encoders = kept_tokens.shape
-    num_replicas, num_microbatches = state.count.shape
+def _propose(forms, clocks, state, samples, max_bucket_tokens, kind, latest, change):
+    """Draw a change of this kind: how many samples it concerns (0: none is possible)."""
+    text, _, kept_tokens = samples
     sample = _draw_sample(clocks, state, latest)
-    replica, microbatch = place[sample, 0], place[sample, 1]
-    changed[0] = sample
-    before[0], after[0] = place[sample], place[sample]
-    num_changed = 1
+    _note(state, change, 0, sample)
     if kind == _SWAP:
-        other = np.random.randint(num_samples)
-        if place[other, 0] == replica and place[other, 1] == microbatch:
-            return 0
-        shift = text[other, 1] - text[sample, 1]
-        if (
-            state.text[replica, microbatch, 1] + shift > max_bucket_tokens
-            or state.text[place[other, 0], place[other, 1], 1] - shift > max_bucket_tokens
-        ):
-            return 0
-        changed[1] = other
-        before[1], after[1] = place[other], place[other]
-        after[0, :2], after[1, :2] = place[other, :2], place[sample, :2]
-        num_changed = 2
+        num_changed = _swap(state, text[:, 1], max_bucket_tokens, change)
     elif kind == _MOVE:
-        to_replica, to_microbatch = np.random.randint(num_replicas), np.random.randint(num_microbatches)
-        if (to_replica == replica and to_microbatch == microbatch) or state.count[replica, microbatch] == 1:
-            return 0
-        if state.text[to_replica, to_microbatch, 1] + text[sample, 1] > max_bucket_tokens:
-            return 0
-        after[0, 0], after[0, 1] = to_replica, to_microbatch
-    elif kind == _MOVE_MEDIA:
-        if num_encoders == 0 or not forms.has_bridges:
-            return 0
-        encoder = np.random.randint(num_encoders) if num_encoders > 1 else 0
-        first, behind = forms.first_replica[encoder], forms.first_replica[encoder + 1]
-        if behind - first == 1 or kept_tokens[sample, encoder] == 0.0:
-            return 0
-        after[0, 2 + encoder] = np.random.randint(first, behind)
+        num_changed = _move(state, text[:, 1], max_bucket_tokens, change)
+    elif kind in (_MOVE_MEDIA, _SWAP_MEDIA):
+        num_changed = _change_media(forms, state, kept_tokens, kind == _SWAP_MEDIA, change)
     else:
-        to_microbatch = np.random.randint(num_microbatches)
-        if to_microbatch == microbatch:
-            return 0
-        num_changed = 0
-        for own in range(num_samples):
-            its_microbatch = place[own, 1]
-            if kind == _SWAP_BUCKETS and place[own, 0] != replica:
-                continue
-            if its_microbatch in (microbatch, to_microbatch):
-                changed[num_changed] = own
-                before[num_changed], after[num_changed] = place[own], place[own]
-                after[num_changed, 1] = to_microbatch if its_microbatch == microbatch else microbatch
-                num_changed += 1
+        num_changed = _swap_microbatches(state, kind == _SWAP_BUCKETS, change)
     if not forms.has_bridges:
-        for encoder in range(num_encoders):
-            after[:num_changed, 2 + encoder] = forms.first_replica[encoder] + after[:num_changed, 0]
+        for encoder in range(kept_tokens.shape[1]):
+            change.after[:num_changed, 2 + encoder] = forms.first_replica[encoder] + change.after[:num_changed, 0]
+    return num_changed
+
+
+@kernel
+def _note(state, change, number, sample):
+    """The sample is the change's `number`th; its place is not changed yet."""
+    change.samples[number] = sample
+    change.before[number], change.after[number] = state.place[sample], state.place[sample]
+
+
+@kernel
+def _swap(state, tokens, max_bucket_tokens, change):
+    """The sample and any other of another bucket; their media stay with their encoder replicas, if they can."""
+    sample, other, place = change.samples[0], np.random.randint(len(tokens)), state.place
+    replica, microbatch = place[sample, 0], place[sample, 1]
+    its_replica, its_microbatch = place[other, 0], place[other, 1]
+    if its_replica == replica and its_microbatch == microbatch:
+        return 0
+    shift = tokens[other] - tokens[sample]
+    if (
+        state.text[replica, microbatch, 1] + shift > max_bucket_tokens
+        or state.text[its_replica, its_microbatch, 1] - shift > max_bucket_tokens
+    ):
+        return 0
+    _note(state, change, 1, other)
+    change.after[0, :2], change.after[1, :2] = place[other, :2], place[sample, :2]
+    return 2
+
+
+@kernel
+def _move(state, tokens, max_bucket_tokens, change):
+    """The sample to another bucket; no bucket is left empty."""
+    sample, (num_replicas, num_microbatches) = change.samples[0], state.count.shape
+    replica, microbatch = state.place[sample, 0], state.place[sample, 1]
+    to_replica, to_microbatch = np.random.randint(num_replicas), np.random.randint(num_microbatches)
+    if (to_replica == replica and to_microbatch == microbatch) or state.count[replica, microbatch] == 1:
+        return 0
+    if state.text[to_replica, to_microbatch, 1] + tokens[sample] > max_bucket_tokens:
+        return 0
+    change.after[0, 0], change.after[0, 1] = to_replica, to_microbatch
+    return 1
+
+
+@kernel
+def _change_media(forms, state, kept_tokens, swaps, change):
+    """The sample's media to another replica of an encoder, in exchange for another's of the microbatch if `swaps`."""
+    sample, (num_samples, num_encoders) = change.samples[0], kept_tokens.shape
+    if num_encoders == 0 or not forms.has_bridges:
+        return 0
+    encoder = np.random.randint(num_encoders)
+    first, behind = forms.first_replica[encoder], forms.first_replica[encoder + 1]
+    if behind - first == 1 or kept_tokens[sample, encoder] == 0.0:
+        return 0
+    own = state.place[sample, 2 + encoder]
+    if not swaps:
+        change.after[0, 2 + encoder] = np.random.randint(first, behind)
+        return 1
+    for _ in range(MOST_DRAWS):
+        other = np.random.randint(num_samples)
+        its_replica = state.place[other, 2 + encoder]
+        if state.place[other, 1] == state.place[sample, 1] and its_replica != own:
+            _note(state, change, 1, other)
+            change.after[0, 2 + encoder], change.after[1, 2 + encoder] = its_replica, own
+            return 2
+    return 0
+
+
+@kernel
+def _swap_microbatches(state, of_one_replica, change):
+    """All samples of the sample's microbatch and of another one: of the sample's LLM replica alone, or of all."""
+    sample, place = change.samples[0], state.place
+    replica, microbatch = place[sample, 0], place[sample, 1]
+    to_microbatch = np.random.randint(state.count.shape[1])
+    if to_microbatch == microbatch:
+        return 0
+    num_changed = 0
+    for own in range(len(place)):
+        its_microbatch = place[own, 1]
+        if of_one_replica and place[own, 0] != replica:
+            continue
+        if its_microbatch in (microbatch, to_microbatch):
+            _note(state, change, num_changed, own)
+            change.after[num_changed, 1] = to_microbatch if its_microbatch == microbatch else microbatch
+            num_changed += 1
     return num_changed
 
 
