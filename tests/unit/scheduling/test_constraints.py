@@ -66,7 +66,7 @@ def assert_within_limits(scheduler: BatchScheduler, schedule: StepSchedule) -> N
         llm_dp_rank=schedule.llm_dp_rank, microbatch=schedule.microbatch, encoder_rank=schedule.encoder_rank
     )
     needed = max(scheduler.pricer.memory_bytes(held, assignment).values())
-    assert needed <= scheduler.pricer.cluster.memory_gib * 2**30
+    assert needed <= scheduler.pricer.memory.limit_bytes
 
 
 def unlike_samples(draw_samples, num_samples, seed):
