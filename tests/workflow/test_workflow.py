@@ -276,7 +276,8 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
         data = {"sources": [{"path": "data/train.json"}]}
         config = checkout.write_config(f"{run}.yaml", run=run, data=data, **sections)
         target = f"results/{run}/costs.duckdb"
-        assert set(checkout.jobs_of_dry_run(target, "--configfile", config)) == jobs, run
+        of_data = {"profile_shapes", "merge_shapes", "cost_settings"}  # which say what to measure over
+        assert set(checkout.jobs_of_dry_run(target, "--configfile", config)) - of_data == jobs, run
 
 
 @pytest.mark.parametrize(
