@@ -154,7 +154,10 @@ def test_a_frozen_encoder_needs_fewer_devices(search, costs):
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_modules_that_were_not_measured_are_named_before_anything_is_priced(search, costs, module):
     times = {key: fit for key, fit in costs.times.items() if key[0] != module}
-    with pytest.raises(UserError, match=rf"no measured costs for {module} tp=1 \(there are: \w+ tp=1\); add 1 to"):
+    with pytest.raises(
+        UserError,
+        match=rf"no measured costs for {module} \(there are: \w+ tp=1\); run `dflop profile-costs --module {module}`",
+    ):
         search(make_config(), costs=dataclasses.replace(costs, times=times))
 
 
