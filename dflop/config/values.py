@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from dflop.config.schema import Config, SourceConfig
+from dflop.parallelism import PLACEMENTS, SCHEDULES
 from dflop.runtime import UserError
 
 __all__ = ["SAMPLING", "SAMPLING_FORMS", "check_values"]
@@ -14,10 +15,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "data.duplicate_ids": ("reject", "keep"),
     "cluster.device": ("cpu", "cuda"),
     "costs.source": ("measured", "analytic"),
-    "plan.placements": ("disjoint", "colocated", "monolithic"),
-    "plan.schedules": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"),
-    "plan.fixed.placement": ("disjoint", "colocated", "monolithic"),
-    "plan.fixed.schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"),
+    "plan.placements": tuple(PLACEMENTS),
+    "plan.schedules": tuple(SCHEDULES),
+    "plan.fixed.placement": tuple(PLACEMENTS),
+    "plan.fixed.schedule": tuple(SCHEDULES),
     "schedule.policy": ("random", "lpt", "search", "ilp"),
     "schedule.correction": ("off", "on", "auto"),
     "train.precision": ("fp32", "bf16", "fp64"),
@@ -144,7 +145,7 @@ def _check_devices(config: Config) -> None:
         return
     placements = config.plan.placements if fixed.placement is None else [fixed.placement]
     least_ranks = {"llm": 1} | {module: grid.least_ranks for module, grid in fixed.modules.items()}
-    is_apart = placements == ["disjoint"]
+    is_apart = not any(PLACEMENTS[name].shares_ranks for name in placements)
     # An encoder that nothing is said of needs one as well.
     needed = max(2, sum(least_ranks.values()), least_ranks["llm"] + 1) if is_apart else least_ranks["llm"]
     if needed > cluster.num_devices:

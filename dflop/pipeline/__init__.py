@@ -1,19 +1,30 @@
-"""The pipeline language: grids and plans, the instruction list, and its two executors.
+"""The pipeline language: plans, the instruction list, and its two executors.
 
 `simulate` prices a plan; `run`, which needs torch, executes a program and is imported by the trainer alone.
 """
 
+from dflop.parallelism import (
+    DISJOINT,
+    MONOLITHIC,
+    PLACEMENTS,
+    PLAIN_SCHEDULE,
+    SCHEDULES,
+    Grid,
+    Placement,
+    Plan,
+    Schedule,
+    load_plan,
+    plan_from_dict,
+    split_layers,
+    tile_world,
+)
 from dflop.pipeline.check import check_program, most_in_flight
 from dflop.pipeline.columns import columns_of
 from dflop.pipeline.compiled import CompiledPlan, compile_plan
-from dflop.pipeline.grid import Grid, tile_world
 from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, make_program
-from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, workers_of
+from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
-from dflop.pipeline.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Placement
-from dflop.pipeline.plan import Plan, load_plan, plan_from_dict, split_layers
 from dflop.pipeline.runnable import why_not_runnable
-from dflop.pipeline.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
 from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
 from dflop.pipeline.waits import Computation, computations_of
 
@@ -37,7 +48,7 @@ __all__ = [
     "Program",
     "Schedule",
     "Span",
-    "Stage",
+    "StageReplicas",
     "StageTimes",
     "Timeline",
     "Worker",

@@ -8,13 +8,13 @@ sent, as NCCL has it.
 from collections import defaultdict, deque
 from collections.abc import Collection
 
+from dflop.parallelism.placements import PLACEMENTS
+from dflop.parallelism.plan import Plan
+from dflop.parallelism.schedules import SCHEDULES
 from dflop.pipeline.instructions import Instruction, Op, Program
-from dflop.pipeline.layout import Stage, stages_of
+from dflop.pipeline.layout import StageReplicas, stages_of
 from dflop.pipeline.orders import has_backward, splits_backward
-from dflop.pipeline.placements import PLACEMENTS
-from dflop.pipeline.plan import Plan
 from dflop.pipeline.routes import Route, make_routes
-from dflop.pipeline.schedules import SCHEDULES
 
 __all__ = ["check_program", "most_in_flight"]
 
@@ -42,7 +42,7 @@ def check_program(plan: Plan, program: Program, frozen: Collection[str] = ()) ->
                 )
 
 
-def most_in_flight(plan: Plan, stage: Stage) -> int:
+def most_in_flight(plan: Plan, stage: StageReplicas) -> int:
     """Activations of microbatches that a worker of the stage holds of its module at a time, at most; each chunk counts.
 
     The LLM's stages hold what their schedule says. An encoder on ranks of its own runs ahead of the LLM's first stage

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflop.parallelism.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.parallelism.placements import PLACEMENTS
+from dflop.parallelism.plan import Plan
+from dflop.parallelism.schedules import SCHEDULES
 from dflop.pipeline.layout import stages_of
 from dflop.pipeline.orders import group_orders, has_backward, splits_backward
-from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
-from dflop.pipeline.placements import PLACEMENTS
-from dflop.pipeline.plan import Plan
-from dflop.pipeline.schedules import SCHEDULES
 from dflop.pipeline.walk import (
     BRIDGE_IN,
     BRIDGE_OUT,

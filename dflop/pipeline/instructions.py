@@ -11,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dflop.pipeline.layout import Node, Stage, Worker, nodes_of, stages_of, workers_of
+from dflop.parallelism.passes import BACKWARD, FORWARD
+from dflop.parallelism.placements import PLACEMENTS
+from dflop.parallelism.plan import Plan
+from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.orders import group_orders, has_backward, splits_backward
-from dflop.pipeline.passes import BACKWARD, FORWARD
-from dflop.pipeline.placements import PLACEMENTS
-from dflop.pipeline.plan import Plan
 
 __all__ = ["Edge", "Instruction", "Op", "Program", "Span", "make_program"]
 
@@ -136,12 +136,12 @@ def make_program(plan: Plan, frozen: Collection[str] = ()) -> Program:
     )
 
 
-def _workers_of_group(stages: tuple[Stage, ...], group: int) -> range:
+def _workers_of_group(stages: tuple[StageReplicas, ...], group: int) -> range:
     stage = next(stage for stage in reversed(stages) if stage.group == group and stage.num_groups == 1)
     return range(stage.first_worker, stage.first_worker + stage.dp * stage.span)
 
 
-def _edges(plan: Plan, stages: tuple[Stage, ...]) -> tuple[Edge, ...]:
+def _edges(plan: Plan, stages: tuple[StageReplicas, ...]) -> tuple[Edge, ...]:
     """Bridges first: each encoder replica to each of the LLM's, or, where they share a grid, to its own."""
     first_llm = next(stage for stage in stages if stage.module == "llm")
     bridges = [

@@ -13,10 +13,10 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dflop.pipeline.placements import PLACEMENTS
-from dflop.pipeline.plan import Plan
+from dflop.parallelism.placements import PLACEMENTS
+from dflop.parallelism.plan import Plan
 
-__all__ = ["Node", "Stage", "Worker", "nodes_of", "stages_of", "workers_of"]
+__all__ = ["Node", "StageReplicas", "Worker", "nodes_of", "stages_of", "workers_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Worker:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class StageReplicas:
     """All replicas of a stage: replica r is node `first_node + r`, on `span` workers from `first_worker + r * span` on.
 
     `group` numbers the lists of computations: all workers of a group have the same one. An encoder that shares the
@@ -61,19 +61,19 @@ class Stage:
 
 
 @lru_cache(maxsize=256)
-def stages_of(plan: Plan) -> tuple[Stage, ...]:
+def stages_of(plan: Plan) -> tuple[StageReplicas, ...]:
     """All stages in the order of the plan's grids, which is that of their nodes."""
     placement, llm = PLACEMENTS[plan.placement], plan.grid("llm")
     shares_ranks, num_shared = placement.shares_ranks, len(placement.encoder_stages(llm.pp))
     worker_ranks = math.gcd(*(grid.tp for grid in plan.grids)) if shares_ranks else 0
-    stages: list[Stage] = []
+    stages: list[StageReplicas] = []
     first_node = first_worker = first_group = 0
     for grid in plan.grids:
         span = grid.tp // worker_ranks if shares_ranks else 1
         for number in range(plan.num_stages(grid.module)):
             place = number % grid.pp
             stages.append(
-                Stage(
+                StageReplicas(
                     module=grid.module,
                     pp_stage=number,
                     dp=grid.dp,

@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dflop.parallelism.passes import BACKWARD, FORWARD
+from dflop.parallelism.plan import Plan
 from dflop.pipeline.instructions import Op
 from dflop.pipeline.layout import stages_of
 from dflop.pipeline.orders import group_orders, splits_backward
-from dflop.pipeline.passes import BACKWARD, FORWARD
-from dflop.pipeline.plan import Plan
 from dflop.runtime import UserError
 
 __all__ = ["Action", "actions_of", "format_actions", "parse_actions"]

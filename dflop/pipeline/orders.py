@@ -9,18 +9,19 @@ from collections.abc import Collection
 
 import numpy as np
 
-from dflop.pipeline.layout import Stage, stages_of
-from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
-from dflop.pipeline.placements import PLACEMENTS
-from dflop.pipeline.plan import Plan
-from dflop.pipeline.schedules import SCHEDULES
+from dflop.parallelism.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.parallelism.placements import PLACEMENTS
+from dflop.parallelism.plan import Plan
+from dflop.parallelism.schedules import SCHEDULES
+from dflop.pipeline.layout import StageReplicas, stages_of
 from dflop.runtime.kernels import kernel
 
 __all__ = ["group_orders", "has_backward", "splits_backward"]
 
 
 def group_orders(plan: Plan, frozen: Collection[str] = ()) -> list[np.ndarray]:
-    """The computations of every group of workers (`Stage.group`), [num_computations, 3]: pass, stage, microbatch.
+    """The computations of every group of workers (`StageReplicas.group`), each [num_computations, 3]: pass, stage and
+    microbatch.
 
     Encoders in `frozen` have no backward.
     """
@@ -81,7 +82,7 @@ def _in_rounds(passes, number, pp, num_chunks, first):
 
 
 def _encoder_order(
-    plan: Plan, stage: Stage, place: int, lead: int, num_before: int, frozen: Collection[str]
+    plan: Plan, stage: StageReplicas, place: int, lead: int, num_before: int, frozen: Collection[str]
 ) -> np.ndarray:
     pp = plan.grid(stage.module).pp
     if not has_backward(stage.module, frozen):

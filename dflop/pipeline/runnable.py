@@ -7,11 +7,11 @@ changes `TRAINED`, and nothing else decides what is runnable.
 
 from dataclasses import dataclass
 
+from dflop.parallelism.placements import PLACEMENTS
+from dflop.parallelism.plan import Plan
+from dflop.parallelism.schedules import SCHEDULES
 from dflop.pipeline.instructions import Op
 from dflop.pipeline.orders import splits_backward
-from dflop.pipeline.placements import PLACEMENTS
-from dflop.pipeline.plan import Plan
-from dflop.pipeline.schedules import SCHEDULES
 
 __all__ = ["TRAINED", "Abilities", "why_not_runnable"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflop.parallelism.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.pipeline.compiled import CompiledPlan
-from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.pipeline.walk import (
     BRIDGE_OUT,
     DP,

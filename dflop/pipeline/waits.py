@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dflop.parallelism.passes import FORWARD, WEIGHT
 from dflop.pipeline.compiled import CompiledPlan
-from dflop.pipeline.passes import FORWARD, WEIGHT
 from dflop.pipeline.walk import BRIDGE_IN, BRIDGE_OUT, DP, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND
 
 __all__ = ["Computation", "computations_of"]

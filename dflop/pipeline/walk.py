@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.parallelism.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.runtime.kernels import kernel
 
 __all__ = [

@@ -13,7 +13,7 @@ import polars as pl
 
 from dflop.balancing import BatchProblem, dealt_at_random, lpt_buckets
 from dflop.data import SampleShapes
-from dflop.pipeline import Stage
+from dflop.pipeline import StageReplicas
 from dflop.pricing.assignment import Assignment, samples_alone
 from dflop.pricing.pricer import Pricer
 from dflop.runtime import UserError
@@ -173,7 +173,7 @@ def _even_in_bytes(pricer: Pricer, shapes: SampleShapes) -> Assignment:
 
 def _peaks(
     pricer: Pricer,
-    of_stages: Sequence[tuple[Stage, tuple[np.ndarray, np.ndarray]]],
+    of_stages: Sequence[tuple[StageReplicas, tuple[np.ndarray, np.ndarray]]],
     replicas: Mapping[str, int],
     num_samples: int,
 ) -> np.ndarray:

@@ -13,7 +13,7 @@ from dflop.costs import CostModel, Loads, StageKind, StageMemory, resident_bytes
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients
-from dflop.pipeline import Plan, Stage, stages_of
+from dflop.pipeline import Plan, StageReplicas, stages_of
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 
 __all__ = ["StageCosts", "loads_of"]
@@ -86,10 +86,10 @@ class StageCosts:
             of_stages += self._of_stages(module, [self.costs.stage_memory(kind, of_module[module]) for kind in kinds])
         return of_stages
 
-    def parameter_bytes(self, stage: Stage) -> float:
+    def parameter_bytes(self, stage: StageReplicas) -> float:
         return self.costs.stage_parameter_bytes(self.kind(stage))
 
-    def resident_bytes(self, stage: Stage) -> float:
+    def resident_bytes(self, stage: StageReplicas) -> float:
         """Parameters, gradients, and the rank's share of optimiser state."""
         return resident_bytes(self.parameter_bytes(stage), stage.dp, is_frozen=stage.module in self.frozen)
 
@@ -117,7 +117,7 @@ class StageCosts:
         total_s = by_pass_s.sum()
         return float(by_pass_s @ self.corrections.at(module, mean)[:, 0] / total_s) if total_s else 1.0
 
-    def kind(self, stage: Stage) -> StageKind:
+    def kind(self, stage: StageReplicas) -> StageKind:
         """A stage as the cost model knows it."""
         return self._kinds[stage.module][self._places[stage.module][stage.pp_stage]]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dflop.config import ClusterConfig
 from dflop.costs import Link, LinkModel
-from dflop.pipeline import PLACEMENTS, Bridges, Plan, Stage, stages_of
+from dflop.pipeline import PLACEMENTS, Bridges, Plan, StageReplicas, stages_of
 
 __all__ = ["TransferForms", "Transfers", "find_link"]
 
@@ -76,7 +76,7 @@ class Transfers:
 
     def _bridges_of(
         self,
-        encoder: Stage,
+        encoder: StageReplicas,
         encoder_rank: np.ndarray,
         llm_dp_rank: np.ndarray,
         microbatch: np.ndarray,
@@ -119,7 +119,7 @@ class Transfers:
             bridge[name] = np.where(np.concatenate(stays_in_node), intra, inter) * np.concatenate(are_apart)
         return TransferForms(chain["latency_s"], chain["byte_s"], bridge["latency_s"], bridge["byte_s"])
 
-    def gradient_sync_s(self, stage: Stage, num_bytes: float) -> float:
+    def gradient_sync_s(self, stage: StageReplicas, num_bytes: float) -> float:
         """The sum of a stage's gradients over its replicas, and its parameters' way back to all of them."""
         if stage.dp == 1:
             return 0.0
@@ -128,7 +128,7 @@ class Transfers:
             num_bytes
         )
 
-    def _are_apart(self, encoder: Stage, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    def _are_apart(self, encoder: StageReplicas, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Whether an encoder's replicas and the LLM's have different ranks: to the same ones nothing moves."""
         if not PLACEMENTS[self.plan.placement].shares_ranks:
             return np.ones(np.broadcast(source, target).shape, dtype=bool)
@@ -137,7 +137,7 @@ class Transfers:
         return (here >= there + llm.span) | (there >= here + encoder.span)
 
     @cached_property
-    def _ends_of_bridges(self) -> tuple[list[Stage], Stage]:
+    def _ends_of_bridges(self) -> tuple[list[StageReplicas], StageReplicas]:
         """Each encoder's last stage, and the LLM's first."""
         last = {stage.module: stage for stage in self._stages}
         llm = next(stage for stage in self._stages if stage.module == "llm")
@@ -152,7 +152,7 @@ class Transfers:
     def _is_intra(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         return first // self._cluster.devices_per_node == second // self._cluster.devices_per_node
 
-    def _first_ranks(self, stage: Stage, replica: np.ndarray) -> np.ndarray:
+    def _first_ranks(self, stage: StageReplicas, replica: np.ndarray) -> np.ndarray:
         grid = self.plan.grid(stage.module)
         return grid.first_rank(stage.pp_stage % grid.pp, replica)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.costs.forms import form_at
-from dflop.pipeline.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.parallelism.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.pipeline.walk import DP, FIRST_NODE, KIND, SPLIT_BACKWARD, Messages
 from dflop.pricing import bin_of
 from dflop.runtime.kernels import kernel

@@ -175,8 +175,8 @@ def test_a_source_without_a_path_is_refused():
     ("key", "value", "choices"),
     [
         ("schedule.policy", "lptt", "random, lpt, search, ilp"),
-        ("plan.fixed.schedule", "zb", "gpipe, 1f1b, interleaved_1f1b, zb_h1"),
-        ("plan.fixed.placement", "apart", "disjoint, colocated, monolithic"),
+        ("plan.fixed.schedule", "zb", "gpipe, interleaved_1f1b, 1f1b, zb_h1"),
+        ("plan.fixed.placement", "apart", "colocated, disjoint, monolithic"),
         ("train.precision", "fp8", "fp32, bf16, fp64"),
         ("cluster.device", "tpu", "cpu, cuda"),
     ],
@@ -187,7 +187,7 @@ def test_a_closed_choice_lists_its_values(key, value, choices):
 
 def test_a_closed_choice_in_a_list_names_the_entry():
     placements = {"plan": {"placements": ["disjoint", "apart"]}}
-    assert "`plan.placements[1]` is 'apart'; it must be one of disjoint, colocated" in refusal(placements)
+    assert "`plan.placements[1]` is 'apart'; it must be one of colocated, disjoint" in refusal(placements)
 
 
 @pytest.mark.parametrize("choice", ["off", "on", "auto"])

@@ -26,7 +26,7 @@ FOLDERS = (
     *("models", "data", "costs", "pipeline", "balancing"),
     *("pricing", "scheduling", "planning", "training", "reporting"),
 )
-ABOVE_ALL = ("config", "store", "runtime")
+ABOVE_ALL = ("config", "store", "runtime", "parallelism")
 PLACES = {**dict.fromkeys(ABOVE_ALL, 0), **{name: place for place, name in enumerate(FOLDERS, start=1)}, "cli": 99}
 PACKAGE_ITSELF = 100  # dflop/__init__.py may offer anything, so nothing inside may import from it.
 

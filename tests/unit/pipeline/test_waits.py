@@ -5,8 +5,8 @@ from drawn_plans import frozen_sets, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflop.parallelism.passes import FORWARD
 from dflop.pipeline import Bridges, StageTimes, compile_plan, computations_of, nodes_of, simulate, stages_of
-from dflop.pipeline.passes import FORWARD
 
 
 def all_bridges(plan) -> Bridges:

@@ -1,6 +1,6 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019). Every microbatch is in flight at once."""
 
-from dflop.pipeline.schedules.schedule import Schedule
+from dflop.parallelism.schedules.schedule import Schedule
 
 __all__ = ["SCHEDULE"]
 

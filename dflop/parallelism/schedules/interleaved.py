@@ -5,11 +5,11 @@ Fill and drain take as many times less as there are chunks, for as many times mo
 
 from typing import TYPE_CHECKING
 
-from dflop.pipeline.schedules.schedule import Schedule
+from dflop.parallelism.schedules.schedule import Schedule
 from dflop.runtime import UserError
 
 if TYPE_CHECKING:
-    from dflop.pipeline.plan import Plan
+    from dflop.parallelism.plan import Plan
 
 __all__ = ["SCHEDULE"]
 

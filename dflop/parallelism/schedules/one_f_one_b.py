@@ -3,7 +3,7 @@
 Of all schedules this is the plain one: where there is nothing to order, it stands for all of them.
 """
 
-from dflop.pipeline.schedules.schedule import Schedule
+from dflop.parallelism.schedules.schedule import Schedule
 
 __all__ = ["SCHEDULE"]
 

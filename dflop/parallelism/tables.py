@@ -9,7 +9,7 @@ __all__ = ["each_named"]
 
 
 def each_named(pattern: str) -> Iterator[Any]:
-    """The objects that a pattern such as "dflop.pipeline.schedules.*.SCHEDULE" names, by file.
+    """The objects that a pattern such as "dflop.parallelism.schedules.*.SCHEDULE" names, by file.
 
     Written so, they count as code behind a command that uses the table.
     """

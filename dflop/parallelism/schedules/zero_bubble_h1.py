@@ -3,7 +3,7 @@
 Each stage puts them off by its place in the chain, so that all stages hold as many microbatches as the first one does.
 """
 
-from dflop.pipeline.schedules.schedule import Schedule
+from dflop.parallelism.schedules.schedule import Schedule
 
 __all__ = ["SCHEDULE"]
 

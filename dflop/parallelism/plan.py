@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from dflop.pipeline.grid import Grid
-from dflop.pipeline.placements import PLACEMENTS
-from dflop.pipeline.schedules import PLAIN_SCHEDULE, SCHEDULES
+from dflop.parallelism.grid import Grid
+from dflop.parallelism.placements import PLACEMENTS
+from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES
 from dflop.runtime import UserError
 
 __all__ = ["Plan", "load_plan", "plan_from_dict", "split_layers"]

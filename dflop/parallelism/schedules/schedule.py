@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dflop.runtime import UserError
 
 if TYPE_CHECKING:
-    from dflop.pipeline.plan import Plan
+    from dflop.parallelism.plan import Plan
 
 __all__ = ["Schedule"]
 

@@ -4,12 +4,12 @@ What orders, checks, simulates, prices or searches plans asks a schedule's objec
 schedule is one more file in this folder, with its object as SCHEDULE.
 """
 
-from dflop.pipeline.schedules.one_f_one_b import SCHEDULE as _PLAIN
-from dflop.pipeline.schedules.schedule import Schedule
-from dflop.pipeline.tables import each_named
+from dflop.parallelism.schedules.one_f_one_b import SCHEDULE as _PLAIN
+from dflop.parallelism.schedules.schedule import Schedule
+from dflop.parallelism.tables import each_named
 
 __all__ = ["PLAIN_SCHEDULE", "SCHEDULES", "Schedule"]
 
-SCHEDULES: dict[str, Schedule] = {own.name: own for own in each_named("dflop.pipeline.schedules.*.SCHEDULE")}
+SCHEDULES: dict[str, Schedule] = {own.name: own for own in each_named("dflop.parallelism.schedules.*.SCHEDULE")}
 # Where there is nothing to order, this one stands for all.
 PLAIN_SCHEDULE = _PLAIN.name

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflop.pipeline.placements.placement import SharedRanks
+from dflop.parallelism.placements.placement import SharedRanks
 
 __all__ = ["PLACEMENT"]
 

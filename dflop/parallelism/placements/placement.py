@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dflop.pipeline.grid import Grid, tile_world
+from dflop.parallelism.grid import Grid, tile_world
 from dflop.runtime import UserError
 
 if TYPE_CHECKING:
-    from dflop.pipeline.plan import Plan
+    from dflop.parallelism.plan import Plan
 
 __all__ = ["Placement", "SharedRanks"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflop.pipeline.passes import BACKWARD, FORWARD
-from dflop.pipeline.placements.placement import SharedRanks
+from dflop.parallelism.passes import BACKWARD, FORWARD
+from dflop.parallelism.placements.placement import SharedRanks
 
 __all__ = ["PLACEMENT"]
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dflop.pipeline.grid import Grid, tile_world
-from dflop.pipeline.placements.placement import Placement
+from dflop.parallelism.grid import Grid, tile_world
+from dflop.parallelism.placements.placement import Placement
 
 if TYPE_CHECKING:
-    from dflop.pipeline.plan import Plan
+    from dflop.parallelism.plan import Plan
 
 __all__ = ["PLACEMENT"]
 

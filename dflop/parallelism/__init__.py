@@ -1,0 +1,26 @@
+"""What a plan is made of: grids, and the placements and pipeline schedules that there are.
+
+These are light to import: the config takes its choices from here, and the workflow reads it again for every job. What a
+placement and a schedule come to, in instructions and in seconds, is `pipeline`'s to say.
+"""
+
+from dflop.parallelism.grid import Grid, tile_world
+from dflop.parallelism.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Placement
+from dflop.parallelism.plan import Plan, load_plan, plan_from_dict, split_layers
+from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
+
+__all__ = [
+    "DISJOINT",
+    "MONOLITHIC",
+    "PLACEMENTS",
+    "PLAIN_SCHEDULE",
+    "SCHEDULES",
+    "Grid",
+    "Placement",
+    "Plan",
+    "Schedule",
+    "load_plan",
+    "plan_from_dict",
+    "split_layers",
+    "tile_world",
+]
