@@ -59,7 +59,7 @@ class Halved(Colocated):
 
 PLACEMENT = Halved()
 '''
-# Holds two plans against each other that differ in the schedule: equal computations, and transfers of half their length.
+# Two plans that differ in the schedule alone: equal computations, and transfers of half their length.
 COMPARE = """
 import numpy as np
 from dflop.pipeline import Bridges, Grid, Plan, StageTimes, check_program, compile_plan, make_program, simulate
