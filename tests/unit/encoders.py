@@ -11,7 +11,7 @@ from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pipeline import Grid, Plan
 
-ENCODERS = [(), ("vision",), ("vision", "audio")]
+ENCODERS = [(), ("vision",), ("vision", "audio"), ("vision", "audio", "depth")]
 
 
 def spec_with(spec: ModelSpec, encoders: Sequence[str]) -> ModelSpec:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from dflop.costs import CostModel, Loads, StageKind, analytic_points, fit_costs
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
-from dflop.models import ModelSpec, count_work, internvl, llava_onevision
+from dflop.models import ModelSpec, count_work, family_names, family_of
 from dflop.models.attention import PACKED
 from dflop.models.llava_onevision.stages import VisionStage
 from dflop.models.loads import FEATURES, Coefficients
@@ -30,8 +30,8 @@ from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
 from dflop.store import write_costs
 
-FAMILIES = {"internvl": internvl, "llava_onevision": llava_onevision}
-PRESETS = [(family, name) for family, module in FAMILIES.items() for name in module.PRESETS]
+FAMILIES = {name: family_of(name) for name in family_names()}
+PRESETS = [(family, name) for family, own in FAMILIES.items() for name in own.presets]
 
 # Changes to a family's tiny preset that the real encoders and LLMs have, and sizes that no two share.
 VARIANTS = {
@@ -52,19 +52,19 @@ VARIANTS = {
 
 
 def make_spec(family: str, fields: dict) -> ModelSpec:
-    return FAMILIES[family].make_spec("tried", fields)
+    return FAMILIES[family].make_spec("tried", fields, {})
 
 
 def variant(name: str, depth: int = 2, **top_level) -> ModelSpec:
     family, vision, text = VARIANTS[name]
-    fields = deepcopy(FAMILIES[family].PRESETS["tiny"]) | top_level
+    fields = deepcopy(FAMILIES[family].presets["tiny"]) | top_level
     fields["vision_config"] |= vision | {"num_hidden_layers": depth}
     fields["text_config"] |= text | {"num_hidden_layers": depth}
     return make_spec(family, fields)
 
 
 def shallow_preset(family: str, name: str) -> ModelSpec:
-    fields = deepcopy(FAMILIES[family].PRESETS[name])
+    fields = deepcopy(FAMILIES[family].presets[name])
     for section in ("vision_config", "text_config"):
         fields[section]["num_hidden_layers"] = 2
     return make_spec(family, fields)
@@ -196,7 +196,7 @@ def test_parameters_are_those_of_the_model(name, tied):
 
 @pytest.mark.parametrize(("family", "silent"), [("internvl", True), ("llava_onevision", False)])
 def test_a_config_that_does_not_say_whether_the_head_is_the_embedding_is_read_as_transformers_does(family, silent):
-    fields = {key: value for key, value in FAMILIES[family].PRESETS["tiny"].items() if key != "tie_word_embeddings"}
+    fields = {key: value for key, value in FAMILIES[family].presets["tiny"].items() if key != "tie_word_embeddings"}
     spec = make_spec(family, fields)
     model = build(spec, "eager")
     assert (model.lm_head.weight is model.model.language_model.embed_tokens.weight) == silent
@@ -257,7 +257,7 @@ def alone():
 
 
 def head_bench(tokenizer, vocab_size: int, mesh: DeviceMesh | None = None) -> tuple[ModelSpec, Bench]:
-    fields = deepcopy(llava_onevision.PRESETS["tiny"])
+    fields = deepcopy(FAMILIES["llava_onevision"].presets["tiny"])
     fields["text_config"]["vocab_size"] = vocab_size
     spec = make_spec("llava_onevision", fields)
     bench = Bench(
@@ -356,7 +356,7 @@ def test_points_cover_what_real_models_see(h100):
     [("llava_onevision", "llava_ov_7b", 2), ("internvl", "internvl_78b", 1), ("internvl", "tiny", 1)],
 )
 def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp, device, tmp_path):
-    spec, model = make_spec(family, FAMILIES[family].PRESETS[name]), load_device(device)
+    spec, model = make_spec(family, FAMILIES[family].presets[name]), load_device(device)
     both = [analytic_points(spec, module, tp, model) for module in ("vision", "llm")]
     measurements = pl.concat([points.measurements for points in both])
     tables = fit_costs(measurements, pl.concat([points.parameters for points in both]))
@@ -450,7 +450,7 @@ def ratio(whole_work: Coefficients, share: Coefficients) -> set[float]:
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_tensor_parallelism_halves_products_and_leaves_norms_whole(name, module):
     spec = SPECS[name] if name != "siglip_llama" else make_spec(
-        "llava_onevision", deepcopy(llava_onevision.PRESETS["siglip_llama3_8b"])
+        "llava_onevision", deepcopy(FAMILIES["llava_onevision"].presets["siglip_llama3_8b"])
     )  # fmt: skip
     one, two = count_work(spec, module, 1), count_work(spec, module, 2)
     assert ratio(one.layer.dense_flops, two.layer.dense_flops) == {0.5}
@@ -517,7 +517,7 @@ def test_a_tp_that_does_not_divide_the_heads_names_those_that_do(name, module, t
     ],
 )
 def test_a_model_that_cannot_be_counted_is_refused(section, change, reason):
-    fields = deepcopy(llava_onevision.PRESETS["tiny"])
+    fields = deepcopy(FAMILIES["llava_onevision"].presets["tiny"])
     fields[section] |= change
     with pytest.raises(UserError, match=reason):
         count_work(make_spec("llava_onevision", fields), "llm" if section == "text_config" else "vision", 1)

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from dflop.models import internvl, llava_onevision
+from dflop.models import family_names, family_of
 from dflop.models.presets import LLMS
 
 CONFIG_README = Path(__file__).parents[3] / "config" / "README.md"
-FAMILIES = {"internvl": internvl, "llava_onevision": llava_onevision}
-PRESETS = [(family, name) for family, module in FAMILIES.items() for name in module.PRESETS]
+FAMILIES = {name: family_of(name) for name in family_names()}
+PRESETS = [(family, name) for family, own in FAMILIES.items() for name in own.presets]
 
 
 def config_of(family: str, name: str):
-    fields = dict(FAMILIES[family].PRESETS[name])
+    fields = dict(FAMILIES[family].presets[name])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
@@ -131,17 +131,17 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize(("family", "name"), PRESETS)
 def test_building_a_model_leaves_the_presets_as_they_are(family, name):
-    before = deepcopy(FAMILIES[family].PRESETS)  # presets share the fields of their encoders and LLMs
+    before = deepcopy(FAMILIES[family].presets)  # presets share the fields of their encoders and LLMs
     with torch.device("meta"):
         AutoModelForImageTextToText.from_config(config_of(family, name))
-    assert before == FAMILIES[family].PRESETS
+    assert before == FAMILIES[family].presets
 
 
 @pytest.mark.parametrize(("family", "name"), PRESETS)
 def test_transformers_gives_every_field_of_a_preset_back(family, name):
     config = config_of(family, name)
     assert config.model_type == family
-    for key, value in FAMILIES[family].PRESETS[name].items():
+    for key, value in FAMILIES[family].presets[name].items():
         if isinstance(value, dict):
             section = getattr(config, key)
             assert {field: getattr(section, field) for field in value} == value
@@ -151,14 +151,14 @@ def test_transformers_gives_every_field_of_a_preset_back(family, name):
 
 def test_every_preset_is_named_in_the_configs_readme():
     (line,) = [line for line in CONFIG_README.read_text().splitlines() if line.startswith("| `model.preset` |")]
-    for family, module in FAMILIES.items():
+    for family, own in FAMILIES.items():
         named = line[line.index(f"{family} (") :].split(": ", 1)[1].split("; ")[0]
-        assert re.findall("`([^`]+)`", named) == list(module.PRESETS)
+        assert re.findall("`([^`]+)`", named) == list(own.presets)
 
 
 @pytest.mark.parametrize(("family", "name"), PRESETS)
 def test_the_spec_of_a_preset_has_the_sizes_of_its_config(family, name):
-    spec = FAMILIES[family].make_spec(name, FAMILIES[family].PRESETS[name])
+    spec = FAMILIES[family].make_spec(name, FAMILIES[family].presets[name], {})
     config = config_of(family, name)
     assert (spec.family, spec.name) == (family, name)
     assert [module.name for module in spec.modules] == ["vision", "llm"]

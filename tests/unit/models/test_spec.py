@@ -8,10 +8,10 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from dflop.config import ModelConfig
-from dflop.models import check_runnable, internvl, llava_onevision, load_model_spec
+from dflop.models import check_runnable, family_names, family_of, load_model_spec
 from dflop.runtime import UserError
 
-FAMILIES = {"internvl": internvl, "llava_onevision": llava_onevision}
+FAMILIES = {name: family_of(name) for name in family_names()}
 
 
 @pytest.fixture
@@ -33,26 +33,26 @@ def refusal(**model) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_preset_is_found_by_its_family(family):
-    for preset in FAMILIES[family].PRESETS:
+    for preset in FAMILIES[family].presets:
         spec = load_model_spec(ModelConfig(family=family, preset=preset))
         assert (spec.family, spec.name) == (family, preset)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_is_read_as_the_preset_with_the_same_fields_would_be(family, checkpoint):
-    fields = FAMILIES[family].PRESETS["tiny"]
+    fields = FAMILIES[family].presets["tiny"]
     folder = checkpoint("config.json", fields)
     spec = load_model_spec(ModelConfig(family=family, path=str(folder)))
-    preset = FAMILIES[family].make_spec("tiny", fields)
+    preset = FAMILIES[family].make_spec("tiny", fields, {})
     assert spec.name == folder.name
     assert (spec.rules, spec.modules, spec.hf_config) == (preset.rules, preset.modules, fields)
 
 
 def test_a_preset_or_family_that_is_not_there_lists_those_that_are():
     assert refusal(family="internvl", preset="llava_ov_7b") == (
-        f"`model.preset` is 'llava_ov_7b'; internvl has {', '.join(internvl.PRESETS)}"
+        f"`model.preset` is 'llava_ov_7b'; internvl has {', '.join(FAMILIES['internvl'].presets)}"
     )
-    assert "must be one of internvl, llava_onevision" in refusal(family="qwen_vl")
+    assert f"must be one of {', '.join(FAMILIES)}" in refusal(family="qwen_vl")
 
 
 def test_what_is_frozen_must_be_a_module_of_the_model_and_not_all_of_them():
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_another_family_names_the_family(checkpoint):
     checkpoint("config.json", {"model_type": "internvl_chat"})
     assert refusal(family="internvl", path=folder).endswith("use the checkpoint of InternVL whose name ends in -hf")
     checkpoint("config.json", {"model_type": "llava"})
-    assert refusal(family="internvl", path=folder).endswith("known are internvl, llava_onevision")
+    assert refusal(family="internvl", path=folder).endswith(f"known are {', '.join(FAMILIES)}")
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, checkpoint):
@@ -104,7 +104,7 @@ def test_a_config_without_the_llms_sizes_names_the_field(family, checkpoint):
     ],
 )
 def test_the_numbers_of_tiles_are_those_of_the_image_processor_that_transformers_loads(checkpoint, files):
-    folder = checkpoint("config.json", internvl.PRESETS["tiny"])
+    folder = checkpoint("config.json", FAMILIES["internvl"].presets["tiny"])
     for name, fields in files.items():
         checkpoint(name, fields)
     rules = load_model_spec(ModelConfig(family="internvl", path=str(folder))).rules
@@ -113,13 +113,17 @@ def test_the_numbers_of_tiles_are_those_of_the_image_processor_that_transformers
 
 
 def test_a_number_of_tiles_that_is_none_is_refused(checkpoint):
-    checkpoint("config.json", internvl.PRESETS["tiny"])
+    checkpoint("config.json", FAMILIES["internvl"].presets["tiny"])
     folder = checkpoint("preprocessor_config.json", {"max_patches": None})
     assert refusal(family="internvl", path=str(folder)).endswith("has `max_patches` None; it must be a whole number")
 
 
 def test_the_grids_are_those_of_the_image_processor_where_the_config_names_none(checkpoint):
-    fields = {key: value for key, value in llava_onevision.PRESETS["tiny"].items() if key != "image_grid_pinpoints"}
+    fields = {
+        key: value
+        for key, value in FAMILIES["llava_onevision"].presets["tiny"].items()
+        if key != "image_grid_pinpoints"
+    }
     folder = checkpoint("config.json", fields)
     LlavaOnevisionImageProcessorPil(image_grid_pinpoints=[[84, 168], [168, 84]]).save_pretrained(folder)
     assert load_model_spec(ModelConfig(path=str(folder))).rules.grid_pinpoints == ((84, 168), (168, 84))

@@ -1,4 +1,4 @@
-"""Models with no encoder and with two are priced by the rules that hold for one, and held against slow oracles."""
+"""Models with no encoder and with several are priced by the rules that hold for one, and held against slow oracles."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Schedules of models with no encoder and with two: every sample has a place in each encoder, in files and messages."""
+"""Schedules of models with no encoder and with several: each sample has a place in each, in files and messages."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def test_the_preview_has_a_column_of_ranks_for_each_encoder(scheduled):
     scheduler, schedule = scheduled
     samples, _, _ = preview_frames([schedule], nodes_of(scheduler.pricer.plan))
     columns = [name for name in samples.columns if name.endswith("_rank") and name != "llm_dp_rank"]
-    assert columns == ["encoder_rank", "audio_rank"][: len(schedule.encoders)]
+    assert columns == ["encoder_rank", "audio_rank", "depth_rank"][: len(schedule.encoders)]
     np.testing.assert_array_equal(samples["num_items"], schedule.num_items.sum(axis=1))
     for column, ranks in zip(columns, schedule.encoder_rank.T, strict=True):
         np.testing.assert_array_equal(samples[column], ranks)
