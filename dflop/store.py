@@ -38,7 +38,8 @@ __all__ = [
     "write_shapes",
 ]
 
-SCHEMA_VERSION = 3
+# To be raised with every change of a table's columns or of their meaning: older files are then refused, not misread.
+SCHEMA_VERSION = 4
 
 MODALITIES = ("text", "image", "multi_image", "video", "audio", "mixed")
 
@@ -257,8 +258,10 @@ def write_shapes(
     the first is kept, or, with `keep_duplicates`, all under names of their own.
 
     Raises:
-        UserError: when there is no shard, that is, no record.
+        UserError: when there is no shard, that is, no record; or when a shard's file lacks a column.
     """
+    import duckdb
+
     if not shards:
         raise UserError("no manifest of `data.sources` holds any record (after its `sampling`); add data")
     positions = {name: position for position, name in enumerate(sources["name"])}
@@ -290,7 +293,13 @@ def write_shapes(
     }
     # Sources that are the same have the same files; the join with their shards counts a file for each.
     parameters = {"files": list(dict.fromkeys(str(shard.path) for shard in shards)), "keep_duplicates": keep_duplicates}
-    _write(path, _SHAPES_SQL, frames, meta, parameters)
+    try:
+        _write(path, _SHAPES_SQL, frames, meta, parameters)
+    except (duckdb.BinderException, duckdb.InvalidInputException) as error:
+        raise UserError(
+            f"the shards in {shards[0].path.parent} are not as this dflop writes them ({str(error).splitlines()[0]}); "
+            "make them again with `dflop profile-shapes`"
+        ) from None
 
 
 def write_costs(path: Path, frames: Mapping[str, pl.DataFrame], meta: Mapping[str, str]) -> None:

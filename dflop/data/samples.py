@@ -54,7 +54,7 @@ class SampleShapes:
     """One row a sample, in the order of `samples`; one column an encoder, in the order of `encoders`.
 
     `num_items` and `kept_tokens` (what truncation leaves of the items' tokens) are [num_samples, num_encoders], all
-    other arrays [num_samples]. `media` is for who trains, and None where nobody does.
+    other arrays [num_samples]. `media` is for training; shapes that no file holds may have None.
     """
 
     encoders: tuple[str, ...]
@@ -116,7 +116,7 @@ def load_samples(path: Path, encoders: Sequence[ModuleSpec]) -> tuple[SampleShap
         **{name: frame[name].to_numpy() for name in ("sample_id", "source", "row", "llm_tokens", "target_tokens")},
         num_items=_columns(frame, items),
         kept_tokens=_columns(frame, kept),
-        media=_media_sizes(frame) if set(_MEDIA_COLUMNS) <= set(frame.columns) else None,
+        media=_media_sizes(frame),
     ), left_out
 
 

@@ -114,6 +114,17 @@ def test_samples_and_rejects_have_the_promised_columns_in_order(merge):
     assert [name for name, _ in columns_of(path, "sources")][:2] == ["name", "path"]
 
 
+def test_columns_are_those_of_this_schema_version(merge):
+    """Whoever changes the columns raises `SCHEMA_VERSION`, or older files would be misread."""
+    path = merge(("train", 0, [good(0, "a")]))
+    behind = ["kept_vision_tokens", "target_tokens", "num_audio_windows", "audio_rate_hz"]
+    behind += ["media_width", "media_height", "media_frames"]
+    assert (SCHEMA_VERSION, [name for name, _ in columns_of(path, "samples")]) == (
+        4,
+        [*(name for name, _ in SAMPLES), *behind],
+    )
+
+
 def test_the_closed_lists_are_the_promised_ones():
     assert MODALITIES == ("text", "image", "multi_image", "video", "audio", "mixed")
     assert set(REJECT_REASONS) == {
@@ -384,6 +395,19 @@ def test_a_database_of_another_version_says_both_versions(merge, monkeypatch):
     path = merge(("train", 0, [good(0, "a")]))
     monkeypatch.setattr(store, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
     assert f"has schema version {SCHEMA_VERSION}, this dflop writes {SCHEMA_VERSION + 1}" in refusal(path)
+
+
+def test_shards_that_lack_a_column_say_what_to_run(merge, tmp_path):
+    path = merge(("train", 0, [good(0, "a")]), ("train", 1, [good(0, "b")]))
+    sources = read_table(path, "sources", made_by="merge-shapes")
+    new, old = tmp_path / "shard-0.parquet", tmp_path / "shard-1.parquet"
+    pl.read_parquet(old).drop("media_width").write_parquet(old)
+    for paths in ([new, old], [old]):
+        files = [ShardFile(path, path.stem, "train", start, start) for start, path in enumerate(paths)]
+        with pytest.raises(UserError, match="make them again with `dflop profile-shapes`") as caught:
+            write_shapes(tmp_path / "again.duckdb", files, sources, {}, sampled_rows={}, keep_duplicates=False)
+        assert "media_width" in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_no_database_of_ours_is_refused(tmp_path):
