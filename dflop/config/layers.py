@@ -17,7 +17,9 @@ __all__ = ["Layer", "read_layer", "with_pins_by_module"]
 Layer = Path | str | Mapping[str, Any]
 
 _DATASET_KEYS = {"json_path": "path", "sampling_strategy": "sampling"}
-_OVERRIDE = re.compile(r"\w+(\.\w+)*=.*", re.DOTALL)
+# A key, which has no slash in it, and a value: paths of files that are there come first.
+_OVERRIDE = re.compile(r"\s*([^/\\=]*[^/\\=\s])\s*=(.*)", re.DOTALL)
+_IN_LIST = re.compile(r"(.*?)(\[|\.\d+(\.|$))")
 
 
 def read_layer(layer: Layer) -> tuple[dict[str, Any], str]:
@@ -51,10 +53,9 @@ def _read(layer: Layer) -> tuple[dict[str, Any], str]:
         return dict(layer), "config"
     if isinstance(layer, str) and layer.lstrip().startswith("{"):
         return _read_text(layer), "config text"
-    if isinstance(layer, str) and _OVERRIDE.fullmatch(layer) and not Path(layer).is_file():
-        key, _, text = layer.partition("=")
+    if isinstance(layer, str) and (override := _OVERRIDE.fullmatch(layer)) and not Path(layer).is_file():
         try:
-            return {key: safe_load(text)}, "config text"
+            return {override[1]: safe_load(override[2])}, f"config text {layer!r}"
         except YAMLError as error:
             raise UserError(f"config text {layer!r}: the value is not YAML: {_in_one_line(error)}") from None
     return _read_file(Path(layer)), str(layer)
@@ -95,6 +96,11 @@ def _without_dots(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The same with dotted keys taken apart, each put over what stands there."""
     nested = {key: value for key, value in values.items() if "." not in str(key)}
     for key in (key for key in values if key not in nested):
+        if of_list := _IN_LIST.match(key):
+            raise UserError(
+                f"{where}: `{key}` is one entry of the list `{of_list[1]}`, which can be given as a whole only: "
+                f"{of_list[1]}=[…]"
+            )
         *path, leaf = key.split(".")
         target = nested
         for depth, name in enumerate(path, start=1):

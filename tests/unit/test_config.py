@@ -348,6 +348,9 @@ def test_a_layer_may_be_given_in_several_forms(layer):
         ("seed=3", lambda c: c.seed, 3),
         ("schedule.correction=on", lambda c: c.schedule.correction, "on"),
         ("costs.tp_sizes=[1, 2]", lambda c: c.costs.tp_sizes, [1, 2]),
+        ("costs.tp_sizes=[1,2]", lambda c: c.costs.tp_sizes, [1, 2]),
+        (" train.lr = 0.5 ", lambda c: c.train.lr, 0.5),
+        ("data.sources=[{path: x}]", lambda c: [source.path for source in c.data.sources], ["x"]),
         ("plan.fixed.llm={dp: 2}", lambda c: c.plan.fixed.modules["llm"].dp, 2),
         ("model.path=a=b", lambda c: c.model.path, "a=b"),
         ("cluster.memory_gib=", lambda c: c.cluster.memory_gib, 4.0),
@@ -372,6 +375,15 @@ def test_a_single_key_goes_over_earlier_layers_and_leaves_other_keys_alone():
         ("train.lr.high=1", "`train.lr` is {'high': 1}; it must be a number"),
         ({"train": 3, "train.lr": 1}, "`train.lr` cannot be set: `train` is 3, which holds no keys"),
         ("nowhere.yaml", "config file nowhere.yaml does not exist"),
+        ("runs/lr=1.yaml", "config file runs/lr=1.yaml does not exist"),
+        ("train.global-batch-size=3", "unknown key `train.global-batch-size` (value 3); did you mean"),
+        *(
+            (
+                f"{key}=x",
+                f"`{key}` is one entry of the list `data.sources`, which can be given as a whole only: data.sou",
+            )
+            for key in ("data.sources[0].path", "data.sources[0]", "data.sources.0.path")
+        ),
     ],
 )
 def test_a_text_that_is_no_config_is_refused(layer, complaint):
