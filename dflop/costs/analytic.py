@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from dflop.models import ModelSpec, count_work
-from dflop.models.loads import FEATURES, Loads
+from dflop.models.loads import FEATURES, Loads, main_load
 from dflop.models.work import PartWork
 from dflop.runtime.devices import DeviceModel
 
@@ -52,7 +52,7 @@ def analytic_points(spec: ModelSpec, module: str, tp: int, device: DeviceModel) 
         UserError: when tp does not divide the module's heads, the config lacks a size, or nothing is known of a part.
     """
     work = count_work(spec, module, tp)
-    points = _vision_points() if module != "llm" else _llm_points()
+    points = _text_points() if main_load(module) == "num_tokens" else _item_points()
     loads = Loads(*(np.array([point[feature] for point in points], dtype=float) for feature in FEATURES))
     nothing = np.zeros(len(points))
     kept = {part: getattr(work, part).saved_bytes(loads) for part in ("layer", "first", "last")}
@@ -98,11 +98,11 @@ def analytic_points(spec: ModelSpec, module: str, tp: int, device: DeviceModel) 
     return AnalyticPoints(pl.concat(frames), pl.DataFrame(sizes))
 
 
-def _vision_points() -> list[dict[str, int]]:
+def _item_points() -> list[dict[str, int]]:
     return [dict.fromkeys(FEATURES, 0) | {"num_items": num_items} for num_items in _NUM_ITEMS]
 
 
-def _llm_points() -> list[dict[str, int]]:
+def _text_points() -> list[dict[str, int]]:
     return [
         {
             "num_items": 0,

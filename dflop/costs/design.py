@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from dflop.costs.fit import PIECES, fit_model, fit_piece, loads_of, median_points, relative_errors
+from dflop.costs.fit import PIECES, fit_model, fit_piece, measured_loads, median_points, relative_errors
 from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import StageKind
+from dflop.models.loads import main_load
 from dflop.runtime import UserError
 
 __all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "fitted_depths", "load_bounds"]
@@ -144,6 +145,7 @@ class Design:
     ) -> None:
         """`room_bytes`: what a rank has left for microbatches; none is asked for that would not fit."""
         self.module, self.tp, self.num_layers, self.bounds = module, tp, num_layers, bounds
+        self._reads_text = main_load(module) == "num_tokens"
         self.depths = fitted_depths(num_layers)
         self.target_error = target_error
         self.longest_s = max(_LEAST_LONGEST_S, time_budget_s * _LONGEST_SHARE)
@@ -157,7 +159,7 @@ class Design:
         # The largest size of each kind that does not take too long, and that fits into memory.
         self._limits: dict[tuple[str, int, bool], int] = {}
         self._fitting: dict[tuple[str, int, bool], int] = {}
-        self._sizes = _geometric(*(bounds.num_tokens if module == "llm" else bounds.num_items), ratio=math.sqrt(2))
+        self._sizes = _geometric(*getattr(bounds, main_load(module)), ratio=math.sqrt(2))
         self._kinds = [("layers", depth, checkpointing) for checkpointing in (False, True) for depth in self.depths]
         self._kinds += [("first", 0, False), ("last", 0, False)]
         self._queue = self._rounds(self._spread_points(_FIRST_SIZES) + self._held_out(_FIRST_HELD_OUT))
@@ -225,7 +227,7 @@ class Design:
     def _forms(self, piece: str, depth: int, checkpointing: bool, size: int) -> list[Point]:
         """The points of a size: one for an encoder; of text, long and short segments, or few and many targets."""
         point = Point(piece, depth, checkpointing)
-        if self.module != "llm":
+        if not self._reads_text:
             return [point._replace(num_items=size)]
         least, most = self.bounds.segment_tokens
         lengths = [min(size, most), min(size, least)] if piece == "layers" else [min(size, most)]
@@ -241,9 +243,9 @@ class Design:
             point = Point("whole", depths[number // 3 % len(depths)], number % 3 == 2)
             largest = max(self._sizes[0], min(self._sizes[-1], self._largest(point[:3])))
             size = round(_between((self._sizes[0], largest), (0.5 + number * _GOLDEN) % 1))
-            if self.module == "llm":
+            if self._reads_text:
                 point = _with_text(point, self._segments(size), _between(self.bounds.target_share, self._rng.random()))
-            points.append(point if self.module == "llm" else point._replace(num_items=size))
+            points.append(point if self._reads_text else point._replace(num_items=size))
         return points
 
     def _segments(self, num_tokens: int) -> tuple[int, ...]:
@@ -292,7 +294,7 @@ class Design:
         self, points: pl.DataFrame, piece: str, candidates: list[Point], model: CostModel
     ) -> Iterable[float]:
         frame = pl.DataFrame([point.keys() for point in candidates])
-        loads = loads_of(frame)
+        loads = measured_loads(frame)
         whole = model.stage_time(StageKind.whole(self.module, self.tp, self.num_layers), loads)
         total = np.zeros(len(candidates))
         for direction, whole_s in zip(("forward", "backward"), whole, strict=True):

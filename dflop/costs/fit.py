@@ -7,17 +7,16 @@ weighted by 1/seconds, so that relative errors count, and once more so that outl
 Whole stages (`whole`: embedding to loss, at depths between) are kept out of every fit and give `fit_error`.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from dflop.costs.fitted import LoadRange, column_of, main_load
+from dflop.costs.fitted import LoadRange, column_of
 from dflop.costs.measured import POINT_KEYS
 from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import StageKind
-from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads
+from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads, loads_behind, main_load
 from dflop.runtime import UserError
 
 __all__ = [
@@ -25,7 +24,7 @@ __all__ = [
     "fit_costs",
     "fit_model",
     "fit_piece",
-    "loads_of",
+    "measured_loads",
     "median_points",
     "relative_errors",
 ]
@@ -137,7 +136,7 @@ def relative_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
     for (module, tp, depth, checkpointing, direction), frame in points.filter(pl.col("piece") == "whole").group_by(
         "module", "tp", "num_layers", "checkpointing", "pass", maintain_order=True
     ):
-        both = model.stage_time(StageKind.whole(module, tp, depth, checkpointing=checkpointing), loads_of(frame))
+        both = model.stage_time(StageKind.whole(module, tp, depth, checkpointing=checkpointing), measured_loads(frame))
         predicted_s = both[direction == "backward"]
         rows.append(frame.with_columns(predicted_s=pl.Series(predicted_s)))
     if not rows:
@@ -152,12 +151,14 @@ def memory_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
     for (module, tp, depth, checkpointing), frame in known.group_by(
         "module", "tp", "num_layers", "checkpointing", maintain_order=True
     ):
-        memory = model.stage_memory(StageKind.whole(module, tp, depth, checkpointing=checkpointing), loads_of(frame))
+        memory = model.stage_memory(
+            StageKind.whole(module, tp, depth, checkpointing=checkpointing), measured_loads(frame)
+        )
         frames.append(frame.with_columns(predicted_bytes=pl.Series(memory.activation_bytes + memory.transient_bytes)))
     return pl.concat(frames).with_columns(error=(pl.col("predicted_bytes") / pl.col("peak_bytes") - 1).abs())
 
 
-def loads_of(points: pl.DataFrame) -> Loads:
+def measured_loads(points: pl.DataFrame) -> Loads:
     return Loads(*(points[feature].to_numpy().astype(float) for feature in FEATURES))
 
 
@@ -218,7 +219,7 @@ def fit_piece(
     frame: pl.DataFrame, module: str, piece: str, target: str, parts: tuple[str, ...] | None = None
 ) -> list[Coefficients]:
     """Coefficients of each of the piece's parts, or of these as if the piece had each once, from one pass's points."""
-    loads = np.column_stack(loads_of(frame))
+    loads = np.column_stack(measured_loads(frame))
     once = np.ones(len(frame))
     layers = frame["num_layers"].to_numpy().astype(float) if parts is None else once
     columns = [
@@ -233,18 +234,12 @@ def fit_piece(
 
 def _columns(module: str, part: str, loads: np.ndarray, times: np.ndarray, *, hinged: bool) -> _Columns:
     along = FEATURES.index(main_load(module, part))
-    if module != "llm":
-        features: Iterable[str] = ("num_items",)
-    elif part == "layer":
-        features = ("num_tokens", "sum_sq_tokens")
-    else:
-        features = ("num_tokens", "num_targets") if part == "last" else ("num_tokens",)
     hinges: tuple[float, ...] = ()
     if hinged and part != "stage":
         sizes = np.unique(loads[:, along])
         if len(sizes) >= 2 * _NUM_HINGES:
             hinges = tuple(float(at) for at in np.unique(np.quantile(sizes, np.linspace(0, 1, _NUM_HINGES + 2)[1:-1])))
-    return _Columns(part, along, tuple(FEATURES.index(feature) for feature in features), times, hinges)
+    return _Columns(part, along, tuple(FEATURES.index(load) for load in loads_behind(module, part)), times, hinges)
 
 
 def _non_negative(design: np.ndarray, target: np.ndarray) -> np.ndarray:

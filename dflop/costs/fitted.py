@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from dflop.costs.link_model import LinkModel
-from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads
+from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads, main_load
 from dflop.runtime import UserError
 from dflop.store import read_tables
 
-__all__ = ["FittedCosts", "LoadRange", "column_of", "main_load"]
+__all__ = ["FittedCosts", "LoadRange", "column_of"]
 
 # What no number in the tables can exceed: an hour, and more bytes than any cluster has.
 _MOST_S, _MOST_BYTES = 3600.0, 1e18
@@ -23,13 +23,6 @@ _TABLES = ("time_model", "memory_model", "load_range", "device", "link_model", "
 def column_of(feature: str, unit: str) -> str:
     """The fitted tables' column for a load: `num_items` and `s` -> `per_item_s`."""
     return f"per_{feature.removeprefix('num_').removesuffix('s')}_{unit}"
-
-
-def main_load(module: str, part: str) -> str:
-    """The load that a part's throughput depends on."""
-    if module != "llm":
-        return "num_items"
-    return "num_targets" if part == "last" else "num_tokens"
 
 
 class LoadRange(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FEATURES", "Coefficients", "Hinge", "Loads"]
+__all__ = ["FEATURES", "Coefficients", "Hinge", "Loads", "loads_behind", "main_load"]
 
 # The loads that a module's cost depends on; encoders see items, the LLM sees packed text.
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
@@ -18,6 +18,28 @@ class Loads(NamedTuple):
     num_tokens: np.ndarray
     sum_sq_tokens: np.ndarray
     num_targets: np.ndarray
+
+
+_OF_TEXT = {
+    "stage": ("num_tokens",),
+    "layer": ("num_tokens", "sum_sq_tokens"),
+    "first": ("num_tokens",),
+    "last": ("num_tokens", "num_targets"),
+}
+
+
+def loads_behind(module: str, part: str = "layer") -> tuple[str, ...]:
+    """The loads that a part of a module costs by, in the order of `FEATURES`.
+
+    An encoder's items are all of one size; the LLM reads packed text of any length.
+    """
+    return _OF_TEXT[part] if module == "llm" else ("num_items",)
+
+
+def main_load(module: str, part: str = "layer") -> str:
+    """The load that a part's throughput depends on."""
+    behind = loads_behind(module, part)
+    return "num_targets" if "num_targets" in behind else behind[0]
 
 
 class Hinge(NamedTuple):

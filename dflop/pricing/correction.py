@@ -5,10 +5,10 @@ the table says. `Learner` learns the factors from measured seconds; `Corrections
 step, and pricing multiplies every stage time by them. Nothing here knows a clock or a file; `correction_loop` says when
 to measure.
 
-A bin is an octave of the module's main load (items of an encoder, tokens of the LLM) and, for the LLM, also an octave
-of the mean segment, sum_sq_tokens / num_tokens. Throughput depends on both: small microbatches are slow per item, and
-long segments are slow because of attention. An octave is wide enough to be met every few steps, and narrow enough that
-the table's own slope holds within it. All stages of a module share its factors.
+A bin is an octave of the module's main load (items of an encoder, tokens of the LLM) and, where there are tokens, also
+an octave of the mean segment, sum_sq_tokens / num_tokens. Throughput depends on both: small microbatches are slow per
+item, and long segments are slow because of attention. An octave is wide enough to be met every few steps, and narrow
+enough that the table's own slope holds within it. All stages of a module share its factors.
 """
 
 import math
@@ -91,7 +91,7 @@ class Corrections:
         """Factors of microbatches' forward and backward, [2, *shape of the loads]."""
         if module not in self.factors:
             return np.ones((2, *np.shape(loads.num_items)))
-        return self.factors[module][:, *bins_of(module, loads)]
+        return self.factors[module][:, *bins_of(loads)]
 
     def table(self, module: str) -> np.ndarray:
         """A module's factors as they are multiplied, ones where there are none."""
@@ -104,8 +104,8 @@ class Corrections:
         """
         if module not in self.factors:
             return np.ones(np.shape(samples.num_items))
-        load_bin, segment_bin = bins_of(module, samples)
-        last, _ = bins_of(module, Loads(*(np.sum(load) for load in samples)))
+        load_bin, segment_bin = bins_of(samples)
+        last, _ = bins_of(Loads(*(np.sum(load) for load in samples)))
         smallest = self.factors[module][:, :, segment_bin.min() : segment_bin.max() + 1].min(axis=(0, 2))
         upward = np.minimum.accumulate(smallest[: last + 1][::-1])[::-1]
         return upward[load_bin]
@@ -161,7 +161,7 @@ class Learner:
         self._compare(cells)
         sums: dict[BinKey, np.ndarray] = {}
         for module, loads, table_s, measured_s in cells:
-            load_bin, segment_bin = bins_of(module, loads)
+            load_bin, segment_bin = bins_of(loads)
             usable = np.isfinite(table_s) & np.isfinite(measured_s) & (table_s > 0) & (measured_s > 0)
             for way, direction in enumerate(PASSES):
                 own = usable[way]
@@ -260,11 +260,13 @@ class Learner:
         return cls(bins, values["num_steps"], HeldOut(*values.get("held_out", ())))
 
 
-def bins_of(module: str, loads: Loads) -> tuple[np.ndarray, np.ndarray]:
-    """The load bin and the segment bin of each microbatch, ints of the loads' shape."""
-    is_llm = module == "llm"
-    main = np.asarray(loads.num_tokens if is_llm else loads.num_items, dtype=float)
-    segment = np.asarray(loads.sum_sq_tokens) / np.maximum(main, 1.0) if is_llm else np.zeros_like(main)
+def bins_of(loads: Loads) -> tuple[np.ndarray, np.ndarray]:
+    """The load bin and the segment bin of each microbatch, ints of the loads' shape.
+
+    The main load of what has tokens is their number, of all else that of items.
+    """
+    main = np.where(np.asarray(loads.num_tokens) > 0, loads.num_tokens, loads.num_items).astype(float)
+    segment = np.asarray(loads.sum_sq_tokens) / np.maximum(main, 1.0)
     return (
         np.minimum(np.frexp(main)[1], NUM_LOAD_BINS - 1),
         np.minimum(np.frexp(segment)[1], NUM_SEGMENT_BINS - 1),
@@ -272,12 +274,11 @@ def bins_of(module: str, loads: Loads) -> tuple[np.ndarray, np.ndarray]:
 
 
 @kernel
-def bin_of(is_llm, loads):
+def bin_of(loads):
     """`bins_of` of one microbatch's loads [4], for kernels."""
-    if not is_llm:
-        return min(math.frexp(loads[0])[1], NUM_LOAD_BINS - 1), 0
-    segment = loads[2] / max(loads[1], 1.0)
-    return min(math.frexp(loads[1])[1], NUM_LOAD_BINS - 1), min(math.frexp(segment)[1], NUM_SEGMENT_BINS - 1)
+    main = loads[1] if loads[1] > 0.0 else loads[0]
+    segment = loads[2] / max(main, 1.0)
+    return min(math.frexp(main)[1], NUM_LOAD_BINS - 1), min(math.frexp(segment)[1], NUM_SEGMENT_BINS - 1)
 
 
 def stale_share(bins: Mapping[BinKey, LearnedBin]) -> float:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from dflop.costs import CostModel, Loads, StageKind
-from dflop.models.loads import FEATURES
+from dflop.models.loads import FEATURES, loads_behind, main_load
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_count, heading, say_instead
 
 __all__ = ["costs_height_in", "draw_costs", "measured_points"]
@@ -123,7 +123,8 @@ def _parity(axes: Axes, points: pl.DataFrame, error: dict | None) -> None:
 def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
     """Forward and backward together, at the largest measured depth; a curve a form of microbatch."""
     module, tp, depth = points["module"][0], points["tp"][0], points["num_layers"].max()
-    load, unit = ("num_tokens", "tokens") if module == "llm" else ("num_items", "items")
+    load = main_load(module)
+    unit = load.removeprefix("num_")
     keys = ["num_layers", *FEATURES]
     both = (
         points.filter(pl.col("num_layers") == depth)
@@ -149,12 +150,9 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
             else both.filter(pl.col("length") == pl.min_horizontal("num_tokens", pl.lit(longest)))
         )
         smooth = np.geomspace(frame[load].min(), frame[load].max(), 60)
-        loads = Loads(
-            smooth if module != "llm" else np.zeros(60),
-            smooth if module == "llm" else np.zeros(60),
-            smooth * np.minimum(smooth, length) if module == "llm" else np.zeros(60),
-            np.zeros(60),
-        )
+        of_form = {load: smooth, "sum_sq_tokens": smooth * np.minimum(smooth, length)}
+        behind = loads_behind(module)
+        loads = Loads(*(of_form[name] if name in behind else np.zeros(60) for name in FEATURES))
         kind = StageKind(module=module, tp=tp, num_layers=depth, is_first=False, is_last=False)
         rate = smooth / sum(costs.stage_time(kind, loads))
         colour = _shades(module)[1]

@@ -143,7 +143,7 @@ def _price_media(forms, state, encoder_replica, microbatch):
 def _price_stages(forms, state, module, replica, microbatch, loads, is_empty, tokens):
     """Of a module's replica: the times of all its stages."""
     num_microbatches = state.count.shape[1]
-    forward_factor, backward_factor = _factors_of(forms.factors, module, len(forms.first_stage) - 2, loads)
+    forward_factor, backward_factor = _factors_of(forms.factors, module, loads)
     for stage in range(forms.first_stage[module], forms.first_stage[module + 1]):
         dp, first_node = forms.stages[stage, DP], forms.stages[stage, FIRST_NODE]
         node, cell = first_node + replica, first_node * num_microbatches + microbatch * dp + replica
@@ -161,11 +161,11 @@ def _price_stages(forms, state, module, replica, microbatch, loads, is_empty, to
 
 
 @kernel
-def _factors_of(factors, module, llm, loads):
+def _factors_of(factors, module, loads):
     """What a microbatch's forward and backward times are corrected by."""
     if factors is None:
         return 1.0, 1.0
-    load_bin, segment_bin = bin_of(module == llm, loads)
+    load_bin, segment_bin = bin_of(loads)
     return factors[module, 0, load_bin, segment_bin], factors[module, 1, load_bin, segment_bin]
 
 

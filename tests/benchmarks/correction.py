@@ -109,7 +109,7 @@ def measure_mix(samples: SampleShapes, table: Pricer) -> dict:
 def slower_in_usual_bin(table: Pricer, schedules: list[StepSchedule]) -> Corrections:
     met: Counter = Counter()
     for schedule in schedules:
-        places = bins_of("llm", table.loads(schedule.shapes, schedule.assignment)["llm"])
+        places = bins_of(table.loads(schedule.shapes, schedule.assignment)["llm"])
         met.update(zip(*(place.ravel().tolist() for place in places), strict=True))
     factors = NO_CORRECTIONS.table("llm")
     factors[:, *met.most_common(1)[0][0]] = SLOWER

@@ -65,16 +65,16 @@ def learned_from(ratios, loads: Loads) -> Learner:
 loads_drawn = st.tuples(*[st.integers(0, 2**20).map(float)] * 4)
 
 
-@given(loads=loads_drawn, is_llm=st.booleans())
-def test_the_kernel_puts_a_microbatch_into_the_bin_that_arrays_do(loads, is_llm):
+@given(loads=loads_drawn)
+def test_the_kernel_puts_a_microbatch_into_the_bin_that_arrays_do(loads):
     array = Loads(*(np.array([load]) for load in loads))
-    expected = tuple(int(place[0]) for place in bins_of("llm" if is_llm else "vision", array))
-    assert bin_of(is_llm, np.array(loads)) == expected
+    expected = tuple(int(place[0]) for place in bins_of(array))
+    assert bin_of(np.array(loads)) == expected
 
 
 @given(load=st.integers(1, 2**20))
 def test_a_bin_is_an_octave_of_the_main_load(load):
-    (load_bin,), (segment_bin,) = bins_of("llm", llm_loads(load, segment=64.0))
+    (load_bin,), (segment_bin,) = bins_of(llm_loads(load, segment=64.0))
     assert 2.0 ** (load_bin - 1) <= load < 2.0**load_bin
     assert segment_bin == 7
 

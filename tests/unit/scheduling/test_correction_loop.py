@@ -79,7 +79,7 @@ def usual_bin(device) -> tuple[int, int]:
     met = []
     for step in range(3):
         schedule = scheduler.schedule(step)
-        places = bins_of("llm", pricer.loads(schedule.shapes, schedule.assignment)["llm"])
+        places = bins_of(pricer.loads(schedule.shapes, schedule.assignment)["llm"])
         met += zip(*(place.ravel().tolist() for place in places), strict=True)
     return max(sorted(set(met)), key=lambda place: met.count(place) * 2 ** place[0])
 
