@@ -14,7 +14,7 @@ from dflop.balancing.policies import (
     random_buckets,
     small_at_both_ends,
 )
-from dflop.balancing.problem import BatchProblem, bucket_loads, check_assignment, goal_s, lower_bound_s
+from dflop.balancing.problem import BatchProblem, bucket_loads, check_assignment, goal_s, least_bucket_s
 from dflop.balancing.replicas import balanced_cells
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "descend",
     "goal_s",
     "ilp_buckets",
-    "lower_bound_s",
+    "least_bucket_s",
     "lpt_buckets",
     "quick_buckets",
     "random_buckets",

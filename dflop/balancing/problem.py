@@ -11,7 +11,7 @@ import numpy as np
 
 from dflop.runtime import UserError
 
-__all__ = ["BatchProblem", "bucket_loads", "check_assignment", "goal_s", "lower_bound_s"]
+__all__ = ["BatchProblem", "bucket_loads", "check_assignment", "goal_s", "least_bucket_s"]
 
 # Predicted costs are coarser than this, and to chase the rest locks the samples in place: with 512 samples in 64
 # buckets the lighter module's largest bucket would end up to 30 % above its mean instead of 1 %.
@@ -114,7 +114,7 @@ def bucket_loads(problem: BatchProblem, bucket: np.ndarray) -> np.ndarray:
     return np.stack(columns, axis=1)
 
 
-def lower_bound_s(problem: BatchProblem) -> float:
+def least_bucket_s(problem: BatchProblem) -> float:
     """No assignment has a largest bucket below this: a module's mean bucket, or its largest sample."""
     mean_s = problem.loads_s.sum(axis=0) / problem.num_buckets
     return float(np.maximum(mean_s, problem.loads_s.max(axis=0)).max())
@@ -122,7 +122,7 @@ def lower_bound_s(problem: BatchProblem) -> float:
 
 def goal_s(problem: BatchProblem) -> float:
     """A largest bucket this small is small enough: the lower bound and a percent."""
-    return lower_bound_s(problem) * (1 + GOAL_SLACK)
+    return least_bucket_s(problem) * (1 + GOAL_SLACK)
 
 
 def check_assignment(problem: BatchProblem, bucket: np.ndarray) -> None:

@@ -24,6 +24,7 @@ from dflop.pipeline.compiled import CompiledPlan, compile_plan
 from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, make_program
 from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
+from dflop.pipeline.orders import has_backward
 from dflop.pipeline.runnable import why_not_runnable
 from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
 from dflop.pipeline.waits import Computation, computations_of
@@ -58,6 +59,7 @@ __all__ = [
     "compile_plan",
     "computations_of",
     "format_actions",
+    "has_backward",
     "load_plan",
     "make_program",
     "most_in_flight",

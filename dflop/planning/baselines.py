@@ -23,7 +23,7 @@ from dflop.config import Config, PlanConfig
 from dflop.costs import PARTS, CostModel, Loads, StageKind, resident_bytes
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.pipeline import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, Grid, Plan, StageTimes
+from dflop.pipeline import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, Grid, Plan, StageTimes, has_backward
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.search import search_plans
@@ -159,9 +159,10 @@ def _moving_s(config: Config, spec: ModelSpec, costs: CostModel) -> np.ndarray:
     cluster = config.cluster
     gbps = cluster.inter_node_gbps if cluster.num_nodes > 1 else cluster.intra_node_gbps
     sizes = np.array(list(_parameter_bytes(spec, costs).values())) * (1 - 1 / cluster.num_devices) / 2
-    trained = np.array([module.name not in config.model.freeze for module in spec.modules])
-    has_backward = trained | np.array([module.name == "llm" for module in spec.modules])
-    return np.stack([sizes, sizes * has_backward + sizes * trained]) / (gbps * 1e9 / 8)
+    names, frozen = [module.name for module in spec.modules], config.model.freeze
+    trained = np.array([name not in frozen for name in names])
+    passed_back = np.array([has_backward(name, frozen) for name in names])
+    return np.stack([sizes, sizes * passed_back + sizes * trained]) / (gbps * 1e9 / 8)
 
 
 def _spared_by_sharding(config: Config, spec: ModelSpec, costs: CostModel, checkpointing: bool) -> float:

@@ -11,7 +11,7 @@ from dflop.pricing.memory import PlanMemory
 from dflop.pricing.stage_costs import StageCosts, loads_of
 from dflop.runtime import UserError
 
-__all__ = ["balanced_loads_s", "lower_bound_s", "pose_problem"]
+__all__ = ["balanced_loads_s", "least_step_s", "pose_problem"]
 
 # What no sample takes: an hour.
 _MOST_SAMPLE_S = 3600.0
@@ -64,7 +64,7 @@ def balanced_loads_s(plan: Plan, of_modules: Mapping[str, np.ndarray]) -> np.nda
     return np.column_stack([*columns, llm_s.max(axis=0)])
 
 
-def lower_bound_s(stage_costs: StageCosts, shapes: SampleShapes) -> float:
+def least_step_s(stage_costs: StageCosts, shapes: SampleShapes) -> float:
     """No schedule of this batch is faster: each stage's work over its replicas, and its largest sample.
 
     Where modules share ranks, nor than all of the work over all ranks, or what the first stage does of all modules.

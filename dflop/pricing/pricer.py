@@ -28,7 +28,7 @@ from dflop.pipeline import (
     simulate_step_s,
 )
 from dflop.pricing.assignment import Assignment, cells_of, deal_media
-from dflop.pricing.batch_problem import lower_bound_s, pose_problem
+from dflop.pricing.batch_problem import least_step_s, pose_problem
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 from dflop.pricing.memory import PlanMemory
 from dflop.pricing.stage_costs import StageCosts
@@ -122,7 +122,7 @@ class Pricer:
 
     def lower_bound_s(self, shapes: SampleShapes) -> float:
         """No schedule of this batch is faster."""
-        return lower_bound_s(self.stage_costs, shapes)
+        return least_step_s(self.stage_costs, shapes)
 
     def memory_bytes(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, float]:
         """Predicted peak of each module's fullest rank: what is resident, and the microbatches in flight."""

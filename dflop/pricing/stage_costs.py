@@ -13,7 +13,7 @@ from dflop.costs import CostModel, Loads, StageKind, StageMemory, resident_bytes
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients
-from dflop.pipeline import Plan, StageReplicas, stages_of
+from dflop.pipeline import Plan, StageReplicas, has_backward, stages_of
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 
 __all__ = ["StageCosts", "loads_of"]
@@ -54,8 +54,7 @@ class StageCosts:
         return other
 
     def has_backward(self, module: str) -> bool:
-        """A frozen encoder has none; a frozen LLM still passes gradients on."""
-        return module == "llm" or module not in self.frozen
+        return has_backward(module, self.frozen)
 
     def stage_times(self, of_module: dict[str, Loads]) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward seconds, [num_nodes, num_microbatches], of modules' loads [dp, num_microbatches]."""
@@ -65,19 +64,18 @@ class StageCosts:
             factors = self.corrections.at(grid.module, loads)
             times = self.costs.stage_times(self._kinds[grid.module], loads)
             forward_s += self._of_stages(grid.module, [forward * factors[0] for forward, _ in times])
-            has_backward = self.has_backward(grid.module)
+            goes_back = self.has_backward(grid.module)
             backward_s += self._of_stages(
-                grid.module,
-                [backward * factors[1] if has_backward else np.zeros_like(backward) for _, backward in times],
+                grid.module, [backward * factors[1] if goes_back else np.zeros_like(backward) for _, backward in times]
             )
         return np.concatenate(forward_s), np.concatenate(backward_s)
 
     def time_forms(self) -> tuple[list[Coefficients], list[Coefficients]]:
         """Forward and backward seconds of each stage as functions of its microbatch's loads, without corrections."""
         forms = [self.costs.time_forms(self.kind(stage)) for stage in self.stages]
-        has_backward = [self.has_backward(stage.module) for stage in self.stages]
+        go_back = [self.has_backward(stage.module) for stage in self.stages]
         forward = [own for own, _ in forms]
-        return forward, [own if has else 0.0 * own for (_, own), has in zip(forms, has_backward, strict=True)]
+        return forward, [own if has else 0.0 * own for (_, own), has in zip(forms, go_back, strict=True)]
 
     def memories(self, of_module: dict[str, Loads]) -> list[StageMemory]:
         """Of each stage, without gradients and what the optimiser holds."""

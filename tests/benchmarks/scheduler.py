@@ -36,7 +36,7 @@ from dflop.balancing import (
     CbcProcess,
     bucket_loads,
     check_assignment,
-    lower_bound_s,
+    least_bucket_s,
     lpt_buckets,
 )
 from dflop.config import ClusterConfig, ModelConfig, ScheduleConfig
@@ -246,7 +246,7 @@ def measure_cell(samples, costs, spec, size, num_stages, num_batches) -> dict | 
                 row = found[name]
                 row["is_too_large"].append(is_too_large)
                 row["step"].append(step_s / pricer.lower_bound_s(shapes))
-                row["bucket"].append(bucket_loads(problem, bucket).max() / lower_bound_s(problem))
+                row["bucket"].append(bucket_loads(problem, bucket).max() / least_bucket_s(problem))
                 row["ms"].append(1e3 * seconds)
     return {
         "plan": str(pricer.plan),
@@ -302,7 +302,7 @@ def cold_ilp(problem: BatchProblem) -> np.ndarray | None:
     goes = [
         [model.add_var(var_type=mip.BINARY) for _ in range(problem.num_buckets)] for _ in range(problem.num_samples)
     ]
-    unit_s = lower_bound_s(problem)
+    unit_s = least_bucket_s(problem)
     for row in goes:
         model += mip.xsum(row) == 1
     for column in zip(*goes, strict=True):

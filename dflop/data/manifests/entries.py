@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from dflop.data.records import RecordError
 from dflop.runtime import UserError
 
-__all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "Span", "UnreadableFile", "digest_of"]
+__all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "RecordSpan", "UnreadableFile", "digest_of"]
 
 DIGEST_BYTES = 16
 
@@ -29,7 +29,7 @@ class UnreadableFile(UserError):
     """A file that is not what its suffix says: empty, damaged, or cut off so that nothing of it can be read."""
 
 
-class Span(NamedTuple):
+class RecordSpan(NamedTuple):
     """Where a record lies: bytes or rows `[start, end)`, and the digest of its content."""
 
     start: int
@@ -42,7 +42,7 @@ class EntryReader(Protocol):
 
     size: int
 
-    def scan(self) -> Iterator[Span]:
+    def scan(self) -> Iterator[RecordSpan]:
         """Every record's span, in order.
 
         Raises:

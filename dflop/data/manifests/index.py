@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from dflop.data.manifests.entries import DIGEST_BYTES, EntryReader, Span, UnreadableFile
+from dflop.data.manifests.entries import DIGEST_BYTES, EntryReader, RecordSpan, UnreadableFile
 from dflop.data.manifests.formats import open_reader
 from dflop.data.records import RecordError
 from dflop.runtime import UserError, written_whole
@@ -28,7 +28,7 @@ _FORMAT = 3
 _ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
 _pack = Struct(f"<QQ{DIGEST_BYTES}s").pack
 # The single entry of a file that cannot be read.
-_NO_RECORD = Span(0, 0, bytes(DIGEST_BYTES))
+_NO_RECORD = RecordSpan(0, 0, bytes(DIGEST_BYTES))
 _ENTRIES_AT_ONCE = 1 << 16
 
 

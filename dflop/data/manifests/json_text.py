@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflop.data.manifests.entries import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
+from dflop.data.manifests.entries import CUT_OFF, DIGEST_BYTES, RecordSpan, UnreadableFile
 from dflop.data.records import RecordError
 
 __all__ = ["JsonLinesReader", "JsonListReader", "open_json"]
@@ -107,7 +107,7 @@ class JsonLinesReader(_JsonReader):
         super().__init__(path, file)
         self._start = start
 
-    def scan(self) -> Iterator[Span]:
+    def scan(self) -> Iterator[RecordSpan]:
         position = self._start
         self._file.seek(position)
         while line := self._file.readline(_MAX_RECORD_BYTES + 1):
@@ -117,7 +117,7 @@ class JsonLinesReader(_JsonReader):
                 rest = self._file.readline(_MAX_RECORD_BYTES + 1)
                 num_bytes += len(rest)
             if content := line.strip(_SPACE):
-                yield Span(position, position + num_bytes, _digest(content))
+                yield RecordSpan(position, position + num_bytes, _digest(content))
             position += num_bytes
 
 
@@ -130,26 +130,26 @@ class JsonListReader(_JsonReader):
         super().__init__(path, file)
         self._start = start
 
-    def scan(self) -> Iterator[Span]:
+    def scan(self) -> Iterator[RecordSpan]:
         """Spans between the commas. If the file ends before or after its list does, the last is a bad record."""
         begin: int | None = self._start
         while begin is not None:
             begin = yield from self._scan_from(begin)
 
-    def _scan_from(self, begin: int) -> Generator[Span, None, int | None]:
+    def _scan_from(self, begin: int) -> Generator[RecordSpan, None, int | None]:
         """The spans from byte `begin` on, up to a damaged one. Returns where the next whole record begins, or None."""
         searched = begin
         for start, end, content in self._elements(begin):
             if content is not None and _is_sound(content):
-                yield Span(start, end, _digest(content))
+                yield RecordSpan(start, end, _digest(content))
                 continue
             if found := self._next_record(max(start, searched), end):
                 end, resumed = found
-                yield Span(start, end, _digest(self._read_bytes(start, min(end, start + _MAX_RECORD_BYTES))))
+                yield RecordSpan(start, end, _digest(self._read_bytes(start, min(end, start + _MAX_RECORD_BYTES))))
                 return resumed
             searched = end
             if content is not None:
-                yield Span(start, end, _digest(content))
+                yield RecordSpan(start, end, _digest(content))
         return None
 
     def _elements(self, begin: int) -> Iterator[tuple[int, int, bytes | None]]:

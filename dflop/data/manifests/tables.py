@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflop.data.manifests.entries import Span, UnreadableFile, digest_of
+from dflop.data.manifests.entries import RecordSpan, UnreadableFile, digest_of
 from dflop.data.records import RecordError
 from dflop.runtime import UserError
 
@@ -48,7 +48,7 @@ class ParquetReader:
         self._batches: Iterator[tuple[int, pyarrow.RecordBatch | RecordError]] = iter(())
         self._first, self._batch = 0, None
 
-    def scan(self) -> Iterator[Span]:
+    def scan(self) -> Iterator[RecordSpan]:
         for row in range(self.size):
             yield _span(row, self.read(row, row + 1))
 
@@ -112,7 +112,7 @@ class DatasetReader:
             raise UserError(f"the dataset {path} cannot be read: {' '.join(str(error).split())}") from None
         self.size = len(self._rows)
 
-    def scan(self) -> Iterator[Span]:
+    def scan(self) -> Iterator[RecordSpan]:
         step = _batch_rows(self._rows.data.nbytes, len(self._rows.data))
         for first in range(0, self.size, step):
             table = self._rows[first : first + step]
@@ -140,5 +140,5 @@ def _record(row: "pyarrow.Table | pyarrow.RecordBatch", where: str) -> dict[str,
         return RecordError("bad_record", f"{where}: {error}")
 
 
-def _span(row: int, record: Any | RecordError) -> Span:
-    return Span(row, row + 1, digest_of(str(record) if isinstance(record, RecordError) else record))
+def _span(row: int, record: Any | RecordError) -> RecordSpan:
+    return RecordSpan(row, row + 1, digest_of(str(record) if isinstance(record, RecordError) else record))

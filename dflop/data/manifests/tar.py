@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflop.data.manifests.entries import CUT_OFF, DIGEST_BYTES, Span, UnreadableFile
+from dflop.data.manifests.entries import CUT_OFF, DIGEST_BYTES, RecordSpan, UnreadableFile
 from dflop.data.records import MEDIA_KINDS, Embedded, RecordError, record_id
 
 __all__ = ["TarMember", "TarReader"]
@@ -89,7 +89,7 @@ class TarReader:
                 "unpacked to plain tar first"
             ) from None
 
-    def scan(self) -> Iterator[Span]:
+    def scan(self) -> Iterator[RecordSpan]:
         """Samples in the archive's order. Where the archive is cut off, what remains is one bad record."""
         key, begin, digest, position = None, 0, None, 0
         try:
@@ -97,7 +97,7 @@ class TarReader:
                 name, suffix = _split(member.name)
                 if name != key:
                     if key is not None:
-                        yield Span(begin, position, digest.digest())
+                        yield RecordSpan(begin, position, digest.digest())
                     key, begin, digest = name, position, blake2b(digest_size=DIGEST_BYTES)
                 digest.update(f"{member.name}\0{member.size}\0".encode("utf-8", "surrogateescape"))
                 if suffix.lower().endswith(_TEXTS) and member.size <= _MAX_TEXT_BYTES:
@@ -109,7 +109,7 @@ class TarReader:
                 begin, digest = position, blake2b(digest_size=DIGEST_BYTES)
             key = ""
         if key is not None:
-            yield Span(begin, self.size, digest.digest())
+            yield RecordSpan(begin, self.size, digest.digest())
 
     def read(self, start: int, end: int) -> Any | RecordError:
         try:

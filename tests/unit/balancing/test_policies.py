@@ -15,7 +15,7 @@ from dflop.balancing import (
     check_assignment,
     descend,
     goal_s,
-    lower_bound_s,
+    least_bucket_s,
     lpt_buckets,
     random_buckets,
 )
@@ -83,7 +83,7 @@ def smallest_possible_s(problem):
 def test_both_policies_put_every_sample_in_one_bucket_and_leave_none_empty(problem, seed):
     for bucket in (random_buckets(problem, np.random.default_rng(seed)), lpt_buckets(problem)):
         check_assignment(problem, bucket)
-        assert largest_s(problem, bucket) >= lower_bound_s(problem) * (1 - 1e-9)
+        assert largest_s(problem, bucket) >= least_bucket_s(problem) * (1 - 1e-9)
 
 
 @properties

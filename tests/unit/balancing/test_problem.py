@@ -7,7 +7,7 @@ from dflop.balancing import (
     BatchProblem,
     bucket_loads,
     check_assignment,
-    lower_bound_s,
+    least_bucket_s,
 )
 from dflop.runtime import UserError
 
@@ -29,11 +29,11 @@ def test_loads_are_summed_per_bucket_and_module():
 
 
 def test_the_lower_bound_is_the_mean_bucket_of_the_busiest_module():
-    assert lower_bound_s(make_problem([[1, 3], [1, 3], [1, 3], [1, 3]])) == 6
+    assert least_bucket_s(make_problem([[1, 3], [1, 3], [1, 3], [1, 3]])) == 6
 
 
 def test_the_lower_bound_is_the_largest_sample_where_that_exceeds_the_mean_bucket():
-    assert lower_bound_s(make_problem([[9, 1], [1, 3], [1, 3]])) == 9
+    assert least_bucket_s(make_problem([[9, 1], [1, 3], [1, 3]])) == 9
 
 
 def test_too_few_samples_say_which_numbers_would_do():
