@@ -18,6 +18,7 @@ import queue
 import sys
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 
@@ -162,17 +163,21 @@ def _redistribute(loads, filled, tokens, kind, bucket, max_bucket_tokens, limit)
     if model.num_solutions == 0:
         return bucket, False
 
-    answer = np.full_like(bucket, -1)
-    dealt = {int(samples[0]): 0 for samples in kinds}
+    return _dealt(columns, labels, bucket), status == mip.OptimizationStatus.OPTIMAL
+
+
+def _dealt(columns, labels, bucket):
+    """The bucket of each sample by the counts that were found: those of a kind are dealt out in order."""
+    answer, num_dealt = np.full_like(bucket, -1), Counter()
     for column, label in zip(columns, labels, strict=True):
         for var, samples in column:
-            begin = dealt[int(samples[0])]
+            begin = num_dealt[int(samples[0])]
             end = begin + round(var.x)
             answer[samples[begin:end]] = label
-            dealt[int(samples[0])] = end
+            num_dealt[int(samples[0])] = end
     if (answer < 0).any():
         raise ArithmeticError(f"CBC left {(answer < 0).sum()} of {len(answer)} samples out")
-    return answer, status == mip.OptimizationStatus.OPTIMAL
+    return answer
 
 
 def _peaks(loads, filled, bucket):

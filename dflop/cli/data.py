@@ -113,12 +113,44 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     import polars as pl
 
     from dflop.costs.design import bounds_of_samples
-    from dflop.data import BUNDLED_TOKENIZER, SourceRecords, list_sources, tokenizer_folder
+    from dflop.data import BUNDLED_TOKENIZER, tokenizer_folder
     from dflop.data.manifests.entries import CUT_OFF
     from dflop.runtime import written_whole
-    from dflop.store import ShardFile, read_table, write_shapes
+    from dflop.store import read_table
 
     config = load_for("merge-shapes", configs)
+    _merge(config, shapes, out)
+    if bounds:
+        samples = read_table(out, "samples", made_by="merge-shapes")
+        loads = (samples[name].to_numpy() for name in ("num_items", "llm_tokens", "target_tokens"))
+        with written_whole(bounds) as path:
+            path.write_text(bounds_of_samples(*loads).to_json(), encoding="utf-8")
+    shape_summary, reject_summary = (
+        read_table(out, f"{of}_summary", made_by="merge-shapes") for of in ("shape", "reject")
+    )
+    rejects = read_table(out, "rejects", made_by="merge-shapes")
+    for source, detail in rejects.filter(pl.col("detail").str.contains(CUT_OFF)).select("source", "detail").iter_rows():
+        click.echo(f"warning: a manifest of {source} is not whole, what follows is missing: {detail}")
+    num_samples = shape_summary.filter(pl.col("quantity") == "llm_tokens")["num_samples"].sum()
+    click.echo(f"{out}: {num_samples:,} samples, {reject_summary['num_records'].sum():,} rejects")
+    if not num_samples:
+        raise UserError(_nothing_usable(reject_summary, shapes))
+    for line in _shape_lines(shape_summary, reject_summary):
+        click.echo(line)
+    if tokenizer_folder(config.model) == BUNDLED_TOKENIZER:
+        click.echo(
+            "text was counted with the small bundled tokenizer; for the counts of a real model set "
+            "`model.tokenizer` to its tokenizer directory"
+        )
+
+
+def _merge(config, shapes: Path, out: Path) -> None:
+    """Write the database of all sources' shards, whose files lie in the folder `shapes`."""
+    import polars as pl
+
+    from dflop.data import SourceRecords, list_sources
+    from dflop.store import ShardFile, write_shapes
+
     files, source_rows, sampled_rows = [], [], {}
     for source in list_sources(config.data):
         shards = _shards(config, source, look_again=False)
@@ -151,28 +183,6 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
         sampled_rows=sampled_rows,
         keep_duplicates=config.data.duplicate_ids == "keep",
     )
-    if bounds:
-        samples = read_table(out, "samples", made_by="merge-shapes")
-        loads = (samples[name].to_numpy() for name in ("num_items", "llm_tokens", "target_tokens"))
-        with written_whole(bounds) as path:
-            path.write_text(bounds_of_samples(*loads).to_json(), encoding="utf-8")
-    shape_summary, reject_summary = (
-        read_table(out, f"{of}_summary", made_by="merge-shapes") for of in ("shape", "reject")
-    )
-    rejects = read_table(out, "rejects", made_by="merge-shapes")
-    for source, detail in rejects.filter(pl.col("detail").str.contains(CUT_OFF)).select("source", "detail").iter_rows():
-        click.echo(f"warning: a manifest of {source} is not whole, what follows is missing: {detail}")
-    num_samples = shape_summary.filter(pl.col("quantity") == "llm_tokens")["num_samples"].sum()
-    click.echo(f"{out}: {num_samples:,} samples, {reject_summary['num_records'].sum():,} rejects")
-    if not num_samples:
-        raise UserError(_nothing_usable(reject_summary, shapes))
-    for line in _shape_lines(shape_summary, reject_summary):
-        click.echo(line)
-    if tokenizer_folder(config.model) == BUNDLED_TOKENIZER:
-        click.echo(
-            "text was counted with the small bundled tokenizer; for the counts of a real model set "
-            "`model.tokenizer` to its tokenizer directory"
-        )
 
 
 def _nothing_usable(rejects, shapes: Path) -> str:

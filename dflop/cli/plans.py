@@ -29,11 +29,9 @@ def plan_command(
         candidates_frame,
         describe_choice,
         explain_choice,
-        faster_baselines_note,
         leave_out_what_no_plan_holds,
         price_baselines,
         search_plans,
-        uneven_note,
     )
     from dflop.pricing import describe_left_out
     from dflop.runtime import written_whole
@@ -71,12 +69,19 @@ def plan_command(
         click.echo(f"{best.extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
     of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
     click.echo(f"{out}: {best.plan}; expected step {best.step_s:.3g} s{of_costs}, idle {best.idle:.0%}")
-    if not explain and (note := uneven_note(found, config)):
+    if not explain:  # which says the same in full
+        _echo_notes(found, baselines, config)
+
+
+def _echo_notes(found, baselines, config) -> None:
+    """What is worth knowing of a chosen plan, where all of it is not asked for."""
+    from dflop.planning import faster_baselines_note, uneven_note
+
+    if note := uneven_note(found, config):
         click.echo(note)
-    if found.passed_over and not explain:
-        first = found.passed_over
-        click.echo(f"{1 - first.step_s / best.step_s:.0%} shorter, but not trainable yet: {first.plan}")
-    if not explain and (note := faster_baselines_note(found, baselines)):
+    if first := found.passed_over:
+        click.echo(f"{1 - first.step_s / found.best.step_s:.0%} shorter, but not trainable yet: {first.plan}")
+    if note := faster_baselines_note(found, baselines):
         click.echo(note)
 
 

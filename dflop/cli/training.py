@@ -20,21 +20,11 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
     from dflop.models import check_runnable
     from dflop.pipeline import load_plan
-    from dflop.planning import read_baselines
     from dflop.pricing import describe_left_out
-    from dflop.reporting.trace import chrome_trace
-    from dflop.runtime import written_whole
     from dflop.runtime.torchrun import is_first_node
     from dflop.scheduling.service import open_scheduler
     from dflop.store import read_table
-    from dflop.training import (
-        check_plan,
-        finished_at,
-        generation_of,
-        launch_ranks,
-        merge_observations,
-        summarise,
-    )
+    from dflop.training import check_plan, finished_at, generation_of, launch_ranks
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
@@ -60,6 +50,29 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
         launch_ranks(config, plan=plan_path, arguments=arguments)
     if not is_first_node(config.cluster):
         return
+    _write_results(config, out, plan_path, generation, left_out)
+
+
+@click.command("report")
+@config_option
+@click.option("--run", "run_folder", type=FOLDER, required=True, help="results/<run>, with all earlier artifacts.")
+@click.option("--out", type=FOLDER, required=True, help="Folder for the plots and summary.json.")
+def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
+    """Draw what the run found: costs, plans, one step's timeline, loss and throughput."""
+    from dflop.reporting import write_report
+
+    config = load_for("report", configs)
+    for path in write_report(config, run_folder, out):
+        click.echo(str(path))
+
+
+def _write_results(config, out: Path, plan_path: Path, generation, left_out) -> None:
+    """What follows from the ranks' files: observations, trace and summary, and a line on them."""
+    from dflop.planning import read_baselines
+    from dflop.reporting.trace import chrome_trace
+    from dflop.runtime import written_whole
+    from dflop.training import merge_observations, summarise
+
     meta = meta_of("train", config)
     observations = merge_observations(out / "observations", out / "observations.duckdb", left_out, meta)
     with written_whole(out / "trace.json") as path:
@@ -80,19 +93,6 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
         )
     if rerun := summary["correction"]["rerun"]:
         click.echo(f"dflop: {rerun}", err=True)
-
-
-@click.command("report")
-@config_option
-@click.option("--run", "run_folder", type=FOLDER, required=True, help="results/<run>, with all earlier artifacts.")
-@click.option("--out", type=FOLDER, required=True, help="Folder for the plots and summary.json.")
-def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
-    """Draw what the run found: costs, plans, one step's timeline, loss and throughput."""
-    from dflop.reporting import write_report
-
-    config = load_for("report", configs)
-    for path in write_report(config, run_folder, out):
-        click.echo(str(path))
 
 
 def _measured_on(costs: Path) -> str | None:

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn_problems import hard_problem, make_problem
 
 import dflop.balancing.ilp as ilp
 from dflop.balancing import (
-    BatchProblem,
     CbcProcess,
     bucket_loads,
     check_assignment,
     goal_s,
     ilp_buckets,
-    lpt_buckets,
     random_buckets,
 )
 
@@ -30,29 +29,6 @@ WORKER = Path(ilp.__file__).with_name("cbc_process.py")
 def cbc():
     with CbcProcess() as process:
         yield process
-
-
-def make_problem(seed, *, num_samples, num_microbatches, spread=0.5, max_bucket_tokens=None, num_shapes=None):
-    """Lognormal loads in two modules; with `num_shapes` the samples repeat that many shapes."""
-    rng = np.random.default_rng(seed)
-    loads_s = np.exp(rng.normal(size=(num_samples, 2)) * spread) * [0.008, 0.01]
-    if num_shapes is not None:
-        loads_s = loads_s[rng.integers(num_shapes, size=num_samples)]
-    return BatchProblem(
-        loads_s=loads_s,
-        llm_tokens=np.rint(loads_s[:, 1] * 1e4).astype(np.int64),
-        num_dp_ranks=1,
-        num_microbatches=num_microbatches,
-        max_bucket_tokens=max_bucket_tokens,
-    )
-
-
-def hard_problem(seed=0):
-    """Its packing misses the goal, and CBC cannot prove an optimum within seconds."""
-    problem = make_problem(seed, num_samples=128, num_microbatches=64, spread=0.25)
-    start = lpt_buckets(problem)
-    assert bucket_loads(problem, start).max() > goal_s(problem)
-    return problem, start
 
 
 def smallest_possible_s(problem):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import polars as pl
 import pytest
-from test_ilp import hard_problem
+from drawn_problems import hard_problem
 
 from dflop.balancing import CbcProcess
 from dflop.config import load_config
