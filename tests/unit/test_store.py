@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from dflop import store
 from dflop.data import load_samples
 from dflop.runtime import UserError
 from dflop.store import (
@@ -21,6 +20,7 @@ from dflop.store import (
     SCHEMA_VERSION,
     SHARD_SCHEMA,
     ShardFile,
+    database,
     read_meta,
     read_table,
     write_costs,
@@ -393,7 +393,7 @@ def test_a_missing_database_says_which_command_makes_it(tmp_path):
 
 def test_a_database_of_another_version_says_both_versions(merge, monkeypatch):
     path = merge(("train", 0, [good(0, "a")]))
-    monkeypatch.setattr(store, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    monkeypatch.setattr(database, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
     assert f"has schema version {SCHEMA_VERSION}, this dflop writes {SCHEMA_VERSION + 1}" in refusal(path)
 
 

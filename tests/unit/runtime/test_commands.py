@@ -59,7 +59,7 @@ def test_every_command_is_one_of_the_program_and_its_function_is_found(name, rea
     [
         ("data.demo.dataset.make_demo_data", {"demo-data"}),
         ("data.profile.profile_shard", {"profile-shapes"}),
-        ("store.write_shapes", {"merge-shapes"}),
+        ("store.shapes.write_shapes", {"merge-shapes"}),
         ("reporting.shapes.draw_shapes", {"plot-shapes"}),
         ("costs.profile_rank.main", {"profile-costs"}),
         ("costs.links.main", {"profile-links"}),

@@ -1,0 +1,35 @@
+"""Every DuckDB table and every SQL statement of the project.
+
+Rows come and go as polars frames; what they mean is said by the folders that own them.
+"""
+
+from dflop.store.database import SCHEMA_VERSION, read_meta, read_table, read_tables
+from dflop.store.results import write_costs, write_observations
+from dflop.store.schemas import (
+    CORRECTIONS_SCHEMA,
+    LEFT_OUT_SCHEMA,
+    LINK_MODEL_SCHEMA,
+    LINKS_SCHEMA,
+    MODALITIES,
+    REJECT_REASONS,
+    SHARD_SCHEMA,
+)
+from dflop.store.shapes import ShardFile, write_shapes
+
+__all__ = [
+    "CORRECTIONS_SCHEMA",
+    "LEFT_OUT_SCHEMA",
+    "LINKS_SCHEMA",
+    "LINK_MODEL_SCHEMA",
+    "MODALITIES",
+    "REJECT_REASONS",
+    "SCHEMA_VERSION",
+    "SHARD_SCHEMA",
+    "ShardFile",
+    "read_meta",
+    "read_table",
+    "read_tables",
+    "write_costs",
+    "write_observations",
+    "write_shapes",
+]

@@ -1,0 +1,116 @@
+"""A database file: made in one go beside its final path, then only read, by any number of processes.
+
+DuckDB lets one writer block all readers, even those that only read.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from dflop.runtime import UserError, written_whole
+
+# DuckDB is imported where a file is opened: processes that only want the schemas, such as training's ranks,
+# start sooner without it (and torch's threads keep it from unloading cleanly, which it complains about).
+if TYPE_CHECKING:
+    import duckdb
+
+__all__ = ["SCHEMA_VERSION", "read_meta", "read_table", "read_tables", "write_database"]
+
+# To be raised with every change of a table's columns or of their meaning: older files are then refused, not misread.
+SCHEMA_VERSION = 4
+
+
+def read_table(path: Path, table: str, *, made_by: str) -> pl.DataFrame:
+    """One whole table or view.
+
+    Raises:
+        UserError: when the file is missing or was written with another schema version; `made_by` is the
+            command that makes it.
+    """
+    with _open(path, made_by) as connection:
+        return _rows_of(connection, path, table, made_by).pl()
+
+
+def read_tables(path: Path, tables: Sequence[str], *, made_by: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows of some small tables.
+
+    Raises:
+        UserError: as `read_table` does.
+    """
+    found = {}
+    with _open(path, made_by) as connection:
+        for table in tables:
+            rows = _rows_of(connection, path, table, made_by)
+            found[table] = [dict(zip(rows.columns, row, strict=True)) for row in rows.fetchall()]
+    return found
+
+
+def read_meta(path: Path, *, made_by: str) -> dict[str, str]:
+    with _open(path, made_by) as connection:
+        return dict(connection.execute("SELECT key, value FROM meta").fetchall())
+
+
+def _rows_of(
+    connection: "duckdb.DuckDBPyConnection", path: Path, table: str, made_by: str
+) -> "duckdb.DuckDBPyRelation":
+    import duckdb
+
+    try:
+        return connection.sql(f'SELECT * FROM "{table}"')
+    except duckdb.CatalogException:
+        raise UserError(f"{path} has no table `{table}`; make the file again with `dflop {made_by}`") from None
+    except duckdb.Error as error:
+        raise UserError(
+            f"{path}: table `{table}` cannot be read ({str(error).splitlines()[0]}); remake it: `dflop {made_by}`"
+        ) from None
+
+
+def _open(path: Path, made_by: str) -> "duckdb.DuckDBPyConnection":
+    import duckdb
+
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; make it with `dflop {made_by}`")
+    try:
+        connection = duckdb.connect(str(path), read_only=True)
+        found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchall()
+    except duckdb.Error as error:
+        raise UserError(
+            f"{path} is not a dflop database ({str(error).splitlines()[0]}); remake it: `dflop {made_by}`"
+        ) from None
+    if found != [(str(SCHEMA_VERSION),)]:
+        connection.close()
+        raise UserError(
+            f"{path} has schema version {found[0][0] if found else 'unknown'}, this dflop writes {SCHEMA_VERSION}; "
+            f"remake it with `dflop {made_by}`"
+        )
+    return connection
+
+
+def write_database(
+    path: Path,
+    statements: str,
+    frames: Mapping[str, pl.DataFrame],
+    meta: Mapping[str, str],
+    parameters: Mapping[str, object] | None = None,
+) -> None:
+    """Run `statements` on `frames`, which they find by their names, and with the `parameters` that they mention."""
+    import duckdb
+
+    whole_meta = {
+        "schema_version": str(SCHEMA_VERSION),
+        "dflop_version": version("dflop"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **meta,
+    }
+    with written_whole(path) as beside, duckdb.connect(str(beside)) as connection:
+        for name, frame in frames.items():
+            connection.register(name, frame)
+        connection.execute("CREATE TABLE meta (key VARCHAR PRIMARY KEY, value VARCHAR)")
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", list(whole_meta.items()))
+        for statement in filter(str.strip, statements.split(";\n")):
+            used = {name: value for name, value in (parameters or {}).items() if f"${name}" in statement}
+            connection.execute(statement, used or None)

@@ -1,0 +1,156 @@
+"""`shapes.duckdb`: the shards' samples and rejects in one database, each under a name of its own."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from dflop.runtime import UserError
+from dflop.store.database import write_database
+
+__all__ = ["ShardFile", "write_shapes"]
+
+_SHAPES_SQL = """
+CREATE TABLE sources AS
+    SELECT name, path, media_root, sampling, digest, num_records FROM source_frame ORDER BY position;
+
+CREATE TABLE records AS
+    SELECT shard.position AS shard_position, shape.row AS shard_row, shard.source, shard.source_position,
+           coalesce(sampled.row, shard.first_row + shape.row) AS manifest_row, shard.name AS shard,
+           shape.* EXCLUDE (row, filename, sample_id),
+           coalesce(shape.sample_id, shard.source || '/' || manifest_row) AS given_id,
+           shape.sample_id IS NULL AS is_unnamed
+    FROM read_parquet($files, filename = true) AS shape
+    JOIN shard_frame AS shard ON shape.filename = shard.path
+    LEFT JOIN sampled_frame AS sampled
+        ON sampled.source = shard.source AND sampled.position = shard.start + shape.row;
+
+CREATE TABLE accepted AS
+    SELECT *, min(source_position) OVER (PARTITION BY given_id) AS first_source,
+           row_number() OVER (PARTITION BY source, is_unnamed, given_id
+                              ORDER BY shard_position, shard_row) AS occurrence
+    FROM records WHERE reason IS NULL;
+
+CREATE TABLE named AS
+    SELECT * REPLACE (CASE WHEN first_source < source_position THEN source || '/' || given_id ELSE given_id END
+                      AS given_id)
+    FROM accepted WHERE occurrence = 1 OR $keep_duplicates;
+
+-- What stands before a number: more `#` than any id has in a row, so that no numbered id is another's own.
+CREATE TABLE numbering AS
+    SELECT repeat('#', 1 + coalesce(max(len(run)), 0)) AS mark
+    FROM (SELECT unnest(regexp_extract_all(given_id, '#+')) AS run FROM named WHERE contains(given_id, '#'));
+
+CREATE TABLE samples AS
+    SELECT CASE WHEN number > 1 THEN given_id || (SELECT mark FROM numbering) || number ELSE given_id END AS sample_id,
+           source, manifest_row AS row, shard, modality, num_images, num_frames, audio_s, num_items, vision_tokens,
+           audio_tokens, text_tokens, llm_tokens, truncated, kept_vision_tokens, target_tokens, num_audio_windows,
+           audio_rate_hz, media_width, media_height, media_frames
+    FROM (SELECT *, row_number() OVER (PARTITION BY given_id ORDER BY is_unnamed, shard_position, shard_row) AS number
+          FROM named)
+    ORDER BY shard_position, shard_row;
+
+CREATE TABLE rejects AS
+    SELECT source, row, sample_id, reason, detail FROM (
+        SELECT source, manifest_row AS row, given_id AS sample_id, reason, detail, shard_position, shard_row
+        FROM records WHERE reason IS NOT NULL
+        UNION ALL
+        SELECT source, manifest_row, given_id, 'duplicate_id',
+               'an earlier record of the source has the same id (`data.duplicate_ids: keep` keeps both)',
+               shard_position, shard_row
+        FROM accepted WHERE occurrence > 1 AND NOT $keep_duplicates)
+    ORDER BY shard_position, shard_row;
+
+DROP TABLE numbering;
+DROP TABLE named;
+DROP TABLE accepted;
+DROP TABLE records;
+
+CREATE VIEW reject_summary AS
+    SELECT source, reason, count(*) AS num_records,
+           list(sample_id || ': ' || detail ORDER BY row)[1:3] AS examples
+    FROM rejects GROUP BY source, reason ORDER BY source, num_records DESC, reason;
+
+CREATE VIEW shape_summary AS
+    SELECT source, modality, quantity, count(*) AS num_samples,
+           round(quantile_cont(value, 0.05), 1) AS p5, round(quantile_cont(value, 0.5), 1) AS p50,
+           round(quantile_cont(value, 0.95), 1) AS p95, round(quantile_cont(value, 0.99), 1) AS p99,
+           max(value) AS max, sum(value) AS total,
+           round(coalesce(stddev_pop(value) / nullif(avg(value), 0), 0), 3) AS coefficient_of_variation
+    FROM (SELECT source, modality,
+                 unnest(['num_items', 'text_tokens', 'vision_tokens', 'audio_tokens', 'llm_tokens']) AS quantity,
+                 unnest([num_items, text_tokens, vision_tokens, audio_tokens, llm_tokens]) AS value FROM samples)
+    GROUP BY ALL ORDER BY source, modality, quantity;
+"""
+
+
+class ShardFile(NamedTuple):
+    """A shard's Parquet file, and where its records begin: among those that are kept, and in the manifest."""
+
+    path: Path
+    name: str
+    source: str
+    start: int
+    first_row: int
+
+
+def write_shapes(
+    path: Path,
+    shards: Sequence[ShardFile],
+    sources: pl.DataFrame,
+    meta: Mapping[str, str],
+    *,
+    sampled_rows: Mapping[str, np.ndarray],
+    keep_duplicates: bool,
+) -> None:
+    """Merge shard files into `samples`, `rejects`, `sources` and the views `shape_summary` and `reject_summary`.
+
+    `sources` has the columns name, path, media_root, sampling, digest and num_records, one row a source;
+    `sampled_rows` the manifest's rows of randomly sampled sources. Of records that share an id in a source
+    the first is kept, or, with `keep_duplicates`, all under names of their own.
+
+    Raises:
+        UserError: when there is no shard, that is, no record; or when a shard's file lacks a column.
+    """
+    import duckdb
+
+    if not shards:
+        raise UserError("no manifest of `data.sources` holds any record (after its `sampling`); add data")
+    positions = {name: position for position, name in enumerate(sources["name"])}
+    shard_frame = pl.DataFrame(
+        [
+            (index, str(shard.path), shard.name, shard.source, positions[shard.source], shard.start, shard.first_row)
+            for index, shard in enumerate(shards)
+        ],
+        schema={
+            "position": pl.Int64,
+            "path": pl.String,
+            "name": pl.String,
+            "source": pl.String,
+            "source_position": pl.Int64,
+            "start": pl.Int64,
+            "first_row": pl.Int64,
+        },
+        orient="row",
+    )
+    sampled_schema = {"source": pl.String, "position": pl.Int64, "row": pl.Int64}
+    sampled_frames = [
+        pl.DataFrame({"source": source, "position": np.arange(len(rows)), "row": rows}, schema=sampled_schema)
+        for source, rows in sampled_rows.items()
+    ]
+    frames = {
+        "shard_frame": shard_frame,
+        "source_frame": sources.with_row_index("position"),
+        "sampled_frame": pl.concat([pl.DataFrame(schema=sampled_schema), *sampled_frames]),
+    }
+    # Sources that are the same have the same files; the join with their shards counts a file for each.
+    parameters = {"files": list(dict.fromkeys(str(shard.path) for shard in shards)), "keep_duplicates": keep_duplicates}
+    try:
+        write_database(path, _SHAPES_SQL, frames, meta, parameters)
+    except (duckdb.BinderException, duckdb.InvalidInputException) as error:
+        raise UserError(
+            f"the shards in {shards[0].path.parent} are not as this dflop writes them ({str(error).splitlines()[0]}); "
+            "make them again with `dflop profile-shapes`"
+        ) from None
