@@ -252,7 +252,9 @@ def jobs_after(finished):
 
 
 def test_a_change_of_code_reruns_the_rule_whose_command_uses_it_and_what_depends_on_it(jobs_after):
-    """Which definitions are behind which command is a matter of unit tests; here three changes stand for all."""
+    """Which definitions are behind which command, and which command's code a rule tracks, is shown for all of them by
+    unit tests of the commands. A dry run takes seconds, so that three changes stand here for what Snakemake does then.
+    """
     assert jobs_after({"data/demo/dataset.py": "make_demo_data", "balancing/sampler.py": "_at_least"}) == []
     assert set(jobs_after({"planning/search.py": "search_plans"})) == {
         *("search_plan", "preview_schedule", "train", "report", "all"),

@@ -1,5 +1,6 @@
 """A command sees the keys it lists and no other, and the code behind it is what it uses."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,20 @@ def test_a_definition_is_behind_the_commands_that_use_it_and_no_other(reached, d
     module, _, name = f"dflop.{definition}".rpartition(".")
     assert hasattr(__import__(module, fromlist=[name]), name)
     assert {command for command, (found, _) in reached.items() if (module, name) in found} == commands
+
+
+def test_each_rule_tracks_the_code_of_the_command_that_it_runs():
+    """With the reach of every definition above, that is all that decides what a change of code reruns."""
+    tracked = {}
+    for path in sorted((PACKAGE.parent / "workflow" / "rules").glob("*.smk")):
+        for rule in re.split(r"^(?:rule|checkpoint) ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            commands = re.findall(r'"(?:\{params.launcher\} )?dflop ([a-z-]+) ', rule)
+            tracked[rule.partition(":")[0]] = commands, re.findall(r'code_digest\("([a-z-]+)"\)', rule)
+    # What measures costs is tracked through the file of settings, which another rule writes.
+    by_settings = {"cost_settings": ([], ["profile-costs"]), "profile_costs": (["profile-costs"], [])}
+    assert {name: tracked.pop(name) for name in by_settings} == by_settings
+    assert all(len(commands) == 1 and commands == digests for commands, digests in tracked.values()), tracked
+    assert {command for commands, _ in tracked.values() for command in commands} == COMMANDS.keys() - {"profile-costs"}
 
 
 def test_the_chat_template_is_behind_those_that_read_text_and_data_sheets_stand_in_the_params(reached):
