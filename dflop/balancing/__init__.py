@@ -4,7 +4,7 @@
 people's training loops; it needs torch, and is imported where it is asked for.
 """
 
-from dflop.balancing.ilp import WORK_TIMEOUT_S, CbcProcess, IlpResult, ilp_buckets, without_cbc
+from dflop.balancing.ilp import WORK_TIMEOUT_S, CbcProcess, IlpResult, without_cbc
 from dflop.balancing.policies import (
     NO_CAP,
     dealt_at_random,
@@ -29,7 +29,6 @@ __all__ = [
     "dealt_at_random",
     "descend",
     "goal_s",
-    "ilp_buckets",
     "least_bucket_s",
     "lpt_buckets",
     "quick_buckets",

@@ -28,7 +28,7 @@ from dflop.balancing.problem import (
     goal_s,
 )
 
-__all__ = ["MAX_VARIABLES", "CbcProcess", "IlpResult", "ilp_buckets", "without_cbc"]
+__all__ = ["MAX_VARIABLES", "CbcProcess", "IlpResult", "without_cbc"]
 
 # The most (kind of sample, bucket) pairs: for larger problems CBC finds nothing within a second.
 MAX_VARIABLES = 40_000
@@ -59,12 +59,6 @@ class IlpResult:
     objective_s: float
     status: str
     detail: str = ""
-
-
-def ilp_buckets(problem: BatchProblem, start: np.ndarray, *, time_limit_s: float) -> IlpResult:
-    """Improve one assignment. For many in a row keep a `CbcProcess`: starting one takes a few tenths of a second."""
-    with CbcProcess() as cbc:
-        return cbc.solve(problem, start, time_limit_s=time_limit_s)
 
 
 class CbcProcess:

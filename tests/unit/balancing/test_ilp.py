@@ -18,7 +18,6 @@ from dflop.balancing import (
     bucket_loads,
     check_assignment,
     goal_s,
-    ilp_buckets,
     random_buckets,
 )
 
@@ -182,7 +181,8 @@ def test_without_a_cbc_library_the_start_comes_back_with_the_reason(monkeypatch,
 def test_a_python_that_does_not_start_is_unavailable(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     problem, start = hard_problem()
-    result = ilp_buckets(problem, start, time_limit_s=1.0)
+    with CbcProcess() as cbc:
+        result = cbc.solve(problem, start, time_limit_s=1.0)
     assert (result.status, result.bucket is start) == ("unavailable", True)
     assert "No such file" in result.detail
 
