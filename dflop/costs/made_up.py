@@ -8,7 +8,7 @@ import torch
 
 from dflop.costs.design import Point
 from dflop.models import ModelSpec, load_runtime
-from dflop.models.microbatch import TextBatch, VisualBatch
+from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.stages import EncoderStage, LlmStage
 
 __all__ = ["MadeUpRuns", "Run"]
@@ -41,7 +41,7 @@ class MadeUpRuns:
 
     def _of_encoder(self, encoder: EncoderStage, point: Point) -> Run:
         made_up = self._make_up_media(self._spec, self._module, point.num_items)
-        batch = VisualBatch(
+        batch = EncoderBatch(
             items=self._random(point.num_items, *made_up.item_shape),
             media=tuple((medium,) for medium in made_up.media),
             kept_tokens=(_ALL_TOKENS,) * len(made_up.media),
@@ -51,7 +51,7 @@ class MadeUpRuns:
         if point.piece == "whole":
             return Run(self._cast(lambda: torch.cat(encoder(batch))), [])
         with torch.no_grad():
-            shape = encoder.embed(VisualBatch(items=batch.items[:1], media=(), kept_tokens=())).shape
+            shape = encoder.embed(EncoderBatch(items=batch.items[:1], media=(), kept_tokens=())).shape
         leaf = self._random(point.num_items, *shape[1:]).requires_grad_()
         if point.piece == "layers":
             return Run(self._cast(lambda: encoder.encode(leaf)[-1]), [leaf])
@@ -67,7 +67,7 @@ class MadeUpRuns:
             token_ids=ids,
             position_ids=torch.cat([torch.arange(length, device=device) for length in point.segments]),
             segment_ends=list(itertools.accumulate(point.segments)),
-            visual_positions=(torch.arange(num_tokens // 2, device=device),),
+            feature_positions=(torch.arange(num_tokens // 2, device=device),),
             target_positions=targets,
             target_ids=ids[targets],
         )

@@ -6,6 +6,7 @@ unless its size was trusted and nobody has looked for it before.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from dflop.config import VideoConfig
-from dflop.data.media import IMAGE_ERRORS, frame_indices, open_clip, open_medium, open_picture, video_header
+from dflop.data.media import IMAGE_ERRORS, frame_indices, header_of_opened, open_clip, open_medium, open_picture
 from dflop.data.records import Embedded, Medium, RecordError, resolve_medium
 from dflop.data.shapes import MediumSize
-from dflop.models.microbatch import MediaProcessor, MediumLayout
+from dflop.models.microbatch import MediaProcessor
+from dflop.runtime import UserError
 
 __all__ = ["MediaDecoder"]
 
@@ -30,30 +32,29 @@ class MediaDecoder:
     Sentences on what is not as it was profiled are added to `unreadable`.
     """
 
-    pixels: MediaProcessor
+    processor: MediaProcessor
     video: VideoConfig
     max_image_pixels: int
     unreadable: list[str]
 
-    def items_of(
-        self, media: Sequence[Medium], sizes: Sequence[MediumSize], root: Path
-    ) -> tuple[list[np.ndarray], tuple[MediumLayout, ...]]:
-        """Each medium's items and layout.
+    def items_of(self, media: Sequence[Medium], sizes: Sequence[MediumSize], root: Path) -> list[np.ndarray]:
+        """The items of each medium, which are all of one encoder.
 
         Raises:
             RecordError: missing_media or path_escape.
         """
         known = list(zip(media, sizes, strict=True))
         pictures = [self._picture(medium, size, root) for medium, size in known if medium.kind == "image"]
-        crops = iter(self.pixels.images(pictures)) if pictures else iter(())
-        items, layout = [], []
+        crops = iter(self.processor.images(pictures)) if pictures else iter(())
+        items = []
         for medium, size in known:
             if medium.kind == "image":
                 items.append(next(crops))
+            elif medium.kind == "video":
+                items.append(self.processor.frames(self._frames(resolve_medium(root, medium), size)))
             else:
-                items.append(self.pixels.frames(self._frames(resolve_medium(root, medium), size)))
-            layout.append(MediumLayout(medium.kind, len(items[-1]), size.height, size.width))
-        return items, tuple(layout)
+                raise UserError(f"{medium.file}: training cannot decode {medium.kind} yet; leave such records out")
+        return items
 
     def _picture(self, medium: Medium, size: MediumSize, root: Path) -> Image.Image:
         is_trusted = medium.size is not None  # whose file nobody has looked at so far
@@ -84,10 +85,14 @@ class MediaDecoder:
         frames: list[Image.Image] = []
         why = "it has no more"
         try:
-            wanted = frame_indices(video_header(file), self.video)
-            if len(wanted) > size.num_frames:
-                self.unreadable.append(f"{file}: {len(wanted)} frames, it was profiled with {size.num_frames}")
-            with open_clip(file) as container:
+            with ExitStack() as opened:
+                container = opened.enter_context(open_clip(file))
+                header, is_at_start = header_of_opened(container, file)
+                wanted = frame_indices(header, self.video)
+                if len(wanted) > size.num_frames:
+                    self.unreadable.append(f"{file}: {len(wanted)} frames, it was profiled with {size.num_frames}")
+                if not is_at_start:
+                    container = opened.enter_context(open_clip(file))
                 container.streams.video[0].thread_type = "AUTO"
                 frames += _frames_at(container, iter(wanted[: size.num_frames]))
         except (av.error.FFmpegError, OSError) as error:

@@ -1,10 +1,10 @@
 """What a node of training feeds on, one microbatch at a time: the media it encodes, or the packed text it learns.
 
-Indices move, pixels do not: encoders open the media of the samples that the schedule gives them, the LLM's first and
-last stage read text, and the stages between read nothing. How many tokens a medium takes in the text follows from the
-sizes that were profiled, so nobody reads a header again; an encoder sees a changed medium when it decodes it. A
-`MicrobatchLoader` is a torch dataset whose items are microbatches, so that torch's DataLoader prefetches them in
-worker processes.
+Indices move, pixels do not: an encoder's first stage opens the media of the samples that the schedule gives it, its
+last one and the LLM's first and last read records, and the stages between read nothing. How many tokens a medium takes
+in the text follows from the sizes that were profiled, so nobody reads a header again; an encoder sees a changed medium
+when it decodes it. A `MicrobatchLoader` is a torch dataset whose items are microbatches, so that torch's DataLoader
+prefetches them in worker processes.
 """
 
 import itertools
@@ -21,17 +21,17 @@ from torch.utils.data import Dataset
 from dflop.data.decoding import MediaDecoder
 from dflop.data.manifests import Source, SourceRecords
 from dflop.data.records import Record, RecordError, parse_record
-from dflop.data.shapes import MediumSize, PlacedText, ShapeReader, expand_text
+from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text
 from dflop.data.text import ChatTokenizer
-from dflop.models.microbatch import MediaProcessor, MediumLayout, TextBatch, VisualBatch
+from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, TextBatch
 from dflop.runtime import UserError
 
 __all__ = [
-    "LoadedVisual",
+    "EncoderFeed",
+    "LoadedMedia",
     "MicrobatchJob",
     "MicrobatchLoader",
     "SampleRef",
-    "SegmentsJob",
     "TrainingRecords",
     "segments_of",
 ]
@@ -47,32 +47,36 @@ class SampleRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchJob:
-    """One microbatch of one node: its samples, their media's profiled sizes, the visual tokens that each keeps, all of
-    its tokens in the LLM, and who encodes its media."""
+    """One microbatch of one node: its samples, and of each its media's profiled sizes and all its tokens in the LLM.
+
+    `kept_tokens` (how many tokens of its media each sample keeps) and `encoder_rank` (which replica encodes them) have
+    one number for each encoder.
+    """
 
     samples: tuple[SampleRef, ...]
     media: tuple[tuple[MediumSize, ...], ...]
-    kept_vision_tokens: tuple[int, ...]
+    kept_tokens: tuple[tuple[int, ...], ...]
     llm_tokens: tuple[int, ...]
-    encoder_rank: tuple[int, ...]
+    encoder_rank: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentsJob:
-    """One microbatch of an LLM stage that is neither the first nor the last: how long each sample is, in tokens."""
+class EncoderFeed:
+    """What the loaders know of an encoder: the kinds of media that it takes, and how many replicas it has."""
 
-    llm_tokens: tuple[int, ...]
+    kinds: tuple[str, ...]
+    num_replicas: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedVisual:
+class LoadedMedia:
     """A microbatch of media; `unreadable` are sentences on those that are not what was profiled."""
 
-    batch: VisualBatch
+    batch: EncoderBatch
     unreadable: tuple[str, ...]
 
-    def pin_memory(self) -> "LoadedVisual":
-        return LoadedVisual(batch=self.batch.pin_memory(), unreadable=self.unreadable)
+    def pin_memory(self) -> "LoadedMedia":
+        return LoadedMedia(batch=self.batch.pin_memory(), unreadable=self.unreadable)
 
 
 @dataclass
@@ -106,112 +110,132 @@ class TrainingRecords:
 class _Sample(NamedTuple):
     record: Record
     media_root: Path
+    shapes: list[MediumShape]
     placed: PlacedText
 
 
 @dataclass
 class MicrobatchLoader(Dataset):
-    """`loader[job]` is a `LoadedVisual` for encoder ranks (`pixels` given) and a `TextBatch` for LLM ranks."""
+    """`loader[job]` is a `LoadedMedia` for an encoder's stage (`encoder` is its place among them) and a `TextBatch`
+    for one of the LLM (None). Media are decoded where there is a `processor`: the first stage of an encoder has one."""
 
     records: TrainingRecords
     reader: ShapeReader
     tokenizer_folder: Path
     max_llm_tokens: int
-    num_encoder_ranks: int
-    pixels: MediaProcessor | None
+    encoders: tuple[EncoderFeed, ...]
+    encoder: int | None
+    processor: MediaProcessor | None = None
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
         return ChatTokenizer(self.tokenizer_folder, self.reader.rules.special_tokens)
 
-    def __getitem__(self, job: MicrobatchJob) -> LoadedVisual | TextBatch:
+    def __getitem__(self, job: MicrobatchJob) -> LoadedMedia | TextBatch:
         """Load a microbatch.
 
         Raises:
             UserError: naming the sample whose record or media are no longer what was profiled.
         """
-        return self._text(job) if self.pixels is None else self._visual(job, self.pixels)
+        return self._text(job) if self.encoder is None else self._media(job, self.encoder)
 
-    def _profiled(self, ref: SampleRef, sizes: Sequence[MediumSize], kept_vision_tokens: int) -> _Sample:
+    def _profiled(self, ref: SampleRef, sizes: Sequence[MediumSize], kept_tokens: int) -> _Sample:
         """A sample with its media in their places, which must have the tokens that the schedule counts on."""
         try:
             record, media_root = self.records.record(ref)
-            placed = self.reader.place_media(record, self.reader.stored_media(record, sizes))
+            shapes = self.reader.stored_media(record, sizes)
+            placed = self.reader.place_media(record, shapes)
         except (RecordError, IndexError) as error:
             raise UserError(_changed(ref, str(error))) from None
         whole = sum(placed.num_tokens)
-        if whole < kept_vision_tokens or (whole > kept_vision_tokens and not self._is_truncated(placed)):
-            raise UserError(_changed(ref, f"{whole} visual tokens, {kept_vision_tokens} were profiled"))
-        return _Sample(record, media_root, placed)
+        if whole < kept_tokens or (whole > kept_tokens and not self._is_truncated(placed)):
+            raise UserError(_changed(ref, f"{whole} tokens of media, {kept_tokens} were profiled"))
+        return _Sample(record, media_root, shapes, placed)
 
     def _is_truncated(self, placed: PlacedText) -> bool:
         (text,) = self.tokenizer.encode([placed.turns])
         return len(text.token_ids) - len(placed.num_tokens) + sum(placed.num_tokens) > self.max_llm_tokens
 
-    def _visual(self, job: MicrobatchJob, pixels: MediaProcessor) -> LoadedVisual:
+    def _media(self, job: MicrobatchJob, encoder: int) -> LoadedMedia:
+        kinds = self.encoders[encoder].kinds
         items: list[np.ndarray] = []
         layouts: list[tuple[MediumLayout, ...]] = []
         unreadable: list[str] = []
-        decoder = MediaDecoder(pixels, self.reader.video, self.reader.max_image_pixels, unreadable)
-        for ref, sizes, kept in zip(job.samples, job.media, job.kept_vision_tokens, strict=True):
-            sample = self._profiled(ref, sizes, kept)
+        for ref, sizes, kept in zip(job.samples, job.media, job.kept_tokens, strict=True):
+            sample = self._profiled(ref, sizes, sum(kept))
+            own = [place for place, medium in enumerate(sample.record.media) if medium.kind in kinds]
+            layouts.append(
+                tuple(
+                    MediumLayout(shape.kind, shape.count.num_items, shape.size.height, shape.size.width)
+                    for shape in (sample.shapes[place] for place in own)
+                )
+            )
+            if self.processor is None:
+                continue
+            decoder = MediaDecoder(self.processor, self.reader.video, self.reader.max_image_pixels, unreadable)
             try:
-                sample_items, layout = decoder.items_of(sample.record.media, sizes, sample.media_root)
+                decoded = decoder.items_of(
+                    [sample.record.media[place] for place in own], [sizes[place] for place in own], sample.media_root
+                )
             except RecordError as error:
                 raise UserError(_changed(ref, str(error))) from None
-            items += sample_items
-            layouts.append(layout)
-        stacked = np.concatenate(items) if items else np.zeros((0, *pixels.item_shape), dtype=np.float32)
-        batch = VisualBatch(
-            items=torch.from_numpy(stacked), media=tuple(layouts), kept_tokens=tuple(job.kept_vision_tokens)
+            assert [len(own) for own in decoded] == [medium.num_items for medium in layouts[-1]]
+            items += decoded
+        return LoadedMedia(
+            batch=EncoderBatch(
+                items=None if self.processor is None else _stacked(items, self.processor.item_shape),
+                media=tuple(layouts),
+                kept_tokens=tuple(kept[encoder] for kept in job.kept_tokens),
+            ),
+            unreadable=tuple(unreadable),
         )
-        return LoadedVisual(batch=batch, unreadable=tuple(unreadable))
 
     def _text(self, job: MicrobatchJob) -> TextBatch:
         samples = [
-            self._profiled(ref, sizes, kept)
-            for ref, sizes, kept in zip(job.samples, job.media, job.kept_vision_tokens, strict=True)
+            self._profiled(ref, sizes, sum(kept))
+            for ref, sizes, kept in zip(job.samples, job.media, job.kept_tokens, strict=True)
         ]
         texts = self.tokenizer.encode([sample.placed.turns for sample in samples])
-        ids, positions, targets, is_visual, encoders = [], [], [], [], []
-        for number, (sample, text, encoder_rank) in enumerate(zip(samples, texts, job.encoder_rank, strict=True)):
+        ids, targets = [], []
+        for number, (sample, text) in enumerate(zip(samples, texts, strict=True)):
             token_ids, is_target = expand_text(text, sample.placed.num_tokens, self.max_llm_tokens)
             if len(token_ids) != job.llm_tokens[number]:
                 what = f"{len(token_ids)} tokens, {job.llm_tokens[number]} were profiled"
                 raise UserError(_changed(job.samples[number], what))
             ids.append(token_ids)
             targets.append(is_target)
-            positions.append(np.arange(len(token_ids)))
-            is_visual.append(np.isin(token_ids, list(self.tokenizer.placeholder_ids.values())))
-            encoders.append(np.full(len(token_ids), encoder_rank))
         token_ids, is_target = np.concatenate(ids), np.concatenate(targets)
-        visual, encoder = np.concatenate(is_visual), np.concatenate(encoders)
         # The token at position i is predicted from position i - 1; a segment's first token is never a target.
         learned = np.flatnonzero(is_target)
+        position_ids, segment_ends = segments_of(job.llm_tokens)
         return TextBatch(
             token_ids=torch.from_numpy(token_ids),
-            position_ids=torch.from_numpy(np.concatenate(positions)),
-            segment_ends=list(itertools.accumulate(len(part) for part in ids)),
-            visual_positions=tuple(
-                torch.from_numpy(np.flatnonzero(visual & (encoder == rank))) for rank in range(self.num_encoder_ranks)
-            ),
+            position_ids=position_ids,
+            segment_ends=segment_ends,
+            feature_positions=self._feature_positions(job, token_ids),
             target_positions=torch.from_numpy(learned - 1),
             target_ids=torch.from_numpy(token_ids[learned]),
         )
 
+    def _feature_positions(self, job: MicrobatchJob, token_ids: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """Where the features of each encoder's replicas go in the packed text."""
+        positions = []
+        for place, encoder in enumerate(self.encoders):
+            placeholders = [self.tokenizer.placeholder_ids[kind] for kind in encoder.kinds]
+            own = np.flatnonzero(np.isin(token_ids, placeholders))
+            replica = np.repeat([ranks[place] for ranks in job.encoder_rank], job.llm_tokens)[own]
+            positions += [torch.from_numpy(own[replica == number]) for number in range(encoder.num_replicas)]
+        return tuple(positions)
 
-def segments_of(job: SegmentsJob) -> TextBatch:
-    """What a middle stage knows of its text: where each sample ends, and each token's place in its sample."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    positions = np.concatenate([np.arange(length) for length in job.llm_tokens])
-    return TextBatch(
-        token_ids=nothing,
-        position_ids=torch.from_numpy(positions),
-        segment_ends=list(itertools.accumulate(job.llm_tokens)),
-        visual_positions=(),
-        target_positions=nothing,
-        target_ids=nothing,
-    )
+
+def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """Each token's place in its sample, and where each sample ends, of samples of so many tokens in a row."""
+    positions = np.concatenate([np.arange(length) for length in llm_tokens])
+    return torch.from_numpy(positions), list(itertools.accumulate(llm_tokens))
+
+
+def _stacked(items: list[np.ndarray], item_shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(items) if items else np.zeros((0, *item_shape), dtype=np.float32))
 
 
 def _changed(ref: SampleRef, what: str) -> str:

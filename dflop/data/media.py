@@ -32,6 +32,7 @@ __all__ = [
     "VideoHeader",
     "audio_header",
     "frame_indices",
+    "header_of_opened",
     "image_size",
     "open_clip",
     "open_medium",
@@ -180,28 +181,34 @@ def open_clip(medium: Path | Embedded) -> InputContainer:
 
 
 def video_header(medium: Path | Embedded) -> VideoHeader:
-    """Frame count, rate and size of a clip's first video stream.
+    """Frame count, rate and size of a clip's first video stream."""
+    try:
+        with open_clip(medium) as container:
+            header, _ = header_of_opened(container, medium)
+    except (FFmpegError, OSError) as error:
+        raise _unreadable(medium, error) from None
+    return header
+
+
+def header_of_opened(container: InputContainer, medium: Path | Embedded) -> tuple[VideoHeader, bool]:
+    """The header of an open clip, and whether the container still stands at its beginning.
 
     Where the header does not count the frames (Matroska, WebM), or the file is shorter than it says, they are
     counted by going through the file, which is still not decoded.
     """
-    try:
-        with open_clip(medium) as container:
-            if not container.streams.video:
-                raise _unreadable(medium, "it has no video stream")
-            stream = container.streams.video[0]
-            if stream.codec_context is None:
-                raise _unreadable(medium, "its video is of an unknown codec")
-            fps = float(stream.average_rate or stream.base_rate or 0)
-            num_frames = stream.frames
-            if not num_frames or _is_cut_off(medium):
-                num_frames = sum(packet.size > 0 and not packet.is_corrupt for packet in container.demux(stream))
-            header = VideoHeader(num_frames, fps, stream.width, stream.height)
-    except (FFmpegError, OSError) as error:
-        raise _unreadable(medium, error) from None
-    if header.num_frames <= 0 or header.fps <= 0:
+    if not container.streams.video:
+        raise _unreadable(medium, "it has no video stream")
+    stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise _unreadable(medium, "its video is of an unknown codec")
+    fps = float(stream.average_rate or stream.base_rate or 0)
+    num_frames = stream.frames
+    is_counted = bool(num_frames) and not _is_cut_off(medium)
+    if not is_counted:
+        num_frames = sum(packet.size > 0 and not packet.is_corrupt for packet in container.demux(stream))
+    if num_frames <= 0 or fps <= 0:
         raise _unreadable(medium, "it has no frames or no frame rate")
-    return header
+    return VideoHeader(num_frames, fps, stream.width, stream.height), is_counted
 
 
 def _is_cut_off(medium: Path | Embedded) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-__all__ = ["MediaProcessor", "MediumLayout", "TextBatch", "VisualBatch"]
+__all__ = ["EncoderBatch", "MediaProcessor", "MediumLayout", "TextBatch"]
 
 
 class MediaProcessor(Protocol):
@@ -38,33 +38,37 @@ class MediumLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VisualBatch:
-    """Media of the samples that one encoder rank computes for one microbatch.
+class EncoderBatch:
+    """Media of the samples that one replica of an encoder computes for one microbatch.
 
-    `items` is [num_items, 3, height, width]; `media` holds each sample's media in order, `kept_tokens`
-    how many of its visual tokens the LLM sees (fewer than there are only if the sample is truncated).
+    `items` is [num_items, *item_shape], and None on an encoder's later stages. `media` holds each sample's media in
+    order, `kept_tokens` how many of their tokens the LLM sees (fewer than there are only if the sample is truncated).
     """
 
-    items: torch.Tensor
+    items: torch.Tensor | None
     media: tuple[tuple[MediumLayout, ...], ...]
     kept_tokens: tuple[int, ...]
 
-    def pin_memory(self) -> "VisualBatch":
-        return replace(self, items=self.items.pin_memory())
+    def pin_memory(self) -> "EncoderBatch":
+        return self if self.items is None else replace(self, items=self.items.pin_memory())
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "EncoderBatch":
+        return self if self.items is None else replace(self, items=self.items.to(device, dtype, non_blocking=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextBatch:
     """Packed samples of one microbatch: [num_tokens] ids and positions, restarting at each segment.
 
-    `visual_positions` holds, for each encoder rank, where its features go; `target_positions` are the
-    positions whose next token is learned, `target_ids` those tokens.
+    `feature_positions` says where the encoders' features go: one tensor for each replica of the first encoder, then for
+    each of the second, and so on. `target_positions` are the positions whose next token is learned, `target_ids` those
+    tokens.
     """
 
     token_ids: torch.Tensor
     position_ids: torch.Tensor
     segment_ends: list[int]
-    visual_positions: tuple[torch.Tensor, ...]
+    feature_positions: tuple[torch.Tensor, ...]
     target_positions: torch.Tensor
     target_ids: torch.Tensor
 
@@ -79,7 +83,7 @@ class TextBatch:
             self,
             token_ids=change(self.token_ids),
             position_ids=change(self.position_ids),
-            visual_positions=tuple(map(change, self.visual_positions)),
+            feature_positions=tuple(map(change, self.feature_positions)),
             target_positions=change(self.target_positions),
             target_ids=change(self.target_ids),
         )

@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from dflop.models.division import Division, llm_division
-from dflop.models.microbatch import TextBatch, VisualBatch
-from dflop.runtime import UserError
+from dflop.models.microbatch import EncoderBatch, TextBatch
 
 __all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm"]
 
@@ -30,6 +29,16 @@ class Stage(nn.Module, ABC):
     def __init__(self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.hf, self.layers, self.is_first, self.is_last = hf, layers, is_first, is_last
+
+    @property
+    def reads_records(self) -> bool:
+        """Whether it takes more in than the stage before it gives: media and text at one end, their layout and the
+        targets at the other."""
+        return self.is_first or self.is_last
+
+    @property
+    def is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     @abstractmethod
     def division(self) -> Division:
@@ -62,23 +71,29 @@ class Stage(nn.Module, ABC):
 
 
 class EncoderStage(Stage):
-    """An encoder's layers, with what comes before the first and the projector behind the last."""
+    """A run of an encoder's layers, with what comes before the first and the projector behind the last."""
 
     @abstractmethod
-    def embed(self, batch: VisualBatch) -> torch.Tensor:
+    def hidden_shape(self, num_items: int) -> tuple[int, ...]:
+        """Shape of what one stage gives the next one: [num_items, num_positions, hidden_size]."""
+
+    @abstractmethod
+    def embed(self, batch: EncoderBatch) -> torch.Tensor:
         """What the first layer takes, [num_items, num_positions, hidden_size]."""
 
     @abstractmethod
     def encode(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """What comes in, and the output of each layer."""
+        """What comes in, and the output of each of this stage's layers."""
 
     @abstractmethod
-    def finish(self, outputs: list[torch.Tensor], batch: VisualBatch) -> list[torch.Tensor]:
+    def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
         """Features of each sample, [kept_tokens, hidden_size of the LLM]."""
 
-    def forward(self, batch: VisualBatch) -> list[torch.Tensor]:
-        """Items in, each sample's features out."""
-        return self.finish(self.encode(self.embed(batch)), batch)
+    def forward(self, batch: EncoderBatch, hidden: torch.Tensor | None = None) -> torch.Tensor | list[torch.Tensor]:
+        """Hidden states in and out; the first stage takes the batch's items instead, and the last one gives each
+        sample's features."""
+        outputs = self.encode(self.embed(batch) if self.is_first else hidden)
+        return self.finish(outputs, batch) if self.is_last else outputs[-1]
 
 
 class LlmStage(Stage):
@@ -95,7 +110,7 @@ class LlmStage(Stage):
     def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
         """Token embeddings [1, num_tokens, hidden_size] with the visual features put in their places."""
         hidden = self.hf.model.language_model.embed_tokens(batch.token_ids)
-        for positions, values in zip(batch.visual_positions, features, strict=True):
+        for positions, values in zip(batch.feature_positions, features, strict=True):
             if len(positions):
                 hidden = hidden.index_copy(0, positions, values.to(hidden.dtype))
         return hidden.unsqueeze(0)
@@ -125,25 +140,18 @@ class LlmStage(Stage):
 def cut_llm(hf: PreTrainedModel, layers: range, *, of_encoders: Sequence[str]) -> LlmStage:
     """The LLM's stage of these layers, in place, from a whole model with `model.language_model` and `lm_head`.
 
-    `of_encoders` names the submodules and parameters of `hf.model` that are not the LLM's.
-
-    Raises:
-        UserError: where several stages would have to share one matrix as embedding and head.
+    `of_encoders` names the submodules and parameters of `hf.model` that are not the LLM's. Where the head is the
+    embedding (tied), the last stage has a copy of it under the embedding's name.
     """
     language_model = hf.model.language_model
     num_layers = len(language_model.layers)
     is_first, is_last = layers.start == 0, layers.stop == num_layers
-    if hf.config.tie_word_embeddings and not (is_first and is_last):
-        raise UserError(
-            "this model ties its embedding to its head, which pipeline stages of the LLM cannot share yet; "
-            "use `plan.fixed.llm.pp: 1`"
-        )
     for name in of_encoders:
         setattr(hf.model, name, None)
     for index in range(num_layers):
         if index not in layers:
             language_model.layers[index] = nn.Identity()
-    if not is_first:
+    if not (is_first or (is_last and hf.config.tie_word_embeddings)):
         language_model.embed_tokens = None
     if not is_last:
         language_model.norm, hf.lm_head = None, None

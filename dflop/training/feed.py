@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dflop.config import Config
-from dflop.data.loading import MicrobatchJob, SampleRef, SegmentsJob
+from dflop.data.loading import MicrobatchJob, SampleRef
 from dflop.data.shapes import MediumSize
 from dflop.pipeline import Node
 from dflop.runtime import UserError
@@ -162,24 +162,20 @@ class ScheduleFeed:
 class JobStream:
     """What a rank's nodes load, step after step, as a sampler for torch's DataLoader.
 
-    `forwards` are the nodes and microbatches of the rank's forwards in a step, in their order.
+    `forwards` are the nodes and microbatches of those of the rank's forwards in a step that read records, in their
+    order.
     """
 
     feed: ScheduleFeed
     forwards: tuple[tuple[Node, int], ...]
     steps: range
-    num_llm_stages: int
 
-    def __iter__(self) -> Iterator[tuple[str, MicrobatchJob | SegmentsJob]]:
-        """Each job with the module that it is for."""
+    def __iter__(self) -> Iterator[tuple[Node, MicrobatchJob]]:
+        """Each job with the node that it is for."""
         for step in self.steps:
             schedule = self.feed.get(step)
             for node, microbatch in self.forwards:
-                if node.module == "llm" and 0 < node.pp_stage < self.num_llm_stages - 1:
-                    lengths = schedule.llm_tokens[samples_of(schedule, node, microbatch)]
-                    yield node.module, SegmentsJob(tuple(map(int, lengths)))
-                else:
-                    yield node.module, job_of(schedule, node, microbatch)
+                yield node, job_of(schedule, node, microbatch)
 
 
 def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob:
@@ -197,9 +193,9 @@ def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob
             for source, row in zip(schedule.source[chosen], schedule.row[chosen], strict=True)
         ),
         media=tuple(tuple(MediumSize(*size) for size in sizes.tolist()) for sizes in schedule.media[chosen].of_each()),
-        kept_vision_tokens=tuple(map(int, schedule.kept_tokens[chosen, 0])),
-        llm_tokens=tuple(map(int, schedule.llm_tokens[chosen])),
-        encoder_rank=tuple(map(int, schedule.encoder_rank[chosen, 0])),
+        kept_tokens=tuple(map(tuple, schedule.kept_tokens[chosen].tolist())),
+        llm_tokens=tuple(schedule.llm_tokens[chosen].tolist()),
+        encoder_rank=tuple(map(tuple, schedule.encoder_rank[chosen].tolist())),
     )
 
 

@@ -9,12 +9,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from dflop.config import Config
 from dflop.data import ShapeReader, list_sources
-from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SegmentsJob, TrainingRecords, segments_of
-from dflop.pipeline import Plan
+from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, TrainingRecords
+from dflop.pipeline import Node, Plan
 from dflop.training.feed import JobStream
 from dflop.training.rank_model import RankModel
 
-__all__ = ["start_loading"]
+__all__ = ["make_loader", "start_loading"]
 
 # Microbatches that each loader process holds ready.
 _PREFETCH = 8
@@ -23,44 +23,48 @@ _PREFETCH = 8
 def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterator:
     """What the jobs of the stream ask for, in their order. The first is loaded when this returns: starting the
     processes takes seconds."""
-    data = config.data
-    common = {
-        "records": TrainingRecords(list_sources(data), config.seed),
-        "reader": ShapeReader(
+    loaders = {own.node: make_loader(config, model, plan, own.node) for own in model.nodes if own.stage.reads_records}
+    batches = iter(_data_loader(_RankDataset(loaders), stream, config))
+    first = next(batches, None)
+    return iter(()) if first is None else itertools.chain([first], batches)
+
+
+def make_loader(config: Config, model: RankModel, plan: Plan, node: Node) -> MicrobatchLoader:
+    """What loads a node's microbatches."""
+    data, encoders = config.data, [own.name for own in model.spec.encoders]
+    encoder = None if node.module == "llm" else encoders.index(node.module)
+    return MicrobatchLoader(
+        records=TrainingRecords(list_sources(data), config.seed),
+        reader=ShapeReader(
             rules=model.spec.rules,
             video=data.video,
             audio=data.audio,
             max_image_pixels=data.max_image_pixels,
             max_text_bytes=data.max_text_bytes,
         ),
-        "tokenizer_folder": model.tokenizer_folder,
-        "max_llm_tokens": data.max_llm_tokens,
-        "num_encoder_ranks": plan.grids[0].dp,
-    }
-    modules = {own.node.module for own in model.nodes}
-    dataset = _RankDataset(
-        {name: MicrobatchLoader(**common, pixels=None if name == "llm" else model.processor) for name in modules}
+        tokenizer_folder=model.tokenizer_folder,
+        max_llm_tokens=data.max_llm_tokens,
+        encoders=tuple(EncoderFeed(own.media, plan.grid(own.name).dp) for own in model.spec.encoders),
+        encoder=encoder,
+        processor=model.processor if encoder is not None and node.pp_stage == 0 else None,
     )
-    batches = iter(_data_loader(dataset, stream, config))
-    first = next(batches, None)
-    return iter(()) if first is None else itertools.chain([first], batches)
 
 
 @dataclass
 class _RankDataset(Dataset):
-    """What each of a rank's modules loads."""
+    """What each of a rank's nodes loads."""
 
-    loaders: dict[str, MicrobatchLoader]
+    loaders: dict[Node, MicrobatchLoader]
 
-    def __getitem__(self, item: tuple[str, MicrobatchJob | SegmentsJob]) -> object:
-        module, job = item
-        return segments_of(job) if isinstance(job, SegmentsJob) else self.loaders[module][job]
+    def __getitem__(self, item: tuple[Node, MicrobatchJob]) -> object:
+        node, job = item
+        return self.loaders[node][job]
 
 
 def _data_loader(dataset: Dataset, stream: JobStream, config: Config) -> DataLoader:
     """The loader must not read further ahead than the scheduler works. Otherwise they would wait for each other: the
     loader for a schedule, the scheduler for the first step to begin."""
-    most_ahead = config.schedule.lookahead_steps * len(stream.forwards)
+    most_ahead = max(1, config.schedule.lookahead_steps * len(stream.forwards))
     num_workers = min(config.train.loader_workers, most_ahead)
     return DataLoader(
         dataset,

@@ -26,7 +26,7 @@ from dflop.costs.analytic import PartWork
 from dflop.models import ModelSpec, check_tp, count_work
 from dflop.models.llava_onevision import PRESETS, make_spec
 from dflop.models.llava_onevision.runtime import RUNTIME
-from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.stages import Stage
 from dflop.models.tensor_parallel import shard_stage
 from dflop.runtime import UserError
@@ -137,7 +137,7 @@ def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tupl
     if case.module == "vision":
         items = draw(5, 3, 84, 84).requires_grad_()
         media = ((MediumLayout("image", 3, 84, 168),), (MediumLayout("video", 2, 84, 84),))
-        return items, stage(VisualBatch(items=items, media=media, kept_tokens=(60, 1000)))
+        return items, stage(EncoderBatch(items=items, media=media, kept_tokens=(60, 1000)))
     vocab_size = stage.hf.config.text_config.vocab_size
     ids = draw(40).abs().mul(1e6).long() % vocab_size
     # The ends of both ranks' shares, the padding's id in one case, and the id in that place of the other share.
@@ -146,7 +146,7 @@ def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tupl
         token_ids=ids,
         position_ids=torch.cat([torch.arange(25), torch.arange(15)]),
         segment_ends=[25, 40],
-        visual_positions=(torch.arange(6, 13),),
+        feature_positions=(torch.arange(6, 13),),
         target_positions=torch.arange(12, 39),
         target_ids=torch.cat([ids[:6], ids[19:]]),
     )

@@ -1,11 +1,13 @@
 """LLaVA-OneVision's encoder as a stage, and how the whole model is cut into stages."""
 
 import torch
-from transformers import LlavaOnevisionForConditionalGeneration
+from torch import nn
+from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
 from dflop.models.division import Division, check_kind
-from dflop.models.microbatch import VisualBatch
+from dflop.models.microbatch import EncoderBatch
 from dflop.models.stages import EncoderStage, LlmStage, cut_llm
+from dflop.runtime import UserError
 
 __all__ = ["VisionStage", "cut"]
 
@@ -14,9 +16,37 @@ def cut(hf: LlavaOnevisionForConditionalGeneration, module: str, layers: range) 
     """The stage of these layers of a module, in place, from the whole model."""
     if module == "llm":
         return cut_llm(hf, layers, of_encoders=("vision_tower", "multi_modal_projector", "image_newline"))
-    assert layers == range(len(hf.model.vision_tower.encoder.layers)), "encoders run in one stage"
     hf.model.language_model, hf.lm_head = None, None
-    return VisionStage(hf, layers, is_first=True, is_last=True)
+    tower = hf.model.vision_tower
+    num_layers = len(tower.encoder.layers)
+    is_first, is_last = layers.start == 0, layers.stop == num_layers
+    for index in set(range(num_layers)) - set(layers):
+        tower.encoder.layers[index] = nn.Identity()
+    if not is_first:
+        tower.embeddings = None
+    if not is_last:
+        hf.model.multi_modal_projector = hf.model.image_newline = None
+        for name in ("post_layernorm", "head"):
+            if hasattr(tower, name):
+                setattr(tower, name, None)
+    elif not is_first and (behind := _least_layers(hf.config)) > len(layers):
+        raise UserError(
+            f"`vision_feature_layer` is {hf.config.vision_feature_layer}: the last of the encoder's pipeline stages "
+            f"must have {behind} layers, and has {len(layers)}; use `plan.fixed.vision.pp: 1`"
+        )
+    return VisionStage(hf, layers, is_first=is_first, is_last=is_last)
+
+
+def _least_layers(config: LlavaOnevisionConfig) -> int:
+    """How many layers the last stage must have to hold all outputs that features are made of."""
+    num_layers = config.vision_config.num_hidden_layers
+    return max(-layer - 1 if layer < 0 else num_layers - layer for layer in _feature_layers(config))
+
+
+def _feature_layers(config: LlavaOnevisionConfig) -> list[int]:
+    """Whose outputs are features: counted from the embedding (0) on, or back from the last layer (-1)."""
+    chosen = config.vision_feature_layer
+    return [chosen] if isinstance(chosen, int) else list(chosen)
 
 
 class VisionStage(EncoderStage):
@@ -34,22 +64,27 @@ class VisionStage(EncoderStage):
             rows=("out_proj", "fc2", "linear_2"),
         )
 
-    def embed(self, batch: VisualBatch) -> torch.Tensor:
+    def hidden_shape(self, num_items: int) -> tuple[int, ...]:
+        """[num_items, num_patches, hidden_size]."""
+        config = self.hf.config.vision_config
+        return (num_items, (config.image_size // config.patch_size) ** 2, config.hidden_size)
+
+    def embed(self, batch: EncoderBatch) -> torch.Tensor:
         """Embedded patches [num_items, num_patches, hidden_size]."""
         return self.hf.model.vision_tower.embeddings(batch.items)
 
     def encode(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """What comes in, and the output of each layer, as `vision_feature_layer` counts them."""
+        """What comes in, and the output of each of this stage's layers."""
         outputs = [hidden]
         for index in self.layers:
             outputs.append(self.hf.model.vision_tower.encoder.layers[index](outputs[-1], None))
         return outputs
 
-    def finish(self, outputs: list[torch.Tensor], batch: VisualBatch) -> list[torch.Tensor]:
+    def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
         """Features of each sample, [kept_tokens, hidden_size of the LLM]."""
         model, config = self.hf.model, self.hf.config
-        chosen = config.vision_feature_layer
-        hidden = torch.cat([outputs[layer] for layer in ([chosen] if isinstance(chosen, int) else chosen)], dim=-1)
+        places = [layer - self.layers.start if layer >= 0 else layer for layer in _feature_layers(config)]
+        hidden = torch.cat([outputs[place] for place in places], dim=-1)
         if config.vision_feature_select_strategy == "default":
             hidden = hidden[:, 1:]
         per_item = model.multi_modal_projector(hidden)

@@ -24,7 +24,7 @@ from dflop.models import ModelSpec, count_work, family_names, family_of
 from dflop.models.attention import PACKED
 from dflop.models.llava_onevision.stages import VisionStage
 from dflop.models.loads import FEATURES, Coefficients
-from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.stages import LlmStage
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
@@ -102,7 +102,7 @@ def run_vision(model: PreTrainedModel, spec: ModelSpec, num_items: int) -> torch
     if spec.family == "internvl":
         return model.model.get_image_features(pixel_values=items).pooler_output
     media = tuple((MediumLayout("image", 1, side, side),) for _ in range(num_items))
-    batch = VisualBatch(items=items, media=media, kept_tokens=(1 << 30,) * num_items)
+    batch = EncoderBatch(items=items, media=media, kept_tokens=(1 << 30,) * num_items)
     layers = range(spec.module("vision").num_layers)
     return torch.cat(VisionStage(model, layers, is_first=True, is_last=True)(batch))
 
@@ -119,7 +119,7 @@ def run_llm(model: PreTrainedModel, num_segments: int, length: int, num_targets:
             token_ids=torch.zeros(num_tokens, dtype=torch.long),
             position_ids=torch.arange(length).repeat(num_segments),
             segment_ends=[length * (index + 1) for index in range(num_segments)],
-            visual_positions=(torch.arange(num_tokens),),
+            feature_positions=(torch.arange(num_tokens),),
             target_positions=targets,
             target_ids=torch.zeros(num_targets, dtype=torch.long),
         )

@@ -18,7 +18,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from dflop.config import ModelConfig, load_config
 from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, Source, SourceRecords
-from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.records import Record, parse_record
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
@@ -145,21 +145,21 @@ def test_every_record_has_the_items_and_tokens_that_training_makes(data, request
         "reader": reader,
         "tokenizer_folder": BUNDLED_TOKENIZER,
         "max_llm_tokens": MAX_LLM_TOKENS,
-        "num_encoder_ranks": 1,
+        "encoders": (EncoderFeed(("image", "video"), 1),),
     }
-    visual = MicrobatchLoader(**common, pixels=LlavaOnevisionPixels(spec))
-    text = MicrobatchLoader(**common, pixels=None)
+    visual = MicrobatchLoader(**common, encoder=0, processor=LlavaOnevisionPixels(spec))
+    text = MicrobatchLoader(**common, encoder=None)
     for row in frame.iter_rows(named=True):
         job = MicrobatchJob(
             samples=(SampleRef(source.name, row["row"]),),
             media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
-            kept_vision_tokens=(row["kept_vision_tokens"],),
+            kept_tokens=((row["kept_vision_tokens"],),),
             llm_tokens=(row["llm_tokens"],),
-            encoder_rank=(0,),
+            encoder_rank=((0,),),
         )
         batch, loaded = text[job], visual[job]
         assert not loaded.unreadable
         assert len(loaded.batch.items) == row["num_items"]
         assert len(batch.token_ids) == row["llm_tokens"]
-        assert len(batch.visual_positions[0]) == row["vision_tokens"]
+        assert len(batch.feature_positions[0]) == row["vision_tokens"]
         assert len(batch.target_ids) == row["target_tokens"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dflop.data import Source, SourceRecords, list_shards
-from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.manifests.formats import open_reader
 from dflop.data.records import EmbeddedBytes
 from dflop.data.shapes import MediumSize
@@ -150,19 +150,19 @@ def make(media, reader, profile_source, tiny_spec) -> Callable[[Callable[[Path],
             "reader": reader,
             "tokenizer_folder": BUNDLED_TOKENIZER,
             "max_llm_tokens": 100_000,
-            "num_encoder_ranks": 1,
+            "encoders": (EncoderFeed(("image", "video"), 1),),
         }
-        media_loader = MicrobatchLoader(pixels=pixels, **arguments)
-        text_loader = MicrobatchLoader(pixels=None, **arguments)
+        media_loader = MicrobatchLoader(encoder=0, processor=pixels, **arguments)
+        text_loader = MicrobatchLoader(encoder=None, **arguments)
         for_training = {}
         usable = frame.filter(pl.col("reason").is_null() & (pl.col("audio_tokens") == 0))
         for row in usable.reverse().iter_rows(named=True):
             job = MicrobatchJob(
                 samples=(SampleRef("it", row["row"]),),
                 media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
-                kept_vision_tokens=(row["kept_vision_tokens"],),
+                kept_tokens=((row["kept_vision_tokens"],),),
                 llm_tokens=(row["llm_tokens"],),
-                encoder_rank=(0,),
+                encoder_rank=((0,),),
             )
             loaded = media_loader[job]
             assert loaded.unreadable == ()

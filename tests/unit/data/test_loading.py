@@ -14,10 +14,10 @@ from PIL import Image
 from dflop.config import DataConfig, SourceConfig
 from dflop.data import list_sources
 from dflop.data.loading import (
+    EncoderFeed,
     MicrobatchJob,
     MicrobatchLoader,
     SampleRef,
-    SegmentsJob,
     TrainingRecords,
     segments_of,
 )
@@ -42,8 +42,9 @@ def make_loader(tiny_spec, reader):
             reader=reader,
             tokenizer_folder=BUNDLED_TOKENIZER,
             max_llm_tokens=MAX_LLM_TOKENS,
-            num_encoder_ranks=num_encoder_ranks,
-            pixels=pixels if of_media else None,
+            encoders=(EncoderFeed(("image", "video"), num_encoder_ranks),),
+            encoder=0 if of_media else None,
+            processor=pixels if of_media else None,
         )
 
     return make
@@ -66,9 +67,9 @@ def job(rows: list[dict], encoder_rank: list[int] | None = None) -> MicrobatchJo
         media=tuple(
             tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])) for row in rows
         ),
-        kept_vision_tokens=tuple(row["kept_vision_tokens"] for row in rows),
+        kept_tokens=tuple((row["kept_vision_tokens"],) for row in rows),
         llm_tokens=tuple(row["llm_tokens"] for row in rows),
-        encoder_rank=tuple(encoder_rank or [0] * len(rows)),
+        encoder_rank=tuple((rank,) for rank in encoder_rank or [0] * len(rows)),
     )
 
 
@@ -95,11 +96,11 @@ def test_visual_positions_are_split_by_the_encoder_that_fills_them(demo_data, ma
     batch = loader[make_job(rows, encoders)]
     is_visual = np.isin(batch.token_ids.numpy(), list(tokenizer.placeholder_ids.values()))
     segment = np.searchsorted(batch.segment_ends, np.arange(len(is_visual)), side="right")
-    for rank, positions in enumerate(batch.visual_positions):
+    for rank, positions in enumerate(batch.feature_positions):
         expected = np.flatnonzero(is_visual & (np.array(encoders)[segment] == rank))
         np.testing.assert_array_equal(positions.numpy(), expected)
-    assert len(batch.visual_positions[0]) > 0
-    assert len(batch.visual_positions[1]) == 0
+    assert len(batch.feature_positions[0]) > 0
+    assert len(batch.feature_positions[1]) == 0
 
 
 def test_media_come_sample_by_sample_with_what_the_llm_keeps_of_them(demo_data, make_loader, make_job):
@@ -107,7 +108,7 @@ def test_media_come_sample_by_sample_with_what_the_llm_keeps_of_them(demo_data, 
     rows = [row for row, record in enumerate(records) if "image" in record or "video" in record][:6]
     loader = make_loader(demo_data.train_manifest, of_media=True)
     loaded, alone = loader[make_job(rows)], [loader[make_job([row])] for row in rows]
-    assert loaded.batch.kept_tokens == make_job(rows).kept_vision_tokens
+    assert loaded.batch.kept_tokens == tuple(kept for (kept,) in make_job(rows).kept_tokens)
     assert torch.equal(loaded.batch.items, torch.cat([part.batch.items for part in alone]))
     assert loaded.batch.media == tuple(part.batch.media[0] for part in alone)
     assert sum(medium.num_items for media in loaded.batch.media for medium in media) == len(loaded.batch.items)
@@ -162,7 +163,7 @@ def test_the_llm_lays_out_its_text_without_the_media(demo_data, make_loader, mak
     rows = list(range(12))
     there = make_loader(demo_data.train_manifest, of_media=False)[make_job(rows)]
     away = make_loader(manifest, of_media=False)[make_job(rows)]
-    assert sum(map(len, away.visual_positions)) > 0
+    assert sum(map(len, away.feature_positions)) > 0
     assert torch.equal(away.token_ids, there.token_ids)
     assert torch.equal(away.target_ids, there.target_ids)
     with pytest.raises(UserError, match="has changed since it was profiled"):
@@ -171,9 +172,38 @@ def test_the_llm_lays_out_its_text_without_the_media(demo_data, make_loader, mak
 
 def test_a_middle_stage_knows_its_segments_by_their_lengths(demo_data, make_loader, make_job):
     whole = make_loader(demo_data.train_manifest, of_media=False)[make_job([5, 0, 11])]
-    middle = segments_of(SegmentsJob(make_job([5, 0, 11]).llm_tokens))
-    assert middle.segment_ends == whole.segment_ends
-    assert torch.equal(middle.position_ids, whole.position_ids)
+    position_ids, segment_ends = segments_of(make_job([5, 0, 11]).llm_tokens)
+    assert segment_ends == whole.segment_ends
+    assert torch.equal(position_ids, whole.position_ids)
+
+
+def test_each_encoder_takes_its_own_kinds_of_media_and_its_features_have_places_of_their_own(
+    demo_data, make_loader, make_job, profile_records
+):
+    profiled = profiled_rows(demo_data.train_manifest, profile_records)
+    rows = [row["row"] for row in profiled if row["kept_vision_tokens"]][:16]
+    together = make_job(rows)
+    loader = make_loader(demo_data.train_manifest, of_media=True)
+    kinds = [[medium.kind for medium in media] for media in loader[together].batch.media]
+    assert {kind for own in kinds for kind in own} == {"image", "video"}, "the drawn samples have both"
+    apart = dataclasses.replace(
+        together,
+        kept_tokens=tuple(
+            (kept, 0) if "image" in own else (0, kept) for own, (kept,) in zip(kinds, together.kept_tokens, strict=True)
+        ),
+        encoder_rank=tuple((number % 2, 0) for number in range(len(rows))),
+    )
+    encoders = (EncoderFeed(("image",), 2), EncoderFeed(("video",), 1))
+    of_clips = dataclasses.replace(loader, encoders=encoders, encoder=1)[apart].batch
+    assert [[medium.kind for medium in media] for media in of_clips.media] == [
+        [kind for kind in own if kind == "video"] for own in kinds
+    ]
+    assert len(of_clips.items) == sum(medium.num_items for media in of_clips.media for medium in media)
+    text = dataclasses.replace(loader, encoders=encoders, encoder=None)[apart]
+    num_features = [
+        sum(kept[0] for number, kept in enumerate(apart.kept_tokens) if number % 2 == replica) for replica in (0, 1)
+    ]
+    assert [len(own) for own in text.feature_positions] == [*num_features, sum(kept[1] for kept in apart.kept_tokens)]
 
 
 def test_a_picture_that_was_exchanged_is_scaled_to_the_profiled_size_and_said(make_loader, profile_records, tmp_path):

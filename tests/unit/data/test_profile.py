@@ -17,7 +17,7 @@ from PIL import Image
 
 from dflop.config import AudioConfig, DataConfig, SourceConfig
 from dflop.data import ChatTokenizer, Source, list_shards, list_sources, profile_shard
-from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.records import EmbeddedBytes
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
@@ -51,18 +51,18 @@ def load(tiny_spec, tokenizer, reader):
             "reader": reader,
             "tokenizer_folder": BUNDLED_TOKENIZER,
             "max_llm_tokens": max_llm_tokens,
-            "num_encoder_ranks": 1,
+            "encoders": (EncoderFeed(("image", "video"), 1),),
         }
-        media_loader = MicrobatchLoader(pixels=pixels, **arguments)
-        text_loader = MicrobatchLoader(pixels=None, **arguments)
+        media_loader = MicrobatchLoader(encoder=0, processor=pixels, **arguments)
+        text_loader = MicrobatchLoader(encoder=None, **arguments)
         loaded = []
         for row in frame.iter_rows(named=True):
             job = MicrobatchJob(
                 samples=(SampleRef("it", row["row"]),),
                 media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
-                kept_vision_tokens=(row["kept_vision_tokens"],),
+                kept_tokens=((row["kept_vision_tokens"],),),
                 llm_tokens=(row["llm_tokens"],),
-                encoder_rank=(0,),
+                encoder_rank=((0,),),
             )
             num_items = num_features = 0
             if row["num_items"]:
@@ -83,7 +83,7 @@ def check_against_training(frame: pl.DataFrame, loaded: list[Loaded], max_llm_to
     for row, sample in zip(frame.iter_rows(named=True), loaded, strict=True):
         assert row["num_items"] == sample.num_items, row
         assert row["vision_tokens"] == sample.num_features, row
-        assert row["kept_vision_tokens"] == len(sample.text.visual_positions[0]), row
+        assert row["kept_vision_tokens"] == len(sample.text.feature_positions[0]), row
         assert row["llm_tokens"] == len(sample.text.token_ids) == sample.text.segment_ends[0], row
         assert row["target_tokens"] == len(sample.text.target_ids) == len(sample.text.target_positions), row
         assert row["truncated"] == (row["text_tokens"] + row["vision_tokens"] > max_llm_tokens), row

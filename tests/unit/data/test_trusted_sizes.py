@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from dflop.data import Source
-from dflop.data.loading import LoadedVisual, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.loading import EncoderFeed, LoadedMedia, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
@@ -37,7 +37,7 @@ def profile_and_load(root, reader, profile_source, tiny_spec):
     """`profile_and_load(records)`: their rows, and what training makes of the one that is first accepted."""
     pixels = LlavaOnevisionPixels(tiny_spec)
 
-    def run(records: list[dict], *, trust_sizes: bool = True) -> tuple[pl.DataFrame, LoadedVisual]:
+    def run(records: list[dict], *, trust_sizes: bool = True) -> tuple[pl.DataFrame, LoadedMedia]:
         Path("train.json").write_text(json.dumps(records))
         source = Source(name="it", path=Path("train.json"), media_root=root, trust_sizes=trust_sizes)
         frame = profile_source(source)
@@ -46,16 +46,17 @@ def profile_and_load(root, reader, profile_source, tiny_spec):
             reader=reader,
             tokenizer_folder=BUNDLED_TOKENIZER,
             max_llm_tokens=100_000,
-            num_encoder_ranks=1,
-            pixels=pixels,
+            encoders=(EncoderFeed(("image", "video"), 1),),
+            encoder=0,
+            processor=pixels,
         )
         row = frame.filter(pl.col("reason").is_null()).row(0, named=True)
         job = MicrobatchJob(
             samples=(SampleRef("it", row["row"]),),
             media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
-            kept_vision_tokens=(row["kept_vision_tokens"],),
+            kept_tokens=((row["kept_vision_tokens"],),),
             llm_tokens=(row["llm_tokens"],),
-            encoder_rank=(0,),
+            encoder_rank=((0,),),
         )
         loaded = loader[job]
         assert len(loaded.batch.items) == row["num_items"]

@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.data.loading import SegmentsJob
 from dflop.pipeline import Grid, Node, Plan, nodes_of
 from dflop.pricing import Pricer
 from dflop.runtime import UserError
@@ -85,12 +84,12 @@ def test_an_encoder_sends_its_samples_in_the_order_in_which_each_replica_packs_t
                     continue
                 expected = [
                     (ref.row, kept)
-                    for ref, kept, rank in zip(text.samples, text.kept_vision_tokens, text.encoder_rank, strict=True)
+                    for ref, (kept,), (rank,) in zip(text.samples, text.kept_tokens, text.encoder_rank, strict=True)
                     if rank == encoder and items_of[ref.row]
                 ]
                 assert expected == [
                     (ref.row, kept)
-                    for ref, kept in zip(sent.samples, sent.kept_vision_tokens, strict=True)
+                    for ref, (kept,) in zip(sent.samples, sent.kept_tokens, strict=True)
                     if replica_of[ref.row] == replica
                 ]
 
@@ -103,7 +102,7 @@ def test_what_is_said_of_a_sample_is_what_the_schedule_says(case):
     sizes = dict(zip(schedule.row.tolist(), (each.tolist() for each in schedule.media.of_each()), strict=True))
     for module in ("vision", "llm"):
         for _, microbatch, job in jobs_of(plan, schedule, module):
-            assert [kept[ref.row] for ref in job.samples] == list(job.kept_vision_tokens)
+            assert [(kept[ref.row],) for ref in job.samples] == list(job.kept_tokens)
             assert [lengths[ref.row] for ref in job.samples] == list(job.llm_tokens)
             assert [sizes[ref.row] for ref in job.samples] == [list(map(list, media)) for media in job.media]
             assert {ref.source for ref in job.samples} <= {"drawn"}
@@ -131,23 +130,13 @@ def test_a_stream_is_the_jobs_of_a_ranks_forwards_in_their_order_step_after_step
     feed = ScheduleFeed(store)
     other = nodes_of(plan)[0]
     forwards = ((other, 0), (other, 1), (node, 0), (other, 2), (node, 1))
-    stream = list(JobStream(feed, forwards, range(1, 3), plan.num_stages("llm")))
+    stream = list(JobStream(feed, forwards, range(1, 3)))
     assert stream == [
-        (own.module, job_of(schedule, own, microbatch)) for schedule in schedules[1:] for own, microbatch in forwards
+        (own, job_of(schedule, own, microbatch)) for schedule in schedules[1:] for own, microbatch in forwards
     ]
     assert set(feed.waited_s) == {1, 2}
     feed.forget(1)
     assert set(feed.waited_s) == {2}
-
-
-def test_a_stage_in_the_middle_of_the_llm_is_told_lengths_and_no_sample(case):
-    _, (schedule, *_) = case
-    store = dist.HashStore()
-    store.set("schedule/0", schedule.to_bytes())
-    forwards = tuple((Node("llm", stage, 0), 1) for stage in range(3))
-    first, middle, last = (job for _, job in JobStream(ScheduleFeed(store), forwards, range(1), num_llm_stages=3))
-    assert first == last == job_of(schedule, Node("llm", 0, 0), 1)
-    assert middle == SegmentsJob(first.llm_tokens)
 
 
 def test_a_schedule_without_sizes_of_media_says_what_to_run(case):
