@@ -78,7 +78,7 @@ class FamilyRuntime:
         stage = self.cut(hf, module, layers)
         hf.to_empty(device=draw_on)
         draw_weights(hf, seed)
-        if module == "llm" and config.tie_word_embeddings:
+        if stage.is_last and module == "llm" and config.tie_word_embeddings:
             hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
         if checkpoint is not None:
             load_weights(hf, checkpoint, self.weight_renamings)

@@ -152,7 +152,6 @@ _CARRY_OUT = {
     Op.RECV_FORWARD: _Step.receive,
     Op.RECV_BACKWARD: _Step.receive,
 }
-# What the executor can do; which of it the trained stages can is said in `runnable`.
 CARRIED_OUT = frozenset(_CARRY_OUT)
 
 

@@ -328,7 +328,7 @@ def _rounded_up(value: float) -> float:
 
 
 def _runnable(family: str, rows: pl.DataFrame, splits: Splits) -> np.ndarray:
-    """Which rows can be trained today, [num_rows]; asked of one row of each kind."""
+    """Which rows can be trained today, [num_rows]; asked of one row of each kind, since plans are many."""
     if why_family_cannot_run(family):
         return np.zeros(len(rows), dtype=bool)
     modules = modules_of(rows.columns)
@@ -336,6 +336,7 @@ def _runnable(family: str, rows: pl.DataFrame, splits: Splits) -> np.ndarray:
     kinds = {
         "placement": pl.col("placement"),
         "schedule": pl.col("schedule"),
+        "has_chunks": pl.col("num_chunks") > 1,
         **{f"has_{name}": pl.col(name) > 1 for name in sizes},
     }
     of_kind = rows.select(**kinds).with_row_index("row")

@@ -15,6 +15,7 @@ from dflop.models.microbatch import MediaProcessor
 from dflop.models.stages import Stage
 from dflop.pipeline import Node, Plan
 from dflop.training.sharded_optimizer import ShardedAdamW
+from dflop.training.tied_embedding import TiedEmbedding
 from dflop.training.topology import Topology
 
 __all__ = ["NodeModel", "RankModel", "build_rank_model"]
@@ -24,7 +25,8 @@ __all__ = ["NodeModel", "RankModel", "build_rank_model"]
 class NodeModel:
     """One node: its index in the program, its stage, and the optimiser over the stage's replicas.
 
-    `parameters` are the stage's, under the names of the whole Hugging Face model.
+    `parameters` are the stage's, under the names of the whole Hugging Face model. `tied` is the matrix that it shares
+    with the other end of the LLM's pipeline, where the head is the embedding.
     """
 
     index: int
@@ -32,6 +34,18 @@ class NodeModel:
     stage: Stage
     optimizer: ShardedAdamW
     parameters: dict[str, nn.Parameter]
+    tied: TiedEmbedding | None = None
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        if self.tied:
+            self.tied.zero_grad()
+
+    def sum_gradients(self) -> None:
+        """Over the node's replicas."""
+        if self.tied:
+            self.tied.give_gradient()
+        self.optimizer.sum_gradients()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,6 +58,10 @@ class RankModel:
     processor: MediaProcessor
     tokenizer_folder: Path
 
+    def of(self, index: int) -> NodeModel:
+        """The node with this index in the program."""
+        return next(own for own in self.nodes if own.index == index)
+
     def norm_squared(self) -> float:
         """Of the summed gradients that this rank owns; added up over all ranks it is the model's."""
         return sum(own.optimizer.norm_squared() for own in self.nodes)
@@ -52,6 +70,9 @@ class RankModel:
         """One step of the optimisers, with the gradients times `scale`."""
         for own in self.nodes:
             own.optimizer.step(lr, scale)
+        for own in self.nodes:
+            if own.tied:
+                own.tied.give_values()
 
 
 def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torch.dtype) -> RankModel:
@@ -96,11 +117,20 @@ def _build_node(
         checkpointing=plan.checkpointing,
     )
     stage.requires_grad_(node.module not in config.model.freeze)
+    tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
+    embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
     optimizer = ShardedAdamW(
-        list(stage.parameters()),
+        [own for own in stage.parameters() if not (embedding and embedding.is_copy and own is embedding.weight)],
         topology.replicas[index],
         lr=config.train.lr,
         weight_decay=config.train.weight_decay,
         fused=config.cluster.device == "cuda",
     )
-    return NodeModel(index=index, node=node, stage=stage, optimizer=optimizer, parameters=stage.named_hf_parameters())
+    return NodeModel(
+        index=index,
+        node=node,
+        stage=stage,
+        optimizer=optimizer,
+        parameters=stage.named_hf_parameters(),
+        tied=embedding,
+    )

@@ -11,6 +11,7 @@ from dflop.pipeline import Instruction, Plan, Program
 from dflop.pipeline.routes import make_routes
 from dflop.pipeline.run import Links
 from dflop.runtime.local_device import local_device
+from dflop.training.tied_embedding import Ends
 
 __all__ = ["Topology", "join_world", "place_in_world"]
 
@@ -22,7 +23,8 @@ class Topology:
     """One rank's view of the world.
 
     `instructions` are this rank's, over the nodes that it carries. `replicas` joins, for each of these nodes, the
-    ranks that hold the same stage (the stage's dp group).
+    ranks that hold the same stage (the stage's dp group). `tied` joins the two ends of the LLM's pipeline, for those
+    nodes that are one of them.
     """
 
     rank: int
@@ -32,6 +34,7 @@ class Topology:
     device: torch.device
     store: dist.Store
     replicas: Mapping[int, dist.ProcessGroup]
+    tied: Mapping[int, Ends]
     links: Links
 
     @property
@@ -77,7 +80,7 @@ def place_in_world(program: Program, device: torch.device, dtype: torch.dtype, s
         dtype=dtype,
     )
     own = links.rank_of_worker.index(rank)
-    replicas = _replica_groups(program)
+    replicas, tied = _replica_groups(program), _tied_ends(program)
     return Topology(
         rank=rank,
         world_size=dist.get_world_size(),
@@ -86,13 +89,14 @@ def place_in_world(program: Program, device: torch.device, dtype: torch.dtype, s
         device=device,
         store=store,
         replicas={node: replicas[node] for node in program.workers[own].nodes},
+        tied={node: ends for node, ends in tied.items() if node in program.workers[own].nodes},
         links=links,
     )
 
 
 def _replica_groups(program: Program) -> list[dist.ProcessGroup]:
     """The group of each node's stage; stages on the same ranks share one. Every rank makes all groups, in one order."""
-    rank_of_node = {node: worker.first_rank for worker in program.workers for node in worker.nodes}
+    rank_of_node = _rank_of_node(program)
     ranks_of_stage: dict[tuple[str, int], list[int]] = {}
     for index, node in enumerate(program.nodes):
         ranks_of_stage.setdefault((node.module, node.pp_stage), []).append(rank_of_node[index])
@@ -101,3 +105,22 @@ def _replica_groups(program: Program) -> list[dist.ProcessGroup]:
         if ranks not in groups:
             groups[ranks] = dist.new_group(list(ranks), timeout=_TIMEOUT)
     return [groups[tuple(ranks_of_stage[node.module, node.pp_stage])] for node in program.nodes]
+
+
+def _tied_ends(program: Program) -> dict[int, Ends]:
+    """The two ends of each replica of the LLM, by node; none where one rank is both. Every rank makes all groups."""
+    rank_of_node = _rank_of_node(program)
+    place = {(node.pp_stage, node.dp_rank): index for index, node in enumerate(program.nodes) if node.module == "llm"}
+    last_stage = max(stage for stage, _ in place)
+    tied: dict[int, Ends] = {}
+    for replica in sorted(replica for stage, replica in place if stage == 0):
+        first, last = place[0, replica], place[last_stage, replica]
+        owner, copy = rank_of_node[first], rank_of_node[last]
+        if owner != copy:
+            ends = Ends(owner, copy, dist.new_group([owner, copy], timeout=_TIMEOUT))
+            tied |= {first: ends, last: ends}
+    return tied
+
+
+def _rank_of_node(program: Program) -> dict[int, int]:
+    return {node: worker.first_rank for worker in program.workers for node in worker.nodes}

@@ -7,7 +7,6 @@ loss, the norm and how busy the ranks were.
 
 import math
 import time
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from dflop.training.run_folder import RunFiles
 from dflop.training.step_log import StepLog, say_if_costs_are_of_another
 from dflop.training.step_times import StepReports
 from dflop.training.topology import join_world
-from dflop.training.work import LlmWork, VisionWork, make_work
+from dflop.training.work import make_works
 
 __all__ = ["Trainer"]
 
@@ -67,12 +66,12 @@ class Trainer:
             tuple(
                 (program.nodes[item.node], item.microbatch)
                 for item in self.topology.instructions
-                if item.op is Op.FORWARD
+                if item.op is Op.FORWARD and self.model.of(item.node).stage.reads_records
             ),
             range(self.first_step, config.train.steps),
-            self.plan.num_stages("llm"),
         )
-        self.works = self._make_works(start_loading(config, self.plan, self.model, stream))
+        loader = start_loading(config, self.plan, self.model, stream)
+        self.works = make_works(config, self.plan, self.model, program, loader)
         dist.barrier()
         # Until here everybody started up; from here on a wait is a wait.
         self.feed.waited_s.clear()
@@ -97,22 +96,6 @@ class Trainer:
             if self.publisher:
                 self.publisher.close()
         dist.destroy_process_group()
-
-    def _make_works(self, loader: Iterator) -> dict[int, VisionWork | LlmWork]:
-        """The work of each of this rank's nodes; they share the loader."""
-        autocast = torch.autocast(
-            self.topology.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"
-        )
-        return {
-            own.index: make_work(
-                own,
-                program=self.topology.program,
-                loader=loader,
-                autocast=autocast,
-                hidden_size=self.model.spec.module("llm").hidden_size,
-            )
-            for own in self.model.nodes
-        }
 
     def _step(self, step: int) -> None:
         started = time.monotonic()

@@ -6,47 +6,73 @@ number, so that how a batch is cut changes nothing.
 """
 
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import torch
 
-from dflop.data.loading import LoadedVisual
-from dflop.models.microbatch import TextBatch, VisualBatch
-from dflop.pipeline import Program
+from dflop.config import Config
+from dflop.data.loading import LoadedMedia, segments_of
+from dflop.models.deferral import Deferral
+from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.pipeline import Plan, Program
+from dflop.pipeline.orders import has_backward, splits_backward
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of
-from dflop.training.rank_model import NodeModel
+from dflop.training.rank_model import NodeModel, RankModel
 
-__all__ = ["LlmWork", "VisionWork", "make_work"]
+__all__ = ["EncoderWork", "LlmWork", "make_works"]
 
 
-class _Work:
-    """Common to encoders and the LLM: the step's schedule, the loader, the sum of gradients over replicas.
+class _Work(ABC):
+    """Common to encoders and the LLM: the step's schedule, the loader, what is kept between forward and backward.
 
     The works of a rank share its `loader`, which gives their inputs in the order of the rank's forwards.
     """
 
     def __init__(
-        self, own: NodeModel, program: Program, loader: Iterator, autocast: torch.autocast, hidden_size: int
+        self,
+        own: NodeModel,
+        program: Program,
+        loader: Iterator,
+        autocast: torch.autocast,
+        hidden_size: int,
+        frozen: Collection[str],
+        splits_backward: bool,
     ) -> None:
         self.stage, self.program, self.node_index, self.node = own.stage, program, own.index, own.node
         self._loader, self._autocast, self._hidden_size = loader, autocast, hidden_size
-        self._optimizer = own.optimizer
+        self._own = own
         self.device = next(own.stage.parameters()).device
+        self._dtype = next(own.stage.parameters()).dtype
         self.unreadable: list[str] = []
+        self._outgoing = [number for number, edge in enumerate(program.edges) if edge.source == own.index]
+        self._incoming = [number for number, edge in enumerate(program.edges) if edge.target == own.index]
+        # Who made what comes in computes no backward where it is frozen, so it is owed no gradient.
+        self._owed = {
+            number
+            for number in self._incoming
+            if has_backward(program.nodes[program.edges[number].source].module, frozen)
+        }
+        self._deferral = Deferral(own.stage) if splits_backward else None
 
     def begin_step(self, schedule: StepSchedule) -> None:
         """Forget the last step."""
         self.schedule = schedule
         self.data_wait_s = 0.0
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._inputs: dict[int, object] = {}
+        self._inputs: dict[int, EncoderBatch | TextBatch] = {}
+        # What went out and what came in, by microbatch and edge; -1 stands for the loss.
         self._outputs: dict[int, dict[int, torch.Tensor]] = {}
         self._leaves: dict[int, dict[int, torch.Tensor]] = {}
-        self._optimizer.zero_grad()
+        self._put_off: dict[int, list] = {}
+        self._own.zero_grad()
 
     def prepare(self, microbatch: int) -> None:
+        if not self.stage.reads_records:
+            self._inputs[microbatch] = self._without_records(microbatch)
+            return
         started = time.monotonic()
         self._inputs[microbatch] = self._receive_input(next(self._loader))
         self.data_wait_s += time.monotonic() - started
@@ -54,103 +80,173 @@ class _Work:
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
         source = self.program.nodes[self.program.edges[edge].source]
         target = self.program.nodes[self.program.edges[edge].target]
-        if source.module == "llm":
-            tokens = self.schedule.llm_tokens[samples_of(self.schedule, target, microbatch)].sum()
-            return (1, int(tokens), self._hidden_size)
-        both = samples_of(self.schedule, source, microbatch) & (self.schedule.llm_dp_rank == target.dp_rank)
-        tokens = int(self.schedule.kept_tokens[both, self.schedule.encoders.index(source.module)].sum())
+        chosen = samples_of(self.schedule, source, microbatch)
+        if source.module == target.module:
+            return self._hidden_shape(chosen)
+        chosen &= self.schedule.llm_dp_rank == target.dp_rank
+        tokens = int(self.schedule.kept_tokens[chosen, self.schedule.encoders.index(source.module)].sum())
         return (tokens, self._hidden_size) if tokens else None
 
-    def sync_gradients(self) -> None:
-        self._optimizer.sum_gradients()
-
-    def _outgoing(self) -> list[int]:
-        return [number for number, edge in enumerate(self.program.edges) if edge.source == self.node_index]
-
-    def _incoming(self) -> list[int]:
-        return [number for number, edge in enumerate(self.program.edges) if edge.target == self.node_index]
-
-
-class VisionWork(_Work):
-    """Media in, visual tokens out, one tensor for each LLM replica that awaits some."""
-
-    def _receive_input(self, loaded: LoadedVisual) -> VisualBatch:
-        self.unreadable += loaded.unreadable
-        batch = loaded.batch
-        dtype = next(self.stage.parameters()).dtype
-        return VisualBatch(
-            items=batch.items.to(self.device, dtype, non_blocking=True),
-            media=batch.media,
-            kept_tokens=batch.kept_tokens,
-        )
-
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        batch = self._inputs.pop(microbatch)
-        if not len(batch.items):
-            return {}
+        leaves = {
+            edge: tensor.detach().requires_grad_(edge in self._owed and tensor.is_floating_point())
+            for edge, tensor in received.items()
+        }
         with self._autocast:
-            features = self.stage(batch)
-        chosen = samples_of(self.schedule, self.node, microbatch)
-        llm_rank = self.schedule.llm_dp_rank[chosen]
-        outputs = {}
-        for edge in self._outgoing():
-            if self.edge_shape(microbatch, edge) is None:
-                continue
-            target = self.program.nodes[self.program.edges[edge].target]
-            outputs[edge] = torch.cat([features[place] for place in np.flatnonzero(llm_rank == target.dp_rank)])
-        self._outputs[microbatch] = outputs
-        return {edge: output.detach() for edge, output in outputs.items()}
+            outputs = self._compute(microbatch, self._inputs.pop(microbatch), leaves)
+        if any(output.requires_grad for output in outputs.values()):
+            self._outputs[microbatch], self._leaves[microbatch] = outputs, leaves
+        return {edge: output.detach() for edge, output in outputs.items() if edge >= 0}
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        outputs = self._outputs.pop(microbatch, {})
-        if outputs:
-            gradients = [received[edge].to(output.dtype) for edge, output in outputs.items()]
-            torch.autograd.backward(list(outputs.values()), gradients)
-        return {}
+        outputs, leaves = self._outputs.pop(microbatch, {}), self._leaves.pop(microbatch, {})
+        wanted = {edge: output for edge, output in outputs.items() if output.requires_grad}
+        gradients = [None if edge < 0 else received[edge].to(output.dtype) for edge, output in wanted.items()]
+        if wanted:
+            torch.autograd.backward(list(wanted.values()), gradients)
+        return {
+            edge: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for edge, leaf in leaves.items()
+            if leaf.requires_grad
+        }
+
+    def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        assert self._deferral is not None, "the plan's schedule does not split the backward"
+        with self._deferral.collecting() as put_off:
+            owed = self.backward(microbatch, received)
+        self._put_off[microbatch] = put_off
+        return owed
+
+    def backward_weight(self, microbatch: int) -> None:
+        assert self._deferral is not None, "the plan's schedule does not split the backward"
+        self._deferral.compute(self._put_off.pop(microbatch))
+
+    def sync_gradients(self) -> None:
+        self._own.sum_gradients()
+
+    @abstractmethod
+    def _receive_input(self, loaded: object) -> EncoderBatch | TextBatch:
+        """What the loader gave, on the device."""
+
+    @abstractmethod
+    def _without_records(self, microbatch: int) -> EncoderBatch | TextBatch:
+        """What a stage in the middle knows of a microbatch from the schedule alone."""
+
+    @abstractmethod
+    def _hidden_shape(self, chosen: np.ndarray) -> tuple[int, ...] | None:
+        """Shape of the hidden states between two stages of these samples; None where there are none."""
+
+    @abstractmethod
+    def _compute(
+        self, microbatch: int, batch: EncoderBatch | TextBatch, leaves: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """What goes over each outgoing edge; under -1 the loss."""
+
+
+class EncoderWork(_Work):
+    """Media in, their tokens' features out, one tensor for each LLM replica that awaits some."""
+
+    def _receive_input(self, loaded: LoadedMedia) -> EncoderBatch:
+        self.unreadable += loaded.unreadable
+        return loaded.batch.to(self.device, self._dtype)
+
+    def _without_records(self, microbatch: int) -> EncoderBatch:
+        return EncoderBatch(items=None, media=(), kept_tokens=())
+
+    def _hidden_shape(self, chosen: np.ndarray) -> tuple[int, ...] | None:
+        num_items = int(self.schedule.num_items[chosen, self.schedule.encoders.index(self.node.module)].sum())
+        return self.stage.hidden_shape(num_items) if num_items else None
+
+    def _compute(
+        self, microbatch: int, batch: EncoderBatch, leaves: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        chosen = samples_of(self.schedule, self.node, microbatch)
+        if not chosen.any():
+            return {}
+        if self.stage.is_first:
+            made = self.stage(batch)
+        else:
+            (leaf,) = leaves.values()
+            made = self.stage(batch, leaf.to(self._dtype))
+        if not self.stage.is_last:
+            return dict.fromkeys(self._outgoing, made)
+        llm_rank = self.schedule.llm_dp_rank[chosen]
+        outputs = {}
+        for edge in self._outgoing:
+            if self.edge_shape(microbatch, edge) is not None:
+                target = self.program.nodes[self.program.edges[edge].target]
+                outputs[edge] = torch.cat([made[place] for place in np.flatnonzero(llm_rank == target.dp_rank)])
+        return outputs
 
 
 class LlmWork(_Work):
-    """Text and visual tokens, or the previous stage's hidden states, in; hidden states or the loss out."""
+    """Text and the encoders' features, or the previous stage's hidden states, in; hidden states or the loss out."""
 
-    def _receive_input(self, batch: TextBatch) -> TextBatch:
-        return batch.to(self.device)
+    def _receive_input(self, loaded: TextBatch) -> TextBatch:
+        return loaded.to(self.device)
 
-    def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        batch = self._inputs.pop(microbatch)
-        leaves = {edge: tensor.requires_grad_() for edge, tensor in received.items()}
-        with self._autocast:
-            if self.stage.is_first:
-                hidden = self.stage.embed(batch, self._features(batch, leaves))
-            else:
-                (leaf,) = leaves.values()
-                hidden = leaf.to(next(self.stage.parameters()).dtype)
-            output = self.stage(hidden, batch)
-        self._leaves[microbatch] = leaves
-        outgoing = self._outgoing()
+    def _without_records(self, microbatch: int) -> TextBatch:
+        """Where each sample ends, and each token's place in its sample."""
+        chosen = samples_of(self.schedule, self.node, microbatch)
+        position_ids, segment_ends = segments_of(self.schedule.llm_tokens[chosen].tolist())
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return TextBatch(
+            token_ids=nothing,
+            position_ids=position_ids,
+            segment_ends=segment_ends,
+            feature_positions=(),
+            target_positions=nothing,
+            target_ids=nothing,
+        ).to(self.device)
+
+    def _hidden_shape(self, chosen: np.ndarray) -> tuple[int, ...] | None:
+        return (1, int(self.schedule.llm_tokens[chosen].sum()), self._hidden_size)
+
+    def _compute(self, microbatch: int, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if self.stage.is_first:
+            hidden = self.stage.embed(batch, self._features(batch, leaves))
+        else:
+            (leaf,) = leaves.values()
+            hidden = leaf.to(self._dtype)
+        output = self.stage(hidden, batch)
         if self.stage.is_last:
             self.loss += output.detach()
-            self._outputs[microbatch] = {-1: output}
-            return {}
-        self._outputs[microbatch] = dict.fromkeys(outgoing, output)
-        return dict.fromkeys(outgoing, output.detach())
-
-    def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        ((edge, output),) = self._outputs.pop(microbatch).items()
-        if output.requires_grad:
-            output.backward(None if edge < 0 else received[edge].to(output.dtype))
-        return {edge: leaf.grad for edge, leaf in self._leaves.pop(microbatch).items()}
+            return {-1: output}
+        return dict.fromkeys(self._outgoing, output)
 
     def _features(self, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """What each encoder replica sent, in the replicas' order; nothing where it had no sample."""
-        by_encoder = {
-            self.program.nodes[self.program.edges[edge].source].dp_rank: leaves.get(edge) for edge in self._incoming()
-        }
+        """What each encoder's replicas sent, as `feature_positions` has them; nothing where they had no sample."""
+        sent = {}
+        for edge, leaf in leaves.items():
+            source = self.program.nodes[self.program.edges[edge].source]
+            sent[source.module, source.dp_rank] = leaf
         nothing = torch.zeros(0, self._hidden_size, device=self.device)
-        return [
-            nothing if by_encoder.get(rank) is None else by_encoder[rank] for rank in range(len(batch.visual_positions))
+        features = [
+            sent.get((encoder, replica), nothing)
+            for encoder in self.schedule.encoders
+            for replica in range(self._num_replicas(encoder))
         ]
+        assert len(features) == len(batch.feature_positions)
+        return features
+
+    def _num_replicas(self, encoder: str) -> int:
+        return sum(node.module == encoder and node.pp_stage == 0 for node in self.program.nodes)
 
 
-def make_work(own: NodeModel, **arguments: object) -> VisionWork | LlmWork:
-    """The work of a node; `arguments` as the works take them."""
-    return (LlmWork if own.node.module == "llm" else VisionWork)(own, **arguments)
+def make_works(
+    config: Config, plan: Plan, model: RankModel, program: Program, loader: Iterator
+) -> dict[int, EncoderWork | LlmWork]:
+    """The work of each of a rank's nodes; they share the loader."""
+    works: dict[int, EncoderWork | LlmWork] = {}
+    for own in model.nodes:
+        kind = LlmWork if own.node.module == "llm" else EncoderWork
+        works[own.index] = kind(
+            own,
+            program=program,
+            loader=loader,
+            autocast=torch.autocast(config.cluster.device, torch.bfloat16, enabled=config.train.precision == "bf16"),
+            hidden_size=model.spec.module("llm").hidden_size,
+            frozen=config.model.freeze,
+            splits_backward=splits_backward(plan, own.node.module),
+        )
+    return works

@@ -19,81 +19,17 @@ import pytest
 import torch
 import yaml
 from transformers import AutoTokenizer, LlavaOnevisionForConditionalGeneration
+from whole_model import build_whole_model, loss_of_batch, optimizer_of
 
 from dflop.config import load_config
-from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, SourceRecords, list_sources, load_samples
-from dflop.data.demo import make_demo_data
-from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data import ChatTokenizer, load_samples
 from dflop.data.records import Turn
-from dflop.data.shapes import MediumSize
-from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
-from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
-from dflop.models.llava_onevision.runtime import RUNTIME
-from dflop.models.weights import norms_in_float64
-from dflop.pipeline import Grid, Plan
+from dflop.parallelism import Grid, Plan, load_plan
 from dflop.scheduling import GlobalBatches
-from dflop.store import ShardFile, read_table, write_shapes
+from dflop.store import read_table
 
 pytestmark = pytest.mark.serial
-
-_META = {"config_digest": "", "code_digest": ""}
-
-
-@pytest.fixture(scope="module")
-def run(write_made_up_costs, tmp_path_factory):
-    """A folder with a small dataset, its shapes, made-up costs, and a config in float64."""
-    folder = tmp_path_factory.mktemp("run")
-    make_demo_data(folder / "data", num_records=48)
-    config = {
-        "run": "test",
-        "data": {"sources": [{"path": str(folder / "data/train.json")}], "max_llm_tokens": 4096},
-        "model": {"family": "llava_onevision", "preset": "tiny"},
-        "cluster": {"devices_per_node": 4},
-        "schedule": {"policy": "lpt"},
-        "train": {
-            "global_batch_size": 8,
-            "steps": 2,
-            "lr": 1e-3,
-            "grad_clip": 1e9,
-            "precision": "fp64",
-            "checkpoint_every": 2,
-            "loader_workers": 0,
-        },
-    }
-    loaded = load_config(config)
-    (source,) = list_sources(loaded.data)
-    records = SourceRecords(source, 0)
-    profiler = ShapeProfiler(
-        source=source, reader=_reader(loaded), tokenizer=ChatTokenizer(), max_llm_tokens=loaded.data.max_llm_tokens
-    )
-    frame = profiler.profile(records.read(row) for row in records.kept)
-    frame.write_parquet(folder / "shard.parquet")
-    sources = pl.DataFrame(
-        {
-            "name": ["train"],
-            "path": [""],
-            "media_root": [""],
-            "sampling": ["all"],
-            "digest": ["d"],
-            "num_records": [len(frame)],
-        }
-    )
-    shards = [ShardFile(folder / "shard.parquet", "shard", "train", 0, 0)]
-    write_shapes(folder / "shapes.duckdb", shards, sources, _META, sampled_rows={}, keep_duplicates=False)
-    write_made_up_costs(folder / "costs.duckdb")
-    return folder, config
-
-
-def _reader(config) -> ShapeReader:
-    data = config.data
-    return ShapeReader(
-        rules=load_model_spec(config.model).rules,
-        video=data.video,
-        audio=data.audio,
-        max_image_pixels=data.max_image_pixels,
-        max_text_bytes=data.max_text_bytes,
-    )
 
 
 def _plan(
@@ -104,27 +40,26 @@ def _plan(
     llm_pp: int = 1,
     num_microbatches: int = 2,
     schedule: str = "1f1b",
-    llm_layers: tuple[int, ...] = (),
+    placement: str = "disjoint",
 ) -> Path:
+    is_shared = placement == "colocated"
     plan = Plan(
-        placement="disjoint",
+        placement=placement,
         grids=(
-            Grid(module="vision", num_ranks=vision_dp),
-            Grid(module="llm", num_ranks=llm_dp * llm_pp, pp=llm_pp, rank_offset=vision_dp, layers=llm_layers),
+            Grid(module="vision", num_ranks=llm_dp * llm_pp if is_shared else vision_dp),
+            Grid(module="llm", num_ranks=llm_dp * llm_pp, pp=llm_pp, rank_offset=0 if is_shared else vision_dp),
         ),
         num_microbatches=num_microbatches,
         schedule=schedule,
     )
-    path = folder / f"plan-{vision_dp}-{llm_dp}-{llm_pp}-{schedule}.yaml"
+    path = folder / f"plan-{placement}-{vision_dp}-{llm_dp}-{llm_pp}-{schedule}.yaml"
     path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
     return path
 
 
 def _train(folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, **train: object) -> list[dict]:
     """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log."""
-    devices = yaml.safe_load(plan.read_text())["plan"]["grids"]
-    num_ranks = sum(grid["num_ranks"] for grid in devices.values())
-    cluster = {"num_nodes": num_nodes, "devices_per_node": num_ranks // num_nodes}
+    cluster = {"num_nodes": num_nodes, "devices_per_node": load_plan(plan).world_size // num_nodes}
     whole = config | {"cluster": cluster, "train": config["train"] | train}
     command = [
         *(sys.executable, "-m", "dflop.cli", "train", "--config", json.dumps(whole), "--out", str(out)),
@@ -156,88 +91,28 @@ def reference(run):
     """Losses, gradient norms and final weights of two steps, by transformers' model on one sample at a time."""
     folder, config = run
     loaded = load_config(config)
-    spec = load_model_spec(loaded.model)
-    tokenizer = ChatTokenizer()
-    hf_config = RUNTIME.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size)
-    weights = {}
-    for module in ("vision", "llm"):
-        stage = RUNTIME.build_stage(hf_config, module, layers=range(spec.module("llm").num_layers), seed=0)
-        weights |= stage.hf_state_dict()
-    hf_config.text_config._attn_implementation = "sdpa"
-    model = LlavaOnevisionForConditionalGeneration(hf_config)
-    model.load_state_dict(weights)
-    norms_in_float64(model)
-    model = model.double().train()
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3
-    )
-    samples, _ = load_samples(folder / "shapes.duckdb", spec.encoders)
+    model = build_whole_model(loaded)
+    optimizer = optimizer_of(model, loaded.train.lr)
+    samples, _ = load_samples(folder / "shapes.duckdb", load_model_spec(loaded.model).encoders)
     batches = GlobalBatches(len(samples), 8, 0)
     results = []
     for step in range(2):
-        batch = samples.take(batches[step])
-        num_targets = int(batch.target_tokens.sum())
         optimizer.zero_grad()
-        loss = 0.0
-        for index in range(len(batch)):
-            part = _loss_of_sample(model, _loaders(loaded, spec), batch, index) / num_targets
-            part.backward()
-            loss += part.item()
+        loss = loss_of_batch(model, loaded, samples.take(batches[step]))
         norm = sum(p.grad.pow(2).sum().item() for p in model.parameters() if p.grad is not None) ** 0.5
         optimizer.step()
         results.append((loss, norm))
     return results, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def _loaders(config, spec) -> tuple[MicrobatchLoader, MicrobatchLoader]:
-    records = TrainingRecords(list_sources(config.data), config.seed)
-    common = {
-        "records": records,
-        "reader": _reader(config),
-        "tokenizer_folder": BUNDLED_TOKENIZER,
-        "max_llm_tokens": config.data.max_llm_tokens,
-        "num_encoder_ranks": 1,
-    }
-    pixels = LlavaOnevisionPixels(spec)
-    return MicrobatchLoader(**common, pixels=pixels), MicrobatchLoader(**common, pixels=None)
-
-
-def _loss_of_sample(model, loaders, batch, index: int) -> torch.Tensor:
-    """Summed loss of one sample through `LlavaOnevisionForConditionalGeneration.forward`, never packed."""
-    visual, text = loaders
-    job = MicrobatchJob(
-        samples=(SampleRef(str(batch.source[index]), int(batch.row[index])),),
-        media=tuple(tuple(MediumSize(*size) for size in sizes) for sizes in batch.media[[index]].of_each()),
-        kept_vision_tokens=(int(batch.kept_tokens[index, 0]),),
-        llm_tokens=(int(batch.llm_tokens[index]),),
-        encoder_rank=(0,),
-    )
-    packed = text[job]
-    inputs = {}
-    if batch.num_items[index, 0]:
-        loaded = visual[job].batch
-        (media,) = loaded.media
-        if media[0].kind == "video":
-            inputs["pixel_values_videos"] = loaded.items.double()[None]
-        else:
-            inputs["pixel_values"] = loaded.items.double()
-            inputs["image_sizes"] = torch.tensor([(medium.height, medium.width) for medium in media])
-            inputs["batch_num_images"] = torch.tensor([len(media)])
-    logits = model(input_ids=packed.token_ids[None], **inputs).logits[0, packed.target_positions]
-    return torch.nn.functional.cross_entropy(logits, packed.target_ids, reduction="sum")
-
-
 @pytest.mark.parametrize(
     "layout",
     [
         None,
-        {"llm_dp": 2},
         {"vision_dp": 2, "llm_pp": 2},
-        {"llm_pp": 2, "num_microbatches": 4, "schedule": "gpipe", "llm_layers": (3, 1)},
+        {"placement": "colocated", "llm_pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
     ],
-    ids=["two ranks", "llm dp 2", "vision dp 2, llm pp 2", "gpipe, layers split unevenly"],
+    ids=["two ranks", "vision dp 2, llm pp 2", "colocated, zb_h1"],
 )
 def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(
     run, two_ranks, reference, tmp_path, layout
@@ -262,13 +137,14 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(
     folder, config = run
     whole = _train(folder, config, _plan(folder), tmp_path / "whole", steps=4)
     shutil.copytree(two_ranks[0], tmp_path / "parts")
-    resumed = _train(folder, config, _plan(folder, vision_dp=1, llm_dp=1, llm_pp=2), tmp_path / "parts", steps=4)
+    another = _plan(folder, placement="colocated", llm_pp=2)
+    resumed = _train(folder, config, another, tmp_path / "parts", steps=4)
     assert [step["step"] for step in resumed] == [0, 1, 2, 3]
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
     summary = json.loads((tmp_path / "parts/summary.json").read_text())
     assert (summary["restarts"], summary["num_steps"]) == (1, 4)
-    # What two ranks were measured to take is no part of what three take.
+    # What one plan was measured to take is no part of what another takes.
     log = (tmp_path / "parts/log").read_text()
     assert "costs or plan changed at step 2: what was observed before was moved to" in log
     observed = read_table(tmp_path / "parts/observations.duckdb", "observations", made_by="train")

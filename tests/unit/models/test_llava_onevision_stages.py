@@ -20,7 +20,7 @@ from dflop.models.llava_onevision import PRESETS, make_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.runtime import RUNTIME
 from dflop.models.llava_onevision.stages import VisionStage
-from dflop.models.microbatch import MediumLayout, TextBatch, VisualBatch
+from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.stages import LlmStage
 from dflop.models.weights import norms_in_float64
 from dflop.pipeline import split_layers
@@ -125,8 +125,8 @@ def samples(tiny_spec) -> list[Sample]:
     ]
 
 
-def visual_batch(samples: list[Sample], kept: int = 1 << 30) -> VisualBatch:
-    return VisualBatch(
+def visual_batch(samples: list[Sample], kept: int = 1 << 30) -> EncoderBatch:
+    return EncoderBatch(
         items=torch.from_numpy(np.concatenate([sample.items for sample in samples])),
         media=tuple(sample.media for sample in samples),
         kept_tokens=(kept,) * len(samples),
@@ -153,7 +153,7 @@ def packed_text(samples: list[Sample], encoder_of: list[int]) -> TextBatch:
         token_ids=token_ids,
         position_ids=torch.cat([torch.arange(len(sample.token_ids)) for sample in samples]),
         segment_ends=ends,
-        visual_positions=tuple(visual),
+        feature_positions=tuple(visual),
         target_positions=learned - 1,
         target_ids=token_ids[learned],
     )
@@ -363,8 +363,11 @@ def test_a_head_that_is_tied_to_the_embedding_stays_tied_and_loads_from_the_embe
     assert torch.equal(stage.hf.lm_head.weight, expected["lm_head.weight"])
 
 
-def test_a_tied_head_cannot_be_cut_off_from_its_embedding():
+def test_the_last_of_several_stages_has_a_copy_of_a_tied_embedding_under_its_name():
     config = make_config()
     config.tie_word_embeddings = True
-    with pytest.raises(UserError, match=r"use `plan\.fixed\.llm\.pp: 1`"):
-        RUNTIME.build_stage(config, "llm", layers=range(2), seed=0)
+    first, last = make_stages(config, 2)[1]
+    name = "model.language_model.embed_tokens.weight"
+    assert torch.equal(first.named_hf_parameters()[name], last.named_hf_parameters()[name])
+    assert last.hf.lm_head.weight is last.named_hf_parameters()[name]
+    assert "lm_head.weight" not in first.hf_state_dict()

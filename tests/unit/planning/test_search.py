@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from spaces import make_config, with_memory
+from spaces import make_config, with_memory, with_quick_tp_2
 
 from dflop.config import Config
 from dflop.models.loads import Coefficients
@@ -33,20 +33,20 @@ def test_a_search_gives_the_same_answer_again(search):
     assert search(make_config()) == search(make_config())
 
 
-def test_the_best_can_be_trained_and_a_faster_one_that_cannot_is_passed_over(search):
-    found = search(make_config(4, 8))
+def test_the_best_can_be_trained_and_a_faster_one_that_cannot_is_passed_over(search, costs):
+    found = search(make_config(4, 8), costs=with_quick_tp_2(costs))
     assert found.best.why_not_runnable is None
     assert found.passed_over is found.candidates[0]
-    assert "not trained yet" in found.passed_over.why_not_runnable
+    assert "cannot be trained yet" in found.passed_over.why_not_runnable
     assert found.passed_over.step_s < found.best.step_s
-    of_trainable = search(make_config(4, 8, placements=["disjoint"], schedules=["1f1b"], fixed={"vision": {"pp": 1}}))
+    of_trainable = search(make_config(4, 8))
     assert of_trainable.passed_over is None
     assert of_trainable.best is of_trainable.candidates[0]
     assert of_trainable.best.step_s == found.best.step_s
 
 
-def test_where_nothing_can_be_trained_the_fastest_is_the_best(search):
-    found = search(make_config(4, 8, placements=["colocated"]))
+def test_where_nothing_can_be_trained_the_fastest_is_the_best(search, costs):
+    found = search(make_config(4, 8, fixed={"llm": {"tp": 2}}), costs=with_quick_tp_2(costs))
     assert found.best is found.candidates[0]
     assert found.best.why_not_runnable is not None
     assert found.passed_over is None

@@ -60,13 +60,12 @@ def test_nothing_is_started_for_a_plan_that_does_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"schedule": "zb_h1"}, "zb_h1 can be priced, but not trained yet; use schedule: 1f1b or gpipe"),
-        ({"placement": "monolithic"}, "monolithic plans can be priced, but not trained yet; use placement: disjoint"),
+        ({"num_ranks": 4, "tp": 2}, "llm: tp=2, but tensor parallelism cannot be trained yet; use tp: 1"),
     ],
 )
 def test_nothing_is_started_for_a_plan_that_can_only_be_priced(tmp_path, change, complaint):
-    grids = {"grids": (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=1))}
-    plan = dataclasses.replace(make_plan(), **change, **(grids if "placement" in change else {}))
+    grids = (make_plan().grids[0], Grid(module="llm", rank_offset=2, **change))
+    plan = dataclasses.replace(make_plan(), grids=grids)
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
     with pytest.raises(UserError, match=f"plan.yaml: {complaint}"):

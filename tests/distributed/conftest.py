@@ -1,0 +1,57 @@
+"""What several tests of training need: a small dataset with its shapes, made-up costs and a config in float64."""
+
+import polars as pl
+import pytest
+from whole_model import reader_of
+
+from dflop.config import load_config
+from dflop.data import ChatTokenizer, ShapeProfiler, SourceRecords, list_sources
+from dflop.data.demo import make_demo_data
+from dflop.store import ShardFile, write_shapes
+
+_META = {"config_digest": "", "code_digest": ""}
+
+
+@pytest.fixture(scope="session")
+def run(write_made_up_costs, tmp_path_factory):
+    """A folder with a small dataset, its shapes, made-up costs, and a config in float64."""
+    folder = tmp_path_factory.mktemp("run")
+    make_demo_data(folder / "data", num_records=48)
+    config = {
+        "run": "test",
+        "data": {"sources": [{"path": str(folder / "data/train.json")}], "max_llm_tokens": 4096},
+        "model": {"family": "llava_onevision", "preset": "tiny"},
+        "cluster": {"devices_per_node": 4},
+        "schedule": {"policy": "lpt"},
+        "train": {
+            "global_batch_size": 8,
+            "steps": 2,
+            "lr": 1e-3,
+            "grad_clip": 1e9,
+            "precision": "fp64",
+            "checkpoint_every": 2,
+            "loader_workers": 0,
+        },
+    }
+    loaded = load_config(config)
+    (source,) = list_sources(loaded.data)
+    records = SourceRecords(source, 0)
+    profiler = ShapeProfiler(
+        source=source, reader=reader_of(loaded), tokenizer=ChatTokenizer(), max_llm_tokens=loaded.data.max_llm_tokens
+    )
+    frame = profiler.profile(records.read(row) for row in records.kept)
+    frame.write_parquet(folder / "shard.parquet")
+    sources = pl.DataFrame(
+        {
+            "name": ["train"],
+            "path": [""],
+            "media_root": [""],
+            "sampling": ["all"],
+            "digest": ["d"],
+            "num_records": [len(frame)],
+        }
+    )
+    shards = [ShardFile(folder / "shard.parquet", "shard", "train", 0, 0)]
+    write_shapes(folder / "shapes.duckdb", shards, sources, _META, sampled_rows={}, keep_duplicates=False)
+    write_made_up_costs(folder / "costs.duckdb")
+    return folder, config

@@ -1,0 +1,217 @@
+"""Gradients of real stages in every kind of layout, over gloo, against transformers' own model in one process.
+
+Everything is in float64. The oracle runs one sample after the other, unpacked, and steps with `torch.optim.AdamW`.
+"""
+
+import json
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from whole_model import build_whole_model, loss_of_batch, optimizer_of
+
+from dflop.config import ClusterConfig, ScheduleConfig, load_config
+from dflop.costs import CostModel
+from dflop.data import load_samples
+from dflop.data.text import BUNDLED_TOKENIZER
+from dflop.models import load_model_spec
+from dflop.pipeline import Grid, Op, Plan, check_program, make_program
+from dflop.pipeline.run import run_instructions
+from dflop.pricing import Pricer
+from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
+from dflop.training.feed import JobStream
+from dflop.training.loader import start_loading
+from dflop.training.rank_model import build_rank_model
+from dflop.training.topology import place_in_world
+from dflop.training.work import make_works
+
+pytestmark = pytest.mark.serial
+
+_NUM_STEPS, _LR = {"plain": 3, "tied": 2, "frozen vision": 1, "frozen llm": 1}, 1e-3
+
+
+def disjoint(vision: dict, llm: dict, num_microbatches: int = 3, **more) -> Plan:
+    vision_grid = Grid(module="vision", **vision)
+    grids = (vision_grid, Grid(module="llm", rank_offset=vision_grid.num_ranks, **llm))
+    return Plan(placement="disjoint", grids=grids, num_microbatches=num_microbatches, **more)
+
+
+def shared(placement: str, llm: dict, num_microbatches: int = 3, **more) -> Plan:
+    num_ranks = llm["num_ranks"] // (llm.get("pp", 1) if placement == "monolithic" else 1)
+    grids = (Grid(module="vision", num_ranks=num_ranks), Grid(module="llm", **llm))
+    return Plan(placement=placement, grids=grids, num_microbatches=num_microbatches, **more)
+
+
+ONE, TWO, PIPELINE = {"num_ranks": 1}, {"num_ranks": 2}, {"num_ranks": 2, "pp": 2}
+SPLIT_UNEVENLY = {"num_ranks": 2, "pp": 2, "layers": (3, 1)}
+PLANS = {
+    "disjoint 1+1": disjoint(ONE, ONE),
+    "disjoint 2+1": disjoint(TWO, ONE),
+    "disjoint 1+2, LLM pp 2": disjoint(ONE, SPLIT_UNEVENLY, schedule="gpipe"),
+    "disjoint 1+2, LLM dp 2": disjoint(ONE, TWO, num_microbatches=2),
+    "disjoint 3+2": disjoint({"num_ranks": 3}, TWO, num_microbatches=2),
+    "disjoint 1+4": disjoint(ONE, {"num_ranks": 4, "pp": 1}, num_microbatches=2),
+    "disjoint 4+1": disjoint({"num_ranks": 4}, ONE),
+    "encoder pp 2": disjoint(PIPELINE, ONE, num_microbatches=4),
+    "encoder pp 2 dp 2": disjoint({"num_ranks": 4, "pp": 2}, ONE, checkpointing=True),
+    "zb_h1": disjoint(ONE, PIPELINE, num_microbatches=4, schedule="zb_h1"),
+    "zb_h1, encoder pp 2": disjoint(PIPELINE, {"num_ranks": 3, "pp": 3}, num_microbatches=4, schedule="zb_h1"),
+    "interleaved": disjoint(ONE, PIPELINE, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2),
+    "colocated 1": shared("colocated", ONE),
+    "colocated 2": shared("colocated", TWO),
+    "colocated pp 2": shared("colocated", PIPELINE, checkpointing=True),
+    "colocated pp 2 dp 2": shared("colocated", {"num_ranks": 4, "pp": 2}, num_microbatches=2),
+    "colocated zb_h1": shared("colocated", PIPELINE, num_microbatches=4, schedule="zb_h1"),
+    "colocated interleaved": shared(
+        "colocated", PIPELINE, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2
+    ),
+    "monolithic 2": shared("monolithic", TWO),
+    "monolithic pp 2": shared("monolithic", PIPELINE),
+    "monolithic pp 2 dp 2": shared("monolithic", {"num_ranks": 4, "pp": 2}, num_microbatches=2),
+}
+FROZEN = ("disjoint 1+1", "encoder pp 2", "colocated pp 2 dp 2", "monolithic 2")
+TIED = ("disjoint 1+1", "disjoint 1+2, LLM pp 2", "colocated pp 2 dp 2", "zb_h1", "interleaved")
+CASES = [
+    *((name, variant) for variant, names in (("plain", PLANS), ("tied", TIED)) for name in names),
+    *((name, variant) for variant in ("frozen vision", "frozen llm") for name in FROZEN),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(run, tmp_path_factory) -> Path:
+    """What the ranks read: of each variant its config, and of each plan and variant the schedules; and what they must
+    find: the losses and gradients of the whole model."""
+    made, config = run
+    folder = tmp_path_factory.mktemp("layouts")
+    configs = {
+        "plain": config,
+        "tied": config | {"model": config["model"] | {"path": str(_tied_checkpoint(folder / "tied", config))}},
+        **{f"frozen {name}": config | {"model": config["model"] | {"freeze": [name]}} for name in ("vision", "llm")},
+    }
+    configs["tied"]["model"].pop("preset")
+    samples, _ = load_samples(made / "shapes.duckdb", load_model_spec(load_config(config).model).encoders)
+    batches = GlobalBatches(len(samples), 8, 0)
+    costs = CostModel.load(made / "costs.duckdb")
+    for variant, values in configs.items():
+        (folder / f"{variant}.json").write_text(json.dumps(values))
+        loaded = load_config(values)
+        torch.save(_expected(loaded, samples, batches, _NUM_STEPS[variant]), folder / f"{variant}.pt")
+    spec = load_model_spec(load_config(config).model)
+    cluster = ClusterConfig(devices_per_node=8, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
+    for name, variant in CASES:
+        plan, freeze = PLANS[name], configs[variant]["model"].get("freeze", ())
+        pricer = Pricer(plan, costs, spec, cluster, frozen=freeze)
+        # Random assignments: replicas without media, and splits of every kind.
+        scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="random"), 3)
+        path = folder / f"{name} {variant}".replace("/", "-")
+        path.mkdir()
+        for step in range(_NUM_STEPS[variant]):
+            (path / str(step)).write_bytes(scheduler.schedule(step).to_bytes())
+    return folder
+
+
+def _tied_checkpoint(path: Path, config: dict) -> Path:
+    """A checkpoint whose head is its embedding, and its tokenizer."""
+    model = build_whole_model(load_config(config)).float()
+    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    model.save_pretrained(path)
+    for file in BUNDLED_TOKENIZER.iterdir():
+        if not (path / file.name).exists():
+            shutil.copy(file, path / file.name)
+    return path
+
+
+def _expected(config, samples, batches, num_steps: int) -> dict:
+    """Losses and gradients of the steps, and the weights after them."""
+    model = build_whole_model(config)
+    for name in config.model.freeze:
+        for part, parameter in model.named_parameters():
+            if ("language_model" in part or "lm_head" in part) == (name == "llm"):
+                parameter.requires_grad_(False)
+    optimizer = optimizer_of(model, _LR)
+    losses, gradients = [], []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        losses.append(loss_of_batch(model, config, samples.take(batches[step])))
+        gradients.append({name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None})
+        optimizer.step()
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "weights": {name: own.detach() for name, own in model.named_parameters()},
+    }
+
+
+def _run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    for number, (name, variant) in enumerate(CASES):
+        plan = PLANS[name]
+        if rank < plan.world_size:
+            store = dist.FileStore(str(folder / f"store-{number}"), plan.world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size)
+            try:
+                _check(folder, name, variant, plan)
+            except Exception:  # the first process that `spawn` speaks of may only have lost its peer
+                print(f"rank {rank}, {name}, {variant}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+                raise
+            dist.destroy_process_group()
+
+
+def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
+    config = load_config(json.loads((folder / f"{variant}.json").read_text()))
+    program = make_program(plan, config.model.freeze)
+    check_program(plan, program, config.model.freeze)
+    topology = place_in_world(program, torch.device("cpu"), torch.float64, dist.HashStore())
+    model = build_rank_model(config, plan, topology, torch.float64)
+    num_steps = _NUM_STEPS[variant]
+    schedules = [
+        StepSchedule.from_bytes((folder / f"{name} {variant}" / str(step)).read_bytes()) for step in range(num_steps)
+    ]
+    forwards = tuple(
+        (program.nodes[item.node], item.microbatch)
+        for item in topology.instructions
+        if item.op is Op.FORWARD and model.of(item.node).stage.reads_records
+    )
+    stream = JobStream(SimpleNamespace(get=schedules.__getitem__), forwards, range(num_steps))
+    works = make_works(config, plan, model, program, start_loading(config, plan, model, stream))
+    expected = torch.load(folder / f"{variant}.pt")
+    for step, schedule in enumerate(schedules):
+        for work in works.values():
+            work.begin_step(schedule)
+        run_instructions(topology.instructions, works, topology.links)
+        num_targets = int(schedule.target_tokens.sum())
+        loss = torch.tensor(sum(float(work.loss) for work in works.values()), dtype=torch.float64)
+        dist.all_reduce(loss)
+        where = f"{name}, {variant}, step {step}"
+        assert float(loss) / num_targets == pytest.approx(expected["losses"][step], rel=1e-10), where
+        for own in model.nodes:
+            _compare_gradients(own, expected["gradients"][step], num_targets, 1e-10 if step == 0 else 1e-6, where)
+        model.update(_LR, 1 / num_targets)
+    for own in model.nodes:
+        for parameter_name, parameter in own.parameters.items():
+            apart = (parameter.detach() - expected["weights"][parameter_name]).abs().max()
+            assert apart < 1e-8, f"{name}, {variant}: {parameter_name} is off by {apart:.1e}"
+
+
+def _compare_gradients(own, expected: dict[str, torch.Tensor], num_targets: int, tolerance: float, where: str) -> None:
+    """What this rank owns of the summed gradients, beside the parameter's largest, or beside a thousandth of the
+    largest of all: those of keys' biases are zero but for rounding."""
+    floor = 1e-3 * max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, parameter in own.parameters.items():
+        for piece in own.optimizer.pieces(parameter):
+            values = slice(piece.start, piece.start + len(piece.moments["exp_avg"]))
+            ours = parameter.grad.flatten()[values] / num_targets
+            theirs = expected[name].flatten()[values] if name in expected else torch.zeros_like(ours)
+            scale = max(floor, float(expected[name].abs().max()) if name in expected else 0.0)
+            assert float((ours - theirs).abs().max()) <= tolerance * scale, f"{where}: {name}"
+
+
+def test_every_layout_has_the_gradients_of_the_unpacked_model_in_one_process(folder):
+    mp.spawn(_run_rank, (folder,), nprocs=max(plan.world_size for plan in PLANS.values()))

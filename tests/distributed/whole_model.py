@@ -1,0 +1,104 @@
+"""The oracle of training: transformers' own model on one sample after the other, unpacked, in one process."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlavaOnevisionForConditionalGeneration
+
+from dflop.config import Config
+from dflop.data import SampleShapes, ShapeReader, list_sources
+from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.shapes import MediumSize
+from dflop.data.text import ChatTokenizer, tokenizer_folder
+from dflop.models import ModelSpec, load_model_spec
+from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.models.llava_onevision.runtime import RUNTIME
+from dflop.models.weights import norms_in_float64
+
+__all__ = ["build_whole_model", "loss_of_batch", "optimizer_of", "reader_of"]
+
+
+def reader_of(config) -> ShapeReader:
+    data = config.data
+    return ShapeReader(
+        rules=load_model_spec(config.model).rules,
+        video=data.video,
+        audio=data.audio,
+        max_image_pixels=data.max_image_pixels,
+        max_text_bytes=data.max_text_bytes,
+    )
+
+
+def build_whole_model(config: Config) -> LlavaOnevisionForConditionalGeneration:
+    """The model in float64, with the weights that the stages draw."""
+    spec = load_model_spec(config.model)
+    tokenizer = ChatTokenizer(tokenizer_folder(config.model))
+    hf_config = RUNTIME.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    checkpoint = Path(config.model.path) if config.model.path else None
+    weights = {}
+    for module in ("vision", "llm"):
+        layers = range(spec.module(module).num_layers)
+        stage = RUNTIME.build_stage(hf_config, module, layers=layers, seed=config.seed, checkpoint=checkpoint)
+        weights |= stage.hf_state_dict()
+    hf_config.text_config._attn_implementation = "sdpa"
+    model = LlavaOnevisionForConditionalGeneration(hf_config)
+    model.load_state_dict(weights)
+    norms_in_float64(model)
+    return model.double().train()
+
+
+def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
+    """AdamW over what requires gradients; vectors do not decay."""
+    trained = [own for own in model.parameters() if own.requires_grad]
+    matrices, vectors = [own for own in trained if own.ndim > 1], [own for own in trained if own.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def loss_of_batch(model: LlavaOnevisionForConditionalGeneration, config: Config, batch: SampleShapes) -> float:
+    """The mean loss over a global batch's target tokens; its gradients are added to the model's."""
+    spec = load_model_spec(config.model)
+    visual, text = _loaders(config, spec)
+    num_targets, loss = int(batch.target_tokens.sum()), 0.0
+    for index in range(len(batch)):
+        part = _loss_of_sample(model, visual, text, batch, index) / num_targets
+        if part.requires_grad:  # not that of a text, where the LLM is frozen
+            part.backward()
+        loss += part.item()
+    return loss
+
+
+def _loaders(config: Config, spec: ModelSpec) -> tuple[MicrobatchLoader, MicrobatchLoader]:
+    common = {
+        "records": TrainingRecords(list_sources(config.data), config.seed),
+        "reader": reader_of(config),
+        "tokenizer_folder": tokenizer_folder(config.model),
+        "max_llm_tokens": config.data.max_llm_tokens,
+        "encoders": (EncoderFeed(("image", "video"), 1),),
+    }
+    media = MicrobatchLoader(**common, encoder=0, processor=LlavaOnevisionPixels(spec))
+    return media, MicrobatchLoader(**common, encoder=None)
+
+
+def _loss_of_sample(model, visual, text, batch: SampleShapes, index: int) -> torch.Tensor:
+    """Summed loss of one sample through `LlavaOnevisionForConditionalGeneration.forward`, never packed."""
+    job = MicrobatchJob(
+        samples=(SampleRef(str(batch.source[index]), int(batch.row[index])),),
+        media=tuple(tuple(MediumSize(*size) for size in sizes) for sizes in batch.media[[index]].of_each()),
+        kept_tokens=((int(batch.kept_tokens[index, 0]),),),
+        llm_tokens=(int(batch.llm_tokens[index]),),
+        encoder_rank=((0,),),
+    )
+    packed = text[job]
+    inputs = {}
+    if batch.num_items[index, 0]:
+        loaded = visual[job].batch
+        (media,) = loaded.media
+        if media[0].kind == "video":
+            inputs["pixel_values_videos"] = loaded.items.double()[None]
+        else:
+            inputs["pixel_values"] = loaded.items.double()
+            inputs["image_sizes"] = torch.tensor([(medium.height, medium.width) for medium in media])
+            inputs["batch_num_images"] = torch.tensor([len(media)])
+    logits = model(input_ids=packed.token_ids[None], **inputs).logits[0, packed.target_positions]
+    return torch.nn.functional.cross_entropy(logits, packed.target_ids, reduction="sum")
