@@ -6,7 +6,7 @@ Planning and scheduling both ask here. Files: `assignment` (who computes what), 
 """
 
 from dflop.pricing.assignment import Assignment
-from dflop.pricing.batch_problem import balanced_loads_s
+from dflop.pricing.batch_problem import seconds_of_columns
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
 from dflop.pricing.correction_file import CorrectionFile, prices_digest, read_learned
 from dflop.pricing.memory_limit import (
@@ -33,7 +33,6 @@ __all__ = [
     "Learner",
     "Pricer",
     "alone_bytes",
-    "balanced_loads_s",
     "bin_of",
     "describe_left_out",
     "find_link",
@@ -44,6 +43,7 @@ __all__ = [
     "loads_of",
     "prices_digest",
     "read_learned",
+    "seconds_of_columns",
     "stale_share",
     "without",
 ]

@@ -11,7 +11,7 @@ from dflop.pricing.memory import PlanMemory
 from dflop.pricing.stage_costs import StageCosts, loads_of
 from dflop.runtime import UserError
 
-__all__ = ["balanced_loads_s", "least_step_s", "pose_problem"]
+__all__ = ["balanced_loads_s", "least_step_s", "pose_problem", "seconds_of_columns"]
 
 # What no sample takes: an hour.
 _MOST_SAMPLE_S = 3600.0
@@ -50,15 +50,24 @@ def pose_problem(stage_costs: StageCosts, memory: PlanMemory, shapes: SampleShap
 def balanced_loads_s(plan: Plan, of_modules: Mapping[str, np.ndarray]) -> np.ndarray:
     """What samples add to buckets, [num_samples, num_loads], given seconds on each module's stages, [pp, num_samples].
 
-    There is a column for each encoder and one for the LLM. All buckets of a microbatch share an encoder's replicas, so
-    its load counts by the ratio of the LLM's replicas to its own. Without bridges, encoders work with the LLM's first
-    stage: then there is one column for all that this stage's ranks do, and one for the LLM.
+    The columns are those of `seconds_of_columns`. All buckets of a microbatch share an encoder's replicas, so its load
+    counts by the ratio of the LLM's replicas to its own.
     """
-    llm = plan.grid("llm")
-    llm_s = of_modules["llm"]
-    encoders = plan.grids[:-1]
+    columns = seconds_of_columns(plan, of_modules)
+    if PLACEMENTS[plan.placement].has_bridges:
+        columns[:, :-1] *= [plan.grid("llm").dp / encoder.dp for encoder in plan.grids[:-1]]
+    return columns
+
+
+def seconds_of_columns(plan: Plan, of_modules: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Seconds that samples take on one rank, [num_samples, num_loads], given those on each module's stages.
+
+    There is a column for each encoder and one for the LLM. Without bridges, encoders work with the LLM's first stage:
+    then there is one column for all that this stage's ranks do, and one for the LLM.
+    """
+    encoders, llm_s = plan.grids[:-1], of_modules["llm"]
     if PLACEMENTS[plan.placement].has_bridges or not encoders:
-        columns = [of_modules[encoder.module].max(axis=0) * (llm.dp / encoder.dp) for encoder in encoders]
+        columns = [of_modules[encoder.module].max(axis=0) for encoder in encoders]
     else:
         columns = [sum(of_modules[encoder.module][0] for encoder in encoders) + llm_s[0]]
     return np.column_stack([*columns, llm_s.max(axis=0)])

@@ -15,7 +15,7 @@ from dflop.parallelism.passes import FORWARD, WEIGHT
 from dflop.pipeline import PLACEMENTS, CompiledPlan, Computation, Plan, compile_plan, computations_of
 from dflop.pipeline.simulate import per_worker
 from dflop.pipeline.walk import DP, FIRST_NODE, KIND, SPLIT_BACKWARD
-from dflop.pricing import Pricer, balanced_loads_s, loads_of
+from dflop.pricing import Pricer, loads_of, seconds_of_columns
 from dflop.scheduling.stage_forms import stage_forms
 
 __all__ = ["ideal_shares", "relaxed_step_s"]
@@ -82,14 +82,14 @@ def _loads(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
 def _sizes(pricer: Pricer, totals: np.ndarray) -> np.ndarray:
     """What kinds of these loads bring to the microbatches, in mean ones, [num_kinds, num_loads].
 
-    The columns are those of the balancing problem.
+    The columns are those of the balancing problem; how many replicas share a load cancels out.
     """
     plan = pricer.plan
     of_modules = {
         grid.module: pricer.stage_costs.additive_loads_s(grid.module, Loads(*totals[:, number, :_FEATURES].T))
         for number, grid in enumerate(plan.grids)
     }
-    size = balanced_loads_s(plan, of_modules)
+    size = seconds_of_columns(plan, of_modules)
     whole = size.sum(axis=0)
     return plan.num_microbatches * np.divide(size, whole, out=np.zeros_like(size), where=whole > 0)
 
