@@ -199,7 +199,7 @@ def make_pricer(
 
 def holds(pricer: Pricer, shapes: SampleShapes) -> bool:
     """Whether even buckets, in the order in which they come, fit into memory."""
-    pricer.require_room()
+    pricer.memory.require_room()
     rank, microbatch = np.divmod(lpt_buckets(pricer.problem(shapes)), pricer.plan.num_microbatches)
     return fits(pricer, shapes, pricer.assign(shapes, rank, microbatch))
 
