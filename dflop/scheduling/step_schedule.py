@@ -4,6 +4,9 @@ The process that decides encodes a schedule, whoever passes it on passes bytes, 
 """
 
 import json
+import math
+import struct
+from collections import defaultdict
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -14,6 +17,8 @@ from dflop.pricing import Assignment
 __all__ = ["StepSchedule"]
 
 _HEAD = b"dflop"
+# Of the stream's length in bytes, which stands before it: to be decompressed at once it must be known.
+_LENGTH = struct.Struct(">Q")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,33 +69,44 @@ class StepSchedule:
         return Assignment(**{item.name: getattr(self, item.name) for item in fields(Assignment)})
 
     def to_bytes(self) -> bytes:
-        """As Arrow writes it, compressed: a table of one row with a list in each column. It is encoded once, where it
-        was decided, and read where it is needed."""
+        """A stream of Arrow, compressed as a whole: a table of one row, whose columns each hold all arrays of one type
+        (a column for each array would make small batches four times as large). It is encoded once, where it was
+        decided, and read where it is needed."""
         import pyarrow as pa  # here: planning decides schedules too, and sends none
 
-        scalars, shapes, columns = {}, {}, {}
+        scalars, arrays, of_types = {}, [], defaultdict(list)
         for name, value in self._values().items():
             if isinstance(value, np.ndarray):
-                shapes[name] = value.shape
-                values = pa.array(value.ravel().tolist() if value.dtype.kind in "UO" else value.ravel())
-                columns[name] = pa.ListArray.from_arrays([0, len(values)], values)
+                own_type = "str" if value.dtype.kind in "UO" else value.dtype.str
+                arrays.append((name, own_type, value.shape))
+                of_types[own_type].append(value.ravel())
             else:
                 scalars[name] = value
-        batch = pa.record_batch(columns, metadata={_HEAD: json.dumps([scalars, shapes])})
+        columns = {}
+        for own_type, parts in of_types.items():
+            values = np.concatenate(parts)
+            values = pa.array(values.tolist() if own_type == "str" else values)
+            columns[own_type] = pa.ListArray.from_arrays([0, len(values)], values)
+        batch = pa.record_batch(columns, metadata={_HEAD: json.dumps([scalars, arrays])})
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        return sink.getvalue().to_pybytes()
+        stream = sink.getvalue()
+        return _LENGTH.pack(stream.size) + pa.compress(stream, "zstd", asbytes=True)
 
     @classmethod
     def from_bytes(cls, encoded: bytes) -> "StepSchedule":
         import pyarrow as pa
 
-        with pa.ipc.open_stream(encoded) as reader:
+        (length,) = _LENGTH.unpack_from(encoded)
+        stream = pa.decompress(memoryview(encoded)[_LENGTH.size :], length, "zstd")
+        with pa.ipc.open_stream(stream) as reader:
             batch = reader.read_next_batch()
-        values, shapes = json.loads(batch.schema.metadata[_HEAD])
-        for name, shape in shapes.items():
-            values[name] = batch[name].values.to_numpy(zero_copy_only=False).reshape(shape)
+        values, arrays = json.loads(batch.schema.metadata[_HEAD])
+        of_types = {name: batch[name].values.to_numpy(zero_copy_only=False) for name in batch.schema.names}
+        for name, own_type, shape in arrays:
+            values[name], of_types[own_type] = np.split(of_types[own_type], [math.prod(shape)])
+            values[name] = values[name].reshape(shape)
         values["encoders"] = tuple(values["encoders"])
         if "media_values" in values:
             values["media"] = MediaSizes(values.pop("media_values"), values.pop("media_counts"))
