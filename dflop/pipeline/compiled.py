@@ -7,6 +7,7 @@ thousands of ranks compiles as fast as one for a few.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -36,10 +37,9 @@ from dflop.runtime.kernels import kernel
 __all__ = ["CompiledPlan", "compile_plan"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """`order` is [num_computations, 3]: pass, stage, microbatch; `items` is the same for `walk`; `stages` is
-    [num_stages, NUM_COLUMNS]."""
+    """`order` is [num_computations, 3]: pass, stage, microbatch; `stages` is [num_stages, NUM_COLUMNS]."""
 
     num_nodes: int
     num_workers: int
@@ -47,9 +47,13 @@ class CompiledPlan:
     num_encoders: int
     splits_backward: bool
     order: np.ndarray
-    items: np.ndarray
     stages: np.ndarray
     ranks_of_worker: np.ndarray
+
+    @cached_property
+    def items(self) -> np.ndarray:
+        """The order as `walk` takes it; of half of the plans that a search compiles nobody asks more than memory."""
+        return walk_items(self.order, self.stages, self.num_microbatches)
 
 
 def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
@@ -94,7 +98,6 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
         num_encoders=len(encoders),
         splits_backward=SCHEDULES[plan.schedule].splits_backward,
         order=merged,
-        items=walk_items(merged, stages, plan.num_microbatches),
         stages=stages,
         ranks_of_worker=ranks_of_worker,
     )
