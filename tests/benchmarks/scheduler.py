@@ -238,7 +238,11 @@ def measure_cell(samples, costs, spec, size, num_stages, num_batches) -> dict | 
                 del answers["Karmarkar-Karp"]
             for name, answer in answers.items():
                 begin = time.perf_counter()
-                given = answer()
+                try:
+                    given = answer()
+                except UserError:
+                    assert name == "random", "that even buckets fit was looked at"
+                    given = None  # What was drawn cannot be made to fit into memory.
                 seconds = time.perf_counter() - begin
                 if given is None:
                     continue
