@@ -75,7 +75,9 @@ class CorrectionLoop:
         self._rests_until = 0
 
     def prepare(self, step: int) -> None:
-        """Have a corrected search compiled (15 s, once an installation) before training waits for a schedule."""
+        """Have all compiled that schedules need, those of corrected plans too, before training waits for one: once an
+        installation."""
+        self._scheduler.schedule(step, self._policy_tried)
         if self._mode != "off":
             ones = self._table.corrected(Corrections(factors={"llm": NO_CORRECTIONS.table("llm")}))
             self._scheduler.priced_by(ones).schedule(step, self._policy_tried)

@@ -1,6 +1,7 @@
 """The scheduler as a process of its own, ahead of training and out of its way.
 
-`ScheduleService` starts it and reads its schedules: each is the bytes of a `StepSchedule`, behind their number.
+`ScheduleService` starts it and reads its schedules: each is the bytes of a `StepSchedule`, behind their number. An
+empty one comes first: the process is ready, all its code is compiled.
 `python -m dflop.scheduling.service` is the process. It takes its request and then the trainer's progress on stdin, with
 what steps took, keeps `lookahead_steps` ahead of that, and ends when stdin closes, so that it cannot outlive the
 trainer. What it learned of the cost table's errors it writes beside the run, after every step that taught something,
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dflop.balancing import WORK_TIMEOUT_S
 from dflop.config import Config, load_config, select_keys
@@ -33,10 +34,11 @@ from dflop.scheduling.scheduler import BatchScheduler
 
 __all__ = ["ScheduleService", "open_scheduler"]
 
-# A process that is at work on a step for so long, and so many time limits, hangs; to start takes it longer.
+# A process that is at work on a step for so long, and so many time limits, hangs. To be ready may take it longer, for
+# compiling on a busy machine takes minutes; ranks wait ten minutes for a schedule before they give up.
 _PATIENCE_S = 20.0
 _LIMITS_OF_PATIENCE = 10
-_STARTING_S = 100.0
+_STARTING_S = 420.0
 _POLL_S = 0.2
 # Of the number of bytes of a schedule, which stands before it.
 _LENGTH = struct.Struct(">Q")
@@ -87,8 +89,8 @@ class ScheduleService:
         if config.schedule.deterministic:
             self._patience_s += WORK_TIMEOUT_S
         self._received = bytearray()
-        # Of the answer that comes next: its step, and since when the process is at work on it, once it has started.
-        self._due_step, self._waits_since = first_step, time.monotonic() + _STARTING_S
+        # Of the answer that comes next: its step, and since when the process is at work on it, or on getting ready.
+        self._due_step, self._waits_since, self._is_ready = first_step, time.monotonic(), False
         self._at_step, self.why_none = first_step, ""
         os.set_blocking(self._process.stdin.fileno(), False)
         self._unsent = b""
@@ -111,12 +113,13 @@ class ScheduleService:
                     self.why_none = "ended"
                     return None
                 self._received += received
+                self._note_readiness()
                 continue
             # Time in which this process was suspended itself is not the other one's.
             self._waits_since += max(0.0, time.monotonic() - looked - 2 * _POLL_S)
             looked = time.monotonic()
             silent_s = looked - self._waits_since if self._is_due else 0.0
-            if silent_s > self._patience_s:
+            if silent_s > (self._patience_s if self._is_ready else _STARTING_S):
                 self.why_none = f"was silent for {silent_s:.0f} s"
                 return None
         encoded = bytes(self._received[_LENGTH.size : end])
@@ -124,6 +127,12 @@ class ScheduleService:
         self._due_step += 1
         self._waits_since = time.monotonic()
         return encoded
+
+    def _note_readiness(self) -> None:
+        """Take the empty schedule off: from then on the process is at work on the first step."""
+        if not self._is_ready and self._end_of_first() == _LENGTH.size:
+            del self._received[: _LENGTH.size]
+            self._is_ready, self._waits_since = True, time.monotonic()
 
     def _end_of_first(self) -> int | None:
         """Where the first schedule in what was received ends; None while it is not whole."""
@@ -171,8 +180,6 @@ class ScheduleService:
 def _serve() -> None:
     request = json.loads(sys.stdin.readline())
     config = load_config(request["config"])
-    if config.cluster.device == "cpu":
-        os.nice(19)  # it works ahead; the ranks that it shares cores with are waited for
     # Schedules alone go where stdout went: what a library prints there must not come between them.
     schedules = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -183,14 +190,16 @@ def _serve() -> None:
     loop = CorrectionLoop(scheduler, config.schedule, file.read())
     with scheduler.open():
         loop.prepare(request["first_step"])
+        if config.cluster.device == "cpu":
+            # From now on it works ahead, and CBC with it; the ranks that it shares cores with are waited for.
+            os.nice(19)
+        _write(schedules, b"")
         for step in range(request["first_step"], request["num_steps"]):
             if not progress.wait_until(step - config.schedule.lookahead_steps):
                 return
             for measured in progress.take_measured():
                 loop.observe(measured)
-            encoded = loop.schedule(step).to_bytes()
-            schedules.write(_LENGTH.pack(len(encoded)) + encoded)
-            schedules.flush()
+            _write(schedules, loop.schedule(step).to_bytes())
             file.write(loop.learner)
         # Nothing is left to schedule; what the last steps took is of use to the next run.
         while progress.wait_for_measured():
@@ -198,6 +207,11 @@ def _serve() -> None:
                 loop.observe(measured)
                 loop.learn(measured.step)
             file.write(loop.learner)
+
+
+def _write(schedules: BinaryIO, encoded: bytes) -> None:
+    schedules.write(_LENGTH.pack(len(encoded)) + encoded)
+    schedules.flush()
 
 
 class _Progress:
