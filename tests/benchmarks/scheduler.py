@@ -12,7 +12,7 @@ smaller sizes with four stages, Karmarkar-Karp, in Python, one of the largest.
 
 Steps are over the lower bound, as are buckets. Nearer to what can be had comes the relaxed step, of samples that could
 be cut at will; with one encoder replica it is a bound, too. A table is printed and `results/benchmarks/scheduler.json`
-written. Two cores take about eight minutes.
+written. Two cores take about twenty minutes.
 """
 
 import argparse
