@@ -6,7 +6,8 @@ placement and a schedule come to, in instructions and in seconds, is `pipeline`'
 
 from dflop.parallelism.grid import Grid, tile_world
 from dflop.parallelism.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Placement
-from dflop.parallelism.plan import Plan, load_plan, plan_from_dict, split_layers
+from dflop.parallelism.plan import Plan, split_layers
+from dflop.parallelism.plan_file import load_plan, plan_from_dict
 from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
 
 __all__ = [

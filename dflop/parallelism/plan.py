@@ -4,19 +4,16 @@ A plan is what the search chooses and what the trainer obeys; `plan.yaml` holds 
 that it was chosen for beside it. More can be said, and priced, than can be trained today: see `runnable`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from dflop.parallelism.grid import Grid
 from dflop.parallelism.placements import PLACEMENTS
 from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES
 from dflop.runtime import UserError
 
-__all__ = ["Plan", "load_plan", "plan_from_dict", "split_layers"]
+__all__ = ["Plan", "split_layers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,45 +126,6 @@ class Plan:
         checkpointing = ", checkpointing" if self.checkpointing else ""
         microbatches = f"{self.num_microbatches} microbatch{'es' if self.num_microbatches > 1 else ''}"
         return f"{self.placement}: {grids}, {microbatches}, {self.schedule}{chunks}{checkpointing}"
-
-
-def plan_from_dict(values: Mapping[str, Any]) -> Plan:
-    """The plan that `to_dict` gave; what older files lack has its default."""
-    return Plan(
-        placement=values["placement"],
-        grids=tuple(
-            Grid(
-                module=module,
-                num_ranks=grid["num_ranks"],
-                tp=grid["tp"],
-                pp=grid["pp"],
-                rank_offset=grid["rank_offset"],
-                layers=tuple(grid.get("layers") or ()),
-            )
-            for module, grid in sorted(
-                values["grids"].items(), key=lambda entry: (entry[0] == "llm", entry[1]["rank_offset"])
-            )
-        ),
-        num_microbatches=values["num_microbatches"],
-        checkpointing=values["checkpointing"],
-        schedule=values["schedule"],
-        num_chunks=values.get("num_chunks", 1),
-    )
-
-
-def load_plan(path: Path) -> Plan:
-    """The plan of a `plan.yaml`.
-
-    Raises:
-        UserError: when the file is missing or holds no plan.
-    """
-    try:
-        return plan_from_dict(yaml.safe_load(path.read_text(encoding="utf-8"))["plan"])
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; make it with `dflop plan`") from None
-    except (KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        what = " ".join(str(error).split())
-        raise UserError(f"{path} holds no plan ({what}); make it again with `dflop plan`") from None
 
 
 def split_layers(num_layers: int, pp: int) -> list[range]:

@@ -9,6 +9,7 @@ and starts from when the run is taken up again.
 """
 
 import contextlib
+import difflib
 import json
 import os
 import select
@@ -24,9 +25,10 @@ from dflop.balancing import WORK_TIMEOUT_S
 from dflop.config import Config, load_config, select_keys
 from dflop.costs import CostModel
 from dflop.data import load_samples
-from dflop.models import digest_of_spec, load_model_spec
-from dflop.pipeline import load_plan
+from dflop.models import ModelSpec, digest_of_spec, load_model_spec
+from dflop.pipeline import Plan, load_plan
 from dflop.pricing import CorrectionFile, Pricer, leave_out_too_large
+from dflop.runtime import UserError
 from dflop.runtime.commands import COMMANDS
 from dflop.scheduling.correction_loop import CorrectionLoop, MeasuredStep
 from dflop.scheduling.global_batches import GlobalBatches
@@ -47,12 +49,14 @@ _LENGTH = struct.Struct(">Q")
 def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
     """The scheduler of a run, from its artifacts (read-only). Samples that no device can hold are left out."""
     spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
+    loaded = load_plan(plan)
+    _check_plan(plan, loaded, spec, config.train.global_batch_size)
     samples, _ = load_samples(shapes, spec.encoders)
     cost_model.require_made_for(
         model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
     )
     pricer = Pricer(
-        load_plan(plan),
+        loaded,
         cost_model,
         spec,
         config.cluster,
@@ -62,6 +66,40 @@ def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> 
     samples, left_out = leave_out_too_large(pricer, samples)
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
     return BatchScheduler(samples, pricer, batches, config.schedule, config.seed, left_out)
+
+
+def _check_plan(path: Path, plan: Plan, spec: ModelSpec, global_batch_size: int) -> None:
+    """Whether a plan, which may be written by hand, has the model's modules and no more buckets than a batch can fill.
+
+    Raises:
+        UserError: naming what does not fit, and what would.
+    """
+    known, given = [module.name for module in spec.modules], [grid.module for grid in plan.grids]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean `{near[0]}`? " if near else ""
+            raise UserError(
+                f"{path}: `plan.grids.{name}` is of no module of {spec.name}; {meant}it has {', '.join(known)}"
+            )
+    if lacking := [name for name in known if name not in given]:
+        raise UserError(
+            f"{path}: `plan.grids` has no {lacking[0]}, which {spec.name} has; make the plan again with `dflop plan`"
+        )
+    if given != known:
+        raise UserError(
+            f"{path}: the plan's modules come as {', '.join(given)} and those of {spec.name} as {', '.join(known)}; "
+            "give their grids, and their `rank_offset`, that order"
+        )
+    replicas = plan.grid("llm").dp
+    if plan.num_buckets > global_batch_size:
+        most = global_batch_size // replicas
+        way_out = f"set `plan.num_microbatches` to at most {most}" if most else f"use dp: {global_batch_size} at most"
+        raise UserError(
+            f"{path}: {plan.num_buckets} microbatches ({plan.num_microbatches} in each of {replicas} LLM replicas) "
+            f"cannot be filled by a batch of {global_batch_size} samples, and none may be empty; {way_out}, or "
+            f"raise `train.global_batch_size` to {plan.num_buckets}"
+        )
 
 
 class ScheduleService:

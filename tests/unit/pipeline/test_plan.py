@@ -52,12 +52,70 @@ def test_a_plan_comes_back_from_its_file_with_whatever_stands_beside_it(tmp_path
     assert load_plan(path) == plan
 
 
-@pytest.mark.parametrize("text", ["", "plan:", "plan: [1]", "plan: {placement: disjoint}", "plan: {", "just words"])
+def test_a_missing_field_is_named(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("plan: {placement: disjoint}")
+    with pytest.raises(UserError, match=r"plan\.yaml: `plan.grids` is missing; it must hold a grid for each module"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize("text", ["", "plan:", "plan: [1]", "plan: {", "just words"])
 def test_a_file_without_a_plan_says_how_to_make_one(tmp_path, text):
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=r"plan\.yaml holds no plan .*make it again with `dflop plan`"):
         load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"checkpointing": "maybe"}, "`plan.checkpointing` is 'maybe'; it must be true or false"),
+        ({"checkpointing": 1}, "`plan.checkpointing` is 1; it must be true or false"),
+        ({"num_microbatches": 2.0}, "`plan.num_microbatches` is 2.0; it must be a whole number from 1 to 65536"),
+        ({"num_microbatches": float("nan")}, "`plan.num_microbatches` is nan; it must be a whole number"),
+        ({"num_microbatches": True}, "`plan.num_microbatches` is true; it must be a whole number"),
+        ({"num_microbatches": 10**9}, "`plan.num_microbatches` is 1000000000; it must be .* to 65536"),
+        ({"num_chunks": 0}, "`plan.num_chunks` is 0; it must be a whole number from 1"),
+        ({"placement": ["disjoint"]}, r"`plan.placement` is \['disjoint'\]; it must be one of colocated, disjoint"),
+        ({"schedule": None}, "`plan.schedule` is null; it must be one of"),
+        ({"grids": None}, "`plan.grids` is None; it must hold a grid for each module"),
+        ({"num_microbatchs": 2}, "unknown field `plan.num_microbatchs` .*did you mean `plan.num_microbatches`"),
+    ],
+)
+def test_a_field_that_a_hand_got_wrong_is_named_with_what_would_be_right(tmp_path, change, complaint):
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"plan": make_plan(llm_pp=2).to_dict() | change}))
+    with pytest.raises(UserError, match=rf"plan\.yaml: {complaint}"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"tp": True}, "`plan.grids.llm.tp` is true; it must be a whole number from 1"),
+        ({"pp": "2"}, "`plan.grids.llm.pp` is '2'; it must be a whole number from 1"),
+        ({"dp": 2}, "`plan.grids.llm.dp` is 2, but num_ranks: 2 with tp: 1 and pp: 2 make dp: 1; .* num_ranks: 4"),
+        ({"rank_offset": -1}, "`plan.grids.llm.rank_offset` is -1; it must be a whole number from 0"),
+        ({"rank_ofset": 1}, "unknown field `plan.grids.llm.rank_ofset` .*did you mean `plan.grids.llm.rank_offset`"),
+        ({"layers": 4}, "`plan.grids.llm.layers` is 4; it must be a list of whole numbers"),
+        ({"layers": [2, 2.0]}, r"`plan.grids.llm.layers\[1\]` is 2.0; it must be a whole number from 1"),
+        ({"layers": [2, 1, 1]}, "llm: layers are given for 3 stages, but pp=2 makes 2"),
+        ({"num_ranks": 10**12}, "`plan.grids.llm.num_ranks` is 1000000000000; it must be .* to 1000000"),
+    ],
+)
+def test_a_grid_that_a_hand_got_wrong_is_named_with_what_would_be_right(change, complaint):
+    values = make_plan(llm_pp=2).to_dict()
+    values["grids"]["llm"] |= change
+    with pytest.raises(UserError, match=complaint):
+        plan_from_dict(values)
+
+
+def test_a_grid_may_leave_out_its_dp():
+    values = make_plan(llm_pp=2).to_dict()
+    for grid in values["grids"].values():
+        del grid["dp"]
+    assert plan_from_dict(values) == make_plan(llm_pp=2)
 
 
 def test_a_missing_plan_says_which_command_makes_it(tmp_path):

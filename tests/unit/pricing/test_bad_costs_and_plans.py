@@ -121,8 +121,33 @@ def test_costs_by_which_no_sample_can_take_so_long_name_the_sample(schedule, mak
 def test_fewer_samples_than_buckets(schedule, make_run):
     assert_one_line(
         schedule(make_run(), train={"global_batch_size": 7}),
-        r"a global batch of 7 samples cannot fill 8 buckets .* use num_microbatches <= 7 or train\.global_",
+        r"plan\.yaml: 8 microbatches .* by a batch of 7 samples, .* `plan.num_microbatches` to at most 7",
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda grids: {"visoin": grids["vision"], "llm": grids["llm"]},
+            r"`plan\.grids\.visoin` is of no module of .*; did you mean `vision`\? it has vision, llm",
+        ),
+        (
+            lambda grids: {"llm": grids["llm"] | {"rank_offset": 0}},
+            r"`plan\.grids` has no vision, which .* has; make the plan again with `dflop plan`",
+        ),
+        (
+            lambda grids: {**grids, "llm": {**grids["llm"], "layers": [1, 99]}},
+            r"layers \[1, 99\] are 100 together, the model has \d+",
+        ),
+    ],
+)
+def test_a_plan_with_other_modules_or_layers_than_the_model(schedule, make_run, change, said):
+    run = make_run()
+    written = yaml.safe_load(run.paths["plan"].read_text())
+    written["plan"]["grids"] = change(written["plan"]["grids"])
+    run.paths["plan"].write_text(yaml.safe_dump(written, sort_keys=False))
+    assert_one_line(schedule(run), said)
 
 
 def test_fewer_samples_than_a_batch(schedule, make_run):
