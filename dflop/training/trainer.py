@@ -5,6 +5,7 @@ target tokens, clip by the global norm, update what this rank owns. One small al
 loss, the norm and how busy the ranks were.
 """
 
+import gc
 import math
 import time
 
@@ -32,6 +33,9 @@ from dflop.training.topology import join_world
 from dflop.training.work import make_works
 
 __all__ = ["Trainer"]
+
+# Steps between two looks for garbage in cycles.
+_COLLECT_EVERY = 20
 
 
 class Trainer:
@@ -80,8 +84,13 @@ class Trainer:
         """Run the remaining steps, then write the model."""
         config, model = self.config.train, self.model
         try:
+            # The collector stops a rank whenever it likes, and the others wait: it has its time between steps instead.
+            gc.collect()
+            gc.disable()
             for step in range(self.first_step, config.steps):
                 self._step(step)
+                if step % _COLLECT_EVERY == 0:
+                    gc.collect(1)
                 if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
                     self._save(step + 1)
             export_model(
@@ -93,6 +102,7 @@ class Trainer:
                 model.tokenizer_folder,
             )
         finally:
+            gc.enable()
             if self.publisher:
                 self.publisher.close()
         dist.destroy_process_group()
