@@ -16,7 +16,7 @@ from dflop.models.loads import Loads
 # What to say of microbatches, after their number, that `CostModel.is_extrapolated` marks.
 BEYOND_MEASURED = (
     "are larger (or smaller) than what was measured: either `costs.time_budget_s` left no room for them (one run may "
-    "take a hundredth of it), then raise it; or the data has changed since, then measure again with `snakemake "
+    "take a sixtieth of it), then raise it; or the data has changed since, then measure again with `snakemake "
     "--forcerun profile_costs`"
 )
 
