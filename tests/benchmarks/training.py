@@ -11,12 +11,15 @@ train the same global batches in each of these ways, all with the same stages, p
 - `DDP, accumulated`: the same in as many microbatches as the plan has;
 - `DDP, padded`: as `DDP`, with each sample as long as the longest of its rank.
 
-Batches are loaded before a step's clock starts, or, with `--on-the-fly`, by one loader process a rank, as in training.
-Printed are the median step, the median of the ratios to `ours` step by step, and predicted beside measured seconds;
+Batches are loaded before a step's clock starts, or, with `--on-the-fly`, by one loader process a rank, as in training:
+then sides take turns in runs of six steps, of which the first is not counted, so that each reads ahead in its own time.
+Printed are the median step, the median of the ratios to `ours` step by step, what the busiest rank computed (which
+other work on the machine changes less than it changes the clock), and predicted beside measured seconds;
 `results/benchmarks/training.json` has every step.
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -35,7 +38,6 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import yaml
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -57,7 +59,7 @@ from dflop.training.rank_model import build_rank_model
 from dflop.training.topology import place_in_world
 from dflop.training.work import make_works
 
-_NUM_WARMUP = 3
+_NUM_WARMUP, _RUN = 3, 6
 
 
 @dataclass
@@ -72,12 +74,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("results/demo"))
     parser.add_argument("--plan", type=Path, help="another plan than the run's")
-    parser.add_argument("--config", type=Path, help="of the run; the run's own where it is not given")
+    parser.add_argument("--config", action="append", help="as `dflop train` takes it (the demo's two files)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--on-the-fly", action="store_true")
     arguments = parser.parse_args()
     plan_path = arguments.plan or arguments.run / "plan.yaml"
-    config = load_config(yaml.safe_load((arguments.config or arguments.run / "config.yaml").read_text()))
+    config = load_config(*(arguments.config or ["config/config.yaml", "config/demo.yaml"]))
     num_steps = arguments.steps + _NUM_WARMUP
     with tempfile.TemporaryDirectory() as folder:
         request = {"plan": plan_path, "run": arguments.run, "folder": Path(folder), "num_steps": num_steps}
@@ -106,6 +108,7 @@ def _print(figures: dict) -> None:
         print(
             f"{name:<18} {statistics.median(own):7.3f} s a step   {statistics.median(ratios):5.3f} of ours"
             f"   {figures['global_batch_size'] / statistics.median(own):6.1f} samples/s"
+            f"   {statistics.median(figures['cpu_seconds'][name]):6.3f} s of the busiest rank's core"
         )
     for name, predicted in figures["predicted_s"].items():
         ratios = [real / said for real, said in zip(seconds[name], predicted, strict=True)]
@@ -135,22 +138,38 @@ def _run_rank(rank: int, config: Config, request: dict, on_the_fly: bool) -> Non
         "DDP, padded": _ddp(config, samples, on_the_fly, 1, padded=True),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for step in range(num_steps):
-        for name, side in sides.items():
-            loaded = None if on_the_fly else side.load(step)
-            dist.barrier()
-            started = time.monotonic()
-            side.train(side.load(step) if on_the_fly else loaded)
-            dist.barrier()
-            seconds[name].append(time.monotonic() - started)
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()  # as the trainer has it, for all sides
+    for name, step in _turns(list(sides), num_steps, _RUN if on_the_fly else 1):
+        side = sides[name]
+        loaded = None if on_the_fly else side.load(step)
+        dist.barrier()
+        started, cpu_started = time.monotonic(), time.process_time()
+        side.train(side.load(step) if on_the_fly else loaded)
+        cpu = torch.tensor(time.process_time() - cpu_started)
+        dist.barrier()
+        seconds[name].append(time.monotonic() - started)
+        dist.all_reduce(cpu, dist.ReduceOp.MAX)
+        cpu_seconds[name].append(float(cpu))
+    counted = [step for step in range(_NUM_WARMUP, num_steps) if not on_the_fly or step % _RUN]
     if rank == 0:
         figures = {
             "global_batch_size": config.train.global_batch_size,
-            "seconds": {name: own[_NUM_WARMUP:] for name, own in seconds.items()},
-            "predicted_s": {name: [own.step_s for own in plans[_NUM_WARMUP:]] for name, plans in schedules.items()},
+            "seconds": {name: [own[step] for step in counted] for name, own in seconds.items()},
+            "cpu_seconds": {name: [own[step] for step in counted] for name, own in cpu_seconds.items()},
+            "predicted_s": {name: [plans[step].step_s for step in counted] for name, plans in schedules.items()},
         }
         (request["folder"] / "figures.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
+
+
+def _turns(names: list[str], num_steps: int, length: int) -> Iterator[tuple[str, int]]:
+    """Each side's steps in runs of so many, the sides in turns."""
+    for first in range(0, num_steps, length):
+        for name in names:
+            for step in range(first, min(first + length, num_steps)):
+                yield name, step
 
 
 def _planned(config: Config, plan_path: Path, schedules: list[StepSchedule]) -> Side:
