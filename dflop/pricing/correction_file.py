@@ -5,11 +5,12 @@ What was learned of one cost table says nothing of another: the file names the c
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 from dflop.pricing.correction import Learner
 from dflop.pricing.pricer import Pricer
-from dflop.runtime import written_whole
+from dflop.runtime import set_torn_aside, written_whole
 
 __all__ = ["CorrectionFile", "prices_digest", "read_learned"]
 
@@ -18,24 +19,32 @@ class CorrectionFile:
     """One run's file; it need not exist yet."""
 
     def __init__(self, path: Path, pricer: Pricer) -> None:
-        self._path, self._num_steps = path, 0
+        self._path, self._num_steps, self._said = path, 0, False
         self._about = prices_digest(pricer)
 
     def read(self) -> Learner:
         """What was learned of these costs by this plan. A file about others is void, and deleted."""
-        if self._path.exists() and json.loads(self._path.read_text(encoding="utf-8")).get("about") != self._about:
-            self._path.unlink()
-        learner = read_learned(self._path)
+        about, learner = _read(self._path)
+        if about != self._about:
+            self._path.unlink(missing_ok=True)
+            learner = Learner()
         self._num_steps = learner.num_steps
         return learner
 
     def write(self, learner: Learner) -> None:
-        """Keep what is known now, where that is more than the file has."""
+        """Keep what is known now, where that is more than the file has. A disk that takes no more stops nothing: the
+        next call tries again."""
         if learner.num_steps == self._num_steps:
             return
-        self._num_steps = learner.num_steps
-        with written_whole(self._path) as beside:
-            beside.write_text(json.dumps({"about": self._about, **learner.to_dict()}), encoding="utf-8")
+        try:
+            with written_whole(self._path) as beside:
+                beside.write_text(json.dumps({"about": self._about, **learner.to_dict()}), encoding="utf-8")
+        except OSError as error:
+            if not self._said:
+                print(f"dflop: warning: {self._path} cannot be written: {error}; tried again later", file=sys.stderr)
+            self._said = True
+            return
+        self._num_steps, self._said = learner.num_steps, False
 
 
 def prices_digest(pricer: Pricer) -> str:
@@ -47,4 +56,16 @@ def prices_digest(pricer: Pricer) -> str:
 
 def read_learned(path: Path) -> Learner:
     """What a run has learned; nothing where it has no file, as with `schedule.correction: off`."""
-    return Learner.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Learner()
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[str | None, Learner]:
+    """What a file is about, and what was learned of it. One that cannot be read is moved aside, and said."""
+    if not path.exists():
+        return None, Learner()
+    try:
+        values = json.loads(path.read_bytes())
+        return values["about"], Learner.from_dict(values)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        set_torn_aside(path, f"it cannot be read ({type(error).__name__}: {error}), so corrections are learned anew")
+        return None, Learner()

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cache_folder", "written_whole"]
+__all__ = ["cache_folder", "set_torn_aside", "written_whole"]
 
 
 @contextlib.contextmanager
@@ -19,6 +20,12 @@ def written_whole(path: Path) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def set_torn_aside(path: Path, why: str) -> None:
+    """Move a file that cannot be read as what it ought to be to `path`.torn, where nothing looks for it, and say so."""
+    aside = path.rename(path.with_name(f"{path.name}.torn"))
+    print(f"dflop: warning: {path}: {why}; the file as it was is {aside}", file=sys.stderr, flush=True)
 
 
 def cache_folder() -> Path:

@@ -2,12 +2,14 @@
 
 `torch.distributed.checkpoint` writes and reads them. Moments are written by their owners, in the pieces that these
 own: `optimizer/NAME/exp_avg/START` holds a run of the flattened parameter's. A checkpoint is a folder `step-000010`,
-complete once it has that name; beside the tensors lies `run.json`, which says what run it belongs to.
+complete once it has that name; beside the tensors lie `run.json`, which says what run it belongs to, and a checksum of
+every file (`checkpoint_files`).
 """
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dflop.runtime import UserError
-from dflop.training.run_folder import checkpoints_in
+from dflop.training.checkpoint_files import checkpoints_in, checksums_of, write_checksums
 from dflop.training.sharded_optimizer import ShardedAdamW
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["do_together", "load_checkpoint", "save_checkpoint"]
 
 _KEPT = 2
 _READ_BYTES = 256 * 2**20
@@ -36,26 +38,45 @@ class Part(Protocol):
     def optimizer(self) -> ShardedAdamW: ...
 
 
-def save_checkpoint(folder: Path, step: int, parts: Sequence[Part], run: dict[str, Any]) -> None:
+def save_checkpoint(folder: Path, step: int, parts: Sequence[Part], run: dict[str, Any]) -> str | None:
     """Write `folder/step-<step>` from the parts of each rank; every rank must call this.
 
-    The last two checkpoints are kept.
+    Returns, on every rank alike, what kept any of them from writing, such as a full disk; None where all is written.
+    What was there before is then still there. Otherwise the last two checkpoints are kept.
     """
     final = folder / f"step-{step:06d}"
     part = folder / f".{final.name}.part"
-    is_main = dist.get_rank() == 0
-    if is_main:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_parameters(parts) | _moments(parts), checkpoint_id=part)
-    if is_main:
-        (part / "run.json").write_text(json.dumps(run | {"step": step}), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
-        for old in checkpoints_in(folder)[:-_KEPT]:
-            shutil.rmtree(old)
-    dist.barrier()
+    own: dict[str, tuple[int, str]] = {}
+
+    def write() -> None:
+        _save_tensors(part, parts)
+        own.update(checksums_of(part, _own_files(part)))
+
+    trouble = do_together(lambda: _make_empty(part), first_rank_only=True) or do_together(write)
+    if trouble is None:
+        checksums = [own] * dist.get_world_size()
+        dist.all_gather_object(checksums, own)
+        run = run | {"step": step}
+        trouble = do_together(lambda: _complete(part, final, run, ChainMap(*checksums)), first_rank_only=True)
+    if trouble is not None and dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)  # it may be what fills the disk
+    return trouble
+
+
+def do_together(action: Callable[[], object], *, first_rank_only: bool = False) -> str | None:
+    """Run an action on every rank, or on the first one while the others wait.
+
+    Returns, on every rank alike, which rank the file system failed and how; None where it failed none.
+    """
+    rank, trouble = dist.get_rank(), None
+    if rank == 0 or not first_rank_only:
+        try:
+            action()
+        except OSError as error:
+            trouble = f"rank {rank}: {error}"
+    troubles: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(troubles, trouble)
+    return next((trouble for trouble in troubles if trouble), None)
 
 
 def load_checkpoint(folder: Path, parts: Sequence[Part]) -> None:
@@ -80,6 +101,48 @@ def load_checkpoint(folder: Path, parts: Sequence[Part]) -> None:
     num_steps = json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"]
     for own in parts:
         own.optimizer.set_num_steps(num_steps)
+
+
+def _make_empty(folder: Path) -> None:
+    """Make the folder to write to; what saving left that was cut short goes."""
+    for left in folder.parent.glob(".step-*.part"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _save_tensors(folder: Path, parts: Sequence[Part]) -> None:
+    """Each rank's tensors. Where writing failed on any rank, all raise."""
+    try:
+        dcp.save(_parameters(parts) | _moments(parts), checkpoint_id=folder)
+    except dcp.api.CheckpointException as error:
+        rank, first = min(((rank, failure[0]) for rank, failure in error.failures.items()), key=lambda pair: pair[0])
+        if not all(map(_is_of_disk, (failure[0] for failure in error.failures.values()))):
+            raise
+        why = first if isinstance(first, OSError) else "torch could not write all bytes; is the disk full?"
+        raise OSError(f"{why} (writing the tensors of rank {rank})") from None
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    """torch's own writer meets a file that takes no more bytes with a RuntimeError of the C++ file that it is in."""
+    is_of_writer = any(name in str(error) for name in ("inline_container", "PytorchStreamWriter"))
+    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and is_of_writer)
+
+
+def _own_files(folder: Path) -> list[str]:
+    """The files that this rank wrote; the first rank wrote their index as well."""
+    own = [path.name for path in folder.glob(f"__{dist.get_rank()}_*")]
+    return own + ([".metadata"] if dist.get_rank() == 0 else [])
+
+
+def _complete(part: Path, final: Path, run: dict[str, Any], checksums: Mapping[str, tuple[int, str]]) -> None:
+    """Give a checkpoint its last files and its name; older ones are let go."""
+    (part / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    write_checksums(part, {**checksums, **checksums_of(part, ["run.json"])})
+    if final.is_dir():
+        shutil.rmtree(final)
+    part.rename(final)
+    for old in checkpoints_in(final.parent)[:-_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class _Copy(NamedTuple):

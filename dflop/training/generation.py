@@ -17,7 +17,7 @@ from dflop.pricing import Pricer, prices_digest
 __all__ = ["Generation", "generation_of"]
 
 # Changes when checkpoints of before cannot be read any more.
-_CHECKPOINT_FORMAT = 3
+_CHECKPOINT_FORMAT = 4
 _KEYS = ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train")
 # How long a run is, what it keeps and how fast it loads change no weight.
 _FREE = ("train.steps", "train.checkpoint_every", "train.resume", "train.loader_workers")

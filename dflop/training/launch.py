@@ -11,8 +11,8 @@ from dflop.pipeline import Plan, load_plan, why_not_runnable
 from dflop.runtime import UserError
 from dflop.runtime.commands import COMMANDS
 from dflop.runtime.torchrun import run_ranks
+from dflop.training.checkpoint_files import find_checkpoint
 from dflop.training.generation import Generation
-from dflop.training.run_folder import checkpoints_in, find_checkpoint
 
 __all__ = ["check_devices", "check_plan", "finished_at", "launch_ranks"]
 
@@ -41,8 +41,8 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
             if stopped
             else f"ended early (torchrun's exit code {code}); the reason stands above"
         )
-        checkpoints = checkpoints_in(Path(arguments["out"]) / "checkpoints")
-        onward = f"; the same command goes on from {checkpoints[-1]}" if checkpoints else ""
+        found = find_checkpoint(Path(arguments["out"]) / "checkpoints")
+        onward = f"; the same command goes on from {found[0]}" if found else ""
         raise UserError(f"training {why}{onward}")
 
 

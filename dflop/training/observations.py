@@ -12,6 +12,7 @@ import polars as pl
 
 from dflop.pipeline import Node, Op, Span
 from dflop.pricing import read_learned
+from dflop.runtime import set_torn_aside, written_whole
 from dflop.scheduling import StepSchedule
 from dflop.store import CORRECTIONS_SCHEMA, write_observations
 
@@ -29,6 +30,19 @@ _PASS = {
     Op.BACKWARD_INPUT: "backward_input",
     Op.BACKWARD_WEIGHT: "backward_weight",
     Op.SYNC_GRADIENTS: "sync",
+}
+_SCHEMA = {
+    "step": pl.Int64,
+    "rank": pl.Int64,
+    "module": pl.String,
+    "pp_stage": pl.Int64,
+    "dp_rank": pl.Int64,
+    "microbatch": pl.Int64,
+    "pass": pl.String,
+    "start_s": pl.Float64,
+    "seconds": pl.Float64,
+    "predicted_s": pl.Float64,
+    "warmup": pl.Boolean,
 }
 
 
@@ -68,23 +82,41 @@ class Observations:
         self._num_steps += 1
 
     def flush(self, num_steps: int) -> None:
-        """Write the buffered rows as the part that ends at `num_steps`."""
+        """Write the buffered rows as the part that ends at `num_steps`. Where that fails they are kept for the next."""
         if self._rows:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            pl.DataFrame(self._rows).write_parquet(self._folder / f"rank-{self._rank:05d}.{num_steps:06d}.parquet")
+            with written_whole(self._folder / f"rank-{self._rank:05d}.{num_steps:06d}.parquet") as beside:
+                _frame(self._rows).write_parquet(beside)
             self._rows = []
 
     def forget_from(self, num_steps: int) -> None:
-        """Delete all ranks' parts that hold steps from `num_steps` on: a resumed run will make them again."""
+        """Delete what all ranks noted of steps from `num_steps` on: a resumed run will note them again."""
         for part in self._folder.glob("rank-*.parquet"):
-            if int(part.stem.rsplit(".", 1)[1]) > num_steps:
-                part.unlink()
+            if int(part.stem.rsplit(".", 1)[1]) <= num_steps:
+                continue
+            earlier = _read(part).filter(pl.col("step") < num_steps)
+            part.unlink(missing_ok=True)
+            if len(earlier):
+                earlier.write_parquet(part.with_name(f"{part.stem.rsplit('.', 1)[0]}.{num_steps:06d}.parquet"))
 
 
 def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: dict[str, str]) -> pl.DataFrame:
     """All ranks' parts into `observations.duckdb`, with the corrections, and the samples that were `left_out`; returns
     the rows of the parts by (step, rank, start)."""
-    frame = pl.read_parquet(parts / "*.parquet").sort("step", "rank", "start_s")
+    frames = [_read(part) for part in sorted(parts.glob("rank-*.parquet"))]
+    frame = pl.concat([_frame([]), *frames]).sort("step", "rank", "start_s")
     corrections = pl.DataFrame(read_learned(parts / CORRECTIONS_FILE).table(), schema=CORRECTIONS_SCHEMA)
     write_observations(path, frame, corrections, left_out, meta)
     return frame
+
+
+def _frame(rows: list[dict[str, object]]) -> pl.DataFrame:
+    return pl.DataFrame(rows, schema=_SCHEMA)
+
+
+def _read(part: Path) -> pl.DataFrame:
+    """A part's rows; none of one that cannot be read, which is moved aside, and said."""
+    try:
+        return pl.read_parquet(part).match_to_schema(_SCHEMA)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        set_torn_aside(part, f"it cannot be read ({str(error).splitlines()[0]}), so its rows are left out")
+        return _frame([])

@@ -1,15 +1,18 @@
 """Where a run begins: at its last checkpoint, or at the start, with what another run left moved out of the way."""
 
-import json
+import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
 from dflop.config import TrainConfig
 from dflop.training.checkpoint import load_checkpoint
+from dflop.training.checkpoint_files import Damaged, checkpoints_in, damage_in, move_aside, read_run
 from dflop.training.generation import Generation
+from dflop.training.metrics import mend_metrics
 from dflop.training.observations import Observations
 from dflop.training.rank_model import RankModel
-from dflop.training.run_folder import OBSERVED, RunFiles, clear_start, find_checkpoint, set_aside
+from dflop.training.run_folder import OBSERVED, RunFiles, clear_start, set_aside
 
 __all__ = ["take_up"]
 
@@ -17,13 +20,11 @@ __all__ = ["take_up"]
 def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations: Observations) -> tuple[int, int]:
     """The step to go on with, and how often the run was taken up again; every rank must call this.
 
-    Afterwards the model is as its last checkpoint has it, and what was written of later steps is gone.
+    Afterwards the model is as its last whole checkpoint has it, and what was written of later steps is gone.
     """
     is_main = dist.get_rank() == 0
-    found = find_checkpoint(files.checkpoints)
-    why_anew = found and _why_anew(config, files.generation, found[1])
-    dist.barrier()  # all have looked before anything is moved
-    if found is None or why_anew:
+    found, why_anew = _find_whole(config, files)
+    if found is None:
         if is_main and why_anew:
             aside = set_aside(files.out)
             print(f"dflop: a new run begins: {why_anew}; what the earlier one left was {aside}", flush=True)
@@ -34,7 +35,8 @@ def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations
     path, run = found
     load_checkpoint(path, model.nodes)
     if is_main:
-        _forget_from(run["step"], files, observations)
+        mend_metrics(files.metrics, before_step=run["step"])
+        observations.forget_from(run["step"])
         if Generation.of_run(run).prices != files.generation.prices:
             aside = set_aside(files.out, OBSERVED)
             print(
@@ -43,6 +45,52 @@ def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations
         print(f"dflop: going on from {path}", flush=True)
     dist.barrier()
     return run["step"], run["restarts"] + 1
+
+
+def _find_whole(config: TrainConfig, files: RunFiles) -> tuple[tuple[Path, dict] | None, str | None]:
+    """The latest checkpoint that is whole, with its run; none, and why where there is one, for a new run.
+
+    Later ones that are damaged are moved aside. All ranks share out the reading, and decide alike.
+    """
+    num_damaged = 0
+    while True:
+        looked = [_look(files.checkpoints)] if dist.get_rank() == 0 else [None]
+        dist.broadcast_object_list(looked)
+        if (latest := looked[0]) is None:
+            return None, "none of its checkpoints is whole" if num_damaged else None
+        path, run, damage = latest
+        if damage is None:
+            if why_anew := _why_anew(config, files.generation, run):
+                return None, why_anew
+            damage = _damage_that_any_finds(path)
+        if damage is None:
+            return (path, run), None
+        num_damaged += 1
+        if dist.get_rank() == 0:
+            aside = move_aside(path)
+            print(
+                f"dflop: warning: {path} is damaged: {damage}; it was moved to {aside}, and the one before is taken",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _look(folder: Path) -> tuple[Path, dict, str | None] | None:
+    """The latest checkpoint, what its `run.json` says, and why that cannot be read."""
+    found = checkpoints_in(folder)
+    if not found:
+        return None
+    try:
+        return found[-1], read_run(found[-1]), None
+    except Damaged as damage:
+        return found[-1], {}, str(damage)
+
+
+def _damage_that_any_finds(checkpoint: Path) -> str | None:
+    num_ranks = dist.get_world_size()
+    damages: list[str | None] = [None] * num_ranks
+    dist.all_gather_object(damages, damage_in(checkpoint, dist.get_rank(), num_ranks))
+    return next((damage for damage in damages if damage), None)
 
 
 def _why_anew(config: TrainConfig, generation: Generation, run: dict) -> str | None:
@@ -54,10 +102,3 @@ def _why_anew(config: TrainConfig, generation: Generation, run: dict) -> str | N
     if run["step"] > config.steps:
         return f"the last checkpoint is of step {run['step']} and `train.steps` is {config.steps}"
     return None
-
-
-def _forget_from(num_steps: int, files: RunFiles, observations: Observations) -> None:
-    lines = files.metrics.read_text(encoding="utf-8").splitlines() if files.metrics.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] < num_steps]
-    files.metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    observations.forget_from(num_steps)

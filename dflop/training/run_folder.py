@@ -3,22 +3,19 @@
 This file imports no torch.
 """
 
-import json
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dflop.training.generation import Generation
 
-__all__ = ["OBSERVED", "RunFiles", "checkpoints_in", "clear_start", "find_checkpoint", "set_aside"]
+__all__ = ["OBSERVED", "RunFiles", "clear_start", "set_aside"]
 
 # What is measured beside predictions, and all that a run leaves.
 OBSERVED = ("observations", "observations.duckdb", "trace.json")
 _OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", *OBSERVED)
 _NUM_KEPT_ASIDE = 2
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
 _ASIDE = re.compile(r"old-(\d+)")
 
 
@@ -43,21 +40,6 @@ class RunFiles:
     @property
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, the latest one last."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        (path for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name)), key=lambda path: int(path.name[5:])
-    )
-
-
-def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The latest complete checkpoint and its `run.json`."""
-    found = checkpoints_in(folder)
-    return (found[-1], json.loads((found[-1] / "run.json").read_text(encoding="utf-8"))) if found else None
 
 
 def set_aside(out: Path, names: tuple[str, ...] = _OUTPUTS) -> str:

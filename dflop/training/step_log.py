@@ -1,7 +1,12 @@
 """What a run says of its steps: a line of `metrics.jsonl` and a line on the screen for each, and warnings once."""
 
+import contextlib
 import json
+import os
+import statistics
 import sys
+from collections import deque
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from dflop.costs import BEYOND_MEASURED
@@ -11,13 +16,24 @@ from dflop.training.run_folder import RunFiles
 __all__ = ["StepLog", "say_if_costs_are_of_another"]
 
 
+# The steps that the time still to go is taken from.
+_NUM_RECENT = 20
+
+
 class StepLog:
-    """The first rank's log of a run of `num_steps` steps over `world_size` ranks."""
+    """The first rank's log of a run of `num_steps` steps over `world_size` ranks.
+
+    A disk that takes no more stops nothing: lines that `metrics.jsonl` did not take are written with a later one.
+    `unsaved` is to be set to what keeps checkpoints from being written, as long as it does: every line says it.
+    """
 
     def __init__(self, files: RunFiles, num_steps: int, world_size: int) -> None:
         self._metrics, self._prices = files.metrics, files.generation.prices
         self._num_steps, self._world_size = num_steps, world_size
         self._said_extrapolated = False
+        self._unwritten = ""
+        self._recent_s: deque[float] = deque(maxlen=_NUM_RECENT)
+        self.unsaved: str | None = None
 
     def add(
         self, step: int, schedule: StepSchedule, totals: dict[str, float], step_s: float, pipeline_s: float
@@ -36,6 +52,7 @@ class StepLog:
         idle = 1 - totals["busy_s"] / (self._world_size * step_s)
         line: dict[str, Any] = {
             "step": step,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "loss": totals["loss"],
             "num_samples": len(schedule.sample_id),
             "num_tokens": int(schedule.llm_tokens.sum()),
@@ -59,14 +76,32 @@ class StepLog:
             "measures": schedule.measures,
             "generation": self._prices,
         }
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        print(
-            f"step {step + 1}/{self._num_steps}  loss {totals['loss']:.3f}  {step_s:.2f} s  "
-            f"{line['num_tokens'] / step_s:,.0f} tokens/s  idle {idle:.0%}  "
-            f"schedule wait {totals['wait_s'] * 1e3:.1f} ms",
-            flush=True,
-        )
+        self._recent_s.append(step_s)
+        to_go = timedelta(seconds=round(statistics.median(self._recent_s) * (self._num_steps - step - 1)))
+        trouble = self._write(json.dumps(line) + "\n")
+        with contextlib.suppress(OSError):  # what is printed may go to a file on a full disk as well
+            print(
+                f"{datetime.now():%H:%M:%S}  step {step + 1}/{self._num_steps}  loss {totals['loss']:.3f}  "
+                f"lr {totals['lr']:.2e}  {step_s:.2f} s  {line['num_tokens'] / step_s:,.0f} tokens/s  idle {idle:.0%}  "
+                f"schedule wait {totals['wait_s'] * 1e3:.1f} ms  to go {to_go}"
+                + (f"  NOT SAVED: {self.unsaved}" if self.unsaved else "")
+                + (f"  metrics.jsonl not written: {trouble}" if trouble else ""),
+                flush=True,
+            )
+
+    def _write(self, line: str) -> str | None:
+        """Append a line, and those before it that are not written yet; returns why that failed."""
+        self._unwritten += line
+        end = self._metrics.stat().st_size if self._metrics.exists() else 0
+        try:
+            with self._metrics.open("a", encoding="utf-8") as file:
+                file.write(self._unwritten)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self._metrics, end)  # no part of a line stays
+            return str(error)
+        self._unwritten = ""
+        return None
 
 
 def say_if_costs_are_of_another(measured_on: str | None, running_on: str) -> None:

@@ -12,10 +12,11 @@ import polars as pl
 from dflop.balancing import without_cbc
 from dflop.config import Config
 from dflop.pricing import Learner, is_stale, read_learned, stale_share
-from dflop.runtime import written_whole
+from dflop.runtime import UserError, written_whole
+from dflop.training.checkpoint_files import find_checkpoint
 from dflop.training.generation import Generation
+from dflop.training.metrics import mend_metrics
 from dflop.training.observations import CORRECTIONS_FILE, NUM_WARMUP_STEPS
-from dflop.training.run_folder import find_checkpoint
 
 __all__ = ["summarise", "what_to_rerun"]
 
@@ -35,8 +36,11 @@ def summarise(
     last generation that was trained, which may be an earlier one than `generation`, the one of the costs and the plan
     that there are now. `baselines` says of what others would run how long it would take.
     """
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    _, run = find_checkpoint(out / "checkpoints")
+    steps = mend_metrics(out / "metrics.jsonl")
+    found = find_checkpoint(out / "checkpoints")
+    if not steps or found is None:
+        raise UserError(f"{out} holds no steps, or no checkpoint, of its run; train it anew with `train.resume=never`")
+    _, run = found
     trained = Generation.of_run(run)
     own = [step for step in steps if step.get("generation") == trained.prices] or steps
     learner = read_learned(out / "observations" / CORRECTIONS_FILE)

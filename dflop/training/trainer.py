@@ -11,6 +11,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from dflop.config import Config
 from dflop.pipeline import Op, Span, check_program, load_plan, make_program
@@ -19,7 +20,7 @@ from dflop.runtime import UserError
 from dflop.runtime.local_device import device_name
 from dflop.runtime.memory import process_bytes
 from dflop.scheduling import StepSchedule
-from dflop.training.checkpoint import save_checkpoint
+from dflop.training.checkpoint import do_together, save_checkpoint
 from dflop.training.export import export_model
 from dflop.training.feed import JobStream, ScheduleFeed, SchedulePublisher
 from dflop.training.loader import start_loading
@@ -55,6 +56,7 @@ class Trainer:
             say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
         self.observations = Observations(files.out / "observations", self.topology.rank, program.nodes)
         self.first_step, self.restarts = take_up(config.train, files, self.model, self.observations)
+        self.unsaved: str | None = None
         self.log = StepLog(files, config.train.steps, self.topology.world_size)
         self.feed = ScheduleFeed(self.topology.store)
         self.reports = StepReports(
@@ -82,7 +84,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run the remaining steps, then write the model."""
-        config, model = self.config.train, self.model
+        config = self.config.train
         try:
             # The collector stops a rank whenever it likes, and the others wait: it has its time between steps instead.
             gc.collect()
@@ -93,6 +95,18 @@ class Trainer:
                     gc.collect(1)
                 if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
                     self._save(step + 1)
+            if self.unsaved:
+                raise UserError(f"the last step could not be saved: {self.unsaved}")
+            self._export()
+        finally:
+            gc.enable()
+            if self.publisher:
+                self.publisher.close()
+        dist.destroy_process_group()
+
+    def _export(self) -> None:
+        model = self.model
+        try:
             export_model(
                 self.files.out / "model",
                 [(own.node, own.stage) for own in model.nodes],
@@ -101,11 +115,10 @@ class Trainer:
                 model.processor,
                 model.tokenizer_folder,
             )
-        finally:
-            gc.enable()
-            if self.publisher:
-                self.publisher.close()
-        dist.destroy_process_group()
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"the model could not be written to {self.files.out / 'model'}: {error}; the last step is saved"
+            ) from None
 
     def _step(self, step: int) -> None:
         started = time.monotonic()
@@ -162,13 +175,19 @@ class Trainer:
         return totals
 
     def _save(self, num_steps: int) -> None:
-        self.observations.flush(num_steps)
+        """Write a checkpoint. What keeps any rank from writing stops no training: it is said until one is written."""
         run = {
             "generation": self.files.generation.to_dict(),
             "restarts": self.restarts,
             "peak_memory_bytes": self._peak_bytes(),
         }
-        save_checkpoint(self.files.checkpoints, num_steps, self.model.nodes, run)
+        trouble = do_together(lambda: self.observations.flush(num_steps))
+        trouble = trouble or save_checkpoint(self.files.checkpoints, num_steps, self.model.nodes, run)
+        config = self.config.train
+        onward = min((num_steps // config.checkpoint_every + 1) * config.checkpoint_every, config.steps)
+        again = f"; the next try is after step {onward}" if num_steps < config.steps else ""
+        self.unsaved = f"{trouble} (checkpoint of step {num_steps} in {self.files.out}{again})" if trouble else None
+        self.log.unsaved = self.unsaved
 
     def _peak_bytes(self) -> dict[str, int]:
         """The most that a rank of each module has held so far: its process on CPUs, its share of the device on GPUs."""

@@ -7,6 +7,7 @@ run here starts real gloo processes with torchrun.
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,7 +58,9 @@ def _plan(
     return path
 
 
-def _train(folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, **train: object) -> list[dict]:
+def _train(
+    folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, fails: bool = False, **train: object
+) -> list[dict]:
     """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log."""
     cluster = {"num_nodes": num_nodes, "devices_per_node": load_plan(plan).world_size // num_nodes}
     whole = config | {"cluster": cluster, "train": config["train"] | train}
@@ -73,7 +76,7 @@ def _train(folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int 
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output
+    assert (process.returncode != 0) == fails, output
     (out / "log").write_text(output)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -149,6 +152,20 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(
     assert "costs or plan changed at step 2: what was observed before was moved to" in log
     observed = read_table(tmp_path / "parts/observations.duckdb", "observations", made_by="train")
     assert observed["step"].unique().sort().to_list() == [2, 3]
+
+
+def test_a_disk_that_takes_no_checkpoints_stops_no_step_but_the_run_at_its_end(run, tmp_path):
+    folder, config = run
+    out = tmp_path / "train"
+    out.mkdir()
+    (out / "checkpoints").write_text("a file where the folder ought to be")
+    steps = _train(folder, config, _plan(folder), out, steps=4, checkpoint_every=1, fails=True)
+    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    log = (out / "log").read_text()
+    for step in range(1, 4):
+        assert re.search(rf"step {step + 1}/4 .* NOT SAVED: rank 0: .* \(checkpoint of step {step} in .*the next", log)
+    assert "dflop: the last step could not be saved: rank 0: " in log
+    assert "Traceback" not in log
 
 
 def test_a_finished_run_says_so_and_judges_no_costs_but_those_it_was_trained_with(run, two_ranks, tmp_path):

@@ -1,0 +1,133 @@
+"""Checkpoints that are damaged, and disks that take none: two ranks agree on what they load and on what failed."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from dflop.config import TrainConfig
+from dflop.training.checkpoint import save_checkpoint
+from dflop.training.generation import Generation
+from dflop.training.observations import Observations
+from dflop.training.resume import take_up
+from dflop.training.run_folder import RunFiles
+from dflop.training.sharded_optimizer import ShardedAdamW
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+
+GENERATION = Generation({"seed": "0"}, "prices")
+RUN = {"generation": GENERATION.to_dict(), "restarts": 0}
+
+
+def _join(rank: int, store: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+
+def _part(value: float) -> SimpleNamespace:
+    weight = nn.Parameter(torch.full((1000, 50), value))
+    optimizer = ShardedAdamW([weight], dist.group.WORLD, lr=0.1, weight_decay=0.0, fused=False)
+    return SimpleNamespace(parameters={"weight": weight}, optimizer=optimizer)
+
+
+def _save_both(rank: int, out: Path, store: Path) -> None:
+    _join(rank, store)
+    for step in (2, 4):
+        assert save_checkpoint(out / "checkpoints", step, [_part(float(step))], RUN) is None
+    dist.destroy_process_group()
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(value ^ 0xFF for value in content[middle : middle + 64])
+    path.write_bytes(content)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _make_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"no folder")
+
+
+def _empty(folder: Path) -> None:
+    _make_a_file(folder)
+    folder.unlink()
+    folder.mkdir()
+
+
+DAMAGES = {
+    "is not as it was written": lambda newest: _flip(newest / "__1_0.distcp"),
+    "bytes": lambda newest: _cut(newest / "__0_0.distcp"),
+    ".metadata is missing": lambda newest: (newest / ".metadata").unlink(),
+    "its run.json cannot be read": lambda newest: _cut(newest / "run.json"),
+    "it has no checksums.json": lambda newest: (newest / "checksums.json").unlink(),
+    "it has no run.json": _empty,
+    "it is no folder": _make_a_file,
+    "its run.json is of step 4": lambda newest: newest.rename(newest.with_name("step-000099")),
+}
+
+
+def _check_fallback(rank: int, out: Path, store: Path) -> None:
+    """Of every damage: both ranks go on from the checkpoint before, and the damaged one is kept aside."""
+    _join(rank, store)
+    for number, damage in enumerate(DAMAGES.values()):
+        own = out.with_name(f"damage-{number}")
+        if rank == 0:
+            shutil.copytree(out, own)
+            damage(own / "checkpoints/step-000004")
+        dist.barrier()
+        files = RunFiles(shapes=out, costs=out, plan=out, out=own, generation=GENERATION, measured_on=None)
+        part = _part(0.0)
+        model = SimpleNamespace(nodes=[part])
+        step, restarts = take_up(TrainConfig(), files, model, Observations(own / "observations", rank, ()))
+        assert (step, restarts) == (2, 1)
+        assert (part.parameters["weight"] == 2).all()
+        names = sorted(path.name for path in (own / "checkpoints").iterdir())
+        assert names[1:] == ["step-000002"]
+        assert names[0].startswith("damaged-step-0000")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_of_a_damaged_checkpoint_the_one_before_is_taken_by_all_ranks(tmp_path, capfd):
+    out = tmp_path / "train"
+    mp.spawn(_save_both, (out, tmp_path / "saving"), nprocs=2)
+    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(4)))
+    mp.spawn(_check_fallback, (out, tmp_path / "loading"), nprocs=2)
+    said = [line for line in capfd.readouterr().err.splitlines() if "is damaged: " in line]
+    assert len(said) == len(DAMAGES)
+    for line, why in zip(said, DAMAGES, strict=True):
+        assert why in line
+        assert "the one before is taken" in line
+
+
+def _check_limited(rank: int, folder: Path, store: Path) -> None:
+    """A limit on how large a file of the second rank may become: its disk takes no more."""
+    _join(rank, store)
+    assert save_checkpoint(folder, 2, [_part(2.0)], RUN) is None
+    if rank == 1:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, most))
+    trouble = save_checkpoint(folder, 4, [_part(4.0)], RUN)
+    assert "rank 1" in trouble, trouble
+    dist.barrier()  # the first rank has cleared up
+    assert [path.name for path in folder.iterdir()] == ["step-000002"]
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert save_checkpoint(folder, 6, [_part(6.0)], RUN) is None
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000006"]
+    dist.destroy_process_group()
+
+
+def test_a_disk_that_takes_no_more_of_one_rank_is_told_to_all_and_the_next_try_succeeds(tmp_path):
+    mp.spawn(_check_limited, (tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)
