@@ -52,7 +52,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         is_of_these = run.summary.get("prices") in (None, prices_digest(scheduler.pricer))
         prices = price_preview(scheduler, run.preview, run_folder / "schedule.parquet")
         step = _middle_step(run)
-        panels, step_figures, finding = _step_panels(config, scheduler, run, step)
+        panels, step_figures, finding = _step_panels(config, scheduler, run, step if is_of_these else None)
     rejects = _counts(run.rejects["reason"])
     points = measured_points(run.measurements, run.costs)
     device = ", ".join(run.device["device"].unique(maintain_order=True)) if len(run.device) else "no device"
@@ -60,7 +60,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
     if not is_of_these:
         print(
             f"dflop: warning: {run_folder / 'train'} was trained with other costs or another plan than costs.duckdb "
-            "and plan.yaml hold: the predictions in training.svg and in timeline.svg differ; `train.resume: never` "
+            "and plan.yaml hold: training.svg shows that run, and timeline.svg no measured step; `train.resume: never` "
             "trains anew",
             file=sys.stderr,
         )
@@ -162,45 +162,46 @@ def _middle_step(run: _Run) -> int:
 
 
 def _step_panels(
-    config: Config, scheduler: BatchScheduler, run: _Run, step: int
+    config: Config, scheduler: BatchScheduler, run: _Run, trained_step: int | None
 ) -> tuple[list[StepPanel], dict[str, Any], str]:
-    """The step as scheduled, as `random` would have it, and as measured; its figures, and what they say."""
+    """The step as scheduled, as `random` would have it, and as measured; its figures, and what they say.
+
+    Without a step that was trained by this plan and these costs it is the first one, and nothing measured is shown.
+    """
+    step = trained_step or 0
     plan = scheduler.pricer.plan
     policy = config.schedule.policy
     ours, other = scheduler.schedule(step), scheduler.schedule(step, "random")
     faster = other.step_s / ours.step_s
-    observed = run.observations.filter(pl.col("step") == step)
-    measured = run.metrics.filter(pl.col("step") == step).row(0, named=True)
-    is_same = _is_trained_as(observed, scheduler.pricer.nodes, ours.forward_s, ours.backward_s)
-    slower = measured["pipeline_s"] / measured["predicted_step_s"]
     titles = (
         f"{policy}, predicted: {format_seconds(ours.step_s)}, idle {ours.idle:.0%}",
         f"random, predicted: {format_seconds(other.step_s)}, idle {other.idle:.0%}, {faster:.2f}x as long",
-        f"{measured.get('policy', policy)}, measured: {format_seconds(measured['pipeline_s'])}, "
-        f"idle {measured['idle']:.0%}, {slower:.2f}x its prediction"
-        + ("" if is_same else f" of {format_seconds(measured['predicted_step_s'])} (not the assignment drawn above)"),
     )
-    predicted = [
+    panels = [
         StepPanel(title, predicted_boxes(plan, *replay(scheduler, schedule)), schedule.step_s)
-        for title, schedule in zip(titles, (ours, other), strict=False)
+        for title, schedule in zip(titles, (ours, other), strict=True)
     ]
     figures = {
         "step": step,
         f"predicted_s_{policy}": ours.step_s,
         "predicted_s_random": other.step_s,
         "lower_bound_s": ours.lower_bound_s,
-        "measured_s": measured["pipeline_s"],
-        "measured_over_predicted": slower,
     }
-    finding = (
-        f"Step {step}: {policy} is predicted {_faster(faster)} than random on the same samples; "
-        f"measured, the step took {slower:.2f}x its prediction"
+    finding = f"Step {step}: {policy} is predicted {_faster(faster)} than random on the same samples"
+    if trained_step is None:
+        return panels, figures, f"{finding}; the run was trained by another plan or other costs"
+    observed = run.observations.filter(pl.col("step") == step)
+    measured = run.metrics.filter(pl.col("step") == step).row(0, named=True)
+    is_same = _is_trained_as(observed, scheduler.pricer.nodes, ours.forward_s, ours.backward_s)
+    slower = measured["pipeline_s"] / measured["predicted_step_s"]
+    title = (
+        f"{measured.get('policy', policy)}, measured: {format_seconds(measured['pipeline_s'])}, "
+        f"idle {measured['idle']:.0%}, {slower:.2f}x its prediction"
+        + ("" if is_same else f" of {format_seconds(measured['predicted_step_s'])} (not the assignment drawn above)")
     )
-    return (
-        [*predicted, StepPanel(titles[2], measured_boxes(plan, observed), measured["pipeline_s"])],
-        figures,
-        finding,
-    )
+    panels.append(StepPanel(title, measured_boxes(plan, observed), measured["pipeline_s"]))
+    figures |= {"measured_s": measured["pipeline_s"], "measured_over_predicted": slower}
+    return panels, figures, f"{finding}; measured, the step took {slower:.2f}x its prediction"
 
 
 def _faster(ratio: float) -> str:

@@ -82,7 +82,11 @@ def test_training_with_other_costs_than_those_that_are_drawn_is_said(usual, tmp_
     (folder / "train/summary.json").write_text(json.dumps({"final_loss": 2.5, "prices": "another table's"}))
     paths = report_of(folder, SMALL).paths
     assert "was trained with other costs or another plan" in capsys.readouterr().err
-    assert json.loads(paths[-1].read_text())["training_is_of_this_plan"] is False
+    said = json.loads(paths[-1].read_text())
+    assert said["training_is_of_this_plan"] is False
+    assert "measured_s" not in said["one_step"]  # nothing of that run stands beside these predictions
+    timeline = next(path for path in paths if path.name == "timeline.svg").read_text()
+    assert "the run was trained by another plan or other costs" in timeline
     assert json.loads(usual.paths[-1].read_text())["training_is_of_this_plan"] is True
 
 
