@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from dflop.data.demo import make_demo_data
+from dflop.parallelism import load_plan
+from dflop.pipeline import nodes_of
 from dflop.store import MODALITIES, REJECT_REASONS, read_meta, read_table
 
 pytestmark = pytest.mark.serial
@@ -134,7 +136,8 @@ def test_training_leaves_metrics_observations_a_trace_a_checkpoint_and_a_model(f
     promised = {"step", "loss", "num_samples", "num_tokens", "step_s", "predicted_step_s", "idle", "wait_s"}
     assert promised <= set(steps[0])
     observations = read_table(folder / "observations.duckdb", "observations", made_by="")
-    assert len(observations.filter(pl.col("pass") == "forward")) == 6 * 4 * 2
+    num_nodes = len(nodes_of(load_plan(folder.parent / "plan.yaml")))
+    assert len(observations.filter(pl.col("pass") == "forward")) == 6 * 4 * num_nodes  # of each microbatch in each step
     assert len(read_table(folder / "observations.duckdb", "measured_over_predicted", made_by=""))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
@@ -312,7 +315,7 @@ def test_the_demos_shortcuts_are_the_demos_alone(finished):
     checkout, _ = finished
     what_if = "config/examples/plan_without_gpus.yaml"
     for target, arguments, budget_s in (
-        ("results/demo/costs/settings.json", (), 18.0),
+        ("results/demo/costs/settings.json", (), 30.0),
         ("results/what-if/plan.yaml", ("--configfile", what_if), 90.0),
     ):
         done = checkout.snakemake(target, "-n", "-p", "--cores", "2", *arguments)
