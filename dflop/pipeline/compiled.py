@@ -87,7 +87,7 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
     merged, num_merged = _merge(np.concatenate(orders), offsets, stages, groups, num_distinct, plan.num_microbatches)
     assert num_merged == num_distinct, "the orders wait for each other in a circle"
     last = stages[-1]
-    num_workers = max(int(row[FIRST_WORKER] + row[DP] * row[SPAN]) for row in stages)
+    num_workers = int((stages[:, FIRST_WORKER] + stages[:, DP] * stages[:, SPAN]).max())
     ranks_of_worker = np.zeros(num_workers, dtype=np.int64)
     for stage in listed:
         ranks_of_worker[stage.first_worker : stage.first_worker + stage.dp * stage.span] = stage.tp // stage.span

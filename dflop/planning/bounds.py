@@ -46,6 +46,11 @@ class EncoderBounds:
     shared_s: np.ndarray
     least_s: np.ndarray
 
+    def means(self) -> "EncoderBounds":
+        """Of the mean batch alone, [num_keys, 1]."""
+        seconds = {name: getattr(self, name).mean(axis=1, keepdims=True) for name in ("alone_s", "shared_s", "least_s")}
+        return EncoderBounds(place=self.place, **seconds)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowerBounds:
@@ -61,13 +66,14 @@ class LowerBounds:
     llm_s: np.ndarray
     llm_shared_s: np.ndarray
     encoders: tuple[EncoderBounds, ...]
+    encoder_means: tuple[EncoderBounds, ...]
 
     def means(self) -> np.ndarray:
         """Of every row the least mean step over the batches, [num_rows]."""
         alone_s, together_s = np.zeros(len(self.llm_place)), self.llm_shared_s[self.llm_place]
-        for own in self.encoders:
-            alone_s = np.maximum(alone_s, own.alone_s.mean(axis=1)[own.place])
-            together_s = together_s + own.shared_s.mean(axis=1)[own.place]
+        for own in self.encoder_means:
+            alone_s = np.maximum(alone_s, own.alone_s[own.place, 0])
+            together_s = together_s + own.shared_s[own.place, 0]
         sharing = [name for name, placement in PLACEMENTS.items() if placement.shares_ranks]
         return np.maximum(self.llm_s[self.llm_place], np.where(np.isin(self.placement, sharing), together_s, alone_s))
 
@@ -81,11 +87,10 @@ class LowerBounds:
         """
         placement = PLACEMENTS[self.placement[row]]
         alone_s, shared_s, least_s = 0.0, 0.0, 0.0
-        for own in self.encoders:
-            each = (own.alone_s[own.place[row]], own.shared_s[own.place[row]], own.least_s[own.place[row]])
-            if len(step_s) != own.alone_s.shape[1]:
-                each = tuple(seconds.mean(keepdims=True) for seconds in each)
-            alone_s, shared_s, least_s = np.maximum(alone_s, each[0]), shared_s + each[1], least_s + each[2]
+        for own in self.encoder_means if len(step_s) == 1 else self.encoders:
+            place = own.place[row]
+            alone_s = np.maximum(alone_s, own.alone_s[place])
+            shared_s, least_s = shared_s + own.shared_s[place], least_s + own.least_s[place]
         if not placement.shares_ranks:
             return np.maximum(step_s, alone_s)
         if placement.encodes_all_first:
@@ -117,6 +122,7 @@ def lower_bounds(
         llm_s=llm_s,
         llm_shared_s=llm_shared_s,
         encoders=tuple(encoders),
+        encoder_means=tuple(own.means() for own in encoders),
     )
 
 

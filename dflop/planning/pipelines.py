@@ -57,6 +57,7 @@ class MeanPipelines:
         self._text = lru_cache(maxsize=1024)(self._mean_text)
         self._parts = lru_cache(maxsize=1024)(self._part_times)
         self._kinds = lru_cache(maxsize=1024)(_distinct_kinds)
+        self._best_link = lru_cache(maxsize=4096)(self._least_link)
 
     def of_batches(self, row: Mapping[str, Any], *, mean: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Of each batch the LLM's part of the step [num_batches], and what each pipeline rank works [num_batches, pp],
@@ -67,11 +68,12 @@ class MeanPipelines:
         layers = llm_layers(row, self._splits, self._num_layers)
         kinds, places = self._kinds(tp, layers, row["checkpointing"])
         forward_s, backward_s = (
-            np.stack([kind.total(of_part) for kind in kinds], axis=1)[:, places]
+            np.stack([kind.total(of_part) for kind in kinds], axis=1).take(places, axis=1)
             for of_part in self._parts(tp, dp, count, row["checkpointing"], mean)
         )
+        splits_backward = SCHEDULES[row["schedule"]].splits_backward
         # Of a frozen module no weights have a gradient, and its backward is not split.
-        weight_s = backward_s * (WEIGHT_SHARE if "llm" not in self._frozen else 0.0)
+        weight_share = WEIGHT_SHARE if "llm" not in self._frozen else 0.0
         sync_s = self._sync_s(tp, dp, layers)
         chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
         num_before = self.num_before(row)
@@ -79,7 +81,7 @@ class MeanPipelines:
         times = StageTimes(
             forward_s=_behind(num_before, forward_s),
             backward_s=_behind(num_before, backward_s),
-            weight_s=_behind(num_before, weight_s) if SCHEDULES[row["schedule"]].splits_backward else None,
+            weight_s=_behind(num_before, backward_s * weight_share) if splits_backward else None,
             chain_s=_behind(num_before, chain_s),
             bridges=Bridges.none(),
             sync_s=np.concatenate([np.zeros(num_before), sync_s]),
@@ -97,13 +99,16 @@ class MeanPipelines:
     def _chain_s(self, tp: int, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]) -> np.ndarray:
         """From stage to stage, on the best of the links that may lie between: the least latency of any and the most
         bandwidth, for the faster link itself would be concave in the bytes, and Jensen's way would not hold."""
+        latency_s, bytes_per_s = self._best_link(dp * tp)
+        num_bytes = self._text(dp, num_microbatches, mean).num_tokens * self.token_bytes
+        return np.repeat((latency_s + num_bytes / bytes_per_s)[:, None], shape[1], axis=1)
+
+    def _least_link(self, num_ranks: int) -> tuple[float, float]:
         links = [
             find_link(self._costs.links, self._cluster, "p2p", is_intra)
-            for is_intra in possible_scopes(self._cluster, dp * tp)
+            for is_intra in possible_scopes(self._cluster, num_ranks)
         ]
-        num_bytes = self._text(dp, num_microbatches, mean).num_tokens * self.token_bytes
-        seconds = min(link.latency_s for link in links) + num_bytes / max(link.bytes_per_s for link in links)
-        return np.broadcast_to(seconds[:, None], shape).copy()
+        return min(link.latency_s for link in links), max(link.bytes_per_s for link in links)
 
     def _sync_s(self, tp: int, dp: int, layers: tuple[int, ...]) -> np.ndarray:
         """Gradient sync of each stage, [num_stages]."""

@@ -139,6 +139,7 @@ class _Search:
     ) -> None:
         self._num_best = num_best
         self._config, self._rows, self._splits, self._bounds = config, rows, splits, bounds
+        self._columns = rows.columns  # polars makes the list anew each time it is asked
         self._about = (config, spec, costs, batches, grouping)
         self._num_batches = len(batches)
         self._budget_bytes = config.cluster.memory_gib * 2**30
@@ -286,7 +287,7 @@ class _Search:
         return float(bound_s)
 
     def _values(self, row: int) -> dict[str, object]:
-        return self._rows.row(row, named=True)
+        return dict(zip(self._columns, self._rows.row(row), strict=True))
 
     def _why_nothing_fits(self) -> str:
         needed, row = self._nearest()

@@ -8,6 +8,7 @@ module has its columns `<module>_tp`, `<module>_pp` and `<module>_dp`: the encod
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import polars as pl
 
@@ -125,6 +126,7 @@ def llm_layers(row: Mapping[str, object], splits: Splits, num_layers: int) -> tu
     return even_layers(num_layers, row["llm_pp"] * row["num_chunks"])
 
 
+@lru_cache(maxsize=4096)
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(len(part) for part in split_layers(num_layers, num_stages))
 

@@ -55,7 +55,8 @@ def deal_media(plan: Plan, shapes: SampleShapes, llm_dp_rank: np.ndarray, microb
             encoder_rank[:, column] = llm_dp_rank
             continue
         num_items = shapes.num_items[:, column].astype(np.int64)
-        order = np.lexsort((np.arange(len(shapes)), -num_items, microbatch))
+        most = num_items.max(initial=0)
+        order = np.argsort(microbatch * (most + 1) + most - num_items, kind="stable")
         starts_anew = not placement.shares_ranks
         encoder_rank[:, column] = _deal(order, microbatch, num_items, plan.grid(encoder).dp, starts_anew)
     return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=encoder_rank)
@@ -103,19 +104,21 @@ def _deal(order, microbatch, num_items, num_replicas, starts_anew):
     """Each sample's encoder replica: samples come in `order`, by microbatch; `starts_anew` with each of them.
 
     Of replicas with as much in the microbatch the one is next that has least of all so far: else the same one would
-    have the largest sample of every microbatch.
+    have the largest sample of every microbatch. The heap holds one number for load, total and replica, in this order
+    of weight: it is several times faster with numbers than with tuples.
     """
     encoder_rank = np.zeros(len(order), dtype=np.int64)
     total = np.zeros(num_replicas, dtype=np.int64)
-    loads = [(0, 0, replica) for replica in range(num_replicas)]
+    of_load = (num_items.sum() + 1) * num_replicas
+    waiting = [replica for replica in range(num_replicas)]  # noqa: C416
     current = -1
     for sample in order:
         if starts_anew and microbatch[sample] != current:
-            loads = [(0, total[replica], replica) for replica in range(num_replicas)]
-            heapq.heapify(loads)
+            waiting = [total[replica] * num_replicas + replica for replica in range(num_replicas)]
+            heapq.heapify(waiting)
         current = microbatch[sample]
-        load, _, replica = loads[0]
+        replica = waiting[0] % num_replicas
         encoder_rank[sample] = replica
         total[replica] += num_items[sample]
-        heapq.heapreplace(loads, (load + num_items[sample], total[replica], replica))
+        heapq.heapreplace(waiting, waiting[0] + num_items[sample] * (of_load + num_replicas))
     return encoder_rank

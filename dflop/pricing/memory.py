@@ -62,13 +62,17 @@ class PlanMemory:
 
         An edge's tokens are held as they came or wait to leave, once forward and once backward.
         """
-        memories = self._stage_costs.memories({name: own.loads for name, own in cells.items()})
-        both = []
-        for stage, memory in zip(self._stage_costs.stages, memories, strict=True):
-            activations = memory.activation_bytes if self._stage_costs.has_backward(stage.module) else 0.0
-            tokens = cells[stage.module].edge_tokens
-            both.append((activations + 2.0 * tokens * self._bytes_per_token, memory.transient_bytes))
-        return both
+        of_stages = []
+        for grid in self._plan.grids:
+            at_edges = 2.0 * cells[grid.module].edge_tokens * self._bytes_per_token
+            goes_back = self._stage_costs.has_backward(grid.module)
+            of_kind = {}
+            for memory in self._stage_costs.memories(grid.module, cells[grid.module].loads):
+                if id(memory) not in of_kind:
+                    kept = at_edges + (memory.activation_bytes if goes_back else 0.0)
+                    of_kind[id(memory)] = kept, memory.transient_bytes
+                of_stages.append(of_kind[id(memory)])
+        return of_stages
 
     def max_bucket_tokens(
         self, items_per_token: Mapping[str, float] | None = None, target_share: float = _TARGET_SHARE
@@ -124,12 +128,10 @@ class PlanMemory:
             cells[grid.module] = Cells(loads, full if has_bridges else nothing)
         return cells
 
-    def _workers(self, module: str) -> np.ndarray:
-        """Indices of the workers that carry a module."""
+    def _workers(self, module: str) -> slice:
+        """The workers that carry a module: they lie side by side, those of its first stage first."""
         own = [stage for stage in self._stage_costs.stages if stage.module == module]
-        return np.unique(
-            np.concatenate([np.arange(stage.first_worker, stage.first_worker + stage.dp * stage.span) for stage in own])
-        )
+        return slice(own[0].first_worker, max(stage.first_worker + stage.dp * stage.span for stage in own))
 
     def _peak_bytes(self, cells: Mapping[str, Cells]) -> np.ndarray:
         """What each worker's ranks hold of microbatches at most, [num_workers]."""

@@ -77,12 +77,10 @@ class StageCosts:
         forward = [own for own, _ in forms]
         return forward, [own if has else 0.0 * own for (_, own), has in zip(forms, go_back, strict=True)]
 
-    def memories(self, of_module: dict[str, Loads]) -> list[StageMemory]:
-        """Of each stage, without gradients and what the optimiser holds."""
-        of_stages: list[StageMemory] = []
-        for module, kinds in self._kinds.items():
-            of_stages += self._of_stages(module, [self.costs.stage_memory(kind, of_module[module]) for kind in kinds])
-        return of_stages
+    def memories(self, module: str, loads: Loads) -> list[StageMemory]:
+        """Of each of the module's stages, without gradients and what the optimiser holds; those of one kind share one
+        object."""
+        return self._of_stages(module, [self.costs.stage_memory(kind, loads) for kind in self._kinds[module]])
 
     def parameter_bytes(self, stage: StageReplicas) -> float:
         return self.costs.stage_parameter_bytes(self.kind(stage))
