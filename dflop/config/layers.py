@@ -76,6 +76,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         values = safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if ": " in str(path):
+            raise UserError(f"config text {str(path)!r} must stand in braces: {{{path}}}") from None
         raise UserError(f"config file {path} does not exist; config/config.yaml is the one to start from") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path} cannot be read: {error}") from None

@@ -124,7 +124,7 @@ class FixedPlan:
 
 @_section
 class PlanConfig:
-    placements: list[str] = field(default_factory=lambda: ["disjoint", "colocated"])
+    placements: list[str] = field(default_factory=lambda: ["disjoint", "colocated", "monolithic"])
     schedules: list[str] = field(default_factory=lambda: ["1f1b", "interleaved_1f1b", "zb_h1"])
     search_batches: Optional[int] = None
     fixed: Optional[FixedPlan] = None
