@@ -18,7 +18,7 @@ __all__ = ["report_command", "train_command"]
 @click.option("--out", type=FOLDER, required=True, help="Folder for metrics, checkpoints, the model and summary.json.")
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
-    from dflop.models import check_runnable
+    from dflop.models import check_modules, check_runnable, load_model_spec
     from dflop.pipeline import load_plan
     from dflop.pricing import describe_left_out
     from dflop.runtime.torchrun import is_first_node
@@ -28,6 +28,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
+    check_modules(load_model_spec(config.model), config.train.modules, "train.modules")
     check_plan(plan_path, load_plan(plan_path))
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
     # What is amiss is said here, before any rank starts.

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from dflop.config.schema import Config
+from dflop.config.schema import Config, FixedPlan
 from dflop.runtime import UserError
 
 __all__ = ["refuse_misfits", "type_message"]
@@ -39,6 +39,9 @@ def refuse_misfits(values: Mapping[str, Any], where: str, section: type = Config
             if types.NoneType not in typing.get_args(hints[key]):
                 raise UserError(f"{where}: `{name}` is null; it must be {_kind_of(hints[key])}")
             continue
+        if typing.get_origin(hints[key]) is dict:
+            _refuse_entries(value, where, typing.get_args(hints[key])[1], name)
+            continue
         if nested is None:
             is_bool = bool in (hints[key], *typing.get_args(hints[key]))
             wrong_bool = is_bool and not isinstance(value, bool) and "${" not in str(value)
@@ -60,10 +63,21 @@ def refuse_misfits(values: Mapping[str, Any], where: str, section: type = Config
             raise UserError(f"{where}: `{name}` is {value!r}; it must hold the keys {_keys_of(nested)}")
 
 
+def _refuse_entries(value: Any, where: str, section: type, name: str) -> None:
+    """Refuse what is no mapping of names to such sections."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: `{name}` is {value!r}; it must hold names, each with {_keys_of(section)}")
+    for entry, own in value.items():
+        if not isinstance(own, Mapping):
+            raise UserError(f"{where}: `{name}.{entry}` is {own!r}; it must hold {_keys_of(section)}")
+        refuse_misfits(own, where, section, f"{name}.{entry}.")
+
+
 def _hints_of(section: type) -> tuple[dict[str, Any], type | None]:
     """The types of a section's keys, and the section that any other key of it holds, where it takes others."""
     hints = typing.get_type_hints(section)
-    mappings = [name for name, hint in hints.items() if typing.get_origin(hint) is dict]
+    # Of `plan.fixed` alone: modules stand beside the other keys.
+    mappings = [name for name, hint in hints.items() if typing.get_origin(hint) is dict and section is FixedPlan]
     others = [typing.get_args(hints.pop(name))[1] for name in mappings]
     return hints, others[0] if others else None
 
@@ -98,7 +112,9 @@ def _kind_at(key: str) -> str:
     hint: Any = Config
     for name in re.findall(r"[^.\[\]]+", key):
         section, _ = _nested_section(hint)
-        if name.isdigit() or section is None:
+        if typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        elif name.isdigit() or section is None:
             hint = typing.get_args(hint)[0]
         else:
             hints, others = _hints_of(section)

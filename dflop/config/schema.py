@@ -12,6 +12,7 @@ __all__ = [
     "FixedGrid",
     "FixedPlan",
     "ModelConfig",
+    "ModuleTraining",
     "PlanConfig",
     "ScheduleConfig",
     "SourceConfig",
@@ -143,6 +144,14 @@ class ScheduleConfig:
 
 
 @_section
+class ModuleTraining:
+    """What a module is trained with; null is what `train` says for all."""
+
+    lr: Optional[float] = None
+    weight_decay: Optional[float] = None
+
+
+@_section
 class TrainConfig:
     global_batch_size: int = 16
     steps: int = 20
@@ -150,10 +159,22 @@ class TrainConfig:
     weight_decay: float = 0.01
     grad_clip: float = 1.0
     warmup_steps: int = 0
+    lr_schedule: str = "constant"
+    min_lr_ratio: float = 0.0
+    modules: dict[str, ModuleTraining] = field(default_factory=dict)
     precision: str = "fp32"
     checkpoint_every: int = 10
     resume: str = "auto"
     loader_workers: int = 1
+    peer_timeout_s: float = 60.0
+
+    def of_module(self, name: str) -> tuple[float, float]:
+        """A module's learning rate and weight decay."""
+        own = self.modules.get(name, ModuleTraining())
+        return (
+            self.lr if own.lr is None else own.lr,
+            self.weight_decay if own.weight_decay is None else own.weight_decay,
+        )
 
 
 @_section

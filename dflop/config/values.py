@@ -23,6 +23,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.correction": ("off", "on", "auto"),
     "train.precision": ("fp32", "bf16", "fp64"),
     "train.resume": ("auto", "never"),
+    "train.lr_schedule": ("constant", "linear", "cosine"),
 }
 
 _AT_LEAST_ONE = (
@@ -54,9 +55,19 @@ _ABOVE_ZERO = (
     "cluster.inter_node_gbps",
     "schedule.time_limit_s",
     "train.lr",
+    "train.modules.*.lr",
     "train.grad_clip",
+    "train.peer_timeout_s",
 )
-_NOT_NEGATIVE = ("schedule.search_trials", "seed", "train.weight_decay", "train.warmup_steps", "train.loader_workers")
+_NOT_NEGATIVE = (
+    "schedule.search_trials",
+    "seed",
+    "train.weight_decay",
+    "train.modules.*.weight_decay",
+    "train.warmup_steps",
+    "train.loader_workers",
+)
+_SHARES = ("train.min_lr_ratio",)
 _NOT_EMPTY = ("costs.tp_sizes", "plan.placements", "plan.schedules")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SAMPLING = re.compile(r"all|(first|end|random):(?=[\d.]*[1-9])\d+(%|\.\d+%)?")
@@ -77,6 +88,7 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
         (_AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
         (_ABOVE_ZERO, lambda number: number > 0, "above 0 and finite"),
         (_NOT_NEGATIVE, lambda number: number >= 0, "0 or more, and finite"),
+        (_SHARES, lambda number: 0 <= number <= 1, "from 0 to 1"),
     ):
         for key in keys:
             for name, value in _values_at(config, key):
@@ -106,10 +118,11 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
 
 def _values_at(config: Config, key: str) -> list[tuple[str, Any]]:
     """The values at a dotted key: none where an optional section is null, several where it is a list; `*` stands for
-    every module that `plan.fixed` pins."""
+    every module that `plan.fixed` pins, or `train.modules` names."""
     if ".*." in key:
         fixed, names = config.plan.fixed, key.partition(".*.")
-        grids = fixed.modules if fixed else {}
+        pinned = fixed.modules if fixed else {}
+        grids = config.train.modules if names[0] == "train.modules" else pinned
         found = [(f"{names[0]}.{module}.{names[2]}", getattr(grid, names[2])) for module, grid in grids.items()]
         return [(name, value) for name, value in found if value is not None]
     value: Any = config

@@ -7,11 +7,12 @@ nor transformers is imported for it.
 import difflib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
-from dflop.config import AudioConfig, FixedPlan
+from dflop.config import AudioConfig
 from dflop.runtime import UserError
 
 __all__ = [
@@ -100,18 +101,18 @@ class ModelSpec:
         raise UserError(f"{self.name} has no module `{name}`; it has {names}")
 
 
-def check_modules(spec: ModelSpec, fixed: FixedPlan | None) -> None:
-    """Whether the model has every module that `plan.fixed` pins.
+def check_modules(spec: ModelSpec, names: Iterable[str], key: str) -> None:
+    """Whether the model has every module that is named below a key of the config.
 
     Raises:
         UserError: naming the one that it has not, and those that it has.
     """
     known = [module.name for module in spec.modules]
-    for name in fixed.modules if fixed else ():
+    for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean `plan.fixed.{near[0]}`? " if near else ""
-            raise UserError(f"`plan.fixed.{name}` pins no module of {spec.name}; {meant}it has {', '.join(known)}")
+            meant = f"did you mean `{key}.{near[0]}`? " if near else ""
+            raise UserError(f"`{key}.{name}` is of no module of {spec.name}; {meant}it has {', '.join(known)}")
 
 
 def check_tp(spec: ModelSpec, module: str, tp: int) -> None:

@@ -55,7 +55,7 @@ def enumerate_space(
         UserError: when the devices, the global batch and `plan.fixed` leave nothing.
     """
     within = within or config.plan
-    check_modules(spec, within.fixed)
+    check_modules(spec, within.fixed.modules if within.fixed else (), "plan.fixed")
     rows = _rows(config, spec, tp_sizes, splits, within)
     if rows.is_empty():
         raise UserError(_why_nothing(config, within, spec, tp_sizes))

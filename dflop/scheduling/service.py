@@ -9,7 +9,6 @@ and starts from when the run is taken up again.
 """
 
 import contextlib
-import difflib
 import json
 import os
 import select
@@ -25,7 +24,7 @@ from dflop.balancing import WORK_TIMEOUT_S
 from dflop.config import Config, load_config, select_keys
 from dflop.costs import CostModel
 from dflop.data import load_samples
-from dflop.models import ModelSpec, digest_of_spec, load_model_spec
+from dflop.models import ModelSpec, check_modules, digest_of_spec, load_model_spec
 from dflop.pipeline import Plan, load_plan
 from dflop.pricing import CorrectionFile, Pricer, leave_out_too_large
 from dflop.runtime import UserError
@@ -75,13 +74,7 @@ def _check_plan(path: Path, plan: Plan, spec: ModelSpec, global_batch_size: int)
         UserError: naming what does not fit, and what would.
     """
     known, given = [module.name for module in spec.modules], [grid.module for grid in plan.grids]
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean `{near[0]}`? " if near else ""
-            raise UserError(
-                f"{path}: `plan.grids.{name}` is of no module of {spec.name}; {meant}it has {', '.join(known)}"
-            )
+    check_modules(spec, given, "plan.grids")
     if lacking := [name for name in known if name not in given]:
         raise UserError(
             f"{path}: `plan.grids` has no {lacking[0]}, which {spec.name} has; make the plan again with `dflop plan`"

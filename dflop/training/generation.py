@@ -19,8 +19,9 @@ __all__ = ["Generation", "generation_of"]
 # Changes when checkpoints of before cannot be read any more.
 _CHECKPOINT_FORMAT = 4
 _KEYS = ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train")
-# How long a run is, what it keeps and how fast it loads change no weight.
-_FREE = ("train.steps", "train.checkpoint_every", "train.resume", "train.loader_workers")
+# How long a run is, what it keeps, how fast it loads and how patient it is change no weight; where the learning rate
+# goes down to the last step, the number of steps does.
+_FREE = ("train.steps", "train.checkpoint_every", "train.resume", "train.loader_workers", "train.peer_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ def generation_of(
     """The generation of a run; `left_out` are the (source, row) of samples that the plan's devices cannot hold."""
     weights = {"checkpoint format": _CHECKPOINT_FORMAT} | dict(_flat(select_keys(config, _KEYS)))
     weights |= {"the data": _digest(list(data_digests)), "the samples left out": _digest(sorted(left_out))}
-    written = {name: json.dumps(value, sort_keys=True) for name, value in weights.items() if name not in _FREE}
+    free = _FREE if config.train.lr_schedule == "constant" else _FREE[1:]
+    written = {name: json.dumps(value, sort_keys=True) for name, value in weights.items() if name not in free}
     return Generation(written, prices_digest(pricer))
 
 

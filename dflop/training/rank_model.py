@@ -25,7 +25,8 @@ __all__ = ["NodeModel", "RankModel", "build_rank_model"]
 class NodeModel:
     """One node: its index in the program, its stage, and the optimiser over the stage's replicas.
 
-    `parameters` are the stage's, under the names of the whole Hugging Face model. `tied` is the matrix that it shares
+    `parameters` are the stage's, under the names of the whole Hugging Face model, and `lr` their module's learning
+    rate. `tied` is the matrix that it shares
     with the other end of the LLM's pipeline, where the head is the embedding.
     """
 
@@ -34,6 +35,7 @@ class NodeModel:
     stage: Stage
     optimizer: ShardedAdamW
     parameters: dict[str, nn.Parameter]
+    lr: float
     tied: TiedEmbedding | None = None
 
     def zero_grad(self) -> None:
@@ -66,10 +68,11 @@ class RankModel:
         """Of the summed gradients that this rank owns; added up over all ranks it is the model's."""
         return sum(own.optimizer.norm_squared() for own in self.nodes)
 
-    def update(self, lr: float, scale: float) -> None:
-        """One step of the optimisers, with the gradients times `scale`."""
+    def update(self, lr_factor: float, scale: float) -> None:
+        """One step of the optimisers, with each module's learning rate times `lr_factor` and the gradients times
+        `scale`."""
         for own in self.nodes:
-            own.optimizer.step(lr, scale)
+            own.optimizer.step(own.lr * lr_factor, scale)
         for own in self.nodes:
             if own.tied:
                 own.tied.give_values()
@@ -119,11 +122,12 @@ def _build_node(
     stage.requires_grad_(node.module not in config.model.freeze)
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
+    lr, weight_decay = config.train.of_module(node.module)
     optimizer = ShardedAdamW(
         [own for own in stage.parameters() if not (embedding and embedding.is_copy and own is embedding.weight)],
         topology.replicas[index],
-        lr=config.train.lr,
-        weight_decay=config.train.weight_decay,
+        lr=lr,
+        weight_decay=weight_decay,
     )
     return NodeModel(
         index=index,
@@ -131,5 +135,6 @@ def _build_node(
         stage=stage,
         optimizer=optimizer,
         parameters=stage.named_hf_parameters(),
+        lr=lr,
         tied=embedding,
     )

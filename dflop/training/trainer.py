@@ -23,8 +23,10 @@ from dflop.scheduling import StepSchedule
 from dflop.training.checkpoint import do_together, save_checkpoint
 from dflop.training.export import export_model
 from dflop.training.feed import JobStream, ScheduleFeed, SchedulePublisher
+from dflop.training.learning_rate import lr_factor
 from dflop.training.loader import start_loading
 from dflop.training.observations import NUM_WARMUP_STEPS, Observations
+from dflop.training.peers import PeerWatch, longest_wait_s
 from dflop.training.rank_model import build_rank_model
 from dflop.training.resume import take_up
 from dflop.training.run_folder import RunFiles
@@ -51,12 +53,14 @@ class Trainer:
         dtype = torch.float64 if precision == "fp64" else torch.float32
         travels_as = torch.bfloat16 if precision == "bf16" else dtype
         self.topology = join_world(self.plan, program, config.cluster.device, travels_as)
+        self.watch = self._start_watch()
         self.model = build_rank_model(config, self.plan, self.topology, dtype)
         if self.topology.is_main:
             say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
         self.observations = Observations(files.out / "observations", self.topology.rank, program.nodes)
         self.first_step, self.restarts = take_up(config.train, files, self.model, self.observations)
         self.unsaved: str | None = None
+        self.longest_step_s = 0.0
         self.log = StepLog(files, config.train.steps, self.topology.world_size)
         self.feed = ScheduleFeed(self.topology.store)
         self.reports = StepReports(
@@ -98,6 +102,7 @@ class Trainer:
             if self.unsaved:
                 raise UserError(f"the last step could not be saved: {self.unsaved}")
             self._export()
+            self.watch.begin("ending")
         finally:
             gc.enable()
             if self.publisher:
@@ -106,6 +111,7 @@ class Trainer:
 
     def _export(self) -> None:
         model = self.model
+        self.watch.begin("writing the model", self.config.train.peer_timeout_s, needs_silence=True)
         try:
             export_model(
                 self.files.out / "model",
@@ -124,7 +130,15 @@ class Trainer:
         started = time.monotonic()
         if self.publisher:
             self.publisher.step_started(step, self.reports.take(step))
+        config = self.config.train
+        self.watch.begin(f"step {step}, its schedule,", config.peer_timeout_s, needs_silence=True)
         schedule = self.feed.get(step)
+        # In its first steps a process compiles and fills caches.
+        self.watch.begin(
+            f"step {step}",
+            longest_wait_s(config.peer_timeout_s, schedule.step_s, self.longest_step_s),
+            needs_silence=step < self.first_step + NUM_WARMUP_STEPS,
+        )
         for work in self.works.values():
             work.begin_step(schedule)
         zero_s = time.monotonic()
@@ -132,6 +146,7 @@ class Trainer:
         pipeline_s = time.monotonic() - zero_s
         totals = self._update(step, schedule, spans)
         step_s = time.monotonic() - started
+        self.longest_step_s = max(self.longest_step_s, step_s)
         self.observations.add(step, schedule, spans, zero_s)
         if schedule.measures and step >= self.first_step + NUM_WARMUP_STEPS:
             self.reports.send(step, spans, step_s)
@@ -164,8 +179,9 @@ class Trainer:
                 f"(now {config.lr}) or raise `train.warmup_steps`; the last checkpoint is intact"
             )
         scale = min(1.0, config.grad_clip / (totals["grad_norm"] + 1e-12))
-        totals["lr"] = config.lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
-        self.model.update(totals["lr"], scale / num_targets)
+        factor = lr_factor(config, step)
+        totals["lr"] = config.lr * factor
+        self.model.update(factor, scale / num_targets)
         for work in works:
             for line in work.unreadable:
                 print(
@@ -176,6 +192,8 @@ class Trainer:
 
     def _save(self, num_steps: int) -> None:
         """Write a checkpoint. What keeps any rank from writing stops no training: it is said until one is written."""
+        config = self.config.train
+        self.watch.begin(f"saving step {num_steps}", config.peer_timeout_s, needs_silence=True)
         run = {
             "generation": self.files.generation.to_dict(),
             "restarts": self.restarts,
@@ -183,7 +201,6 @@ class Trainer:
         }
         trouble = do_together(lambda: self.observations.flush(num_steps))
         trouble = trouble or save_checkpoint(self.files.checkpoints, num_steps, self.model.nodes, run)
-        config = self.config.train
         onward = min((num_steps // config.checkpoint_every + 1) * config.checkpoint_every, config.steps)
         again = f"; the next try is after step {onward}" if num_steps < config.steps else ""
         self.unsaved = f"{trouble} (checkpoint of step {num_steps} in {self.files.out}{again})" if trouble else None
@@ -204,6 +221,15 @@ class Trainer:
             peaks[modules.index(own.node.module)] = held
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return {module: int(peak) for module, peak in zip(modules, peaks.tolist(), strict=True)}
+
+    def _start_watch(self) -> PeerWatch:
+        nodes = (self.topology.program.nodes[index] for index in self.topology.nodes)
+        carried = ", ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in nodes)
+        watch = PeerWatch(
+            self.topology.store, self.topology.rank, carried, self.topology.world_size, self.config.train.peer_timeout_s
+        )
+        watch.start()
+        return watch
 
     def _start_publisher(self) -> SchedulePublisher:
         publisher = SchedulePublisher(

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import duckdb
@@ -62,23 +63,35 @@ def _train(
     folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, fails: bool = False, **train: object
 ) -> list[dict]:
     """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log."""
+    process = _start(folder, config, plan, out, num_nodes=num_nodes, **train)
+    assert (_end(process, out) != 0) == fails, (out / "log").read_text()
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def _start(
+    folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, **train: object
+) -> subprocess.Popen:
     cluster = {"num_nodes": num_nodes, "devices_per_node": load_plan(plan).world_size // num_nodes}
     whole = config | {"cluster": cluster, "train": config["train"] | train}
     command = [
         *(sys.executable, "-m", "dflop.cli", "train", "--config", json.dumps(whole), "--out", str(out)),
         *("--shapes", str(folder / "shapes.duckdb"), "--costs", str(folder / "costs.duckdb"), "--plan", str(plan)),
     ]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+
+
+def _end(process: subprocess.Popen, out: Path) -> int:
+    """Wait for a run to end; returns its exit code. What it printed is in `out`/log."""
     try:
         output, _ = process.communicate(timeout=400)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode != 0) == fails, output
+    out.mkdir(exist_ok=True)
     (out / "log").write_text(output)
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return process.returncode
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +179,40 @@ def test_a_disk_that_takes_no_checkpoints_stops_no_step_but_the_run_at_its_end(r
         assert re.search(rf"step {step + 1}/4 .* NOT SAVED: rank 0: .* \(checkpoint of step {step} in .*the next", log)
     assert "dflop: the last step could not be saved: rank 0: " in log
     assert "Traceback" not in log
+
+
+def test_a_rank_that_is_stopped_ends_the_job_and_is_named(run, tmp_path):
+    folder, config = run
+    out = tmp_path / "train"
+    process = _start(folder, config, _plan(folder), out, steps=100_000, peer_timeout_s=5, checkpoint_every=3)
+    deadline, metrics = time.monotonic() + 120, out / "metrics.jsonl"
+    try:
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(_process_of_rank(1, out), signal.SIGSTOP)
+    except BaseException:
+        process.terminate()  # which ends its ranks
+        process.wait()
+        raise
+    assert _end(process, out) != 0
+    log = (out / "log").read_text()
+    assert re.search(r"no sign of life came from: rank 1 \(llm stage 0 replica 0, process ", log), log
+    assert re.search(r"the same command goes on from .*step-\d+", log), log
+
+
+def _process_of_rank(rank: int, out: Path) -> int:
+    """The process of a rank of the run that writes to `out`, as its command line and environment say."""
+    found = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"dflop.training.rank" in (command := path.read_bytes())
+        and str(out).encode() in command
+        and f"\0RANK={rank}\0".encode() in path.with_name("environ").read_bytes()
+    ]
+    assert len(found) == 1, found
+    return found[0]
 
 
 def test_a_finished_run_says_so_and_judges_no_costs_but_those_it_was_trained_with(run, two_ranks, tmp_path):

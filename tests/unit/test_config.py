@@ -46,7 +46,9 @@ def leaf_keys(section: type, prefix: str = "") -> list[str]:
     keys = []
     for name, hint in typing.get_type_hints(section).items():
         inner = [item for item in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(item)]
-        below = {list: f"{name}[]", dict: "<module>"}.get(typing.get_origin(hint), name)
+        # Modules that a plan pins stand beside its other keys.
+        of_module = "<module>" if section is FixedPlan else f"{name}.<module>"
+        below = {list: f"{name}[]", dict: of_module}.get(typing.get_origin(hint), name)
         keys += leaf_keys(inner[0], f"{prefix}{below}.") if inner else [f"{prefix}{name}"]
     return keys
 

@@ -126,10 +126,10 @@ def test_without_encoders_all_placements_are_one(tiny_spec):
 
 def test_a_pin_of_a_module_that_the_model_does_not_have_names_those_it_has(tiny_spec):
     with pytest.raises(
-        UserError, match=r"`plan\.fixed\.vison` pins no module of tiny; did you mean `plan.fixed.vision`"
+        UserError, match=r"`plan\.fixed\.vison` is of no module of tiny; did you mean `plan.fixed.vision`"
     ):
         plans_of(make_config(4, 8, fixed={"vison": {"dp": 2}}), tiny_spec)
-    with pytest.raises(UserError, match=r"`plan\.fixed\.audio` pins no module of tiny; it has vision, llm"):
+    with pytest.raises(UserError, match=r"`plan\.fixed\.audio` is of no module of tiny; it has vision, llm"):
         plans_of(make_config(4, 8, fixed={"audio": {"dp": 2}}), tiny_spec)
 
 

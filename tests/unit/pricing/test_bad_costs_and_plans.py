@@ -130,7 +130,7 @@ def test_fewer_samples_than_buckets(schedule, make_run):
     [
         (
             lambda grids: {"visoin": grids["vision"], "llm": grids["llm"]},
-            r"`plan\.grids\.visoin` is of no module of .*; did you mean `vision`\? it has vision, llm",
+            r"`plan\.grids\.visoin` is of no module of .*; did you mean `plan.grids.vision`\? it has vision, llm",
         ),
         (
             lambda grids: {"llm": grids["llm"] | {"rank_offset": 0}},

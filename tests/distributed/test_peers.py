@@ -1,0 +1,82 @@
+"""A rank that hangs ends the job soon, by name, wherever the others wait for it."""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dflop.training.peers import PeerWatch, longest_wait_s
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(180)]
+
+_TIMEOUT_S = 3.0
+
+
+def _train(rank: int, port: int, hangs: str) -> None:
+    """Three ranks that sum something in each step. The second one hangs in its fourth."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=3)
+    watch = PeerWatch(dist.PrefixStore("dflop", store), rank, f"llm stage {rank} replica 0", 3, _TIMEOUT_S)
+    watch.start()
+    dist.barrier()
+    for step in range(100):
+        watch.begin(f"step {step}", _TIMEOUT_S, needs_silence=hangs == "saving")
+        if rank == 1 and step == 3:
+            if hangs == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(3 * _TIMEOUT_S if hangs == "saving" else 1000)
+        dist.all_reduce(torch.ones(3))
+        if step > 3:
+            watch.begin("ending")
+            break
+
+
+def _exit_codes(hangs: str) -> list[int | None]:
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [context.Process(target=_train, args=(rank, store.port, hangs)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    try:
+        deadline = time.monotonic() + 120
+        # A rank that is busy ends last: torchrun would end it.
+        for rank in [ranks[0], ranks[2], *([] if hangs == "busy" else [ranks[1]])]:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        return [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def test_a_stopped_rank_is_named_and_ended(capfd):
+    assert _exit_codes("stopped") == [1, -signal.SIGKILL, 1]
+    said = [line for line in capfd.readouterr().err.splitlines() if "no sign of life" in line]
+    assert len(said) == 1
+    assert re.search(r"dflop: step 3 has not ended for \d+ s .*: rank 1 \(llm stage 1 replica 0, process \d+", said[0])
+    assert "rank 0" not in said[0]
+
+
+def test_a_rank_that_lives_but_waits_for_nobody_is_named(capfd):
+    codes = _exit_codes("busy")
+    assert (codes[0], codes[2]) == (1, 1)
+    said = [line for line in capfd.readouterr().err.splitlines() if "has not ended for" in line]
+    assert len(said) == 1
+    assert "these wait for no other: rank 1 (llm stage 1 replica 0" in said[0]
+
+
+def test_what_may_take_longer_does_as_long_as_all_give_signs_of_life(capfd):
+    assert _exit_codes("saving") == [0, 0, 0]
+    assert "has not ended" not in capfd.readouterr().err
+
+
+def test_a_step_may_take_the_time_out_or_a_few_times_what_is_known_of_it():
+    assert longest_wait_s(60, 1.0, 2.0) == 60
+    assert longest_wait_s(60, 20.0, 2.0) == 100
+    assert longest_wait_s(60, 1.0, 30.0) == 150
