@@ -45,6 +45,7 @@ class PeerWatch(threading.Thread):
         self._main_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._what, self._began, self._limit_s, self._needs_silence = "starting", time.monotonic(), None, True
+        self._closed = threading.Event()
         self._count = 0
         self._give_sign()
 
@@ -57,12 +58,18 @@ class PeerWatch(threading.Thread):
             self._what, self._began = what, time.monotonic()
             self._limit_s, self._needs_silence = limit_s, needs_silence
 
+    def close(self) -> None:
+        """To be called before the process ends: a thread that is at the store then would abort it."""
+        self._closed.set()
+        if self.is_alive():
+            self.join()
+
     def run(self) -> None:
-        first_look: tuple[float, list[dict]] | None = None
+        # Since when this rank was at what it is at, when it looked, and what it saw.
+        first_look: tuple[float, float, list[dict]] | None = None
         woke = time.monotonic()
         try:
-            while True:
-                time.sleep(self._between_s)
+            while not self._closed.wait(self._between_s):
                 self._give_sign()
                 now, last, woke = time.monotonic(), woke, time.monotonic()
                 with self._lock:
@@ -72,9 +79,9 @@ class PeerWatch(threading.Thread):
                 if limit_s is None or now < began + limit_s / 2:
                     first_look = None
                 elif first_look is None or first_look[0] != began:
-                    first_look = began, self._signs()
-                elif now >= began + limit_s:
-                    self._judge(what, now - began, first_look[1], needs_silence)
+                    first_look = began, now, self._signs()
+                elif now >= max(began + limit_s, first_look[1] + limit_s / 2):
+                    self._judge(what, now - began, first_look[2], needs_silence)
                     first_look = None
         except dist.DistError:
             return  # the store is gone, and the job with it

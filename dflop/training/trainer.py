@@ -53,7 +53,7 @@ class Trainer:
         dtype = torch.float64 if precision == "fp64" else torch.float32
         travels_as = torch.bfloat16 if precision == "bf16" else dtype
         self.topology = join_world(self.plan, program, config.cluster.device, travels_as)
-        self.watch = self._start_watch()
+        self.watch = self._make_watch()
         self.model = build_rank_model(config, self.plan, self.topology, dtype)
         if self.topology.is_main:
             say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
@@ -89,6 +89,7 @@ class Trainer:
     def train(self) -> None:
         """Run the remaining steps, then write the model."""
         config = self.config.train
+        self.watch.start()
         try:
             # The collector stops a rank whenever it likes, and the others wait: it has its time between steps instead.
             gc.collect()
@@ -102,8 +103,8 @@ class Trainer:
             if self.unsaved:
                 raise UserError(f"the last step could not be saved: {self.unsaved}")
             self._export()
-            self.watch.begin("ending")
         finally:
+            self.watch.close()
             gc.enable()
             if self.publisher:
                 self.publisher.close()
@@ -222,14 +223,12 @@ class Trainer:
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return {module: int(peak) for module, peak in zip(modules, peaks.tolist(), strict=True)}
 
-    def _start_watch(self) -> PeerWatch:
+    def _make_watch(self) -> PeerWatch:
         nodes = (self.topology.program.nodes[index] for index in self.topology.nodes)
         carried = ", ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in nodes)
-        watch = PeerWatch(
+        return PeerWatch(
             self.topology.store, self.topology.rank, carried, self.topology.world_size, self.config.train.peer_timeout_s
         )
-        watch.start()
-        return watch
 
     def _start_publisher(self) -> SchedulePublisher:
         publisher = SchedulePublisher(

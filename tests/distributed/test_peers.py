@@ -33,8 +33,8 @@ def _train(rank: int, port: int, hangs: str) -> None:
             time.sleep(3 * _TIMEOUT_S if hangs == "saving" else 1000)
         dist.all_reduce(torch.ones(3))
         if step > 3:
-            watch.begin("ending")
             break
+    watch.close()
 
 
 def _exit_codes(hangs: str) -> list[int | None]:

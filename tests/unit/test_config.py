@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflop.config import Config, excess_memory, load_config, select_keys
+from dflop.config import Config, FixedPlan, excess_memory, load_config, select_keys
 from dflop.runtime import UserError
 
 REPOSITORY = Path(__file__).parents[2]
