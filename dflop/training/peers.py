@@ -6,6 +6,7 @@ gave none, or else those that wait for no other rank, ends those of them that ar
 its main thread waits for; torchrun ends the others.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -105,16 +106,18 @@ class PeerWatch(threading.Thread):
         if self._store.compare_set("who said it", "", str(self._rank)) == str(self._rank).encode():
             why = "no sign of life came from" if silent else "all are alive, of which these wait for no other"
             told = "; ".join(f"rank {rank} ({_told(now[rank])})" for rank in named[:8]) or "none"
-            print(
-                f"dflop: {what} has not ended for {seconds:.0f} s (`train.peer_timeout_s`), and {why}: {told}"
-                + ("; and more" if len(named) > 8 else ""),
-                file=sys.stderr,
-                flush=True,
-            )
+            with contextlib.suppress(OSError):  # nobody may be there any more to be told
+                print(
+                    f"dflop: {what} has not ended for {seconds:.0f} s (`train.peer_timeout_s`), and {why}: {told}"
+                    + ("; and more" if len(named) > 8 else ""),
+                    file=sys.stderr,
+                    flush=True,
+                )
         for rank in silent:
             # torchrun would ask it to end, and wait for half a minute before it ends a process that cannot hear.
             if now[rank]["host"] == self._about["host"] and rank != self._rank:
-                os.kill(now[rank]["pid"], signal.SIGKILL)
+                with contextlib.suppress(OSError):  # another rank may have done it
+                    os.kill(now[rank]["pid"], signal.SIGKILL)
         os._exit(1)
 
 
