@@ -111,7 +111,7 @@ def change_places(forms, state, samples, changed, before, after, num_changed):
 @kernel(inline="always")
 def _put(forms, state, samples, sample, sign):
     """Add a sample's loads to its cells, or (sign -1) take them away."""
-    text, num_items, kept_tokens = samples
+    text, num_items, kept_tokens, _, _ = samples
     replica, microbatch = state.place[sample, 0], state.place[sample, 1]
     for load in range(1, 4):
         state.text[replica, microbatch, load] += sign * text[sample, load]
