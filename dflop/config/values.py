@@ -149,14 +149,15 @@ def _check_sources(sources: list[SourceConfig]) -> None:
 
 def _check_devices(config: Config) -> None:
     fixed, cluster = config.plan.fixed, config.cluster
-    if cluster.num_devices < 2:
+    placements = config.plan.placements if fixed is None or fixed.placement is None else [fixed.placement]
+    if cluster.num_devices < 2 and not any(PLACEMENTS[name].shares_ranks for name in placements):
         raise UserError(
-            f"`cluster` has {cluster.num_devices} device, but the encoder and the LLM run on devices of their own; set "
-            "`cluster.devices_per_node` to at least 2 (on CPUs these are processes)"
+            f"`cluster` has {cluster.num_devices} device, but in {' and '.join(placements)} plans the encoder and the "
+            "LLM have devices of their own; set `cluster.devices_per_node` to at least 2 (on CPUs: processes), "
+            "or use `plan.placements: [colocated]`"
         )
     if fixed is None:
         return
-    placements = config.plan.placements if fixed.placement is None else [fixed.placement]
     least_ranks = {"llm": 1} | {module: grid.least_ranks for module, grid in fixed.modules.items()}
     is_apart = not any(PLACEMENTS[name].shares_ranks for name in placements)
     # An encoder that nothing is said of needs one as well.

@@ -58,7 +58,7 @@ class MadeUpRuns:
         return Run(self._cast(lambda: torch.cat(encoder.finish([leaf], batch))), [leaf])
 
     def _of_llm(self, llm: LlmStage, point: Point) -> Run:
-        """Text of which the first half is visual."""
+        """Text of which the first half are features of an encoder."""
         config = llm.hf.config.get_text_config()
         num_tokens, device = point.num_tokens, self._device
         ids = torch.randint(config.vocab_size, (num_tokens,), device=device, generator=self._generator)

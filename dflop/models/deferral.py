@@ -56,7 +56,9 @@ class Deferral:
             if item.bias is not None:
                 item.bias.grad.add_(item.gradient.sum(0))
 
-    def put_off(self, weight: nn.Parameter, bias: nn.Parameter | None, inputs: torch.Tensor, gradient: torch.Tensor):
+    def put_off(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, inputs: torch.Tensor, gradient: torch.Tensor
+    ) -> bool:
         """Put off one layer's gradients; False where they are wanted now."""
         if self._pending is None:
             return False
@@ -76,14 +78,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, inputs, weight, bias, deferral):
-        device = inputs.device.type
+        device, ctx.input_dtype = inputs.device.type, inputs.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            ctx.wanted = inputs.dtype
             inputs = inputs.to(dtype)
             output = functional.linear(inputs, weight.to(dtype), None if bias is None else bias.to(dtype))
         else:
-            ctx.wanted = inputs.dtype
             output = functional.linear(inputs, weight, bias)
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
@@ -93,7 +93,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         (inputs,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
-        of_inputs = (gradient @ weight.to(gradient.dtype)).to(ctx.wanted) if ctx.needs_input_grad[0] else None
+        of_inputs = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
         if ctx.deferral.put_off(weight, bias, inputs, gradient):
             return of_inputs, None, None, None
         rows, sums = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])

@@ -54,7 +54,7 @@ def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool) -> ModuleWork:
 
 
 def _embedding(hidden: int, vocabulary: float) -> PartWork:
-    """The embedding, of which this rank holds `vocabulary` ids, and putting visual features in."""
+    """The embedding, of which this rank holds `vocabulary` ids, and putting the encoders' features in."""
     return PartWork(
         dense_flops=coefficients(),
         square_flops=coefficients(),
@@ -63,7 +63,7 @@ def _embedding(hidden: int, vocabulary: float) -> PartWork:
         pointwise_bytes=coefficients(num_tokens=16.0 * hidden),
         # Embeddings in fp32.
         reduced_bytes=(coefficients(num_tokens=4.0 * hidden), coefficients()),
-        # Ids, and features as if every token were visual.
+        # Ids, and features as if every token came from an encoder.
         saved_bytes=coefficients(num_tokens=16.0 + 4.0 * hidden),
         size=coefficients(),
         num_parameters=vocabulary * hidden,

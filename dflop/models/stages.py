@@ -108,7 +108,7 @@ class LlmStage(Stage):
         return llm_division(self.hf.config.get_text_config().model_type)
 
     def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
-        """Token embeddings [1, num_tokens, hidden_size] with the visual features put in their places."""
+        """Token embeddings [1, num_tokens, hidden_size] with the encoders' features put in their places."""
         hidden = self.hf.model.language_model.embed_tokens(batch.token_ids)
         for positions, values in zip(batch.feature_positions, features, strict=True):
             if len(positions):

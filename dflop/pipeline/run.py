@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from dflop.pipeline.instructions import Edge, Instruction, Op, Span
-from dflop.pipeline.routes import Routes
+from dflop.pipeline.routes import Route, Routes
 
-__all__ = ["CARRIED_OUT", "Links", "StageWork", "run_instructions"]
+__all__ = ["Links", "StageWork", "run_instructions"]
 
 
 class StageWork(Protocol):
@@ -50,12 +50,12 @@ class StageWork(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """How a program's workers and edges map to the world: one rank a worker, one process group a channel."""
+    """How a program's workers and edges map to the world: one rank a worker, and a process group for each route."""
 
     rank_of_worker: tuple[int, ...]
     edges: tuple[Edge, ...]
     routes: Routes
-    groups: tuple[dist.ProcessGroup, ...]
+    groups: Mapping[Route, dist.ProcessGroup]
     device: torch.device
     dtype: torch.dtype
 
@@ -112,7 +112,7 @@ class _Step:
         route = self._links.routes.of_transfer(item)
         self._sends = [send for send in self._sends if not send[0].is_completed()]  # lets go of what has arrived
         peer = self._links.rank_of_worker[route.receiver]
-        self._sends.append((dist.isend(tensor, dst=peer, group=self._links.groups[route.channel]), tensor))
+        self._sends.append((dist.isend(tensor, dst=peer, group=self._links.groups[route]), tensor))
 
     def receive(self, item: Instruction) -> None:
         shape = self._works[item.node].edge_shape(item.microbatch, item.edge)
@@ -121,7 +121,7 @@ class _Step:
         route = self._links.routes.of_transfer(item)
         tensor = torch.empty(shape, dtype=self._links.dtype, device=self._links.device)
         peer = self._links.rank_of_worker[route.sender]
-        dist.irecv(tensor, src=peer, group=self._links.groups[route.channel]).wait()
+        dist.irecv(tensor, src=peer, group=self._links.groups[route]).wait()
         self._received.setdefault((item.op.is_forward, item.node, item.microbatch), {})[item.edge] = tensor
 
     def end(self) -> list[Span]:
@@ -152,7 +152,6 @@ _CARRY_OUT = {
     Op.RECV_FORWARD: _Step.receive,
     Op.RECV_BACKWARD: _Step.receive,
 }
-CARRIED_OUT = frozenset(_CARRY_OUT)
 
 
 class _Clock:

@@ -11,8 +11,12 @@ __all__ = ["why_not_runnable"]
 
 def why_not_runnable(plan: Plan) -> str | None:
     """A sentence on what keeps the plan from being trained, and the way out; None when nothing does."""
-    if len(plan.grids) == 1:
-        return "the plan has no encoder, and training wants one; train a model without encoders with another tool"
+    encoders = [grid.module for grid in plan.grids[:-1]]
+    if len(encoders) != 1:
+        return (
+            f"the plan has {len(encoders)} encoders ({', '.join(encoders) or 'none'}), and training decodes for one, "
+            "pictures and clips; use a model with one"
+        )
     for grid in plan.grids:
         if grid.tp > 1:
             return f"{grid.module}: tp={grid.tp}, but tensor parallelism cannot be trained yet; use tp: 1"

@@ -171,8 +171,8 @@ class JobStream:
     steps: range
 
     def __iter__(self) -> Iterator[tuple[Node, MicrobatchJob]]:
-        """Each job with the node that it is for."""
-        for step in self.steps:
+        """Each job with the node that it is for. A rank that reads no records waits for no schedule here."""
+        for step in self.steps if self.forwards else ():
             schedule = self.feed.get(step)
             for node, microbatch in self.forwards:
                 yield node, job_of(schedule, node, microbatch)

@@ -23,18 +23,23 @@ _PREFETCH = 8
 def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterator:
     """What the jobs of the stream ask for, in their order. The first is loaded when this returns: starting the
     processes takes seconds."""
-    loaders = {own.node: make_loader(config, model, plan, own.node) for own in model.nodes if own.stage.reads_records}
+    if not stream.forwards:
+        return iter(())
+    records = TrainingRecords(list_sources(config.data), config.seed)  # opened once for all of the rank's nodes
+    loaders = {
+        own.node: make_loader(config, model, plan, own.node, records) for own in model.nodes if own.stage.reads_records
+    }
     batches = iter(_data_loader(_RankDataset(loaders), stream, config))
     first = next(batches, None)
     return iter(()) if first is None else itertools.chain([first], batches)
 
 
-def make_loader(config: Config, model: RankModel, plan: Plan, node: Node) -> MicrobatchLoader:
+def make_loader(config: Config, model: RankModel, plan: Plan, node: Node, records: TrainingRecords) -> MicrobatchLoader:
     """What loads a node's microbatches."""
     data, encoders = config.data, [own.name for own in model.spec.encoders]
     encoder = None if node.module == "llm" else encoders.index(node.module)
     return MicrobatchLoader(
-        records=TrainingRecords(list_sources(data), config.seed),
+        records=records,
         reader=ShapeReader(
             rules=model.spec.rules,
             video=data.video,

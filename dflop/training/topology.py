@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dflop.pipeline import Instruction, Plan, Program
-from dflop.pipeline.routes import make_routes
+from dflop.pipeline.routes import Route, Routes, make_routes
 from dflop.pipeline.run import Links
 from dflop.runtime.local_device import local_device
 from dflop.training.tied_embedding import Ends
@@ -63,8 +63,18 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
     return place_in_world(program, device, dtype, dist.PrefixStore("dflop", store))
 
 
-def place_in_world(program: Program, device: torch.device, dtype: torch.dtype, store: dist.Store) -> Topology:
-    """This process' place in a program, and its groups; every rank of the default process group must call this."""
+def place_in_world(
+    program: Program,
+    device: torch.device,
+    dtype: torch.dtype,
+    store: dist.Store,
+    *,
+    groups_by_route: bool | None = None,
+) -> Topology:
+    """This process' place in a program, and its groups; every rank of the default process group must call this.
+
+    `groups_by_route`: see `_message_groups`; None does so on GPUs.
+    """
     # The one place that assumes a rank a worker (no tensor parallelism): a rank does what its worker does, and each
     # node is on one rank.
     assert all(worker.num_ranks == 1 for worker in program.workers), "a worker of several ranks cannot be trained"
@@ -75,7 +85,7 @@ def place_in_world(program: Program, device: torch.device, dtype: torch.dtype, s
         rank_of_worker=tuple(worker.first_rank for worker in program.workers),
         edges=program.edges,
         routes=routes,
-        groups=tuple(dist.new_group(timeout=_TIMEOUT) for _ in range(routes.num_channels)),
+        groups=_message_groups(program, routes, device.type == "cuda" if groups_by_route is None else groups_by_route),
         device=device,
         dtype=dtype,
     )
@@ -92,6 +102,23 @@ def place_in_world(program: Program, device: torch.device, dtype: torch.dtype, s
         tied={node: ends for node, ends in tied.items() if node in program.workers[own].nodes},
         links=links,
     )
+
+
+def _message_groups(program: Program, routes: Routes, by_route: bool) -> dict[Route, dist.ProcessGroup]:
+    """The process group of each route. Every rank makes all groups, in one order.
+
+    NCCL carries the messages of a communicator out one after the other, whoever they are for, and a large send waits
+    for its receiver: were all routes in one, two ranks could each wait for what the other sends later. So each route
+    has a communicator of its own there. Gloo delivers each message by itself, and one group for each channel does.
+    """
+    ranks = [worker.first_rank for worker in program.workers]
+    taken = sorted({route for route in (*routes.forward, *routes.backward) if route})
+    if by_route:
+        return {
+            route: dist.new_group([ranks[route.sender], ranks[route.receiver]], timeout=_TIMEOUT) for route in taken
+        }
+    channels = [dist.new_group(timeout=_TIMEOUT) for _ in range(routes.num_channels)]
+    return {route: channels[route.channel] for route in taken}
 
 
 def _replica_groups(program: Program) -> list[dist.ProcessGroup]:

@@ -25,6 +25,10 @@ from dflop.training.rank_model import NodeModel, RankModel
 __all__ = ["EncoderWork", "LlmWork", "make_works"]
 
 
+# What stands for the loss among the edges that outputs go over.
+_LOSS = -1
+
+
 class _Work(ABC):
     """Common to encoders and the LLM: the step's schedule, the loader, what is kept between forward and backward.
 
@@ -63,7 +67,7 @@ class _Work(ABC):
         self.data_wait_s = 0.0
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._inputs: dict[int, EncoderBatch | TextBatch] = {}
-        # What went out and what came in, by microbatch and edge; -1 stands for the loss.
+        # What went out and what came in, by microbatch and edge, and the weights' gradients that were put off.
         self._outputs: dict[int, dict[int, torch.Tensor]] = {}
         self._leaves: dict[int, dict[int, torch.Tensor]] = {}
         self._put_off: dict[int, list] = {}
@@ -96,19 +100,20 @@ class _Work(ABC):
             outputs = self._compute(microbatch, self._inputs.pop(microbatch), leaves)
         if any(output.requires_grad for output in outputs.values()):
             self._outputs[microbatch], self._leaves[microbatch] = outputs, leaves
-        return {edge: output.detach() for edge, output in outputs.items() if edge >= 0}
+        return {edge: output.detach() for edge, output in outputs.items() if edge != _LOSS}
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         outputs, leaves = self._outputs.pop(microbatch, {}), self._leaves.pop(microbatch, {})
         wanted = {edge: output for edge, output in outputs.items() if output.requires_grad}
-        gradients = [None if edge < 0 else received[edge].to(output.dtype) for edge, output in wanted.items()]
+        gradients = [None if edge == _LOSS else received[edge].to(output.dtype) for edge, output in wanted.items()]
         if wanted:
             torch.autograd.backward(list(wanted.values()), gradients)
-        return {
-            edge: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for edge, leaf in leaves.items()
-            if leaf.requires_grad
-        }
+        owed = {edge: leaf.grad for edge, leaf in leaves.items() if leaf.grad is not None}
+        # Who made what came in waits for a gradient, also where nothing of it reached the loss.
+        for edge in self._owed - owed.keys():
+            if (shape := self.edge_shape(microbatch, edge)) is not None:
+                owed[edge] = torch.zeros(shape, dtype=self._dtype, device=self.device)
+        return owed
 
     def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         assert self._deferral is not None, "the plan's schedule does not split the backward"
@@ -140,7 +145,7 @@ class _Work(ABC):
     def _compute(
         self, microbatch: int, batch: EncoderBatch | TextBatch, leaves: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """What goes over each outgoing edge; under -1 the loss."""
+        """What goes over each outgoing edge; the last stage gives the loss, under `_LOSS`."""
 
 
 class EncoderWork(_Work):
@@ -211,7 +216,7 @@ class LlmWork(_Work):
         output = self.stage(hidden, batch)
         if self.stage.is_last:
             self.loss += output.detach()
-            return {-1: output}
+            return {_LOSS: output}
         return dict.fromkeys(self._outgoing, output)
 
     def _features(self, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> list[torch.Tensor]:

@@ -7,7 +7,8 @@ train the same global batches in each of these ways, all with the same stages, p
 
 - `ours`: the plan and the scheduler of the run;
 - `random groups`: the same plan with policy `random`;
-- `DDP`: torch's DistributedDataParallel and DistributedSampler, packed, in one forward a rank and step;
+- `DDP`: torch's DistributedDataParallel and DistributedSampler, packed, in one forward a rank and step; it looks for
+  unused parameters, as it must where a rank may have texts alone;
 - `DDP, accumulated`: the same in as many microbatches as the plan has;
 - `DDP, padded`: as `DDP`, with each sample as long as the longest of its rank.
 
@@ -43,8 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dflop.config import Config, load_config
-from dflop.data import SampleShapes, load_samples
-from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef
+from dflop.data import SampleShapes, list_sources, load_samples
+from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.shapes import MediumSize
 from dflop.models import load_model_spec
 from dflop.models.microbatch import EncoderBatch, TextBatch
@@ -79,6 +80,8 @@ def main() -> None:
     parser.add_argument("--on-the-fly", action="store_true")
     arguments = parser.parse_args()
     plan_path = arguments.plan or arguments.run / "plan.yaml"
+    if not arguments.config and arguments.run.name != "demo":
+        parser.error(f"--config is needed: that of {arguments.run}")
     config = load_config(*(arguments.config or ["config/config.yaml", "config/demo.yaml"]))
     num_steps = arguments.steps + _NUM_WARMUP
     with tempfile.TemporaryDirectory() as folder:
@@ -186,14 +189,11 @@ def _planned(config: Config, plan_path: Path, schedules: list[StepSchedule]) -> 
     stream = JobStream(SimpleNamespace(get=schedules.__getitem__), forwards, range(len(schedules)))
     loader = start_loading(config, plan, model, stream)
     given: list[object] = []
-    works = make_works(config, plan, model, program, iter(lambda: given.pop(0), None))
+    is_preloaded = config.train.loader_workers == 0
+    works = make_works(config, plan, model, program, iter(lambda: given.pop(0), None) if is_preloaded else loader)
 
     def load(step: int) -> int:
-        if config.train.loader_workers:
-            given[:] = []
-            for work in works.values():
-                work._loader = loader
-        else:
+        if is_preloaded:
             given[:] = [next(loader) for _ in forwards]
         return step
 
@@ -206,7 +206,7 @@ def _planned(config: Config, plan_path: Path, schedules: list[StepSchedule]) -> 
         totals = torch.tensor([sum(float(work.loss) for work in works.values()), model.norm_squared() / num_targets**2])
         dist.all_reduce(totals)
         scale = min(1.0, config.train.grad_clip / (float(totals[1]) ** 0.5 + 1e-12))
-        model.update(config.train.lr, scale / num_targets)
+        model.update(1.0, scale / num_targets)
 
     return Side(load, train)
 
@@ -249,7 +249,8 @@ def _ddp(
         fused=True,
     )
     jobs = _Jobs(samples, config, num_microbatches)
-    dataset = _MediaAndText(*(make_loader(config, model, plan, own.node) for own in model.nodes), padded)
+    records = TrainingRecords(list_sources(config.data), config.seed)
+    dataset = _MediaAndText(*(make_loader(config, model, plan, own.node, records) for own in model.nodes), padded)
     loader = iter(_data_loader(dataset, jobs, config)) if on_the_fly else map(dataset.__getitem__, jobs)
 
     def load(step: int) -> Iterator:

@@ -193,15 +193,18 @@ def _run_plans(rank: int, world_size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     for plan in PLANS[world_size]:
         _run(plan)
+        _run(plan, groups_by_route=True)  # as on GPUs
     if world_size == FROZEN[0].world_size:
         _run(*FROZEN)
     dist.destroy_process_group()
 
 
-def _run(plan: Plan, frozen: tuple[str, ...] = ()) -> None:
+def _run(plan: Plan, frozen: tuple[str, ...] = (), *, groups_by_route: bool = False) -> None:
     program = make_program(plan, frozen)
     check_program(plan, program, frozen)
-    topology = place_in_world(program, torch.device("cpu"), torch.float64, dist.HashStore())
+    topology = place_in_world(
+        program, torch.device("cpu"), torch.float64, dist.HashStore(), groups_by_route=groups_by_route
+    )
     works = {own: ToyWork(program, own, topology.replicas[own]) for own in topology.nodes}
     spans = run_instructions(topology.instructions, works, topology.links)
     expected_loss, expected = in_one_go(plan, program)

@@ -193,7 +193,7 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
         assert float(loss) / num_targets == pytest.approx(expected["losses"][step], rel=1e-10), where
         for own in model.nodes:
             _compare_gradients(own, expected["gradients"][step], num_targets, 1e-10 if step == 0 else 1e-6, where)
-        model.update(_LR, 1 / num_targets)
+        model.update(1.0, 1 / num_targets)
     for own in model.nodes:
         for parameter_name, parameter in own.parameters.items():
             apart = (parameter.detach() - expected["weights"][parameter_name]).abs().max()

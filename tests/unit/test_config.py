@@ -377,7 +377,7 @@ def test_a_single_key_goes_over_earlier_layers_and_leaves_other_keys_alone():
         ("train.lr.high=1", "`train.lr` is {'high': 1}; it must be a number"),
         ({"train": 3, "train.lr": 1}, "`train.lr` cannot be set: `train` is 3, which holds no keys"),
         ("nowhere.yaml", "config file nowhere.yaml does not exist"),
-        ("train: {lr: 0.1}", "config text .train: {lr: 0.1}. must stand in braces: {train: {lr: 0.1}}"),
+        ("train: {lr: 0.1}", "config text 'train: {lr: 0.1}' must stand in braces: {train: {lr: 0.1}}"),
         ("runs/lr=1.yaml", "config file runs/lr=1.yaml does not exist"),
         ("train.global-batch-size=3", "unknown key `train.global-batch-size` (value 3); did you mean"),
         *(

@@ -139,6 +139,11 @@ def test_a_stream_is_the_jobs_of_a_ranks_forwards_in_their_order_step_after_step
     assert set(feed.waited_s) == {2}
 
 
+def test_a_rank_that_reads_no_records_waits_for_no_schedule():
+    feed = ScheduleFeed(dist.HashStore())  # which holds none, and would be waited for
+    assert list(JobStream(feed, (), range(1000))) == []
+
+
 def test_a_schedule_without_sizes_of_media_says_what_to_run(case):
     _, (schedule, *_) = case
     with pytest.raises(UserError, match=r"shapes.duckdb holds no sizes of media; .*`dflop profile-shapes`"):
