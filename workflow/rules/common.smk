@@ -45,7 +45,8 @@ try:
     if CONFIG.model.tokenizer and not Path(CONFIG.model.tokenizer, "tokenizer.json").is_file():
         raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")
     SPEC = load_model_spec(CONFIG.model)
-    check_modules(SPEC, CONFIG.plan.fixed)
+    check_modules(SPEC, CONFIG.plan.fixed.modules if CONFIG.plan.fixed else (), "plan.fixed")
+    check_modules(SPEC, CONFIG.train.modules, "train.modules")
     MODULES = [module.name for module in SPEC.modules]
 except UserError as error:
     stop_with(error)
