@@ -223,8 +223,11 @@ def test_modules_that_may_share_devices_need_no_more_than_the_llm():
 
 
 def test_a_cluster_needs_a_device_for_each_module():
-    assert "`cluster` has 1 device" in refusal({"cluster": {"devices_per_node": 1}})
+    one = {"cluster": {"devices_per_node": 1}}
+    message = refusal(one, {"plan": {"placements": ["disjoint"]}})
+    assert "`cluster` has 1 device, but in disjoint plans the encoder and the LLM have devices of their own" in message
     load_config({"cluster": {"num_nodes": 2, "devices_per_node": 1}})
+    load_config(one)  # where they may share a device, one is enough
 
 
 def test_analytic_costs_are_those_of_bf16():

@@ -108,7 +108,7 @@ zero = np.zeros(1, dtype=np.int64)
 print(_in_rounds(zero, zero, 2, 2, 0)[0].tolist())
 """
     assert run(tmp_path, script) == "[0, 0, 0]"
-    passes = tmp_path / "dflop" / "pipeline" / "passes.py"
+    passes = tmp_path / "dflop" / "parallelism" / "passes.py"
     text = passes.read_text(encoding="utf-8")
     assert "= 0, 1, 2" in text
     passes.write_text(text.replace("= 0, 1, 2", "= 10, 11, 12"), encoding="utf-8")
