@@ -107,6 +107,13 @@ class LlmStage(Stage):
     def division(self) -> Division:
         return llm_division(self.hf.config.get_text_config().model_type)
 
+    def hf_state_dict(self) -> dict[str, torch.Tensor]:
+        """Without the copy of a tied embedding, which is the first stage's."""
+        weights = super().hf_state_dict()
+        if not self.is_first:
+            weights.pop("model.language_model.embed_tokens.weight", None)
+        return weights
+
     def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
         """Token embeddings [1, num_tokens, hidden_size] with the encoders' features put in their places."""
         hidden = self.hf.model.language_model.embed_tokens(batch.token_ids)

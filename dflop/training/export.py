@@ -53,8 +53,6 @@ def export_model(
         weights = {name: tensor.contiguous().cpu() for name, tensor in stage.hf_state_dict().items()}
         if config.tie_word_embeddings:  # checkpoints hold it once, under the embedding's name
             weights.pop("lm_head.weight", None)
-            if node.module == "llm" and not stage.is_first:
-                weights.pop("model.language_model.embed_tokens.weight", None)
         file = part / f"model-{index:05d}-of-{len(stages):05d}.safetensors"
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors writes files for their owner alone

@@ -13,12 +13,12 @@ from dflop.data.text import ChatTokenizer, tokenizer_folder
 from dflop.models import ModelSpec, load_model_spec, load_runtime
 from dflop.models.microbatch import MediaProcessor
 from dflop.models.stages import Stage
-from dflop.pipeline import Node, Plan
+from dflop.pipeline import Node, Op, Plan
 from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.tied_embedding import TiedEmbedding
 from dflop.training.topology import Topology
 
-__all__ = ["NodeModel", "RankModel", "build_rank_model"]
+__all__ = ["NodeModel", "RankModel", "build_rank_model", "forwards_that_read"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,6 +76,15 @@ class RankModel:
         for own in self.nodes:
             if own.tied:
                 own.tied.give_values()
+
+
+def forwards_that_read(topology: Topology, model: RankModel) -> tuple[tuple[Node, int], ...]:
+    """Node and microbatch of each of the rank's forwards in a step that reads records, in their order."""
+    return tuple(
+        (topology.program.nodes[item.node], item.microbatch)
+        for item in topology.instructions
+        if item.op is Op.FORWARD and model.of(item.node).stage.reads_records
+    )
 
 
 def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torch.dtype) -> RankModel:

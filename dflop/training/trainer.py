@@ -27,7 +27,7 @@ from dflop.training.learning_rate import lr_factor
 from dflop.training.loader import start_loading
 from dflop.training.observations import NUM_WARMUP_STEPS, Observations
 from dflop.training.peers import PeerWatch, longest_wait_s
-from dflop.training.rank_model import build_rank_model
+from dflop.training.rank_model import build_rank_model, forwards_that_read
 from dflop.training.resume import take_up
 from dflop.training.run_folder import RunFiles
 from dflop.training.step_log import StepLog, say_if_costs_are_of_another
@@ -71,16 +71,8 @@ class Trainer:
             num_microbatches=self.plan.num_microbatches,
         )
         self.publisher = self._start_publisher() if self.topology.is_main else None
-        stream = JobStream(
-            self.feed,
-            tuple(
-                (program.nodes[item.node], item.microbatch)
-                for item in self.topology.instructions
-                if item.op is Op.FORWARD and self.model.of(item.node).stage.reads_records
-            ),
-            range(self.first_step, config.train.steps),
-        )
-        loader = start_loading(config, self.plan, self.model, stream)
+        forwards, steps = forwards_that_read(self.topology, self.model), range(self.first_step, config.train.steps)
+        loader = start_loading(config, self.plan, self.model, JobStream(self.feed, forwards, steps))
         self.works = make_works(config, self.plan, self.model, program, loader)
         dist.barrier()
         # Until here everybody started up; from here on a wait is a wait.

@@ -7,6 +7,7 @@ number, so that how a batch is cut changes nothing.
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -59,6 +60,7 @@ class _Work(ABC):
             for number in self._incoming
             if has_backward(program.nodes[program.edges[number].source].module, frozen)
         }
+        self._num_replicas = Counter(node.module for node in program.nodes if node.pp_stage == 0)
         self._deferral = Deferral(own.stage) if splits_backward else None
 
     def begin_step(self, schedule: StepSchedule) -> None:
@@ -229,13 +231,10 @@ class LlmWork(_Work):
         features = [
             sent.get((encoder, replica), nothing)
             for encoder in self.schedule.encoders
-            for replica in range(self._num_replicas(encoder))
+            for replica in range(self._num_replicas[encoder])
         ]
         assert len(features) == len(batch.feature_positions)
         return features
-
-    def _num_replicas(self, encoder: str) -> int:
-        return sum(node.module == encoder and node.pp_stage == 0 for node in self.program.nodes)
 
 
 def make_works(

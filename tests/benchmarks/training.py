@@ -50,13 +50,13 @@ from dflop.data.shapes import MediumSize
 from dflop.models import load_model_spec
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.parallelism import Grid, Plan, load_plan
-from dflop.pipeline import Op, make_program
+from dflop.pipeline import make_program
 from dflop.pipeline.run import run_instructions
 from dflop.scheduling import GlobalBatches, StepSchedule
 from dflop.scheduling.service import open_scheduler
 from dflop.training.feed import JobStream
 from dflop.training.loader import make_loader, start_loading
-from dflop.training.rank_model import build_rank_model
+from dflop.training.rank_model import build_rank_model, forwards_that_read
 from dflop.training.topology import place_in_world
 from dflop.training.work import make_works
 
@@ -181,11 +181,7 @@ def _planned(config: Config, plan_path: Path, schedules: list[StepSchedule]) -> 
     program = make_program(plan, config.model.freeze)
     topology = place_in_world(program, torch.device("cpu"), torch.float32, dist.HashStore())
     model = build_rank_model(config, plan, topology, torch.float32)
-    forwards = tuple(
-        (program.nodes[item.node], item.microbatch)
-        for item in topology.instructions
-        if item.op is Op.FORWARD and model.of(item.node).stage.reads_records
-    )
+    forwards = forwards_that_read(topology, model)
     stream = JobStream(SimpleNamespace(get=schedules.__getitem__), forwards, range(len(schedules)))
     loader = start_loading(config, plan, model, stream)
     given: list[object] = []

@@ -21,13 +21,13 @@ from dflop.costs import CostModel
 from dflop.data import load_samples
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
-from dflop.pipeline import Grid, Op, Plan, check_program, make_program
+from dflop.pipeline import Grid, Plan, check_program, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.pricing import Pricer
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
 from dflop.training.feed import JobStream
 from dflop.training.loader import start_loading
-from dflop.training.rank_model import build_rank_model
+from dflop.training.rank_model import build_rank_model, forwards_that_read
 from dflop.training.topology import place_in_world
 from dflop.training.work import make_works
 
@@ -174,11 +174,7 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
     schedules = [
         StepSchedule.from_bytes((folder / f"{name} {variant}" / str(step)).read_bytes()) for step in range(num_steps)
     ]
-    forwards = tuple(
-        (program.nodes[item.node], item.microbatch)
-        for item in topology.instructions
-        if item.op is Op.FORWARD and model.of(item.node).stage.reads_records
-    )
+    forwards = forwards_that_read(topology, model)
     stream = JobStream(SimpleNamespace(get=schedules.__getitem__), forwards, range(num_steps))
     works = make_works(config, plan, model, program, start_loading(config, plan, model, stream))
     expected = torch.load(folder / f"{variant}.pt")
