@@ -106,7 +106,7 @@ def schedule_command(
 
     from dflop.balancing import without_cbc
     from dflop.costs import BEYOND_MEASURED
-    from dflop.pipeline import load_plan
+    from dflop.parallelism import load_plan
     from dflop.pricing import describe_left_out
     from dflop.runtime import written_whole
     from dflop.scheduling import preview_frames

@@ -19,7 +19,7 @@ __all__ = ["report_command", "train_command"]
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
     from dflop.models import check_modules, check_runnable, load_model_spec
-    from dflop.pipeline import load_plan
+    from dflop.parallelism import load_plan
     from dflop.pricing import describe_left_out
     from dflop.runtime.torchrun import is_first_node
     from dflop.scheduling.service import open_scheduler

@@ -1,21 +1,8 @@
-"""The pipeline language: plans, the instruction list, and its two executors.
+"""The pipeline language: who computes where and when, the instruction list, and its two executors.
 
 `simulate` prices a plan; `run`, which needs torch, executes a program and is imported by the trainer alone.
 """
 
-from dflop.parallelism import (
-    DISJOINT,
-    MONOLITHIC,
-    PLACEMENTS,
-    PLAIN_SCHEDULE,
-    SCHEDULES,
-    Grid,
-    Plan,
-    load_plan,
-    plan_from_dict,
-    split_layers,
-    tile_world,
-)
 from dflop.pipeline.check import check_program, most_in_flight
 from dflop.pipeline.columns import columns_of
 from dflop.pipeline.compiled import CompiledPlan, compile_plan
@@ -28,21 +15,14 @@ from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, s
 from dflop.pipeline.waits import Computation, computations_of
 
 __all__ = [
-    "DISJOINT",
-    "MONOLITHIC",
-    "PLACEMENTS",
-    "PLAIN_SCHEDULE",
-    "SCHEDULES",
     "Action",
     "Bridges",
     "CompiledPlan",
     "Computation",
     "Edge",
-    "Grid",
     "Instruction",
     "Node",
     "Op",
-    "Plan",
     "Program",
     "Span",
     "StageReplicas",
@@ -56,18 +36,14 @@ __all__ = [
     "computations_of",
     "format_actions",
     "has_backward",
-    "load_plan",
     "make_program",
     "most_in_flight",
     "nodes_of",
     "parse_actions",
     "peak_bytes",
-    "plan_from_dict",
     "simulate",
     "simulate_step_s",
-    "split_layers",
     "stages_of",
-    "tile_world",
     "why_not_runnable",
     "workers_of",
 ]

@@ -23,7 +23,8 @@ from dflop.config import Config, PlanConfig
 from dflop.costs import PARTS, CostModel, Loads, StageKind, resident_bytes
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.pipeline import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, Grid, Plan, StageTimes, has_backward
+from dflop.parallelism import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, Grid, Plan
+from dflop.pipeline import StageTimes, has_backward
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.search import search_plans

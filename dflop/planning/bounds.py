@@ -16,7 +16,7 @@ from dflop.config import ClusterConfig
 from dflop.costs import PARTS, CostModel, Loads, StageKind, stage_kinds
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec, ModuleSpec
-from dflop.pipeline import PLACEMENTS, SCHEDULES
+from dflop.parallelism import PLACEMENTS, SCHEDULES
 from dflop.planning.space import Splits, even_layers, layout_columns
 from dflop.pricing import find_link, loads_of
 

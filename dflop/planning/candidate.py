@@ -8,7 +8,8 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec, why_family_cannot_run
-from dflop.pipeline import PLACEMENTS, Plan, StageTimes, why_not_runnable
+from dflop.parallelism import PLACEMENTS, Plan
+from dflop.pipeline import StageTimes, why_not_runnable
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import Assignment, Pricer, alone_bytes
 

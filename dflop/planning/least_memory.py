@@ -13,7 +13,7 @@ import numpy as np
 from dflop.costs import CostModel, resident_bytes, stage_kinds
 from dflop.costs.forms import line_at
 from dflop.models import ModelSpec
-from dflop.pipeline import PLACEMENTS, SCHEDULES
+from dflop.parallelism import PLACEMENTS, SCHEDULES
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers, llm_layers
 from dflop.pricing import loads_of

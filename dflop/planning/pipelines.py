@@ -14,18 +14,8 @@ import numpy as np
 from dflop.config import Config
 from dflop.costs import CostModel, Loads, StageKind, stage_kinds
 from dflop.models import ModelSpec
-from dflop.pipeline import (
-    DISJOINT,
-    PLACEMENTS,
-    SCHEDULES,
-    Bridges,
-    CompiledPlan,
-    Grid,
-    Plan,
-    StageTimes,
-    compile_plan,
-    simulate_step_s,
-)
+from dflop.parallelism import DISJOINT, PLACEMENTS, SCHEDULES, Grid, Plan
+from dflop.pipeline import Bridges, CompiledPlan, StageTimes, compile_plan, simulate_step_s
 from dflop.planning.bounds import least_sync, possible_scopes
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, llm_layers

@@ -19,7 +19,8 @@ from dflop.config import Config, PlanConfig, most_memory_gib
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec, why_family_cannot_run
-from dflop.pipeline import Plan, why_not_runnable
+from dflop.parallelism import Plan
+from dflop.pipeline import why_not_runnable
 from dflop.planning.bounds import LowerBounds, lower_bounds
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches

@@ -14,7 +14,7 @@ import polars as pl
 
 from dflop.config import Config, FixedPlan, PlanConfig
 from dflop.models import ModelSpec, check_modules
-from dflop.pipeline import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, Grid, Plan, split_layers
+from dflop.parallelism import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, Grid, Plan, split_layers
 from dflop.runtime import UserError
 
 __all__ = [

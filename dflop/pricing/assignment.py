@@ -12,7 +12,7 @@ import numpy as np
 
 from dflop.costs import Loads
 from dflop.data import SampleShapes
-from dflop.pipeline import PLACEMENTS, Plan
+from dflop.parallelism import PLACEMENTS, Plan
 from dflop.pricing.stage_costs import loads_of
 from dflop.runtime.kernels import kernel
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from dflop.balancing import BatchProblem
 from dflop.data import SampleShapes
-from dflop.pipeline import PLACEMENTS, Plan
+from dflop.parallelism import PLACEMENTS, Plan
 from dflop.pricing.memory import PlanMemory
 from dflop.pricing.stage_costs import StageCosts, loads_of
 from dflop.runtime import UserError

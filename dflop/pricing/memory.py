@@ -11,7 +11,8 @@ import numpy as np
 
 from dflop.config import ClusterConfig
 from dflop.costs import Loads
-from dflop.pipeline import PLACEMENTS, CompiledPlan, peak_bytes
+from dflop.parallelism import PLACEMENTS
+from dflop.pipeline import CompiledPlan, peak_bytes
 from dflop.pricing.assignment import Cells
 from dflop.pricing.stage_costs import StageCosts
 from dflop.runtime import UserError

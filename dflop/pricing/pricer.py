@@ -15,18 +15,8 @@ from dflop.config import ClusterConfig
 from dflop.costs import CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.pipeline import (
-    PLACEMENTS,
-    SCHEDULES,
-    Node,
-    Plan,
-    StageTimes,
-    Timeline,
-    compile_plan,
-    nodes_of,
-    simulate,
-    simulate_step_s,
-)
+from dflop.parallelism import PLACEMENTS, SCHEDULES, Plan
+from dflop.pipeline import Node, StageTimes, Timeline, compile_plan, nodes_of, simulate, simulate_step_s
 from dflop.pricing.assignment import Assignment, cells_of, deal_media
 from dflop.pricing.batch_problem import least_step_s, pose_problem
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections

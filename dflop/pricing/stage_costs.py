@@ -13,7 +13,8 @@ from dflop.costs import CostModel, Loads, StageKind, StageMemory, resident_bytes
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients
-from dflop.pipeline import Plan, StageReplicas, has_backward, stages_of
+from dflop.parallelism import Plan
+from dflop.pipeline import StageReplicas, has_backward, stages_of
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 
 __all__ = ["StageCosts", "loads_of"]

@@ -8,7 +8,8 @@ import numpy as np
 
 from dflop.config import ClusterConfig
 from dflop.costs import Link, LinkModel
-from dflop.pipeline import PLACEMENTS, Bridges, Plan, StageReplicas, stages_of
+from dflop.parallelism import PLACEMENTS, Plan
+from dflop.pipeline import Bridges, StageReplicas, stages_of
 
 __all__ = ["TransferForms", "Transfers", "find_link"]
 

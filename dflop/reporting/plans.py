@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
-from dflop.pipeline import Plan
+from dflop.parallelism import Plan
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
 
 __all__ = ["draw_plans", "plans_height_in"]

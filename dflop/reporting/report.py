@@ -17,7 +17,8 @@ import yaml
 
 from dflop.config import Config
 from dflop.costs import CostModel
-from dflop.pipeline import Node, Plan, load_plan
+from dflop.parallelism import Plan, load_plan
+from dflop.pipeline import Node
 from dflop.planning import read_baselines
 from dflop.pricing import prices_digest
 from dflop.reporting.costs import costs_height_in, draw_costs, measured_points

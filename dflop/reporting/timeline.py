@@ -15,7 +15,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dflop.pipeline import Plan, StageTimes, Timeline, nodes_of, stages_of, workers_of
+from dflop.parallelism import Plan
+from dflop.pipeline import StageTimes, Timeline, nodes_of, stages_of, workers_of
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
 
 __all__ = ["StepPanel", "draw_timeline", "measured_boxes", "predicted_boxes", "timeline_height_in"]

@@ -25,7 +25,7 @@ from dflop.config import Config, load_config, select_keys
 from dflop.costs import CostModel
 from dflop.data import load_samples
 from dflop.models import ModelSpec, check_modules, digest_of_spec, load_model_spec
-from dflop.pipeline import Plan, load_plan
+from dflop.parallelism import Plan, load_plan
 from dflop.pricing import CorrectionFile, Pricer, leave_out_too_large
 from dflop.runtime import UserError
 from dflop.runtime.commands import COMMANDS

@@ -11,8 +11,9 @@ import numpy as np
 
 from dflop.costs import Loads
 from dflop.data import SampleShapes
+from dflop.parallelism import PLACEMENTS, Plan
 from dflop.parallelism.passes import FORWARD, WEIGHT
-from dflop.pipeline import PLACEMENTS, CompiledPlan, Computation, Plan, compile_plan, computations_of
+from dflop.pipeline import CompiledPlan, Computation, compile_plan, computations_of
 from dflop.pipeline.simulate import per_worker
 from dflop.pipeline.walk import DP, FIRST_NODE, KIND, SPLIT_BACKWARD
 from dflop.pricing import Pricer, loads_of, seconds_of_columns

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.costs.forms import PackedForms, pack_forms
-from dflop.pipeline import PLACEMENTS, SCHEDULES
+from dflop.parallelism import PLACEMENTS, SCHEDULES
 from dflop.pricing import WEIGHT_SHARE, Pricer
 
 __all__ = ["StageForms", "stage_forms"]

@@ -13,7 +13,8 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from dflop.models.microbatch import MediaProcessor
 from dflop.models.stages import Stage
-from dflop.pipeline import Node, Plan
+from dflop.parallelism import Plan
+from dflop.pipeline import Node
 
 __all__ = ["export_model"]
 

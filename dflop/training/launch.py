@@ -7,7 +7,8 @@ from pathlib import Path
 
 from dflop.config import Config, select_keys
 from dflop.models import check_runnable
-from dflop.pipeline import Plan, load_plan, why_not_runnable
+from dflop.parallelism import Plan, load_plan
+from dflop.pipeline import why_not_runnable
 from dflop.runtime import UserError
 from dflop.runtime.commands import COMMANDS
 from dflop.runtime.torchrun import run_ranks

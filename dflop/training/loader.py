@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 from dflop.config import Config
 from dflop.data import ShapeReader, list_sources
 from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, TrainingRecords
-from dflop.pipeline import Node, Plan
+from dflop.parallelism import Plan
+from dflop.pipeline import Node
 from dflop.training.feed import JobStream
 from dflop.training.rank_model import RankModel
 

@@ -13,7 +13,8 @@ from dflop.data.text import ChatTokenizer, tokenizer_folder
 from dflop.models import ModelSpec, load_model_spec, load_runtime
 from dflop.models.microbatch import MediaProcessor
 from dflop.models.stages import Stage
-from dflop.pipeline import Node, Op, Plan
+from dflop.parallelism import Plan
+from dflop.pipeline import Node, Op
 from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.tied_embedding import TiedEmbedding
 from dflop.training.topology import Topology

@@ -7,7 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dflop.pipeline import Instruction, Plan, Program
+from dflop.parallelism import Plan
+from dflop.pipeline import Instruction, Program
 from dflop.pipeline.routes import Route, Routes, make_routes
 from dflop.pipeline.run import Links
 from dflop.runtime.local_device import local_device

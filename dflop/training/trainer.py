@@ -14,7 +14,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from dflop.config import Config
-from dflop.pipeline import Op, Span, check_program, load_plan, make_program
+from dflop.parallelism import load_plan
+from dflop.pipeline import Op, Span, check_program, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.runtime import UserError
 from dflop.runtime.local_device import device_name

@@ -17,7 +17,8 @@ from dflop.config import Config
 from dflop.data.loading import LoadedMedia, segments_of
 from dflop.models.deferral import Deferral
 from dflop.models.microbatch import EncoderBatch, TextBatch
-from dflop.pipeline import Plan, Program
+from dflop.parallelism import Plan
+from dflop.pipeline import Program
 from dflop.pipeline.orders import has_backward, splits_backward
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of

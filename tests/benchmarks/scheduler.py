@@ -44,7 +44,7 @@ from dflop.costs import CostModel, analytic_points
 from dflop.costs.fit import fit_model, median_points
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec, load_model_spec
-from dflop.pipeline import Grid, Plan
+from dflop.parallelism import Grid, Plan
 from dflop.pricing import Pricer, fits
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device

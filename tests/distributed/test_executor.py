@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dflop.pipeline import Grid, Node, Plan, Program, check_program, make_program
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import Node, Program, check_program, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.training.topology import place_in_world
 

@@ -21,7 +21,8 @@ from dflop.costs import CostModel
 from dflop.data import load_samples
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
-from dflop.pipeline import Grid, Plan, check_program, make_program
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import check_program, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.pricing import Pricer
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule

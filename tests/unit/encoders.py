@@ -9,7 +9,7 @@ from dflop.costs import CostModel
 from dflop.costs.model import Coefficients
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.pipeline import Grid, Plan
+from dflop.parallelism import Grid, Plan
 
 ENCODERS = [(), ("vision",), ("vision", "audio"), ("vision", "audio", "depth")]
 

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 import yaml
 
-from dflop.pipeline import Grid, Plan
+from dflop.parallelism import Grid, Plan
 from dflop.store import SHARD_SCHEMA, ShardFile, write_shapes
 
 

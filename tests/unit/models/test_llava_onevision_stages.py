@@ -23,7 +23,7 @@ from dflop.models.llava_onevision.stages import VisionStage
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.stages import LlmStage
 from dflop.models.weights import norms_in_float64
-from dflop.pipeline import split_layers
+from dflop.parallelism import split_layers
 from dflop.runtime import UserError
 
 NUM_LAYERS = PRESETS["tiny"]["text_config"]["num_hidden_layers"]

@@ -18,7 +18,7 @@ from dflop.config import ModelConfig
 from dflop.costs import CostModel, Loads
 from dflop.data import load_samples
 from dflop.models import family_names, load_model_spec
-from dflop.pipeline import load_plan
+from dflop.parallelism import load_plan
 from dflop.store import read_table
 
 FILES = {

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from dflop.pipeline import PLACEMENTS, SCHEDULES, Grid, Plan
+from dflop.parallelism import PLACEMENTS, SCHEDULES, Grid, Plan
 
 frozen_sets = st.sampled_from([(), ("vision",), ("llm",)])
 

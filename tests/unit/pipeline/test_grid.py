@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.pipeline import Grid, tile_world
+from dflop.parallelism import Grid, tile_world
 from dflop.runtime import UserError
 
 sizes = st.integers(1, 5)

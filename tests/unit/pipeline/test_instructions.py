@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from dflop.parallelism import Grid, Plan
 from dflop.pipeline import (
     Edge,
-    Grid,
     Instruction,
     Op,
-    Plan,
     Program,
     actions_of,
     check_program,

@@ -3,7 +3,8 @@
 from drawn_plans import disjoint, plans
 from hypothesis import given, settings
 
-from dflop.pipeline import Grid, Node, Plan, Worker, nodes_of, stages_of, workers_of
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import Node, Worker, nodes_of, stages_of, workers_of
 
 properties = settings(max_examples=300)
 

@@ -8,7 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.pipeline import Grid, Plan, load_plan, plan_from_dict, split_layers, why_not_runnable
+from dflop.parallelism import Grid, Plan, load_plan, plan_from_dict, split_layers
+from dflop.pipeline import why_not_runnable
 from dflop.runtime import UserError
 
 

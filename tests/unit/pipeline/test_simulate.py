@@ -13,12 +13,11 @@ from drawn_plans import disjoint, frozen_sets, llm_alone, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflop.parallelism import Grid, Plan
 from dflop.pipeline import (
     Bridges,
     CompiledPlan,
-    Grid,
     Op,
-    Plan,
     StageTimes,
     compile_plan,
     make_program,

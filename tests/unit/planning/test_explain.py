@@ -12,7 +12,7 @@ from spaces import make_config, with_quick_tp_2
 from dflop.config import ModelConfig
 from dflop.data import SampleShapes
 from dflop.models import load_model_spec
-from dflop.pipeline import load_plan
+from dflop.parallelism import load_plan
 from dflop.planning import (
     candidates_frame,
     describe_choice,

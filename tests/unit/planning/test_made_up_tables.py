@@ -62,7 +62,8 @@ PLACEMENT = Halved()
 # Two plans that differ in the schedule alone: equal computations, and transfers of half their length.
 COMPARE = """
 import numpy as np
-from dflop.pipeline import Bridges, Grid, Plan, StageTimes, check_program, compile_plan, make_program, simulate
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import Bridges, StageTimes, check_program, compile_plan, make_program, simulate
 
 def step_s(schedule):
     grids = Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=3, pp=3, rank_offset=2)

@@ -9,7 +9,7 @@ from spaces import make_config, with_memory, with_quick_tp_2
 
 from dflop.config import Config
 from dflop.models.loads import Coefficients
-from dflop.pipeline import Plan
+from dflop.parallelism import Plan
 from dflop.runtime import UserError
 
 

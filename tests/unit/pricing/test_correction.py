@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dflop.balancing import lpt_buckets, random_buckets
 from dflop.config import ClusterConfig
 from dflop.costs import Loads
-from dflop.pipeline import Grid, Plan
+from dflop.parallelism import Grid, Plan
 from dflop.pricing import Corrections, Learner, Pricer, bin_of, is_stale, stale_share
 from dflop.pricing.correction import NUM_LOAD_BINS, NUM_SEGMENT_BINS, bins_of
 from dflop.scheduling import StepSearch

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small_plans import make_plan
 
 from dflop.config import ClusterConfig
-from dflop.pipeline import Plan
+from dflop.parallelism import Plan
 from dflop.pricing import (
     Assignment,
     Pricer,

@@ -12,7 +12,8 @@ from small_plans import make_plan
 from dflop.balancing import random_buckets
 from dflop.config import ClusterConfig
 from dflop.costs import CostModel
-from dflop.pipeline import Plan, nodes_of, workers_of
+from dflop.parallelism import Plan
+from dflop.pipeline import nodes_of, workers_of
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError
 

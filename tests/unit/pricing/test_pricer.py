@@ -13,7 +13,8 @@ from dflop.config import ClusterConfig
 from dflop.costs import CostModel, Link, LinkModel, Loads, StageKind
 from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients
-from dflop.pipeline import Grid, Plan, nodes_of
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import nodes_of
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError
 

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dflop.config import load_config
-from dflop.pipeline import Grid, Plan, nodes_of, workers_of
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import nodes_of, workers_of
 from dflop.reporting import plot_shapes, write_report
 from dflop.reporting.plans import draw_plans
 from dflop.reporting.schedules import price_preview, replay

@@ -18,7 +18,7 @@ from dflop.balancing import (
     random_buckets,
 )
 from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.pipeline import Plan
+from dflop.parallelism import Plan
 from dflop.pricing import Assignment, Pricer, alone_bytes
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule

@@ -10,7 +10,7 @@ import pytest
 
 from dflop.config import ClusterConfig, ScheduleConfig
 from dflop.costs import Loads
-from dflop.pipeline import Grid, Plan
+from dflop.parallelism import Grid, Plan
 from dflop.pricing import (
     CorrectionFile,
     Corrections,

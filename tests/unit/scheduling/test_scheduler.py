@@ -7,7 +7,8 @@ import pytest
 
 from dflop.balancing import lpt_buckets
 from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.pipeline import Grid, Plan, nodes_of
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import nodes_of
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError
 from dflop.scheduling import (

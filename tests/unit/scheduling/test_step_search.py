@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflop.balancing import bucket_loads, lpt_buckets
 from dflop.config import ClusterConfig
-from dflop.pipeline import Grid, Plan
+from dflop.parallelism import Grid, Plan
 from dflop.pricing import Pricer
 from dflop.scheduling import StepSearch
 from dflop.scheduling.shares import ideal_shares, relaxed_step_s

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.pipeline import Grid, Node, Plan, nodes_of
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import Node, nodes_of
 from dflop.pricing import Pricer
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dflop.config import ClusterConfig, load_config
-from dflop.pipeline import Grid, Plan
+from dflop.parallelism import Grid, Plan
 from dflop.pricing import Learner
 from dflop.pricing.correction import BinKey, LearnedBin
 from dflop.runtime import UserError
