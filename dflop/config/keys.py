@@ -1,7 +1,6 @@
 """Whether a layer's keys exist and their values are of the right kind, said before anything is merged."""
 
 import dataclasses
-import difflib
 import re
 import types
 import typing
@@ -11,7 +10,7 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from dflop.config.schema import Config, FixedPlan
-from dflop.runtime import UserError
+from dflop.runtime import UserError, way_out_of
 
 __all__ = ["refuse_misfits", "type_message"]
 
@@ -31,8 +30,7 @@ def refuse_misfits(values: Mapping[str, Any], where: str, section: type = Config
             refuse_misfits(value or {}, where, others, f"{name}.")
             continue
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1)
-            way_out = f"did you mean `{prefix}{near[0]}`?" if near else f"known here: {', '.join(hints)}"
+            way_out = way_out_of(str(key), hints, prefix)
             raise UserError(f"{where}: unknown key `{name}` (value {value!r}); {way_out}")
         nested, is_list = _nested_section(hints[key])
         if value is None:

@@ -3,7 +3,6 @@
 Messages name the field as it stands in the file, its value and what would be right.
 """
 
-import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from dflop.parallelism.grid import Grid
 from dflop.parallelism.placements import PLACEMENTS
 from dflop.parallelism.plan import Plan
 from dflop.parallelism.schedules import SCHEDULES
-from dflop.runtime import UserError
+from dflop.runtime import UserError, way_out_of
 
 __all__ = ["load_plan", "plan_from_dict"]
 
@@ -101,8 +100,7 @@ def _mapping(values: Any, where: str, fields: Collection[str] = ()) -> Mapping[s
         raise UserError(f"`{where}` is {values!r}; it must hold {', '.join(fields) or 'a grid for each module'}")
     for key in values if fields else ():
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
-            way_out = f"did you mean `{where}.{near[0]}`?" if near else f"known here: {', '.join(fields)}"
+            way_out = way_out_of(str(key), fields, f"{where}.")
             raise UserError(f"unknown field `{where}.{key}` (value {values[key]!r}); {way_out}")
     return values
 

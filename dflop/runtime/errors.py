@@ -4,8 +4,18 @@ Commands print it as one line on stderr and exit with code 2. Anything else that
 keeps its traceback.
 """
 
-__all__ = ["UserError"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["UserError", "way_out_of"]
 
 
 class UserError(ValueError):
     """A mistake the user can mend: the message names the thing, its value and the way out."""
+
+
+def way_out_of(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What to say of a name that is not known: the one that was probably meant, or all that there are."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{prefix}{near[0]}`?" if near else f"known here: {', '.join(known)}"
