@@ -27,8 +27,7 @@ class NodeModel:
     """One node: its index in the program, its stage, and the optimiser over the stage's replicas.
 
     `parameters` are the stage's, under the names of the whole Hugging Face model, and `lr` their module's learning
-    rate. `tied` is the matrix that it shares
-    with the other end of the LLM's pipeline, where the head is the embedding.
+    rate. `tied` is the matrix that it shares with the other end of the LLM's pipeline, where the head is the embedding.
     """
 
     index: int
