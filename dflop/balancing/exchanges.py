@@ -33,19 +33,25 @@ def exchange_samples(loads_s, weight, llm_tokens, bucket, filled_s, cap, goal):
         count[bucket[i]] += 1
         for k in range(num_modules):
             load[bucket[i], k] += loads_s[i, k]
+    clock = np.ones(1, dtype=np.int64)
+    stamps = clock, np.zeros(num_buckets, dtype=np.int64), np.full(num_samples, -1)
     left = MAX_COMPARISONS
     while left > 0:
         # Half of what is left, so that a huge batch, too, has its largest bucket relieved.
-        spent, evened = _even_out(loads_s, weight, llm_tokens, bucket, load, tokens, count, cap, goal, left // 2)
+        spent, evened = _even_out(
+            loads_s, weight, llm_tokens, bucket, load, tokens, count, stamps, cap, goal, left // 2
+        )
         left -= spent
-        spent, lowered = _relieve_largest(loads_s, weight, llm_tokens, bucket, load, tokens, count, cap, goal, left)
+        spent, lowered = _relieve_largest(
+            loads_s, weight, llm_tokens, bucket, load, tokens, count, stamps, cap, goal, left
+        )
         left -= spent
         if not (lowered or evened):
             return
 
 
 @kernel
-def _relieve_largest(loads_s, weight, llm_tokens, bucket, load, tokens, count, cap, goal, budget):
+def _relieve_largest(loads_s, weight, llm_tokens, bucket, load, tokens, count, stamps, cap, goal, budget):
     """Take the best exchange out of the largest bucket, again and again, until it meets the goal or none lowers it."""
     num_samples, num_buckets = len(bucket), len(load)
     spent, lowered = 0, False
@@ -75,14 +81,19 @@ def _relieve_largest(loads_s, weight, llm_tokens, bucket, load, tokens, count, c
                     best_peak, best_squares, best_i, best_j, best_b = peak, squares, i, j, b
         if best_i < 0:
             break
-        _exchange(loads_s, llm_tokens, bucket, load, tokens, count, best_i, best_j, best_b)
+        _exchange(loads_s, llm_tokens, bucket, load, tokens, count, stamps, best_i, best_j, best_b)
         lowered = True
     return spent, lowered
 
 
 @kernel
-def _even_out(loads_s, weight, llm_tokens, bucket, load, tokens, count, cap, goal, budget):
-    """Take the exchanges that lower the squares and stay below goal or largest bucket, until a sweep finds none."""
+def _even_out(loads_s, weight, llm_tokens, bucket, load, tokens, count, stamps, cap, goal, budget):
+    """Take the exchanges that lower the squares and stay below goal or largest bucket, until a sweep finds none.
+
+    An exchange that did not help does not help later either, unless one of its two buckets has changed since. So a
+    sweep looks again only at those, which makes late sweeps short; what it finds is the same.
+    """
+    clock, changed_at, seen_at = stamps
     num_samples, num_buckets = len(bucket), len(load)
     ceiling = max(load.max(), goal) * (1 - MIN_GAIN)
     spent, evened, changed = 0, False, True
@@ -90,15 +101,18 @@ def _even_out(loads_s, weight, llm_tokens, bucket, load, tokens, count, cap, goa
         changed = False
         for i in range(num_samples):
             spent += num_samples - i + num_buckets
+            seen, seen_at[i] = seen_at[i], clock[0]
             for candidate in range(i + 1, num_samples + num_buckets):
                 a = bucket[i]
                 j = candidate if candidate < num_samples else -1
                 b = bucket[j] if j >= 0 else candidate - num_samples
+                if changed_at[b] <= seen and changed_at[a] <= seen:
+                    continue
                 if b == a or (j < 0 and count[a] == 1):
                     continue
                 peak, squares = _after_exchange(loads_s, weight, load, i, j, a, b)
                 if squares < -MIN_GAIN and peak < ceiling and _tokens_fit(llm_tokens, tokens, i, j, a, b, cap):
-                    _exchange(loads_s, llm_tokens, bucket, load, tokens, count, i, j, b)
+                    _exchange(loads_s, llm_tokens, bucket, load, tokens, count, stamps, i, j, b)
                     changed = True
         evened = evened or changed
     return spent, evened
@@ -126,8 +140,11 @@ def _tokens_fit(llm_tokens, tokens, i, j, a, b, cap):
 
 
 @kernel
-def _exchange(loads_s, llm_tokens, bucket, load, tokens, count, i, j, b):
+def _exchange(loads_s, llm_tokens, bucket, load, tokens, count, stamps, i, j, b):
     a = bucket[i]
+    clock, changed_at, _ = stamps
+    clock[0] += 1
+    changed_at[a] = changed_at[b] = clock[0]
     _transfer(loads_s, llm_tokens, bucket, load, tokens, count, i, b)
     if j >= 0:
         _transfer(loads_s, llm_tokens, bucket, load, tokens, count, j, a)

@@ -115,6 +115,31 @@ def test_a_bucket_above_the_goal_is_one_that_no_swap_improves(problem, seed):
             assert after >= load.max() * (1 - 1e-8) or load.max() <= goal_s(problem) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_swap_or_move_that_keeps_the_largest_bucket_evens_out_any_further(seed):
+    problem = realistic_problem(seed, num_samples=90, num_dp_ranks=2, num_microbatches=9)
+    bucket = descend(problem, random_buckets(problem, np.random.default_rng(seed)))
+    load = bucket_loads(problem, bucket)
+    mean_s = load.mean(axis=0)
+    ceiling_s = max(load.max(), goal_s(problem)) * (1 - 1e-6)
+
+    def check(changed):
+        after = bucket_loads(problem, changed)
+        different = (after != load).any(axis=1)
+        gain = ((load / mean_s) ** 2).sum() - ((after / mean_s) ** 2).sum()
+        assert gain < 1e-6 or after[different].max() >= ceiling_s
+
+    for i, j in itertools.combinations(range(problem.num_samples), 2):
+        swapped = bucket.copy()
+        swapped[[i, j]] = bucket[[j, i]]
+        check(swapped)
+    for i, b in itertools.product(range(problem.num_samples), range(problem.num_buckets)):
+        if (bucket == bucket[i]).sum() > 1:
+            moved = bucket.copy()
+            moved[i] = b
+            check(moved)
+
+
 @properties
 @given(problem=problems(max_samples=12), slack=st.integers(0, 60), seed=st.integers(0, 100))
 def test_a_token_cap_is_kept_or_said_to_be_unreachable(problem, slack, seed):
