@@ -1,7 +1,8 @@
 """Starting torchrun: the same processes for measuring as for training, ended when their parent is.
 
 `python -m dflop.runtime.torchrun` is torchrun itself, which says in a line which rank failed first and how; why, the
-rank has said. The functions here import no torch.
+rank has said. Ranks that can stop by themselves are asked to, and then take the time that they need. The functions here
+import no torch.
 """
 
 import contextlib
@@ -12,11 +13,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Mapping
 
 from dflop.config import ClusterConfig
 from dflop.runtime.errors import UserError
+from dflop.runtime.signals import STOP_SIGNALS, SignalListener, children_of, stop_signals_blocked
 
 __all__ = ["is_first_node", "rendezvous", "run_ranks", "threads_per_rank"]
 
@@ -24,16 +28,27 @@ __all__ = ["is_first_node", "rendezvous", "run_ranks", "threads_per_rank"]
 _PORTS = range(20_000, 30_000)
 _PORT_VARIABLE = "DFLOP_RENDEZVOUS_PORT"
 _POLL_S = 0.2
+# Before torchrun's own arguments: the ranks stop by themselves when they are asked to.
+_ASKS_FIRST = "--asks-first"
+# How often ranks are asked: those that start later are, too.
+_BETWEEN_ASKING_S = 1.0
 
 
 def run_ranks(
-    module: str, request: Mapping[str, object], cluster: ClusterConfig, *, num_nodes: int, per_node: int
+    module: str,
+    request: Mapping[str, object],
+    cluster: ClusterConfig,
+    *,
+    num_nodes: int,
+    per_node: int,
+    asks_first: bool = False,
 ) -> tuple[int, bool]:
     """Run `python -m module REQUEST` (JSON) on `per_node` ranks of each of `num_nodes` nodes, to its end.
 
     In a Slurm job this command runs on each node and starts the node's own ranks. Outside of one, several nodes of CPUs
     are all of this machine's processes: handy for trying a cluster's layout. Returns torchrun's exit code, and whether
-    it was stopped by a SIGTERM, which is passed on.
+    a SIGTERM, which is passed on, stopped it. With `asks_first` the ranks are asked to stop by a SIGUSR1 instead, also
+    where this command gets one, and torchrun ends when they have; they start with both signals blocked.
 
     Raises:
         UserError: when there are several nodes of GPUs and this runs outside `srun`, or the port's variable holds none.
@@ -46,22 +61,9 @@ def run_ranks(
         "TOKENIZERS_PARALLELISM": "false",
     }
     meeting = _at_loopback(num_nodes) if is_here else [rendezvous(num_nodes)]
-    agents = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "dflop.runtime.torchrun",
-                f"--nproc-per-node={per_node}",
-                *arguments,
-                "--module",
-                module,
-                json.dumps(request),
-            ],
-            env=environment,
-        )
-        for arguments in meeting
-    ]
+    own = [f"--nproc-per-node={per_node}", "--module", module, json.dumps(request)]
+    with stop_signals_blocked() if asks_first else contextlib.nullcontext():
+        agents = [_start_agent([*arguments, *own], environment, asks_first) for arguments in meeting]
     stopped: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -69,16 +71,22 @@ def run_ranks(
         for agent in agents:
             agent.send_signal(number)
 
-    previous = signal.signal(signal.SIGTERM, pass_on)
+    previous = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS[: 2 if asks_first else 1]}
     try:
         return _code_of_first_failure(agents), bool(stopped)
     finally:
         for agent in agents:
             if agent.poll() is None:
-                agent.terminate()
+                agent.send_signal(signal.SIGHUP)  # which torchrun passes on, and ends the ranks at once
         for agent in agents:
             agent.wait()
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _start_agent(arguments: list[str], environment: Mapping[str, str], asks_first: bool) -> subprocess.Popen:
+    before = [_ASKS_FIRST, "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"] if asks_first else []
+    return subprocess.Popen([sys.executable, "-m", "dflop.runtime.torchrun", *before, *arguments], env=environment)
 
 
 def _code_of_first_failure(agents: list[subprocess.Popen]) -> int:
@@ -157,13 +165,17 @@ def _port_of(step: str) -> int:
 
 def _main() -> int:
     """torchrun, without its stack of its own calls where a rank fails or a signal ends all of them."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == [_ASKS_FIRST]:
+        arguments = arguments[1:]
+        _pass_on_what_asks()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(sys.argv[1:]))
+        run(parse_args(arguments))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
@@ -173,6 +185,22 @@ def _main() -> int:
         print(f"dflop: the ranks of {socket.gethostname()} were stopped by {error.sigval.name}", file=sys.stderr)
         return 1
     return 0
+
+
+def _pass_on_what_asks() -> None:
+    """From now on every signal that asks this process to stop asks the ranks, which are its children."""
+    is_asked = threading.Event()
+    SignalListener(lambda number, sender: is_asked.set()).start()
+
+    def ask() -> None:
+        is_asked.wait()
+        while True:
+            for child in children_of(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGUSR1)
+            time.sleep(_BETWEEN_ASKING_S)
+
+    threading.Thread(target=ask, daemon=True, name="asking").start()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
 
     Raises:
         UserError: when the model's family or the plan cannot be trained, the plan is for other devices than the
-            config's, or a rank failed.
+            config's, a rank failed, or the run was asked to stop before its last step.
     """
     check_runnable(config.model.family)
     loaded = load_plan(plan)
@@ -34,17 +34,21 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
         per_node = loaded.world_size
     request = {"config": select_keys(config, COMMANDS["train"].reads), **arguments}
     code, stopped = run_ranks(
-        "dflop.training.rank", request, config.cluster, num_nodes=config.cluster.num_nodes, per_node=per_node
+        "dflop.training.rank",
+        request,
+        config.cluster,
+        num_nodes=config.cluster.num_nodes,
+        per_node=per_node,
+        asks_first=True,
     )
+    found = find_checkpoint(Path(arguments["out"]) / "checkpoints")
+    onward = f"; the same command goes on from {found[0]}" if found else ""
     if code:
-        why = (
-            "was stopped by SIGTERM"
-            if stopped
-            else f"ended early (torchrun's exit code {code}); the reason stands above"
-        )
-        found = find_checkpoint(Path(arguments["out"]) / "checkpoints")
-        onward = f"; the same command goes on from {found[0]}" if found else ""
-        raise UserError(f"training {why}{onward}")
+        after = " after it was asked to stop" if stopped else ""
+        raise UserError(f"training ended early{after} (torchrun's exit code {code}); the reason stands above{onward}")
+    if found and found[1]["step"] < config.train.steps:
+        # Ranks may have been asked that this command was not.
+        raise UserError(f"training stopped after step {found[1]['step']} of {config.train.steps}, as asked{onward}")
 
 
 def check_plan(path: Path, plan: Plan) -> None:

@@ -12,10 +12,12 @@ from dflop.config import load_config
 from dflop.runtime import UserError
 from dflop.training.generation import Generation
 from dflop.training.run_folder import RunFiles
+from dflop.training.stopping import StopRequest, end_loaders
 from dflop.training.trainer import Trainer
 
 
 def main() -> int:
+    stop = StopRequest()
     request = json.loads(sys.argv[1])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     logging.set_verbosity_error()
@@ -25,10 +27,12 @@ def main() -> int:
         measured_on=request["measured_on"],
     )
     try:
-        Trainer(load_config(request["config"]), files).train()
+        Trainer(load_config(request["config"]), files, stop).train()
     except UserError as error:
         print(f"dflop: {error}", file=sys.stderr, flush=True)
         return 2
+    finally:
+        end_loaders()
     return 0
 
 

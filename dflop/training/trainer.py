@@ -33,6 +33,7 @@ from dflop.training.resume import take_up
 from dflop.training.run_folder import RunFiles
 from dflop.training.step_log import StepLog, say_if_costs_are_of_another
 from dflop.training.step_times import StepReports
+from dflop.training.stopping import StopRequest
 from dflop.training.topology import join_world
 from dflop.training.work import make_works
 
@@ -45,8 +46,8 @@ _COLLECT_EVERY = 20
 class Trainer:
     """One rank. Build it on every rank, then `train()`."""
 
-    def __init__(self, config: Config, files: RunFiles) -> None:
-        self.config, self.files = config, files
+    def __init__(self, config: Config, files: RunFiles, stop: StopRequest) -> None:
+        self.config, self.files, self.stop = config, files, stop
         self.plan = load_plan(files.plan)
         program = make_program(self.plan, config.model.freeze)
         check_program(self.plan, program, config.model.freeze)
@@ -80,22 +81,27 @@ class Trainer:
         self.feed.waited_s.clear()
 
     def train(self) -> None:
-        """Run the remaining steps, then write the model."""
+        """Run the remaining steps, then write the model; or those until any rank is asked to stop."""
         config = self.config.train
         self.watch.start()
         try:
             # The collector stops a rank whenever it likes, and the others wait: it has its time between steps instead.
             gc.collect()
             gc.disable()
-            for step in range(self.first_step, config.steps):
-                self._step(step)
-                if step % _COLLECT_EVERY == 0:
+            num_steps = self.first_step
+            while num_steps < config.steps:
+                is_asked = self._step(num_steps)
+                if num_steps % _COLLECT_EVERY == 0:
                     gc.collect(1)
-                if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-                    self._save(step + 1)
+                num_steps += 1
+                if num_steps % config.checkpoint_every == 0 or num_steps == config.steps or is_asked:
+                    self._save(num_steps)
+                if is_asked:
+                    break
             if self.unsaved:
                 raise UserError(f"the last step could not be saved: {self.unsaved}")
-            self._export()
+            if num_steps == config.steps:
+                self._export()
         finally:
             self.watch.close()
             gc.enable()
@@ -120,7 +126,8 @@ class Trainer:
                 f"the model could not be written to {self.files.out / 'model'}: {error}; the last step is saved"
             ) from None
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int) -> bool:
+        """Carry out a step; returns, on every rank alike, whether any was asked to stop."""
         started = time.monotonic()
         if self.publisher:
             self.publisher.step_started(step, self.reports.take(step))
@@ -147,6 +154,7 @@ class Trainer:
         if self.topology.is_main:
             self.log.add(step, schedule, totals, step_s, pipeline_s)
         self.feed.forget(step)
+        return totals["asked_to_stop"] > 0
 
     def _update(self, step: int, schedule: StepSchedule, spans: list[Span]) -> dict[str, float]:
         """Normalise, clip and apply the gradients; returns sums over all ranks, and the mean rank's waits."""
@@ -161,6 +169,7 @@ class Trainer:
                 "wait_s": self.feed.waited_s.get(step, 0.0),
                 "data_wait_s": sum(work.data_wait_s for work in works),
                 "unreadable": sum(len(work.unreadable) for work in works),
+                "asked_to_stop": float(bool(self.stop)),
             },
             self.topology.device,
         )

@@ -10,16 +10,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import duckdb
 import polars as pl
 import pytest
 import torch
-import yaml
+from training_runs import end_run, plan_file, process_of_rank, start_run, train, wait_for_steps
 from transformers import AutoTokenizer, LlavaOnevisionForConditionalGeneration
 from whole_model import build_whole_model, loss_of_batch, optimizer_of
 
@@ -27,71 +23,10 @@ from dflop.config import load_config
 from dflop.data import ChatTokenizer, load_samples
 from dflop.data.records import Turn
 from dflop.models import load_model_spec
-from dflop.parallelism import Grid, Plan, load_plan
 from dflop.scheduling import GlobalBatches
 from dflop.store import read_table
 
 pytestmark = pytest.mark.serial
-
-
-def _plan(
-    folder: Path,
-    *,
-    vision_dp: int = 1,
-    llm_dp: int = 1,
-    llm_pp: int = 1,
-    num_microbatches: int = 2,
-    schedule: str = "1f1b",
-    placement: str = "disjoint",
-) -> Path:
-    is_shared = placement == "colocated"
-    plan = Plan(
-        placement=placement,
-        grids=(
-            Grid(module="vision", num_ranks=llm_dp * llm_pp if is_shared else vision_dp),
-            Grid(module="llm", num_ranks=llm_dp * llm_pp, pp=llm_pp, rank_offset=0 if is_shared else vision_dp),
-        ),
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-    )
-    path = folder / f"plan-{placement}-{vision_dp}-{llm_dp}-{llm_pp}-{schedule}.yaml"
-    path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
-    return path
-
-
-def _train(
-    folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, fails: bool = False, **train: object
-) -> list[dict]:
-    """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log."""
-    process = _start(folder, config, plan, out, num_nodes=num_nodes, **train)
-    assert (_end(process, out) != 0) == fails, (out / "log").read_text()
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def _start(
-    folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, **train: object
-) -> subprocess.Popen:
-    cluster = {"num_nodes": num_nodes, "devices_per_node": load_plan(plan).world_size // num_nodes}
-    whole = config | {"cluster": cluster, "train": config["train"] | train}
-    command = [
-        *(sys.executable, "-m", "dflop.cli", "train", "--config", json.dumps(whole), "--out", str(out)),
-        *("--shapes", str(folder / "shapes.duckdb"), "--costs", str(folder / "costs.duckdb"), "--plan", str(plan)),
-    ]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def _end(process: subprocess.Popen, out: Path) -> int:
-    """Wait for a run to end; returns its exit code. What it printed is in `out`/log."""
-    try:
-        output, _ = process.communicate(timeout=400)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    out.mkdir(exist_ok=True)
-    (out / "log").write_text(output)
-    return process.returncode
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +34,7 @@ def two_ranks(run, tmp_path_factory):
     """What two steps of an encoder rank and an LLM rank wrote, and the lines of their metrics."""
     folder, config = run
     out = tmp_path_factory.mktemp("two-ranks") / "train"
-    return out, _train(folder, config, _plan(folder), out)
+    return out, train(folder, config, plan_file(folder), out)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +72,7 @@ def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(
     out, steps = two_ranks
     if layout is not None:
         out = tmp_path / "train"
-        steps = _train(folder, config, _plan(folder, **layout), out)
+        steps = train(folder, config, plan_file(folder, **layout), out)
     expected, weights = reference
     for step, (loss, norm) in zip(steps, expected, strict=True):
         assert step["loss"] == pytest.approx(loss, rel=1e-12)
@@ -151,10 +86,10 @@ def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(run, two_ranks, tmp_path):
     folder, config = run
-    whole = _train(folder, config, _plan(folder), tmp_path / "whole", steps=4)
+    whole = train(folder, config, plan_file(folder), tmp_path / "whole", steps=4)
     shutil.copytree(two_ranks[0], tmp_path / "parts")
-    another = _plan(folder, placement="colocated", llm_pp=2)
-    resumed = _train(folder, config, another, tmp_path / "parts", steps=4)
+    another = plan_file(folder, placement="colocated", llm_pp=2)
+    resumed = train(folder, config, another, tmp_path / "parts", steps=4)
     assert [step["step"] for step in resumed] == [0, 1, 2, 3]
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
@@ -167,12 +102,12 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(
     assert observed["step"].unique().sort().to_list() == [2, 3]
 
 
-def test_a_disk_that_takes_no_checkpoints_stops_no_step_but_the_run_at_its_end(run, tmp_path):
+def test_a_disk_that_takes_no_checkpoints_stops_no_step_but_the_run_at_itsend_run(run, tmp_path):
     folder, config = run
     out = tmp_path / "train"
     out.mkdir()
     (out / "checkpoints").write_text("a file where the folder ought to be")
-    steps = _train(folder, config, _plan(folder), out, steps=4, checkpoint_every=1, fails=True)
+    steps = train(folder, config, plan_file(folder), out, steps=4, checkpoint_every=1, fails=True)
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     log = (out / "log").read_text()
     for step in range(1, 4):
@@ -184,35 +119,13 @@ def test_a_disk_that_takes_no_checkpoints_stops_no_step_but_the_run_at_its_end(r
 def test_a_rank_that_is_stopped_ends_the_job_and_is_named(run, tmp_path):
     folder, config = run
     out = tmp_path / "train"
-    process = _start(folder, config, _plan(folder), out, steps=100_000, peer_timeout_s=5, checkpoint_every=3)
-    deadline, metrics = time.monotonic() + 120, out / "metrics.jsonl"
-    try:
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        os.kill(_process_of_rank(1, out), signal.SIGSTOP)
-    except BaseException:
-        process.terminate()  # which ends its ranks
-        process.wait()
-        raise
-    assert _end(process, out) != 0
+    process = start_run(folder, config, plan_file(folder), out, steps=100_000, peer_timeout_s=5, checkpoint_every=3)
+    wait_for_steps(process, out, 5)
+    os.kill(process_of_rank(1, out), signal.SIGSTOP)
+    assert end_run(process, out) != 0
     log = (out / "log").read_text()
     assert re.search(r"no sign of life came from: rank 1 \(llm stage 0 replica 0, process ", log), log
     assert re.search(r"the same command goes on from .*step-\d+", log), log
-
-
-def _process_of_rank(rank: int, out: Path) -> int:
-    """The process of a rank of the run that writes to `out`, as its command line and environment say."""
-    found = [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if b"dflop.training.rank" in (command := path.read_bytes())
-        and str(out).encode() in command
-        and f"\0RANK={rank}\0".encode() in path.with_name("environ").read_bytes()
-    ]
-    assert len(found) == 1, found
-    return found[0]
 
 
 def test_a_finished_run_says_so_and_judges_no_costs_but_those_it_was_trained_with(run, two_ranks, tmp_path):
@@ -220,7 +133,7 @@ def test_a_finished_run_says_so_and_judges_no_costs_but_those_it_was_trained_wit
     out, _ = two_ranks
     shutil.copytree(out, tmp_path / "train")
     before = (out / "metrics.jsonl").read_bytes()
-    _train(folder, config, _plan(folder), tmp_path / "train")
+    train(folder, config, plan_file(folder), tmp_path / "train")
     log = (tmp_path / "train/log").read_text()
     assert "this run is finished: " in log
     assert "`train.resume: never` trains anew" in log
@@ -230,7 +143,7 @@ def test_a_finished_run_says_so_and_judges_no_costs_but_those_it_was_trained_wit
     shutil.copytree(folder, tmp_path / "again")
     with duckdb.connect(str(tmp_path / "again/costs.duckdb")) as connection:
         connection.execute("UPDATE time_model SET per_token_s = 3 * per_token_s")
-    _train(tmp_path / "again", config, _plan(folder), tmp_path / "train")
+    train(tmp_path / "again", config, plan_file(folder), tmp_path / "train")
     assert "costs.duckdb or plan.yaml are others" in (tmp_path / "train/log").read_text()
     summary = json.loads((tmp_path / "train/summary.json").read_text())
     assert summary["prices"] == json.loads((out / "summary.json").read_text())["prices"]
@@ -241,7 +154,7 @@ def test_another_rate_begins_a_new_run_which_two_nodes_of_this_machine_can_do(ru
     folder, config = run
     out, steps = two_ranks
     shutil.copytree(out, tmp_path / "train")
-    slower = _train(folder, config, _plan(folder), tmp_path / "train", num_nodes=2, lr=1e-4)
+    slower = train(folder, config, plan_file(folder), tmp_path / "train", num_nodes=2, lr=1e-4)
     log = (tmp_path / "train/log").read_text()
     assert "a new run begins: `train.lr` was 0.001 and is 0.0001; what the earlier one left was moved to" in log
     assert slower[0]["loss"] == steps[0]["loss"]
@@ -258,18 +171,18 @@ def test_another_rate_begins_a_new_run_which_two_nodes_of_this_machine_can_do(ru
 
 def test_loaders_that_read_ahead_and_a_scheduler_that_does_not_never_wait_for_each_other(run, tmp_path):
     folder, config = run
-    plan = _plan(folder, llm_pp=3, num_microbatches=1)  # the rank in the middle reads nothing
+    plan = plan_file(folder, llm_pp=3, num_microbatches=1)  # the rank in the middle reads nothing
     closely = config | {"schedule": {"policy": "lpt", "lookahead_steps": 1}}
-    steps = _train(folder, closely, plan, tmp_path / "train", steps=4, loader_workers=2, precision="bf16")
+    steps = train(folder, closely, plan, tmp_path / "train", steps=4, loader_workers=2, precision="bf16")
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
 
 
 def test_measured_steps_correct_the_ones_scheduled_after_them_and_a_resumed_run_starts_with_that(run, tmp_path):
     folder, config = run
-    plan = _plan(folder, vision_dp=1, llm_dp=1, llm_pp=1, num_microbatches=4)
+    plan = plan_file(folder, vision_dp=1, llm_dp=1, llm_pp=1, num_microbatches=4)
     corrected = config | {"schedule": {"policy": "lpt", "lookahead_steps": 1, "correction": "on"}}
     out = tmp_path / "train"
-    first = _train(folder, corrected, plan, out, steps=12)
+    first = train(folder, corrected, plan, out, steps=12)
     # Steps 0 and 1 warm up; step 5 is the first that begins, and is scheduled, after step 2 was reported. Five of these
     # make a factor, and the sixth tells whether it predicts better than the table, which is of a made-up device.
     versions = [step["corrections_version"] for step in first]
@@ -280,7 +193,7 @@ def test_measured_steps_correct_the_ones_scheduled_after_them_and_a_resumed_run_
     used = learned.filter((pl.col("num_steps") >= 6) & (pl.col("num_observations") >= 6))
     assert len(used)
     assert used["ratio"].min() <= used["factor"].min() <= used["factor"].max() <= used["ratio"].max()
-    again = _train(folder, corrected, plan, out, steps=14)
+    again = train(folder, corrected, plan, out, steps=14)
     assert again[12]["corrections_version"] >= 7
     # The made-up device is another than this one: the table alone is far off, and what was learned is nearer.
     by_table = abs(math.log(first[4]["pipeline_s"] / first[4]["predicted_step_s"]))
@@ -291,7 +204,7 @@ def test_measured_steps_correct_the_ones_scheduled_after_them_and_a_resumed_run_
     assert (out / "log").read_text().count("the costs look stale") == 1
 
 
-def test_costs_of_another_device_and_loads_that_nobody_measured_are_said_at_the_start(two_ranks):
+def test_costs_of_another_device_and_loads_that_nobody_measured_are_said_at_thestart_run(two_ranks):
     out, steps = two_ranks
     log = (out / "log").read_text()
     assert log.count("warning: the costs were measured on 'a made-up processor' and this is '") == 1
@@ -312,7 +225,7 @@ def test_a_sample_that_no_device_holds_is_left_out_and_the_run_goes_on(run, tmp_
         ((freak,),) = connection.execute("SELECT sample_id FROM samples ORDER BY row LIMIT 1").fetchall()
         connection.execute("UPDATE samples SET llm_tokens = 3000000 WHERE sample_id = ?", [freak])
     before = [(tmp_path / name).read_bytes() for name in names]
-    steps = _train(tmp_path, config, _plan(tmp_path, llm_pp=1), tmp_path / "train", steps=2)
+    steps = train(tmp_path, config, plan_file(tmp_path, llm_pp=1), tmp_path / "train", steps=2)
     assert [step["num_beyond_memory"] for step in steps] == [0, 0]
     rejects = read_table(tmp_path / "train/observations.duckdb", "rejects", made_by="train")
     assert rejects.select("sample_id", "reason", "llm_tokens").rows() == [(freak, "too_large", 3_000_000)]

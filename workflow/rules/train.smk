@@ -1,4 +1,7 @@
-"""Train with the plan. Checkpoints are no declared outputs: Snakemake would delete them when a run is interrupted."""
+"""Train with the plan. Checkpoints are no declared outputs: Snakemake would delete them when a run is interrupted.
+
+A signal that asks all of a job's processes to stop must not end `tee` before training has saved and said so.
+"""
 
 
 rule train:
@@ -19,4 +22,5 @@ rule train:
         launcher=launcher(),
     shell:
         "{params.launcher} dflop train --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
-        " --plan {input.plan} --out $(dirname {output}) 2>&1 | tee {log}"
+        " --plan {input.plan} --out $(dirname {output}) 2>&1"
+        " | (trap '' TERM USR1; exec tee {log})"

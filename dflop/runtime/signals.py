@@ -1,0 +1,57 @@
+"""Being asked to stop: SIGTERM, and SIGUSR1, which Slurm sends ahead of a time limit where a job asks for that.
+
+Both are blocked in a process and waited for by a thread of it: the thread hears at once, whatever the main thread waits
+for, and knows who sent the signal. Processes that it starts inherit the block, so a signal to all of a job's processes
+ends none of them.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["STOP_SIGNALS", "SignalListener", "children_of", "stop_signals_blocked"]
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Processes that are started inside have the signals blocked from their birth, before any thread of theirs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class SignalListener(threading.Thread):
+    """Calls `hear(signal, pid of the sender)` for every signal that asks this process to stop.
+
+    To be made in the main thread, before other threads are: only those that are started later inherit the block.
+    """
+
+    def __init__(self, hear: Callable[[signal.Signals, int], None]) -> None:
+        super().__init__(daemon=True, name="signal-listener")
+        self._hear = hear
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def run(self) -> None:
+        while True:
+            heard = signal.sigwaitinfo(STOP_SIGNALS)
+            self._hear(signal.Signals(heard.si_signo), heard.si_pid)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started, as /proc says."""
+    children = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name before it stands in brackets, and may hold anything.
+            parent = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+        except OSError:
+            continue  # it has ended
+        if int(parent) == pid:
+            children.append(int(path.parent.name))
+    return children

@@ -1,0 +1,100 @@
+"""Runs of `dflop train` with real processes, for several tests: plans by hand, starting, waiting, and finding ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from dflop.parallelism import Grid, Plan, load_plan
+
+
+def plan_file(
+    folder: Path,
+    *,
+    vision_dp: int = 1,
+    llm_dp: int = 1,
+    llm_pp: int = 1,
+    num_microbatches: int = 2,
+    schedule: str = "1f1b",
+    placement: str = "disjoint",
+) -> Path:
+    is_shared = placement == "colocated"
+    plan = Plan(
+        placement=placement,
+        grids=(
+            Grid(module="vision", num_ranks=llm_dp * llm_pp if is_shared else vision_dp),
+            Grid(module="llm", num_ranks=llm_dp * llm_pp, pp=llm_pp, rank_offset=0 if is_shared else vision_dp),
+        ),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+    )
+    path = folder / f"plan-{placement}-{vision_dp}-{llm_dp}-{llm_pp}-{schedule}.yaml"
+    path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
+    return path
+
+
+def train(
+    folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, fails: bool = False, **train: object
+) -> list[dict]:
+    """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log."""
+    process = start_run(folder, config, plan, out, num_nodes=num_nodes, **train)
+    assert (end_run(process, out) != 0) == fails, (out / "log").read_text()
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def start_run(
+    folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, **train: object
+) -> subprocess.Popen:
+    cluster = {"num_nodes": num_nodes, "devices_per_node": load_plan(plan).world_size // num_nodes}
+    whole = config | {"cluster": cluster, "train": config["train"] | train}
+    command = [
+        *(sys.executable, "-m", "dflop.cli", "train", "--config", json.dumps(whole), "--out", str(out)),
+        *("--shapes", str(folder / "shapes.duckdb"), "--costs", str(folder / "costs.duckdb"), "--plan", str(plan)),
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def end_run(process: subprocess.Popen, out: Path) -> int:
+    """Wait for a run to end; returns its exit code. What it printed is in `out`/log."""
+    try:
+        output, _ = process.communicate(timeout=400)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    out.mkdir(exist_ok=True)
+    (out / "log").write_text(output)
+    return process.returncode
+
+
+def wait_for_steps(process: subprocess.Popen, out: Path, num_steps: int) -> None:
+    """Return when a run, which must not end before, has taken so many steps; end it where that takes too long."""
+    deadline, metrics = time.monotonic() + 120, out / "metrics.jsonl"
+    try:
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < num_steps:
+            assert process.poll() is None, process.stdout.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGINT)  # which ends its ranks
+        process.wait()
+        raise
+
+
+def process_of_rank(rank: int, out: Path) -> int:
+    """The process of a rank of the run that writes to `out`, as its command line and environment say."""
+    found = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"dflop.training.rank" in (command := path.read_bytes())
+        and str(out).encode() in command
+        and f"\0RANK={rank}\0".encode() in path.with_name("environ").read_bytes()
+    ]
+    assert len(found) == 1, found
+    return found[0]
