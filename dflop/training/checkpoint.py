@@ -16,30 +16,37 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from dflop.runtime import UserError
 from dflop.training.checkpoint_files import checkpoints_in, checksums_of, write_checksums
-from dflop.training.sharded_optimizer import ShardedAdamW
+from dflop.training.sharded_optimizer import Piece
 
-__all__ = ["do_together", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Part", "do_together", "load_checkpoint", "save_checkpoint"]
 
 _KEPT = 2
 _READ_BYTES = 256 * 2**20
+
+
+class Owned(Protocol):
+    """An optimiser, or what is saved of one."""
+
+    def pieces(self, parameter: torch.Tensor) -> list[Piece]: ...
 
 
 class Part(Protocol):
     """Parameters by their names in the whole model, and the optimiser that trains them."""
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]: ...
+    def parameters(self) -> Mapping[str, torch.Tensor]: ...
 
     @property
-    def optimizer(self) -> ShardedAdamW: ...
+    def optimizer(self) -> Owned: ...
 
 
-def save_checkpoint(folder: Path, step: int, parts: Sequence[Part], run: dict[str, Any]) -> str | None:
-    """Write `folder/step-<step>` from the parts of each rank; every rank must call this.
+def save_checkpoint(
+    folder: Path, step: int, parts: Sequence[Part], run: dict[str, Any], group: dist.ProcessGroup | None = None
+) -> str | None:
+    """Write `folder/step-<step>` from the parts of each rank; every rank must call this. Ranks agree over `group`.
 
     Returns, on every rank alike, what kept any of them from writing, such as a full disk; None where all is written.
     What was there before is then still there. Otherwise the last two checkpoints are kept.
@@ -49,22 +56,24 @@ def save_checkpoint(folder: Path, step: int, parts: Sequence[Part], run: dict[st
     own: dict[str, tuple[int, str]] = {}
 
     def write() -> None:
-        _save_tensors(part, parts)
+        _save_tensors(part, parts, group)
         own.update(checksums_of(part, _own_files(part)))
 
-    trouble = do_together(lambda: _make_empty(part), first_rank_only=True) or do_together(write)
+    trouble = do_together(lambda: _make_empty(part), group, first_rank_only=True) or do_together(write, group)
     if trouble is None:
         checksums = [own] * dist.get_world_size()
-        dist.all_gather_object(checksums, own)
+        dist.all_gather_object(checksums, own, group)
         run = run | {"step": step}
-        trouble = do_together(lambda: _complete(part, final, run, ChainMap(*checksums)), first_rank_only=True)
+        trouble = do_together(lambda: _complete(part, final, run, ChainMap(*checksums)), group, first_rank_only=True)
     if trouble is not None and dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)  # it may be what fills the disk
     return trouble
 
 
-def do_together(action: Callable[[], object], *, first_rank_only: bool = False) -> str | None:
-    """Run an action on every rank, or on the first one while the others wait.
+def do_together(
+    action: Callable[[], object], group: dist.ProcessGroup | None = None, *, first_rank_only: bool = False
+) -> str | None:
+    """Run an action on every rank, or on the first one while the others wait. Ranks agree over `group`.
 
     Returns, on every rank alike, which rank the file system failed and how; None where it failed none.
     """
@@ -75,7 +84,7 @@ def do_together(action: Callable[[], object], *, first_rank_only: bool = False) 
         except OSError as error:
             trouble = f"rank {rank}: {error}"
     troubles: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(troubles, trouble)
+    dist.all_gather_object(troubles, trouble, group)
     return next((trouble for trouble in troubles if trouble), None)
 
 
@@ -110,10 +119,10 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _save_tensors(folder: Path, parts: Sequence[Part]) -> None:
+def _save_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
     """Each rank's tensors. Where writing failed on any rank, all raise."""
     try:
-        dcp.save(_parameters(parts) | _moments(parts), checkpoint_id=folder)
+        dcp.save(_parameters(parts) | _moments(parts), checkpoint_id=folder, process_group=group)
     except dcp.api.CheckpointException as error:
         rank, first = min(((rank, failure[0]) for rank, failure in error.failures.items()), key=lambda pair: pair[0])
         if not all(map(_is_of_disk, (failure[0] for failure in error.failures.values()))):

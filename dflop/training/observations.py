@@ -47,7 +47,7 @@ _SCHEMA = {
 
 
 class Observations:
-    """One rank's computations, buffered until `flush`; `nodes` are all of the program's."""
+    """One rank's computations, buffered until they are taken to be written; `nodes` are all of the program's."""
 
     def __init__(self, folder: Path, rank: int, nodes: Sequence[Node]) -> None:
         self._folder, self._rank, self._nodes = folder, rank, nodes
@@ -81,12 +81,21 @@ class Observations:
             )
         self._num_steps += 1
 
-    def flush(self, num_steps: int) -> None:
-        """Write the buffered rows as the part that ends at `num_steps`. Where that fails they are kept for the next."""
-        if self._rows:
+    def take(self) -> list[dict[str, object]]:
+        """The buffered rows, to be given to `write`."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def write(self, rows: list[dict[str, object]], num_steps: int) -> None:
+        """Write taken rows as the part that ends at `num_steps`. Where that fails they are kept for the next."""
+        if not rows:
+            return
+        try:
             with written_whole(self._folder / f"rank-{self._rank:05d}.{num_steps:06d}.parquet") as beside:
-                _frame(self._rows).write_parquet(beside)
-            self._rows = []
+                _frame(rows).write_parquet(beside)
+        except OSError:
+            self._rows[:0] = rows
+            raise
 
     def forget_from(self, num_steps: int) -> None:
         """Delete what all ranks noted of steps from `num_steps` on: a resumed run will note them again."""

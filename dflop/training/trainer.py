@@ -21,7 +21,6 @@ from dflop.runtime import UserError
 from dflop.runtime.local_device import device_name
 from dflop.runtime.memory import process_bytes
 from dflop.scheduling import StepSchedule
-from dflop.training.checkpoint import do_together, save_checkpoint
 from dflop.training.export import export_model
 from dflop.training.feed import JobStream, ScheduleFeed, SchedulePublisher
 from dflop.training.learning_rate import lr_factor
@@ -31,6 +30,7 @@ from dflop.training.peers import PeerWatch, longest_wait_s
 from dflop.training.rank_model import build_rank_model, forwards_that_read
 from dflop.training.resume import take_up
 from dflop.training.run_folder import RunFiles
+from dflop.training.saver import CheckpointSaver
 from dflop.training.step_log import StepLog, say_if_costs_are_of_another
 from dflop.training.step_times import StepReports
 from dflop.training.stopping import StopRequest
@@ -61,7 +61,7 @@ class Trainer:
             say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
         self.observations = Observations(files.out / "observations", self.topology.rank, program.nodes)
         self.first_step, self.restarts = take_up(config.train, files, self.model, self.observations)
-        self.unsaved: str | None = None
+        self.saver = CheckpointSaver(files.checkpoints, self.observations)
         self.longest_step_s = 0.0
         self.log = StepLog(files, config.train.steps, self.topology.world_size)
         self.feed = ScheduleFeed(self.topology.store)
@@ -98,13 +98,15 @@ class Trainer:
                     self._save(num_steps)
                 if is_asked:
                     break
-            if self.unsaved:
-                raise UserError(f"the last step could not be saved: {self.unsaved}")
+            self.saver.wait()
+            if unsaved := self._unsaved(num_steps):
+                raise UserError(f"the last step could not be saved: {unsaved}")
             if num_steps == config.steps:
                 self._export()
         finally:
             self.watch.close()
             gc.enable()
+            self.saver.close(self.config.train.peer_timeout_s)
             if self.publisher:
                 self.publisher.close()
         dist.destroy_process_group()
@@ -152,6 +154,7 @@ class Trainer:
         if schedule.measures and step >= self.first_step + NUM_WARMUP_STEPS:
             self.reports.send(step, spans, step_s)
         if self.topology.is_main:
+            self.log.unsaved = self._unsaved(step + 1)
             self.log.add(step, schedule, totals, step_s, pipeline_s)
         self.feed.forget(step)
         return totals["asked_to_stop"] > 0
@@ -194,20 +197,24 @@ class Trainer:
         return totals
 
     def _save(self, num_steps: int) -> None:
-        """Write a checkpoint. What keeps any rank from writing stops no training: it is said until one is written."""
-        config = self.config.train
-        self.watch.begin(f"saving step {num_steps}", config.peer_timeout_s, needs_silence=True)
+        """Begin to write a checkpoint. What keeps any rank from writing stops no training: it is said until one is
+        written."""
+        self.watch.begin(f"saving step {num_steps}", self.config.train.peer_timeout_s, needs_silence=True)
         run = {
             "generation": self.files.generation.to_dict(),
             "restarts": self.restarts,
             "peak_memory_bytes": self._peak_bytes(),
         }
-        trouble = do_together(lambda: self.observations.flush(num_steps))
-        trouble = trouble or save_checkpoint(self.files.checkpoints, num_steps, self.model.nodes, run)
-        onward = min((num_steps // config.checkpoint_every + 1) * config.checkpoint_every, config.steps)
-        again = f"; the next try is after step {onward}" if num_steps < config.steps else ""
-        self.unsaved = f"{trouble} (checkpoint of step {num_steps} in {self.files.out}{again})" if trouble else None
-        self.log.unsaved = self.unsaved
+        self.saver.save(num_steps, self.model.nodes, run)
+
+    def _unsaved(self, num_steps: int) -> str | None:
+        """What keeps checkpoints from being written, said while `num_steps` are taken; None where nothing does."""
+        if self.saver.unsaved is None:
+            return None
+        config, (of_step, trouble) = self.config.train, self.saver.unsaved
+        onward = min(-(-num_steps // config.checkpoint_every) * config.checkpoint_every, config.steps)
+        again = f"; the next try is after step {onward}" if onward > of_step else ""
+        return f"{trouble} (checkpoint of step {of_step} in {self.files.out}{again})"
 
     def _peak_bytes(self) -> dict[str, int]:
         """The most that a rank of each module has held so far: its process on CPUs, its share of the device on GPUs."""

@@ -13,11 +13,12 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from dflop.config import TrainConfig
-from dflop.training.checkpoint import save_checkpoint
+from dflop.training.checkpoint import load_checkpoint, save_checkpoint
 from dflop.training.generation import Generation
 from dflop.training.observations import Observations
 from dflop.training.resume import take_up
 from dflop.training.run_folder import RunFiles
+from dflop.training.saver import CheckpointSaver
 from dflop.training.sharded_optimizer import ShardedAdamW
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
@@ -131,3 +132,36 @@ def _check_limited(rank: int, folder: Path, store: Path) -> None:
 
 def test_a_disk_that_takes_no_more_of_one_rank_is_told_to_all_and_the_next_try_succeeds(tmp_path):
     mp.spawn(_check_limited, (tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)
+
+
+def _check_saver(rank: int, folder: Path, store: Path) -> None:
+    _join(rank, store)
+    part = _part(2.0)
+    saver = CheckpointSaver(folder, Observations(folder.parent / "observations", rank, ()))
+    for step in (2, 4):
+        saver.save(step, [part], RUN)
+        # Training goes on while it is written.
+        part.parameters["weight"].data.fill_(step + 2.0)
+        part.optimizer.zero_grad()
+        part.optimizer.step(0.1, 1.0)
+    if rank == 1:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        saver.wait()  # for the one of step 4, which is written while there is room
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, most))
+    saver.save(6, [part], RUN)
+    saver.wait()
+    num_steps, trouble = saver.unsaved
+    assert num_steps == 6
+    assert "rank 1" in trouble, trouble
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000004"]
+    for step in (2, 4):
+        loaded = _part(0.0)
+        load_checkpoint(folder / f"step-{step:06d}", [loaded])
+        before = 2.0 if step == 2 else 4.0
+        assert loaded.parameters["weight"].unique().tolist() == [before]
+    dist.destroy_process_group()
+
+
+def test_what_is_saved_is_as_it_was_when_saving_began_whatever_training_does_meanwhile(tmp_path):
+    mp.spawn(_check_saver, (tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)

@@ -52,7 +52,7 @@ def observe(folder, rank, *parts):
     for end in parts:
         for step in range(first, end):
             own.add(step, schedule, [Span(Op.FORWARD, rank, 0, 1.0, 2.0)], 0.5)
-        own.flush(end)
+        own.write(own.take(), end)
         first = end
     return own
 
@@ -85,9 +85,9 @@ def test_observations_that_a_disk_did_not_take_go_with_the_next_part(tmp_path):
     own.add(0, SimpleNamespace(forward_s=np.ones((2, 1)), backward_s=None), [Span(Op.FORWARD, 0, 0, 1.0, 2.0)], 0.5)
     folder.write_text("a file where the folder ought to be")
     with pytest.raises(OSError, match="observations"):
-        own.flush(1)
+        own.write(own.take(), 1)
     folder.unlink()
-    own.flush(2)
+    own.write(own.take(), 2)
     assert merged(folder)["step"].to_list() == [0]
 
 
