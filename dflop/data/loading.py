@@ -132,7 +132,7 @@ class MicrobatchLoader(Dataset):
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
-        return ChatTokenizer(self.tokenizer_folder, self.reader.rules.special_tokens)
+        return ChatTokenizer(self.tokenizer_folder, self.reader.rules)
 
     def __getitem__(self, job: MicrobatchJob) -> LoadedMedia | TextBatch:
         """Load a microbatch.

@@ -2,41 +2,22 @@
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig
 
-from dflop.models.microbatch import MediaProcessor
-from dflop.models.stages import Stage
 from dflop.parallelism import Plan
-from dflop.pipeline import Node
+from dflop.training.rank_model import RankModel
 
 __all__ = ["export_model"]
 
-_TOKENIZER_FILES = (
-    "tokenizer*.json",
-    "chat_template*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-)
 
-
-def export_model(
-    folder: Path,
-    parts: Sequence[tuple[Node, Stage]],
-    plan: Plan,
-    config: PretrainedConfig,
-    processor: MediaProcessor,
-    tokenizer_folder: Path,
-) -> None:
-    """Write `folder`, whole or not at all, from each rank's nodes and their stages; every rank must call this.
+def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
+    """Write `folder`, whole or not at all, from what each rank holds of the model; every rank must call this.
 
     Nothing is gathered: the shards are those of an ordinary sharded checkpoint, one a pipeline stage.
     """
@@ -47,12 +28,12 @@ def export_model(
         part.mkdir(parents=True)
     dist.barrier()
     stages = [(grid.module, number) for grid in plan.grids for number in range(plan.num_stages(grid.module))]
-    for node, stage in parts:
-        if node.dp_rank:
+    for own in model.nodes:
+        if own.node.dp_rank:
             continue
-        index = stages.index((node.module, node.pp_stage)) + 1
-        weights = {name: tensor.contiguous().cpu() for name, tensor in stage.hf_state_dict().items()}
-        if config.tie_word_embeddings:  # checkpoints hold it once, under the embedding's name
+        index = stages.index((own.node.module, own.node.pp_stage)) + 1
+        weights = {name: tensor.contiguous().cpu() for name, tensor in own.stage.hf_state_dict().items()}
+        if model.hf_config.tie_word_embeddings:  # checkpoints hold it once, under the embedding's name
             weights.pop("lm_head.weight", None)
         file = part / f"model-{index:05d}-of-{len(stages):05d}.safetensors"
         save_file(weights, file, metadata={"format": "pt"})
@@ -60,11 +41,9 @@ def export_model(
     dist.barrier()
     if is_main:
         _write_index(part)
-        config.save_pretrained(part)
-        processor.save(part)
-        for pattern in _TOKENIZER_FILES:
-            for file in tokenizer_folder.glob(pattern):
-                shutil.copy(file, part / file.name)
+        model.hf_config.save_pretrained(part)
+        model.tokenizer.save(part, model.spec.media)
+        model.processor.save(part)
         _generation_config(part).save_pretrained(part)
         if folder.exists():
             shutil.rmtree(folder)

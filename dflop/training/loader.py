@@ -41,7 +41,7 @@ def make_loader(config: Config, model: RankModel, plan: Plan, node: Node, record
         config.data,
         model.spec,
         records,
-        tokenizer_folder=model.tokenizer_folder,
+        tokenizer_folder=model.tokenizer.folder,
         module=node.module,
         num_replicas=[plan.grid(encoder.name).dp for encoder in model.spec.encoders],
         processor=model.processor if node.module != "llm" and node.pp_stage == 0 else None,

@@ -50,12 +50,16 @@ class InternvlShapes:
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
         return whisper_audio(seconds, audio)
 
+    def placeholder(self, kind: str) -> str:
+        return f"<{kind}>" if kind == "audio" else "<IMG_CONTEXT>"
+
     def in_text(self, kind: str, count: ItemCount) -> str:
+        if kind == "audio":
+            return self.placeholder(kind)
+        tile = f"<img>{self.placeholder(kind)}</img>"
         if kind == "image":
-            return "<img><image></img>"
-        if kind == "video":
-            return "\n".join(f"Frame{number}: <img><video></img>" for number in range(1, count.num_items + 1))
-        return f"<{kind}>"
+            return tile
+        return "\n".join(f"Frame{number}: {tile}" for number in range(1, count.num_items + 1))
 
     def _tiles(self, num_tiles: int) -> ItemCount:
         return ItemCount(num_tiles, num_tiles * self.tokens_per_tile)

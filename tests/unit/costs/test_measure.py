@@ -24,7 +24,7 @@ def make_bench(spec, tokenizer, module, precision="fp32", depth=4):
         module,
         depth,
         placeholder_ids=tokenizer.placeholder_ids,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size(),
         device=torch.device("cpu"),
         precision=precision,
     )

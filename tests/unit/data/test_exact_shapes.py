@@ -107,7 +107,7 @@ def profiled(source: Source, family: str, preset: str) -> tuple[ShapeReader, pl.
         max_image_pixels=config.data.max_image_pixels,
         max_text_bytes=config.data.max_text_bytes,
     )
-    tokenizer = ChatTokenizer(None, reader.rules.special_tokens)
+    tokenizer = ChatTokenizer(None, reader.rules)
     profiler = ShapeProfiler(source=source, reader=reader, tokenizer=tokenizer, max_llm_tokens=MAX_LLM_TOKENS)
     records = SourceRecords(source, 0)
     raws = [records.read(row) for row in range(len(records))]

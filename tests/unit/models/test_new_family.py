@@ -49,6 +49,9 @@ class Rules:
     def audio(self, seconds, audio):
         return whisper_audio(seconds, audio)
 
+    def placeholder(self, kind):
+        return f"<{kind}>"
+
     def in_text(self, kind, count):
         return f"<sound><{kind}>" if kind == "audio" else f"<{kind}>"
 
