@@ -40,9 +40,13 @@ class InternvlShapes:
         return int(self.image_size // self.patch_size * self.downsample_ratio) ** 2
 
     def image(self, width: int, height: int, num_images: int) -> ItemCount:
-        # InternVL's training code cuts the number for each picture; transformers' processor leaves that to its caller.
-        most = max(1, self.max_tiles // num_images)
+        most = self.most_tiles_of_each(num_images)
         return self._tiles(_num_tiles(width, height, self.image_size, self.min_tiles, most))
+
+    def most_tiles_of_each(self, num_images: int) -> int:
+        """InternVL's training code divides the number among pictures; transformers' processor leaves that to its
+        caller."""
+        return max(1, self.max_tiles // num_images)
 
     def video(self, num_frames: int) -> ItemCount:
         return self._tiles(num_frames)
