@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["LiveBytes", "local_part"]
+__all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -23,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
         given = {_storage_key(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor) and _storage_key(tensor) not in given | self._known.keys():
-                self._note(local_part(tensor).untyped_storage())
+                self._note(tensor.untyped_storage())
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -39,9 +39,4 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
-    return local_part(tensor).untyped_storage()._cdata
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a distributed tensor; any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return tensor.untyped_storage()._cdata

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import polars as pl
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from dflop.costs.design import Point
-from dflop.costs.live_bytes import LiveBytes, local_part
+from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.made_up import MadeUpRuns, Run
-from dflop.models import ModelSpec, load_runtime
+from dflop.models import ModelSpec, check_tp, load_runtime
+from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.runtime.memory import available_bytes, process_bytes
 
 __all__ = ["Bench"]
@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class Bench:
-    """A module of `depth` layers on one device, or on the ranks of a tensor-parallel `mesh`, ready to be measured.
+    """A module of `depth` layers on one device, or on the tensor-parallel `ranks`, ready to be measured.
 
     Raises:
         UserError: when the model's family cannot be run, or tp does not divide its heads.
@@ -52,11 +52,11 @@ class Bench:
         vocab_size: int,
         device: torch.device,
         precision: str,
-        mesh: DeviceMesh | None = None,
+        ranks: TensorGroup = ALONE,
     ) -> None:
         self.module, self.device, self.depth = module, device, depth
-        self.tp = mesh.size() if mesh else 1
-        self._group = mesh.get_group() if mesh else None
+        self.tp, self._group = ranks.size, ranks.group
+        check_tp(spec, module, ranks.size)
         dtype = torch.float64 if precision == "fp64" else torch.float32
         runtime = load_runtime(spec.family)
         spec = runtime.with_depth(spec, module, depth)
@@ -68,11 +68,8 @@ class Bench:
             dtype=dtype,
             device=device,
             draw_on=device,
+            ranks=ranks,
         )
-        if mesh is not None:
-            from dflop.models.tensor_parallel import shard_stage
-
-            shard_stage(self.stage, mesh, spec, module)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
         self._runs = MadeUpRuns(spec, module, self.stage, dtype, autocast)
         for parameter in self.stage.parameters():
@@ -121,9 +118,8 @@ class Bench:
         """fp32 bytes of a layer's, the first and the last part's parameters on one rank."""
         sizes = dict.fromkeys(("layer", "first", "last"), 0.0)
         for name, parameter in self.stage.named_hf_parameters().items():
-            local = local_part(parameter)
             part = self.stage.part_of(name)
-            sizes[part] += 4.0 * local.numel() / (self.depth if part == "layer" else 1)
+            sizes[part] += 4.0 * parameter.numel() / (self.depth if part == "layer" else 1)
         return pl.DataFrame(
             [
                 {"module": self.module, "tp": self.tp, "part": part, "parameter_bytes": size}
@@ -149,9 +145,7 @@ class Bench:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free - torch.cuda.memory_reserved(self.device), self._reserved_share
-        own_bytes = (
-            sum(2 * local_part(parameter).nbytes for parameter in self.stage.parameters()) + self._flushed.nbytes
-        )
+        own_bytes = sum(2 * parameter.nbytes for parameter in self.stage.parameters()) + self._flushed.nbytes
         ctypes.CDLL(None).malloc_trim(0)
         held_bytes = max(0, process_bytes("VmRSS") - own_bytes)
         if self._largest is None:

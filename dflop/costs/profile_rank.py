@@ -15,7 +15,6 @@ from typing import Any
 import polars as pl
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging
 
 from dflop.config import Config, load_config
@@ -24,6 +23,7 @@ from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS, Measured, write_measured
 from dflop.data import ChatTokenizer
 from dflop.models import digest_of_spec, load_model_spec
+from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.runtime import UserError, progress_bar
 from dflop.runtime.local_device import device_name, local_device
 
@@ -52,18 +52,18 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     is_cuda = config.cluster.device == "cuda"
     device = local_device(config.cluster.device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
-    mesh = _tp_mesh(device.type, tp) if tp > 1 else None
+    ranks = _tp_ranks(tp) if tp > 1 else ALONE
     bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()
-    tokenizer = ChatTokenizer(Path(request["tokenizer"]), spec.rules)
+    tokenizer = ChatTokenizer(Path(request["tokenizer"]))
     bench = Bench(
         spec,
         module,
         fitted_depths(spec.module(module).num_layers)[-1],
         placeholder_ids=tokenizer.placeholder_ids,
-        vocab_size=tokenizer.vocab_size(spec.media),
+        vocab_size=tokenizer.vocab_size,
         device=device,
         precision=config.train.precision,
-        mesh=mesh,
+        ranks=ranks,
     )
     design = Design(
         module,
@@ -106,13 +106,14 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def _tp_mesh(device_type: str, tp: int) -> DeviceMesh:
+def _tp_ranks(tp: int) -> TensorGroup:
     """This rank and those that share the module with it, in a group that waits no longer than the others."""
     for first in range(0, dist.get_world_size(), tp):
-        group = dist.new_group(list(range(first, first + tp)), timeout=_TIMEOUT)  # all ranks make all groups
-        if first <= dist.get_rank() < first + tp:
-            own = group
-    return DeviceMesh.from_group(own, device_type, mesh_dim_names=("tp",))
+        ranks = range(first, first + tp)
+        group = dist.new_group(list(ranks), timeout=_TIMEOUT)  # all ranks make all groups
+        if dist.get_rank() in ranks:
+            own = TensorGroup(ranks, ranks.index(dist.get_rank()), group)
+    return own
 
 
 def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, seconds: float) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dflop.models.tensor_parallel import RowLinear
+
 __all__ = ["Deferral"]
 
 
@@ -35,7 +37,10 @@ class Deferral:
         self._pending: list[_Pending] | None = None
         for module in stage.modules():
             if isinstance(module, nn.Linear):
-                module.forward = partial(_forward, self, module)
+                module.forward = partial(_product, self, module, module.bias)
+            elif isinstance(module, RowLinear):
+                # Its bias comes behind the sum over ranks, and is no part of the product.
+                module.product = partial(_product, self, module, None)
 
     @contextmanager
     def collecting(self) -> Iterator[list[_Pending]]:
@@ -67,10 +72,12 @@ class Deferral:
         return True
 
 
-def _forward(deferral: Deferral, layer: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+def _product(
+    deferral: Deferral, layer: nn.Linear | RowLinear, bias: nn.Parameter | None, inputs: torch.Tensor
+) -> torch.Tensor:
     if not (layer.weight.requires_grad and torch.is_grad_enabled()):
-        return functional.linear(inputs, layer.weight, layer.bias)
-    return _Linear.apply(inputs, layer.weight, layer.bias, deferral)
+        return functional.linear(inputs, layer.weight, bias)
+    return _Linear.apply(inputs, layer.weight, bias, deferral)
 
 
 class _Linear(torch.autograd.Function):

@@ -15,6 +15,8 @@ from dflop.models.attention import PACKED
 from dflop.models.microbatch import MediaProcessor, MediumLayout
 from dflop.models.spec import ModelSpec
 from dflop.models.stages import EncoderStage, LlmStage, Stage
+from dflop.models.tensor_group import ALONE, TensorGroup
+from dflop.models.tensor_parallel import Divider
 from dflop.models.weights import draw_weights, load_weights, norms_in_float64
 
 __all__ = ["FamilyRuntime", "MadeUpMedia"]
@@ -61,13 +63,15 @@ class FamilyRuntime:
         device: torch.device | str = "cpu",
         checkpointing: bool = False,
         draw_on: torch.device | str = "cpu",
+        ranks: TensorGroup = ALONE,
     ) -> EncoderStage | LlmStage:
         """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
 
-        Weights are drawn on the CPU, so that every device has the same; `draw_on` the device itself is quicker.
+        Weights are drawn on the CPU, so that every device has the same; `draw_on` the device itself is quicker. Of
+        several `ranks` each keeps its part of a block as soon as this is drawn, and reads that part alone.
 
         Raises:
-            UserError: for a checkpoint without this stage's weights, or a model that cannot be cut like this.
+            UserError: for a checkpoint without this stage's weights, or a model that cannot be cut or divided so.
         """
         for name in config.sub_configs:
             part = getattr(config, name)
@@ -76,12 +80,14 @@ class FamilyRuntime:
         with torch.device("meta"):
             hf = self.architecture(config)
         stage = self.cut(hf, module, layers)
-        hf.to_empty(device=draw_on)
-        draw_weights(hf, seed)
+        if ranks.group is None:
+            draw_weights(hf, seed, draw_on)
+        else:
+            draw_weights(hf, seed, draw_on, Divider(stage, ranks).divide)
         if stage.is_last and module == "llm" and config.tie_word_embeddings:
             hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
         if checkpoint is not None:
-            load_weights(hf, checkpoint, self.weight_renamings)
+            load_weights(hf, checkpoint, self.weight_renamings, stage.shards)
         if checkpointing:
             stage.set_checkpointing(True)
         if dtype == torch.float64:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from dflop.models.division import Division, llm_division
 from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.tensor_group import Shard
 
 __all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm"]
 
@@ -29,6 +30,8 @@ class Stage(nn.Module, ABC):
     def __init__(self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.hf, self.layers, self.is_first, self.is_last = hf, layers, is_first, is_last
+        # Of parameters by their names in `hf` that tensor-parallel ranks share: which part of it this rank has.
+        self.shards: dict[str, Shard] = {}
 
     @property
     def reads_records(self) -> bool:

@@ -3,89 +3,77 @@
 A stage says which of its matrices these are (`Division`); here they are divided.
 
 What goes into a stage and comes out of it is the same whole tensor on every rank. Norms, residual stream, patch
-embedding and biases after a reduction are whole on every rank, and so are their gradients; the other parameters
-become DTensors. Hidden states are all-reduced twice a layer in forward and twice in backward, in the dtype of the
-matrix products; the logits stay where they are computed.
+embedding and biases after a reduction are whole on every rank, and so are their gradients; of the other parameters
+each rank has a part, and `stage.shards` says which. Hidden states are all-reduced twice a layer in forward and twice in
+backward, in the dtype of the matrix products; the logits stay where they are computed.
 
-Only parameters are DTensors: passes run on plain tensors, since dispatching DTensors through a layer, as
-torch's `ColwiseParallel` and `RowwiseParallel` do, takes several times as long as dispatching the layer itself.
+Parameters and passes are plain tensors: dispatching DTensors through a layer, as torch's `ColwiseParallel` and
+`RowwiseParallel` do, takes several times as long as dispatching the layer itself.
 """
 
-import math
 import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
-from dflop.models.division import Division
-from dflop.models.spec import ModelSpec, check_tp
-from dflop.models.stages import Stage
+from dflop.models.stages import LlmStage, Stage
+from dflop.models.tensor_group import Shard, TensorGroup
 
-__all__ = ["shard_stage"]
+__all__ = ["Divider", "RowLinear"]
 
 
-def shard_stage(stage: Stage, mesh: DeviceMesh, spec: ModelSpec, module: str) -> None:
-    """Divide a module's stage, whose weights are the same on all ranks of the one-dimensional `mesh`, in place.
+class Divider:
+    """Divides a stage's blocks, embedding and head in place, one at a time: whole, a stage may be too large for a rank.
 
     Raises:
-        UserError: when the ranks cannot share the attention heads, or the layers are of an unknown kind.
+        UserError: when the layers are of an unknown kind.
     """
-    check_tp(spec, module, mesh.size())
-    if mesh.size() == 1:
-        return
-    division = stage.division()
-    blocks = [block for name, block in stage.hf.named_modules() if any(_fits(name, to) for to in division.blocks)]
-    assert blocks or not stage.layers, f"the stage has none of the blocks {division.blocks}"
-    for block in blocks:
-        _shard_block(block, division, mesh)
-    if division.head is not None:
-        _shard_vocabulary(stage, division, mesh)
+
+    def __init__(self, stage: Stage, ranks: TensorGroup) -> None:
+        self._stage, self._ranks, self._division = stage, ranks, stage.division()
+        self._blocks = [re.compile(own.replace(".", r"\.").replace("*", r"\d+")) for own in self._division.blocks]
+
+    def divide(self, name: str, module: nn.Module) -> None:
+        """Divide a submodule of `stage.hf` that has its weights; one that ranks do not share stays as it is."""
+        if any(pattern.fullmatch(name) for pattern in self._blocks):
+            self._divide_block(name, module)
+        elif name == self._division.embedding:
+            self._replace(name, _Embedding(module, self._ranks))
+        elif name == self._division.head:
+            assert isinstance(self._stage, LlmStage), "only an LLM has a head over a vocabulary"
+            first_id, group = self._ranks.part(module.out_features).start, self._ranks.group
+            self._replace(name, head := _columns(module, self._ranks))
+            _reduce_input_gradient(head, group)
+            self._stage.summed_loss = lambda logits, ids: _SummedLoss.apply(logits, ids, first_id, group)
+
+    def _divide_block(self, name: str, block: nn.Module) -> None:
+        for child_name, child in list(block.named_children()):
+            if child_name in self._division.columns:
+                self._replace(f"{name}.{child_name}", _columns(child, self._ranks))
+            elif child_name in self._division.rows:
+                self._replace(f"{name}.{child_name}", RowLinear(child, self._ranks))
+        _reduce_input_gradient(block, self._ranks.group)
+
+    def _replace(self, name: str, divided: nn.Module) -> None:
+        whole = self._stage.hf.get_submodule(name)
+        self._stage.hf.set_submodule(name, divided)
+        for own, parameter in divided.named_parameters():
+            was, dim = whole.get_parameter(own).shape, 1 if isinstance(divided, RowLinear) else 0
+            if parameter.shape != was:
+                self._stage.shards[f"{name}.{own}"] = Shard(dim, self._ranks.part(was[dim]).start, was)
 
 
-def _fits(name: str, pattern: str) -> bool:
-    return re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\d+"), name) is not None
+def _shard(whole: nn.Parameter, ranks: TensorGroup, dim: int) -> nn.Parameter:
+    part = ranks.part(whole.shape[dim])
+    own = whole.detach().narrow(dim, part.start, part.stop - part.start)
+    return nn.Parameter(own.clone(memory_format=torch.contiguous_format), whole.requires_grad)
 
 
-def _shard_block(block: nn.Module, division: Division, mesh: DeviceMesh) -> None:
-    for name, child in list(block.named_children()):
-        if name in division.columns:
-            setattr(block, name, _Columns(child, mesh))
-        elif name in division.rows:
-            setattr(block, name, _Rows(child, mesh))
-    _reduce_input_gradient(block, mesh)
-
-
-def _shard_vocabulary(stage: Stage, division: Division, mesh: DeviceMesh) -> None:
-    hf, vocab_size = stage.hf, stage.hf.config.get_text_config().vocab_size
-    first_id = mesh.get_local_rank() * math.ceil(vocab_size / mesh.size())  # as DTensor's Shard divides
-    embedding = hf.get_submodule(division.embedding) if stage.is_first else None
-    head = hf.get_submodule(division.head) if stage.is_last else None
-    is_tied = embedding is not None and head is not None and head.weight is embedding.weight
-    if embedding is not None:
-        embedding = _Embedding(embedding, mesh, first_id)
-        hf.set_submodule(division.embedding, embedding)
-    if head is not None:
-        head, group = _Columns(head, mesh), mesh.get_group()
-        hf.set_submodule(division.head, head)
-        _reduce_input_gradient(head, mesh)
-        stage.summed_loss = lambda logits, target_ids: _SummedLoss.apply(logits, target_ids, first_id, group)
-    if is_tied:
-        head.weight = embedding.weight
-
-
-def _shard(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    # Every rank has the weights already: nothing is sent.
-    return nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None), whole.requires_grad)
-
-
-def _reduce_input_gradient(block: nn.Module, mesh: DeviceMesh) -> None:
+def _reduce_input_gradient(block: nn.Module, group: dist.ProcessGroup | None) -> None:
     """All matrices that read the block's input share one cast of it and one all-reduce of its gradient."""
-    group = mesh.get_group()
 
     def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -98,44 +86,47 @@ def _reduce_input_gradient(block: nn.Module, mesh: DeviceMesh) -> None:
     block.register_forward_pre_hook(read, with_kwargs=True)
 
 
-class _Columns(nn.Module):
-    """A linear layer of which each rank computes some outputs."""
-
-    def __init__(self, whole: nn.Linear, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.weight = _shard(whole.weight, mesh, 0)
-        self.bias = None if whole.bias is None else _shard(whole.bias, mesh, 0)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return functional.linear(hidden, self.weight.to_local(), None if self.bias is None else self.bias.to_local())
+def _columns(whole: nn.Linear, ranks: TensorGroup) -> nn.Linear:
+    """A linear layer of which each rank computes some outputs: for itself, a smaller linear layer."""
+    weight = _shard(whole.weight, ranks, 0)
+    own = nn.Linear(weight.shape[1], weight.shape[0], whole.bias is not None, device="meta")
+    own.weight = weight
+    if whole.bias is not None:
+        own.bias = _shard(whole.bias, ranks, 0)
+    return own
 
 
-class _Rows(nn.Module):
+class RowLinear(nn.Module):
     """A linear layer of which each rank has some inputs; the sum of what they give is on all."""
 
-    def __init__(self, whole: nn.Linear, mesh: DeviceMesh) -> None:
+    def __init__(self, whole: nn.Linear, ranks: TensorGroup) -> None:
         super().__init__()
-        self.weight, self.bias, self.group = _shard(whole.weight, mesh, 1), whole.bias, mesh.get_group()
+        self.weight, self.bias, self.group = _shard(whole.weight, ranks, 1), whole.bias, ranks.group
+
+    def product(self, inner: torch.Tensor) -> torch.Tensor:
+        """What this rank's inputs give."""
+        return functional.linear(inner, self.weight)
 
     def forward(self, inner: torch.Tensor) -> torch.Tensor:
-        summed = _Sum.apply(functional.linear(inner, self.weight.to_local()), self.group)
+        summed = _Sum.apply(self.product(inner), self.group)
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
 class _Embedding(nn.Module):
     """An embedding of which each rank holds some ids, from `first_id` on."""
 
-    def __init__(self, whole: nn.Embedding, mesh: DeviceMesh, first_id: int) -> None:
+    def __init__(self, whole: nn.Embedding, ranks: TensorGroup) -> None:
         super().__init__()
-        self.weight, self.first_id, self.group = _shard(whole.weight, mesh, 0), first_id, mesh.get_group()
-        self.num_ids = len(self.weight.to_local())
-        padding_id = -1 if whole.padding_idx is None else whole.padding_idx - first_id
+        self.first_id = ranks.part(whole.num_embeddings).start
+        self.weight, self.group = _shard(whole.weight, ranks, 0), ranks.group
+        self.num_ids = len(self.weight)
+        padding_id = -1 if whole.padding_idx is None else whole.padding_idx - self.first_id
         self.padding_id = padding_id if 0 <= padding_id < self.num_ids else None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         local_ids = token_ids - self.first_id
         is_elsewhere = (local_ids < 0) | (local_ids >= self.num_ids)
-        found = functional.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight.to_local(), self.padding_id)
+        found = functional.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight, self.padding_id)
         return _Sum.apply(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.group)
 
 

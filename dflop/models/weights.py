@@ -6,59 +6,94 @@ submodule's name alone, so that every layout starts from the same model.
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import load_state_dict
 
+from dflop.models.tensor_group import Shard
 from dflop.runtime import UserError
 
 __all__ = ["draw_weights", "load_weights", "norms_in_float64"]
 
 
-def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Initialise all submodules as transformers does, each from a seed of its own."""
-    _draw(model, model, "", seed)
+def draw_weights(
+    model: PreTrainedModel,
+    seed: int,
+    device: torch.device | str,
+    then: Callable[[str, nn.Module], None] = lambda name, module: None,
+) -> None:
+    """Give a model on the meta device its tensors, and initialise all submodules as transformers does, each from a
+    seed of its own.
+
+    `then` is called with each submodule that is complete, by name; it may put another one in its place.
+    """
+    _draw(model, model, "", seed, device, then)
 
 
 @torch.no_grad()
-def _draw(module: nn.Module, owner: PreTrainedModel, name: str, seed: int) -> None:
+def _draw(
+    module: nn.Module,
+    owner: PreTrainedModel,
+    name: str,
+    seed: int,
+    device: torch.device | str,
+    then: Callable[[str, nn.Module], None],
+) -> None:
     """`owner` is the innermost Hugging Face model around the submodule: it knows how to initialise it."""
-    for child_name, child in module.named_children():
+    module.to_empty(device=device, recurse=False)
+    for child_name, child in list(module.named_children()):
         child_owner = child if isinstance(child, PreTrainedModel) else owner
-        _draw(child, child_owner, f"{name}.{child_name}" if name else child_name, seed)
+        _draw(child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then)
     torch.manual_seed(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF))
     own = list(module._parameters.values())
-    if own and all(parameter is None for parameter in own):
-        return  # its parameters are another stage's
-    owner._init_weights(module)
+    if not own or any(parameter is not None for parameter in own):  # else its parameters are another stage's
+        owner._init_weights(module)
+    then(name, module)
 
 
-def load_weights(model: PreTrainedModel, checkpoint: Path, renamings: Sequence[tuple[str, str]]) -> None:
-    """Load a stage's tensors from a checkpoint's safetensors files.
+@torch.no_grad()
+def load_weights(
+    model: PreTrainedModel, checkpoint: Path, renamings: Sequence[tuple[str, str]], shards: Mapping[str, Shard]
+) -> None:
+    """Load a stage's tensors from a checkpoint's safetensors files, and of those in `shards` the rank's parts alone.
 
     `renamings` are pairs of a pattern and a replacement, applied in order: from names in checkpoints to the model's.
 
     Raises:
-        UserError: naming the first tensor that the checkpoint lacks.
+        UserError: naming the first tensor that the checkpoint lacks, or has in another shape.
     """
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise UserError(f"`model.path` {checkpoint} holds no *.safetensors file; save the model with `save_pretrained`")
-    wanted = set(model.state_dict())
+    wanted = model.state_dict()
     if model.config.tie_word_embeddings:
-        wanted.discard("lm_head.weight")  # it is the embedding, which checkpoints hold once
-    found: set[str] = set()
+        wanted.pop("lm_head.weight", None)  # it is the embedding, which checkpoints hold once
     for file in files:
-        named = {_renamed(name, renamings): tensor for name, tensor in load_state_dict(str(file)).items()}
-        weights = {name: tensor for name, tensor in named.items() if name in wanted}
-        model.load_state_dict(weights, strict=False)
-        found |= set(weights)
-    if missing := sorted(wanted - found):
-        raise UserError(f"`model.path` {checkpoint} lacks {len(missing)} tensors of this model, e.g. {missing[0]}")
+        with safe_open(file, framework="pt") as stored:
+            for stored_name in stored.keys():  # noqa: SIM118  (safe_open is no dict)
+                name = _renamed(stored_name, renamings)
+                if name in wanted:
+                    own, shard = wanted.pop(name), shards.get(name)
+                    shape = shard.whole if shard else own.shape
+                    if (found := torch.Size(stored.get_slice(stored_name).get_shape())) != shape:
+                        raise UserError(
+                            f"`model.path` {checkpoint} holds {stored_name} of shape {list(found)}, its config says "
+                            f"{list(shape)}"
+                        )
+                    own.copy_(_part(stored, stored_name, own.shape, shard))
+    if wanted:
+        raise UserError(f"`model.path` {checkpoint} lacks {len(wanted)} tensors of this model, e.g. {min(wanted)}")
+
+
+def _part(stored: safe_open, name: str, shape: torch.Size, shard: Shard | None) -> torch.Tensor:
+    if shard is None:
+        return stored.get_tensor(name)
+    own = slice(shard.start, shard.start + shape[shard.dim])
+    return stored.get_slice(name)[own] if shard.dim == 0 else stored.get_slice(name)[:, own]
 
 
 def _renamed(name: str, renamings: Sequence[tuple[str, str]]) -> str:

@@ -6,10 +6,11 @@
 from dflop.pipeline.check import check_program, most_in_flight
 from dflop.pipeline.columns import columns_of
 from dflop.pipeline.compiled import CompiledPlan, compile_plan
-from dflop.pipeline.instructions import Edge, Instruction, Op, Program, Span, make_program
+from dflop.pipeline.instructions import Instruction, Op, Program, Span, make_program
 from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
 from dflop.pipeline.orders import has_backward
+from dflop.pipeline.routes import Edge
 from dflop.pipeline.runnable import why_not_runnable
 from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
 from dflop.pipeline.waits import Computation, computations_of

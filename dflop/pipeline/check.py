@@ -6,7 +6,7 @@ sent, as NCCL has it.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from dflop.parallelism.placements import PLACEMENTS
 from dflop.parallelism.plan import Plan
@@ -113,10 +113,11 @@ def _carry_out(program: Program, frozen: Collection[str]) -> None:
         for index, items in enumerate(program.instructions):
             while done[index] < len(items):
                 item = items[done[index]]
-                together = carriers[item.node]
+                # A transfer is a worker's own; all of a node's workers compute together.
+                together = [index] if item.edge >= 0 else carriers[item.node]
                 if any(_next(program, other, done) != item for other in together):
                     break
-                if not world.carries_out(item):
+                if not world.carry_out(item, together):
                     break
                 for other in together:
                     done[other] += 1
@@ -136,43 +137,58 @@ class _World:
     """What was computed, sent and received so far."""
 
     def __init__(self, program: Program, frozen: Collection[str]) -> None:
-        self._edges, self._routes = program.edges, make_routes(program)
-        # The edges whose messages a computation must have received: forward and backward, by node.
-        self._needed: dict[tuple[bool, int], list[int]] = defaultdict(list)
+        self._edges, self._routes = program.edges, make_routes(program.workers, program.edges)
+        # The edges whose messages a worker must have received before a computation: forward and backward, by node.
+        self._needed: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
         for number, edge in enumerate(program.edges):
-            if self._routes.of(number, True):
-                self._needed[True, edge.target].append(number)
-                if has_backward(program.nodes[edge.source].module, frozen):
-                    self._needed[False, edge.source].append(number)
+            for route in self._routes.of(number, True):
+                self._needed[True, edge.target, route.receiver].append(number)
+            if has_backward(program.nodes[edge.source].module, frozen):
+                for route in self._routes.of(number, False):
+                    self._needed[False, edge.source, route.receiver].append(number)
         self._mail: dict[Route, deque[tuple[int, int]]] = defaultdict(deque)
-        self._received: set[tuple[bool, int, int]] = set()
+        self._received: set[tuple[bool, int, int, int]] = set()
         self._made: set[tuple[bool, int, int]] = set()
 
-    def carries_out(self, item: Instruction) -> bool:
-        """Whether the instruction could be carried out: a receive waits for its message."""
+    def carry_out(self, item: Instruction, workers: Sequence[int]) -> bool:
+        """Carry out what these workers do together, or a transfer of one of them; False while a message is missing."""
         forward = item.op.is_forward
-        if item.edge < 0:
-            if item.op is Op.FORWARD or item.op in _BACKWARDS:
-                for edge in self._needed[forward, item.node]:
-                    if (forward, edge, item.microbatch) not in self._received:
+        if item.edge >= 0:
+            (worker,) = workers
+            if item.op in _SENDS:
+                self._send(item, worker)
+                return True
+            return self._receive(item, worker)
+        if item.op is Op.FORWARD or item.op in _BACKWARDS:
+            for worker in workers:
+                for edge in self._needed[forward, item.node, worker]:
+                    if (forward, edge, item.microbatch, worker) not in self._received:
                         raise ValueError(f"{item} is computed before edge {edge} is received")
-                self._made.add((forward, item.node, item.microbatch))
-            return True
-        edge = self._edges[item.edge]
-        box = self._mail[self._routes.of_transfer(item)]
-        if item.op in _SENDS:
-            maker = edge.source if forward else edge.target
-            if item.node != maker or (forward, item.node, item.microbatch) not in self._made:
-                raise ValueError(f"{item} sends what its node has not made")
-            box.append((item.edge, item.microbatch))
-            return True
+            self._made.add((forward, item.node, item.microbatch))
+        return True
+
+    def _send(self, item: Instruction, worker: int) -> None:
+        forward, edge = item.op.is_forward, self._edges[item.edge]
+        maker = edge.source if forward else edge.target
+        routes = [route for route in self._routes.of(item.edge, forward) if route.sender == worker]
+        if item.node != maker or not routes or (forward, item.node, item.microbatch) not in self._made:
+            raise ValueError(f"{item} sends what its node has not made")
+        for route in routes:
+            self._mail[route].append((item.edge, item.microbatch))
+
+    def _receive(self, item: Instruction, worker: int) -> bool:
+        forward = item.op.is_forward
+        routes = [route for route in self._routes.of(item.edge, forward) if route.receiver == worker]
+        if not routes:
+            raise ValueError(f"{item} receives what nobody sends to worker {worker}")
+        (box,) = (self._mail[route] for route in routes)
         if not box:
             return False
         if box.popleft() != (item.edge, item.microbatch):
             raise ValueError(
                 f"{item} awaits another message than the one that comes: the two ends differ in their order"
             )
-        self._received.add((forward, item.edge, item.microbatch))
+        self._received.add((forward, item.edge, item.microbatch, worker))
         return True
 
     def check_that_all_mail_is_taken(self) -> None:

@@ -1,4 +1,4 @@
-"""Routes: how what a node makes comes to the node that takes it.
+"""Edges and routes: what flows between nodes, and how it comes from the workers of the one to those of the other.
 
 A message goes from one worker to another over a channel, which becomes a process group. NCCL has no tags: it delivers
 the messages between two ranks of one process group in the order in which they were sent, so the receiver must ask for
@@ -6,16 +6,30 @@ them in that order. Forward and backward messages have channels of their own. Br
 them unless they join the same two workers: a colocated worker sends its features long before the hidden states that
 go to the same worker.
 
-Between two nodes of one worker nothing is sent: the one hands over what it made to the other.
+What a node makes is whole on each of its ranks. So a worker that carries both ends of an edge hands over what it made,
+and every other worker of the taking node gets one message, from one worker of the making node. Between workers of
+several ranks a message is as many: each receiving rank gets it from one sending rank (`lanes_of`).
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dflop.pipeline.instructions import Instruction, Program
+from dflop.parallelism.placements import PLACEMENTS
+from dflop.parallelism.plan import Plan
+from dflop.pipeline.layout import Worker, stages_of
 
-__all__ = ["Route", "Routes", "make_routes"]
+__all__ = ["Edge", "Route", "Routes", "edges_of", "lanes_of", "make_routes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Data flows from node `source` to node `target` going forward, back again going backward."""
+
+    source: int
+    target: int
+    is_bridge: bool
 
 
 class Route(NamedTuple):
@@ -28,39 +42,69 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The routes of a program's edges, [num_edges] a direction; None for an edge inside a worker."""
+    """The routes of each edge in a direction; none where every worker that takes a message makes it as well."""
 
     num_channels: int
-    forward: tuple[Route | None, ...]
-    backward: tuple[Route | None, ...]
+    forward: tuple[tuple[Route, ...], ...]
+    backward: tuple[tuple[Route, ...], ...]
 
-    def of(self, edge: int, is_forward: bool) -> Route | None:
+    def of(self, edge: int, is_forward: bool) -> tuple[Route, ...]:
         return (self.forward if is_forward else self.backward)[edge]
 
-    def of_transfer(self, item: Instruction) -> Route:
-        """The route of a send or a receive."""
-        route = self.of(item.edge, item.op.is_forward)
-        assert route is not None, f"{item}: both ends of edge {item.edge} are on one worker"
-        return route
+
+def edges_of(plan: Plan) -> tuple[Edge, ...]:
+    """Bridges first: each encoder replica to each of the LLM's, or, where they share a grid, to its own."""
+    stages = stages_of(plan)
+    first_llm = next(stage for stage in stages if stage.module == "llm")
+    bridges = [
+        Edge(stage.first_node + source, first_llm.first_node + target, True)
+        for stage in stages
+        if stage.module != "llm" and stage.pp_stage == plan.num_stages(stage.module) - 1
+        for source in range(stage.dp)
+        for target in PLACEMENTS[plan.placement].bridged_replicas(source, first_llm.dp)
+    ]
+    inside = [
+        Edge(stage.first_node + replica, stage.first_node + stage.dp + replica, False)
+        for stage in stages
+        if stage.pp_stage < plan.num_stages(stage.module) - 1
+        for replica in range(stage.dp)
+    ]
+    return (*bridges, *inside)
 
 
-def make_routes(program: Program) -> Routes:
-    """The routes of a program. The first of several workers that carry a node sends and receives for all of them."""
-    carriers: list[list[int]] = [[] for _ in program.nodes]
-    for index, worker in enumerate(program.workers):
+def make_routes(workers: Sequence[Worker], edges: Sequence[Edge]) -> Routes:
+    """The routes of all edges between these workers' nodes."""
+    carriers: dict[int, list[int]] = defaultdict(list)
+    for index, worker in enumerate(workers):
         for node in worker.nodes:
             carriers[node].append(index)
-    ends: list[tuple[int, int] | None] = []
-    kinds: dict[tuple[int, int], set[bool]] = defaultdict(set)
-    for edge in program.edges:
-        source, target = carriers[edge.source], carriers[edge.target]
-        ends.append(None if set(source) & set(target) else (source[0], target[0]))
-        if ends[-1]:
-            kinds[ends[-1]].add(edge.is_bridge)
+    pairs: list[list[list[tuple[int, int]]]] = [
+        [_pairs(carriers[edge.source], carriers[edge.target]) for edge in edges],
+        [_pairs(carriers[edge.target], carriers[edge.source]) for edge in edges],
+    ]
+    kinds: dict[tuple[int, tuple[int, int]], set[bool]] = defaultdict(set)
+    for way, of_edges in enumerate(pairs):
+        for edge, own in zip(edges, of_edges, strict=True):
+            for pair in own:
+                kinds[way, pair].add(edge.is_bridge)
     num_kinds = max(map(len, kinds.values()), default=1)  # 2 where bridges need channels of their own
-    forward, backward = [], []
-    for edge, pair in zip(program.edges, ends, strict=True):
-        channel = 2 * (edge.is_bridge and num_kinds > 1)
-        forward.append(pair and Route(*pair, channel))
-        backward.append(pair and Route(*reversed(pair), channel + 1))
-    return Routes(2 * num_kinds, tuple(forward), tuple(backward))
+    forward, backward = (
+        tuple(
+            tuple(Route(*pair, 2 * (edge.is_bridge and num_kinds > 1) + way) for pair in own)
+            for edge, own in zip(edges, of_edges, strict=True)
+        )
+        for way, of_edges in enumerate(pairs)
+    )
+    return Routes(2 * num_kinds, forward, backward)
+
+
+def lanes_of(num_sending: int, num_receiving: int) -> list[tuple[int, int]]:
+    """Which rank of a sending worker each rank of a receiving one gets a message from, as pairs of places in them."""
+    return [(place * num_sending // num_receiving, place) for place in range(num_receiving)]
+
+
+def _pairs(makers: Sequence[int], takers: Sequence[int]) -> list[tuple[int, int]]:
+    """Sender and receiver of each message between the workers of two nodes."""
+    return [
+        (makers[place * len(makers) // len(takers)], taker) for place, taker in enumerate(takers) if taker not in makers
+    ]

@@ -1,23 +1,24 @@
 """The executor: one rank's instructions of a step, carried out with torch and process groups.
 
 The rank may carry several nodes: each has a `StageWork` that computes for it. Sizes of everything received are known
-from the schedule, so nothing is exchanged to learn them. Sends are asynchronous, and each message takes the channel
-that `routes` gives it. What one of the rank's nodes makes for another of them is handed over as it is, without a copy.
+from the schedule, so nothing is exchanged to learn them. Sends are asynchronous, and each message takes the wire that
+`routes` gives it. What one of the rank's nodes makes for another of them is handed over as it is, without a copy. The
+ranks of a worker carry out the same instructions, each with wires of its own.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from dflop.pipeline.instructions import Edge, Instruction, Op, Span
-from dflop.pipeline.routes import Route, Routes
+from dflop.pipeline.instructions import Instruction, Op, Span
+from dflop.pipeline.routes import Edge
 
-__all__ = ["Links", "StageWork", "run_instructions"]
+__all__ = ["Links", "StageWork", "Wire", "run_instructions"]
 
 
 class StageWork(Protocol):
@@ -48,14 +49,27 @@ class StageWork(Protocol):
         """Sum the gradients over the node's replicas."""
 
 
+class Wire(NamedTuple):
+    """The rank at the other end, and the process group that messages between the two take."""
+
+    peer: int
+    group: dist.ProcessGroup
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """How a program's workers and edges map to the world: one rank a worker, and a process group for each route."""
+    """One rank's ends of a program's edges.
 
-    rank_of_worker: tuple[int, ...]
+    `sends` and `receives` are keyed by (edge, is forward): over an edge a rank sends to any number of others, and
+    receives from one. `inner` are the edges of which the rank carries both ends, and `shared` those that other ranks of
+    the taking node get messages over: all of them must take the same values.
+    """
+
     edges: tuple[Edge, ...]
-    routes: Routes
-    groups: Mapping[Route, dist.ProcessGroup]
+    sends: Mapping[tuple[int, bool], tuple[Wire, ...]]
+    receives: Mapping[tuple[int, bool], Wire]
+    inner: Collection[int]
+    shared: Collection[tuple[int, bool]]
     device: torch.device
     dtype: torch.dtype
 
@@ -103,25 +117,24 @@ class _Step:
             self._works[item.node].sync_gradients()
 
     def send(self, item: Instruction) -> None:
+        wires = self._links.sends.get((item.edge, item.op.is_forward))
         shape = self._works[item.node].edge_shape(item.microbatch, item.edge)
-        if shape is None:
+        if wires is None or shape is None:
             return
         made = self._made[item.op.is_forward, item.node, item.microbatch]
         tensor = made.pop(item.edge).to(self._links.dtype).contiguous()
         assert tuple(tensor.shape) == shape, f"edge {item.edge}: made {tuple(tensor.shape)}, scheduled {shape}"
-        route = self._links.routes.of_transfer(item)
         self._sends = [send for send in self._sends if not send[0].is_completed()]  # lets go of what has arrived
-        peer = self._links.rank_of_worker[route.receiver]
-        self._sends.append((dist.isend(tensor, dst=peer, group=self._links.groups[route]), tensor))
+        for peer, group in wires:
+            self._sends.append((dist.isend(tensor, dst=peer, group=group), tensor))
 
     def receive(self, item: Instruction) -> None:
         shape = self._works[item.node].edge_shape(item.microbatch, item.edge)
         if shape is None:
             return
-        route = self._links.routes.of_transfer(item)
+        peer, group = self._links.receives[item.edge, item.op.is_forward]
         tensor = torch.empty(shape, dtype=self._links.dtype, device=self._links.device)
-        peer = self._links.rank_of_worker[route.sender]
-        dist.irecv(tensor, src=peer, group=self._links.groups[route]).wait()
+        dist.irecv(tensor, src=peer, group=group).wait()
         self._received.setdefault((item.op.is_forward, item.node, item.microbatch), {})[item.edge] = tensor
 
     def end(self) -> list[Span]:
@@ -133,11 +146,12 @@ class _Step:
         """Hand over what another node of this rank takes, and keep the rest until its send."""
         forward = item.op is Op.FORWARD
         for number, tensor in made.items():
-            if self._links.routes.of(number, forward) is None:
+            if number in self._links.inner:
                 edge = self._links.edges[number]
                 taker = (forward, edge.target if forward else edge.source, item.microbatch)
-                self._received.setdefault(taker, {})[number] = tensor
-            else:
+                as_sent = tensor.to(self._links.dtype) if (number, forward) in self._links.shared else tensor
+                self._received.setdefault(taker, {})[number] = as_sent
+            if (number, forward) in self._links.sends:
                 self._made.setdefault((forward, item.node, item.microbatch), {})[number] = tensor
 
 

@@ -2,24 +2,46 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 
+from dflop.models.microbatch import MediaProcessor
+from dflop.models.stages import Stage
+from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
-from dflop.training.rank_model import RankModel
+from dflop.pipeline import Node
 
 __all__ = ["export_model"]
 
+_TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+)
 
-def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
-    """Write `folder`, whole or not at all, from what each rank holds of the model; every rank must call this.
 
-    Nothing is gathered: the shards are those of an ordinary sharded checkpoint, one a pipeline stage.
+def export_model(
+    folder: Path,
+    parts: Sequence[tuple[Node, Stage, TensorGroup]],
+    plan: Plan,
+    config: PretrainedConfig,
+    processor: MediaProcessor,
+    tokenizer_folder: Path,
+) -> None:
+    """Write `folder`, whole or not at all, from each rank's nodes, their stages and who shares these; every rank must
+    call this.
+
+    The model is gathered nowhere: its files are those of an ordinary sharded checkpoint, one a pipeline stage, and of
+    a stage that several ranks share each of them writes some of the tensors.
     """
     part = folder.with_name(f".{folder.name}.part")
     is_main = dist.get_rank() == 0
@@ -27,28 +49,63 @@ def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    stages = [(grid.module, number) for grid in plan.grids for number in range(plan.num_stages(grid.module))]
-    for own in model.nodes:
-        if own.node.dp_rank:
+    files = [
+        (grid.module, number, place)
+        for grid in plan.grids
+        for number in range(plan.num_stages(grid.module))
+        for place in range(grid.tp)
+    ]
+    for node, stage, ranks in parts:
+        if node.dp_rank:
             continue
-        index = stages.index((own.node.module, own.node.pp_stage)) + 1
-        weights = {name: tensor.contiguous().cpu() for name, tensor in own.stage.hf_state_dict().items()}
-        if model.hf_config.tie_word_embeddings:  # checkpoints hold it once, under the embedding's name
-            weights.pop("lm_head.weight", None)
-        file = part / f"model-{index:05d}-of-{len(stages):05d}.safetensors"
+        weights = _own_weights(stage, ranks, is_tied=config.tie_word_embeddings)
+        index = files.index((node.module, node.pp_stage, ranks.place)) + 1
+        file = part / f"model-{index:05d}-of-{len(files):05d}.safetensors"
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors writes files for their owner alone
     dist.barrier()
     if is_main:
         _write_index(part)
-        model.hf_config.save_pretrained(part)
-        model.tokenizer.save(part, model.spec.media)
-        model.processor.save(part)
+        config.save_pretrained(part)
+        processor.save(part)
+        for pattern in _TOKENIZER_FILES:
+            for file in tokenizer_folder.glob(pattern):
+                shutil.copy(file, part / file.name)
         _generation_config(part).save_pretrained(part)
         if folder.exists():
             shutil.rmtree(folder)
         part.rename(folder)
     dist.barrier()
+
+
+def _own_weights(stage: Stage, ranks: TensorGroup, *, is_tied: bool) -> dict[str, torch.Tensor]:
+    """The tensors of a stage that this rank writes: whole ones, of about as many bytes as each of the others does."""
+    weights, held_bytes = {}, [0] * ranks.size
+    for name, tensor in stage.hf_state_dict().items():
+        if is_tied and name == "lm_head.weight":  # checkpoints hold it once, under the embedding's name
+            continue
+        shard = stage.shards.get(name)
+        writer = held_bytes.index(min(held_bytes))
+        held_bytes[writer] += (shard.whole if shard else tensor.shape).numel() * tensor.itemsize
+        whole = _gathered(tensor, shard, ranks, writer) if shard else tensor
+        if writer == ranks.place:
+            weights[name] = whole.contiguous().cpu()
+    return weights
+
+
+def _gathered(tensor: torch.Tensor, shard: Shard, ranks: TensorGroup, writer: int) -> torch.Tensor:
+    """On the writer all ranks' parts of a tensor in one."""
+    if ranks.place != writer:
+        dist.send(tensor.contiguous(), ranks.ranks[writer], group=ranks.group)
+        return tensor
+    parts = []
+    for place, rank in enumerate(ranks.ranks):
+        own = ranks.part(shard.whole[shard.dim], place)
+        shape = (*shard.whole[: shard.dim], own.stop - own.start, *shard.whole[shard.dim + 1 :])
+        parts.append(tensor if place == writer else tensor.new_empty(shape))
+        if place != writer:
+            dist.recv(parts[-1], rank, group=ranks.group)
+    return torch.cat(parts, shard.dim)
 
 
 def _write_index(folder: Path) -> None:

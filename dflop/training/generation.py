@@ -17,7 +17,7 @@ from dflop.pricing import Pricer, prices_digest
 __all__ = ["Generation", "generation_of"]
 
 # Changes when checkpoints of before cannot be read any more.
-_CHECKPOINT_FORMAT = 4
+_CHECKPOINT_FORMAT = 5
 _KEYS = ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train")
 # How long a run is, what it keeps, how fast it loads and how patient it is change no weight; where the learning rate
 # goes down to the last step, the number of steps does.

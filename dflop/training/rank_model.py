@@ -1,6 +1,6 @@
 """What a rank holds of the model: the stage of each node that it carries, and the optimiser that trains it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +10,10 @@ from transformers import PretrainedConfig
 
 from dflop.config import Config
 from dflop.data.text import ChatTokenizer, tokenizer_folder
-from dflop.models import ModelSpec, load_model_spec, load_runtime
+from dflop.models import ModelSpec, check_tp, load_model_spec, load_runtime
 from dflop.models.microbatch import MediaProcessor
 from dflop.models.stages import Stage
+from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
 from dflop.pipeline import Node, Op
 from dflop.training.sharded_optimizer import ShardedAdamW
@@ -24,7 +25,7 @@ __all__ = ["NodeModel", "RankModel", "build_rank_model", "forwards_that_read"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NodeModel:
-    """One node: its index in the program, its stage, and the optimiser over the stage's replicas.
+    """One node: its index in the program, its stage, the ranks that share it, and the optimiser over its replicas.
 
     `parameters` are the stage's, under the names of the whole Hugging Face model, and `lr` their module's learning
     rate. `tied` is the matrix that it shares with the other end of the LLM's pipeline, where the head is the embedding.
@@ -33,10 +34,16 @@ class NodeModel:
     index: int
     node: Node
     stage: Stage
+    ranks: TensorGroup
     optimizer: ShardedAdamW
     parameters: dict[str, nn.Parameter]
     lr: float
     tied: TiedEmbedding | None = None
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Of parameters that ranks share: which part of it this one has."""
+        return self.stage.shards
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -58,7 +65,7 @@ class RankModel:
     spec: ModelSpec
     hf_config: PretrainedConfig
     processor: MediaProcessor
-    tokenizer: ChatTokenizer
+    tokenizer_folder: Path
 
     def of(self, index: int) -> NodeModel:
         """The node with this index in the program."""
@@ -90,9 +97,10 @@ def forwards_that_read(topology: Topology, model: RankModel) -> tuple[tuple[Node
 def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torch.dtype) -> RankModel:
     """Build the stages of a rank's nodes, with weights from `model.path` or drawn from the seed."""
     spec = load_model_spec(config.model)
-    tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
+    folder = tokenizer_folder(config.model)
+    tokenizer = ChatTokenizer(folder)
     runtime = load_runtime(spec.family)
-    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
+    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size)
     checkpoint = Path(config.model.path) if config.model.path else None
     nodes: Sequence[NodeModel] = [
         _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint) for index in topology.nodes
@@ -102,7 +110,7 @@ def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torc
         spec=spec,
         hf_config=hf_config,
         processor=runtime.make_processor(spec, checkpoint),
-        tokenizer=tokenizer,
+        tokenizer_folder=folder,
     )
 
 
@@ -116,7 +124,8 @@ def _build_node(
     hf_config: PretrainedConfig,
     checkpoint: Path | None,
 ) -> NodeModel:
-    node = topology.program.nodes[index]
+    node, ranks = topology.program.nodes[index], topology.tensor[index]
+    check_tp(spec, node.module, ranks.size)
     stage = load_runtime(spec.family).build_stage(
         hf_config,
         node.module,
@@ -126,23 +135,28 @@ def _build_node(
         dtype=dtype,
         device=topology.device,
         checkpointing=plan.checkpointing,
+        ranks=ranks,
     )
     stage.requires_grad_(node.module not in config.model.freeze)
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
+    parameters = stage.named_hf_parameters()
     lr, weight_decay = config.train.of_module(node.module)
     optimizer = ShardedAdamW(
-        [own for own in stage.parameters() if not (embedding and embedding.is_copy and own is embedding.weight)],
+        [own for own in parameters.values() if not (embedding and embedding.is_copy and own is embedding.weight)],
         topology.replicas[index],
         lr=lr,
         weight_decay=weight_decay,
+        # What is whole on every rank, the first one counts.
+        counted_elsewhere=[own for name, own in parameters.items() if not ranks.is_first and name not in stage.shards],
     )
     return NodeModel(
         index=index,
         node=node,
         stage=stage,
+        ranks=ranks,
         optimizer=optimizer,
-        parameters=stage.named_hf_parameters(),
+        parameters=parameters,
         lr=lr,
         tied=embedding,
     )

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dflop.training.checkpoint import Part, do_together, save_checkpoint
+from dflop.models.tensor_group import Shard
+from dflop.training.checkpoint import do_together, save_checkpoint
+from dflop.training.checkpoint_tensors import Part
 from dflop.training.observations import Observations
 from dflop.training.sharded_optimizer import Piece
 
@@ -84,7 +86,7 @@ class CheckpointSaver:
                 )
                 for piece in part.optimizer.pieces(parameter)
             ]
-        return _StagedPart(parameters, _StagedPieces(pieces))
+        return _StagedPart(parameters, part.shards, _StagedPieces(pieces))
 
     def _copy(self, key: tuple[int, str, str], values: torch.Tensor) -> torch.Tensor:
         """In the host's memory, at the same place each time: pages that are new cost more than what is copied."""
@@ -108,4 +110,5 @@ class _StagedPart:
     """A part as it was when it was copied."""
 
     parameters: Mapping[str, torch.Tensor]
+    shards: Mapping[str, Shard]
     optimizer: _StagedPieces

@@ -5,7 +5,7 @@ Parameters and gradients of a stage lie in flat buckets, and every replica owns 
 summed to their owners, owners update, and what they updated goes to everybody: as many bytes as an all-reduce.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,18 +32,19 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Flat values and gradients, and what of them is this replica's."""
+    """Flat values and gradients, what of them is this replica's, and whether it counts them in the norm."""
 
     values: torch.Tensor
     gradients: torch.Tensor
     own: slice
+    is_counted: bool
 
 
 class ShardedAdamW:
     """AdamW over the parameters that require gradients; norms, biases and other vectors do not decay.
 
     Parameters become views of the buckets, and so do their gradients, which exist from now on. `replicas` must hold
-    equal parameters.
+    equal parameters. What other ranks hold as well, apart from replicas, is `counted_elsewhere` in the norm.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ShardedAdamW:
         *,
         lr: float,
         weight_decay: float,
+        counted_elsewhere: Collection[nn.Parameter] = (),
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._replicas = replicas
@@ -61,8 +63,11 @@ class ShardedAdamW:
         # Bucket and place in it of each parameter.
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._buckets: list[_Bucket] = []
-        for number, own in enumerate(_in_buckets(trained, bucket_bytes)):
-            self._buckets.append(self._make_bucket(number, own))
+        elsewhere = set(counted_elsewhere)
+        for is_counted in (True, False):
+            alike = [own for own in trained if (own not in elsewhere) == is_counted]
+            for own in _in_buckets(alike, bucket_bytes):
+                self._buckets.append(self._make_bucket(own, is_counted))
         # What is updated, by bucket: runs of its own share, of which the later one does not decay.
         self._runs: list[list[tuple[int, nn.Parameter]]] = [[] for _ in self._buckets]
         self._optimizer = self._make_optimizer(lr, weight_decay)
@@ -84,8 +89,9 @@ class ShardedAdamW:
                 dist.reduce_scatter_tensor(bucket.gradients[bucket.own], bucket.gradients, group=self._replicas)
 
     def norm_squared(self) -> float:
-        """Of the sums that this replica owns; added up over all replicas it is the stage's."""
-        norms = [torch.linalg.vector_norm(bucket.gradients[bucket.own]) for bucket in self._buckets]
+        """Of the sums that this replica owns and counts; added up over all ranks of the stage it is the stage's."""
+        counted = [bucket for bucket in self._buckets if bucket.is_counted]
+        norms = [torch.linalg.vector_norm(bucket.gradients[bucket.own]) for bucket in counted]
         return float(torch.linalg.vector_norm(torch.stack(norms))) ** 2 if norms else 0.0
 
     def step(self, lr: float, scale: float) -> None:
@@ -121,10 +127,10 @@ class ShardedAdamW:
         for _, _, run in self._updated:
             self._optimizer.state[run]["step"].fill_(num_steps)
 
-    def _make_bucket(self, number: int, parameters: list[nn.Parameter]) -> _Bucket:
+    def _make_bucket(self, parameters: list[nn.Parameter], is_counted: bool) -> _Bucket:
         size = 0
         for parameter in parameters:
-            self._places[parameter] = number, size
+            self._places[parameter] = len(self._buckets), size
             size += _aligned(parameter.numel(), _ALIGNMENT)
         share = _aligned(-(-size // self._num_replicas), _ALIGNMENT)
         values, gradients = (parameters[0].new_zeros(share * self._num_replicas) for _ in range(2))
@@ -134,7 +140,7 @@ class ShardedAdamW:
             values[place] = parameter.detach().flatten()
             parameter.data = values[place].view_as(parameter)
             parameter.grad = gradients[place].view_as(parameter)
-        return _Bucket(values, gradients, slice(share * self._replica, share * (self._replica + 1)))
+        return _Bucket(values, gradients, slice(share * self._replica, share * (self._replica + 1)), is_counted)
 
     def _make_optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW | None:
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}

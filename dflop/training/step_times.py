@@ -56,7 +56,7 @@ class StepReports:
             reported, nodes = json.loads(line)
             assert reported == ended, f"times of step {reported} where those of step {ended} ought to be"
             for node, own in nodes:
-                seconds[:, node] = own
+                seconds[:, node] = np.maximum(seconds[:, node], own)  # of a node's ranks the slowest counts
         # What taking costs is known when it is done: the last time stands for this one.
         overhead = (sending_s + self._last_take_s) / step_s
         self._last_take_s = time.monotonic() - started

@@ -1,18 +1,22 @@
-"""Who is who: the nodes of the plan that this rank carries, and the process groups that they need."""
+"""Who is who: the nodes of the plan that this rank carries, and the process groups that they need.
 
-from collections.abc import Mapping
+A worker is a run of ranks that act together (`pipeline.layout`): each of them carries out the worker's instructions.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from dflop.models.tensor_group import TensorGroup
 from dflop.parallelism import Plan
 from dflop.pipeline import Instruction, Program
-from dflop.pipeline.routes import Route, Routes, make_routes
 from dflop.pipeline.run import Links
 from dflop.runtime.local_device import local_device
 from dflop.training.tied_embedding import Ends
+from dflop.training.wires import make_links
 
 __all__ = ["Topology", "join_world", "place_in_world"]
 
@@ -23,9 +27,9 @@ _TIMEOUT = timedelta(minutes=10)
 class Topology:
     """One rank's view of the world.
 
-    `instructions` are this rank's, over the nodes that it carries. `replicas` joins, for each of these nodes, the
-    ranks that hold the same stage (the stage's dp group). `tied` joins the two ends of the LLM's pipeline, for those
-    nodes that are one of them.
+    `instructions` are this rank's, over the nodes that it carries. For each of these nodes, `tensor` are the ranks that
+    carry it together, of which this is one, and `replicas` joins the ranks that hold the same shard of the same stage
+    (the stage's dp group). `tied` joins the two ends of the LLM's pipeline, for those nodes that are one of them.
     """
 
     rank: int
@@ -34,6 +38,7 @@ class Topology:
     instructions: tuple[Instruction, ...]
     device: torch.device
     store: dist.Store
+    tensor: Mapping[int, TensorGroup]
     replicas: Mapping[int, dist.ProcessGroup]
     tied: Mapping[int, Ends]
     links: Links
@@ -74,24 +79,19 @@ def place_in_world(
 ) -> Topology:
     """This process' place in a program, and its groups; every rank of the default process group must call this.
 
-    `groups_by_route`: see `_message_groups`; None does so on GPUs.
+    `groups_by_route`: see `make_links`; None says so on GPUs.
     """
-    # The one place that assumes a rank a worker (no tensor parallelism): a rank does what its worker does, and each
-    # node is on one rank.
-    assert all(worker.num_ranks == 1 for worker in program.workers), "a worker of several ranks cannot be trained"
-    carried = [node for worker in program.workers for node in worker.nodes]
-    assert len(carried) == len(program.nodes), "a node on several workers cannot be trained"
-    rank, routes = dist.get_rank(), make_routes(program)
-    links = Links(
-        rank_of_worker=tuple(worker.first_rank for worker in program.workers),
-        edges=program.edges,
-        routes=routes,
-        groups=_message_groups(program, routes, device.type == "cuda" if groups_by_route is None else groups_by_route),
-        device=device,
-        dtype=dtype,
+    rank = dist.get_rank()
+    own = next(
+        index
+        for index, worker in enumerate(program.workers)
+        if worker.first_rank <= rank < worker.first_rank + worker.num_ranks
     )
-    own = links.rank_of_worker.index(rank)
-    replicas, tied = _replica_groups(program), _tied_ends(program)
+    by_route = device.type == "cuda" if groups_by_route is None else groups_by_route
+    links = make_links(program, own, device, dtype, _TIMEOUT, groups_by_route=by_route)
+    nodes, ranks = program.workers[own].nodes, _ranks_of_nodes(program)
+    place = {node: ranks[node].index(rank) for node in nodes}
+    tensor, replicas, tied = _tensor_groups(ranks), _replica_groups(program, ranks), _tied_ends(program, ranks)
     return Topology(
         rank=rank,
         world_size=dist.get_world_size(),
@@ -99,56 +99,63 @@ def place_in_world(
         instructions=program.instructions[own],
         device=device,
         store=store,
-        replicas={node: replicas[node] for node in program.workers[own].nodes},
-        tied={node: ends for node, ends in tied.items() if node in program.workers[own].nodes},
+        tensor={node: TensorGroup(ranks[node], place[node], tensor[node]) for node in nodes},
+        replicas={node: replicas[node][place[node]] for node in nodes},
+        tied={node: tied[node][place[node]] for node in nodes if node in tied},
         links=links,
     )
 
 
-def _message_groups(program: Program, routes: Routes, by_route: bool) -> dict[Route, dist.ProcessGroup]:
-    """The process group of each route. Every rank makes all groups, in one order.
+class _Groups:
+    """Groups for one purpose by their ranks, each made once. Every rank makes all groups, in one order."""
 
-    NCCL carries the messages of a communicator out one after the other, whoever they are for, and a large send waits
-    for its receiver: were all routes in one, two ranks could each wait for what the other sends later. So each route
-    has a communicator of its own there. Gloo delivers each message by itself, and one group for each channel does.
-    """
-    ranks = [worker.first_rank for worker in program.workers]
-    taken = sorted({route for route in (*routes.forward, *routes.backward) if route})
-    if by_route:
-        return {
-            route: dist.new_group([ranks[route.sender], ranks[route.receiver]], timeout=_TIMEOUT) for route in taken
-        }
-    channels = [dist.new_group(timeout=_TIMEOUT) for _ in range(routes.num_channels)]
-    return {route: channels[route.channel] for route in taken}
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        if tuple(ranks) not in self._made:
+            self._made[tuple(ranks)] = dist.new_group(list(ranks), timeout=_TIMEOUT)
+        return self._made[tuple(ranks)]
 
 
-def _replica_groups(program: Program) -> list[dist.ProcessGroup]:
-    """The group of each node's stage; stages on the same ranks share one. Every rank makes all groups, in one order."""
-    rank_of_node = _rank_of_node(program)
-    ranks_of_stage: dict[tuple[str, int], list[int]] = {}
+def _ranks_of_nodes(program: Program) -> list[tuple[int, ...]]:
+    """The ranks that carry each node together, in their order: its tp group."""
+    ranks: list[list[int]] = [[] for _ in program.nodes]
+    for worker in program.workers:
+        for node in worker.nodes:
+            ranks[node] += range(worker.first_rank, worker.first_rank + worker.num_ranks)
+    return [tuple(own) for own in ranks]
+
+
+def _tensor_groups(ranks: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup | None]:
+    """Of each node the group of its ranks; a rank alone needs none."""
+    groups = _Groups()
+    return [groups.of(own) if len(own) > 1 else None for own in ranks]
+
+
+def _replica_groups(program: Program, ranks: Sequence[tuple[int, ...]]) -> list[list[dist.ProcessGroup]]:
+    """Of each node, the groups of those that hold the same: one for each of its ranks."""
+    groups = _Groups()
+    nodes_of_stage: dict[tuple[str, int], list[int]] = {}
     for index, node in enumerate(program.nodes):
-        ranks_of_stage.setdefault((node.module, node.pp_stage), []).append(rank_of_node[index])
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for ranks in map(tuple, ranks_of_stage.values()):
-        if ranks not in groups:
-            groups[ranks] = dist.new_group(list(ranks), timeout=_TIMEOUT)
-    return [groups[tuple(ranks_of_stage[node.module, node.pp_stage])] for node in program.nodes]
+        nodes_of_stage.setdefault((node.module, node.pp_stage), []).append(index)
+    found: list[list[dist.ProcessGroup]] = [[] for _ in program.nodes]
+    for nodes in nodes_of_stage.values():
+        made = [groups.of(alike) for alike in zip(*(ranks[node] for node in nodes), strict=True)]
+        for node in nodes:
+            found[node] = made
+    return found
 
 
-def _tied_ends(program: Program) -> dict[int, Ends]:
-    """The two ends of each replica of the LLM, by node; none where one rank is both. Every rank makes all groups."""
-    rank_of_node = _rank_of_node(program)
+def _tied_ends(program: Program, ranks: Sequence[tuple[int, ...]]) -> dict[int, list[Ends]]:
+    """The two ends of each replica of the LLM, by node and for each of its ranks; none where one rank is both."""
+    groups = _Groups()
     place = {(node.pp_stage, node.dp_rank): index for index, node in enumerate(program.nodes) if node.module == "llm"}
     last_stage = max(stage for stage, _ in place)
-    tied: dict[int, Ends] = {}
+    tied: dict[int, list[Ends]] = {}
     for replica in sorted(replica for stage, replica in place if stage == 0):
         first, last = place[0, replica], place[last_stage, replica]
-        owner, copy = rank_of_node[first], rank_of_node[last]
-        if owner != copy:
-            ends = Ends(owner, copy, dist.new_group([owner, copy], timeout=_TIMEOUT))
+        if ranks[first] != ranks[last]:
+            ends = [Ends(*pair, groups.of(pair)) for pair in zip(ranks[first], ranks[last], strict=True)]
             tied |= {first: ends, last: ends}
     return tied
-
-
-def _rank_of_node(program: Program) -> dict[int, int]:
-    return {node: worker.first_rank for worker in program.workers for node in worker.nodes}

@@ -9,14 +9,17 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from dflop.config import Config
 from dflop.data.loading import LoadedMedia, segments_of
 from dflop.models.deferral import Deferral
-from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.microbatch import EncoderBatch, MediaProcessor, TextBatch
 from dflop.parallelism import Plan
 from dflop.pipeline import Program
 from dflop.pipeline.orders import has_backward, splits_backward
@@ -154,9 +157,24 @@ class _Work(ABC):
 class EncoderWork(_Work):
     """Media in, their tokens' features out, one tensor for each LLM replica that awaits some."""
 
+    def __init__(self, own: NodeModel, processor: MediaProcessor, **common: Any) -> None:
+        super().__init__(own, **common)
+        self._processor = processor
+
     def _receive_input(self, loaded: LoadedMedia) -> EncoderBatch:
         self.unreadable += loaded.unreadable
-        return loaded.batch.to(self.device, self._dtype)
+        return self._with_items(loaded.batch.to(self.device, self._dtype))
+
+    def _with_items(self, batch: EncoderBatch) -> EncoderBatch:
+        """The batch as all ranks of the node have it, of which the first one decodes."""
+        ranks, num_items = self._own.ranks, sum(medium.num_items for media in batch.media for medium in media)
+        if ranks.size == 1 or not self.stage.is_first or not num_items:
+            return batch
+        items = batch.items
+        if not ranks.is_first:
+            items = torch.empty((num_items, *self._processor.item_shape), dtype=self._dtype, device=self.device)
+        dist.broadcast(items, src=ranks.ranks[0], group=ranks.group)
+        return replace(batch, items=items)
 
     def _without_records(self, microbatch: int) -> EncoderBatch:
         return EncoderBatch(items=None, media=(), kept_tokens=())
@@ -218,7 +236,8 @@ class LlmWork(_Work):
             hidden = leaf.to(self._dtype)
         output = self.stage(hidden, batch)
         if self.stage.is_last:
-            self.loss += output.detach()
+            if self._own.ranks.is_first:  # all of the node's ranks know it, and it counts once
+                self.loss += output.detach()
             return {_LOSS: output}
         return dict.fromkeys(self._outgoing, output)
 
@@ -244,14 +263,14 @@ def make_works(
     """The work of each of a rank's nodes; they share the loader."""
     works: dict[int, EncoderWork | LlmWork] = {}
     for own in model.nodes:
-        kind = LlmWork if own.node.module == "llm" else EncoderWork
-        works[own.index] = kind(
-            own,
-            program=program,
-            loader=loader,
-            autocast=torch.autocast(config.cluster.device, torch.bfloat16, enabled=config.train.precision == "bf16"),
-            hidden_size=model.spec.module("llm").hidden_size,
-            frozen=config.model.freeze,
-            splits_backward=splits_backward(plan, own.node.module),
-        )
+        common: dict[str, Any] = {
+            "program": program,
+            "loader": loader,
+            "autocast": torch.autocast(config.cluster.device, torch.bfloat16, enabled=config.train.precision == "bf16"),
+            "hidden_size": model.spec.module("llm").hidden_size,
+            "frozen": config.model.freeze,
+            "splits_backward": splits_backward(plan, own.node.module),
+        }
+        is_llm = own.node.module == "llm"
+        works[own.index] = LlmWork(own, **common) if is_llm else EncoderWork(own, model.processor, **common)
     return works

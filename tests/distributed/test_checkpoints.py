@@ -34,7 +34,7 @@ def _join(rank: int, store: Path) -> None:
 def _part(value: float) -> SimpleNamespace:
     weight = nn.Parameter(torch.full((1000, 50), value))
     optimizer = ShardedAdamW([weight], dist.group.WORLD, lr=0.1, weight_decay=0.0)
-    return SimpleNamespace(parameters={"weight": weight}, optimizer=optimizer)
+    return SimpleNamespace(parameters={"weight": weight}, shards={}, optimizer=optimizer)
 
 
 def _save_both(rank: int, out: Path, store: Path) -> None:

@@ -3,6 +3,7 @@
 Everything is in float64. The oracle runs one sample after the other, unpacked, and steps with `torch.optim.AdamW`.
 """
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -21,6 +22,7 @@ from dflop.costs import CostModel
 from dflop.data import load_samples
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
+from dflop.models.tensor_group import Shard
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import check_program, make_program
 from dflop.pipeline.run import run_instructions
@@ -43,13 +45,18 @@ def disjoint(vision: dict, llm: dict, num_microbatches: int = 3, **more) -> Plan
     return Plan(placement="disjoint", grids=grids, num_microbatches=num_microbatches, **more)
 
 
-def shared(placement: str, llm: dict, num_microbatches: int = 3, **more) -> Plan:
+def shared(placement: str, llm: dict, num_microbatches: int = 3, encoder_tp: int = 1, **more) -> Plan:
     num_ranks = llm["num_ranks"] // (llm.get("pp", 1) if placement == "monolithic" else 1)
-    grids = (Grid(module="vision", num_ranks=num_ranks), Grid(module="llm", **llm))
+    grids = (Grid(module="vision", num_ranks=num_ranks, tp=encoder_tp), Grid(module="llm", **llm))
     return Plan(placement=placement, grids=grids, num_microbatches=num_microbatches, **more)
 
 
 ONE, TWO, PIPELINE = {"num_ranks": 1}, {"num_ranks": 2}, {"num_ranks": 2, "pp": 2}
+SHARED, SHARED_TWICE, SHARED_PIPELINE = (
+    {"num_ranks": 2, "tp": 2},
+    {"num_ranks": 4, "tp": 2},
+    {"num_ranks": 4, "tp": 2, "pp": 2},
+)
 SPLIT_UNEVENLY = {"num_ranks": 2, "pp": 2, "layers": (3, 1)}
 PLANS = {
     "disjoint 1+1": disjoint(ONE, ONE),
@@ -75,9 +82,27 @@ PLANS = {
     "monolithic 2": shared("monolithic", TWO),
     "monolithic pp 2": shared("monolithic", PIPELINE),
     "monolithic pp 2 dp 2": shared("monolithic", {"num_ranks": 4, "pp": 2}, num_microbatches=2),
+    "disjoint 1+2, LLM tp 2": disjoint(ONE, SHARED),
+    "disjoint 2+1, encoder tp 2": disjoint(SHARED, ONE),
+    "disjoint 2+2, both tp 2, checkpointing": disjoint(SHARED, SHARED, checkpointing=True),
+    "zb_h1, LLM tp 2 pp 2": disjoint(ONE, SHARED_PIPELINE, num_microbatches=4, schedule="zb_h1"),
+    "colocated LLM tp 2": shared("colocated", SHARED),
+    "colocated encoder tp 2": shared("colocated", TWO, encoder_tp=2),
+    "colocated encoder dp 4, LLM tp 2 pp 2": shared("colocated", SHARED_PIPELINE, num_microbatches=2),
+    "colocated encoder tp 4, LLM tp 2 dp 2": shared("colocated", SHARED_TWICE, num_microbatches=2, encoder_tp=4),
+    "monolithic tp 2 pp 2": shared("monolithic", SHARED_PIPELINE, num_microbatches=2, encoder_tp=2),
+    "monolithic tp 2 dp 2": shared("monolithic", SHARED_TWICE, num_microbatches=2, encoder_tp=2),
 }
-FROZEN = ("disjoint 1+1", "encoder pp 2", "colocated pp 2 dp 2", "monolithic 2")
-TIED = ("disjoint 1+1", "disjoint 1+2, LLM pp 2", "colocated pp 2 dp 2", "zb_h1", "interleaved")
+FROZEN = ("disjoint 1+1", "encoder pp 2", "colocated pp 2 dp 2", "monolithic 2", "colocated LLM tp 2")
+TIED = (
+    "disjoint 1+1",
+    "disjoint 1+2, LLM pp 2",
+    "colocated pp 2 dp 2",
+    "zb_h1",
+    "interleaved",
+    "disjoint 1+2, LLM tp 2",
+    "zb_h1, LLM tp 2 pp 2",
+)
 CASES = [
     *((name, variant) for variant, names in (("plain", PLANS), ("tied", TIED)) for name in names),
     *((name, variant) for variant in ("frozen vision", "frozen llm") for name in FROZEN),
@@ -98,7 +123,7 @@ def folder(run, tmp_path_factory) -> Path:
     configs["tied"]["model"].pop("preset")
     samples, _ = load_samples(made / "shapes.duckdb", load_model_spec(load_config(config).model).encoders)
     batches = GlobalBatches(len(samples), 8, 0)
-    costs = CostModel.load(made / "costs.duckdb")
+    costs = _at_any_tp(CostModel.load(made / "costs.duckdb"))
     for variant, values in configs.items():
         (folder / f"{variant}.json").write_text(json.dumps(values))
         loaded = load_config(values)
@@ -115,6 +140,16 @@ def folder(run, tmp_path_factory) -> Path:
         for step in range(_NUM_STEPS[variant]):
             (path / str(step)).write_bytes(scheduler.schedule(step).to_bytes())
     return folder
+
+
+def _at_any_tp(costs: CostModel) -> CostModel:
+    """The costs at tp 1 as those of more ranks too: some schedule is wanted, not a good one."""
+
+    def copied(own: dict) -> dict:
+        return {(key[0], tp, *key[2:]): value for key, value in own.items() for tp in (1, 2, 4)}
+
+    names = ("times", "activations", "transients", "parameter_bytes", "ranges")
+    return dataclasses.replace(costs, **{name: copied(getattr(costs, name)) for name in names})
 
 
 def _tied_checkpoint(path: Path, config: dict) -> Path:
@@ -193,8 +228,14 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
         model.update(1.0, 1 / num_targets)
     for own in model.nodes:
         for parameter_name, parameter in own.parameters.items():
-            apart = (parameter.detach() - expected["weights"][parameter_name]).abs().max()
+            theirs = part_of(expected["weights"][parameter_name], own.shards.get(parameter_name), parameter.shape)
+            apart = (parameter.detach() - theirs).abs().max()
             assert apart < 1e-8, f"{name}, {variant}: {parameter_name} is off by {apart:.1e}"
+
+
+def part_of(whole: torch.Tensor, shard: Shard | None, shape: torch.Size) -> torch.Tensor:
+    """What a rank holds of a parameter."""
+    return whole if shard is None else whole.narrow(shard.dim, shard.start, shape[shard.dim])
 
 
 def _compare_gradients(own, expected: dict[str, torch.Tensor], num_targets: int, tolerance: float, where: str) -> None:
@@ -205,7 +246,11 @@ def _compare_gradients(own, expected: dict[str, torch.Tensor], num_targets: int,
         for piece in own.optimizer.pieces(parameter):
             values = slice(piece.start, piece.start + len(piece.moments["exp_avg"]))
             ours = parameter.grad.flatten()[values] / num_targets
-            theirs = expected[name].flatten()[values] if name in expected else torch.zeros_like(ours)
+            theirs = (
+                part_of(expected[name], own.shards.get(name), parameter.shape).flatten()[values]
+                if name in expected
+                else torch.zeros_like(ours)
+            )
             scale = max(floor, float(expected[name].abs().max()) if name in expected else 0.0)
             assert float((ours - theirs).abs().max()) <= tolerance * scale, f"{where}: {name}"
 

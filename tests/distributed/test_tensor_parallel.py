@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +26,7 @@ from dflop.models.llava_onevision import PRESETS, make_spec
 from dflop.models.llava_onevision.runtime import RUNTIME
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.stages import Stage
-from dflop.models.tensor_parallel import shard_stage
+from dflop.models.tensor_group import ALONE, Shard, TensorGroup
 from dflop.runtime import UserError
 
 pytestmark = pytest.mark.serial
@@ -110,8 +108,6 @@ class Collectives(TorchDispatchMode):
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does to its local tensors comes by
         name = operation.name().split("::")[1]
         if operation.namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             tensor = args[0][0] if isinstance(args[0], list) else args[0]
@@ -119,16 +115,24 @@ class Collectives(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def build(case: Case) -> Stage:
+def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
     config = RUNTIME.make_config(case.spec, PLACEHOLDERS, 1024)
     dtype = torch.float64 if case.precision == "fp64" else torch.float32
     stage = RUNTIME.build_stage(
-        config, case.module, layers=case.layers, seed=1, dtype=dtype, checkpointing=case.checkpointing
+        config,
+        case.module,
+        layers=case.layers,
+        seed=1,
+        dtype=dtype,
+        checkpointing=case.checkpointing,
+        ranks=ranks,
     )
     with torch.no_grad():
         for name, parameter in stage.named_hf_parameters().items():  # so that no bias is zero and no norm one
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            shard = stage.shards.get(name)
+            noise = torch.randn(shard.whole if shard else parameter.shape, generator=generator)
+            parameter += 0.1 * (noise.narrow(shard.dim, shard.start, parameter.shape[shard.dim]) if shard else noise)
     return stage
 
 
@@ -160,7 +164,7 @@ def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tupl
 def run(case: Case, stage: Stage) -> Result:
     generator = torch.Generator().manual_seed(2)
     dtype = next(stage.parameters()).dtype
-    own = {local(parameter).untyped_storage().data_ptr() for parameter in stage.parameters()}
+    own = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
     def draw(*shape: int) -> torch.Tensor:
@@ -181,16 +185,21 @@ def run(case: Case, stage: Stage) -> Result:
     return Result(
         outputs=[output.detach() for output in outputs],
         input_gradient=inputs.grad,
-        gradients={name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()},
-        num_parameters=sum(local(parameter).numel() for parameter in stage.parameters()),
-        held_bytes=sum(local(parameter).untyped_storage().nbytes() for parameter in stage.parameters()),
+        gradients={name: whole(gradient, stage.shards.get(name)) for name, gradient in gradients.items()},
+        num_parameters=sum(parameter.numel() for parameter in stage.parameters()),
+        held_bytes=sum(parameter.untyped_storage().nbytes() for parameter in stage.parameters()),
         kept_bytes=kept_bytes,
         collectives=collectives.seen,
     )
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: torch.Tensor | None, shard: Shard | None) -> torch.Tensor | None:
+    """All ranks' parts of a tensor in one."""
+    if tensor is None or shard is None:
+        return tensor
+    parts = [tensor] * TP
+    dist.all_gather_object(parts, tensor)
+    return torch.cat(parts, shard.dim)
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -202,12 +211,12 @@ def run_rank(rank: int, folder: Path) -> None:
         world_size=TP,
         timeout=timedelta(seconds=120),
     )
-    mesh = init_device_mesh("cpu", (TP,))
+    ranks = TensorGroup(range(TP), rank, dist.group.WORLD)
     results: dict[str, Result | str] = {}
     for name, case in (CASES | REFUSED).items():
-        stage = build(case)
         try:
-            shard_stage(stage, mesh, case.spec, case.module)
+            check_tp(case.spec, case.module, TP)
+            stage = build(case, ranks)
         except UserError as error:
             results[name] = str(error)
         else:

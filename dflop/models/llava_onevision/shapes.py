@@ -51,11 +51,8 @@ class LlavaOnevisionShapes:
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
         return whisper_audio(seconds, audio)
 
-    def placeholder(self, kind: str) -> str:
-        return f"<{kind}>"
-
     def in_text(self, kind: str, count: ItemCount) -> str:
-        return self.placeholder(kind)
+        return f"<{kind}>"
 
 
 @lru_cache(maxsize=1 << 16)

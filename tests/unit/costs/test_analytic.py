@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,6 +25,7 @@ from dflop.models.llava_onevision.stages import VisionStage
 from dflop.models.loads import FEATURES, Coefficients
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.stages import LlmStage
+from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
 from dflop.store import write_costs
@@ -252,11 +252,11 @@ def test_what_an_llm_keeps_is_what_autograd_keeps(name):
 def alone():
     """A process group of this process: all that ranks do to share a vocabulary, which is then whole."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0])
+    yield TensorGroup((0,), 0, dist.group.WORLD)
     dist.destroy_process_group()
 
 
-def head_bench(tokenizer, vocab_size: int, mesh: DeviceMesh | None = None) -> tuple[ModelSpec, Bench]:
+def head_bench(tokenizer, vocab_size: int, ranks: TensorGroup = ALONE) -> tuple[ModelSpec, Bench]:
     fields = deepcopy(FAMILIES["llava_onevision"].presets["tiny"])
     fields["text_config"]["vocab_size"] = vocab_size
     spec = make_spec("llava_onevision", fields)
@@ -268,7 +268,7 @@ def head_bench(tokenizer, vocab_size: int, mesh: DeviceMesh | None = None) -> tu
         vocab_size=vocab_size,
         device=torch.device("cpu"),
         precision="bf16",
-        mesh=mesh,
+        ranks=ranks,
     )
     gc.unfreeze()
     return spec, bench
@@ -321,7 +321,7 @@ def test_points_have_the_columns_that_measuring_gives(module, tiny_spec, tokeniz
         module,
         2,
         placeholder_ids=tokenizer.placeholder_ids,
-        vocab_size=tokenizer.vocab_size(),
+        vocab_size=tokenizer.vocab_size,
         device=torch.device("cpu"),
         precision="bf16",
     )

@@ -55,9 +55,10 @@ def walk(plan: Plan, times: StageTimes, frozen=()) -> tuple[np.ndarray, np.ndarr
         for worker, items in enumerate(program.instructions):
             while done[worker] < len(items):
                 item = items[done[worker]]
-                # Of the sync, each worker is done on its own: that its replicas wait for each other ends no step later.
+                # Each worker is done with transfers on its own, and with the sync: that its replicas wait for each
+                # other ends no step later.
                 is_sync = item.op is Op.SYNC_GRADIENTS
-                together = [worker] if is_sync else carriers[item.node]
+                together = [worker] if is_sync or item.edge >= 0 else carriers[item.node]
                 if is_sync:
                     clocks[worker] += times.sync_s[item.node]
                 if any(

@@ -11,6 +11,7 @@ from dflop.config import ClusterConfig, ScheduleConfig, load_config
 from dflop.data.loading import LoadedMedia
 from dflop.models.llava_onevision.runtime import RUNTIME
 from dflop.models.microbatch import EncoderBatch, MediumLayout
+from dflop.models.tensor_group import ALONE
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import Node, make_program
 from dflop.pricing import Pricer
@@ -40,7 +41,7 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
     program = make_program(plan)
     last = program.nodes.index(Node("vision", 1, 0))
     stage = RUNTIME.build_stage(
-        RUNTIME.make_config(tiny_spec, tokenizer.placeholder_ids, tokenizer.vocab_size()),
+        RUNTIME.make_config(tiny_spec, tokenizer.placeholder_ids, tokenizer.vocab_size),
         "vision",
         layers=range(2, 4),
         seed=0,
@@ -48,8 +49,8 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
     parameters = stage.named_hf_parameters()
     optimizer = ShardedAdamW(list(stage.parameters()), alone, lr=1e-3, weight_decay=0.0)
     arguments = {"index": last, "node": program.nodes[last], "stage": stage, "parameters": parameters, "lr": 1e-3}
-    own = NodeModel(**arguments, optimizer=optimizer)
-    model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processor=None, tokenizer=None)
+    own = NodeModel(**arguments, ranks=ALONE, optimizer=optimizer)
+    model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processor=None, tokenizer_folder=None)
 
     cluster = ClusterConfig(devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
     pricer = Pricer(plan, costs, tiny_spec, cluster)

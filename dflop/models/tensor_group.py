@@ -1,0 +1,46 @@
+"""Ranks that share tensors: who they are, and which part of a tensor each of them holds."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ALONE", "Shard", "TensorGroup"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a tensor of shape `whole` that begins at `start` along `dim`, and goes as far as the values do."""
+
+    dim: int
+    start: int
+    whole: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """The ranks that share a module's tensors, in order, and which of them this one is. One alone needs no group."""
+
+    ranks: Sequence[int]
+    place: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all where all know the same."""
+        return self.place == 0
+
+    def part(self, num_values: int, place: int | None = None) -> slice:
+        """What of so many values this rank holds, or the one at `place`: as many as the others, the last ones fewer."""
+        most = math.ceil(num_values / self.size)
+        start = min((self.place if place is None else place) * most, num_values)
+        return slice(start, min(start + most, num_values))
+
+
+ALONE = TensorGroup((0,), 0, None)

@@ -1,0 +1,176 @@
+"""A rank's part of a checkpoint's tensors, for `torch.distributed.checkpoint` to write and to read.
+
+Each tensor of a checkpoint is whole there, in blocks that ranks wrote: `model/NAME` are parameters, and
+`optimizer/NAME/exp_avg` AdamW's moments of them, as vectors or as matrices [rows, everything else]. What a rank has of
+one, its shard and the run of it that its replica updates, is one block or a few. So whoever reads gets its own blocks
+out of any others.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from dflop.models.tensor_group import Shard
+from dflop.runtime import UserError
+from dflop.training.sharded_optimizer import Piece
+
+__all__ = ["Part", "load_tensors", "save_tensors"]
+
+# A reader takes a block as a whole, although it may need little of it.
+_BLOCK_BYTES = 32 * 2**20
+
+
+class Owned(Protocol):
+    """An optimiser, or what is saved of one."""
+
+    def pieces(self, parameter: torch.Tensor) -> list[Piece]: ...
+
+
+class Part(Protocol):
+    """Parameters by their names in the whole model, what of them this rank has, and the optimiser that trains them."""
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def shards(self) -> Mapping[str, Shard]: ...
+
+    @property
+    def optimizer(self) -> Owned: ...
+
+
+class _Block(NamedTuple):
+    """Values of a tensor of shape `whole`, from `start` on in each of its dimensions."""
+
+    name: str
+    values: torch.Tensor
+    start: torch.Size
+    whole: torch.Size
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(self.start, self.values.shape)
+
+
+def save_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
+    """Write what the parts of all ranks hold, each block once; every rank must call this. Ranks agree over `group`."""
+    dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(_blocks(parts)), process_group=group)
+
+
+def load_tensors(folder: Path, parts: Sequence[Part]) -> None:
+    """Read what the parts hold, in place; every rank must call this.
+
+    Raises:
+        UserError: when the checkpoint lacks some of what this rank has.
+    """
+    blocks = list(_blocks(parts))
+    dcp.load({}, checkpoint_id=folder, planner=_LoadPlanner(blocks, _reads(folder, blocks)))
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Of blocks that several ranks have, torch's planner leaves one."""
+
+    def __init__(self, blocks: Iterator[_Block]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._blocks = {(block.name, block.start): block for block in blocks}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    index=MetadataIndex(block.name, block.start),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        block.chunk, TensorProperties.create_from_tensor(block.values), block.whole
+                    ),
+                )
+                for block in self._blocks.values()
+            ]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._blocks[index.fqn, index.offset].values
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def __init__(self, blocks: Sequence[_Block], reads: list[ReadItem]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._blocks, self._reads = {(block.name, block.start): block for block in blocks}, reads
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(self._reads)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._blocks[index.fqn, index.offset].values
+
+
+def _reads(folder: Path, blocks: Sequence[_Block]) -> list[ReadItem]:
+    """What of a checkpoint's blocks fills these."""
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    of_name: dict[str, list[_Block]] = {}
+    for block in blocks:
+        of_name.setdefault(block.name, []).append(block)
+    reads: list[ReadItem] = []
+    for name, own in of_name.items():
+        found = []
+        if name in saved and saved[name].size == own[0].whole:
+            found = create_read_items_for_chunk_list(name, saved[name], [block.chunk for block in own])
+        num_found = sum(math.prod(item.lengths) for item in found)
+        num_wanted = sum(block.values.numel() for block in own)
+        if num_found != num_wanted:
+            raise UserError(
+                f"{folder} holds {num_found} of {num_wanted} values of {name}; it is not whole, so delete it, and "
+                "training goes on from the one before"
+            )
+        reads += found
+    return reads
+
+
+def _blocks(parts: Sequence[Part]) -> Iterator[_Block]:
+    for own in parts:
+        for name, parameter in own.parameters.items():
+            shard = own.shards.get(name)
+            whole = shard.whole if shard else parameter.shape
+            start = tuple(shard.start if shard and shard.dim == dim else 0 for dim in range(parameter.ndim))
+            yield from _cut(_Block(f"model/{name}", parameter.detach(), torch.Size(start), whole))
+            width = math.prod(parameter.shape[1:]) if parameter.ndim > 1 else None
+            of_moments = whole if width is None else torch.Size((whole[0], math.prod(whole[1:])))
+            for piece in own.optimizer.pieces(parameter):
+                for moment, values in piece.moments.items():
+                    for place, part in _as_blocks(values, piece.start, width):
+                        at = torch.Size(here + begin for here, begin in zip(place, start[: len(place)], strict=True))
+                        yield from _cut(_Block(f"optimizer/{name}/{moment}", part, at, of_moments))
+
+
+def _as_blocks(values: torch.Tensor, start: int, width: int | None) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """A run of a flattened matrix of so many columns, cut where rows begin and end: the rest of a row, whole rows, and
+    the beginning of one, each with the place of its first value. A vector (no `width`) stays as it is."""
+    if width is None:
+        yield (start,), values
+        return
+    place, end = start, start + len(values)
+    while place < end:
+        row, column = divmod(place, width)
+        num_rows = max(1, (end - place) // width) if column == 0 else 1
+        onward = min(place + num_rows * width - column, end)
+        part = values[place - start : onward - start]
+        yield (row, column), part.view(num_rows, -1)
+        place = onward
+
+
+def _cut(block: _Block) -> Iterator[_Block]:
+    """Blocks of at most `_BLOCK_BYTES`, or a row."""
+    row_bytes = max(1, block.values[0].nbytes) if len(block.values) else 1
+    num_rows = max(1, _BLOCK_BYTES // row_bytes)
+    for first in range(0, len(block.values), num_rows):
+        start = torch.Size((block.start[0] + first, *block.start[1:]))
+        yield block._replace(values=block.values[first : first + num_rows], start=start)
