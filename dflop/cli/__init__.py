@@ -9,7 +9,14 @@ import sys
 import click
 
 from dflop.cli.costs import fit_costs_command, profile_costs, profile_links
-from dflop.cli.data import demo_data, list_shards_command, merge_shapes, plot_shapes_command, profile_shapes
+from dflop.cli.data import (
+    demo_data,
+    list_shards_command,
+    merge_shapes,
+    plot_shapes_command,
+    profile_loading,
+    profile_shapes,
+)
 from dflop.cli.plans import plan_command, schedule_command
 from dflop.cli.training import report_command, train_command
 from dflop.runtime import UserError
@@ -23,7 +30,8 @@ def cli() -> None:
     """Plan and run multimodal-LLM training around the data.
 
     The workflow runs these commands in this order: demo-data (for the demo), profile-shapes, merge-shapes,
-    plot-shapes, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also be run by hand.
+    plot-shapes, profile-loading, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also
+    be run by hand.
     """
 
 
@@ -33,6 +41,7 @@ for command in (
     list_shards_command,
     merge_shapes,
     plot_shapes_command,
+    profile_loading,
     profile_costs,
     profile_links,
     fit_costs_command,

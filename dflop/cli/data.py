@@ -9,7 +9,14 @@ import click
 from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of
 from dflop.runtime import UserError, progress_bar
 
-__all__ = ["demo_data", "list_shards_command", "merge_shapes", "plot_shapes_command", "profile_shapes"]
+__all__ = [
+    "demo_data",
+    "list_shards_command",
+    "merge_shapes",
+    "plot_shapes_command",
+    "profile_loading",
+    "profile_shapes",
+]
 
 
 @click.command("demo-data")
@@ -222,6 +229,32 @@ def _shape_lines(shapes, rejects) -> list[str]:
     for source, reason, count, examples in rejects.rows():
         lines.append(f"{source}: {count:,} rejected as {reason}, e.g. {examples[0]}")
     return lines
+
+
+@click.command("profile-loading")
+@config_option
+@click.option("--shapes", type=FILE, required=True, help="shapes.duckdb")
+@click.option("--out", type=FILE, required=True, help="Parquet file to write.")
+def profile_loading(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
+    """Measure what training's loaders take for a sample of each modality: reading, decoding, tokenising."""
+    from dflop.data.measure_loading import measure_loading
+    from dflop.models import check_runnable
+    from dflop.runtime import written_whole
+
+    config = load_for("profile-loading", configs)
+    check_runnable(config.model.family)
+    with progress_bar(unit="sample") as bar:
+        frame = measure_loading(config, shapes, bar.update)
+    with written_whole(out) as path:
+        frame.write_parquet(path)
+    for row in frame.iter_rows(named=True):
+        click.echo(
+            f"{row['module']} {row['modality']}: {row['seconds'] * 1e3:.3g} ms a sample"
+            + (f", {row['media_bytes'] / 1e6:.3g} MB of media" if row["media_bytes"] else "")
+            + f"; {row['num_measured']} measured"
+            + (f", {row['num_unreadable']} of them damaged" if row["num_unreadable"] else "")
+        )
+    click.echo(f"{out}: {len(frame)} rows")
 
 
 @click.command("plot-shapes")

@@ -14,22 +14,31 @@ __all__ = ["plan_command", "schedule_command"]
 @config_option
 @click.option("--shapes", type=FILE, required=True)
 @click.option("--costs", type=FILE, required=True)
+@click.option("--loading", type=FILE, help="What `dflop profile-loading` measured, if it did.")
 @click.option("--out", type=FILE, required=True, help="plan.yaml to write.")
 @click.option("--candidates", type=FILE, required=True, help="Parquet file of all priced plans to write.")
 @click.option("--explain", is_flag=True, help="Print the ten best plans, what others would run, and what comes next.")
 def plan_command(
-    configs: tuple[str, ...], shapes: Path, costs: Path, out: Path, candidates: Path, explain: bool
+    configs: tuple[str, ...],
+    shapes: Path,
+    costs: Path,
+    loading: Path | None,
+    out: Path,
+    candidates: Path,
+    explain: bool,
 ) -> None:
     """Search the layouts and choose the one with the shortest expected step."""
     from dflop.config import excess_memory
     from dflop.costs import BEYOND_MEASURED, CostModel
-    from dflop.data import load_samples
+    from dflop.data import load_samples, read_loading_times
     from dflop.models import digest_of_spec, load_model_spec
     from dflop.planning import (
         candidates_frame,
         describe_choice,
         explain_choice,
         leave_out_what_no_plan_holds,
+        loading_need,
+        loading_note,
         price_baselines,
         search_plans,
     )
@@ -37,6 +46,7 @@ def plan_command(
     from dflop.runtime import written_whole
 
     config = load_for("plan", configs)
+    loading_times = read_loading_times(loading) if loading else None
     if excess := excess_memory(config.cluster):
         click.echo(f"warning: {excess}; plans may not fit there", err=True)
     spec = load_model_spec(config.model)
@@ -58,17 +68,28 @@ def plan_command(
 
         found = search_plans(config, spec, cost_model, samples, progress, compares=explain)
     baselines = price_baselines(config, spec, cost_model, samples)
+    best = found.best
+    need = loading_times and loading_need(
+        best.plan,
+        loading_times,
+        config.cluster,
+        global_batch_size=config.train.global_batch_size,
+        step_s=best.step_s,
+        idle=best.idle,
+    )
     with written_whole(candidates) as path:
         candidates_frame(found).write_parquet(path)
     with written_whole(out) as path:
-        path.write_text(describe_choice(found, baselines, config, cost_model, len(left_out)), encoding="utf-8")
-    best = found.best
+        text = describe_choice(found, baselines, config, cost_model, num_left_out=len(left_out), loading=need)
+        path.write_text(text, encoding="utf-8")
     if explain:
         click.echo(explain_choice(found, baselines, config, cost_model) + "\n")
     if best.extrapolated:
         click.echo(f"{best.extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
     of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
     click.echo(f"{out}: {best.plan}; expected step {best.step_s:.3g} s{of_costs}, idle {best.idle:.0%}")
+    if need:
+        click.echo(loading_note(need, best.step_s))
     if not explain:  # which says the same in full
         _echo_notes(found, baselines, config)
 

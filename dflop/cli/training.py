@@ -20,6 +20,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
     from dflop.models import check_modules, check_runnable, load_model_spec
     from dflop.parallelism import load_plan
+    from dflop.planning import planned_loaders
     from dflop.pricing import describe_left_out
     from dflop.runtime.torchrun import is_first_node
     from dflop.scheduling.service import open_scheduler
@@ -30,6 +31,15 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     check_runnable(config.model.family)
     check_modules(load_model_spec(config.model), config.train.modules, "train.modules")
     check_plan(plan_path, load_plan(plan_path))
+    planned = planned_loaders(plan_path)
+    if config.train.loader_workers is None:
+        config = load_for("train", (*configs, f"train.loader_workers={planned}"))
+    elif 0 < config.train.loader_workers < planned:
+        click.echo(
+            f"dflop: `train.loader_workers` is {config.train.loader_workers}, and the plan found that a rank needs "
+            f"{planned}: ranks will wait for data; leave it out to have as many as needed",
+            err=True,
+        )
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
     # What is amiss is said here, before any rank starts.
     scheduler = open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path)

@@ -165,7 +165,7 @@ class TrainConfig:
     precision: str = "fp32"
     checkpoint_every: int = 10
     resume: str = "auto"
-    loader_workers: int = 1
+    loader_workers: Optional[int] = None
     peer_timeout_s: float = 60.0
 
     def of_module(self, name: str) -> tuple[float, float]:

@@ -54,13 +54,13 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
     ranks = _tp_ranks(tp) if tp > 1 else ALONE
     bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()
-    tokenizer = ChatTokenizer(Path(request["tokenizer"]))
+    tokenizer = ChatTokenizer(Path(request["tokenizer"]), spec.rules)
     bench = Bench(
         spec,
         module,
         fitted_depths(spec.module(module).num_layers)[-1],
         placeholder_ids=tokenizer.placeholder_ids,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size(spec.media),
         device=device,
         precision=config.train.precision,
         ranks=ranks,

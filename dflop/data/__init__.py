@@ -1,8 +1,9 @@
 """Data: manifests, media headers and sample shapes; text, decoding and packing for training.
 
-`loading` needs torch and is imported by the trainer alone.
+`loading` and `measure_loading` need torch: who trains, or measures what loading takes, imports them.
 """
 
+from dflop.data.loading_times import LoadingTimes, read_loading_times
 from dflop.data.manifests import Shard, Source, SourceRecords, list_shards, list_sources
 from dflop.data.profile import ShapeProfiler, profile_shard
 from dflop.data.samples import MediaSizes, SampleShapes, load_samples
@@ -12,6 +13,7 @@ from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer, tokenizer_folder
 __all__ = [
     "BUNDLED_TOKENIZER",
     "ChatTokenizer",
+    "LoadingTimes",
     "MediaSizes",
     "SampleShapes",
     "ShapeProfiler",
@@ -23,5 +25,6 @@ __all__ = [
     "list_sources",
     "load_samples",
     "profile_shard",
+    "read_loading_times",
     "tokenizer_folder",
 ]

@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from dflop.config import DataConfig
 from dflop.data.decoding import MediaDecoder
 from dflop.data.manifests import Source, SourceRecords
 from dflop.data.records import Record, RecordError, parse_record
 from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text
 from dflop.data.text import ChatTokenizer
+from dflop.models import ModelSpec
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, TextBatch
 from dflop.runtime import UserError
 
@@ -33,6 +35,7 @@ __all__ = [
     "MicrobatchLoader",
     "SampleRef",
     "TrainingRecords",
+    "microbatch_loader",
     "segments_of",
 ]
 
@@ -129,7 +132,7 @@ class MicrobatchLoader(Dataset):
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
-        return ChatTokenizer(self.tokenizer_folder, self.reader.rules.special_tokens)
+        return ChatTokenizer(self.tokenizer_folder, self.reader.rules)
 
     def __getitem__(self, job: MicrobatchJob) -> LoadedMedia | TextBatch:
         """Load a microbatch.
@@ -226,6 +229,35 @@ class MicrobatchLoader(Dataset):
             replica = np.repeat([ranks[place] for ranks in job.encoder_rank], job.llm_tokens)[own]
             positions += [torch.from_numpy(own[replica == number]) for number in range(encoder.num_replicas)]
         return tuple(positions)
+
+
+def microbatch_loader(
+    data: DataConfig,
+    spec: ModelSpec,
+    records: TrainingRecords,
+    *,
+    tokenizer_folder: Path,
+    module: str,
+    num_replicas: Sequence[int],
+    processor: MediaProcessor | None,
+) -> MicrobatchLoader:
+    """What loads the microbatches of a module's stages; `num_replicas` has one number for each encoder."""
+    encoders = [own.name for own in spec.encoders]
+    return MicrobatchLoader(
+        records=records,
+        reader=ShapeReader(
+            rules=spec.rules,
+            video=data.video,
+            audio=data.audio,
+            max_image_pixels=data.max_image_pixels,
+            max_text_bytes=data.max_text_bytes,
+        ),
+        tokenizer_folder=tokenizer_folder,
+        max_llm_tokens=data.max_llm_tokens,
+        encoders=tuple(EncoderFeed(own.media, dp) for own, dp in zip(spec.encoders, num_replicas, strict=True)),
+        encoder=None if module == "llm" else encoders.index(module),
+        processor=processor,
+    )
 
 
 def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, list[int]]:

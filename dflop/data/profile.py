@@ -126,7 +126,7 @@ class _Recipe:
         profiler = ShapeProfiler(
             source=self.source,
             reader=self.reader,
-            tokenizer=ChatTokenizer(self.tokenizer_folder, self.reader.rules.special_tokens),
+            tokenizer=ChatTokenizer(self.tokenizer_folder, self.reader.rules),
             max_llm_tokens=self.max_llm_tokens,
         )
         return profiler, SourceRecords(self.source, self.seed)

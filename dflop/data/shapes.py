@@ -94,13 +94,19 @@ class ShapeReader:
         """The record's text with its media in it.
 
         Raises:
-            RecordError: too_long, for a text beyond any use.
+            RecordError: too_long, for a text beyond any use; placeholder_mismatch, for one that holds what stands for
+                media once they are in it.
         """
         num_bytes = sum(len(turn.content.encode()) for turn in record.turns)
         if num_bytes > self.max_text_bytes:
             raise RecordError(
                 "too_long", f"{num_bytes:,} bytes of text, over {self.max_text_bytes:,} (`data.max_text_bytes`)"
             )
+        for kind in MEDIA_KINDS:
+            token = self.rules.placeholder(kind)
+            if token != f"<{kind}>" and any(token in turn.content for turn in record.turns):
+                detail = f"its text holds {token}, which stands for media; write <{kind}> where one is, or leave it out"
+                raise RecordError("placeholder_mismatch", detail)
         kinds: list[str] = []
         num_tokens: list[int] = []
         remaining = iter(shapes)
@@ -108,7 +114,7 @@ class ShapeReader:
         def in_text(_: re.Match) -> str:
             shape = next(remaining)
             text = self.rules.in_text(shape.kind, shape.count)
-            num_placeholders = text.count(f"<{shape.kind}>")
+            num_placeholders = text.count(self.rules.placeholder(shape.kind))
             kinds.extend([shape.kind] * num_placeholders)
             num_tokens.extend([shape.count.num_tokens // num_placeholders] * num_placeholders)
             return text

@@ -5,7 +5,8 @@ Shape profiling and training share this file, so that their token counts agree b
 """
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,21 @@ from tokenizers import Tokenizer
 
 from dflop.config import ModelConfig
 from dflop.data.records import MEDIA_KINDS, RecordError, Turn
+from dflop.models import ShapeRules
 from dflop.runtime import UserError
 
 __all__ = ["BUNDLED_TOKENIZER", "ChatTokenizer", "TokenizedText", "tokenizer_folder"]
 
 BUNDLED_TOKENIZER = Path(__file__).parent / "tokenizer"
+
+_FILES = (
+    "tokenizer*.json",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+)
 
 
 def tokenizer_folder(model: ModelConfig) -> Path:
@@ -46,8 +57,9 @@ class TokenizedText:
 class ChatTokenizer:
     """A Hugging Face tokenizer directory: `tokenizer.json` and its chat template."""
 
-    def __init__(self, folder: Path | None = None, special_tokens: Sequence[str] = ()) -> None:
-        """Load from `folder`, or the bundled tokenizer. `special_tokens` are added for the model's family.
+    def __init__(self, folder: Path | None = None, rules: ShapeRules | None = None) -> None:
+        """Load from `folder`, or the bundled tokenizer; tokens that the texts of a family need by its `rules`, and that
+        are not there, are added.
 
         Raises:
             UserError: when the folder is not a tokenizer directory.
@@ -68,15 +80,32 @@ class ChatTokenizer:
             ) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        needed = [*(f"<{kind}>" for kind in MEDIA_KINDS), *special_tokens]
-        self._tokenizer.add_special_tokens([token for token in needed if self._tokenizer.token_to_id(token) is None])
-        self.placeholder_ids = {kind: self._tokenizer.token_to_id(f"<{kind}>") for kind in MEDIA_KINDS}
+        self._placeholders = {kind: rules.placeholder(kind) if rules else f"<{kind}>" for kind in MEDIA_KINDS}
+        self._special_tokens = rules.special_tokens if rules else ()
+        needed = dict.fromkeys([*self._placeholders.values(), *self._special_tokens])
+        self._lacked = [token for token in needed if self._tokenizer.token_to_id(token) is None]
+        self._tokenizer.add_special_tokens(self._lacked)
+        self.placeholder_ids = {kind: self._tokenizer.token_to_id(token) for kind, token in self._placeholders.items()}
         self._template = _compile_template(_read_template(self.folder))
         self._wants_parts = self._template_wants_parts()
 
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+    def vocab_size(self, kinds: Iterable[str] = MEDIA_KINDS) -> int:
+        """How many ids a model needs whose texts have media of these kinds: up to the largest that can occur."""
+        unused = {f"<{kind}>" for kind in MEDIA_KINDS} - self._tokens_of(kinds)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        return 1 + max(number for token, number in ids.items() if token not in unused)
+
+    def save(self, folder: Path, kinds: Iterable[str] = MEDIA_KINDS) -> None:
+        """Copy the tokenizer's files. Where texts with media of these kinds need tokens that were added, those are in
+        the files, too."""
+        for pattern in _FILES:
+            for file in self.folder.glob(pattern):
+                shutil.copy(file, folder / file.name)
+        if self._tokens_of(kinds) & set(self._lacked):
+            self._tokenizer.save(str(folder / "tokenizer.json"))
+
+    def _tokens_of(self, kinds: Iterable[str]) -> set[str]:
+        return {*self._special_tokens, *(self._placeholders[kind] for kind in kinds)}
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[TokenizedText]:
         """Tokenise conversations; the turns' placeholders become one token each.

@@ -24,7 +24,7 @@ class MediaProcessor(Protocol):
         """The items of a clip's frames."""
 
     def save(self, folder: Path) -> None:
-        """Write the processor's files of a Hugging Face checkpoint."""
+        """Write the processor's files of a Hugging Face checkpoint, beside the tokenizer's, which are there."""
 
 
 @dataclass(frozen=True, slots=True)

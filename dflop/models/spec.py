@@ -50,10 +50,13 @@ class ShapeRules(Protocol):
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
         """One audio file."""
 
-    def in_text(self, kind: str, count: ItemCount) -> str:
-        """What the placeholder `<kind>` of one medium becomes in the text before it is tokenised.
+    def placeholder(self, kind: str) -> str:
+        """The token that stands for media of this kind in tokenised text; kinds of one encoder may share it."""
 
-        Each `<kind>` in it stands for `num_tokens` over the number of them: an equal share of the tokens.
+    def in_text(self, kind: str, count: ItemCount) -> str:
+        """What the `<kind>` of one medium in a record becomes in the text before it is tokenised.
+
+        Each `placeholder(kind)` in it stands for `num_tokens` over the number of them: an equal share of the tokens.
         """
 
 
@@ -92,6 +95,11 @@ class ModelSpec:
     def encoders(self) -> tuple[ModuleSpec, ...]:
         """The modules before the LLM, which is the last."""
         return self.modules[:-1]
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """The kinds of media that the model takes."""
+        return tuple(kind for module in self.encoders for kind in module.media)
 
     def module(self, name: str) -> ModuleSpec:
         for module in self.modules:

@@ -4,12 +4,14 @@ from dflop.planning.baselines import Baseline, price_baselines, read_baselines
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
 from dflop.planning.holding import leave_out_what_no_plan_holds
+from dflop.planning.loading import LoadingNeed, loading_need, loading_note, planned_loaders
 from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
 
 __all__ = [
     "Baseline",
     "Candidate",
+    "LoadingNeed",
     "PlanPricer",
     "SearchResult",
     "candidates_frame",
@@ -18,7 +20,10 @@ __all__ = [
     "explain_choice",
     "faster_baselines_note",
     "leave_out_what_no_plan_holds",
+    "loading_need",
+    "loading_note",
     "plan_of",
+    "planned_loaders",
     "price_baselines",
     "read_baselines",
     "search_plans",

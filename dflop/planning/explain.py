@@ -9,6 +9,7 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.planning.baselines import Baseline
 from dflop.planning.candidate import Candidate
+from dflop.planning.loading import LoadingNeed
 from dflop.planning.search import SearchResult, more_than
 
 __all__ = ["candidates_frame", "describe_choice", "explain_choice", "faster_baselines_note", "uneven_note"]
@@ -46,11 +47,18 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
 
 
 def describe_choice(
-    result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel, num_left_out: int = 0
+    result: SearchResult,
+    baselines: Sequence[Baseline],
+    config: Config,
+    costs: CostModel,
+    *,
+    num_left_out: int = 0,
+    loading: LoadingNeed | None = None,
 ) -> str:
     """`plan.yaml`: the best plan that can be trained, what is predicted for it and from which costs, and why it won.
 
     Beside it stand the plan that was passed over and what others would run. `num_left_out` samples are held by no plan.
+    `loading` is None where it was not measured.
     """
     best = result.best
     values = {
@@ -61,6 +69,8 @@ def describe_choice(
     }
     if best.why_not_runnable:
         values["why_not_runnable"] = best.why_not_runnable
+    if loading:
+        values["loading"] = loading.to_dict()
     if passed_over := result.passed_over:
         values["passed_over"] = {
             "plan": passed_over.plan.to_dict(),

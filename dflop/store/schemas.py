@@ -7,6 +7,7 @@ __all__ = [
     "LEFT_OUT_SCHEMA",
     "LINKS_SCHEMA",
     "LINK_MODEL_SCHEMA",
+    "LOADING_SCHEMA",
     "MODALITIES",
     "REJECT_REASONS",
     "SHARD_SCHEMA",
@@ -75,6 +76,23 @@ LINK_MODEL_SCHEMA = pl.Schema(
         "bytes_per_s": pl.Float64,
         "num_points": pl.Int64,
         "median_error": pl.Float64,
+    }
+)
+
+# What loading takes for training, one row for each modality of the data that a module reads. `num_samples` the data has
+# of it and `num_measured` were loaded, of which `num_unreadable` had damaged media. `seconds` and `core_s` (of all
+# threads) are those of a mean sample, `media_bytes` is the mean of its files. `num_cores` is the machine's.
+LOADING_SCHEMA = pl.Schema(
+    {
+        "module": pl.String,
+        "modality": pl.String,
+        "num_samples": pl.Int64,
+        "num_measured": pl.Int64,
+        "num_unreadable": pl.Int64,
+        "seconds": pl.Float64,
+        "core_s": pl.Float64,
+        "media_bytes": pl.Float64,
+        "num_cores": pl.Int64,
     }
 )
 

@@ -2,43 +2,24 @@
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig
 
-from dflop.models.microbatch import MediaProcessor
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
-from dflop.pipeline import Node
+from dflop.training.rank_model import RankModel
 
 __all__ = ["export_model"]
 
-_TOKENIZER_FILES = (
-    "tokenizer*.json",
-    "chat_template*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-)
 
-
-def export_model(
-    folder: Path,
-    parts: Sequence[tuple[Node, Stage, TensorGroup]],
-    plan: Plan,
-    config: PretrainedConfig,
-    processor: MediaProcessor,
-    tokenizer_folder: Path,
-) -> None:
-    """Write `folder`, whole or not at all, from each rank's nodes, their stages and who shares these; every rank must
-    call this.
+def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
+    """Write `folder`, whole or not at all, from what each rank holds of the model; every rank must call this.
 
     The model is gathered nowhere: its files are those of an ordinary sharded checkpoint, one a pipeline stage, and of
     a stage that several ranks share each of them writes some of the tensors.
@@ -55,22 +36,20 @@ def export_model(
         for number in range(plan.num_stages(grid.module))
         for place in range(grid.tp)
     ]
-    for node, stage, ranks in parts:
-        if node.dp_rank:
+    for own in model.nodes:
+        if own.node.dp_rank:
             continue
-        weights = _own_weights(stage, ranks, is_tied=config.tie_word_embeddings)
-        index = files.index((node.module, node.pp_stage, ranks.place)) + 1
+        weights = _own_weights(own.stage, own.ranks, is_tied=model.hf_config.tie_word_embeddings)
+        index = files.index((own.node.module, own.node.pp_stage, own.ranks.place)) + 1
         file = part / f"model-{index:05d}-of-{len(files):05d}.safetensors"
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors writes files for their owner alone
     dist.barrier()
     if is_main:
         _write_index(part)
-        config.save_pretrained(part)
-        processor.save(part)
-        for pattern in _TOKENIZER_FILES:
-            for file in tokenizer_folder.glob(pattern):
-                shutil.copy(file, part / file.name)
+        model.hf_config.save_pretrained(part)
+        model.tokenizer.save(part, model.spec.media)
+        model.processor.save(part)
         _generation_config(part).save_pretrained(part)
         if folder.exists():
             shutil.rmtree(folder)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch.utils.data import DataLoader, Dataset
 
 from dflop.config import Config
-from dflop.data import ShapeReader, list_sources
-from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, TrainingRecords
+from dflop.data import list_sources
+from dflop.data.loading import MicrobatchJob, MicrobatchLoader, TrainingRecords, microbatch_loader
 from dflop.parallelism import Plan
 from dflop.pipeline import Node
 from dflop.training.feed import JobStream
@@ -39,23 +39,15 @@ def make_loader(
     config: Config, model: RankModel, plan: Plan, own: NodeModel, records: TrainingRecords
 ) -> MicrobatchLoader:
     """What loads a node's microbatches. All of its ranks read the records, and the first one decodes media for all."""
-    node = own.node
-    data, encoders = config.data, [own.name for own in model.spec.encoders]
-    encoder = None if node.module == "llm" else encoders.index(node.module)
-    return MicrobatchLoader(
-        records=records,
-        reader=ShapeReader(
-            rules=model.spec.rules,
-            video=data.video,
-            audio=data.audio,
-            max_image_pixels=data.max_image_pixels,
-            max_text_bytes=data.max_text_bytes,
-        ),
-        tokenizer_folder=model.tokenizer_folder,
-        max_llm_tokens=data.max_llm_tokens,
-        encoders=tuple(EncoderFeed(own.media, plan.grid(own.name).dp) for own in model.spec.encoders),
-        encoder=encoder,
-        processor=model.processor if encoder is not None and node.pp_stage == 0 and own.ranks.is_first else None,
+    decodes = own.node.module != "llm" and own.node.pp_stage == 0 and own.ranks.is_first
+    return microbatch_loader(
+        config.data,
+        model.spec,
+        records,
+        tokenizer_folder=model.tokenizer.folder,
+        module=own.node.module,
+        num_replicas=[plan.grid(encoder.name).dp for encoder in model.spec.encoders],
+        processor=model.processor if decodes else None,
     )
 
 
@@ -74,7 +66,8 @@ def _data_loader(dataset: Dataset, stream: JobStream, config: Config) -> DataLoa
     """The loader must not read further ahead than the scheduler works. Otherwise they would wait for each other: the
     loader for a schedule, the scheduler for the first step to begin."""
     most_ahead = max(1, config.schedule.lookahead_steps * len(stream.forwards))
-    num_workers = min(config.train.loader_workers, most_ahead)
+    wanted = config.train.loader_workers
+    num_workers = min(1 if wanted is None else wanted, most_ahead)
     return DataLoader(
         dataset,
         sampler=stream,

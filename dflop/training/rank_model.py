@@ -65,7 +65,7 @@ class RankModel:
     spec: ModelSpec
     hf_config: PretrainedConfig
     processor: MediaProcessor
-    tokenizer_folder: Path
+    tokenizer: ChatTokenizer
 
     def of(self, index: int) -> NodeModel:
         """The node with this index in the program."""
@@ -97,10 +97,9 @@ def forwards_that_read(topology: Topology, model: RankModel) -> tuple[tuple[Node
 def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torch.dtype) -> RankModel:
     """Build the stages of a rank's nodes, with weights from `model.path` or drawn from the seed."""
     spec = load_model_spec(config.model)
-    folder = tokenizer_folder(config.model)
-    tokenizer = ChatTokenizer(folder)
+    tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
     runtime = load_runtime(spec.family)
-    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
     checkpoint = Path(config.model.path) if config.model.path else None
     nodes: Sequence[NodeModel] = [
         _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint) for index in topology.nodes
@@ -110,7 +109,7 @@ def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torc
         spec=spec,
         hf_config=hf_config,
         processor=runtime.make_processor(spec, checkpoint),
-        tokenizer_folder=folder,
+        tokenizer=tokenizer,
     )
 
 

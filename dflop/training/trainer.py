@@ -112,17 +112,9 @@ class Trainer:
         dist.destroy_process_group()
 
     def _export(self) -> None:
-        model = self.model
         self.watch.begin("writing the model", self.config.train.peer_timeout_s, needs_silence=True)
         try:
-            export_model(
-                self.files.out / "model",
-                [(own.node, own.stage, own.ranks) for own in model.nodes],
-                self.plan,
-                model.hf_config,
-                model.processor,
-                model.tokenizer_folder,
-            )
+            export_model(self.files.out / "model", self.plan, self.model)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"the model could not be written to {self.files.out / 'model'}: {error}; the last step is saved"

@@ -38,7 +38,7 @@ def _measure(rank: int, folder: Path) -> None:
         "vision",
         1,
         placeholder_ids=tokenizer.placeholder_ids,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size(),
         device=torch.device("cpu"),
         precision="fp32",
         mesh=init_device_mesh("cpu", (2,)),

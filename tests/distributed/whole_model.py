@@ -33,7 +33,7 @@ def build_whole_model(config: Config) -> LlavaOnevisionForConditionalGeneration:
     """The model in float64, with the weights that the stages draw."""
     spec = load_model_spec(config.model)
     tokenizer = ChatTokenizer(tokenizer_folder(config.model))
-    hf_config = RUNTIME.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    hf_config = RUNTIME.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size())
     checkpoint = Path(config.model.path) if config.model.path else None
     weights = {}
     for module in ("vision", "llm"):

@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+from made_up_family import made_up
 from run_folders import make_run
 
 from dflop.config import ModelConfig
@@ -16,7 +17,7 @@ from dflop.data import ChatTokenizer, MediaSizes, SampleShapes
 from dflop.data.demo import DemoData, make_demo_data
 from dflop.models import ModelSpec, load_model_spec
 
-__all__ = ["make_run"]
+__all__ = ["made_up", "make_run"]
 
 
 @pytest.fixture(scope="session")

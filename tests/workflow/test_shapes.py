@@ -142,7 +142,7 @@ def test_a_watched_picture_that_is_replaced_reruns_its_shard_and_only_then(profi
     assert samples.filter(samples["sample_id"] == "picture-7")["num_items"].to_list() != [2]
 
 
-def test_internvl_shapes_are_made_and_what_would_run_the_model_is_refused_before_any_job(profiled):
+def test_shapes_of_internvl_are_made_of_the_same_data(profiled):
     checkout, _ = profiled
     config = checkout.write_config(
         "internvl.yaml",
@@ -155,10 +155,6 @@ def test_internvl_shapes_are_made_and_what_would_run_the_model_is_refused_before
     assert done.returncode == 0, done.stdout + done.stderr
     samples = read_table(checkout.folder / target, "samples", made_by="merge-shapes")
     assert (samples["vision_tokens"] == 256 * samples["num_items"]).all()
-    refused = checkout.snakemake("--cores", "2", "--configfile", config)
-    assert refused.returncode == 2
-    assert "`model.family` is 'internvl'" in refused.stderr
-    assert "Traceback" not in refused.stderr
 
 
 def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled):

@@ -177,6 +177,11 @@ def measured_links():
     return [f"{RESULTS}/costs/links.parquet"] if is_measured() and CONFIG.cluster.num_devices > 1 else []
 
 
+def measured_loading():
+    """The file that says how long loading takes; none where the machines that train are not at hand."""
+    return [f"{RESULTS}/loading.parquet"] if is_measured() else []
+
+
 for source in SOURCES:
     if not is_demo(source):
         shards_of(source)  # a missing manifest stops here, before any job

@@ -5,6 +5,7 @@ rule search_plan:
     input:
         shapes=shapes_to_plan,
         costs=f"{RESULTS}/costs.duckdb",
+        loading=measured_loading(),
     output:
         plan=f"{RESULTS}/plan.yaml",
         candidates=f"{RESULTS}/candidates.parquet",
@@ -14,8 +15,10 @@ rule search_plan:
     params:
         config=config_for("plan"),
         code=code_digest("plan"),
+        loading="--loading" if measured_loading() else "",
     shell:
         "dflop plan --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
+        " {params.loading} {input.loading}"
         " --out {output.plan} --candidates {output.candidates} 2> {log} | tee -a {log}"
 
 

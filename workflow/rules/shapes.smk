@@ -48,6 +48,23 @@ rule merge_shapes:
         " --bounds {output.bounds} 2> {log} | tee -a {log}"
 
 
+rule profile_loading:
+    """Measure what a sample takes to load, where training will run."""
+    input:
+        f"{RESULTS}/shapes.duckdb",
+    output:
+        f"{RESULTS}/loading.parquet",
+    log:
+        f"{RESULTS}/logs/profile_loading.log",
+    # All cores, so that no other job disturbs the measurement.
+    threads: all_cores()
+    params:
+        config=config_for("profile-loading"),
+        code=code_digest("profile-loading"),
+    shell:
+        "dflop profile-loading --config {params.config:q} --shapes {input} --out {output} 2> {log} | tee -a {log}"
+
+
 rule plot_shapes:
     input:
         f"{RESULTS}/shapes.duckdb",

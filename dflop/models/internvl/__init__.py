@@ -1,4 +1,4 @@
-"""InternVL: InternViT, pixel shuffle, a two-layer projector, and a Qwen2 LLM. Planned for, not trained yet."""
+"""InternVL: InternViT, pixel shuffle, a two-layer projector, and an LLM of Qwen or Llama."""
 
 from dflop.models.family import Family
 from dflop.models.internvl.presets import PRESETS, make_spec

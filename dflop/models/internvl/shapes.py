@@ -40,9 +40,13 @@ class InternvlShapes:
         return int(self.image_size // self.patch_size * self.downsample_ratio) ** 2
 
     def image(self, width: int, height: int, num_images: int) -> ItemCount:
-        # InternVL's training code cuts the number for each picture; transformers' processor leaves that to its caller.
-        most = max(1, self.max_tiles // num_images)
+        most = self.most_tiles_of_each(num_images)
         return self._tiles(_num_tiles(width, height, self.image_size, self.min_tiles, most))
+
+    def most_tiles_of_each(self, num_images: int) -> int:
+        """InternVL's training code divides the number among pictures; transformers' processor leaves that to its
+        caller."""
+        return max(1, self.max_tiles // num_images)
 
     def video(self, num_frames: int) -> ItemCount:
         return self._tiles(num_frames)
@@ -50,12 +54,16 @@ class InternvlShapes:
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
         return whisper_audio(seconds, audio)
 
+    def placeholder(self, kind: str) -> str:
+        return f"<{kind}>" if kind == "audio" else "<IMG_CONTEXT>"
+
     def in_text(self, kind: str, count: ItemCount) -> str:
+        if kind == "audio":
+            return self.placeholder(kind)
+        tile = f"<img>{self.placeholder(kind)}</img>"
         if kind == "image":
-            return "<img><image></img>"
-        if kind == "video":
-            return "\n".join(f"Frame{number}: <img><video></img>" for number in range(1, count.num_items + 1))
-        return f"<{kind}>"
+            return tile
+        return "\n".join(f"Frame{number}: {tile}" for number in range(1, count.num_items + 1))
 
     def _tiles(self, num_tiles: int) -> ItemCount:
         return ItemCount(num_tiles, num_tiles * self.tokens_per_tile)

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
+from dflop.models.processor_files import read_image_processor, write_processor
 from dflop.models.spec import ModelSpec
 
 __all__ = ["LlavaOnevisionPixels"]
@@ -19,18 +20,28 @@ class LlavaOnevisionPixels:
     """From decoded pictures to the encoder's items."""
 
     def __init__(self, spec: ModelSpec, checkpoint: Path | None = None) -> None:
-        side = spec.rules.image_size
-        if checkpoint is not None and (checkpoint / "preprocessor_config.json").is_file():
-            self.processor = LlavaOnevisionImageProcessorPil.from_pretrained(checkpoint)
-        else:
-            self.processor = LlavaOnevisionImageProcessorPil(size={"height": side, "width": side})
+        self.spec, self.checkpoint, side = spec, checkpoint, spec.rules.image_size
+        usual = LlavaOnevisionImageProcessorPil(size={"height": side, "width": side})
+        self.processor = read_image_processor(checkpoint, usual)
         if spec.hf_config.get("image_grid_pinpoints"):
             self.processor.image_grid_pinpoints = spec.hf_config["image_grid_pinpoints"]
         self.item_shape = (3, side, side)
 
     def save(self, folder: Path) -> None:
-        """Write `preprocessor_config.json`."""
-        self.processor.save_pretrained(folder)
+        """Write the processor's files."""
+        config = self.spec.hf_config
+        write_processor(
+            folder,
+            self.checkpoint,
+            images=self.processor,
+            processor_class="LlavaOnevisionProcessor",
+            video_processor_type="LlavaOnevisionVideoProcessor",
+            fields={
+                "num_image_tokens": self.spec.rules.tokens_per_item,
+                "vision_feature_select_strategy": config.get("vision_feature_select_strategy", "full"),
+                "vision_aspect_ratio": config.get("vision_aspect_ratio", "anyres_max_9"),
+            },
+        )
 
     def images(self, images: list[Image.Image]) -> list[np.ndarray]:
         """Crops of each of a sample's pictures, float32 [num_items, 3, image_size, image_size]."""

@@ -51,8 +51,11 @@ class LlavaOnevisionShapes:
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
         return whisper_audio(seconds, audio)
 
-    def in_text(self, kind: str, count: ItemCount) -> str:
+    def placeholder(self, kind: str) -> str:
         return f"<{kind}>"
+
+    def in_text(self, kind: str, count: ItemCount) -> str:
+        return self.placeholder(kind)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -321,7 +321,7 @@ def test_points_have_the_columns_that_measuring_gives(module, tiny_spec, tokeniz
         module,
         2,
         placeholder_ids=tokenizer.placeholder_ids,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size(),
         device=torch.device("cpu"),
         precision="bf16",
     )

@@ -7,11 +7,12 @@ import polars as pl
 import pytest
 import torch
 
+from dflop.config import ModelConfig
 from dflop.costs.design import Point
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS
-from dflop.models import internvl
+from dflop.models import count_work, load_model_spec
 from dflop.runtime import UserError
 
 COLUMNS = {*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"}
@@ -24,7 +25,7 @@ def make_bench(spec, tokenizer, module, precision="fp32", depth=4):
         module,
         depth,
         placeholder_ids=tokenizer.placeholder_ids,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size(),
         device=torch.device("cpu"),
         precision=precision,
     )
@@ -175,7 +176,22 @@ def test_live_bytes_are_those_of_new_tensors_while_they_live():
     assert live.peak == 3 * 160
 
 
-def test_a_family_that_cannot_be_built_yet_is_refused_before_anything_is_measured(tokenizer):
-    spec = internvl.make_spec("tiny", internvl.PRESETS["tiny"])
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_internvl_is_measured_piece_by_piece_and_has_the_parameters_that_analytic_costs_count(tokenizer, module):
+    spec = load_model_spec(ModelConfig(family="internvl"))
+    size = tokenizer.vocab_size()
+    assert size <= spec.hf_config["text_config"]["vocab_size"]
+    bench = make_bench(spec, tokenizer, module, depth=2)
+    for piece in PIECES:
+        rows = bench.measure(point_of(module, piece, 6, depth=1 if piece == "layers" else 2), 0)
+        assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
+    work = count_work(spec, module, 1)
+    sizes = dict(bench.parameter_sizes().select("part", "parameter_bytes").rows())
+    assert sizes == {part: 4 * getattr(work, part).num_parameters for part in ("layer", "first", "last")}
+    gc.unfreeze()
+
+
+def test_a_family_that_cannot_be_built_yet_is_refused_before_anything_is_measured(tokenizer, made_up):
+    spec = load_model_spec(ModelConfig(family=made_up))
     with pytest.raises(UserError, match="which cannot be measured or trained yet"):
         make_bench(spec, tokenizer, "llm")

@@ -22,8 +22,7 @@ from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, Sam
 from dflop.data.records import Record, parse_record
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
-from dflop.models import load_model_spec
-from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.models import load_model_spec, load_runtime
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -107,7 +106,7 @@ def profiled(source: Source, family: str, preset: str) -> tuple[ShapeReader, pl.
         max_image_pixels=config.data.max_image_pixels,
         max_text_bytes=config.data.max_text_bytes,
     )
-    tokenizer = ChatTokenizer(None, reader.rules.special_tokens)
+    tokenizer = ChatTokenizer(None, reader.rules)
     profiler = ShapeProfiler(source=source, reader=reader, tokenizer=tokenizer, max_llm_tokens=MAX_LLM_TOKENS)
     records = SourceRecords(source, 0)
     raws = [records.read(row) for row in range(len(records))]
@@ -136,10 +135,11 @@ def test_every_record_has_the_items_and_tokens_that_transformers_gives_it(family
 
 
 @pytest.mark.parametrize("data", ["drawn", "real"])
-def test_every_record_has_the_items_and_tokens_that_training_makes(data, request):
+@pytest.mark.parametrize("family", PRESETS)
+def test_every_record_has_the_items_and_tokens_that_training_makes(family, data, request):
     source = source_of(data, request)
-    reader, frame, _ = profiled(source, "llava_onevision", "tiny")
-    spec = load_model_spec(ModelConfig())
+    reader, frame, _ = profiled(source, family, "tiny")
+    spec = load_model_spec(ModelConfig(family=family))
     common = {
         "records": TrainingRecords([source], 0),
         "reader": reader,
@@ -147,7 +147,7 @@ def test_every_record_has_the_items_and_tokens_that_training_makes(data, request
         "max_llm_tokens": MAX_LLM_TOKENS,
         "encoders": (EncoderFeed(("image", "video"), 1),),
     }
-    visual = MicrobatchLoader(**common, encoder=0, processor=LlavaOnevisionPixels(spec))
+    visual = MicrobatchLoader(**common, encoder=0, processor=load_runtime(family).make_processor(spec, None))
     text = MicrobatchLoader(**common, encoder=None)
     for row in frame.iter_rows(named=True):
         job = MicrobatchJob(

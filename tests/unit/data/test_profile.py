@@ -40,7 +40,7 @@ class Loaded:
 @pytest.fixture(scope="module")
 def load(tiny_spec, tokenizer, reader):
     """Each sample alone in a microbatch, through both kinds of loader and the encoder itself."""
-    config = RUNTIME.make_config(tiny_spec, tokenizer.placeholder_ids, tokenizer.vocab_size)
+    config = RUNTIME.make_config(tiny_spec, tokenizer.placeholder_ids, tokenizer.vocab_size())
     encoder = RUNTIME.build_stage(config, "vision", layers=range(4), seed=0)
     pixels = LlavaOnevisionPixels(tiny_spec)
 

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dflop.data.records import RecordError, Turn
-from dflop.data.shapes import expand_text
+from dflop.config import ModelConfig, load_config
+from dflop.data.records import RecordError, Turn, parse_record
+from dflop.data.shapes import ShapeReader, expand_text
 from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer, TokenizedText
+from dflop.models import ShapeRules, load_model_spec
 from dflop.runtime import UserError
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
@@ -136,21 +138,73 @@ def test_placeholders_that_a_tokenizer_lacks_are_added_at_its_end(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(settings))
     before = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     without = ChatTokenizer(folder)
-    assert without.vocab_size == before + 1
+    assert without.vocab_size() == before + 1
     (text,) = without.encode([[Turn("user", "<video>"), Turn("assistant", "b")]])
     assert len(text.placeholders) == 1
 
 
-def test_the_tokens_that_a_family_needs_are_added_where_the_tokenizer_lacks_them(tokenizer):
-    family = ChatTokenizer(None, ("<img>", "</img>", "<image>", "<|im_end|>"))
-    assert family.vocab_size == tokenizer.vocab_size + 2
-    assert family.placeholder_ids == tokenizer.placeholder_ids
-    turns = [Turn("user", "a <img><image></img> b"), Turn("assistant", "c")]
+@pytest.fixture(scope="module")
+def internvl() -> ShapeRules:
+    """A family whose texts need three tokens that few tokenizers have."""
+    return load_model_spec(ModelConfig(family="internvl")).rules
+
+
+def test_the_tokens_that_a_family_needs_are_added_where_the_tokenizer_lacks_them(tokenizer, internvl):
+    family = ChatTokenizer(None, internvl)
+    size = tokenizer.vocab_size()
+    assert family.vocab_size() == size + 3
+    assert family.placeholder_ids == tokenizer.placeholder_ids | {"image": size, "video": size}
+    turns = [Turn("user", "a <img><IMG_CONTEXT></img> b"), Turn("assistant", "c")]
     (text,), (plain,) = family.encode([turns]), tokenizer.encode([turns])
     assert len(text.placeholders) == 1
     around = text.token_ids[text.placeholders[0] - 1 : text.placeholders[0] + 2]
-    assert around.tolist() == [tokenizer.vocab_size, tokenizer.placeholder_ids["image"], tokenizer.vocab_size + 1]
+    assert around.tolist() == [size + 1, size, size + 2]
     assert len(text.token_ids) < len(plain.token_ids)
+
+
+def test_a_saved_tokenizer_has_the_tokens_that_were_added_and_any_other_is_copied(tmp_path, tokenizer, internvl):
+    family = ChatTokenizer(None, internvl)
+    for name, saved in (("plain", tokenizer), ("family", family)):
+        (tmp_path / name).mkdir()
+        saved.save(tmp_path / name)
+    file = "tokenizer.json"
+    assert (tmp_path / "plain" / file).read_bytes() == (tokenizer.folder / file).read_bytes()
+    turns = [Turn("user", "a <img><IMG_CONTEXT></img> b"), Turn("assistant", "c")]
+    again = ChatTokenizer(tmp_path / "family")
+    assert again.encode([turns])[0].token_ids.tolist() == family.encode([turns])[0].token_ids.tolist()
+    # What is there is not added again, and what stands for media of other kinds makes no model larger.
+    assert ChatTokenizer(tmp_path / "family", internvl).vocab_size() == family.vocab_size()
+
+
+def test_a_model_needs_no_ids_for_placeholders_that_its_texts_never_hold(tmp_path, internvl):
+    """As in the released checkpoints, whose `<video>` lies behind the embedding's last row."""
+    folder = make_folder(tmp_path / "released")
+    family = ChatTokenizer(None, internvl)
+    family.save(folder)
+    file = folder / "tokenizer.json"
+    settings = json.loads(file.read_text().replace("<video>", "<unused-1>").replace("<audio>", "<unused-2>"))
+    last = {"id": family.vocab_size(), "content": "<video>"}
+    settings["added_tokens"].append(settings["added_tokens"][0] | last)
+    file.write_text(json.dumps(settings))
+    assert Tokenizer.from_file(str(file)).token_to_id("<video>") == family.vocab_size()
+    released = ChatTokenizer(folder, internvl)
+    assert released.vocab_size(("image", "video")) == family.vocab_size()
+    assert released.placeholder_ids["audio"] > last["id"]
+
+
+def test_a_text_that_holds_what_stands_for_media_is_refused(internvl):
+    data = load_config({}).data
+    reader = ShapeReader(
+        rules=internvl,
+        video=data.video,
+        audio=data.audio,
+        max_image_pixels=data.max_image_pixels,
+        max_text_bytes=data.max_text_bytes,
+    )
+    said = [{"from": "human", "value": "What is <IMG_CONTEXT>?"}, {"from": "gpt", "value": "A token."}]
+    with pytest.raises(RecordError, match="its text holds <IMG_CONTEXT>, which stands for media") as caught:
+        reader.place_media(parse_record({"id": "a", "conversations": said}), [])
+    assert caught.value.reason == "placeholder_mismatch"
 
 
 def test_a_folder_that_is_no_tokenizer_says_how_to_write_one(tmp_path):

@@ -150,7 +150,7 @@ def test_frames_pass_through_the_steps_of_a_picture_that_needs_no_cutting():
 def test_a_placeholder_stays_in_the_text_as_it_is(kind):
     rules = make_spec("tiny", PRESETS["tiny"]).rules
     assert rules.special_tokens == ()
-    assert rules.in_text(kind, rules.video(3)) == f"<{kind}>"
+    assert rules.in_text(kind, rules.video(3)) == rules.placeholder(kind) == f"<{kind}>"
 
 
 def test_every_size_of_the_published_pictures_is_met(shared_data, oracle):

@@ -4,15 +4,14 @@ The folder is written as README.md of `dflop/models` says and put on the package
 """
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 from click.testing import CliRunner
+from made_up_family import NAMES
 
-import dflop.models
 from dflop.cli import cli
 from dflop.config import ModelConfig
 from dflop.costs import CostModel, Loads
@@ -20,103 +19,6 @@ from dflop.data import load_samples
 from dflop.models import family_names, load_model_spec
 from dflop.parallelism import load_plan
 from dflop.store import read_table
-
-FILES = {
-    "__init__.py": '''
-"""Pictures by one encoder, sounds by another: a picture is four items, a frame one, a window of sound one."""
-
-from dataclasses import dataclass
-
-from dflop.models.audio import whisper_audio
-from dflop.models.family import Family
-from dflop.models.presets import TINY_LLM
-from dflop.models.spec import ItemCount, ModelSpec, ModuleSpec, vision_and_llm
-
-TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-PRESETS = {"tiny": {"model_type": "made_up", "text_config": TINY_LLM, "vision_config": TOWER, "audio_config": TOWER}}
-
-
-@dataclass(frozen=True)
-class Rules:
-    special_tokens = ("<sound>",)
-
-    def image(self, width, height, num_images):
-        return ItemCount(4, 36)
-
-    def video(self, num_frames):
-        return ItemCount(num_frames, 9 * num_frames)
-
-    def audio(self, seconds, audio):
-        return whisper_audio(seconds, audio)
-
-    def in_text(self, kind, count):
-        return f"<sound><{kind}>" if kind == "audio" else f"<{kind}>"
-
-
-def make_spec(name, hf_config, preprocessor):
-    vision, llm = vision_and_llm(name, hf_config["vision_config"], hf_config["text_config"])
-    tower = hf_config["audio_config"]
-    audio = ModuleSpec(
-        name="audio",
-        num_layers=tower["num_hidden_layers"],
-        hidden_size=tower["hidden_size"],
-        num_heads=tower["num_attention_heads"],
-        num_kv_heads=tower["num_attention_heads"],
-        media=("audio",),
-    )
-    return ModelSpec(family="made_up", name=name, hf_config=hf_config, modules=(vision, audio, llm), rules=Rules())
-
-
-FAMILY = Family(name="made_up", presets=PRESETS, make_spec=make_spec)
-''',
-    "work.py": '''
-"""Both encoders are vision transformers, that of sounds over spectrograms."""
-
-from dflop.models.llm_work import llm_work
-from dflop.models.vit_work import VitWidths, vit_layer, vit_work
-from dflop.models.work import size_of
-
-SIDES = {"vision": 84, "audio": 56}
-
-
-def count_work(spec, module, tp):
-    if module == "llm":
-        return llm_work(spec, tp, is_tied=False)
-    sizes, side = spec.module(module), SIDES[module]
-    inner = size_of(spec, f"{module}_config", "intermediate_size")
-    patches = (side // 14) ** 2
-    widths = VitWidths(
-        layer=vit_layer(hidden=sizes.hidden_size, inner=inner, num_heads=sizes.num_heads),
-        image_size=side,
-        patch_size=14,
-        positions=patches,
-        projected=patches // 4,
-        projector_width=4 * sizes.hidden_size,
-        out=spec.module("llm").hidden_size,
-        in_vectors=sizes.hidden_size,
-        out_vectors=0,
-        has_norm=True,
-        norm_runs=True,
-    )
-    return vit_work(widths, tp)
-''',
-}
-
-
-NAMES = ["vision", "audio", "llm"]
-
-
-@pytest.fixture
-def made_up(tmp_path, monkeypatch) -> str:
-    folder = tmp_path / "families" / "made_up"
-    folder.mkdir(parents=True)
-    for name, text in FILES.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    monkeypatch.setattr(dflop.models, "__path__", [*dflop.models.__path__, str(folder.parent)])
-    yield folder.name
-    for name in [name for name in sys.modules if name.startswith("dflop.models.made_up")]:
-        del sys.modules[name]
-    del dflop.models.made_up
 
 
 def run(*arguments: object) -> str:

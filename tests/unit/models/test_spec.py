@@ -65,7 +65,7 @@ def test_a_checkpoint_of_another_family_names_the_family(checkpoint):
     folder = str(checkpoint("config.json", {"model_type": "internvl"}))
     message = refusal(path=folder)
     assert f"`model.path` {folder} holds a 'internvl' model, but `model.family` is 'llava_onevision'" in message
-    assert message.endswith("use `model.family: internvl` (for shapes, analytic costs and plans: no training yet)")
+    assert message.endswith("use `model.family: internvl`")
     checkpoint("config.json", {"model_type": "internvl_chat"})
     assert refusal(family="internvl", path=folder).endswith("use the checkpoint of InternVL whose name ends in -hf")
     checkpoint("config.json", {"model_type": "llava"})
@@ -129,11 +129,18 @@ def test_the_grids_are_those_of_the_image_processor_where_the_config_names_none(
     assert load_model_spec(ModelConfig(path=str(folder))).rules.grid_pinpoints == ((84, 168), (168, 84))
 
 
-def test_a_family_of_which_only_the_shapes_are_known_says_what_can_be_run():
-    check_runnable("llava_onevision")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_run(family):
+    check_runnable(family)
+
+
+def test_a_family_of_which_only_the_shapes_are_known_says_what_can_be_run(made_up, checkpoint):
     with pytest.raises(UserError) as caught:
-        check_runnable("internvl")
+        check_runnable(made_up)
     message = str(caught.value)
-    assert "`model.family` is 'internvl', which cannot be measured or trained yet" in message
+    assert "`model.family` is 'made_up', which cannot be measured or trained yet" in message
     assert "Its shapes, its analytic costs (`costs.source: analytic`) and a plan can be made" in message
-    assert message.endswith("To train, use `model.family: llava_onevision`")
+    assert message.endswith(f"To train, use `model.family: {' or '.join(FAMILIES)}`")
+    folder = str(checkpoint("config.json", {"model_type": made_up}))
+    limits = "(for shapes, analytic costs and plans: no training yet)"
+    assert refusal(path=folder).endswith(f"use `model.family: made_up` {limits}")

@@ -88,13 +88,13 @@ def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(searc
     assert said["passed_over"]["would_take"] == f"{first.step_s / found.best.step_s:.3f}x as long"
 
 
-def test_a_plan_of_a_family_that_cannot_be_trained_says_so_whatever_its_layout(costs, samples):
-    config, spec = make_config(4, 8), load_model_spec(ModelConfig(family="internvl"))
+def test_a_plan_of_a_family_that_cannot_be_trained_says_so_whatever_its_layout(costs, samples, made_up):
+    config, spec = make_config(4, 8), replace(load_model_spec(ModelConfig()), family=made_up)
     found = search_plans(config, spec, costs, samples)
     said = yaml.safe_load(describe_choice(found, [], config, costs))
     assert found.best is found.candidates[0]
     assert said["runnable"] is False
-    assert said["why_not_runnable"] == "`model.family` is 'internvl', which cannot be measured or trained yet"
+    assert said["why_not_runnable"] == "`model.family` is 'made_up', which cannot be measured or trained yet"
     assert "passed_over" not in said
     assert not candidates_frame(found)["runnable"].any()
 

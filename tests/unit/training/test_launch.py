@@ -72,8 +72,8 @@ def test_nothing_is_started_for_a_plan_that_can_only_be_priced(tmp_path, change,
         launch_ranks(load_config({"cluster": {"devices_per_node": 8}}), plan=path, arguments={})
 
 
-def test_nothing_is_started_for_a_family_that_cannot_be_trained_yet(tmp_path):
-    config = load_config({"model": {"family": "internvl"}})
+def test_nothing_is_started_for_a_family_that_cannot_be_trained_yet(tmp_path, made_up):
+    config = load_config({"model": {"family": made_up}})
     with pytest.raises(UserError, match="which cannot be measured or trained yet"):
         launch_ranks(config, plan=tmp_path / "none.yaml", arguments={})
 

@@ -41,7 +41,7 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
     program = make_program(plan)
     last = program.nodes.index(Node("vision", 1, 0))
     stage = RUNTIME.build_stage(
-        RUNTIME.make_config(tiny_spec, tokenizer.placeholder_ids, tokenizer.vocab_size),
+        RUNTIME.make_config(tiny_spec, tokenizer.placeholder_ids, tokenizer.vocab_size()),
         "vision",
         layers=range(2, 4),
         seed=0,
@@ -50,7 +50,7 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
     optimizer = ShardedAdamW(list(stage.parameters()), alone, lr=1e-3, weight_decay=0.0)
     arguments = {"index": last, "node": program.nodes[last], "stage": stage, "parameters": parameters, "lr": 1e-3}
     own = NodeModel(**arguments, ranks=ALONE, optimizer=optimizer)
-    model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processor=None, tokenizer_folder=None)
+    model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processor=None, tokenizer=None)
 
     cluster = ClusterConfig(devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
     pricer = Pricer(plan, costs, tiny_spec, cluster)

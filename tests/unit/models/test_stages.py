@@ -1,11 +1,12 @@
 """The model cut into stages is the Hugging Face model: same names, same weights, same loss, same gradients.
 
-The oracle is `LlavaOnevisionForConditionalGeneration`, run on one sample at a time in double precision.
+The oracle is each family's own Hugging Face model, run on one sample at a time in double precision.
 """
 
 import itertools
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,35 +15,111 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
-from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+from transformers import PretrainedConfig
 
-from dflop.models.llava_onevision import PRESETS, make_spec
-from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
-from dflop.models.llava_onevision.runtime import RUNTIME
-from dflop.models.llava_onevision.stages import VisionStage
+from dflop.models import family_of, load_runtime
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
-from dflop.models.stages import LlmStage
+from dflop.models.presets import TINY_LLM
+from dflop.models.runtime import FamilyRuntime
+from dflop.models.spec import ModelSpec
+from dflop.models.stages import EncoderStage, LlmStage
 from dflop.models.weights import norms_in_float64
 from dflop.parallelism import split_layers
 from dflop.runtime import UserError
 
-NUM_LAYERS = PRESETS["tiny"]["text_config"]["num_hidden_layers"]
-PLACEHOLDERS = {"image": 1001, "video": 1002, "audio": 1003}
+NUM_LAYERS = TINY_LLM["num_hidden_layers"]  # as many as of the encoders'
 SEED = 3
 
-
-def make_config(**text_fields) -> LlavaOnevisionConfig:
-    fields = deepcopy(PRESETS["tiny"])
-    fields["text_config"] |= text_fields
-    return RUNTIME.make_config(make_spec("tiny", fields), PLACEHOLDERS, 1024)
+HfInputs = Callable[[str, list[np.ndarray], list[tuple[int, int]]], dict[str, torch.Tensor]]
 
 
-def make_stages(config: LlavaOnevisionConfig, pp: int, **settings) -> tuple[VisionStage, list[LlmStage]]:
-    arguments = {"seed": SEED, "dtype": torch.float64} | settings
-    return (
-        RUNTIME.build_stage(config, "vision", layers=range(NUM_LAYERS), **arguments),
-        [RUNTIME.build_stage(config, "llm", layers=layers, **arguments) for layers in split_layers(NUM_LAYERS, pp)],
-    )
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A family's tiny model. `hf_inputs(kind, items of each medium, sizes)` is what its Hugging Face model takes.
+
+    `more` are other fields of its parts; `hub_names` lead from its names to those in checkpoints on the hub, whose
+    parts lie at the top.
+    """
+
+    family: str
+    hf_inputs: HfInputs
+    placeholders: dict[str, int]
+    hub_names: tuple[tuple[str, str], ...]
+    hub_parts: frozenset[str]
+    more: dict[str, dict] = field(default_factory=dict)
+
+    @property
+    def runtime(self) -> FamilyRuntime:
+        return load_runtime(self.family)
+
+    @property
+    def spec(self) -> ModelSpec:
+        family = family_of(self.family)
+        fields = deepcopy(family.presets["tiny"])
+        for part, more in self.more.items():
+            fields[part] |= more
+        return family.make_spec("tiny", fields, {})
+
+    def config(self) -> PretrainedConfig:
+        return self.runtime.make_config(self.spec, self.placeholders, 1024)
+
+    def stage(self, config: PretrainedConfig, module: str, **settings) -> EncoderStage | LlmStage:
+        arguments = {"layers": range(NUM_LAYERS), "seed": SEED, "dtype": torch.float64} | settings
+        return self.runtime.build_stage(config, module, **arguments)
+
+    def stages(self, config: PretrainedConfig, pp: int, **settings) -> tuple[EncoderStage, list[LlmStage]]:
+        llm = [self.stage(config, "llm", layers=layers, **settings) for layers in split_layers(NUM_LAYERS, pp)]
+        return self.stage(config, "vision", **settings), llm
+
+
+def inputs_of_llava(kind: str, items: list[np.ndarray], sizes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    if kind == "video":
+        return {"pixel_values_videos": torch.from_numpy(items[0])[None]}
+    most = max(map(len, items))
+    padded = np.stack([np.pad(part, ((0, most - len(part)), (0, 0), (0, 0), (0, 0))) for part in items])
+    return {
+        "pixel_values": torch.from_numpy(padded),
+        "image_sizes": torch.tensor([(height, width) for width, height in sizes]),
+        "batch_num_images": torch.tensor([len(sizes)]),
+    }
+
+
+def inputs_of_internvl(kind: str, items: list[np.ndarray], sizes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.from_numpy(np.concatenate(items))}
+
+
+LLAVA_ONEVISION = Case(
+    family="llava_onevision",
+    hf_inputs=inputs_of_llava,
+    placeholders={"image": 1001, "video": 1002, "audio": 1003},
+    hub_names=(
+        ("model.language_model.", "language_model.model."),
+        ("model.vision_tower.", "vision_tower.vision_model."),
+        ("lm_head", "language_model.lm_head"),
+    ),
+    hub_parts=frozenset({"language_model", "vision_tower", "multi_modal_projector", "image_newline"}),
+)
+INTERNVL = Case(
+    family="internvl",
+    hf_inputs=inputs_of_internvl,
+    placeholders={"image": 1001, "video": 1001, "audio": 1003},
+    hub_names=(("model.language_model.", "language_model.model."), ("lm_head", "language_model.lm_head")),
+    hub_parts=frozenset({"language_model", "vision_tower", "multi_modal_projector"}),
+)
+# As InternViT-6B and Qwen3 have it.
+INTERNVL_6B = replace(
+    INTERNVL,
+    more={
+        "vision_config": {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"},
+        "text_config": {"model_type": "qwen3", "head_dim": 32},
+    },
+)
+CASES = {"llava_onevision": LLAVA_ONEVISION, "internvl": INTERNVL, "internvl 6b qwen3": INTERNVL_6B}
+
+
+@pytest.fixture(scope="module", params=["llava_onevision", "internvl"])
+def case(request) -> Case:
+    return CASES[request.param]
 
 
 def union_of(stages: list) -> dict[str, torch.Tensor]:
@@ -51,10 +128,10 @@ def union_of(stages: list) -> dict[str, torch.Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def whole_model(config: LlavaOnevisionConfig, weights: dict[str, torch.Tensor]):
+def whole_model(case: Case, config: PretrainedConfig, weights: dict[str, torch.Tensor]):
     config = deepcopy(config)
     config._attn_implementation = "sdpa"
-    model = LlavaOnevisionForConditionalGeneration(config).double()
+    model = case.runtime.architecture(config).double()
     model.load_state_dict(weights)
     norms_in_float64(model)
     return model.train()
@@ -72,48 +149,41 @@ class Sample:
 
     @property
     def is_visual(self) -> torch.Tensor:
-        return torch.isin(self.token_ids, torch.tensor([PLACEHOLDERS["image"], PLACEHOLDERS["video"]]))
+        return self.token_ids > 1000
 
 
-def draw_sample(pixels, rules, rng, sizes=(), num_frames=0) -> Sample:
+def draw_sample(case: Case, pixels, rules, rng, sizes=(), num_frames=0) -> Sample:
     """A sample with pictures of the given sizes, or with a clip, between two pieces of text."""
-    side, items, media, hf_inputs, num_tokens = pixels.item_shape[1], np.zeros((0, 3, 84, 84)), [], {}, 0
+    items, media, hf_inputs, num_tokens = [np.zeros((0, *pixels.item_shape))], [], {}, 0
     kind = "video" if num_frames else "image"
     if sizes:
         pictures = [
             Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in sizes
         ]
-        crops = pixels.images(pictures)
-        items = np.concatenate(crops).astype(float)
+        items = [part.astype(float) for part in pixels.images(pictures)]
         media = [
-            MediumLayout("image", len(part), height, width) for part, (width, height) in zip(crops, sizes, strict=True)
+            MediumLayout("image", len(part), height, width) for part, (width, height) in zip(items, sizes, strict=True)
         ]
         num_tokens = sum(rules.image(width, height, len(sizes)).num_tokens for width, height in sizes)
-        most = max(map(len, crops))
-        padded = np.stack([np.pad(part, ((0, most - len(part)), (0, 0), (0, 0), (0, 0))) for part in crops])
-        hf_inputs = {
-            "pixel_values": torch.from_numpy(padded).double(),
-            "image_sizes": torch.tensor([(height, width) for width, height in sizes]),
-            "batch_num_images": torch.tensor([len(sizes)]),
-        }
+        hf_inputs = case.hf_inputs(kind, items, list(sizes))
     elif num_frames:
-        items = rng.normal(size=(num_frames, 3, side, side))
+        items = [rng.normal(size=(num_frames, *pixels.item_shape))]
         media = [MediumLayout("video", num_frames, 100, 60)]
         num_tokens = rules.video(num_frames).num_tokens
-        hf_inputs = {"pixel_values_videos": torch.from_numpy(items)[None]}
+        hf_inputs = case.hf_inputs(kind, items, [])
     text = rng.integers(0, 1000, 24)
-    token_ids = torch.from_numpy(np.concatenate([text[:9], np.full(num_tokens, PLACEHOLDERS[kind]), text[9:]]))
+    token_ids = torch.from_numpy(np.concatenate([text[:9], np.full(num_tokens, case.placeholders[kind]), text[9:]]))
     targets = len(token_ids) - 1 - torch.from_numpy(np.sort(rng.choice(12, size=7, replace=False))).flip(0)
-    return Sample(token_ids, targets, items, tuple(media), hf_inputs)
+    return Sample(token_ids, targets, np.concatenate(items), tuple(media), hf_inputs)
 
 
 @pytest.fixture(scope="module")
-def samples(tiny_spec) -> list[Sample]:
-    pixels = LlavaOnevisionPixels(tiny_spec)
+def samples(case) -> list[Sample]:
+    pixels = case.runtime.make_processor(case.spec, None)
     rng = np.random.default_rng(0)
 
     def draw(**content):
-        return draw_sample(pixels, tiny_spec.rules, rng, **content)
+        return draw_sample(case, pixels, case.spec.rules, rng, **content)
 
     return [
         draw(sizes=[(200, 90)]),
@@ -159,7 +229,7 @@ def packed_text(samples: list[Sample], encoder_of: list[int]) -> TextBatch:
     )
 
 
-def run_stages(vision: VisionStage, llm: list[LlmStage], samples: list[Sample]) -> torch.Tensor:
+def run_stages(vision: EncoderStage, llm: list[LlmStage], samples: list[Sample]) -> torch.Tensor:
     """Loss of one packed microbatch whose media two encoder ranks share."""
     encoder_of = [index % 2 for index in range(len(samples))]
     features = []
@@ -186,41 +256,41 @@ def gradients_of(stages: list) -> dict[str, torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
-def test_the_stages_together_hold_exactly_the_whole_models_tensors(pp):
-    config = make_config()
-    vision, llm = make_stages(config, pp)
+def test_the_stages_together_hold_exactly_the_whole_models_tensors(case, pp):
+    config = case.config()
+    vision, llm = case.stages(config, pp)
     union = union_of([vision, *llm])
-    whole = LlavaOnevisionForConditionalGeneration(deepcopy(config)).state_dict()
+    whole = case.runtime.architecture(deepcopy(config)).state_dict()
     assert {name: tensor.shape for name, tensor in union.items()} == {
         name: tensor.shape for name, tensor in whole.items()
     }
 
 
-def test_every_layout_starts_from_the_same_weights_and_another_seed_from_others():
-    config = make_config()
-    (vision, llm), (vision_2, llm_2) = make_stages(config, 1), make_stages(config, 3)
+def test_every_layout_starts_from_the_same_weights_and_another_seed_from_others(case):
+    config = case.config()
+    (vision, llm), (vision_2, llm_2) = case.stages(config, 1), case.stages(config, 3)
     one, three = union_of([vision, *llm]), union_of([vision_2, *llm_2])
     assert all(torch.equal(one[name], three[name]) for name in one)
-    other_vision, other_llm = make_stages(config, 1, seed=SEED + 1)
+    other_vision, other_llm = case.stages(config, 1, seed=SEED + 1)
     other = union_of([other_vision, *other_llm])
     drawn = [name for name in one if one[name].numel() > 1 and one[name].unique().numel() > 1]
     assert len(drawn) > 40
     assert not [name for name in drawn if torch.equal(one[name], other[name])]
 
 
-def test_layers_that_are_alike_do_not_start_alike():
-    weights = union_of(make_stages(make_config(), 2)[1])
+def test_layers_that_are_alike_do_not_start_alike(case):
+    weights = union_of(case.stages(case.config(), 2)[1])
     name = "model.language_model.layers.{}.mlp.up_proj.weight"
     assert not torch.equal(weights[name.format(0)], weights[name.format(1)])
     assert not torch.equal(weights[name.format(0)], weights[name.format(2)])
 
 
-def test_random_weights_are_spread_as_transformers_spreads_them():
-    config = make_config()
-    vision, llm = make_stages(config, 2)
+def test_random_weights_are_spread_as_transformers_spreads_them(case):
+    config = case.config()
+    vision, llm = case.stages(config, 2)
     ours = union_of([vision, *llm])
     torch.manual_seed(0)
-    theirs = LlavaOnevisionForConditionalGeneration(deepcopy(config)).state_dict()
+    theirs = case.runtime.architecture(deepcopy(config)).state_dict()
     for name, tensor in ours.items():
         if tensor.numel() > 2000:
             assert float(tensor.std()) == pytest.approx(float(theirs[name].double().std()), rel=0.1, abs=1e-4), name
@@ -228,11 +298,18 @@ def test_random_weights_are_spread_as_transformers_spreads_them():
             assert torch.equal(tensor, theirs[name].double()), name
 
 
-@pytest.mark.parametrize(("pp", "checkpointing"), [(1, False), (2, False), (3, False), (2, True)])
-def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(samples, pp, checkpointing):
-    config = make_config()
-    vision, llm = make_stages(config, pp, checkpointing=checkpointing)
-    model = whole_model(config, union_of([vision, *llm]))
+@pytest.mark.parametrize(
+    ("case", "pp", "checkpointing"),
+    [
+        *((name, pp, checkpointing) for name in CASES for pp, checkpointing in ((1, False), (2, True))),
+        ("llava_onevision", 3, False),
+    ],
+    indirect=["case"],
+)
+def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(case, samples, pp, checkpointing):
+    config = case.config()
+    vision, llm = case.stages(config, pp, checkpointing=checkpointing)
+    model = whole_model(case, config, union_of([vision, *llm]))
     loss, expected = run_stages(vision, llm, samples), run_whole(model, samples)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     loss.backward()
@@ -249,10 +326,10 @@ def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(s
     assert num_compared > 100
 
 
-def test_checkpointing_keeps_less_between_forward_and_backward(samples):
+def test_checkpointing_keeps_less_between_forward_and_backward(case, samples):
     kept = {}
     for checkpointing in (False, True):
-        vision, llm = make_stages(make_config(), 1, checkpointing=checkpointing)
+        vision, llm = case.stages(case.config(), 1, checkpointing=checkpointing)
         sizes: dict[int, int] = {}
 
         def note(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
@@ -265,108 +342,104 @@ def test_checkpointing_keeps_less_between_forward_and_backward(samples):
     assert kept[True] < kept[False] / 3
 
 
-def test_a_truncated_sample_keeps_the_first_of_its_visual_tokens(samples):
-    vision, _ = make_stages(make_config(), 1)
+def test_a_truncated_sample_keeps_the_first_of_its_visual_tokens(case, samples):
+    vision, _ = case.stages(case.config(), 1)
     with torch.no_grad():
         whole, cut = vision(visual_batch(samples[:1])), vision(visual_batch(samples[:1], kept=11))
     assert len(whole[0]) == int(samples[0].is_visual.sum())
     assert torch.equal(cut[0], whole[0][:11])
 
 
-def test_a_vocabulary_that_is_too_small_grows_to_the_tokenizers_and_a_larger_one_stays():
-    spec = make_spec("tiny", PRESETS["tiny"])
-    assert RUNTIME.make_config(spec, PLACEHOLDERS, 1500).text_config.vocab_size == 1500
-    config = RUNTIME.make_config(spec, PLACEHOLDERS, 100)
+def test_a_vocabulary_that_is_too_small_grows_to_the_tokenizers_and_a_larger_one_stays(case):
+    make_config = case.runtime.make_config
+    assert make_config(case.spec, case.placeholders, 1500).text_config.vocab_size == 1500
+    config = make_config(case.spec, case.placeholders, 100)
     assert config.text_config.vocab_size == 1024
-    assert (config.image_token_id, config.video_token_id) == (1001, 1002)
+    ids = {"image": config.image_token_id, "video": getattr(config, "video_token_id", config.image_token_id)}
+    assert ids == {kind: case.placeholders[kind] for kind in ids}
 
 
-def saved_model(folder: Path, config: LlavaOnevisionConfig, **settings) -> dict[str, torch.Tensor]:
+def saved_model(case: Case, folder: Path, config: PretrainedConfig, **settings) -> dict[str, torch.Tensor]:
     """Save a Hugging Face model of random weights; returns them."""
     torch.manual_seed(11)
-    model = LlavaOnevisionForConditionalGeneration(deepcopy(config))
+    model = case.runtime.architecture(deepcopy(config))
     model.save_pretrained(folder, **settings)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "400KB"])
-def test_a_saved_hugging_face_model_is_loaded_tensor_by_tensor(tmp_path, max_shard_size):
-    config = make_config()
-    expected = saved_model(tmp_path, config, max_shard_size=max_shard_size)
+def test_a_saved_hugging_face_model_is_loaded_tensor_by_tensor(case, tmp_path, max_shard_size):
+    config = case.config()
+    expected = saved_model(case, tmp_path, config, max_shard_size=max_shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "400KB")
-    vision, llm = make_stages(config, 2, checkpoint=tmp_path, dtype=torch.float32)
+    vision, llm = case.stages(config, 2, checkpoint=tmp_path, dtype=torch.float32)
     loaded = union_of([vision, *llm])
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_under_the_hubs_names_is_loaded(tmp_path):
-    """The released checkpoints were written when the LLM, the encoder and the newline lay at the top."""
-    config = make_config()
-    expected = saved_model(tmp_path, config)
+def test_a_checkpoint_under_the_hubs_names_is_loaded(case, tmp_path):
+    """The released checkpoints were written when the LLM and the encoder lay at the top."""
+    config = case.config()
+    expected = saved_model(case, tmp_path, config)
     (file,) = tmp_path.glob("*.safetensors")
     renamed = {}
     for name, tensor in expected.items():
-        released = name.replace("model.language_model.", "language_model.model.")
-        released = released.replace("model.vision_tower.", "vision_tower.vision_model.")
-        released = released.replace("lm_head", "language_model.lm_head")
+        released = name
+        for ours, theirs in case.hub_names:
+            released = released.replace(ours, theirs)
         renamed[released.removeprefix("model.")] = tensor
-    assert {name.split(".")[0] for name in renamed} == {
-        "language_model",
-        "vision_tower",
-        "multi_modal_projector",
-        "image_newline",
-    }
+    assert {name.split(".")[0] for name in renamed} == case.hub_parts
     save_file(renamed, file)
-    vision, llm = make_stages(config, 1, checkpoint=tmp_path, dtype=torch.float32)
+    vision, llm = case.stages(config, 1, checkpoint=tmp_path, dtype=torch.float32)
     loaded = union_of([vision, *llm])
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
-def test_weights_written_by_the_stages_themselves_are_loaded_again_and_by_transformers(tmp_path):
-    config = make_config()
-    vision, llm = make_stages(config, 2, dtype=torch.float32)
+def test_weights_written_by_the_stages_themselves_are_loaded_again_and_by_transformers(case, tmp_path):
+    config = case.config()
+    vision, llm = case.stages(config, 2, dtype=torch.float32)
     union = union_of([vision, *llm])
     save_file(union, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(tmp_path)
-    vision, llm = make_stages(config, 3, seed=SEED + 1, checkpoint=tmp_path, dtype=torch.float32)
+    vision, llm = case.stages(config, 3, seed=SEED + 1, checkpoint=tmp_path, dtype=torch.float32)
     assert all(torch.equal(tensor, union[name]) for name, tensor in union_of([vision, *llm]).items())
-    model = LlavaOnevisionForConditionalGeneration.from_pretrained(tmp_path)
+    model = case.runtime.architecture.from_pretrained(tmp_path)
     assert all(torch.equal(tensor, union[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_checkpoint_that_lacks_a_tensor_names_it_and_only_to_the_stage_that_needs_it(tmp_path):
-    config = make_config()
-    saved_model(tmp_path, config)
+def test_a_checkpoint_that_lacks_a_tensor_names_it_and_only_to_the_stage_that_needs_it(case, tmp_path):
+    config = case.config()
+    saved_model(case, tmp_path, config)
     (file,) = tmp_path.glob("*.safetensors")
     weights = load_file(file)
     (lost,) = [name for name in weights if name.endswith("layers.3.mlp.up_proj.weight")]
     save_file({name: tensor for name, tensor in weights.items() if name != lost}, file)
     first, last = split_layers(NUM_LAYERS, 2)
-    RUNTIME.build_stage(config, "llm", layers=first, seed=0, checkpoint=tmp_path)
+    case.stage(config, "llm", layers=first, checkpoint=tmp_path)
     with pytest.raises(UserError, match=r"lacks 1 tensors .* model\.language_model\.layers\.3\.mlp\.up_proj\.weight"):
-        RUNTIME.build_stage(config, "llm", layers=last, seed=0, checkpoint=tmp_path)
+        case.stage(config, "llm", layers=last, checkpoint=tmp_path)
 
 
-def test_a_folder_without_weights_says_how_to_save_them(tmp_path):
+def test_a_folder_without_weights_says_how_to_save_them(case, tmp_path):
     with pytest.raises(UserError, match=r"holds no \*\.safetensors file; save the model with `save_pretrained`"):
-        RUNTIME.build_stage(make_config(), "vision", layers=range(NUM_LAYERS), seed=0, checkpoint=tmp_path)
+        case.stage(case.config(), "vision", checkpoint=tmp_path)
 
 
-def test_a_head_that_is_tied_to_the_embedding_stays_tied_and_loads_from_the_embedding_alone(tmp_path):
-    config = make_config()
+def test_a_head_that_is_tied_to_the_embedding_stays_tied_and_loads_from_the_embedding_alone(case, tmp_path):
+    config = case.config()
     config.tie_word_embeddings = True
-    expected = saved_model(tmp_path, config)
+    expected = saved_model(case, tmp_path, config)
     (file,) = tmp_path.glob("*.safetensors")
     assert not [name for name in load_file(file) if "lm_head" in name]
-    stage = RUNTIME.build_stage(config, "llm", layers=range(NUM_LAYERS), seed=0, checkpoint=tmp_path)
+    stage = case.stage(config, "llm", checkpoint=tmp_path, dtype=torch.float32)
     assert stage.hf.lm_head.weight is stage.hf.model.language_model.embed_tokens.weight
     assert torch.equal(stage.hf.lm_head.weight, expected["lm_head.weight"])
 
 
-def test_the_last_of_several_stages_has_a_copy_of_a_tied_embedding_under_its_name():
-    config = make_config()
+def test_the_last_of_several_stages_has_a_copy_of_a_tied_embedding_under_its_name(case):
+    config = case.config()
     config.tie_word_embeddings = True
-    first, last = make_stages(config, 2)[1]
+    first, last = case.stages(config, 2)[1]
     name = "model.language_model.embed_tokens.weight"
     assert torch.equal(first.named_hf_parameters()[name], last.named_hf_parameters()[name])
     assert last.hf.lm_head.weight is last.named_hf_parameters()[name]

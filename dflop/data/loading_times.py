@@ -1,0 +1,58 @@
+"""What loading costs: how long the loaders of training take for the samples of a step, as `profile-loading` found it.
+
+The measuring itself needs torch and stands in `measure_loading`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from dflop.runtime import UserError
+from dflop.store import LOADING_SCHEMA
+
+__all__ = ["LoadingTimes", "read_loading_times"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingTimes:
+    """A table of `LOADING_SCHEMA`."""
+
+    frame: pl.DataFrame
+
+    @property
+    def num_cores(self) -> int:
+        """Of the machine that was measured."""
+        return int(self.frame["num_cores"].max())  # type: ignore[arg-type]
+
+    def of_batch(self, module: str, global_batch_size: int) -> tuple[float, float]:
+        """Expected seconds of one process, and of all its threads together, to load a module's part of a batch."""
+        own = self.frame.filter(pl.col("module") == module)
+        # A modality that this module does not read is not in its rows, so the shares are of all samples.
+        num_samples = self._num_samples()
+        seconds, core_s = (
+            float((own["num_samples"] * own[column]).sum()) / num_samples * global_batch_size
+            for column in ("seconds", "core_s")
+        )
+        return seconds, core_s
+
+    def _num_samples(self) -> int:
+        return int(self.frame.unique("modality")["num_samples"].sum())
+
+
+def read_loading_times(path: Path) -> LoadingTimes:
+    """The file that `dflop profile-loading` made.
+
+    Raises:
+        UserError: when it is not there, or is no such file.
+    """
+    remake = "make it with `dflop profile-loading`"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; {remake}")
+    try:
+        frame = pl.read_parquet(path)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); {remake}") from None
+    if frame.schema != LOADING_SCHEMA or not len(frame):
+        raise UserError(f"{path} holds no measured loading; {remake}")
+    return LoadingTimes(frame)

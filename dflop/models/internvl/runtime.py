@@ -1,0 +1,60 @@
+"""InternVL to be run: its Hugging Face config for a tokenizer, its stages, its pixels."""
+
+from copy import deepcopy
+
+from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+from dflop.models.internvl.presets import make_spec
+from dflop.models.internvl.processing import InternvlPixels
+from dflop.models.internvl.stages import cut
+from dflop.models.microbatch import MediumLayout
+from dflop.models.runtime import FamilyRuntime, MadeUpMedia
+from dflop.models.spec import ModelSpec
+
+__all__ = ["RUNTIME", "make_config"]
+
+# The hub and `save_pretrained` keep the names that the family had first.
+_FIRST_NAMES = (
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"^language_model\.(model\.)?", "model.language_model."),
+    (r"^(vision_tower|multi_modal_projector)\b", r"model.\1"),
+)
+
+
+def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> InternVLConfig:
+    """The Hugging Face config for a tokenizer: its placeholder's id, and a vocabulary that holds all its tokens."""
+    fields = spec.hf_config
+    text = dict(fields["text_config"])
+    text["vocab_size"] = max(text.get("vocab_size", 0), vocab_size)
+    config = InternVLConfig(
+        **{key: value for key, value in fields.items() if key not in ("model_type", "text_config")},
+        text_config=text,
+    )
+    config.image_token_id = placeholder_ids["image"]  # of frames, too
+    return config
+
+
+def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
+    """The model with so many layers in one module."""
+    fields = deepcopy(spec.hf_config)
+    part = "text_config" if module == "llm" else "vision_config"
+    fields[part] = fields.get(part, {}) | {"num_hidden_layers": num_layers}
+    return make_spec(spec.name, fields)
+
+
+def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
+    """A clip of so many frames: tiles are put together in the same way, whatever they are of."""
+    side = spec.rules.image_size
+    clip = (MediumLayout("video", num_items, side, side),)
+    return MadeUpMedia(item_shape=(3, side, side), media=clip)
+
+
+RUNTIME = FamilyRuntime(
+    architecture=InternVLForConditionalGeneration,
+    make_config=make_config,
+    cut=cut,
+    weight_renamings=_FIRST_NAMES,
+    make_processor=InternvlPixels,
+    with_depth=with_depth,
+    make_up_media=make_up_media,
+)

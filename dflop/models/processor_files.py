@@ -1,0 +1,79 @@
+"""The files of a Hugging Face processor: read from a checkpoint, and written beside a trained model.
+
+`AutoProcessor` puts a processor together from them and from the tokenizer's. Its video processors need torchvision;
+their settings are written without it.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers.image_processing_utils import BaseImageProcessor
+
+__all__ = ["read_image_processor", "write_processor"]
+
+_PROCESSOR, _IMAGES = "processor_config.json", "preprocessor_config.json"
+_FILES = (_PROCESSOR, _IMAGES, "video_preprocessor_config.json")
+_SHARED = ("size", "resample", "do_resize", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+
+_Images = TypeVar("_Images", bound=BaseImageProcessor)
+
+
+def read_image_processor(checkpoint: Path | None, usual: _Images) -> _Images:
+    """The checkpoint's image processor; the usual one where there is none."""
+    if checkpoint is None:
+        return usual
+    whole = _read(checkpoint / _PROCESSOR)
+    if "image_processor" in whole or (checkpoint / _IMAGES).is_file():
+        return type(usual).from_pretrained(checkpoint)
+    return usual
+
+
+def write_processor(
+    folder: Path,
+    checkpoint: Path | None,
+    *,
+    images: BaseImageProcessor,
+    processor_class: str,
+    video_processor_type: str,
+    fields: Mapping[str, Any],
+    named_tokens: Mapping[str, str] | None = None,
+    template_tokens: Mapping[str, str] | None = None,
+) -> None:
+    """Write a processor's files into `folder`, which has the tokenizer's: those of the checkpoint, if it has any.
+
+    Otherwise `processor_class` gets `fields`, and a video processor that treats frames as `images` treats pictures.
+    `named_tokens` are what the processor asks its tokenizer for, by attribute. Where the tokenizer does not know them,
+    it gets them, and `template_tokens` for its chat template.
+    """
+    found = [checkpoint / name for name in _FILES if (checkpoint / name).is_file()] if checkpoint else []
+    for file in found:
+        shutil.copy(file, folder / file.name)
+    if not found:
+        settings = images.to_dict()
+        whole = {
+            "processor_class": processor_class,
+            **fields,
+            "image_processor": settings,
+            "video_processor": {key: settings[key] for key in _SHARED if key in settings}
+            | {"video_processor_type": video_processor_type},
+        }
+        (folder / _PROCESSOR).write_text(json.dumps(whole, indent=2, default=list) + "\n", encoding="utf-8")
+    if named_tokens:
+        _name_tokens(folder / "tokenizer_config.json", named_tokens, template_tokens or {})
+
+
+def _name_tokens(path: Path, named_tokens: Mapping[str, str], template_tokens: Mapping[str, str]) -> None:
+    settings = _read(path)
+    known = settings.get("extra_special_tokens")
+    known = known if isinstance(known, dict) else {}
+    if all(settings.get(name) or known.get(name) for name in named_tokens):
+        return
+    settings["extra_special_tokens"] = {**known, **named_tokens, **template_tokens}
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

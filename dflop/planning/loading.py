@@ -1,0 +1,119 @@
+"""What a plan asks of the machines' cores: how many loader processes a rank needs, and when cores are too few.
+
+A rank loads for each of its nodes that reads records: an encoder's first stage reads and decodes media, the LLM's first
+and last stage text. Every rank of a tensor-parallel group loads the same.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from dflop.config import ClusterConfig
+from dflop.data import LoadingTimes
+from dflop.parallelism import Plan
+from dflop.pipeline import nodes_of, workers_of
+from dflop.runtime import UserError
+
+__all__ = ["LoadingNeed", "loading_need", "loading_note", "planned_loaders"]
+
+# A step that loading makes longer by more than this is worth a word.
+_WORTH_A_WORD = 1.03
+# Loaders finish unevenly, and a rank should not wait for them: so much more than what they take on average.
+_ROOM = 1.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadingNeed:
+    """What loading for one step takes.
+
+    `rank_s` is what one process would take for the rank that loads most, `num_processes` how many it needs to be no
+    slower than its step. `step_s` is the expected step with these loaders on `num_cores` cores a node: longer than the
+    plan's own where ranks and loaders together need more core time than there is, or more processes than cores.
+    """
+
+    rank_s: float
+    num_processes: int
+    num_cores: int
+    step_s: float
+
+    def to_dict(self) -> dict[str, float | int]:
+        """As it stands in plan.yaml."""
+        return {
+            "rank_s": float(f"{self.rank_s:.4g}"),
+            "processes": self.num_processes,
+            "cores": self.num_cores,
+            "step_s": float(f"{self.step_s:.6g}"),
+        }
+
+
+def loading_need(
+    plan: Plan,
+    times: LoadingTimes,
+    cluster: ClusterConfig,
+    *,
+    global_batch_size: int,
+    step_s: float,
+    idle: float,
+) -> LoadingNeed:
+    """Of a plan whose step takes `step_s` with batches at hand, with this share of `idle`."""
+    rank_s, node_core_s = _of_ranks(plan, times, cluster, global_batch_size)
+    ranks_here = min(plan.world_size, cluster.devices_per_node)
+    cores = times.num_cores
+    num_processes = min(max(1, cores // ranks_here), max(1, math.ceil(_ROOM * rank_s / step_s)))
+    # On CPUs the ranks compute on the same cores. Beside a GPU a rank keeps one core busy.
+    computing_s = step_s * (cores * (1.0 - idle) if cluster.device == "cpu" else ranks_here)
+    return LoadingNeed(
+        rank_s=rank_s,
+        num_processes=num_processes,
+        num_cores=cores,
+        step_s=max(step_s, rank_s / num_processes, (computing_s + node_core_s) / cores),
+    )
+
+
+def loading_note(need: LoadingNeed, step_s: float) -> str:
+    """What a user should know of a plan's loading."""
+    note = (
+        f"loading: {need.rank_s:.3g} s of one process for the rank that loads most, beside a step of {step_s:.3g} s; "
+        f"{need.num_processes} loader process{'es' if need.num_processes > 1 else ''} a rank"
+    )
+    if need.step_s <= _WORTH_A_WORD * step_s:
+        return note
+    return (
+        f"{note}. Loading bounds this run: on {need.num_cores} cores a node the step will take about "
+        f"{need.step_s:.3g} s. More cores, smaller media (scaled once, beforehand) or fewer frames "
+        "(`data.video`) shorten it"
+    )
+
+
+def planned_loaders(plan_path: Path) -> int:
+    """How many loader processes a rank needs, as plan.yaml says; 1 where nothing was measured."""
+    loading = (yaml.safe_load(plan_path.read_text(encoding="utf-8")) or {}).get("loading") or {}
+    number = loading.get("processes", 1)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise UserError(f"{plan_path}: `loading.processes` is {number!r}; it must be a whole number of at least 1")
+    return number
+
+
+def _of_ranks(plan: Plan, times: LoadingTimes, cluster: ClusterConfig, global_batch_size: int) -> tuple[float, float]:
+    """Seconds of a step's loading of the rank that loads most, and core seconds of the node that does."""
+    nodes = nodes_of(plan)
+    of_batch = {grid.module: times.of_batch(grid.module, global_batch_size) for grid in plan.grids}
+    of_node: dict[int, float] = {}
+    most_s = 0.0
+    for worker in workers_of(plan):
+        own = [nodes[index] for index in worker.nodes]
+        reading = [node for node in own if _reads(plan, node.module, node.pp_stage)]
+        seconds, core_s = (
+            sum(of_batch[node.module][which] / plan.grid(node.module).dp for node in reading) for which in range(2)
+        )
+        most_s = max(most_s, seconds)
+        for rank in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+            machine = rank // cluster.devices_per_node
+            of_node[machine] = of_node.get(machine, 0.0) + core_s
+    return most_s, max(of_node.values())
+
+
+def _reads(plan: Plan, module: str, stage: int) -> bool:
+    return stage == 0 or (module == "llm" and stage == plan.num_stages(module) - 1)
