@@ -85,17 +85,19 @@ def _write_results(config, out: Path, plan_path: Path, generation, left_out) -> 
     from dflop.training import merge_observations, summarise
 
     meta = meta_of("train", config)
-    observations = merge_observations(out / "observations", out / "observations.duckdb", left_out, meta)
+    merged = merge_observations(out / "observations", out / "observations.duckdb", left_out, meta)
     with written_whole(out / "trace.json") as path:
-        path.write_text(json.dumps(chrome_trace(observations)), encoding="utf-8")
+        path.write_text(json.dumps(chrome_trace(*merged)), encoding="utf-8")
     summary = summarise(
-        config, out, observations, generation, baselines=read_baselines(plan_path), num_left_out=len(left_out)
+        config, out, merged, generation, baselines=read_baselines(plan_path), num_left_out=len(left_out)
     )
     click.echo(
         f"{out / 'summary.json'}: loss {summary['mean_first_loss']:.3f} -> {summary['mean_final_loss']:.3f} (means of "
         f"{summary['num_averaged_losses']}), {summary['tokens_per_s']:,.0f} tokens/s, idle {summary['idle']:.0%}, "
         f"model in {out / 'model'}"
     )
+    if summary["time_split"]:
+        click.echo(f"dflop: {summary['time_split']['bound_by']}")
     if summary["prices"] != generation.prices:
         click.echo(
             "dflop: costs.duckdb or plan.yaml are others than this run was trained with: what was measured stands "

@@ -9,7 +9,7 @@ ranks of a worker carry out the same instructions, each with wires of its own.
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dflop.pipeline.instructions import Instruction, Op, Span
 from dflop.pipeline.routes import Edge
 
-__all__ = ["Links", "StageWork", "Wire", "run_instructions"]
+__all__ = ["Links", "StageWork", "Waits", "Wire", "run_instructions"]
 
 
 class StageWork(Protocol):
@@ -74,10 +74,23 @@ class Links:
     dtype: torch.dtype
 
 
-def run_instructions(instructions: Sequence[Instruction], works: Mapping[int, StageWork], links: Links) -> list[Span]:
+@dataclass(slots=True)
+class Waits:
+    """When the host waited for inputs and for messages, each (start, end) on its monotonic clock.
+
+    `peers` is None where the host does not wait for messages, since the device does.
+    """
+
+    data: list[tuple[float, float]] = field(default_factory=list)
+    peers: list[tuple[float, float]] | None = None
+
+
+def run_instructions(
+    instructions: Sequence[Instruction], works: Mapping[int, StageWork], links: Links, waits: Waits | None = None
+) -> list[Span]:
     """Carry out one step's instructions of a rank, whose nodes `works` names; returns the computations with their
-    times."""
-    step = _Step(works, links)
+    times. Where `waits` is given, what the host waited for is added to it."""
+    step = _Step(works, links, waits or Waits())
     for item in instructions:
         _CARRY_OUT[item.op](step, item)
     return step.end()
@@ -86,15 +99,18 @@ def run_instructions(instructions: Sequence[Instruction], works: Mapping[int, St
 class _Step:
     """What is under way in a step: tensors by (is forward, node, microbatch) and edge, and messages not yet taken."""
 
-    def __init__(self, works: Mapping[int, StageWork], links: Links) -> None:
-        self._works, self._links, self._clock = works, links, _Clock(links.device)
+    def __init__(self, works: Mapping[int, StageWork], links: Links, waits: Waits) -> None:
+        self._works, self._links, self._clock, self._waits = works, links, _Clock(links.device), waits
+        if links.device.type == "cpu":
+            waits.peers = []
         self._received: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
         self._made: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
 
     def forward(self, item: Instruction) -> None:
         work = self._works[item.node]
-        work.prepare(item.microbatch)
+        with _noted(self._waits.data):
+            work.prepare(item.microbatch)
         received = self._received.pop((True, item.node, item.microbatch), {})
         with self._clock.span(item):
             made = work.forward(item.microbatch, received)
@@ -134,12 +150,15 @@ class _Step:
             return
         peer, group = self._links.receives[item.edge, item.op.is_forward]
         tensor = torch.empty(shape, dtype=self._links.dtype, device=self._links.device)
-        dist.irecv(tensor, src=peer, group=group).wait()
+        arriving = dist.irecv(tensor, src=peer, group=group)
+        with _noted(self._waits.peers):
+            arriving.wait()
         self._received.setdefault((item.op.is_forward, item.node, item.microbatch), {})[item.edge] = tensor
 
     def end(self) -> list[Span]:
-        for handle, _ in self._sends:
-            handle.wait()
+        with _noted(self._waits.peers):
+            for handle, _ in self._sends:
+                handle.wait()
         return self._clock.spans()
 
     def _pass_on(self, item: Instruction, made: dict[int, torch.Tensor]) -> None:
@@ -166,6 +185,14 @@ _CARRY_OUT = {
     Op.RECV_FORWARD: _Step.receive,
     Op.RECV_BACKWARD: _Step.receive,
 }
+
+
+@contextmanager
+def _noted(waits: list[tuple[float, float]] | None):
+    started = time.monotonic()
+    yield
+    if waits is not None:
+        waits.append((started, time.monotonic()))
 
 
 class _Clock:

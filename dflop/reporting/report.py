@@ -26,18 +26,20 @@ from dflop.reporting.plans import draw_plans, plans_height_in
 from dflop.reporting.schedules import PreviewPrices, price_preview, replay
 from dflop.reporting.shapes import draw_shapes, items_tokens_correlation, shapes_height_in
 from dflop.reporting.style import drawing, format_seconds
+from dflop.reporting.time_split import draw_time_split, time_split_height_in
 from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, predicted_boxes, timeline_height_in
 from dflop.reporting.training import draw_training
 from dflop.runtime import UserError, written_whole
 from dflop.scheduling import BatchScheduler
 from dflop.scheduling.service import open_scheduler
 from dflop.store import read_meta, read_table
+from dflop.training import rank_names
 
 __all__ = ["plot_shapes", "write_report"]
 
 
 def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
-    """Four plots and `summary.json`, which is written last; returns their paths. `plot_shapes` draws the fifth.
+    """Five plots and `summary.json`, which is written last; returns their paths. `plot_shapes` draws the sixth.
 
     Raises:
         UserError: when an artifact is missing, naming the command that makes it.
@@ -73,6 +75,9 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         draw_timeline(figure, panels, run.plan, finding)
     with drawing(out / "training.svg", 6.2) as figure:
         draw_training(figure, run.metrics)
+    with drawing(out / "time_split.svg", time_split_height_in(run.step_seconds)) as figure:
+        found = (run.summary.get("time_split") or {}).get("bound_by")
+        draw_time_split(figure, run.step_seconds, rank_names(run.observations), found)
     summary = {
         "run": config.run,
         "data": _data_figures(run, rejects, len(scheduler.left_out)),
@@ -89,7 +94,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
     return [out / name for name in _NAMES]
 
 
-_NAMES = ("costs.svg", "plans.svg", "timeline.svg", "training.svg", "summary.json")
+_NAMES = ("costs.svg", "plans.svg", "timeline.svg", "training.svg", "time_split.svg", "summary.json")
 
 
 def plot_shapes(shapes: Path, out: Path) -> None:
@@ -120,6 +125,7 @@ class _Run:
     preview: pl.DataFrame
     metrics: pl.DataFrame
     observations: pl.DataFrame
+    step_seconds: pl.DataFrame
     summary: dict[str, Any]
 
 
@@ -147,6 +153,9 @@ def _read_run(folder: Path) -> _Run:
         preview=pl.read_parquet(folder / "schedule.parquet"),
         metrics=pl.read_ndjson(train / "metrics.jsonl", infer_schema_length=None),
         observations=read_table(train / "observations.duckdb", "observations", made_by="train"),
+        step_seconds=read_table(train / "observations.duckdb", "step_seconds", made_by="train").filter(
+            ~pl.col("warmup")
+        ),
         summary=json.loads((train / "summary.json").read_text(encoding="utf-8")),
     )
 

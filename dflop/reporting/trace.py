@@ -9,8 +9,11 @@ __all__ = ["chrome_trace"]
 _LAST_STEPS = 5
 
 
-def chrome_trace(observations: pl.DataFrame, num_steps: int = _LAST_STEPS) -> dict[str, Any]:
-    """The last steps, one after the other: a row a rank, a box a computation, times in microseconds."""
+def chrome_trace(
+    observations: pl.DataFrame, step_seconds: pl.DataFrame, num_steps: int = _LAST_STEPS
+) -> dict[str, Any]:
+    """The last steps, one after the other: a row a rank, a box a computation, times in microseconds. A counter a rank
+    has where the seconds of each step went, as milliseconds."""
     steps = observations["step"].unique().sort()[-num_steps:]
     events: list[dict[str, Any]] = []
     parts = observations.select("rank", "module", "pp_stage", "dp_rank").unique(maintain_order=True).sort("rank")
@@ -35,5 +38,10 @@ def chrome_trace(observations: pl.DataFrame, num_steps: int = _LAST_STEPS) -> di
                     "args": {"step": step, "predicted_s": row["predicted_s"]},
                 }
             )
+        for row in step_seconds.filter(pl.col("step") == step).iter_rows(named=True):
+            parts = {name.removesuffix("_s"): row[name] * 1e3 for name in row if name.endswith("_s")}
+            parts.pop("step")
+            name = f"rank {row['rank']}: milliseconds of the step"
+            events.append({"name": name, "ph": "C", "pid": 0, "ts": offset_s * 1e6, "args": parts})
         offset_s += (rows["start_s"] + rows["seconds"]).max()
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -97,6 +97,7 @@ class BatchScheduler:
             extrapolated=self.pricer.extrapolated(shapes, assignment),
             step_s=timeline.step_s,
             idle=timeline.idle,
+            idle_of_worker=timeline.idle_of_worker,
             lower_bound_s=self.pricer.lower_bound_s(shapes),
             policy=policy,
             status=status,

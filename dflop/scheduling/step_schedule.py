@@ -27,6 +27,7 @@ class StepSchedule:
 
     `encoder_rank`, `num_items` and `kept_tokens` are [num_samples, num_encoders] in the order of `encoders`, what else
     is said of samples [num_samples].
+    `idle_of_worker` [num_workers] is the share of the step in which each worker waits, and `idle` the mean of ranks.
     `num_beyond_memory` counts faster assignments that were not taken since memory would not hold them.
     `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside of what was measured) are
     [num_nodes, num_microbatches] in the order of `nodes_of`. `corrections_version` says which corrections priced it
@@ -52,6 +53,7 @@ class StepSchedule:
     extrapolated: np.ndarray
     step_s: float
     idle: float
+    idle_of_worker: np.ndarray
     lower_bound_s: float
     policy: str
     status: str

@@ -14,6 +14,7 @@ from dflop.store.schemas import (
     MODALITIES,
     REJECT_REASONS,
     SHARD_SCHEMA,
+    STEP_SECONDS_SCHEMA,
 )
 from dflop.store.shapes import ShardFile, write_shapes
 
@@ -27,6 +28,7 @@ __all__ = [
     "REJECT_REASONS",
     "SCHEMA_VERSION",
     "SHARD_SCHEMA",
+    "STEP_SECONDS_SCHEMA",
     "ShardFile",
     "read_meta",
     "read_table",

@@ -25,6 +25,7 @@ _OBSERVATIONS_SQL = """
 CREATE TABLE observations AS SELECT * FROM observations_frame;
 CREATE TABLE rejects AS SELECT * FROM rejects_frame;
 CREATE TABLE corrections AS SELECT * FROM corrections_frame;
+CREATE TABLE step_seconds AS SELECT * FROM step_seconds_frame ORDER BY step, rank;
 CREATE TABLE measured_over_predicted AS
     SELECT module, pass, count(*) AS num_observations, sum(seconds) AS measured_s, sum(predicted_s) AS predicted_s,
            sum(seconds) / nullif(sum(predicted_s), 0) AS ratio
@@ -44,9 +45,19 @@ def write_costs(path: Path, frames: Mapping[str, pl.DataFrame], meta: Mapping[st
 
 
 def write_observations(
-    path: Path, observations: pl.DataFrame, corrections: pl.DataFrame, rejects: pl.DataFrame, meta: Mapping[str, str]
+    path: Path,
+    observations: pl.DataFrame,
+    corrections: pl.DataFrame,
+    rejects: pl.DataFrame,
+    step_seconds: pl.DataFrame,
+    meta: Mapping[str, str],
 ) -> None:
-    """Write `observations`, `measured_over_predicted`, which follows from them, `corrections`, and `rejects`, the
-    samples that the run left out (`LEFT_OUT_SCHEMA`)."""
-    frames = {"observations": observations, "corrections": corrections, "rejects": rejects}
+    """Write `observations`, `measured_over_predicted`, which follows from them, `corrections`, `rejects`, the samples
+    that the run left out (`LEFT_OUT_SCHEMA`), and `step_seconds`, where each step's time went on each rank."""
+    frames = {
+        "observations": observations,
+        "corrections": corrections,
+        "rejects": rejects,
+        "step_seconds": step_seconds,
+    }
     write_database(path, _OBSERVATIONS_SQL, {f"{name}_frame": frame for name, frame in frames.items()}, meta)

@@ -11,6 +11,7 @@ __all__ = [
     "MODALITIES",
     "REJECT_REASONS",
     "SHARD_SCHEMA",
+    "STEP_SECONDS_SCHEMA",
 ]
 
 MODALITIES = ("text", "image", "multi_image", "video", "audio", "mixed")
@@ -123,5 +124,23 @@ CORRECTIONS_SCHEMA = pl.Schema(
         "num_steps": pl.Int64,
         "ratio": pl.Float64,
         "factor": pl.Float64,
+    }
+)
+
+# One row a step and rank: where the rank's seconds of the step went (`training.step_seconds`); they add up to `step_s`.
+STEP_SECONDS_SCHEMA = pl.Schema(
+    {
+        "step": pl.Int64,
+        "rank": pl.Int64,
+        "computing_s": pl.Float64,
+        "bubble_s": pl.Float64,
+        "data_s": pl.Float64,
+        "peers_s": pl.Float64,
+        "schedule_s": pl.Float64,
+        "sync_s": pl.Float64,
+        "optimiser_s": pl.Float64,
+        "other_s": pl.Float64,
+        "step_s": pl.Float64,
+        "warmup": pl.Boolean,
     }
 )

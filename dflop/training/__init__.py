@@ -3,6 +3,7 @@
 What is named here needs no torch; the ranks themselves run `dflop.training.rank`.
 """
 
+from dflop.training.bounds import rank_names
 from dflop.training.generation import generation_of
 from dflop.training.launch import check_devices, check_plan, finished_at, launch_ranks
 from dflop.training.observations import NUM_WARMUP_STEPS, merge_observations
@@ -16,5 +17,6 @@ __all__ = [
     "generation_of",
     "launch_ranks",
     "merge_observations",
+    "rank_names",
     "summarise",
 ]

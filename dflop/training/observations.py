@@ -7,14 +7,17 @@ written over.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import polars as pl
 
 from dflop.pipeline import Node, Op, Span
 from dflop.pricing import read_learned
 from dflop.runtime import set_torn_aside, written_whole
 from dflop.scheduling import StepSchedule
-from dflop.store import CORRECTIONS_SCHEMA, write_observations
+from dflop.store import CORRECTIONS_SCHEMA, STEP_SECONDS_SCHEMA, write_observations
+from dflop.training.step_seconds import seconds_frame
 
 __all__ = ["CORRECTIONS_FILE", "NUM_WARMUP_STEPS", "Observations", "merge_observations"]
 
@@ -23,6 +26,8 @@ __all__ = ["CORRECTIONS_FILE", "NUM_WARMUP_STEPS", "Observations", "merge_observ
 NUM_WARMUP_STEPS = 2
 # Beside the parts: it goes when they go.
 CORRECTIONS_FILE = "corrections.json"
+# The name of the first rank's parts with where the steps' seconds went.
+_SECONDS = "seconds"
 # A backward's prediction stands beside the whole of it, and beside neither part of one that is split.
 _PASS = {
     Op.FORWARD: "forward",
@@ -46,12 +51,27 @@ _SCHEMA = {
 }
 
 
+class Taken(NamedTuple):
+    """What `Observations` held: rows of computations, and of the first rank the steps' seconds, a frame a step."""
+
+    rows: list[dict[str, object]]
+    seconds: list[pl.DataFrame]
+
+
+class Merged(NamedTuple):
+    """All ranks' observations by (step, rank, start), and where each step's seconds went on each rank."""
+
+    observations: pl.DataFrame
+    step_seconds: pl.DataFrame
+
+
 class Observations:
     """One rank's computations, buffered until they are taken to be written; `nodes` are all of the program's."""
 
     def __init__(self, folder: Path, rank: int, nodes: Sequence[Node]) -> None:
         self._folder, self._rank, self._nodes = folder, rank, nodes
         self._rows: list[dict[str, object]] = []
+        self._seconds: list[pl.DataFrame] = []
         self._num_steps = 0
 
     @property
@@ -81,41 +101,51 @@ class Observations:
             )
         self._num_steps += 1
 
-    def take(self) -> list[dict[str, object]]:
-        """The buffered rows, to be given to `write`."""
-        rows, self._rows = self._rows, []
-        return rows
+    def add_seconds(self, step: int, parts: np.ndarray, step_s: float) -> None:
+        """Note where the seconds of the step that was added last went on each rank (`StepSeconds.of_step`)."""
+        self._seconds.append(seconds_frame(step, parts, step_s, warmup=self._num_steps <= NUM_WARMUP_STEPS))
 
-    def write(self, rows: list[dict[str, object]], num_steps: int) -> None:
-        """Write taken rows as the part that ends at `num_steps`. Where that fails they are kept for the next."""
-        if not rows:
-            return
+    def take(self) -> Taken:
+        """What is buffered, to be given to `write`."""
+        taken, self._rows, self._seconds = Taken(self._rows, self._seconds), [], []
+        return taken
+
+    def write(self, taken: Taken, num_steps: int) -> None:
+        """Write what was taken as the parts that end at `num_steps`. Where that fails it is kept for the next."""
         try:
-            with written_whole(self._folder / f"rank-{self._rank:05d}.{num_steps:06d}.parquet") as beside:
-                _frame(rows).write_parquet(beside)
+            for name, schema, frames in (
+                (f"rank-{self._rank:05d}", _SCHEMA, [_frame(taken.rows)] if taken.rows else []),
+                (_SECONDS, STEP_SECONDS_SCHEMA, taken.seconds),
+            ):
+                if frames:
+                    with written_whole(self._folder / f"{name}.{num_steps:06d}.parquet") as beside:
+                        pl.concat(frames).match_to_schema(schema).write_parquet(beside)
         except OSError:
-            self._rows[:0] = rows
+            self._rows[:0], self._seconds[:0] = taken
             raise
 
     def forget_from(self, num_steps: int) -> None:
         """Delete what all ranks noted of steps from `num_steps` on: a resumed run will note them again."""
-        for part in self._folder.glob("rank-*.parquet"):
-            if int(part.stem.rsplit(".", 1)[1]) <= num_steps:
+        for part in self._folder.glob("*.parquet"):
+            name, end = part.stem.rsplit(".", 1)
+            if int(end) <= num_steps:
                 continue
             earlier = _read(part).filter(pl.col("step") < num_steps)
             part.unlink(missing_ok=True)
             if len(earlier):
-                earlier.write_parquet(part.with_name(f"{part.stem.rsplit('.', 1)[0]}.{num_steps:06d}.parquet"))
+                earlier.write_parquet(part.with_name(f"{name}.{num_steps:06d}.parquet"))
 
 
-def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: dict[str, str]) -> pl.DataFrame:
-    """All ranks' parts into `observations.duckdb`, with the corrections, and the samples that were `left_out`; returns
-    the rows of the parts by (step, rank, start)."""
-    frames = [_read(part) for part in sorted(parts.glob("rank-*.parquet"))]
-    frame = pl.concat([_frame([]), *frames]).sort("step", "rank", "start_s")
+def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: dict[str, str]) -> Merged:
+    """All ranks' parts into `observations.duckdb`, with the corrections, and the samples that were `left_out`."""
+    frame, seconds = (
+        pl.concat([pl.DataFrame(schema=schema), *map(_read, sorted(parts.glob(f"{name}.parquet")))])
+        for name, schema in (("rank-*", _SCHEMA), (f"{_SECONDS}.*", STEP_SECONDS_SCHEMA))
+    )
+    frame, seconds = frame.sort("step", "rank", "start_s"), seconds.sort("step", "rank")
     corrections = pl.DataFrame(read_learned(parts / CORRECTIONS_FILE).table(), schema=CORRECTIONS_SCHEMA)
-    write_observations(path, frame, corrections, left_out, meta)
-    return frame
+    write_observations(path, frame, corrections, left_out, seconds, meta)
+    return Merged(frame, seconds)
 
 
 def _frame(rows: list[dict[str, object]]) -> pl.DataFrame:
@@ -124,8 +154,9 @@ def _frame(rows: list[dict[str, object]]) -> pl.DataFrame:
 
 def _read(part: Path) -> pl.DataFrame:
     """A part's rows; none of one that cannot be read, which is moved aside, and said."""
+    schema = STEP_SECONDS_SCHEMA if part.name.startswith(_SECONDS) else _SCHEMA
     try:
-        return pl.read_parquet(part).match_to_schema(_SCHEMA)
+        return pl.read_parquet(part).match_to_schema(schema)
     except (pl.exceptions.PolarsError, OSError) as error:
         set_torn_aside(part, f"it cannot be read ({str(error).splitlines()[0]}), so its rows are left out")
-        return _frame([])
+        return pl.DataFrame(schema=schema)

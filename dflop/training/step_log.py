@@ -9,9 +9,12 @@ from collections import deque
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import numpy as np
+
 from dflop.costs import BEYOND_MEASURED
 from dflop.scheduling import StepSchedule
 from dflop.training.run_folder import RunFiles
+from dflop.training.step_seconds import split_line
 
 __all__ = ["StepLog", "say_if_costs_are_of_another"]
 
@@ -36,9 +39,15 @@ class StepLog:
         self.unsaved: str | None = None
 
     def add(
-        self, step: int, schedule: StepSchedule, totals: dict[str, float], step_s: float, pipeline_s: float
+        self,
+        step: int,
+        schedule: StepSchedule,
+        totals: dict[str, float],
+        step_s: float,
+        pipeline_s: float,
+        parts: np.ndarray,
     ) -> None:
-        """`totals` are sums over all ranks (waits: means) as the trainer makes them."""
+        """`totals` are sums over all ranks (waits: means) as the trainer makes them; `parts` of `StepSeconds`."""
         extrapolated = float(schedule.extrapolated.mean())
         if extrapolated and not self._said_extrapolated:
             self._said_extrapolated = True
@@ -64,6 +73,7 @@ class StepLog:
             "predicted_idle": schedule.idle,
             "wait_s": totals["wait_s"],
             "data_wait_s": totals["data_wait_s"],
+            "seconds": split_line(parts),
             "grad_norm": totals["grad_norm"],
             "lr": totals["lr"],
             "policy": schedule.policy,

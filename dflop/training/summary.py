@@ -13,10 +13,11 @@ from dflop.balancing import without_cbc
 from dflop.config import Config
 from dflop.pricing import Learner, is_stale, read_learned, stale_share
 from dflop.runtime import UserError, written_whole
+from dflop.training.bounds import time_split
 from dflop.training.checkpoint_files import find_checkpoint
 from dflop.training.generation import Generation
 from dflop.training.metrics import mend_metrics
-from dflop.training.observations import CORRECTIONS_FILE, NUM_WARMUP_STEPS
+from dflop.training.observations import CORRECTIONS_FILE, NUM_WARMUP_STEPS, Merged
 
 __all__ = ["summarise", "what_to_rerun"]
 
@@ -24,7 +25,7 @@ __all__ = ["summarise", "what_to_rerun"]
 def summarise(
     config: Config,
     out: Path,
-    observations: pl.DataFrame,
+    merged: Merged,
     generation: Generation,
     *,
     baselines: dict[str, dict[str, object]],
@@ -62,7 +63,9 @@ def summarise(
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "restarts": run["restarts"],
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),
-        "measured_over_predicted": _measured_over_predicted(observations),
+        "measured_over_predicted": _measured_over_predicted(merged.observations),
+        # Where the seconds of the steps went, and what bounds the run.
+        "time_split": time_split(config, merged),
         # What others would run, predicted beside the plan that was trained.
         "baselines": baselines,
         "policy": config.schedule.policy,

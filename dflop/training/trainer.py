@@ -9,6 +9,7 @@ import gc
 import math
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 from dflop.config import Config
 from dflop.parallelism import load_plan
 from dflop.pipeline import Op, Span, check_program, make_program
-from dflop.pipeline.run import run_instructions
+from dflop.pipeline.run import Waits, run_instructions
 from dflop.runtime import UserError
 from dflop.runtime.local_device import device_name
 from dflop.runtime.memory import process_bytes
@@ -27,11 +28,14 @@ from dflop.training.learning_rate import lr_factor
 from dflop.training.loader import start_loading
 from dflop.training.observations import NUM_WARMUP_STEPS, Observations
 from dflop.training.peers import PeerWatch, longest_wait_s
+from dflop.training.rank_clock import RankClock
 from dflop.training.rank_model import build_rank_model, forwards_that_read
 from dflop.training.resume import take_up
 from dflop.training.run_folder import RunFiles
 from dflop.training.saver import CheckpointSaver
 from dflop.training.step_log import StepLog, say_if_costs_are_of_another
+from dflop.training.step_seconds import StepSeconds
+from dflop.training.step_sums import sum_over_ranks
 from dflop.training.step_times import StepReports
 from dflop.training.stopping import StopRequest
 from dflop.training.topology import join_world
@@ -63,6 +67,7 @@ class Trainer:
         self.first_step, self.restarts = take_up(config.train, files, self.model, self.observations)
         self.saver = CheckpointSaver(files.checkpoints, self.observations)
         self.longest_step_s = 0.0
+        self.clock, self.seconds = RankClock(), StepSeconds(program, self.topology.world_size)
         self.log = StepLog(files, config.train.steps, self.topology.world_size)
         self.feed = ScheduleFeed(self.topology.store)
         self.reports = StepReports(
@@ -88,6 +93,7 @@ class Trainer:
             # The collector stops a rank whenever it likes, and the others wait: it has its time between steps instead.
             gc.collect()
             gc.disable()
+            self.clock.restart()
             num_steps = self.first_step
             while num_steps < config.steps:
                 is_asked = self._step(num_steps)
@@ -122,12 +128,12 @@ class Trainer:
 
     def _step(self, step: int) -> bool:
         """Carry out a step; returns, on every rank alike, whether any was asked to stop."""
-        started = time.monotonic()
         if self.publisher:
             self.publisher.step_started(step, self.reports.take(step))
         config = self.config.train
         self.watch.begin(f"step {step}, its schedule,", config.peer_timeout_s, needs_silence=True)
-        schedule = self.feed.get(step)
+        with self.clock.part("schedule"):
+            schedule = self.feed.get(step)
         # In its first steps a process compiles and fills caches.
         self.watch.begin(
             f"step {step}",
@@ -137,28 +143,36 @@ class Trainer:
         for work in self.works.values():
             work.begin_step(schedule)
         zero_s = time.monotonic()
-        spans = run_instructions(self.topology.instructions, self.works, self.topology.links)
-        pipeline_s = time.monotonic() - zero_s
-        totals = self._update(step, schedule, spans)
-        step_s = time.monotonic() - started
+        waits = Waits()
+        spans = run_instructions(self.topology.instructions, self.works, self.topology.links, waits)
+        ended_s = time.monotonic()
+        self.clock.add_pipeline(spans, waits, zero_s, ended_s)
+        totals, known, step_s = self._update(step, schedule, spans)
         self.longest_step_s = max(self.longest_step_s, step_s)
         self.observations.add(step, schedule, spans, zero_s)
         if schedule.measures and step >= self.first_step + NUM_WARMUP_STEPS:
             self.reports.send(step, spans, step_s)
         if self.topology.is_main:
             self.log.unsaved = self._unsaved(step + 1)
-            self.log.add(step, schedule, totals, step_s, pipeline_s)
+            parts = self.seconds.of_step(known, step_s, schedule.idle_of_worker)
+            self.observations.add_seconds(step, parts, step_s)
+            self.log.add(step, schedule, totals, step_s, ended_s - zero_s, parts)
         self.feed.forget(step)
         return totals["asked_to_stop"] > 0
 
-    def _update(self, step: int, schedule: StepSchedule, spans: list[Span]) -> dict[str, float]:
-        """Normalise, clip and apply the gradients; returns sums over all ranks, and the mean rank's waits."""
+    def _update(
+        self, step: int, schedule: StepSchedule, spans: list[Span]
+    ) -> tuple[dict[str, float], np.ndarray, float]:
+        """Normalise, clip and apply the gradients; returns sums over all ranks with the mean rank's waits, what each
+        rank knows of its seconds (`KNOWN_PARTS`), and how long the step took, which ends with the sums."""
         config, works = self.config.train, self.works.values()
         num_targets = int(schedule.target_tokens.sum())
-        totals = _sum_over_ranks(
+        with self.clock.part("optimiser"):
+            grad_sq = self.model.norm_squared() / num_targets**2
+        totals, known = sum_over_ranks(
             {
                 "loss": sum(float(work.loss) for work in works) / num_targets,
-                "grad_sq": self.model.norm_squared() / num_targets**2,
+                "grad_sq": grad_sq,
                 # The gradient sync is left out: it is mostly a wait for the slower replicas.
                 "busy_s": sum(span.seconds for span in spans if span.op is not Op.SYNC_GRADIENTS),
                 "wait_s": self.feed.waited_s.get(step, 0.0),
@@ -166,8 +180,10 @@ class Trainer:
                 "unreadable": sum(len(work.unreadable) for work in works),
                 "asked_to_stop": float(bool(self.stop)),
             },
+            self.clock.row(),
             self.topology.device,
         )
+        step_s = self.clock.end()
         totals["grad_norm"] = totals.pop("grad_sq") ** 0.5
         for wait in ("wait_s", "data_wait_s"):
             totals[wait] /= self.topology.world_size
@@ -179,14 +195,17 @@ class Trainer:
         scale = min(1.0, config.grad_clip / (totals["grad_norm"] + 1e-12))
         factor = lr_factor(config, step)
         totals["lr"] = config.lr * factor
-        self.model.update(factor, scale / num_targets)
+        with self.clock.part("optimiser"):
+            self.model.update(factor, scale / num_targets)
+            if self.topology.device.type == "cuda":
+                torch.cuda.synchronize(self.topology.device)  # as the next step's clock would
         for work in works:
             for line in work.unreadable:
                 print(
                     f"dflop: not as it was profiled, so a blank, cut or scaled one was trained on: {line}", flush=True
                 )
             work.unreadable.clear()
-        return totals
+        return totals, known, step_s
 
     def _save(self, num_steps: int) -> None:
         """Begin to write a checkpoint. What keeps any rank from writing stops no training: it is said until one is
@@ -243,9 +262,3 @@ class Trainer:
         )
         publisher.start()
         return publisher
-
-
-def _sum_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    summed = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(summed)
-    return dict(zip(values, summed.tolist(), strict=True))

@@ -216,6 +216,18 @@ def test_costs_of_another_device_and_loads_that_nobody_measured_are_said_at_thes
     assert summary["extrapolated"] == pytest.approx(sum(shares) / 2)
 
 
+def test_the_seconds_of_every_step_are_divided_among_what_each_rank_did(two_ranks):
+    out, steps = two_ranks
+    for step in steps:
+        assert sum(step["seconds"]["mean_rank"].values()) == pytest.approx(step["step_s"], abs=1e-4)
+        assert step["seconds"]["mean_rank"]["computing_s"] == pytest.approx(
+            (1 - step["idle"]) * step["step_s"], abs=1e-4
+        )
+    seconds = read_table(out / "observations.duckdb", "step_seconds", made_by="train")
+    assert seconds.select("step", "rank").rows() == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert seconds["warmup"].all()
+
+
 def test_a_sample_that_no_device_holds_is_left_out_and_the_run_goes_on(run, tmp_path):
     folder, config = run
     names = ("shapes.duckdb", "costs.duckdb")

@@ -19,6 +19,7 @@ from dflop.store import (
     REJECT_REASONS,
     SCHEMA_VERSION,
     SHARD_SCHEMA,
+    STEP_SECONDS_SCHEMA,
     ShardFile,
     database,
     read_meta,
@@ -448,7 +449,7 @@ def test_ratios_are_measured_over_predicted_time_without_the_warm_up(tmp_path):
     rows += [("llm", "sync", 1.0, None, False), ("vision", "backward", 3.0, 6.0, False)]
     schema = ["module", "pass", "seconds", "predicted_s", "warmup"]
     observations = pl.DataFrame(rows, schema=schema, orient="row")
-    nothing = (schema.to_frame() for schema in (CORRECTIONS_SCHEMA, LEFT_OUT_SCHEMA))
+    nothing = (schema.to_frame() for schema in (CORRECTIONS_SCHEMA, LEFT_OUT_SCHEMA, STEP_SECONDS_SCHEMA))
     write_observations(tmp_path / "o.duckdb", observations, *nothing, {})
     ratios = read_table(tmp_path / "o.duckdb", "measured_over_predicted", made_by="train")
     assert ratios.select("module", "pass", "num_observations", "ratio").rows() == [

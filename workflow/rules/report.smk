@@ -11,6 +11,7 @@ rule report:
         plans=report(f"{RESULTS}/report/plans.svg", category="Plan", caption="../report/plans.rst"),
         timeline=report(f"{RESULTS}/report/timeline.svg", category="Plan", caption="../report/timeline.rst"),
         training=report(f"{RESULTS}/report/training.svg", category="Training", caption="../report/training.rst"),
+        time_split=report(f"{RESULTS}/report/time_split.svg", category="Training", caption="../report/time_split.rst"),
         summary=report(f"{RESULTS}/report/summary.json", category="Summary", caption="../report/summary.rst"),
     log:
         f"{RESULTS}/logs/report.log",

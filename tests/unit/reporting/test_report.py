@@ -21,6 +21,7 @@ from dflop.reporting import plot_shapes, write_report
 from dflop.reporting.plans import draw_plans
 from dflop.reporting.schedules import price_preview, replay
 from dflop.reporting.shapes import draw_shapes
+from dflop.reporting.time_split import draw_time_split
 from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, predicted_boxes
 from dflop.reporting.training import draw_training
 from dflop.runtime import UserError
@@ -30,13 +31,15 @@ from dflop.store import (
     CORRECTIONS_SCHEMA,
     LEFT_OUT_SCHEMA,
     SHARD_SCHEMA,
+    STEP_SECONDS_SCHEMA,
     ShardFile,
     read_table,
     write_observations,
     write_shapes,
 )
+from dflop.training.step_seconds import PARTS, seconds_frame
 
-NAMES = ["costs.svg", "plans.svg", "timeline.svg", "training.svg", "summary.json"]
+NAMES = ["costs.svg", "plans.svg", "timeline.svg", "training.svg", "time_split.svg", "summary.json"]
 CREATED = {"created": "2025-01-01T00:00:00+00:00"}
 SMALL = Plan(
     placement="disjoint",
@@ -50,7 +53,7 @@ WIDE = Plan(
 )
 
 
-def test_the_report_of_a_run_is_five_pictures_and_a_summary(usual):
+def test_the_report_of_a_run_is_six_pictures_and_a_summary(usual):
     folder, paths = usual
     assert paths == [folder / "report" / name for name in NAMES]
     assert sorted(path.name for path in (folder / "report").iterdir()) == sorted([*NAMES, "shapes.svg"])
@@ -222,6 +225,19 @@ def test_training_is_drawn_however_long_it_ran(num_steps):
     assert f"{num_steps:,} steps: a step takes" in said
     assert ("is the mean of 3 steps" in said) == (num_steps == 4000)
     assert ("median of" in said) == (num_steps > 20)
+
+
+@pytest.mark.parametrize(("num_ranks", "drawn"), [(1, 1), (2, 2), (100, 24)])
+def test_where_the_time_went_is_drawn_for_the_ranks_that_others_wait_for(num_ranks, drawn):
+    parts = np.full((num_ranks, len(PARTS)), 0.1)
+    frame = pl.concat([seconds_frame(step, parts, 1.0, warmup=False) for step in range(3)])
+    figure = Figure()
+    draw_time_split(figure, frame, {0: "rank 0 (vision stage 0)"}, "The loaders bound this run: raise them")
+    said = words(figure)
+    assert "The loaders bound this run: raise them" in said
+    assert "seconds of the mean step, 1.00 s (measured)" in said
+    assert said.count("10%") == drawn * len(PARTS)
+    assert ("Of 100 ranks those 24 are drawn" in said) == (num_ranks > drawn)
 
 
 def test_a_missing_artifact_names_the_command_that_makes_it(write_made_up_costs, tmp_path):
@@ -445,5 +461,5 @@ def make_training(folder, scheduler, num_steps, predicted):
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"final_loss": 2.5}))
-    nothing = (schema.to_frame() for schema in (CORRECTIONS_SCHEMA, LEFT_OUT_SCHEMA))
+    nothing = (schema.to_frame() for schema in (CORRECTIONS_SCHEMA, LEFT_OUT_SCHEMA, STEP_SECONDS_SCHEMA))
     write_observations(folder / "observations.duckdb", pl.DataFrame(rows), *nothing, CREATED)

@@ -6,8 +6,10 @@ import polars as pl
 import pytest
 
 from dflop.reporting.trace import chrome_trace
+from dflop.store import STEP_SECONDS_SCHEMA
 
 NUM_RANKS, NUM_STEPS, NUM_MICROBATCHES = 3, 7, 4
+NO_SECONDS = STEP_SECONDS_SCHEMA.to_frame()
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def computations(trace):
 
 
 def test_every_computation_of_the_last_steps_is_there_once(observations):
-    events = computations(chrome_trace(observations, num_steps=2))
+    events = computations(chrome_trace(observations, NO_SECONDS, num_steps=2))
     seen = sorted((event["args"]["step"], event["tid"], event["name"]) for event in events)
     labels = [f"{name} {index}" for index in range(NUM_MICROBATCHES) for name in ("forward", "backward")]
     expected = [(step, rank, label) for step in (5, 6) for rank in range(NUM_RANKS) for label in [*labels, "sync"]]
@@ -51,7 +53,7 @@ def test_every_computation_of_the_last_steps_is_there_once(observations):
 
 
 def test_a_rank_never_does_two_things_at_a_time_not_even_across_steps(observations):
-    events = computations(chrome_trace(observations))
+    events = computations(chrome_trace(observations, NO_SECONDS))
     for rank in range(NUM_RANKS):
         own = sorted((event for event in events if event["tid"] == rank), key=lambda event: event["ts"])
         for before, after in pairwise(own):
@@ -59,13 +61,15 @@ def test_a_rank_never_does_two_things_at_a_time_not_even_across_steps(observatio
 
 
 def test_a_run_shorter_than_the_asked_steps_is_shown_whole(observations):
-    events = computations(chrome_trace(observations.filter(pl.col("step") < 2)))
+    events = computations(chrome_trace(observations.filter(pl.col("step") < 2), NO_SECONDS))
     assert {event["args"]["step"] for event in events} == {0, 1}
 
 
 def test_every_rank_is_named_by_its_part_of_the_plan(observations):
     named = {
-        event["tid"]: event["args"]["name"] for event in chrome_trace(observations)["traceEvents"] if event["ph"] == "M"
+        event["tid"]: event["args"]["name"]
+        for event in chrome_trace(observations, NO_SECONDS)["traceEvents"]
+        if event["ph"] == "M"
     }
     assert named == {0: "vision stage 0 replica 0", 1: "llm stage 0 replica 0", 2: "llm stage 1 replica 0"}
 
@@ -74,8 +78,18 @@ def test_a_rank_that_carries_several_parts_is_named_by_all_of_them(observations)
     both = pl.concat(
         [observations, observations.with_columns(module=pl.lit("vision"), pp_stage=pl.lit(0, dtype=pl.Int64))]
     )
-    named = [event for event in chrome_trace(both)["traceEvents"] if event["ph"] == "M"]
+    named = [event for event in chrome_trace(both, NO_SECONDS)["traceEvents"] if event["ph"] == "M"]
     assert {event["tid"]: event["args"]["name"] for event in named}[2] == (
         "llm stage 1 replica 0 + vision stage 0 replica 0"
     )
     assert len(named) == NUM_RANKS
+
+
+def test_a_counter_of_each_rank_says_where_the_seconds_of_its_steps_went(observations):
+    parts = {name: 0.1 for name, kind in STEP_SECONDS_SCHEMA.items() if kind == pl.Float64}
+    rows = [{"step": step, "rank": rank, "warmup": False} | parts for step in range(NUM_STEPS) for rank in range(2)]
+    trace = chrome_trace(observations, pl.DataFrame(rows, schema=STEP_SECONDS_SCHEMA), num_steps=2)
+    counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
+    assert len(counters) == 4
+    assert counters[0]["args"]["computing"] == pytest.approx(100)
+    assert "step" not in counters[0]["args"]

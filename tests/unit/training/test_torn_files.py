@@ -15,9 +15,11 @@ from dflop.training.checkpoint_files import checksums_of, damage_in, find_checkp
 from dflop.training.metrics import mend_metrics
 from dflop.training.observations import CORRECTIONS_FILE, Observations
 from dflop.training.step_log import StepLog
+from dflop.training.step_seconds import PARTS
 
 LEFT_OUT = pl.DataFrame({"sample_id": []}, schema={"sample_id": pl.String})
 NODES = (Node("vision", 0, 0), Node("llm", 0, 0))
+PARTS_OF_RANKS = np.zeros((1, len(PARTS)))
 
 
 def line(step):
@@ -58,7 +60,8 @@ def observe(folder, rank, *parts):
 
 
 def merged(folder):
-    return merge_observations(folder, folder.parent / "observations.duckdb", LEFT_OUT, {"config_digest": ""})
+    path = folder.parent / "observations.duckdb"
+    return merge_observations(folder, path, LEFT_OUT, {"config_digest": ""}).observations
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", None], ids=["empty", "four bytes", "cut"])
@@ -152,17 +155,17 @@ def test_a_line_that_the_disk_did_not_take_is_written_whole_with_a_later_one(tmp
     )
     schedule = SimpleNamespace(extrapolated=np.zeros(1), **per_sample, **dict.fromkeys(figures, 0))
     totals = dict.fromkeys(("loss", "busy_s", "wait_s", "data_wait_s", "grad_norm", "lr", "unreadable"), 1.0)
-    log.add(0, schedule, totals, 2.0, 1.0)
+    log.add(0, schedule, totals, 2.0, 1.0, PARTS_OF_RANKS)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size + 50, limits[1]))
     try:
         log.unsaved = "no space left"
-        log.add(1, schedule, totals, 2.0, 1.0)
+        log.add(1, schedule, totals, 2.0, 1.0, PARTS_OF_RANKS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0]
     log.unsaved = None
-    log.add(2, schedule, totals, 2.0, 1.0)
+    log.add(2, schedule, totals, 2.0, 1.0, PARTS_OF_RANKS)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 2]
     first, second, third = capsys.readouterr().out.splitlines()
     assert "step 1/3  loss 1.000  lr 1.00e+00  2.00 s" in first

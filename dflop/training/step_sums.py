@@ -1,0 +1,22 @@
+"""What all ranks tell each other once a step: sums of a few numbers, and each rank's own seconds, in one all-reduce."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+__all__ = ["sum_over_ranks"]
+
+
+def sum_over_ranks(
+    values: Mapping[str, float], own: Sequence[float], device: torch.device
+) -> tuple[dict[str, float], np.ndarray]:
+    """The sums of `values` over all ranks, and every rank's `own`, [num_ranks, len(own)]; every rank must call this."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    of_ranks = np.zeros((num_ranks, len(own)))
+    of_ranks[rank] = own
+    told = torch.from_numpy(np.concatenate([list(values.values()), of_ranks.ravel()])).to(device)
+    dist.all_reduce(told)
+    summed = told.cpu().numpy()
+    return dict(zip(values, summed[: len(values)].tolist(), strict=True)), summed[len(values) :].reshape(num_ranks, -1)
