@@ -102,6 +102,7 @@ class FixedGrid:
     tp: Optional[int] = None
     pp: Optional[int] = None
     dp: Optional[int] = None
+    sharding: Optional[str] = None
 
     @property
     def least_ranks(self) -> int:
@@ -127,6 +128,7 @@ class FixedPlan:
 class PlanConfig:
     placements: list[str] = field(default_factory=lambda: ["disjoint", "colocated", "monolithic"])
     schedules: list[str] = field(default_factory=lambda: ["1f1b", "interleaved_1f1b", "zb_h1"])
+    shardings: list[str] = field(default_factory=lambda: ["optimizer", "parameters", "hybrid"])
     search_batches: Optional[int] = None
     fixed: Optional[FixedPlan] = None
 

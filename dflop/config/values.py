@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from dflop.config.schema import Config, SourceConfig
-from dflop.parallelism import PLACEMENTS, SCHEDULES
+from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.runtime import UserError
 
 __all__ = ["SAMPLING", "SAMPLING_FORMS", "check_values"]
@@ -17,7 +17,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "costs.source": ("measured", "analytic"),
     "plan.placements": tuple(PLACEMENTS),
     "plan.schedules": tuple(SCHEDULES),
+    "plan.shardings": tuple(SHARDINGS),
     "plan.fixed.placement": tuple(PLACEMENTS),
+    "plan.fixed.*.sharding": tuple(SHARDINGS),
     "plan.fixed.schedule": tuple(SCHEDULES),
     "schedule.policy": ("random", "lpt", "search", "ilp"),
     "schedule.correction": ("off", "on", "auto"),
@@ -68,7 +70,7 @@ _NOT_NEGATIVE = (
     "train.loader_workers",
 )
 _SHARES = ("train.min_lr_ratio",)
-_NOT_EMPTY = ("costs.tp_sizes", "plan.placements", "plan.schedules")
+_NOT_EMPTY = ("costs.tp_sizes", "plan.placements", "plan.schedules", "plan.shardings")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SAMPLING = re.compile(r"all|(first|end|random):(?=[\d.]*[1-9])\d+(%|\.\d+%)?")
 SAMPLING_FORMS = "all, first:30%, first:1000, end:… or random:…, with a whole number above 0 or a percentage"

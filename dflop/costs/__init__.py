@@ -10,6 +10,7 @@ from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
 from dflop.costs.memory import StageMemory, resident_bytes
 from dflop.costs.model import CostModel
+from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
 from dflop.costs.stage_kind import PARTS, StageKind, stage_kinds
 from dflop.models.loads import Loads
 
@@ -29,6 +30,8 @@ __all__ = [
     "LinkModel",
     "Loads",
     "Measured",
+    "Moving",
+    "ShardedPass",
     "StageKind",
     "StageMemory",
     "analytic_points",
@@ -38,6 +41,8 @@ __all__ = [
     "read_measured",
     "require_parquet",
     "resident_bytes",
+    "sharded_passes",
     "stage_kinds",
+    "working_bytes",
     "write_measured",
 ]

@@ -12,7 +12,7 @@ import numpy as np
 from dflop.models.loads import Coefficients
 from dflop.runtime.kernels import kernel
 
-__all__ = ["PackedForms", "form_at", "line_at", "pack_forms"]
+__all__ = ["PackedForms", "PackedTerms", "form_at", "line_at", "pack_forms", "pack_terms", "terms_at"]
 
 
 class PackedForms(NamedTuple):
@@ -22,12 +22,29 @@ class PackedForms(NamedTuple):
     hinges: np.ndarray  # [num_stages, num_hinges, 3]: load, at, slope; a slope of 0 where a stage has fewer
 
 
+class PackedTerms(NamedTuple):
+    """Several functions a stage, each with the least that it counts as."""
+
+    first: np.ndarray  # [num_stages + 1]: of each stage, and behind all
+    forms: PackedForms
+    least: np.ndarray  # [num_terms]
+
+
+def pack_terms(of_stages: Sequence[Sequence[tuple[Coefficients, float]]]) -> PackedTerms:
+    terms = [term for of_stage in of_stages for term in of_stage]
+    return PackedTerms(
+        first=np.cumsum([0, *map(len, of_stages)]),
+        forms=pack_forms([form for form, _ in terms]),
+        least=np.array([least for _, least in terms]),
+    )
+
+
 def pack_forms(forms: Sequence[Coefficients]) -> PackedForms:
-    hinges = np.zeros((len(forms), max(len(form.hinges) for form in forms), 3))
+    hinges = np.zeros((len(forms), max((len(form.hinges) for form in forms), default=0), 3))
     for stage, form in enumerate(forms):
         if form.hinges:
             hinges[stage, : len(form.hinges)] = form.hinges
-    return PackedForms(np.array([[form.const, *form.per_load] for form in forms]), hinges)
+    return PackedForms(np.array([[form.const, *form.per_load] for form in forms]).reshape(-1, 5), hinges)
 
 
 @kernel(inline="always")
@@ -37,6 +54,17 @@ def form_at(forms, stage, loads):
     hinges = forms.hinges[stage]
     for hinge in range(len(hinges)):
         total += hinges[hinge, 2] * max(0.0, loads[int(hinges[hinge, 0])] - hinges[hinge, 1])
+    return total
+
+
+@kernel
+def terms_at(terms, stage, loads):
+    """The sum of a stage's functions at a microbatch's loads [4], none less than it counts at least; 0 without any."""
+    total = 0.0
+    if terms is None:
+        return total
+    for number in range(terms.first[stage], terms.first[stage + 1]):
+        total += max(form_at(terms.forms, number, loads), terms.least[number])
     return total
 
 

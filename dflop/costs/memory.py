@@ -1,7 +1,7 @@
 """What a stage holds on a rank: what follows from its parts' bytes, and from its parameters'."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,10 +18,16 @@ class StageMemory(NamedTuple):
     transient_bytes: np.ndarray
 
 
-def resident_bytes(parameter_bytes: float, dp: int, *, is_frozen: bool) -> float:
+Bytes = TypeVar("Bytes", float, np.ndarray)
+
+
+def resident_bytes(parameter_bytes: Bytes, dp: int, *, is_frozen: bool, num_shards: int = 1) -> Bytes:
     """What a rank always holds of a stage with so many replicas: parameters and gradients, and its share of AdamW's two
-    moments (fp32 each); of a frozen stage parameters alone."""
-    return parameter_bytes if is_frozen else parameter_bytes * (2 + 2 / dp)
+    moments (fp32 each); of a frozen stage parameters alone.
+
+    Where parameters are divided among `num_shards` of the replicas, so is everything else."""
+    own = parameter_bytes / num_shards
+    return own if is_frozen else own * (2 + 2 / (dp if num_shards == 1 else 1))
 
 
 def memory_of_parts(

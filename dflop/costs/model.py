@@ -39,7 +39,10 @@ class CostModel(FittedCosts):
             for kind in kinds:
                 key = kind.module, kind.tp, kind.checkpointing
                 if key not in at:
-                    at[key] = {part: form(loads) for part, form in self._part_forms(*key)[way].items()}
+                    at[key] = {
+                        part: form(loads)
+                        for part, form in self.part_forms(key[0], key[1], checkpointing=key[2])[way].items()
+                    }
                 seconds.append(np.where(empty, 0.0, kind.total(at[key])))
             passes.append(seconds)
         return list(zip(*passes, strict=True))
@@ -48,7 +51,7 @@ class CostModel(FittedCosts):
         self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Forward and backward seconds of each of `PARTS`, once: convex in the loads, and never falling."""
-        forward, backward = self._part_forms(module, tp, checkpointing)
+        forward, backward = self.part_forms(module, tp, checkpointing=checkpointing)
         return (
             {part: form(loads) for part, form in forward.items()},
             {part: form(loads) for part, form in backward.items()},
@@ -56,7 +59,7 @@ class CostModel(FittedCosts):
 
     def time_forms(self, kind: StageKind) -> tuple[Coefficients, Coefficients]:
         """Forward and backward seconds as functions of a microbatch's loads, for kernels and linear programs."""
-        forward, backward = self._part_forms(kind.module, kind.tp, kind.checkpointing)
+        forward, backward = self.part_forms(kind.module, kind.tp, checkpointing=kind.checkpointing)
         return kind.total(forward), kind.total(backward)
 
     def additive_loads_s(
@@ -66,7 +69,7 @@ class CostModel(FittedCosts):
 
         `least` gives what they add at the very least, whatever the microbatch.
         """
-        passes = self._part_forms(kind.module, kind.tp, kind.checkpointing)[: 1 + has_backward]
+        passes = self.part_forms(kind.module, kind.tp, checkpointing=kind.checkpointing)[: 1 + has_backward]
         # Summed in this order: another one rounds differently, and so breaks ties between samples another way.
         total = np.zeros(np.shape(loads.num_items))
         for part, times in kind.parts:
@@ -74,7 +77,7 @@ class CostModel(FittedCosts):
                 total += times * forms[part].without_const(least=least)(loads)
         return total
 
-    def _part_forms(self, module: str, tp: int, checkpointing: bool) -> tuple[dict[str, Coefficients], ...]:
+    def part_forms(self, module: str, tp: int, *, checkpointing: bool = False) -> tuple[dict[str, Coefficients], ...]:
         """Forward and backward seconds of each of `PARTS`."""
         self.require(module, tp)
         keys = {part: _key(module, tp, part, checkpointing) for part in PARTS}

@@ -1,7 +1,7 @@
-"""What a plan is made of: grids, and the placements and pipeline schedules that there are.
+"""What a plan is made of: grids, and the placements, pipeline schedules and shardings that there are.
 
-These are light to import: the config takes its choices from here, and the workflow reads it again for every job. What a
-placement and a schedule come to, in instructions and in seconds, is `pipeline`'s to say.
+These are light to import: the config takes its choices from here, and the workflow reads it again for every job. What
+they come to, in instructions and in seconds, is `pipeline`'s to say.
 """
 
 from dflop.parallelism.grid import Grid, tile_world
@@ -9,17 +9,21 @@ from dflop.parallelism.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Place
 from dflop.parallelism.plan import Plan, split_layers
 from dflop.parallelism.plan_file import load_plan, plan_from_dict
 from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
+from dflop.parallelism.shardings import PLAIN_SHARDING, SHARDINGS, Sharding
 
 __all__ = [
     "DISJOINT",
     "MONOLITHIC",
     "PLACEMENTS",
     "PLAIN_SCHEDULE",
+    "PLAIN_SHARDING",
     "SCHEDULES",
+    "SHARDINGS",
     "Grid",
     "Placement",
     "Plan",
     "Schedule",
+    "Sharding",
     "load_plan",
     "plan_from_dict",
     "split_layers",

@@ -7,6 +7,7 @@ stored, so a grid cannot contradict itself.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflop.parallelism.shardings import PLAIN_SHARDING, SHARDINGS
 from dflop.runtime import UserError
 
 __all__ = ["Grid", "tile_world"]
@@ -23,6 +24,10 @@ class Grid:
     rank_offset: int = 0
     # Layers of each pipeline stage where they are not split evenly; with `num_chunks`, of each of the stages' chunks.
     layers: tuple[int, ...] = ()
+    # What replicas divide among them: a name in the table `SHARDINGS`.
+    sharding: str = PLAIN_SHARDING
+    # Of `hybrid`: among how many replicas, those of a node, a copy of the parameters is divided.
+    shards: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.tp, self.pp) < 1:
@@ -34,10 +39,23 @@ class Grid:
             )
         if any(count < 1 for count in self.layers):
             raise UserError(f"{self.module}: layers {list(self.layers)}; every pipeline stage needs at least one")
+        if self.sharding not in SHARDINGS:
+            raise UserError(f"{self.module}: sharding is {self.sharding!r}; it must be one of {', '.join(SHARDINGS)}")
+        SHARDINGS[self.sharding].check(self)
 
     @property
     def dp(self) -> int:
         return self.num_ranks // (self.tp * self.pp)
+
+    @property
+    def num_shards(self) -> int:
+        """Among how many replicas a copy of the parameters is divided."""
+        return SHARDINGS[self.sharding].num_shards(self)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether replicas gather parameters, and so meet in every layer."""
+        return SHARDINGS[self.sharding].gathers and self.num_shards > 1
 
     def first_rank(self, pp_stage: int, dp_rank: int) -> int:
         """Global rank of tp rank 0 of one stage replica."""

@@ -1,4 +1,4 @@
-"""Plans: a placement, one grid per module, the number of microbatches, checkpointing and the schedule.
+"""Plans: a placement, one grid and sharding per module, the number of microbatches, checkpointing and the schedule.
 
 A plan is what the search chooses and what the trainer obeys; `plan.yaml` holds one, with the prediction
 that it was chosen for beside it. More can be said, and priced, than can be trained today: see `runnable`.
@@ -11,6 +11,7 @@ from typing import Any
 from dflop.parallelism.grid import Grid
 from dflop.parallelism.placements import PLACEMENTS
 from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES
+from dflop.parallelism.shardings import PLAIN_SHARDING
 from dflop.runtime import UserError
 
 __all__ = ["Plan", "split_layers"]
@@ -107,6 +108,8 @@ class Plan:
                     "dp": grid.dp,
                     "rank_offset": grid.rank_offset,
                     "layers": list(grid.layers) or None,
+                    "sharding": grid.sharding,
+                    "shards": grid.shards,
                 }
                 for grid in self.grids
             },
@@ -117,9 +120,13 @@ class Plan:
         }
 
     def __str__(self) -> str:
+        def in_node(grid: Grid) -> str:
+            return f" of {grid.shards}" if grid.shards else ""
+
         grids = " + ".join(
             f"{grid.module} tp{grid.tp} pp{grid.pp} dp{grid.dp}"
             + (f" (layers {'+'.join(map(str, grid.layers))})" if grid.layers else "")
+            + (f" (sharding {grid.sharding}{in_node(grid)})" if grid.sharding != PLAIN_SHARDING else "")
             for grid in self.grids
         )
         chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""

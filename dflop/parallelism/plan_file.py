@@ -13,6 +13,7 @@ from dflop.parallelism.grid import Grid
 from dflop.parallelism.placements import PLACEMENTS
 from dflop.parallelism.plan import Plan
 from dflop.parallelism.schedules import SCHEDULES
+from dflop.parallelism.shardings import PLAIN_SHARDING, SHARDINGS
 from dflop.runtime import UserError, way_out_of
 
 __all__ = ["load_plan", "plan_from_dict"]
@@ -22,11 +23,12 @@ _MOST_RANKS = 1_000_000
 _MOST_MICROBATCHES = 65_536
 _MOST_LAYERS = 10_000
 _PLAN_FIELDS = ("placement", "grids", "num_microbatches", "checkpointing", "schedule", "num_chunks")
-_GRID_FIELDS = ("num_ranks", "tp", "pp", "dp", "rank_offset", "layers")
+_GRID_FIELDS = ("num_ranks", "tp", "pp", "dp", "rank_offset", "layers", "sharding", "shards")
 
 
 def plan_from_dict(values: Mapping[str, Any]) -> Plan:
-    """The plan that `to_dict` gave. `num_chunks` and a grid's `dp` and `layers` may be missing, as in older files.
+    """The plan that `to_dict` gave. As in older files, `num_chunks` may be missing, and a grid's `dp`, `layers`,
+    `sharding` and `shards`.
 
     Raises:
         UserError: naming a field that is missing, unknown or no value of its kind, or a `dp` that is not the grid's.
@@ -36,7 +38,7 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
         raise UserError("`plan.grids` is missing; it must hold a grid for each module")
     grids = _mapping(plan["grids"], "plan.grids")
     return Plan(
-        placement=_choice(plan, "placement", PLACEMENTS),
+        placement=_choice(plan, "plan", "placement", PLACEMENTS),
         grids=tuple(
             sorted(
                 (_grid(str(module), grid) for module, grid in grids.items()),
@@ -45,7 +47,7 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
         ),
         num_microbatches=_whole(plan, "plan", "num_microbatches", 1, _MOST_MICROBATCHES),
         checkpointing=_switch(plan, "checkpointing"),
-        schedule=_choice(plan, "schedule", SCHEDULES),
+        schedule=_choice(plan, "plan", "schedule", SCHEDULES),
         num_chunks=_whole({"num_chunks": 1} | plan, "plan", "num_chunks", 1, _MOST_LAYERS),
     )
 
@@ -85,6 +87,8 @@ def _grid(module: str, values: Any) -> Grid:
         pp=_whole(own, where, "pp", 1, _MOST_RANKS),
         rank_offset=_whole(own, where, "rank_offset", 0, _MOST_RANKS),
         layers=tuple(_whole(layers, where, name, 1, _MOST_LAYERS) for name in layers),
+        sharding=_choice({"sharding": PLAIN_SHARDING} | own, where, "sharding", SHARDINGS),
+        shards=None if own.get("shards") is None else _whole(own, where, "shards", 1, _MOST_RANKS),
     )
     if "dp" in own and (dp := _whole(own, where, "dp", 1, _MOST_RANKS)) != grid.dp:
         raise UserError(
@@ -126,11 +130,11 @@ def _switch(plan: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _choice(plan: Mapping[str, Any], name: str, choices: Collection[str]) -> str:
+def _choice(values: Mapping[str, Any], where: str, name: str, choices: Collection[str]) -> str:
     wanted = f"one of {', '.join(choices)}"
-    value = _field(plan, "plan", name, wanted)
+    value = _field(values, where, name, wanted)
     if not isinstance(value, str) or value not in choices:
-        raise UserError(f"`plan.{name}` is {_as_written(value)}; it must be {wanted}")
+        raise UserError(f"`{where}.{name}` is {_as_written(value)}; it must be {wanted}")
     return value
 
 

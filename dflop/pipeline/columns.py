@@ -1,12 +1,13 @@
 """Columns: what can only move together in time, a replica's stages and whatever shares their workers.
 
-Columns meet in bridges alone. A change of one replica's work is at first felt in its own column.
+Columns meet in bridges alone, and where an encoder's replicas share parameters. A change of one replica's work is at
+first felt in its own column; where the LLM's replicas share parameters, all of these are one.
 """
 
 import numpy as np
 
 from dflop.pipeline.compiled import CompiledPlan
-from dflop.pipeline.walk import DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND
+from dflop.pipeline.walk import DP, FIRST_NODE, FIRST_WORKER, SHARED, SPAN, STAGE_BEFORE, STAGE_BEHIND
 from dflop.runtime.kernels import kernel
 
 __all__ = ["columns_of"]
@@ -28,6 +29,8 @@ def _columns(stages, num_nodes, num_workers):
             for replica in range(stages[stage, DP]):
                 node = stages[stage, FIRST_NODE] + replica
                 label = node_label[node]
+                if stage == len(stages) - 1:  # of the LLM
+                    label = min(label, node_label[node - replica % stages[stage, SHARED]])
                 for neighbour in (stages[stage, STAGE_BEFORE], stages[stage, STAGE_BEHIND]):
                     if neighbour >= 0:
                         label = min(label, node_label[stages[neighbour, FIRST_NODE] + replica])

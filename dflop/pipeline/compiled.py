@@ -77,6 +77,7 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
             has_bridges and is_llm and is_first,
             encoders.index(stage.module) if has_bridges and not is_llm and is_last else -1,
             SPLIT_BACKWARD if kind == WHOLE_BACKWARD and splits_backward(plan, stage.module) else kind,
+            plan.grid(stage.module).num_shards,
         )
     groups = np.array([(stage.group, stage.num_groups) for stage in listed], dtype=np.int64)
     offsets = np.cumsum([0, *(len(order) for order in orders)])

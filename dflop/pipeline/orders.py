@@ -56,8 +56,11 @@ def has_backward(module: str, frozen: Collection[str]) -> bool:
 
 
 def splits_backward(plan: Plan, module: str) -> bool:
-    """Whether weight gradients are computed apart; an encoder that shares ranks has nobody that waits for its own."""
-    return SCHEDULES[plan.schedule].splits_backward and (module == "llm" or not PLACEMENTS[plan.placement].shares_ranks)
+    """Whether weight gradients are computed apart; an encoder that shares ranks has nobody that waits for its own, and
+    one whose replicas share parameters sums its gradients layer by layer."""
+    if not SCHEDULES[plan.schedule].splits_backward or plan.grid(module).gathers:
+        return False
+    return module == "llm" or not PLACEMENTS[plan.placement].shares_ranks
 
 
 def _llm_order(plan: Plan, stage: int, first: int, num_before: int) -> np.ndarray:

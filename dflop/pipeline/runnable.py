@@ -5,6 +5,7 @@ trained.
 """
 
 from dflop.parallelism.plan import Plan
+from dflop.parallelism.shardings import SHARDINGS
 
 __all__ = ["why_not_runnable"]
 
@@ -20,4 +21,9 @@ def why_not_runnable(plan: Plan) -> str | None:
     for grid in plan.grids:
         if grid.tp > 1:
             return f"{grid.module}: tp={grid.tp}, but tensor parallelism cannot be trained yet; use tp: 1"
+        if SHARDINGS[grid.sharding].gathers:
+            return (
+                f"{grid.module}: sharding={grid.sharding}, but sharded parameters cannot be trained yet; use "
+                "sharding: optimizer"
+            )
     return None

@@ -1,4 +1,5 @@
-"""Who waits for whom in a step, computation by computation: for programs that set up equations of a few replicas.
+"""Who waits for whom in a step, computation by computation: for programs that set up equations of a few replicas,
+none of which share parameters.
 
 The simulator's walk knows the same from the order that it goes in; here each dependency stands by itself.
 """

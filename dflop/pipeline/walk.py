@@ -27,6 +27,7 @@ __all__ = [
     "KIND",
     "NO_BACKWARD",
     "NUM_COLUMNS",
+    "SHARED",
     "SPAN",
     "SPLIT_BACKWARD",
     "STAGE_BEFORE",
@@ -39,14 +40,16 @@ __all__ = [
 
 # Columns of `CompiledPlan.stages`. The stages before and behind are of the same module, -1 where there is none; bridges
 # end at the LLM's first stage and begin at an encoder's last, whose number among the encoders BRIDGE_OUT holds, -1
-# elsewhere; KIND says what a backward is.
-NUM_COLUMNS = 9
-DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, KIND = range(NUM_COLUMNS)
+# elsewhere; KIND says what a backward is. So many neighbouring replicas as SHARED says meet in each pass, whose weights
+# are divided among them; 1 where none do.
+NUM_COLUMNS = 10
+DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, KIND, SHARED = range(NUM_COLUMNS)
 NO_BACKWARD, WHOLE_BACKWARD, SPLIT_BACKWARD = range(3)
 
 # Columns of `walk_items`, of an item's pass on all replicas of a stage: its first cell; those replicas' workers;
-# whether they wait for the neighbouring stage's same pass, and that one's first cell; the lists of messages it awaits.
-_PASS, _CELL, _DP, _WORKER, _SPAN, _HAS_NEIGHBOUR, _NEIGHBOUR, _FIRST_LIST, _NUM_LISTS = range(9)
+# whether they wait for the neighbouring stage's same pass, and that one's first cell; the lists of messages it awaits;
+# how many replicas meet.
+_PASS, _CELL, _DP, _WORKER, _SPAN, _HAS_NEIGHBOUR, _NEIGHBOUR, _FIRST_LIST, _NUM_LISTS, _SHARED = range(10)
 
 
 class Messages(NamedTuple):
@@ -81,6 +84,7 @@ def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> 
         _NEIGHBOUR: np.where(has_neighbour, cell(neighbour), 0),
         _FIRST_LIST: microbatch * num_encoders + np.where(takes_own, encoder, 0),
         _NUM_LISTS: np.where(takes_all, num_encoders, takes_own),
+        _SHARED: stages[stage, SHARED],
     }
     return np.column_stack([columns[number] for number in range(len(columns))]).astype(np.uint64)
 
@@ -90,7 +94,8 @@ def walk(items, seconds, chain_s, messages, clocks, end_s, start_s):
     """Write when each cell ends to `end_s`, and when each worker has ended its last to `clocks` [num_workers].
 
     `seconds`, [3 (pass), num_cells], is what each computation takes, and `chain_s` [num_cells] the way to the next
-    stage of the module or back from it. `end_s` is like `seconds`; so is `start_s`, unless it is empty.
+    stage of the module or back from it. `end_s` is like `seconds`; so is `start_s`, unless it is empty. Replicas that
+    meet begin and end together; each is taken to wait for the slowest of them before it starts.
     """
     keeps_starts = start_s.size > 0
     clocks[:] = 0.0
@@ -98,9 +103,10 @@ def walk(items, seconds, chain_s, messages, clocks, end_s, start_s):
         which, first, dp, worker = items[item, _PASS], items[item, _CELL], items[item, _DP], items[item, _WORKER]
         span, before = items[item, _SPAN], items[item, _NEIGHBOUR]
         has_neighbour, num_lists = items[item, _HAS_NEIGHBOUR] > 0, items[item, _NUM_LISTS]
+        shared = items[item, _SHARED]
         # Going forward it is the stage before that has the way to go, going backward this one.
         way = before if which == FORWARD else first
-        if span == 1 and num_lists == 0 and not keeps_starts:
+        if span == 1 and num_lists == 0 and shared == 1 and not keeps_starts:
             # By far most items: one loop.
             for replica in range(dp):
                 ready_s = clocks[worker + replica]
@@ -124,6 +130,15 @@ def walk(items, seconds, chain_s, messages, clocks, end_s, start_s):
                 if which != FORWARD:
                     here, there = there, here
                 end_s[which, here] = max(end_s[which, here], end_s[which, there] + messages.seconds[entry])
+        if shared > 1:
+            for group in range(dp // shared):
+                begin = group * shared
+                ready_s, longest_s = 0.0, 0.0
+                for replica in range(begin, begin + shared):
+                    ready_s = max(ready_s, end_s[which, first + replica])
+                    longest_s = max(longest_s, seconds[which, first + replica])
+                for replica in range(begin, begin + shared):
+                    end_s[which, first + replica] = ready_s + longest_s - seconds[which, first + replica]
         for replica in range(dp):
             if keeps_starts:
                 start_s[which, first + replica] = end_s[which, first + replica]

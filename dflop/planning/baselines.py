@@ -3,10 +3,8 @@
 - Megatron-style: the encoder in the LLM's first stage, one (tp, pp, dp) for both, even splits, 1F1B, batches as they
   are drawn; the best such plan that fits.
 - FSDP-style: every device computes the whole model on its own samples; parameters, gradients and moments are sharded
-  over all of them. Layer by layer, parameters are gathered for each pass of each microbatch and gradients are summed
-  into the shards, in half precision, hidden behind computing wherever they can be. All devices take part in every
-  layer's transfers, so that each pass of a microbatch lasts as long as on the device that has most to compute.
-  Sharding inside nodes alone is not among them.
+  over all of them, or inside each node where that is faster (`costs.sharded`). Batches are as they are drawn, grouped
+  by length, or balanced as ours are; the best such plan of each that fits.
 - The published rule (DFLOP, arXiv 2603.25120): `(m + pp_v + pp_l - 1) * max(stage)` at mean shapes over disjoint grids,
   with balanced batches; of several encoders, the stages of all count. The plan of its least value is taken: what the
   rule itself asks for, whatever it accepts.
@@ -19,12 +17,11 @@ import numpy as np
 import polars as pl
 import yaml
 
-from dflop.config import Config, PlanConfig
-from dflop.costs import PARTS, CostModel, Loads, StageKind, resident_bytes
+from dflop.config import Config, FixedGrid, FixedPlan, PlanConfig
+from dflop.costs import CostModel, Loads, StageKind
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.parallelism import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, Grid, Plan
-from dflop.pipeline import StageTimes, has_backward
+from dflop.parallelism import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING, SHARDINGS, Plan
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.search import search_plans
@@ -33,6 +30,10 @@ from dflop.pricing import loads_of
 from dflop.runtime import UserError
 
 __all__ = ["Baseline", "price_baselines", "read_baselines"]
+
+
+# How FSDP-style training groups its batches, in code and in words.
+_GROUPINGS = (("random", "random"), ("by_length", "length-grouped"), ("balanced", "balanced"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +72,13 @@ def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: 
     return [
         _published_rule(config, spec, costs, batches),
         _megatron_style(config, spec, costs, samples),
-        _fsdp_style(config, spec, costs, batches),
+        *(_fsdp_style(config, spec, costs, samples, *how) for how in _GROUPINGS),
     ]
 
 
 def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Baseline:
     name = "monolithic, random batches (Megatron-style)"
-    within = PlanConfig(placements=[MONOLITHIC.name], schedules=[PLAIN_SCHEDULE])
+    within = PlanConfig(placements=[MONOLITHIC.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
     try:
         found = search_plans(config, spec, costs, samples, grouping="random", within=within, splits_evenly=True)
     except UserError:
@@ -87,7 +88,7 @@ def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: 
 
 def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Baseline:
     name = "published rule at mean shapes, balanced batches"
-    within = PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE])
+    within = PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
     try:
         rows = enumerate_space(config, spec, costs.tp_sizes, {}, within)
     except UserError:
@@ -120,73 +121,22 @@ def _mean_stage_s(
     return seconds
 
 
-def _fsdp_style(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Baseline:
-    best = _nothing("every device the whole model, random batches (FSDP-style)")
-    num_devices = config.cluster.num_devices
-    grid = {"num_ranks": num_devices, "tp": 1, "pp": 1}
-    moving_s = _moving_s(config, spec, costs)
-    for checkpointing in (False, True):
-        spared_bytes = _spared_by_sharding(config, spec, costs, checkpointing)
-        for exponent in range((config.train.global_batch_size // num_devices).bit_length()):
-            plan = Plan(
-                placement=MONOLITHIC.name,
-                grids=tuple(Grid(module=module.name, **grid) for module in spec.modules),
-                num_microbatches=1 << exponent,  # powers of two are enough to see how many it takes
-                checkpointing=checkpointing,
-            )
-            pricer = PlanPricer(plan, config, spec, costs, batches, "random")
-            needs = (max(pricer.memory_bytes(batch).values()) for batch in range(len(batches)))
-            held = max(pricer.alone_bytes(), *needs) - spared_bytes
-            if held > config.cluster.memory_gib * 2**30:
-                continue
-            step_s, busy_s = np.mean([_in_lockstep(pricer.stage_times(at), moving_s) for at in range(len(batches))], 0)
-            if step_s < best.step_s:
-                idle = float(1 - busy_s / step_s)
-                best = Baseline(name=best.name, plan=plan, step_s=float(step_s), idle=idle, memory_bytes=held)
-    return best
-
-
-def _in_lockstep(times: StageTimes, moving_s: np.ndarray) -> tuple[float, float]:
-    """The step, and what the mean device computes in it; `moving_s` is of the passes as they are stacked here."""
-    passes = np.stack([times.forward_s, times.backward_s])
-    passes = passes.reshape(2, moving_s.shape[1], -1, passes.shape[-1])  # pass, module, device, microbatch
-    slowest = np.maximum(passes.max(axis=2), moving_s[..., None])
-    return float(slowest.sum()), float(passes.sum() / passes.shape[2])
-
-
-def _moving_s(config: Config, spec: ModelSpec, costs: CostModel) -> np.ndarray:
-    """Transfers of one microbatch at each device, [pass, module]: half-precision parameters for every pass, and
-    gradients behind a backward one; a frozen encoder has none."""
-    cluster = config.cluster
-    gbps = cluster.inter_node_gbps if cluster.num_nodes > 1 else cluster.intra_node_gbps
-    sizes = np.array(list(_parameter_bytes(spec, costs).values())) * (1 - 1 / cluster.num_devices) / 2
-    names, frozen = [module.name for module in spec.modules], config.model.freeze
-    trained = np.array([name not in frozen for name in names])
-    passed_back = np.array([has_backward(name, frozen) for name in names])
-    return np.stack([sizes, sizes * passed_back + sizes * trained]) / (gbps * 1e9 / 8)
-
-
-def _spared_by_sharding(config: Config, spec: ModelSpec, costs: CostModel, checkpointing: bool) -> float:
-    """Bytes of a device: parameters, gradients and what a microbatch keeps whatever its size (parameters in half
-    precision) are not whole, but for the part at work and a layer on its way."""
-    num_devices, frozen = config.cluster.num_devices, config.model.freeze
-    sizes = _parameter_bytes(spec, costs)
-    replicated = sum(resident_bytes(size, num_devices, is_frozen=name in frozen) for name, size in sizes.items())
-    sharded = sum(size * (1 if name in frozen else 4) for name, size in sizes.items()) / num_devices
-    of_part = {part: max(costs.parameter_bytes[name, 1, part] for name in sizes) for part in PARTS}
-    at_work = (max(of_part.values()) + of_part["layer"]) / 2
-    nothing = Loads(*np.zeros((4, 1)))
-    trained = [module for module in spec.modules if module.name not in frozen]
-    wholes = [StageKind.whole(module.name, 1, module.num_layers, checkpointing=checkpointing) for module in trained]
-    copied = sum(costs.stage_memory(whole, nothing).activation_bytes.item() for whole in wholes)
-    return (1 + costs.allocator_share) * (replicated + copied - sharded - at_work)
-
-
-def _parameter_bytes(spec: ModelSpec, costs: CostModel) -> dict[str, float]:
-    return {
-        module.name: costs.stage_parameter_bytes(StageKind.whole(module.name, 1, module.num_layers))
-        for module in spec.modules
-    }
+def _fsdp_style(
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping: str, batches: str
+) -> Baseline:
+    name = f"every device the whole model, {batches} batches (FSDP-style)"
+    whole = {module.name: FixedGrid(tp=1, pp=1) for module in spec.modules}
+    within = PlanConfig(
+        placements=[MONOLITHIC.name],
+        schedules=[PLAIN_SCHEDULE],
+        shardings=[own for own, sharding in SHARDINGS.items() if sharding.gathers],
+        fixed=FixedPlan(modules=whole),
+    )
+    try:
+        found = search_plans(config, spec, costs, samples, grouping=grouping, within=within)
+    except UserError:
+        return _nothing(name)
+    return _as_baseline(name, found.candidates[0])
 
 
 def _as_baseline(name: str, candidate: Candidate) -> Baseline:

@@ -6,24 +6,25 @@ backward the stages before it still have theirs to do; no microbatch is smaller 
 sample has to pass the whole pipeline, forwards and backwards. What the bounds rule out is never simulated.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from dflop.config import ClusterConfig
 from dflop.costs import PARTS, CostModel, Loads, StageKind, stage_kinds
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec, ModuleSpec
-from dflop.parallelism import PLACEMENTS, SCHEDULES
-from dflop.planning.space import Splits, even_layers, layout_columns
-from dflop.pricing import find_link, loads_of
+from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.planning.least_links import LeastLinks
+from dflop.planning.space import Splits, even_layers, layout_columns, sharding_columns
+from dflop.pricing import loads_of
 
-__all__ = ["LowerBounds", "least_sync", "lower_bounds", "possible_scopes"]
+__all__ = ["LowerBounds", "lower_bounds"]
 
 _LLM_KEYS = (
     *layout_columns("llm"),
+    *sharding_columns("llm"),
     "num_microbatches",
     "checkpointing",
     "schedule",
@@ -105,16 +106,17 @@ def lower_bounds(
     costs: CostModel,
     spec: ModelSpec,
     splits: Splits,
-    cluster: ClusterConfig,
-    frozen: Collection[str],
+    links: LeastLinks,
 ) -> LowerBounds:
     """Bounds of every row of the space for every batch."""
+    frozen = links.frozen
     llm_keys, llm_place = _distinct(rows, _LLM_KEYS)
-    llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, cluster, "llm" in frozen)
+    llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links, "llm" in frozen)
     encoders = []
     for encoder in spec.encoders:
-        keys, place = _distinct(rows, (*layout_columns(encoder.name), "num_microbatches", "checkpointing"))
-        bounds = _encoder_bounds(encoder, keys, batches, costs, cluster, encoder.name in frozen)
+        own = (*layout_columns(encoder.name), *sharding_columns(encoder.name))
+        keys, place = _distinct(rows, (*own, "num_microbatches", "checkpointing"))
+        bounds = _encoder_bounds(encoder, keys, batches, costs, links, encoder.name in frozen)
         encoders.append(EncoderBounds(place=place, **bounds))
     return LowerBounds(
         llm_place=llm_place,
@@ -133,24 +135,6 @@ def _distinct(rows: pl.DataFrame, columns: Sequence[str]) -> tuple[pl.DataFrame,
     return keys, places["place"].to_numpy()
 
 
-def least_sync(costs: CostModel, cluster: ClusterConfig, dp: np.ndarray, tp: int) -> tuple[np.ndarray, np.ndarray]:
-    """Latency and seconds a byte of a gradient sync over `dp` replicas of tp ranks each, wherever they lie."""
-    latency_s, byte_s = np.zeros(len(dp)), np.zeros(len(dp))
-    for size in np.unique(dp[dp > 1]):
-        links = [
-            find_link(costs.links, cluster, "gradient_sync", is_intra, int(size))
-            for is_intra in possible_scopes(cluster, int(size - 1) * tp)
-        ]
-        latency_s[dp == size] = min(link.latency_s for link in links)
-        byte_s[dp == size] = 1 / max(link.bytes_per_s for link in links)
-    return latency_s, byte_s
-
-
-def possible_scopes(cluster: ClusterConfig, distance: int) -> set[bool]:
-    """Whether two ranks so far from each other may lie in one node, in two, or in either way."""
-    return {distance < cluster.devices_per_node, cluster.num_nodes == 1}
-
-
 def _over(loads: Sequence[Loads], function: Callable[[np.ndarray], float]) -> Loads:
     """A number of every load of every batch, [num_batches]."""
     return Loads(*(np.array([function(load) for load in column]) for column in zip(*loads, strict=True)))
@@ -162,7 +146,7 @@ def _llm_bounds(
     costs: CostModel,
     spec: ModelSpec,
     splits: Splits,
-    cluster: ClusterConfig,
+    links: LeastLinks,
     is_frozen: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the LLM alone, and what it adds to the encoders' work on ranks that carry both, [num_keys].
@@ -187,8 +171,8 @@ def _llm_bounds(
         mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
         forward_s, backward_s = costs.part_times("llm", tp, mean, **ask)
         part_s = {part: forward_s[part] + backward_s[part] for part in PARTS}
-        for (pp, schedule, num_chunks, balanced), group in own.with_columns(bucket=inverse).group_by(
-            "llm_pp", "schedule", "num_chunks", "balanced"
+        for (pp, schedule, num_chunks, balanced, sharding), group in own.with_columns(bucket=inverse).group_by(
+            "llm_pp", "schedule", "num_chunks", "balanced", "llm_sharding"
         ):
             num_stages = pp * num_chunks
             layers = splits[tp, pp] if balanced else even_layers(num_layers, num_stages)
@@ -197,11 +181,16 @@ def _llm_bounds(
             count = group["num_microbatches"].to_numpy()[:, None]
             place = group["place"].to_numpy()
             is_split = SCHEDULES[schedule].splits_backward
-            latency_s, byte_s = least_sync(costs, cluster, dp, tp)
+            shards = group["llm_shards"].to_numpy()
+            latency_s, byte_s = links.sync(dp, tp, shards)
             best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
             for stage in range(pp):
                 chunks = kinds[stage::pp]
-                busy_s = count * sum(kind.total(part_s) for kind in chunks)[at]
+                if SHARDINGS[sharding].gathers:
+                    passes = zip(links.passes("llm", tp, shards), (forward_s, backward_s), strict=True)
+                    busy_s = count * sum(own.seconds({part: s[at] for part, s in of.items()}) for own, of in passes)
+                else:
+                    busy_s = count * sum(kind.total(part_s) for kind in chunks)[at]
                 size = sum(costs.stage_parameter_bytes(kind) for kind in chunks)
                 sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
                 best = np.maximum(best, before_s + busy_s + np.maximum(sync_s, after_s))
@@ -222,7 +211,7 @@ def _encoder_bounds(
     keys: pl.DataFrame,
     batches: Sequence[SampleShapes],
     costs: CostModel,
-    cluster: ClusterConfig,
+    links: LeastLinks,
     is_frozen: bool,
 ) -> dict[str, np.ndarray]:
     """The fields of `EncoderBounds` but the places, [num_keys, num_batches].
@@ -244,7 +233,7 @@ def _encoder_bounds(
         for (pp,), group in own.with_row_index("at").group_by(f"{name}_pp"):
             at = group["at"].to_numpy()
             own_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
-            latency_s, byte_s = least_sync(costs, cluster, dp[at, 0], tp)
+            latency_s, byte_s = links.sync(dp[at, 0], tp, own[f"{name}_shards"].to_numpy()[at])
             for kind in stage_kinds(name, tp, even_layers(encoder.num_layers, pp), checkpointing=checkpointing):
                 busy_s = count[at] * kind.total(own_s)
                 size = costs.stage_parameter_bytes(kind)

@@ -35,7 +35,8 @@ class Candidate:
 
 
 class PlanPricer:
-    """Prices one plan, batch by batch. `grouping` is `balanced`, or `random` for training without a scheduler."""
+    """Prices one plan, batch by batch. `grouping` is `balanced`, or `random` or `by_length`: training without a
+    scheduler."""
 
     def __init__(
         self, plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches, grouping: str

@@ -41,6 +41,8 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
                 "num_batches": candidate.num_batches,
                 "extrapolated": candidate.extrapolated,
                 "runnable": candidate.why_not_runnable is None,
+                **{f"{grid.module}_sharding": grid.sharding for grid in plan.grids},
+                **{f"{grid.module}_shards": grid.num_shards for grid in plan.grids},
             }
         )
     return pl.DataFrame(rows, schema_overrides={"llm_layers": pl.List(pl.Int64)})

@@ -61,6 +61,17 @@ class GroupedBatches:
         rng = np.random.default_rng([self._seed, batch])
         return np.divmod(dealt_at_random(len(self.shapes[batch]), dp * num_microbatches, rng), num_microbatches)
 
+    def by_length(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        """Samples of like length in a microbatch, dealt there and back: as many for each bucket, to within one. They
+        are those of the batch, so that each step learns what it does otherwise."""
+        order = np.argsort(-self.shapes[batch].llm_tokens, kind="stable")
+        turn = np.arange(len(order)) * num_microbatches // len(order)
+        rank, microbatch = np.empty(len(order), dtype=np.int64), np.empty(len(order), dtype=np.int64)
+        microbatch[order] = turn
+        round_, place = np.divmod(np.arange(len(order)) - np.searchsorted(turn, turn), dp)
+        rank[order] = np.where(round_ % 2 == 0, place, dp - 1 - place)
+        return rank, microbatch
+
     def mean_text(self, grouping: str, dp: int, num_microbatches: int) -> Loads:
         """Text of each microbatch, means over the LLM's replicas, [num_batches, num_microbatches]."""
         rows = []

@@ -9,6 +9,7 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
+from dflop.parallelism import SHARDINGS
 from dflop.planning.space import enumerate_space, modules_of, plan_of
 from dflop.pricing import (
     MOST_LEFT_OUT,
@@ -57,10 +58,15 @@ def leave_out_what_no_plan_holds(
 
 def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
     """One row of each kind of layout that may hold a sample that others cannot."""
-    tp, pp = ([f"{module}_{size}" for module in modules_of(rows.columns)] for size in ("tp", "pp"))
+    modules = modules_of(rows.columns)
+    tp, pp, sharding = ([f"{module}_{size}" for module in modules] for size in ("tp", "pp", "sharding"))
+    gathers = [name for name, own in SHARDINGS.items() if own.gathers]
     return (
-        rows.with_columns(num_parts=pl.col("llm_pp") * math.prod(map(pl.col, tp)))
-        .sort("num_parts", "checkpointing", "llm_dp", descending=True, maintain_order=True)
-        .unique(["placement", *tp, *pp], keep="first", maintain_order=True)
+        rows.with_columns(
+            num_parts=pl.col("llm_pp") * math.prod(map(pl.col, tp)),
+            num_sharded=pl.sum_horizontal(pl.col(name).is_in(gathers) for name in sharding),
+        )
+        .sort("num_parts", "num_sharded", "checkpointing", "llm_dp", descending=True, maintain_order=True)
+        .unique(["placement", *tp, *pp, *sharding], keep="first", maintain_order=True)
         .head(_MOST_KINDS)
     )

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from dflop.costs import CostModel, resident_bytes, stage_kinds
+from dflop.costs import PARTS, CostModel, resident_bytes, stage_kinds, working_bytes
 from dflop.costs.forms import line_at
 from dflop.models import ModelSpec
-from dflop.parallelism import PLACEMENTS, SCHEDULES
+from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers, llm_layers
 from dflop.pricing import loads_of
@@ -33,11 +33,12 @@ class LeastMemory:
         splits: Splits,
         grouping: str,
         frozen: Collection[str],
-        token_bytes: float,
+        value_bytes: int,
     ) -> None:
         self._spec, self._costs, self._batches, self._splits = spec, costs, batches, splits
         self._group = getattr(batches, grouping)
-        self._frozen, self._token_bytes = frozenset(frozen), token_bytes
+        self._frozen, self._value_bytes = frozenset(frozen), value_bytes
+        self._token_bytes = spec.module("llm").hidden_size * value_bytes
         self._loads = lru_cache(maxsize=2048)(self._replica_loads)
         self._most_items = batches.shapes[0].num_items.max(axis=0).astype(float).tolist()
         self._stages = lru_cache(maxsize=4096)(self._stage_bytes)
@@ -46,12 +47,13 @@ class LeastMemory:
         """Bytes of tensors of each of the LLM's stages, for the mean replica and a few full ones [num_replicas, pp]."""
         pp, count = row["llm_pp"], row["num_microbatches"]
         layers = llm_layers(row, self._splits, self._spec.module("llm").num_layers)
-        stages = self._stages("llm", row["llm_tp"], layers, row["checkpointing"])
+        gathers = SHARDINGS[row["llm_sharding"]].gathers
+        stages = self._stages("llm", row["llm_tp"], layers, row["checkpointing"], gathers)
         replicas, _ = self._loads(row["llm_dp"], count)
         resident, *forms = stages
         schedule = SCHEDULES[row["schedule"]]
         in_flight = np.array([schedule.ahead(stage, pp, count, row["num_chunks"]) + 1 for stage in range(pp)])
-        return _held(self._resident("llm", resident, row["llm_dp"]), *forms, replicas, in_flight)
+        return _held(self._resident("llm", resident, row["llm_dp"], row["llm_shards"]), *forms, replicas, in_flight)
 
     def least_bytes(self, row: Mapping[str, Any], of_llm: np.ndarray) -> float:
         """Bytes of a device with the encoders; `of_llm` is the LLM's share of them."""
@@ -61,8 +63,10 @@ class LeastMemory:
         resident, of_mean, of_any = 0.0, 0.0, 0.0
         for encoder, own, most in zip(self._spec.encoders, items, self._most_items, strict=True):
             layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
-            stages = self._stages(encoder.name, row[f"{encoder.name}_tp"], layers, row["checkpointing"])
-            parameters = self._resident(encoder.name, stages[0], row[f"{encoder.name}_dp"])
+            gathers = SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
+            stages = self._stages(encoder.name, row[f"{encoder.name}_tp"], layers, row["checkpointing"], gathers)
+            dp, shards = row[f"{encoder.name}_dp"], row[f"{encoder.name}_shards"]
+            parameters = self._resident(encoder.name, stages[0], dp, shards)
             share = row["llm_dp"] / row[f"{encoder.name}_dp"]
             each = own * share if encoder.name not in self._frozen else np.zeros_like(own)
             if not placement.shares_ranks:
@@ -128,7 +132,7 @@ class LeastMemory:
         return np.stack([text.mean(axis=1), *(text[:, replica] for replica in sorted(full))]), items.mean(axis=1)
 
     def _stage_bytes(
-        self, module: str, tp: int, layers: tuple[int, ...], checkpointing: bool
+        self, module: str, tp: int, layers: tuple[int, ...], checkpointing: bool, gathers: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each stage its parameters' bytes [num_stages], and the forms (`CostModel.stage_memory_forms`) of what a
         microbatch keeps [num_stages, 5] and of what comes on top [num_stages, num_forms, 5]."""
@@ -146,10 +150,14 @@ class LeastMemory:
         passing = np.zeros((num_stages, max(map(len, of_stages)), 5))
         for stage, forms in enumerate(of_stages):
             passing[stage, : len(forms)] = forms
+        if gathers:
+            sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
+            kept[:, 0] = 0.0
+            passing[:, :, 0] += working_bytes(sizes, value_bytes=self._value_bytes, is_frozen=module in self._frozen)
         return parameters, kept, passing
 
-    def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int) -> np.ndarray:
-        return resident_bytes(parameter_bytes, dp, is_frozen=module in self._frozen)
+    def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
+        return resident_bytes(parameter_bytes, dp, is_frozen=module in self._frozen, num_shards=shards)
 
 
 @kernel

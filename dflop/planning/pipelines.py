@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from dflop.config import Config
-from dflop.costs import CostModel, Loads, StageKind, stage_kinds
+from dflop.costs import CostModel, Loads, ShardedPass, StageKind, stage_kinds
 from dflop.models import ModelSpec
-from dflop.parallelism import DISJOINT, PLACEMENTS, SCHEDULES, Grid, Plan
+from dflop.parallelism import DISJOINT, PLACEMENTS, SCHEDULES, SHARDINGS, Grid, Plan
 from dflop.pipeline import Bridges, CompiledPlan, StageTimes, compile_plan, simulate_step_s
-from dflop.planning.bounds import least_sync, possible_scopes
 from dflop.planning.grouped_batches import GroupedBatches
+from dflop.planning.least_links import LeastLinks, possible_scopes
 from dflop.planning.space import Splits, llm_layers
 from dflop.pricing import BYTES_PER_VALUE, WEIGHT_SHARE, find_link
 
@@ -34,6 +34,7 @@ class MeanPipelines:
         costs: CostModel,
         batches: GroupedBatches,
         splits: Splits,
+        links: LeastLinks,
         grouping: str,
     ) -> None:
         self._num_layers = spec.module("llm").num_layers
@@ -41,7 +42,8 @@ class MeanPipelines:
         self._cluster, self._frozen = config.cluster, frozenset(config.model.freeze)
         self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
         self._costs, self._batches, self._splits, self._grouping = costs, batches, splits, grouping
-        self._least_sync = lru_cache(maxsize=4096)(lambda dp, tp: least_sync(costs, config.cluster, np.array([dp]), tp))
+        self._links = links
+        self._passes = lru_cache(maxsize=1024)(self._sharded_passes)
         self._parameter_bytes = lru_cache(maxsize=4096)(self._stage_parameter_bytes)
         self._compiled = lru_cache(maxsize=4096)(_compile)
         self._text = lru_cache(maxsize=1024)(self._mean_text)
@@ -56,15 +58,19 @@ class MeanPipelines:
         tp, pp, dp = row["llm_tp"], row["llm_pp"], row["llm_dp"]
         count = row["num_microbatches"]
         layers = llm_layers(row, self._splits, self._num_layers)
-        kinds, places = self._kinds(tp, layers, row["checkpointing"])
-        forward_s, backward_s = (
-            np.stack([kind.total(of_part) for kind in kinds], axis=1).take(places, axis=1)
-            for of_part in self._parts(tp, dp, count, row["checkpointing"], mean)
-        )
+        of_parts = self._parts(tp, dp, count, row["checkpointing"], mean)
+        if SHARDINGS[row["llm_sharding"]].gathers:
+            passes = zip(self._passes(tp, row["llm_shards"]), of_parts, strict=True)
+            forward_s, backward_s = (own.seconds(of_part)[:, None] for own, of_part in passes)
+        else:
+            kinds, places = self._kinds(tp, layers, row["checkpointing"])
+            forward_s, backward_s = (
+                np.stack([kind.total(of_part) for kind in kinds], axis=1).take(places, axis=1) for of_part in of_parts
+            )
         splits_backward = SCHEDULES[row["schedule"]].splits_backward
         # Of a frozen module no weights have a gradient, and its backward is not split.
         weight_share = WEIGHT_SHARE if "llm" not in self._frozen else 0.0
-        sync_s = self._sync_s(tp, dp, layers)
+        sync_s = self._sync_s(row, layers)
         chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
         num_before = self.num_before(row)
         compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"], num_before)
@@ -100,12 +106,15 @@ class MeanPipelines:
         ]
         return min(link.latency_s for link in links), max(link.bytes_per_s for link in links)
 
-    def _sync_s(self, tp: int, dp: int, layers: tuple[int, ...]) -> np.ndarray:
+    def _sharded_passes(self, tp: int, shards: int) -> tuple[ShardedPass, ShardedPass]:
+        return self._links.passes("llm", tp, np.array([shards]))
+
+    def _sync_s(self, row: Mapping[str, Any], layers: tuple[int, ...]) -> np.ndarray:
         """Gradient sync of each stage, [num_stages]."""
         if "llm" in self._frozen:
             return np.zeros(len(layers))
-        (latency_s,), (byte_s,) = self._least_sync(dp, tp)
-        return latency_s + self._parameter_bytes(tp, layers) * byte_s
+        latency_s, byte_s = self._links.of_row(row, "llm")
+        return latency_s + self._parameter_bytes(row["llm_tp"], layers) * byte_s
 
     def _stage_parameter_bytes(self, tp: int, layers: tuple[int, ...]) -> np.ndarray:
         return np.array([self._costs.stage_parameter_bytes(kind) for kind in stage_kinds("llm", tp, layers)])

@@ -24,10 +24,12 @@ from dflop.pipeline import why_not_runnable
 from dflop.planning.bounds import LowerBounds, lower_bounds
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
+from dflop.planning.least_links import LeastLinks
 from dflop.planning.least_memory import LeastMemory
 from dflop.planning.pipelines import MeanPipelines
 from dflop.planning.space import Splits, enumerate_space, modules_of, pins_of, plan_of
 from dflop.planning.splits import balanced_splits
+from dflop.pricing import BYTES_PER_VALUE
 from dflop.runtime import UserError
 
 __all__ = ["SearchResult", "more_than", "search_plans"]
@@ -84,11 +86,10 @@ def search_plans(
 ) -> SearchResult:
     """Search the config's space; `progress` is told how many of how many plans are decided.
 
-    `grouping` is how a batch is shared out, `balanced` or `random`; `within` are other limits than those of
-    `config.plan`; `splits_evenly` leaves uneven splits out; `compares` finds the ten fastest plans for certain.
+    `grouping` is how a batch is shared out (`PlanPricer`); `within` are other limits than those of `config.plan`;
+    `splits_evenly` leaves uneven splits out; `compares` finds the ten fastest plans for certain.
 
-    Activation checkpointing costs time and saves memory, so that a plan with it is the faster one only where the same
-    plan does not fit without.
+    Activation checkpointing costs time: a plan with it is the faster one only where the same does not fit without.
 
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
@@ -96,9 +97,10 @@ def search_plans(
     batches = GroupedBatches(config, spec, costs, samples)
     splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
     rows = enumerate_space(config, spec, costs.tp_sizes, splits, within)
-    bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, config.cluster, config.model.freeze)
+    links = LeastLinks(costs, spec, config.cluster, config.model.freeze, BYTES_PER_VALUE[config.train.precision])
+    bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, links)
     num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
-    search = _Search(config, spec, costs, batches, rows, splits, bounds, grouping, num_best)
+    search = _Search(config, spec, costs, batches, rows, splits, bounds, links, grouping, num_best)
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     least_s, order = mean_s[order].tolist(), order.tolist()
@@ -135,6 +137,7 @@ class _Search:
         rows: pl.DataFrame,
         splits: Splits,
         bounds: LowerBounds,
+        links: LeastLinks,
         grouping: str,
         num_best: int,
     ) -> None:
@@ -155,10 +158,8 @@ class _Search:
         self._device_bytes: dict[int, float] = {}
         self._llm_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._llm_each_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self._pipelines = MeanPipelines(config, spec, costs, batches, splits, grouping)
-        self._memory = LeastMemory(
-            spec, costs, batches, splits, grouping, config.model.freeze, self._pipelines.token_bytes
-        )
+        self._pipelines = MeanPipelines(config, spec, costs, batches, splits, links, grouping)
+        self._memory = LeastMemory(spec, costs, batches, splits, grouping, config.model.freeze, links.value_bytes)
         self._is_runnable = _runnable(spec.family, rows, splits).tolist()
         self._kinds = {False, *self._is_runnable}
         # The slowest of the fastest, by kind; whose bound is not below the higher cannot be among those asked for.
@@ -340,6 +341,7 @@ def _runnable(family: str, rows: pl.DataFrame, splits: Splits) -> np.ndarray:
         "schedule": pl.col("schedule"),
         "has_chunks": pl.col("num_chunks") > 1,
         **{f"has_{name}": pl.col(name) > 1 for name in sizes},
+        **{f"{module}_sharding": pl.col(f"{module}_sharding") for module in modules},
     }
     of_kind = rows.select(**kinds).with_row_index("row")
     firsts = of_kind.group_by(*kinds).agg(pl.col("row").first())

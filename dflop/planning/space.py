@@ -1,8 +1,9 @@
 """The search space: every layout of a number of devices that the config does not rule out, one row each.
 
-Placement x (tp, pp, dp) of each module x microbatches x activation checkpointing x pipeline schedule x split of the
-layers. Rows are numbers in a table, since a large cluster has millions of them; `plan_of` makes a plan of one. Every
-module has its columns `<module>_tp`, `<module>_pp` and `<module>_dp`: the encoders' first, the LLM's last.
+Placement x (tp, pp, dp) and sharding of each module x microbatches x activation checkpointing x pipeline schedule x
+split of the layers. Rows are numbers in a table, since a large cluster has millions of them; `plan_of` makes a plan of
+one. Every module has its columns `<module>_tp`, `<module>_pp` and `<module>_dp`, and `<module>_sharding` and
+`<module>_shards`: the encoders' first, the LLM's last.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import polars as pl
 
 from dflop.config import Config, FixedPlan, PlanConfig
 from dflop.models import ModelSpec, check_modules
-from dflop.parallelism import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, Grid, Plan, split_layers
+from dflop.parallelism import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, SHARDINGS, Grid, Plan, split_layers
 from dflop.runtime import UserError
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "modules_of",
     "pins_of",
     "plan_of",
+    "sharding_columns",
 ]
 
 # Layers of each stage, by (LLM tp, number of stages), where another split than the even one is worth a look.
@@ -67,9 +69,14 @@ def _rows(
 ) -> pl.DataFrame:
     fixed = within.fixed or FixedPlan()
     may_checkpoint = [name for name, schedule in SCHEDULES.items() if schedule.allows_checkpointing]
+    whole_backward = [name for name, schedule in SCHEDULES.items() if not schedule.splits_backward]
+    gathering = [name for name, sharding in SHARDINGS.items() if sharding.gathers]
     grids = _pinned(
         pl.concat([_of_placement(config, spec, tp_sizes, name) for name in _placements(within, spec)]), fixed
     )
+    for module in spec.modules:
+        how = _shardings(config, within, fixed, grids, module.name)
+        grids = grids.join(how, on=layout_columns(module.name), maintain_order="left_right")
     return (
         grids.join(_pipelines(within, spec, grids), on="llm_pp")
         .join(_microbatches(config, fixed, grids), on="llm_dp")
@@ -86,12 +93,18 @@ def _rows(
         .explode("balanced")
         .join(_checkpointing(fixed), how="cross")
         .filter(~pl.col("checkpointing") | pl.col("schedule").is_in(may_checkpoint))
+        .filter(~pl.col("llm_sharding").is_in(gathering) | pl.col("schedule").is_in(whole_backward))
     )
 
 
 def layout_columns(module: str) -> tuple[str, str, str]:
     """A module's columns."""
     return f"{module}_tp", f"{module}_pp", f"{module}_dp"
+
+
+def sharding_columns(module: str) -> tuple[str, str]:
+    """The name of a module's sharding, and among how many replicas a copy of the parameters is divided."""
+    return f"{module}_sharding", f"{module}_shards"
 
 
 def modules_of(columns: Iterable[str]) -> list[str]:
@@ -106,7 +119,19 @@ def plan_of(row: Mapping[str, object], splits: Splits) -> Plan:
         tp, pp, dp = (row[name] for name in layout_columns(module))
         layers = splits[tp, pp] if module == "llm" and row["balanced"] else ()
         num_ranks = tp * pp * dp
-        grids.append(Grid(module=module, num_ranks=num_ranks, tp=tp, pp=pp, rank_offset=rank_offset, layers=layers))
+        sharding, shards = (row[name] for name in sharding_columns(module))
+        grids.append(
+            Grid(
+                module=module,
+                num_ranks=num_ranks,
+                tp=tp,
+                pp=pp,
+                rank_offset=rank_offset,
+                layers=layers,
+                sharding=sharding,
+                shards=shards if SHARDINGS[sharding].needs_shards else None,
+            )
+        )
         if not PLACEMENTS[row["placement"]].shares_ranks:
             rank_offset += num_ranks
     return Plan(
@@ -189,6 +214,21 @@ def _pinned(grids: pl.DataFrame, fixed: FixedPlan) -> pl.DataFrame:
     return grids
 
 
+def _shardings(config: Config, within: PlanConfig, fixed: FixedPlan, grids: pl.DataFrame, module: str) -> pl.DataFrame:
+    """The shardings of each layout of a module."""
+    pinned = fixed.modules[module].sharding if module in fixed.modules else None
+    rows = []
+    for tp, pp, dp in grids.select(layout_columns(module)).unique(maintain_order=True).iter_rows():
+        for name in [pinned] if pinned else within.shardings:
+            sharding = SHARDINGS[name]
+            shards = sharding.shards_worth_a_look(dp, tp, config.cluster.devices_per_node)
+            if shards is not None and (pp == 1 or not sharding.gathers):
+                rows.append((tp, pp, dp, name, shards))
+    layout, (name, shards) = layout_columns(module), sharding_columns(module)
+    schema = {**dict.fromkeys(layout, pl.Int32), name: pl.Enum(list(SHARDINGS)), shards: pl.Int32}
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
 def _pipelines(within: PlanConfig, spec: ModelSpec, grids: pl.DataFrame) -> pl.DataFrame:
     """Schedules of each number of stages; one stage alone has nothing to order."""
     fixed = within.fixed or FixedPlan()
@@ -263,7 +303,7 @@ def _without_each(fixed: FixedPlan) -> dict[str, FixedPlan]:
     """Every pin in words, and what is pinned without it."""
     without = {}
     for module, grid in fixed.modules.items():
-        for size in ("tp", "pp", "dp"):
+        for size in ("tp", "pp", "dp", "sharding"):
             if value := getattr(grid, size):
                 modules = fixed.modules | {module: replace(grid, **{size: None})}
                 without[f"{module} {size}={value}"] = replace(fixed, modules=modules)

@@ -45,8 +45,9 @@ class Cells(NamedTuple):
 def deal_media(plan: Plan, shapes: SampleShapes, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> Assignment:
     """Complete an assignment: give each encoder's media to its replicas, largest first to the least loaded.
 
-    Encoders on ranks of their own balance each microbatch. Those on the LLM's ranks, which do all their forwards before
-    anything else, balance what they have been given so far. Without bridges, they take what their LLM replica does.
+    Encoders on ranks of their own, or whose replicas share parameters, balance each microbatch. Others on the LLM's
+    ranks, which do all their forwards before anything else, balance what they have been given so far. Without bridges,
+    they take what their LLM replica does.
     """
     placement = PLACEMENTS[plan.placement]
     encoder_rank = np.empty((len(shapes), len(shapes.encoders)), dtype=np.int64)
@@ -57,7 +58,7 @@ def deal_media(plan: Plan, shapes: SampleShapes, llm_dp_rank: np.ndarray, microb
         num_items = shapes.num_items[:, column].astype(np.int64)
         most = num_items.max(initial=0)
         order = np.argsort(microbatch * (most + 1) + most - num_items, kind="stable")
-        starts_anew = not placement.shares_ranks
+        starts_anew = not placement.shares_ranks or plan.grid(encoder).gathers
         encoder_rank[:, column] = _deal(order, microbatch, num_items, plan.grid(encoder).dp, starts_anew)
     return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=encoder_rank)
 

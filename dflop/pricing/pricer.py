@@ -46,8 +46,9 @@ class Pricer:
     ) -> None:
         self.plan, self.costs = plan, costs
         self.placement = PLACEMENTS[plan.placement]
-        self.stage_costs = StageCosts(plan, costs, spec, frozen)
         self.transfers = Transfers(plan, costs.links, cluster)
+        sharing = {grid.module: self.transfers.sharing_link(grid.module) for grid in plan.grids if grid.gathers}
+        self.stage_costs = StageCosts(plan, costs, spec, frozen, sharing, BYTES_PER_VALUE[precision])
         self.compiled = compile_plan(plan, frozen)
         self.bytes_per_token = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]
         self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.bytes_per_token)

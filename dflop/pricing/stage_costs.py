@@ -1,15 +1,29 @@
 """What the cost model says of a plan's stages, each asked for with all its replicas and microbatches together.
 
-Stages of one kind (as many layers, in the middle of the module) are asked for once.
+Stages of one kind (as many layers, in the middle of the module) are asked for once. A module whose replicas share
+parameters is one stage, and its passes are those of `costs.sharded`.
 """
 
 import copy
-from collections.abc import Collection, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from dflop.costs import CostModel, Loads, StageKind, StageMemory, resident_bytes, stage_kinds
+from dflop.costs import (
+    PARTS,
+    CostModel,
+    Link,
+    Loads,
+    Moving,
+    ShardedPass,
+    StageKind,
+    StageMemory,
+    resident_bytes,
+    sharded_passes,
+    stage_kinds,
+    working_bytes,
+)
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients
@@ -17,7 +31,7 @@ from dflop.parallelism import Plan
 from dflop.pipeline import StageReplicas, has_backward, stages_of
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 
-__all__ = ["StageCosts", "loads_of"]
+__all__ = ["StageCosts", "TimeForm", "loads_of"]
 
 T = TypeVar("T")
 
@@ -31,12 +45,30 @@ def loads_of(module: str, shapes: SampleShapes) -> Loads:
     return Loads(nothing, tokens, tokens**2, shapes.target_tokens.astype(float))
 
 
+class TimeForm(NamedTuple):
+    """Seconds as a function of a microbatch's loads: the form, and of each term its own form or the constant beside it,
+    whichever is more."""
+
+    form: Coefficients
+    terms: tuple[tuple[Coefficients, float], ...]
+
+
 class StageCosts:
     """Seconds and bytes of a plan's stages, by a cost model and what was learned of its errors."""
 
     corrections = NO_CORRECTIONS
 
-    def __init__(self, plan: Plan, costs: CostModel, spec: ModelSpec, frozen: Collection[str]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: CostModel,
+        spec: ModelSpec,
+        frozen: Collection[str],
+        sharing_links: Mapping[str, Link],
+        value_bytes: int,
+    ) -> None:
+        """`sharing_links` (`Transfers.sharing_link`) are those of the modules whose replicas share parameters, which
+        move as values of `value_bytes`."""
         self.plan, self.costs, self.frozen = plan, costs, frozenset(frozen)
         self.stages = stages_of(plan)
         # The kinds of each module's stages, without repetition, and of which of these each stage is.
@@ -47,6 +79,15 @@ class StageCosts:
             kinds = stage_kinds(grid.module, grid.tp, layers, checkpointing=plan.checkpointing)
             self._kinds[grid.module] = list(dict.fromkeys(kinds))
             self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
+        # Of the modules whose replicas share parameters, forward and backward, and what a pass works with.
+        self._sharded: dict[str, tuple[ShardedPass, ShardedPass]] = {}
+        self._working_bytes: dict[str, float] = {}
+        for module, link in sharing_links.items():
+            sizes = {part: costs.parameter_bytes[module, plan.grid(module).tp, part] for part in PARTS}
+            how = {"value_bytes": value_bytes, "is_frozen": module in self.frozen}
+            moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
+            self._sharded[module] = sharded_passes(self._kinds[module][0].num_layers, moving)
+            self._working_bytes[module] = working_bytes(sizes, **how)
 
     def corrected(self, corrections: Corrections) -> "StageCosts":
         """The same stages, with these corrections and no others."""
@@ -63,7 +104,7 @@ class StageCosts:
         for grid in self.plan.grids:
             loads = of_module[grid.module]
             factors = self.corrections.at(grid.module, loads)
-            times = self.costs.stage_times(self._kinds[grid.module], loads)
+            times = self._times(grid.module, loads)
             forward_s += self._of_stages(grid.module, [forward * factors[0] for forward, _ in times])
             goes_back = self.has_backward(grid.module)
             backward_s += self._of_stages(
@@ -71,24 +112,65 @@ class StageCosts:
             )
         return np.concatenate(forward_s), np.concatenate(backward_s)
 
-    def time_forms(self) -> tuple[list[Coefficients], list[Coefficients]]:
+    def _times(self, module: str, loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Forward and backward seconds of each of the module's kinds of stages, without corrections."""
+        if module not in self._sharded:
+            return self.costs.stage_times(self._kinds[module], loads)
+        (kind,) = self._kinds[module]
+        # Who has nothing to compute takes part in the gathers, and waits for the others as those of others do.
+        empty = (loads.num_items == 0) & (loads.num_tokens == 0)
+        part_s = self.costs.part_times(module, kind.tp, loads, checkpointing=kind.checkpointing)
+        passes = zip(self._sharded[module], part_s, strict=True)
+        forward_s, backward_s = (np.where(empty, 0.0, own.seconds(of_part)) for own, of_part in passes)
+        return [(forward_s, backward_s)]
+
+    def time_forms(self) -> tuple[list[TimeForm], list[TimeForm]]:
         """Forward and backward seconds of each stage as functions of its microbatch's loads, without corrections."""
-        forms = [self.costs.time_forms(self.kind(stage)) for stage in self.stages]
-        go_back = [self.has_backward(stage.module) for stage in self.stages]
-        forward = [own for own, _ in forms]
-        return forward, [own if has else 0.0 * own for (_, own), has in zip(forms, go_back, strict=True)]
+        forward, backward = [], []
+        for stage in self.stages:
+            forms = self._time_forms(stage)
+            forward.append(forms[0])
+            backward.append(forms[1] if self.has_backward(stage.module) else TimeForm(0.0 * forms[1].form, ()))
+        return forward, backward
+
+    def _time_forms(self, stage: StageReplicas) -> tuple[TimeForm, TimeForm]:
+        kind = self.kind(stage)
+        if stage.module not in self._sharded:
+            forward, backward = self.costs.time_forms(kind)
+            return TimeForm(forward, ()), TimeForm(backward, ())
+        of_parts = self.costs.part_forms(stage.module, kind.tp, checkpointing=kind.checkpointing)
+        forward, backward = (
+            TimeForm(
+                Coefficients(float(own.exposed_s), (0.0,) * 4),
+                tuple((count * of_part[part], count * float(moved_s)) for part, count, moved_s in own.terms),
+            )
+            for own, of_part in zip(self._sharded[stage.module], of_parts, strict=True)
+        )
+        return forward, backward
 
     def memories(self, module: str, loads: Loads) -> list[StageMemory]:
         """Of each of the module's stages, without gradients and what the optimiser holds; those of one kind share one
         object."""
-        return self._of_stages(module, [self.costs.stage_memory(kind, loads) for kind in self._kinds[module]])
+        memories = [self.costs.stage_memory(kind, loads) for kind in self._kinds[module]]
+        if module in self._sharded:
+            # What a microbatch keeps whatever its size are copies of weights, which are gathered here.
+            nothing = Loads(*(np.zeros(1) for _ in loads))
+            copies = self.costs.stage_memory(self._kinds[module][0], nothing).activation_bytes
+            (memory,) = memories
+            memories = [
+                StageMemory(memory.activation_bytes - copies, memory.transient_bytes + self._working_bytes[module])
+            ]
+        return self._of_stages(module, memories)
 
     def parameter_bytes(self, stage: StageReplicas) -> float:
         return self.costs.stage_parameter_bytes(self.kind(stage))
 
     def resident_bytes(self, stage: StageReplicas) -> float:
         """Parameters, gradients, and the rank's share of optimiser state."""
-        return resident_bytes(self.parameter_bytes(stage), stage.dp, is_frozen=stage.module in self.frozen)
+        num_shards = self.plan.grid(stage.module).num_shards
+        return resident_bytes(
+            self.parameter_bytes(stage), stage.dp, is_frozen=stage.module in self.frozen, num_shards=num_shards
+        )
 
     def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
         """Seconds that each sample adds to each pipeline stage, [pp, num_samples]; `least`: whatever the microbatch.
@@ -109,7 +191,7 @@ class StageCosts:
         """The factor of a microbatch that holds an equal share of all samples."""
         grid = self.plan.grid(module)
         mean = Loads(*(np.array([load.sum() / (grid.dp * self.plan.num_microbatches)]) for load in loads))
-        times = self._of_stages(module, self.costs.stage_times(self._kinds[module], mean))
+        times = self._of_stages(module, self._times(module, mean))
         by_pass_s = np.array(times).sum(axis=(0, 2)) * (1.0, float(self.has_backward(module)))
         total_s = by_pass_s.sum()
         return float(by_pass_s @ self.corrections.at(module, mean)[:, 0] / total_s) if total_s else 1.0

@@ -122,12 +122,22 @@ class Transfers:
 
     def gradient_sync_s(self, stage: StageReplicas, num_bytes: float) -> float:
         """The sum of a stage's gradients over its replicas, and its parameters' way back to all of them."""
-        if stage.dp == 1:
+        num_shards = self.plan.grid(stage.module).num_shards
+        num_copies = stage.dp // num_shards
+        if num_copies == 1:
             return 0.0
         first, last = self._first_ranks(stage, np.array([0, stage.dp - 1]))
-        return find_link(self._links, self._cluster, "gradient_sync", self._is_intra(first, last), stage.dp).seconds(
-            num_bytes
-        )
+        link = find_link(self._links, self._cluster, "gradient_sync", self._is_intra(first, last), num_copies)
+        return link.seconds(num_bytes / num_shards)
+
+    def sharing_link(self, module: str) -> Link:
+        """A gradient sync among replicas that share a copy of the module's parameters, wherever that is slowest."""
+        stage = next(stage for stage in self._stages if stage.module == module)
+        num_shards = self.plan.grid(module).num_shards
+        first = np.arange(0, stage.dp, num_shards)
+        ends = (self._first_ranks(stage, replica) for replica in (first, first + num_shards - 1))
+        is_intra = bool(self._is_intra(*ends).all())
+        return find_link(self._links, self._cluster, "gradient_sync", is_intra, num_shards)
 
     def _are_apart(self, encoder: StageReplicas, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Whether an encoder's replicas and the LLM's have different ranks: to the same ones nothing moves."""

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from dflop.costs import Loads
+from dflop.costs.forms import PackedForms
 from dflop.data import SampleShapes
-from dflop.parallelism import PLACEMENTS, Plan
+from dflop.parallelism import PLACEMENTS, PLAIN_SHARDING, Plan
 from dflop.parallelism.passes import FORWARD, WEIGHT
 from dflop.pipeline import CompiledPlan, Computation, compile_plan, computations_of
 from dflop.pipeline.simulate import per_worker
@@ -162,13 +163,22 @@ class _StepProgram:
         # Loads and times are counted in mean ones, so that all numbers are of the order of one.
         whole = totals.sum(axis=0)
         self._means = whole / np.array([[grid.dp * plan.num_microbatches] for grid in plan.grids])
-        linear = (self._forms.forward.lines + self._forms.backward.lines)[self._forms.first_stage[-2] :]
-        self.unit_s = float((linear @ [1.0, *self._means[-1, :_FEATURES]]).max())
+        self.unit_s = self._mean_s([1.0, *self._means[-1, :_FEATURES]])
         of_whole = np.divide(totals, whole, out=np.zeros_like(totals), where=whole > 0) * plan.num_microbatches
         llm_dp = plan.grid("llm").dp
         self._text, self._media = self._cells(of_whole, num_samples, llm_dp, self._cap(pricer, whole))
         sync_s = pricer.sync_s[first].repeat(compiled.stages[:, DP])
         self._add_computations(compiled, per_worker(compiled.stages, sync_s, compiled.num_workers), llm_dp)
+
+    def _mean_s(self, mean: list[float]) -> float:
+        """About what the LLM's slowest stage takes with loads of 1 and the mean ones, forward and backward."""
+        forms = self._forms
+        seconds = (forms.forward.lines + forms.backward.lines) @ mean
+        for terms in (forms.forward_terms, forms.backward_terms):
+            if terms is not None:
+                of_stage = np.arange(len(seconds)).repeat(np.diff(terms.first))
+                np.add.at(seconds, of_stage, np.maximum(terms.forms.lines @ mean, terms.least))
+        return float(seconds[forms.first_stage[-2] :].max())
 
     def _cap(self, pricer: Pricer, whole: np.ndarray) -> float:
         """The most tokens that a bucket may hold, in mean ones; one, where the mean batch is too large."""
@@ -260,21 +270,43 @@ class _StepProgram:
             share *= self._weight_share[stage]
         elif not is_forward and self._stages[stage, KIND] == SPLIT_BACKWARD:
             share *= 1.0 - self._weight_share[stage]
-        lines, hinges = forms.forward if is_forward else forms.backward
-        form = lines[stage] * share
-        terms = [(took, 1.0), (cell[:_FEATURES], -form[1:] * mean[:_FEATURES])]
-        for load, at, slope in hinges[stage]:
+        of_stages, of_terms = (
+            (forms.forward, forms.forward_terms) if is_forward else (forms.backward, forms.backward_terms)
+        )
+        parts = []
+        if of_terms is not None:
+            for number in range(of_terms.first[stage], of_terms.first[stage + 1]):
+                part = self.program.variables(1)[0]
+                self.program.require((part, 1.0), at_least=of_terms.least[number] * share)
+                self._require_form(((part, 1.0),), of_terms.forms, number, cell, mean, share)
+                parts.append((part, -1.0))
+        self._require_form(((took, 1.0), *parts), of_stages, stage, cell, mean, share)
+
+    def _require_form(
+        self,
+        terms: tuple[tuple[np.ndarray | int, float], ...],
+        forms: PackedForms,
+        number: int,
+        cell: np.ndarray,
+        mean: np.ndarray,
+        share: float,
+    ) -> None:
+        """The sum of the terms is at least the `share` of a function of the cell's loads."""
+        form = forms.lines[number] * share
+        above = [*terms, (cell[:_FEATURES], -form[1:] * mean[:_FEATURES])]
+        for load, at, slope in forms.hinges[number]:
             load = int(load)
             if slope * mean[load] * share > 1e-6:  # Fits leave slopes of rounding noise.
                 beyond = self.program.variables(1)[0]
                 self.program.require((beyond, 1.0), (cell[load], -1.0), at_least=-at / mean[load])
-                terms.append((beyond, -slope * mean[load] * share))
-        self.program.require(*terms, at_least=form[0])
+                above.append((beyond, -slope * mean[load] * share))
+        self.program.require(*above, at_least=form[0])
 
 
 def _one_replica(plan: Plan) -> Plan:
-    """The plan of a single LLM replica; encoders on ranks of their own have a single one, too."""
-    *encoders, llm = plan.grids
+    """The plan of a single LLM replica; encoders on ranks of their own have a single one, too. They share nothing: all
+    replicas are taken to do the same, so that none waits."""
+    *encoders, llm = (replace(grid, sharding=PLAIN_SHARDING, shards=None) for grid in plan.grids)
     placement, own = PLACEMENTS[plan.placement], replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0)
     if placement.shares_ranks:
         num_ranks = len(placement.encoder_stages(llm.pp)) * llm.tp

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.costs.forms import PackedForms, pack_forms
+from dflop.costs.forms import PackedForms, PackedTerms, pack_forms, pack_terms
 from dflop.parallelism import PLACEMENTS, SCHEDULES
 from dflop.pricing import WEIGHT_SHARE, Pricer
 
@@ -26,6 +26,9 @@ class StageForms(NamedTuple):
     first_replica: np.ndarray  # [num_encoders + 1]: of each encoder, and behind all
     forward: PackedForms
     backward: PackedForms
+    # Of stages whose replicas share parameters; None, for which the kernel is compiled without, where there are none.
+    forward_terms: PackedTerms | None
+    backward_terms: PackedTerms | None
     # [num_modules, 2 (forward, backward), num_load_bins, num_segment_bins]; None, for which the kernel is compiled
     # without corrections, where there are none.
     factors: np.ndarray | None
@@ -40,7 +43,10 @@ class StageForms(NamedTuple):
 
 def stage_forms(pricer: Pricer) -> StageForms:
     plan = pricer.plan
-    forward, backward = (pack_forms(forms) for forms in pricer.stage_costs.time_forms())
+    forms = pricer.stage_costs.time_forms()
+    forward, backward = (pack_forms([own.form for own in of_pass]) for of_pass in forms)
+    forward_terms, backward_terms = (pack_terms([own.terms for own in of_pass]) for of_pass in forms)
+    gathers = any(grid.gathers for grid in plan.grids)
     links, corrections = pricer.transfers.forms(), pricer.corrections
     num_stages = [plan.num_stages(grid.module) for grid in plan.grids]
     return StageForms(
@@ -50,6 +56,8 @@ def stage_forms(pricer: Pricer) -> StageForms:
         first_replica=np.cumsum([0, *(grid.dp for grid in plan.grids[:-1])]),
         forward=forward,
         backward=backward,
+        forward_terms=forward_terms if gathers else None,
+        backward_terms=backward_terms if gathers else None,
         factors=np.stack([corrections.table(grid.module) for grid in plan.grids]) if corrections.factors else None,
         weight_share=WEIGHT_SHARE * pricer.trains * SCHEDULES[plan.schedule].splits_backward,
         chain_latency_s=links.chain_latency_s,

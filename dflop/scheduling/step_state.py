@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.costs.forms import form_at
+from dflop.costs.forms import form_at, terms_at
 from dflop.parallelism.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.pipeline.walk import DP, FIRST_NODE, KIND, SPLIT_BACKWARD, Messages
 from dflop.pricing import bin_of
@@ -149,8 +149,9 @@ def _price_stages(forms, state, module, replica, microbatch, loads, is_empty, to
         node, cell = first_node + replica, first_node * num_microbatches + microbatch * dp + replica
         forward_s, backward_s = 0.0, 0.0
         if not is_empty:
-            forward_s = form_at(forms.forward, stage, loads) * forward_factor
-            backward_s = form_at(forms.backward, stage, loads) * backward_factor
+            forward_s = form_at(forms.forward, stage, loads) + terms_at(forms.forward_terms, stage, loads)
+            backward_s = form_at(forms.backward, stage, loads) + terms_at(forms.backward_terms, stage, loads)
+            forward_s, backward_s = forward_s * forward_factor, backward_s * backward_factor
         weight_s = forms.weight_share[node] * backward_s
         if forms.stages[stage, KIND] == SPLIT_BACKWARD:
             backward_s -= weight_s

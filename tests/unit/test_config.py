@@ -483,7 +483,7 @@ def test_selected_keys_are_plain_and_load_again():
             "video": {"fps": 1.0, "max_frames": 32},
         },
         "plan": {
-            "fixed": {"llm": {"tp": None, "pp": 2, "dp": None}}
+            "fixed": {"llm": {"tp": None, "pp": 2, "dp": None, "sharding": None}}
             | dict.fromkeys(("placement", "num_microbatches", "checkpointing", "schedule"))
         },
     }

@@ -64,6 +64,11 @@ class Schedule(ABC):
                 f"{self.name} with checkpointing would hold what was computed again until its weights' gradients, and "
                 "so what checkpointing is there to free; use schedule: 1f1b, or checkpointing: false"
             )
+        if plan.grid("llm").gathers and self.splits_backward:
+            raise UserError(
+                f"{self.name} puts weight gradients of the LLM off, which with sharding={plan.grid('llm').sharding} "
+                "are summed layer by layer; use schedule: 1f1b, or sharding: optimizer"
+            )
         self._check_chunks(plan)
 
     def _check_chunks(self, plan: "Plan") -> None:

@@ -34,12 +34,21 @@ def disjoint(
 
 
 @st.composite
-def plans(draw, placements=tuple(PLACEMENTS), schedules=tuple(SCHEDULES)) -> Plan:
-    """Any plan: none to two encoders, tp that differs between modules, encoders of several stages, chunks."""
+def shardings(draw, dp: int) -> dict[str, object]:
+    """How a grid of one stage shares parameters, if at all."""
+    parts = [size for size in range(2, dp) if dp % size == 0]
+    sharding = draw(st.sampled_from(["optimizer", "optimizer", "parameters", *["hybrid"] * bool(parts)]))
+    return {"sharding": sharding, "shards": draw(st.sampled_from(parts)) if sharding == "hybrid" else None}
+
+
+@st.composite
+def plans(draw, placements=tuple(PLACEMENTS), schedules=tuple(SCHEDULES), shares=True) -> Plan:
+    """Any plan: none to two encoders, tp that differs between modules, encoders of several stages, chunks,
+    and where `shares` replicas that share parameters."""
     placement, schedule = draw(st.sampled_from(placements)), draw(st.sampled_from(schedules))
     is_interleaved = schedule == "interleaved_1f1b"
     pp = draw(st.integers(2, 3) if is_interleaved else st.integers(1, 4))
-    dp, tp = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2]))
+    dp, tp = draw(st.sampled_from([1, 2, 3, 3, 4])), draw(st.sampled_from([1, 1, 2]))
     llm_ranks = pp * dp * tp
     encoders = []
     for module in draw(st.sampled_from([(), ("vision",), ("vision", "audio")])):
@@ -52,11 +61,13 @@ def plans(draw, placements=tuple(PLACEMENTS), schedules=tuple(SCHEDULES)) -> Pla
             encoder_tp = draw(st.sampled_from([size for size in (1, 2, 4) if llm_ranks % size == 0]))
         else:
             ranks, encoder_tp, encoder_pp = dp * tp, tp, 1
-        encoders.append(Grid(module=module, num_ranks=ranks, tp=encoder_tp, pp=encoder_pp, rank_offset=offset))
+        how = draw(shardings(ranks // encoder_tp)) if encoder_pp == 1 and shares else {}
+        encoders.append(Grid(module=module, num_ranks=ranks, tp=encoder_tp, pp=encoder_pp, rank_offset=offset, **how))
     offset = sum(grid.num_ranks for grid in encoders) if placement == "disjoint" else 0
+    how = draw(shardings(dp)) if pp == 1 and shares and schedule != "zb_h1" else {}
     return Plan(
         placement=placement,
-        grids=(*encoders, Grid(module="llm", num_ranks=llm_ranks, tp=tp, pp=pp, rank_offset=offset)),
+        grids=(*encoders, Grid(module="llm", num_ranks=llm_ranks, tp=tp, pp=pp, rank_offset=offset, **how)),
         num_microbatches=pp * draw(st.integers(1, 3)) if is_interleaved else draw(st.integers(1, 7)),
         schedule=schedule,
         num_chunks=draw(st.integers(2, 3)) if is_interleaved else 1,

@@ -25,6 +25,15 @@ def test_a_grid_that_does_not_divide_says_which_number_would():
         Grid(module="llm", num_ranks=0)
     with pytest.raises(UserError, match="llm: tp=0 and pp=1 must be at least 1"):
         Grid(module="llm", num_ranks=2, tp=0)
+    with pytest.raises(UserError, match="llm: sharding is 'zero3'; it must be one of hybrid, optimizer, parameters"):
+        Grid(module="llm", num_ranks=2, sharding="zero3")
+    with pytest.raises(UserError, match=r"llm: sharding=parameters with pp=2 .*; use pp: 1, or sharding: optimizer"):
+        Grid(module="llm", num_ranks=4, pp=2, sharding="parameters")
+    with pytest.raises(UserError, match="llm: shards=2 with sharding=parameters, which fixes them"):
+        Grid(module="llm", num_ranks=4, sharding="parameters", shards=2)
+    for shards in (None, 1, 3, 4):
+        with pytest.raises(UserError, match=f"shards={shards}; it must be .* a part of dp=4"):
+            Grid(module="llm", num_ranks=4, sharding="hybrid", shards=shards)
     with pytest.raises(UserError, match=r"llm: layers \[3, 0\]; every pipeline stage needs at least one"):
         Grid(module="llm", num_ranks=2, pp=2, layers=(3, 0))
 
@@ -51,3 +60,14 @@ def test_the_first_rank_with_no_or_two_owners_is_named(offset, world_size, compl
     grids = [Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2, rank_offset=offset)]
     with pytest.raises(UserError, match=complaint):
         tile_world(grids, world_size)
+
+
+def test_a_grid_knows_among_how_many_replicas_parameters_are_divided():
+    shards = {
+        name: Grid(module="llm", num_ranks=8, tp=2, sharding=name, shards=2 if name == "hybrid" else None)
+        for name in ("optimizer", "parameters", "hybrid")
+    }
+    assert {name: grid.num_shards for name, grid in shards.items()} == {"optimizer": 1, "parameters": 4, "hybrid": 2}
+    assert [name for name, grid in shards.items() if grid.gathers] == ["parameters", "hybrid"]
+    alone = Grid(module="llm", num_ranks=1, sharding="parameters")
+    assert not alone.gathers  # there is nobody to share with

@@ -38,6 +38,10 @@ def walk(plan: Plan, times: StageTimes, frozen=()) -> tuple[np.ndarray, np.ndarr
     carriers = [
         [w for w, worker in enumerate(program.workers) if node in worker.nodes] for node in range(len(program.nodes))
     ]
+    meeting = []
+    for node, own in enumerate(program.nodes):
+        first = node - own.dp_rank % plan.grid(own.module).num_shards
+        meeting.append(list(range(first, first + plan.grid(own.module).num_shards)))
     bridged = {
         key: seconds
         for *key, seconds in zip(
@@ -58,11 +62,15 @@ def walk(plan: Plan, times: StageTimes, frozen=()) -> tuple[np.ndarray, np.ndarr
                 # Each worker is done with transfers on its own, and with the sync: that its replicas wait for each
                 # other ends no step later.
                 is_sync = item.op is Op.SYNC_GRADIENTS
-                together = [worker] if is_sync or item.edge >= 0 else carriers[item.node]
+                peers = meeting[item.node] if item.op in PASS_OF else [item.node]
+                wanted = {w: dataclasses.replace(item, node=node) for node in peers for w in carriers[node]}
+                if is_sync or item.edge >= 0:
+                    wanted = {worker: item}
+                together = list(wanted)
                 if is_sync:
                     clocks[worker] += times.sync_s[item.node]
                 if any(
-                    done[w] >= len(program.instructions[w]) or program.instructions[w][done[w]] != item
+                    done[w] >= len(program.instructions[w]) or program.instructions[w][done[w]] != wanted[w]
                     for w in together
                 ):
                     break
@@ -78,16 +86,19 @@ def walk(plan: Plan, times: StageTimes, frozen=()) -> tuple[np.ndarray, np.ndarr
                         key = which, item.node, item.microbatch
                         arrived[key] = max(arrived.get(key, 0.0), sent_s + seconds)
                 elif item.op in PASS_OF:
-                    cell = (PASS_OF[item.op], item.node, item.microbatch)
                     seconds = {
                         Op.FORWARD: lambda at: times.forward_s[at],
                         Op.BACKWARD: lambda at: times.backward_s[at],
                         Op.BACKWARD_INPUT: lambda at: times.backward_s[at] - times.weight_s[at],
                         Op.BACKWARD_WEIGHT: lambda at: times.weight_s[at],
-                    }[item.op](cell[1:])
-                    start_s[cell] = max(arrived.get(cell, 0.0), *(clocks[w] for w in together))
-                    end_s[cell] = start_s[cell] + seconds
-                    clocks[together] = end_s[cell]
+                    }[item.op]
+                    # Who shares parameters waits for each other, and ends together.
+                    cells = [(PASS_OF[item.op], node, item.microbatch) for node in peers]
+                    ready_s = max([*(arrived.get(cell, 0.0) for cell in cells), *(clocks[w] for w in together)])
+                    ended_s = ready_s + max(seconds(cell[1:]) for cell in cells)
+                    for cell in cells:
+                        start_s[cell], end_s[cell] = ended_s - seconds(cell[1:]), ended_s
+                    clocks[together] = ended_s
                 for w in together:
                     done[w] += 1
                 moved = True

@@ -19,6 +19,7 @@ from dflop.planning.splits import balanced_splits
 
 ALL_PLACEMENTS = ["disjoint", "colocated", "monolithic"]
 ALL_SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
+ALL_SHARDINGS = ["optimizer", "parameters", "hybrid"]
 
 
 def make_config(
@@ -28,6 +29,7 @@ def make_config(
     num_nodes: int = 1,
     placements: Sequence[str] = ALL_PLACEMENTS,
     schedules: Sequence[str] = ALL_SCHEDULES,
+    shardings: Sequence[str] = ALL_SHARDINGS,
     fixed: dict | None = None,
     search_batches: int = 3,
     freeze: Sequence[str] = (),
@@ -48,6 +50,7 @@ def make_config(
             "plan": {
                 "placements": list(placements),
                 "schedules": list(schedules),
+                "shardings": list(shardings),
                 "search_batches": search_batches,
                 "fixed": fixed,
             },

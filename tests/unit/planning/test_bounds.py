@@ -11,6 +11,7 @@ from spaces import bent_costs, make_config, space_of, uneven_samples
 
 from dflop.planning import PlanPricer, plan_of
 from dflop.planning.bounds import lower_bounds
+from dflop.planning.least_links import LeastLinks
 from dflop.planning.least_memory import LeastMemory
 from dflop.planning.pipelines import MeanPipelines
 
@@ -36,9 +37,10 @@ class Case:
         config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze)
         batches, splits, rows = space_of(config, spec, costs, samples)
         self.rows = rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1])
-        self.bounds = lower_bounds(self.rows, batches.shapes, costs, spec, splits, config.cluster, freeze)
-        self.pipelines = MeanPipelines(config, spec, costs, batches, splits, grouping)
-        self.memory = LeastMemory(spec, costs, batches, splits, grouping, freeze, self.pipelines.token_bytes)
+        links = LeastLinks(costs, spec, config.cluster, freeze, 4)
+        self.bounds = lower_bounds(self.rows, batches.shapes, costs, spec, splits, links)
+        self.pipelines = MeanPipelines(config, spec, costs, batches, splits, links, grouping)
+        self.memory = LeastMemory(spec, costs, batches, splits, grouping, freeze, 4)
         self.pricers = [
             PlanPricer(plan_of(row, splits), config, spec, costs, batches, grouping)
             for row in self.rows.iter_rows(named=True)
@@ -82,8 +84,9 @@ def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
     texts = replace(samples.take(nothing), num_items=nothing[:, None], kept_tokens=nothing[:, None])
     config = make_config(4, 8, fixed={"num_microbatches": 4, "placement": "colocated"}, freeze=["vision"])
     batches, splits, rows = space_of(config, tiny_spec, costs, texts)
-    bounds = lower_bounds(rows, batches.shapes, costs, tiny_spec, splits, config.cluster, ["vision"])
-    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, "balanced")
+    links = LeastLinks(costs, tiny_spec, config.cluster, ["vision"], 4)
+    bounds = lower_bounds(rows, batches.shapes, costs, tiny_spec, splits, links)
+    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, "balanced")
     rows = rows.with_row_index("place").filter(pl.col("llm_dp") * 4 <= 8)
     assert rows["schedule"].n_unique() == 4
     for row in rows.iter_rows(named=True):
@@ -97,7 +100,8 @@ def test_an_encoder_of_more_stages_puts_off_the_weights_of_an_llm_that_splits_it
     config = make_config(8, 8, fixed={"placement": "disjoint", "schedule": "zb_h1", "num_microbatches": 6})
     costs, samples = bent_costs(5), uneven_samples(40, 6)
     batches, splits, rows = space_of(config, tiny_spec, costs, samples)
-    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, "balanced")
+    links = LeastLinks(costs, tiny_spec, config.cluster, (), 4)
+    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, "balanced")
     of_encoder: dict[int, set[int]] = {}
     for row in rows.iter_rows(named=True):
         of_encoder.setdefault(row["vision_pp"], set()).add(pipelines.num_before(row))

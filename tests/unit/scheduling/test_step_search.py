@@ -34,6 +34,15 @@ def make_plan(
     )
 
 
+def sharing(plan: Plan, *shardings: str) -> Plan:
+    """The plan, each module sharing parameters in its own way."""
+    grids = (
+        dataclasses.replace(grid, sharding=own, shards=2 if own == "hybrid" else None)
+        for grid, own in zip(plan.grids, shardings, strict=True)
+    )
+    return dataclasses.replace(plan, grids=tuple(grids))
+
+
 PLANS = {
     "disjoint": make_plan(),
     "encoder in two stages": make_plan(vision_pp=2),
@@ -43,6 +52,9 @@ PLANS = {
     "colocated": make_plan("colocated"),
     "monolithic": make_plan("monolithic"),
     "one stage": make_plan(llm_pp=1, llm_dp=3),
+    "shared": sharing(make_plan("monolithic", llm_pp=1, llm_dp=4), "parameters", "parameters"),
+    "shared apart": sharing(make_plan("disjoint", llm_pp=1, llm_dp=4), "parameters", "hybrid"),
+    "encoder shared": sharing(make_plan("colocated"), "hybrid", "optimizer"),
 }
 
 
@@ -120,7 +132,7 @@ def test_ideal_shares_add_up_and_are_small_where_a_pipeline_fills_and_drains(sta
     shares = ideal_shares(pricer, shapes, len(shapes))
     np.testing.assert_allclose(shares.mean(axis=0), 1.0, rtol=1e-6)
     assert (shares >= 0).all()
-    if PLANS[name].schedule == "1f1b" and name not in ("one stage", "colocated"):
+    if PLANS[name].schedule == "1f1b" and name not in ("one stage", "colocated", "shared", "encoder shared"):
         assert (np.maximum(shares[0], shares[-1]) < shares.max(axis=0)).all()
 
 
@@ -146,10 +158,10 @@ def one_encoder(plan):
     return dataclasses.replace(plan, grids=(vision, dataclasses.replace(llm, rank_offset=vision.num_ranks)))
 
 
-ONE_ENCODER = {name: one_encoder(plan) for name, plan in PLANS.items() if name != "colocated"}
+ONE_ENCODER = {name: one_encoder(plan) for name, plan in PLANS.items() if name not in ("colocated", "encoder shared")}
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [name for name in PLANS if "shared" not in name])
 @pytest.mark.parametrize("frozen", [(), ("vision",)])
 def test_a_relaxed_step_with_nothing_to_decide_is_the_step(start, name, frozen):
     """One replica of each module and one sample a microbatch, all alike: the program is left with the simulation."""

@@ -1,0 +1,14 @@
+"""Shardings, by the names that a plan and the config call them.
+
+What checks, prices, searches or trains plans asks a sharding's object and never compares its name. So a new sharding is
+one more file in this folder, with its object as SHARDING.
+"""
+
+from dflop.parallelism.shardings.optimizer import SHARDING as PLAIN
+from dflop.parallelism.shardings.sharding import Sharding
+from dflop.parallelism.tables import each_named
+
+__all__ = ["PLAIN_SHARDING", "SHARDINGS", "Sharding"]
+
+PLAIN_SHARDING = PLAIN.name
+SHARDINGS: dict[str, Sharding] = {own.name: own for own in each_named("dflop.parallelism.shardings.*.SHARDING")}

@@ -1,0 +1,37 @@
+"""Parameters, gradients and moments are divided inside each node, and every node has a copy (HSDP; Zhao et al. 2023,
+section 3.2.2). Layers are gathered over the links inside nodes; gradients are summed between nodes once a step."""
+
+import math
+from typing import TYPE_CHECKING
+
+from dflop.parallelism.shardings.sharding import Sharding
+from dflop.runtime import UserError
+
+if TYPE_CHECKING:
+    from dflop.parallelism.grid import Grid
+
+__all__ = ["SHARDING"]
+
+
+class Hybrid(Sharding):
+    name = "hybrid"
+    gathers = True
+    needs_shards = True
+
+    def num_shards(self, grid: "Grid") -> int:
+        assert grid.shards is not None, "checked when the grid was made"
+        return grid.shards
+
+    def shards_worth_a_look(self, dp: int, tp: int, devices_per_node: int) -> int | None:
+        in_node = math.gcd(dp, max(1, devices_per_node // tp))
+        return in_node if 1 < in_node < dp else None
+
+    def _check_shards(self, grid: "Grid") -> None:
+        if grid.shards is None or not 1 < grid.shards < grid.dp or grid.dp % grid.shards:
+            raise UserError(
+                f"{grid.module}: sharding=hybrid with shards={grid.shards}; it must be the number of replicas that "
+                f"share a copy of the parameters, more than 1 and a part of dp={grid.dp} (those of one node)"
+            )
+
+
+SHARDING = Hybrid()

@@ -1,0 +1,23 @@
+"""Optimizer state alone is divided among the replicas (ZeRO-1, Rajbhandari et al. 2020, section 5.1)."""
+
+from typing import TYPE_CHECKING
+
+from dflop.parallelism.shardings.sharding import Sharding
+
+if TYPE_CHECKING:
+    from dflop.parallelism.grid import Grid
+
+__all__ = ["SHARDING"]
+
+
+class OptimizerState(Sharding):
+    name = "optimizer"
+
+    def num_shards(self, grid: "Grid") -> int:
+        return 1
+
+    def shards_worth_a_look(self, dp: int, tp: int, devices_per_node: int) -> int | None:
+        return 1
+
+
+SHARDING = OptimizerState()

@@ -1,0 +1,63 @@
+"""The least that moving takes among a module's replicas, wherever in the cluster they lie: for bounds on rows of the
+search space, which do not say where."""
+
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from dflop.config import ClusterConfig
+from dflop.costs import PARTS, CostModel, Moving, ShardedPass, sharded_passes
+from dflop.models import ModelSpec
+from dflop.pricing import find_link
+
+__all__ = ["LeastLinks", "possible_scopes"]
+
+
+def possible_scopes(cluster: ClusterConfig, distance: int) -> set[bool]:
+    """Whether two ranks so far from each other may lie in one node, in two, or in either way."""
+    return {distance < cluster.devices_per_node, cluster.num_nodes == 1}
+
+
+class LeastLinks:
+    """Gradient syncs and sharded passes of a cluster's modules, parameters moving as values of `value_bytes`."""
+
+    def __init__(
+        self, costs: CostModel, spec: ModelSpec, cluster: ClusterConfig, frozen: Collection[str], value_bytes: int
+    ) -> None:
+        self._costs, self._spec, self._cluster = costs, spec, cluster
+        self.frozen, self.value_bytes = frozenset(frozen), value_bytes
+        self._least = lru_cache(maxsize=4096)(self._least_link)
+
+    def sync(self, dp: np.ndarray, tp: int, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Latency and seconds a byte of a gradient sync over `dp` replicas of tp ranks each, `shards` of which share a
+        copy of the parameters and need none among them."""
+        each = [self._least(int(all_ // own), int(all_ - 1) * tp) for all_, own in zip(dp, shards, strict=True)]
+        latency_s, byte_s = np.array(each).reshape(-1, 2).T
+        return latency_s, byte_s / shards
+
+    def passes(self, module: str, tp: int, shards: np.ndarray) -> tuple[ShardedPass, ShardedPass]:
+        """Forward and backward where so many replicas share a copy of the parameters, [num_rows] of them; seconds are
+        [num_rows, 1]."""
+        each = [self._least(int(own), int(own - 1) * tp) for own in shards]
+        latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
+        sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
+        how = {"value_bytes": self.value_bytes, "is_frozen": module in self.frozen}
+        return sharded_passes(self._spec.module(module).num_layers, Moving.over(sizes, latency_s, byte_s, **how))
+
+    def of_row(self, row: Mapping[str, Any], module: str) -> tuple[float, float]:
+        """`sync` of a row of the search space."""
+        dp, shards = (np.array([row[f"{module}_{size}"]]) for size in ("dp", "shards"))
+        (latency_s,), (byte_s,) = self.sync(dp, row[f"{module}_tp"], shards)
+        return float(latency_s), float(byte_s)
+
+    def _least_link(self, num_ranks: int, distance: int) -> tuple[float, float]:
+        """Latency and seconds a byte among so many, the first and the last of which are so far from each other."""
+        if num_ranks == 1:
+            return 0.0, 0.0
+        links = [
+            find_link(self._costs.links, self._cluster, "gradient_sync", is_intra, num_ranks)
+            for is_intra in possible_scopes(self._cluster, distance)
+        ]
+        return min(link.latency_s for link in links), 1 / max(link.bytes_per_s for link in links)
