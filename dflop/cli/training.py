@@ -29,8 +29,9 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
-    check_modules(load_model_spec(config.model), config.train.modules, "train.modules")
-    check_plan(plan_path, load_plan(plan_path))
+    spec = load_model_spec(config.model)
+    check_modules(spec, config.train.modules, "train.modules")
+    check_plan(plan_path, load_plan(plan_path), spec)
     planned = planned_loaders(plan_path)
     if config.train.loader_workers is None:
         config = load_for("train", (*configs, f"train.loader_workers={planned}"))

@@ -7,7 +7,7 @@ from dflop.runtime import UserError
 __all__ = ["Division", "check_kind", "llm_division"]
 
 # Language models whose layers have `self_attn` and `mlp` and, beside the matrices below, no parameters but norms.
-_LLM_KINDS = ("llama", "qwen2")
+_LLM_KINDS = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,13 +15,17 @@ class Division:
     """What ranks share of a stage, by the names that submodules have in the Hugging Face model.
 
     `blocks` (`*` for a number) widen their input by the linear layers in `columns`, of which each rank computes some
-    outputs, and reduce it again by those in `rows`, of which each rank has some inputs. `embedding` and `head` are
-    divided by ids of the vocabulary; None for an encoder.
+    outputs, and reduce it again by those in `rows`, of which each rank has some inputs. `norms` stand in blocks before
+    the columns, or norm single heads: whole on every rank, each of which knows a part of their gradients. `sizes` are
+    attributes of blocks that count heads or what these make up. `embedding` and `head` are divided by ids of the
+    vocabulary; None for an encoder.
     """
 
     blocks: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[str, ...]
+    norms: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
     embedding: str | None = None
     head: str | None = None
 
@@ -37,6 +41,7 @@ def llm_division(kind: str) -> Division:
         blocks=("model.language_model.layers.*.self_attn", "model.language_model.layers.*.mlp"),
         columns=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
         rows=("o_proj", "down_proj"),
+        norms=("q_norm", "k_norm"),
         embedding="model.language_model.embed_tokens",
         head="lm_head",
     )

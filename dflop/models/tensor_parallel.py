@@ -12,6 +12,7 @@ Parameters and passes are plain tensors: dispatching DTensors through a layer, a
 """
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ class Divider:
                 self._replace(f"{name}.{child_name}", _columns(child, self._ranks))
             elif child_name in self._division.rows:
                 self._replace(f"{name}.{child_name}", RowLinear(child, self._ranks))
+            elif child_name in self._division.norms:
+                for parameter in child.parameters():
+                    parameter.register_hook(partial(_summed, group=self._ranks.group))
+        for size in self._division.sizes:
+            if hasattr(block, size):
+                setattr(block, size, getattr(block, size) // self._ranks.size)
         _reduce_input_gradient(block, self._ranks.group)
 
     def _replace(self, name: str, divided: nn.Module) -> None:
@@ -84,6 +91,12 @@ def _reduce_input_gradient(block: nn.Module, group: dist.ProcessGroup | None) ->
         return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": hidden})
 
     block.register_forward_pre_hook(read, with_kwargs=True)
+
+
+def _summed(own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    gradient = own.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(gradient, group=group)
+    return gradient
 
 
 def _columns(whole: nn.Linear, ranks: TensorGroup) -> nn.Linear:
@@ -134,10 +147,10 @@ class _Sum(torch.autograd.Function):
     """The sum over ranks, in place; its gradient is whole on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.mark_dirty(partial)
-        dist.all_reduce(partial, group=group)
-        return partial
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.mark_dirty(own)
+        dist.all_reduce(own, group=group)
+        return own
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -154,10 +167,8 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, partial: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = partial.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+    def backward(ctx: Any, own: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(own, ctx.group), None
 
 
 class _SummedLoss(torch.autograd.Function):

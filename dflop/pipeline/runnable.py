@@ -19,8 +19,6 @@ def why_not_runnable(plan: Plan) -> str | None:
             "pictures and clips; use a model with one"
         )
     for grid in plan.grids:
-        if grid.tp > 1:
-            return f"{grid.module}: tp={grid.tp}, but tensor parallelism cannot be trained yet; use tp: 1"
         if SHARDINGS[grid.sharding].gathers:
             return (
                 f"{grid.module}: sharding={grid.sharding}, but sharded parameters cannot be trained yet; use "

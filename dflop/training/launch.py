@@ -6,7 +6,7 @@ This file imports no torch. `python -m dflop.training.rank` is what torchrun sta
 from pathlib import Path
 
 from dflop.config import Config, select_keys
-from dflop.models import check_runnable
+from dflop.models import ModelSpec, check_runnable, check_tp, load_model_spec
 from dflop.parallelism import Plan, load_plan
 from dflop.pipeline import why_not_runnable
 from dflop.runtime import UserError
@@ -27,7 +27,7 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
     """
     check_runnable(config.model.family)
     loaded = load_plan(plan)
-    check_plan(plan, loaded)
+    check_plan(plan, loaded, load_model_spec(config.model))
     check_devices(config, loaded)
     per_node = config.cluster.devices_per_node
     if loaded.world_size < per_node:
@@ -51,10 +51,15 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
         raise UserError(f"training stopped after step {found[1]['step']} of {config.train.steps}, as asked{onward}")
 
 
-def check_plan(path: Path, plan: Plan) -> None:
-    """Raise `UserError` when a plan, read from `path`, cannot be trained today."""
+def check_plan(path: Path, plan: Plan, spec: ModelSpec) -> None:
+    """Raise `UserError` when a plan, read from `path`, cannot be trained today, or not with this model."""
     if why := why_not_runnable(plan):
         raise UserError(f"{path}: {why}")
+    for grid in plan.grids:
+        try:
+            check_tp(spec, grid.module, grid.tp)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
 
 
 def check_devices(config: Config, plan: Plan) -> None:

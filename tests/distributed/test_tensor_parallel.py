@@ -4,6 +4,7 @@ Every case runs on the same two gloo processes, in float64 unless it says otherw
 stage in this process.
 """
 
+import re
 import zlib
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflop.costs import Loads
 from dflop.costs.analytic import PartWork
-from dflop.models import ModelSpec, check_tp, count_work
-from dflop.models.llava_onevision import PRESETS, make_spec
-from dflop.models.llava_onevision.runtime import RUNTIME
+from dflop.models import ModelSpec, check_tp, count_work, family_of, load_runtime
+from dflop.models.llava_onevision import PRESETS
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import ALONE, Shard, TensorGroup
@@ -38,8 +38,9 @@ PLACEHOLDERS = {"image": 1001, "video": 1002, "audio": 1003}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A stage of the tiny model, of which `text` and `vision` are other fields."""
+    """A stage of a family's tiny model, of which `text` and `vision` are other fields."""
 
+    family: str = "llava_onevision"
     module: str = "llm"
     layers: range = range(DEPTH)
     text: dict[str, Any] = field(default_factory=dict)
@@ -50,14 +51,14 @@ class Case:
 
     @property
     def hf_fields(self) -> dict[str, Any]:
-        fields = deepcopy(PRESETS["tiny"])
+        fields = deepcopy(family_of(self.family).presets["tiny"])
         fields["text_config"] |= self.text
         fields["vision_config"] |= self.vision
         return fields | {"tie_word_embeddings": self.tied}
 
     @property
     def spec(self) -> ModelSpec:
-        return make_spec("the model", self.hf_fields)
+        return family_of(self.family).make_spec("the model", self.hf_fields, {})
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Result:
 LLAMA = {"model_type": "llama", "attention_bias": True, "mlp_bias": True}
 CASES = {
     "vision": Case(module="vision"),
+    "internvl's vision": Case(family="internvl", module="vision"),
     "vision, checkpointing": Case(module="vision", checkpointing=True),
     "vision, inner width not divisible": Case(module="vision", vision={"intermediate_size": 255}),
     "whole llm": Case(),
@@ -83,6 +85,7 @@ CASES = {
     "whole llm, padding in the second half": Case(text={"pad_token_id": 700}),
     "whole llm, tied": Case(tied=True, text={"tie_word_embeddings": True}),
     "whole llama with biases": Case(text=LLAMA),
+    "whole qwen3": Case(text={"model_type": "qwen3", "head_dim": 32}),
     "first": Case(layers=range(2)),
     "middle": Case(layers=range(1, 3)),
     "middle, checkpointing": Case(layers=range(1, 3), checkpointing=True),
@@ -96,7 +99,8 @@ CASES = {
 }
 REFUSED = {
     "one key-value head": Case(layers=range(0), text={"num_key_value_heads": 1}),
-    "an unknown layer": Case(text={"model_type": "qwen3"}),
+    "an unknown layer": Case(text={"model_type": "mistral"}),
+    "norms over all heads": Case(family="internvl", module="vision", vision={"use_qk_norm": True}),
 }
 
 
@@ -116,9 +120,10 @@ class Collectives(TorchDispatchMode):
 
 
 def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
-    config = RUNTIME.make_config(case.spec, PLACEHOLDERS, 1024)
+    runtime = load_runtime(case.family)
+    config = runtime.make_config(case.spec, PLACEHOLDERS, 1024)
     dtype = torch.float64 if case.precision == "fp64" else torch.float32
-    stage = RUNTIME.build_stage(
+    stage = runtime.build_stage(
         config,
         case.module,
         layers=case.layers,
@@ -139,7 +144,8 @@ def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
 def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Drawn inputs, and what the stage makes of them."""
     if case.module == "vision":
-        items = draw(5, 3, 84, 84).requires_grad_()
+        side = case.spec.rules.image_size
+        items = draw(5, 3, side, side).requires_grad_()
         media = ((MediumLayout("image", 3, 84, 168),), (MediumLayout("video", 2, 84, 84),))
         return items, stage(EncoderBatch(items=items, media=media, kept_tokens=(60, 1000)))
     vocab_size = stage.hf.config.text_config.vocab_size
@@ -302,4 +308,5 @@ def test_what_ranks_cannot_share_is_refused(divided):
         check_tp(case.spec, "llm", TP)
     for rank in divided:
         assert rank["one key-value head"] == str(caught.value)
-        assert rank["an unknown layer"] == "how to divide the layers of a 'qwen3' among ranks is not known; use tp: 1"
+        assert re.search(r"norms queries and keys over all heads .* use tp: 1", rank["norms over all heads"])
+        assert rank["an unknown layer"] == "how to divide the layers of a 'mistral' among ranks is not known; use tp: 1"

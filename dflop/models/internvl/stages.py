@@ -7,6 +7,7 @@ from transformers import InternVLForConditionalGeneration
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
 from dflop.models.stages import EncoderStage, LlmStage, cut_llm
+from dflop.runtime import UserError
 
 __all__ = ["VisionStage", "cut"]
 
@@ -32,7 +33,12 @@ class VisionStage(EncoderStage):
     """InternViT's layers, pixel shuffle and the projector; a tile's features follow each other as they come."""
 
     def division(self) -> Division:
-        check_kind(self.hf.config.vision_config.model_type, ("internvl_vision",))
+        config = self.hf.config.vision_config
+        check_kind(config.model_type, ("internvl_vision",))
+        if config.use_qk_norm:
+            raise UserError(
+                "the encoder norms queries and keys over all heads (`use_qk_norm`), which ranks cannot share; use tp: 1"
+            )
         return Division(
             blocks=(
                 "model.vision_tower.encoder.layer.*.attention",
@@ -41,6 +47,8 @@ class VisionStage(EncoderStage):
             ),
             columns=("q_proj", "k_proj", "v_proj", "fc1", "linear_1"),
             rows=("projection_layer", "fc2", "linear_2"),
+            norms=("layer_norm",),  # the projector's
+            sizes=("num_heads", "embed_dim"),
         )
 
     def hidden_shape(self, num_items: int) -> tuple[int, ...]:

@@ -190,12 +190,15 @@ def test_numbers_that_do_not_fit_the_schedule_are_refused_with_those_that_would(
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (shared("disjoint", {"num_ranks": 2}, {"num_ranks": 2, "rank_offset": 2, "tp": 2}), "llm: tp=2, .* use tp: 1"),
         (Plan(placement="disjoint", grids=(Grid(module="llm", num_ranks=1),), num_microbatches=1), "0 encoders"),
     ],
 )
 def test_what_cannot_be_trained_yet_is_said_with_what_can(plan, why):
     assert re.search(why, why_not_runnable(plan))
+
+
+def test_a_plan_whose_ranks_share_modules_can_be_trained():
+    assert why_not_runnable(shared("colocated", {"num_ranks": 4, "tp": 4}, {"num_ranks": 4, "tp": 2})) is None
 
 
 @given(plans, st.sampled_from(["1f1b", "gpipe", "zb_h1"]))

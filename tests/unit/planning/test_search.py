@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from spaces import make_config, with_memory, with_quick_tp_2
+from spaces import LITTLE_GIB, make_config, with_memory, with_quick_tp_2
 
 from dflop.config import Config
 from dflop.models.loads import Coefficients
@@ -33,23 +33,33 @@ def test_a_search_gives_the_same_answer_again(search):
     assert search(make_config()) == search(make_config())
 
 
-def test_the_best_can_be_trained_and_a_faster_one_that_cannot_is_passed_over(search, costs):
-    found = search(make_config(4, 8), costs=with_quick_tp_2(costs))
+def test_the_best_can_be_trained_and_a_faster_one_that_cannot_is_passed_over(search):
+    found = search(make_config(4, 8, memory_gib=LITTLE_GIB))
     assert found.best.why_not_runnable is None
     assert found.passed_over is found.candidates[0]
     assert "cannot be trained yet" in found.passed_over.why_not_runnable
     assert found.passed_over.step_s < found.best.step_s
-    of_trainable = search(make_config(4, 8))
+    of_trainable = search(make_config(4, 8, memory_gib=LITTLE_GIB, shardings=["optimizer"]))
     assert of_trainable.passed_over is None
     assert of_trainable.best is of_trainable.candidates[0]
     assert of_trainable.best.step_s == found.best.step_s
 
 
-def test_where_nothing_can_be_trained_the_fastest_is_the_best(search, costs):
-    found = search(make_config(4, 8, fixed={"llm": {"tp": 2}}), costs=with_quick_tp_2(costs))
+def test_where_nothing_can_be_trained_the_fastest_is_the_best(search):
+    found = search(make_config(4, 8, fixed={"llm": {"sharding": "parameters"}}))
     assert found.best is found.candidates[0]
     assert found.best.why_not_runnable is not None
     assert found.passed_over is None
+
+
+def test_the_best_is_the_fastest_and_nothing_is_passed_over_also_where_ranks_share_modules(search, costs):
+    alone, shared = search(make_config(4, 8)), search(make_config(4, 8), costs=with_quick_tp_2(costs))
+    assert {grid.tp for grid in shared.best.plan.grids} != {1}
+    assert shared.best.step_s < alone.best.step_s
+    for found in (alone, shared):
+        assert found.best is found.candidates[0]
+        assert found.best.why_not_runnable is None
+        assert found.passed_over is None
 
 
 def test_where_the_nearest_needs_more_than_the_card_has_more_devices_are_asked_for(search, costs):

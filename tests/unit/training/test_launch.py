@@ -60,10 +60,10 @@ def test_nothing_is_started_for_a_plan_that_does_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"num_ranks": 4, "tp": 2}, "llm: tp=2, but tensor parallelism cannot be trained yet; use tp: 1"),
+        ({"num_ranks": 4, "tp": 4}, "tp=4 does not divide llm's 4 attention heads and 2 key-value heads of tiny; use"),
     ],
 )
-def test_nothing_is_started_for_a_plan_that_can_only_be_priced(tmp_path, change, complaint):
+def test_nothing_is_started_for_a_plan_that_does_not_fit_the_model(tmp_path, change, complaint):
     grids = (make_plan().grids[0], Grid(module="llm", rank_offset=2, **change))
     plan = dataclasses.replace(make_plan(), grids=grids)
     path = tmp_path / "plan.yaml"
