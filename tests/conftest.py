@@ -1,7 +1,7 @@
 """What all tests share: how Hypothesis draws, where the data beside the checkout lies, costs that nobody measured."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,10 +73,16 @@ def costs() -> CostModel:
 
 @pytest.fixture(scope="session")
 def write_made_up_costs(costs) -> Callable[..., None]:
-    """`write_made_up_costs(path, noise=0)`: a `costs.duckdb` as fitted to what such a device would show."""
+    """`write_made_up_costs(path, noise=0, tp_sizes=(1,))`: a `costs.duckdb` as fitted to what such a device would show,
+    which takes as long for every tp."""
 
-    def write(path: Path, noise: float = 0.0) -> None:
+    def write(path: Path, noise: float = 0.0, tp_sizes: Sequence[int] = (1,)) -> None:
         frames = _measure_as(costs, noise=noise)
+        measurements, parameters = (
+            pl.concat(frame.with_columns(tp=pl.lit(tp, frame.schema["tp"])) for tp in tp_sizes)
+            for frame in (frames.measurements, frames.parameters)
+        )
+        frames = frames._replace(measurements=measurements, parameters=parameters)
         frames.write(path, fit_costs(frames.measurements, frames.parameters))
 
     return write

@@ -53,5 +53,5 @@ def run(write_made_up_costs, tmp_path_factory):
     )
     shards = [ShardFile(folder / "shard.parquet", "shard", "train", 0, 0)]
     write_shapes(folder / "shapes.duckdb", shards, sources, _META, sampled_rows={}, keep_duplicates=False)
-    write_made_up_costs(folder / "costs.duckdb")
+    write_made_up_costs(folder / "costs.duckdb", tp_sizes=(1, 2, 4))
     return folder, config

@@ -3,7 +3,6 @@
 Everything is in float64. The oracle runs one sample after the other, unpacked, and steps with `torch.optim.AdamW`.
 """
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -123,7 +122,7 @@ def folder(run, tmp_path_factory) -> Path:
     configs["tied"]["model"].pop("preset")
     samples, _ = load_samples(made / "shapes.duckdb", load_model_spec(load_config(config).model).encoders)
     batches = GlobalBatches(len(samples), 8, 0)
-    costs = _at_any_tp(CostModel.load(made / "costs.duckdb"))
+    costs = CostModel.load(made / "costs.duckdb")
     for variant, values in configs.items():
         (folder / f"{variant}.json").write_text(json.dumps(values))
         loaded = load_config(values)
@@ -140,16 +139,6 @@ def folder(run, tmp_path_factory) -> Path:
         for step in range(_NUM_STEPS[variant]):
             (path / str(step)).write_bytes(scheduler.schedule(step).to_bytes())
     return folder
-
-
-def _at_any_tp(costs: CostModel) -> CostModel:
-    """The costs at tp 1 as those of more ranks too: some schedule is wanted, not a good one."""
-
-    def copied(own: dict) -> dict:
-        return {(key[0], tp, *key[2:]): value for key, value in own.items() for tp in (1, 2, 4)}
-
-    names = ("times", "activations", "transients", "parameter_bytes", "ranges")
-    return dataclasses.replace(costs, **{name: copied(getattr(costs, name)) for name in names})
 
 
 def _tied_checkpoint(path: Path, config: dict) -> Path:

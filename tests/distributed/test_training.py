@@ -62,8 +62,9 @@ def reference(run):
         None,
         {"vision_dp": 2, "llm_pp": 2},
         {"placement": "colocated", "llm_pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
+        {"llm_tp": 2},
     ],
-    ids=["two ranks", "vision dp 2, llm pp 2", "colocated, zb_h1"],
+    ids=["two ranks", "vision dp 2, llm pp 2", "colocated, zb_h1", "llm tp 2"],
 )
 def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(
     run, two_ranks, reference, tmp_path, layout
