@@ -95,7 +95,7 @@ class Transfers:
             self._first_ranks(llm, target),
             np.bincount(message, weights=num_bytes[sent], minlength=len(cells)),
         )
-        seconds *= self._are_apart(encoder, source, target)
+        seconds *= self._num_copies(encoder, source, target)
         return encoder.first_node + source, llm.first_node + target, microbatch, seconds
 
     def forms(self) -> "TransferForms":
@@ -103,11 +103,11 @@ class Transfers:
         chain, bridge = {}, {}
         encoders, llm = self._ends_of_bridges
         target = np.arange(llm.dp)[None, :]
-        stays_in_node, are_apart = [np.empty((0, llm.dp), dtype=bool)], [np.empty((0, llm.dp), dtype=bool)]
+        stays_in_node, num_copies = [np.empty((0, llm.dp), dtype=bool)], [np.empty((0, llm.dp))]
         for encoder in encoders:
             source = np.arange(encoder.dp)[:, None]
             stays_in_node.append(self._is_intra(self._first_ranks(encoder, source), self._first_ranks(llm, target)))
-            are_apart.append(self._are_apart(encoder, source, target))
+            num_copies.append(self._num_copies(encoder, source, target))
         for name in ("latency_s", "byte_s"):
             intra, inter = (
                 _form_of(find_link(self._links, self._cluster, "p2p", is_intra), name) for is_intra in (True, False)
@@ -117,7 +117,7 @@ class Transfers:
                 own += [np.where(stays, intra, inter) for stays in self._stays_in_node[grid.module]]
                 own.append(np.zeros(grid.dp))
             chain[name] = np.concatenate(own)
-            bridge[name] = np.where(np.concatenate(stays_in_node), intra, inter) * np.concatenate(are_apart)
+            bridge[name] = np.where(np.concatenate(stays_in_node), intra, inter) * np.concatenate(num_copies)
         return TransferForms(chain["latency_s"], chain["byte_s"], bridge["latency_s"], bridge["byte_s"])
 
     def gradient_sync_s(self, stage: StageReplicas, num_bytes: float) -> float:
@@ -139,13 +139,19 @@ class Transfers:
         is_intra = bool(self._is_intra(*ends).all())
         return find_link(self._links, self._cluster, "gradient_sync", is_intra, num_shards)
 
-    def _are_apart(self, encoder: StageReplicas, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Whether an encoder's replicas and the LLM's have different ranks: to the same ones nothing moves."""
-        if not PLACEMENTS[self.plan.placement].shares_ranks:
-            return np.ones(np.broadcast(source, target).shape, dtype=bool)
+    def _num_copies(self, encoder: StageReplicas, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """How many copies of a message a rank sends, the mean of both ways.
+
+        Every rank of the taking replica gets one, of which those that make it themselves are none: a rank of the
+        smaller tp sends one to each that it feeds of the larger tp, and on the way back gets one from one of these.
+        """
         _, llm = self._ends_of_bridges
+        ratio = max(encoder.tp, llm.tp) / min(encoder.tp, llm.tp)
+        if not PLACEMENTS[self.plan.placement].shares_ranks:
+            return np.full(np.broadcast(source, target).shape, (ratio + 1) / 2)
         here, there = encoder.first_worker + source * encoder.span, llm.first_worker + target * llm.span
-        return (here >= there + llm.span) | (there >= here + encoder.span)
+        are_apart = (here >= there + llm.span) | (there >= here + encoder.span)
+        return np.where(are_apart, ratio + 1, ratio - 1) / 2
 
     @cached_property
     def _ends_of_bridges(self) -> tuple[list[StageReplicas], StageReplicas]:

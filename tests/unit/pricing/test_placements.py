@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from small_plans import make_plan
 
 from dflop.balancing import random_buckets
 from dflop.config import ClusterConfig
-from dflop.costs import CostModel
-from dflop.parallelism import Plan
+from dflop.costs import CostModel, LinkModel
+from dflop.parallelism import Grid, Plan
 from dflop.pipeline import nodes_of, workers_of
+from dflop.pipeline.routes import edges_of, lanes_of, make_routes
 from dflop.pricing import Assignment, Pricer
+from dflop.pricing.transfers import Transfers
 from dflop.runtime import UserError
 
 CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
@@ -103,6 +106,34 @@ def test_features_for_the_llm_on_the_same_ranks_need_no_transfer(make_pricer, dr
     together = {pair for worker in workers_of(plan) for pair in itertools.permutations(worker.nodes, 2)}
     for source, target, seconds in zip(bridges.source, bridges.target, bridges.seconds, strict=True):
         assert (seconds == 0) == ((int(source), int(target)) in together)
+
+
+MIXED_TP = [("disjoint", 1, 1), ("disjoint", 2, 2), ("disjoint", 1, 2), ("disjoint", 4, 2)]
+MIXED_TP += [("colocated", vision_tp, llm_tp) for vision_tp in (1, 2, 4) for llm_tp in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(("placement", "vision_tp", "llm_tp"), MIXED_TP)
+def test_a_message_takes_as_long_as_the_copies_that_a_rank_sends_of_it(placement, vision_tp, llm_tp):
+    """The mean of both ways, counted from the routes that messages take in training."""
+    vision = Grid(module="vision", num_ranks=4, tp=vision_tp)
+    llm = Grid(module="llm", num_ranks=4, tp=llm_tp, rank_offset=4 * (placement == "disjoint"))
+    plan = Plan(placement=placement, grids=(vision, llm), num_microbatches=1)
+    workers, edges = workers_of(plan), edges_of(plan)
+    routes = make_routes(workers, edges)
+    cluster = ClusterConfig(devices_per_node=8, memory_gib=1.0, intra_node_gbps=8.0, inter_node_gbps=8.0)
+    copy_s = 1e6 / 1e9
+    for edge, (source, target) in zip(edges, itertools.product(range(vision.dp), range(llm.dp)), strict=True):
+        bridges = Transfers(plan, LinkModel({}), cluster).bridges(
+            np.array([[source]]), np.array([target]), np.array([0]), np.array([[1e6]])
+        )
+        num_sent = Counter(
+            (way, route.sender, here)
+            for way, of_edges in enumerate((routes.forward, routes.backward))
+            for route in of_edges[edges.index(edge)]
+            for here, _ in lanes_of(workers[route.sender].num_ranks, workers[route.receiver].num_ranks)
+        )
+        most = [max((count for key, count in num_sent.items() if key[0] == way), default=0) for way in (0, 1)]
+        assert bridges.seconds.tolist() == pytest.approx([copy_s * sum(most) / 2])
 
 
 def test_half_of_a_backward_is_the_weights_unless_they_are_frozen(make_pricer, draw_samples):
