@@ -12,7 +12,7 @@ from dflop.pipeline.notation import Action, actions_of, format_actions, parse_ac
 from dflop.pipeline.orders import has_backward
 from dflop.pipeline.routes import Edge
 from dflop.pipeline.runnable import why_not_runnable
-from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, simulate, simulate_step_s
+from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, peak_bytes_of, simulate, simulate_step_s
 from dflop.pipeline.waits import Computation, computations_of
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "nodes_of",
     "parse_actions",
     "peak_bytes",
+    "peak_bytes_of",
     "simulate",
     "simulate_step_s",
     "stages_of",

@@ -25,7 +25,16 @@ from dflop.pipeline.walk import (
 )
 from dflop.runtime.kernels import kernel
 
-__all__ = ["Bridges", "StageTimes", "Timeline", "peak_bytes", "per_worker", "simulate", "simulate_step_s"]
+__all__ = [
+    "Bridges",
+    "StageTimes",
+    "Timeline",
+    "peak_bytes",
+    "peak_bytes_of",
+    "per_worker",
+    "simulate",
+    "simulate_step_s",
+]
 
 _BLOCK = 8
 
@@ -118,7 +127,7 @@ def peak_bytes(plan: CompiledPlan, activation_bytes: np.ndarray, transient_bytes
     backward (to its weight part, where that is apart), and what comes on top while it is computed. Only the order
     matters, not how long anything takes.
     """
-    return _peak(plan.order, plan.stages, activation_bytes, transient_bytes, plan.num_workers)
+    return peak_bytes_of(plan.order, plan.stages, activation_bytes, transient_bytes, plan.num_workers)
 
 
 def _by_node(plan: CompiledPlan, cells: np.ndarray) -> np.ndarray:
@@ -263,7 +272,8 @@ def per_worker(stages, values, num_workers):
 
 
 @kernel
-def _peak(order, stages, kept, transient, num_workers):
+def peak_bytes_of(order, stages, kept, transient, num_workers):
+    """`peak_bytes` for kernels: `order` and `stages` as in `CompiledPlan`."""
     held, peak = np.zeros(num_workers), np.zeros(num_workers)
     for item in range(len(order)):
         which, stage, microbatch = order[item, 0], order[item, 1], order[item, 2]

@@ -38,6 +38,11 @@ class PlanMemory:
         """What a device has."""
         return self._cluster.memory_gib * 2**30
 
+    @property
+    def tensor_limit_bytes(self) -> float:
+        """What a process can have of tensors, so that it holds no more than the limit."""
+        return (self.limit_bytes - self._costs.overhead_bytes) / (1 + self._costs.allocator_share)
+
     def held_bytes(self, tensor_bytes: np.ndarray) -> np.ndarray:
         """What a process with such tensors holds."""
         return self._costs.overhead_bytes + tensor_bytes * (1 + self._costs.allocator_share)
@@ -101,7 +106,7 @@ class PlanMemory:
         Raises:
             UserError: a module's parameters, gradients and optimiser state alone take as much.
         """
-        room = (self.limit_bytes - self._costs.overhead_bytes) / (1 + self._costs.allocator_share)
+        room = self.tensor_limit_bytes
         for grid in self._plan.grids:
             resident = self.resident_bytes[self._workers(grid.module)].max()
             if room <= resident:

@@ -162,6 +162,15 @@ class StageCosts:
             ]
         return self._of_stages(module, memories)
 
+    def memory_forms(self, stage: StageReplicas) -> tuple[np.ndarray, np.ndarray]:
+        """What `memories` gives, as linear functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
+        kept, passing = self.costs.stage_memory_forms(self.kind(stage))
+        if stage.module in self._sharded:
+            kept, passing = kept.copy(), passing.copy()
+            kept[0] = 0.0  # copies of weights
+            passing[:, 0] += self._working_bytes[stage.module]
+        return kept, passing
+
     def parameter_bytes(self, stage: StageReplicas) -> float:
         return self.costs.stage_parameter_bytes(self.kind(stage))
 

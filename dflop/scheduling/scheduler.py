@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import polars as pl
@@ -46,6 +46,8 @@ __all__ = ["BatchScheduler"]
 MOST_BUCKETS = 256
 # Of a run so many batches are looked at before it starts: 1 to 20 ms each.
 MOST_CHECKED = 1000
+# Where microbatches as unequal as they should be take too much memory: by how much less unequal others are.
+FLATTER = (0.8, 0.6, 0.4, 0.2)
 Packed = TypeVar("Packed")
 
 
@@ -148,7 +150,6 @@ class BatchScheduler:
     ) -> tuple[Assignment, str, int]:
         """The assignment, how it came about, and how many were not taken since memory would not hold them."""
         rng = np.random.default_rng([self._seed, step])
-        too_full: list[Assignment] = []
         if policy == "random":
             problem, buckets = _packed(problem, lambda own: random_buckets(own, rng))
             drawn = self._split(shapes, problem, buckets)
@@ -157,28 +158,66 @@ class BatchScheduler:
             return fitted(self.pricer, shapes, [drawn], rng), "random, made to fit", 1
         shares = {"lpt": None} if policy == "lpt" else {"lpt": None, "small ends": self._shares}
         problem, packed = _packed(problem, lambda own: [lpt_buckets(own, share) for share in shares.values()])
-        best, best_s = None, np.inf
-        for name, buckets in zip(shares, packed, strict=True):
-            found, found_s = self._best_order(shapes, problem, buckets, too_full)
-            if found_s < best_s or name == "lpt":
-                best, best_s, status, start = found, found_s, name, buckets
+        of_name = dict(zip(shares, packed, strict=True))
+        starts = [own for name, buckets in of_name.items() for own in self._ordered(shapes, problem, buckets, name)]
         if policy == "ilp":
-            solved = self._solve(problem, start, shares[status])
-            found, found_s = self._best_order(shapes, problem, solved.bucket, too_full)
-            status = f"{status}, ilp {solved.status}"
-            if found_s < best_s:
-                best, best_s, status = found, found_s, f"{status}, kept"
-        if best is None:
-            best = fitted(self.pricer, shapes, too_full[:1], rng)
-            best_s, status = self.pricer.step_s(shapes, best), f"{status}, made to fit"
-            problem = replace(problem, max_bucket_tokens=None)
-        if policy == "lpt":
-            return best, status, len(too_full)
-        search = StepSearch(self.pricer, shapes, problem.max_bucket_tokens)
-        found, found_s = search.improve(best, self.num_trials, int(rng.integers(2**31)))
-        if not self._holds(shapes, problem, found):
-            return best, f"{status}, search beyond memory", len(too_full) + 1
-        return found, f"{status}, search {found_s / best_s - 1:+.1%}", len(too_full)
+            name = min(starts, key=lambda own: own.step_s).name
+            solved = self._solve(problem, of_name[name], shares[name])
+            starts += self._ordered(shapes, problem, solved.bucket, f"{name}, kept")
+            starts = [own._replace(name=_with_ilp(own.name, solved.status)) for own in starts]
+        fitting = self._fastest_that_fits(shapes, problem, starts)
+        num_beyond = sum(fitting is None or own.step_s < fitting.step_s for own in starts)
+        if policy in ("search", "ilp"):
+            return *self._searched(shapes, problem, starts, fitting, rng), num_beyond
+        if fitting is None:
+            fastest = min(starts, key=lambda own: own.step_s)
+            return fitted(self.pricer, shapes, [fastest.assignment], rng), f"{fastest.name}, made to fit", num_beyond
+        return fitting.assignment, fitting.name, num_beyond
+
+    def _searched(
+        self,
+        shapes: SampleShapes,
+        problem: BatchProblem,
+        starts: list["_Start"],
+        fitting: "_Start | None",
+        rng: np.random.Generator,
+    ) -> tuple[Assignment, str]:
+        """What the step search makes of the fastest start that fits, and how it came about.
+
+        Where memory excludes the fastest of all, flatter packings are looked at. Where none fits, the search begins
+        with the one that takes least, and brings it within memory.
+        """
+        if fitting is None or fitting.step_s > min(own.step_s for own in starts):
+            starts = [*starts, *self._with_flatter_ends(shapes, problem)]
+            fitting = self._fastest_that_fits(shapes, problem, starts)
+        start = fitting or min(starts, key=lambda own: max(self.pricer.memory_bytes(shapes, own.assignment).values()))
+        search = StepSearch(self.pricer, shapes)
+        found, found_s = search.improve(start.assignment, self.num_trials, int(rng.integers(2**31)))
+        if found_s == np.inf:
+            return fitted(self.pricer, shapes, [start.assignment], rng), f"{start.name}, made to fit"
+        assert self._holds(shapes, problem, found)
+        return found, f"{start.name}, search {found_s / start.step_s - 1:+.1%}"
+
+    def _with_flatter_ends(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
+        """Packings between ideal shares and equal ones, the flatter the less the fullest device holds, until one
+        fits."""
+        starts = []
+        for part in FLATTER:
+            share = 1.0 + part * (self._shares - 1.0)
+            problem, buckets = _packed(problem, lambda own, share=share: lpt_buckets(own, share))
+            own = self._ordered(shapes, problem, buckets, f"small ends by {part:.0%}")
+            starts += own
+            if self._fastest_that_fits(shapes, problem, own):
+                break
+        return starts
+
+    def _fastest_that_fits(
+        self, shapes: SampleShapes, problem: BatchProblem, starts: list["_Start"]
+    ) -> "_Start | None":
+        for start in sorted(starts, key=lambda own: own.step_s):
+            if self._holds(shapes, problem, start.assignment):
+                return start
+        return None
 
     def _solve(self, problem: BatchProblem, start: np.ndarray, share: np.ndarray | None) -> IlpResult:
         if self._cbc is None:
@@ -193,27 +232,33 @@ class BatchScheduler:
 
     def _holds(self, shapes: SampleShapes, problem: BatchProblem, assignment: Assignment) -> bool:
         """Whether memory holds an assignment; that it is one at all is asserted."""
-        check_assignment(problem, assignment.llm_dp_rank * problem.num_microbatches + assignment.microbatch)
+        uncapped = replace(problem, max_bucket_tokens=None)
+        check_assignment(uncapped, assignment.llm_dp_rank * problem.num_microbatches + assignment.microbatch)
         return fits(self.pricer, shapes, assignment)
 
-    def _best_order(
-        self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray, too_full: list[Assignment]
-    ) -> tuple[Assignment | None, float]:
-        """Of the orders of microbatches, as they come or small ones at both ends, that with the shortest step that fits
-        into memory; those that are faster and do not are added to `too_full`."""
-        priced = []
-        for order in (np.arange(problem.num_microbatches), *_orders(problem, buckets)):
-            assignment = self._split(shapes, problem, _reordered(problem, buckets, order))
-            priced.append((self.pricer.step_s(shapes, assignment), assignment))
-        for step_s, assignment in sorted(priced, key=lambda entry: entry[0]):
-            if self._holds(shapes, problem, assignment):
-                return assignment, step_s
-            too_full.append(assignment)
-        return None, np.inf
+    def _ordered(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray, name: str) -> list["_Start"]:
+        """The orders of a packing's microbatches: as they come, or small ones at both ends."""
+        orders = (np.arange(problem.num_microbatches), *_orders(problem, buckets))
+        assignments = [self._split(shapes, problem, _reordered(problem, buckets, order)) for order in orders]
+        return [_Start(self.pricer.step_s(shapes, own), name, own) for own in assignments]
 
     def _split(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray) -> Assignment:
         llm_dp_rank, microbatch = np.divmod(buckets, problem.num_microbatches)
         return self.pricer.assign(shapes, llm_dp_rank, microbatch)
+
+
+class _Start(NamedTuple):
+    """An assignment, its step, and how it came about."""
+
+    step_s: float
+    name: str
+    assignment: Assignment
+
+
+def _with_ilp(name: str, status: str) -> str:
+    """The name of a start beside an ILP that ended so; the ILP's own is `…, kept`."""
+    packing, _, kept = name.partition(", ")
+    return f"{packing}, ilp {status}{kept and ', kept'}"
 
 
 def _packed(problem: BatchProblem, pack: Callable[[BatchProblem], Packed]) -> tuple[BatchProblem, Packed]:

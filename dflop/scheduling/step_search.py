@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.balancing import NO_CAP
 from dflop.data import SampleShapes
 from dflop.pipeline import columns_of
 from dflop.pipeline.simulate import per_worker
@@ -22,6 +21,7 @@ from dflop.pipeline.walk import walk
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime.kernels import kernel
 from dflop.scheduling.stage_forms import stage_forms
+from dflop.scheduling.step_memory import excess_bytes, step_memory
 from dflop.scheduling.step_state import change_places, new_state, price_all
 
 __all__ = ["StepSearch"]
@@ -29,6 +29,10 @@ __all__ = ["StepSearch"]
 # Beside the step, which the slowest column sets, the mean of the columns' ends counts a little: what brings a fast
 # one forward makes room for the next change.
 MEAN_SHARE = 0.05
+# While a schedule takes more memory than there is, its step counts as longer: by so many times the excess over a
+# device's room. The factor doubles whenever so many trials have not brought it within.
+EXCESS_WEIGHT = 2.0
+MORE_WEIGHT_EVERY = 250
 # How often a trial starts from what ends last, and how many samples are drawn to find one there.
 FOCUS = 0.5
 MOST_DRAWS = 200
@@ -66,11 +70,9 @@ class _Clocks(NamedTuple):
 class StepSearch:
     """Improves assignments of one batch to one plan."""
 
-    def __init__(self, pricer: Pricer, shapes: SampleShapes, max_bucket_tokens: int | None) -> None:
-        """`max_bucket_tokens` is never exceeded by a change; None for no limit."""
+    def __init__(self, pricer: Pricer, shapes: SampleShapes) -> None:
         self._pricer = pricer
-        self._max_bucket_tokens = NO_CAP if max_bucket_tokens is None else max_bucket_tokens
-        self._forms = stage_forms(pricer)
+        self._forms, self._memory = stage_forms(pricer), step_memory(pricer)
         self._clocks = _clocks_of(pricer)
         tokens = shapes.llm_tokens.astype(float)
         text = np.column_stack([np.zeros_like(tokens), tokens, tokens**2, shapes.target_tokens])
@@ -79,7 +81,10 @@ class StepSearch:
         self._samples = text, shapes.num_items.astype(float), shapes.kept_tokens.astype(float), by_size, size_rank
 
     def improve(self, assignment: Assignment, num_trials: int, seed: int) -> tuple[Assignment, float]:
-        """The best assignment met in so many trials, and its step in seconds; no worse than the given one."""
+        """The best assignment met in so many trials that fits into memory, and its step in seconds.
+
+        It is no worse than the given one, if that fits. Where none is met that fits, the step is infinite.
+        """
         first_replica = self._forms.first_replica[:-1]
         place = np.column_stack(
             [assignment.llm_dp_rank, assignment.microbatch, assignment.encoder_rank + first_replica]
@@ -87,9 +92,9 @@ class StepSearch:
         best, step_s = _descend_on_step(
             self._forms,
             self._clocks,
+            self._memory,
             new_state(self._forms, place, self._pricer.compiled.num_microbatches),
             self._samples,
-            self._max_bucket_tokens,
             num_trials,
             seed,
         )
@@ -122,25 +127,40 @@ def _clocks_of(pricer: Pricer) -> _Clocks:
 
 
 @kernel
-def _descend_on_step(forms, clocks, state, samples, max_bucket_tokens, num_trials, seed):
-    """The best of the places met [num_samples, 2 + num_encoders], and its step."""
+def _descend_on_step(forms, clocks, memory, state, samples, num_trials, seed):
+    """The best of the places met that fit into memory [num_samples, 2 + num_encoders], and its step."""
     np.random.seed(seed)
     num_samples, num_columns = state.place.shape
     price_all(forms, state, samples)
-    best_s, now_s, latest = _simulated(state, clocks)
-    best = state.place.copy()
+    best_s, goal_s, latest = _simulated(state, clocks)
+    excess, fullest = excess_bytes(memory, forms, state)
+    best, now_s, weight = state.place.copy(), goal_s, EXCESS_WEIGHT / memory.room_bytes.max()
+    if excess > 0.0:
+        best_s, now_s = np.inf, goal_s * (1.0 + weight * excess)
     places = (num_samples, num_columns)
     change = _Change(np.empty(num_samples, np.int64), np.empty(places, np.int64), np.empty(places, np.int64))
-    for _ in range(num_trials):
+    for trial in range(num_trials):
+        if excess > 0.0 and trial % MORE_WEIGHT_EVERY == MORE_WEIGHT_EVERY - 1:
+            now_s, weight = goal_s * (1.0 + 2.0 * weight * excess), 2.0 * weight
         kind = np.searchsorted(_SHARES, np.random.random())
-        num_changed = _propose(forms, clocks, state, samples, max_bucket_tokens, kind, latest, change)
+        # What lengthens the step, or what takes too much memory.
+        column = clocks.worker_column[fullest] if excess > 0.0 and np.random.random() < FOCUS else latest
+        num_changed = _propose(forms, clocks, state, samples, kind, column, change)
         if num_changed == 0:
             continue
         change_places(forms, state, samples, change.samples, change.before, change.after, num_changed)
-        step_s, goal_s, its_latest = _simulated(state, clocks)
-        if goal_s <= now_s:
-            now_s, latest = goal_s, its_latest
-            if step_s < best_s:
+        step_s, its_goal_s, its_latest = _simulated(state, clocks)
+        is_taken = its_goal_s <= now_s
+        if is_taken:
+            its_excess, its_fullest = excess_bytes(memory, forms, state)
+            if excess > 0.0:
+                is_taken = its_excess <= 0.0 or its_goal_s * (1.0 + weight * its_excess) <= now_s
+            else:
+                is_taken = its_excess <= 0.0
+        if is_taken:
+            goal_s, latest, excess, fullest = its_goal_s, its_latest, its_excess, its_fullest
+            now_s = goal_s * (1.0 + weight * max(0.0, excess))
+            if excess <= 0.0 and step_s < best_s:
                 best_s = step_s
                 best[:] = state.place
             continue
@@ -162,15 +182,15 @@ def _simulated(state, clocks):
 
 
 @kernel
-def _propose(forms, clocks, state, samples, max_bucket_tokens, kind, latest, change):
+def _propose(forms, clocks, state, samples, kind, latest, change):
     """Draw a change of this kind: how many samples it concerns (0: none is possible)."""
-    text, _, kept_tokens, by_size, size_rank = samples
+    _, _, kept_tokens, by_size, size_rank = samples
     sample = _draw_sample(clocks, state, latest)
     _note(state, change, 0, sample)
     if kind == _SWAP:
-        num_changed = _swap(state, text[:, 1], by_size, size_rank, max_bucket_tokens, change)
+        num_changed = _swap(state, by_size, size_rank, change)
     elif kind == _MOVE:
-        num_changed = _move(state, text[:, 1], max_bucket_tokens, change)
+        num_changed = _move(state, change)
     elif kind in (_MOVE_MEDIA, _SWAP_MEDIA):
         num_changed = _change_media(forms, state, kept_tokens, kind == _SWAP_MEDIA, change)
     else:
@@ -189,22 +209,16 @@ def _note(state, change, number, sample):
 
 
 @kernel
-def _swap(state, tokens, by_size, size_rank, max_bucket_tokens, change):
+def _swap(state, by_size, size_rank, change):
     """The sample and one of another bucket, mostly of about its size; media stay with their encoder replicas."""
-    sample, other, place = change.samples[0], np.random.randint(len(tokens)), state.place
+    sample, other, place = change.samples[0], np.random.randint(len(by_size)), state.place
     if np.random.random() < NEAR:
-        most_between = max(1, int(len(tokens) * NEAR_SHARE))
+        most_between = max(1, int(len(by_size) * NEAR_SHARE))
         near = size_rank[sample] + np.random.randint(-most_between, most_between + 1)
-        other = by_size[min(max(near, 0), len(tokens) - 1)]
+        other = by_size[min(max(near, 0), len(by_size) - 1)]
     replica, microbatch = place[sample, 0], place[sample, 1]
     its_replica, its_microbatch = place[other, 0], place[other, 1]
     if its_replica == replica and its_microbatch == microbatch:
-        return 0
-    shift = tokens[other] - tokens[sample]
-    if (
-        state.text[replica, microbatch, 1] + shift > max_bucket_tokens
-        or state.text[its_replica, its_microbatch, 1] - shift > max_bucket_tokens
-    ):
         return 0
     _note(state, change, 1, other)
     change.after[0, :2], change.after[1, :2] = place[other, :2], place[sample, :2]
@@ -212,14 +226,12 @@ def _swap(state, tokens, by_size, size_rank, max_bucket_tokens, change):
 
 
 @kernel
-def _move(state, tokens, max_bucket_tokens, change):
+def _move(state, change):
     """The sample to another bucket; no bucket is left empty."""
     sample, (num_replicas, num_microbatches) = change.samples[0], state.count.shape
     replica, microbatch = state.place[sample, 0], state.place[sample, 1]
     to_replica, to_microbatch = np.random.randint(num_replicas), np.random.randint(num_microbatches)
     if (to_replica == replica and to_microbatch == microbatch) or state.count[replica, microbatch] == 1:
-        return 0
-    if state.text[to_replica, to_microbatch, 1] + tokens[sample] > max_bucket_tokens:
         return 0
     change.after[0, 0], change.after[0, 1] = to_replica, to_microbatch
     return 1

@@ -140,7 +140,7 @@ def trial_us(pricer: Pricer, shapes: SampleShapes) -> float:
     """The least of several searches from the same start, of one batch."""
     problem = pricer.problem(shapes)
     first = pricer.assign(shapes, *np.divmod(lpt_buckets(problem), problem.num_microbatches))
-    search = StepSearch(pricer, shapes, problem.max_bucket_tokens)
+    search = StepSearch(pricer, shapes)
     search.improve(first, 100, 0)
     seconds = []
     for _ in range(NUM_REPEATS):

@@ -89,7 +89,7 @@ def test_the_search_prices_corrected_steps_as_the_pricer_does_and_no_step_beats_
     problem = pricer.problem(shapes)
     buckets = random_buckets(problem, np.random.default_rng(seed))
     first = pricer.assign(shapes, *np.divmod(buckets, plan.num_microbatches))
-    search = StepSearch(pricer, shapes, problem.max_bucket_tokens)
+    search = StepSearch(pricer, shapes)
     assert search.step_s(first) == pytest.approx(pricer.step_s(shapes, first), rel=1e-12)
     found, found_s = search.improve(first, 200, seed)
     assert found_s == pytest.approx(pricer.step_s(shapes, found), rel=1e-12)

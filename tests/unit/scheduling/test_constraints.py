@@ -53,6 +53,16 @@ def cbc():
         yield process
 
 
+def needed_bytes(scheduler: BatchScheduler, schedule: StepSchedule) -> float:
+    """Of the fullest device, asked by the samples' names alone."""
+    place = {name: number for number, name in enumerate(scheduler.samples.sample_id)}
+    held = scheduler.samples.take(np.array([place[name] for name in schedule.sample_id]))
+    assignment = Assignment(
+        llm_dp_rank=schedule.llm_dp_rank, microbatch=schedule.microbatch, encoder_rank=schedule.encoder_rank
+    )
+    return max(scheduler.pricer.memory_bytes(held, assignment).values())
+
+
 def assert_within_limits(scheduler: BatchScheduler, schedule: StepSchedule) -> None:
     """Asked of what ranks would read, by the samples' names alone."""
     batch = scheduler.samples.take(scheduler.batches[schedule.step])
@@ -60,13 +70,7 @@ def assert_within_limits(scheduler: BatchScheduler, schedule: StepSchedule) -> N
     plan = scheduler.pricer.plan
     cells = set(zip(schedule.llm_dp_rank.tolist(), schedule.microbatch.tolist(), strict=True))
     assert cells == set(itertools.product(range(plan.grid("llm").dp), range(plan.num_microbatches)))
-    place = {name: number for number, name in enumerate(scheduler.samples.sample_id)}
-    held = scheduler.samples.take(np.array([place[name] for name in schedule.sample_id]))
-    assignment = Assignment(
-        llm_dp_rank=schedule.llm_dp_rank, microbatch=schedule.microbatch, encoder_rank=schedule.encoder_rank
-    )
-    needed = max(scheduler.pricer.memory_bytes(held, assignment).values())
-    assert needed <= scheduler.pricer.memory.limit_bytes
+    assert needed_bytes(scheduler, schedule) <= scheduler.pricer.memory.limit_bytes
 
 
 def unlike_samples(draw_samples, num_samples, seed):
@@ -196,3 +200,25 @@ def test_pictures_that_gather_in_a_bucket_are_seen_although_tokens_are_even(sche
     schedule = tight.schedule(0, "random")
     assert (schedule.num_beyond_memory, schedule.status) == (1, "random, made to fit")
     assert_within_limits(tight, schedule)
+
+
+def test_a_schedule_gets_steadily_slower_as_memory_shrinks(scheduler_of, draw_samples):
+    """From what the fastest schedule takes down to what equal microbatches take; a little less memory costs little."""
+    samples = draw_samples(600, 3)
+    plan = make_plan("disjoint", "1f1b", pp=4, num_microbatches=16)
+    free = scheduler_of(plan, samples, 128, 64.0)
+    steps = {policy: free.schedule(0, policy) for policy in ("search", "lpt")}
+    gib = {policy: needed_bytes(free, schedule) / 2**30 for policy, schedule in steps.items()}
+    assert gib["lpt"] < 0.98 * gib["search"]
+    ratios = []
+    for part in (0.9, 0.6, 0.3, 0.1):
+        tight = scheduler_of(plan, samples, 128, gib["lpt"] + part * (gib["search"] - gib["lpt"]))
+        schedule = tight.schedule(0, "search")
+        assert_within_limits(tight, schedule)
+        ratios.append(schedule.step_s / steps["search"].step_s)
+    of_lpt = steps["lpt"].step_s / steps["search"].step_s
+    assert of_lpt > 1.03
+    assert ratios[0] < 1.02
+    assert max(ratios) <= of_lpt
+    for ratio, part in zip(ratios, (0.9, 0.6, 0.3, 0.1), strict=True):
+        assert ratio < 1.0 + (of_lpt - 1.0) * (1.0 - part) + 0.02  # on the straight line between the two, or below

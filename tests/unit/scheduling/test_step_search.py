@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.balancing import bucket_loads, lpt_buckets
-from dflop.config import ClusterConfig
+from dflop.config import ClusterConfig, ModelConfig
+from dflop.models import load_model_spec
 from dflop.parallelism import Grid, Plan
 from dflop.pricing import Pricer
 from dflop.scheduling import StepSearch
@@ -68,7 +69,7 @@ def start(costs, tiny_spec, draw_samples):
         problem = pricer.problem(shapes)
         rank, microbatch = np.divmod(lpt_buckets(problem), plan.num_microbatches)
         return (
-            StepSearch(pricer, shapes, problem.max_bucket_tokens),
+            StepSearch(pricer, shapes),
             pricer,
             shapes,
             pricer.assign(shapes, rank, microbatch),
@@ -116,14 +117,52 @@ def test_equal_questions_have_equal_answers(start):
         np.testing.assert_array_equal(getattr(once[0], field.name), getattr(again[0], field.name))
 
 
-def test_no_bucket_gets_more_tokens_than_memory_allows(start, costs, tiny_spec):
-    plan = PLANS["disjoint"]
-    _, pricer, shapes, first = start(plan, num_samples=48)
-    cells = first.llm_dp_rank * plan.num_microbatches + first.microbatch
-    cap = int(np.bincount(cells, weights=shapes.llm_tokens).max())
-    found, _ = StepSearch(pricer, shapes, cap).improve(first, 3000, seed=0)
-    cells = found.llm_dp_rank * plan.num_microbatches + found.microbatch
-    assert np.bincount(cells, weights=shapes.llm_tokens).max() <= cap
+def fullest_bytes(pricer, shapes, assignment) -> float:
+    return max(pricer.memory_bytes(shapes, assignment).values())
+
+
+def with_memory(pricer, num_bytes: float) -> Pricer:
+    """The same plan on devices of so many bytes."""
+    cluster = dataclasses.replace(CLUSTER, memory_gib=num_bytes / 2**30)
+    return Pricer(pricer.plan, pricer.costs, load_model_spec(ModelConfig(preset="tiny")), cluster)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("frozen", [(), ("vision",)])
+def test_memory_is_the_pricers_to_the_byte(start, name, frozen):
+    """At exactly as many bytes as an assignment takes, the search finds that it fits, and with 0.1 % fewer it does
+    not."""
+    _, pricer, shapes, first = start(PLANS[name], frozen=frozen, num_samples=40)
+    needed = fullest_bytes(pricer, shapes, first)
+    for share, fits in ((1 + 1e-6, True), (0.999, False)):
+        cluster = dataclasses.replace(CLUSTER, memory_gib=needed * share / 2**30)
+        limited = Pricer(pricer.plan, pricer.costs, load_model_spec(ModelConfig(preset="tiny")), cluster, frozen=frozen)
+        assert np.isfinite(StepSearch(limited, shapes).step_s(first)) == fits
+
+
+@settings(max_examples=30)
+@given(name=st.sampled_from(sorted(PLANS)), seed=st.integers(0, 99), share=st.floats(0.9, 1.02))
+def test_what_is_found_fits_into_memory_wherever_the_search_begins(start, name, seed, share):
+    _, pricer, shapes, first = start(PLANS[name], seed, num_samples=48)
+    limited = with_memory(pricer, share * fullest_bytes(pricer, shapes, first))
+    found, found_s = StepSearch(limited, shapes).improve(first, 1000, seed)
+    if np.isfinite(found_s):
+        assert fullest_bytes(limited, shapes, found) <= limited.memory.limit_bytes
+        assert found_s == pytest.approx(limited.step_s(shapes, found), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["disjoint", "interleaved", "colocated", "monolithic"])
+def test_a_start_that_takes_too_much_is_brought_within(start, name):
+    plan = PLANS[name]
+    _, pricer, shapes, packed = start(plan, num_samples=96)
+    drawn = np.random.default_rng(0).permutation(96) % plan.num_buckets
+    first = pricer.assign(shapes, *np.divmod(drawn, plan.num_microbatches))
+    halfway = (fullest_bytes(pricer, shapes, first) + fullest_bytes(pricer, shapes, packed)) / 2
+    assert halfway < fullest_bytes(pricer, shapes, first)
+    search = StepSearch(with_memory(pricer, halfway), shapes)
+    assert search.step_s(first) == np.inf
+    found_s = search.improve(first, 4000, seed=0)[1]
+    assert found_s < pricer.step_s(shapes, first)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -184,7 +223,7 @@ def test_no_search_ends_below_the_relaxed_step(start, name, seed):
     shapes = with_media(shapes)
     buckets = lpt_buckets(pricer.problem(shapes), ideal_shares(pricer, shapes, len(shapes)))
     first = pricer.assign(shapes, *np.divmod(buckets, ONE_ENCODER[name].num_microbatches))
-    _, found_s = StepSearch(pricer, shapes, None).improve(first, 1000, seed)
+    _, found_s = StepSearch(pricer, shapes).improve(first, 1000, seed)
     assert relaxed_step_s(pricer, shapes) <= found_s * (1 + 1e-6)
 
 
@@ -194,7 +233,7 @@ def test_with_many_samples_the_search_ends_near_the_relaxed_step(start):
     shapes = with_media(shapes)
     buckets = lpt_buckets(pricer.problem(shapes), ideal_shares(pricer, shapes, len(shapes)))
     first = pricer.assign(shapes, *np.divmod(buckets, plan.num_microbatches))
-    _, found_s = StepSearch(pricer, shapes, None).improve(first, 5000, seed=0)
+    _, found_s = StepSearch(pricer, shapes).improve(first, 5000, seed=0)
     assert found_s < 1.02 * relaxed_step_s(pricer, shapes)
 
 

@@ -1,0 +1,79 @@
+"""What devices hold, as the step search asks it: of the loads in its state, by the same forms as `PlanMemory`."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dflop.costs.forms import line_at
+from dflop.pipeline import peak_bytes_of
+from dflop.pipeline.walk import DP, FIRST_NODE
+from dflop.pricing import Pricer
+from dflop.runtime.kernels import kernel
+
+__all__ = ["StepMemory", "excess_bytes", "step_memory"]
+
+
+class StepMemory(NamedTuple):
+    """Bytes of a microbatch in each stage as functions of its loads, and the room that workers have for them."""
+
+    order: np.ndarray  # as in `CompiledPlan`
+    kept: np.ndarray  # [num_stages, 5]: a constant, and bytes a unit of each load
+    passing: np.ndarray  # [num_stages, num_forms, 5]: the largest counts
+    edge_bytes: float  # of a token that comes over an edge, and of its gradient
+    room_bytes: np.ndarray  # [num_workers], beside what is resident
+    kept_bytes: np.ndarray  # [num_nodes, num_microbatches], written by `excess_bytes`
+    passing_bytes: np.ndarray
+
+
+def step_memory(pricer: Pricer) -> StepMemory:
+    """Of a plan's stages and devices."""
+    kept, passing = [], []
+    for stage in pricer.stages:
+        own, forms = pricer.stage_costs.memory_forms(stage)
+        kept.append(own * pricer.stage_costs.has_backward(stage.module))
+        passing.append(forms)
+    padded = np.zeros((len(passing), max(map(len, passing)), kept[0].size))
+    for stage, forms in enumerate(passing):
+        padded[stage, : len(forms)] = forms
+    compiled = pricer.compiled
+    cells = compiled.num_nodes, compiled.num_microbatches
+    return StepMemory(
+        order=compiled.order,
+        kept=np.array(kept),
+        passing=padded,
+        edge_bytes=2.0 * pricer.bytes_per_token,
+        room_bytes=pricer.memory.tensor_limit_bytes - pricer.memory.resident_bytes,
+        kept_bytes=np.zeros(cells),
+        passing_bytes=np.zeros(cells),
+    )
+
+
+@kernel
+def excess_bytes(memory, forms, state):
+    """By how much the fullest worker is beyond its room (below 0: within), and which one it is."""
+    stages, num_encoders = forms.stages, len(forms.first_replica) - 1
+    for stage in range(len(stages)):
+        module = forms.module[stage]
+        for replica in range(stages[stage, DP]):
+            node = stages[stage, FIRST_NODE] + replica
+            for microbatch in range(state.count.shape[1]):
+                if module == num_encoders:
+                    loads, tokens = state.text[replica, microbatch], 0.0
+                    if forms.sends_text:
+                        tokens = loads[1]
+                    elif forms.has_bridges:
+                        tokens = state.features[microbatch, :, replica].sum()
+                else:
+                    own = forms.first_replica[module] + replica
+                    loads, tokens = state.media[own, microbatch], 0.0
+                    if forms.has_bridges:
+                        tokens = state.features[microbatch, own].sum()
+                passing = 0.0
+                for form in memory.passing[stage]:
+                    passing = max(passing, line_at(form, loads))
+                memory.kept_bytes[node, microbatch] = line_at(memory.kept[stage], loads) + memory.edge_bytes * tokens
+                memory.passing_bytes[node, microbatch] = passing
+    held = peak_bytes_of(memory.order, stages, memory.kept_bytes, memory.passing_bytes, len(memory.room_bytes))
+    held -= memory.room_bytes
+    fullest = held.argmax()
+    return held[fullest], fullest
