@@ -139,7 +139,9 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     for source, detail in rejects.filter(pl.col("detail").str.contains(CUT_OFF)).select("source", "detail").iter_rows():
         click.echo(f"warning: a manifest of {source} is not whole, what follows is missing: {detail}")
     num_samples = shape_summary.filter(pl.col("quantity") == "llm_tokens")["num_samples"].sum()
-    click.echo(f"{out}: {num_samples:,} samples, {reject_summary['num_records'].sum():,} rejects")
+    num_held_out = read_table(out, "samples", made_by="merge-shapes")["evaluation"].sum()
+    said = f" ({num_held_out:,} of them held out for evaluation)" if num_held_out else ""
+    click.echo(f"{out}: {num_samples:,} samples{said}, {reject_summary['num_records'].sum():,} rejects")
     if not num_samples:
         raise UserError(_nothing_usable(reject_summary, shapes))
     for line in _shape_lines(shape_summary, reject_summary):
@@ -156,15 +158,16 @@ def _merge(config, shapes: Path, out: Path) -> None:
     import polars as pl
 
     from dflop.data import SourceRecords, list_sources
-    from dflop.store import ShardFile, write_shapes
+    from dflop.store import HeldOut, ShardFile, write_shapes
 
-    files, source_rows, sampled_rows = [], [], {}
+    files, source_rows, sampled_rows, held_out = [], [], {}, []
     for source in list_sources(config.data):
         shards = _shards(config, source, look_again=False)
         kept = SourceRecords(source, config.seed).kept
         first_row = kept.start if isinstance(kept, range) else 0
         if not isinstance(kept, range):
             sampled_rows[source.name] = kept
+        held_out += [source.name] if source.evaluation else []
         files += [
             ShardFile(shapes / f"{shard.name}.parquet", shard.name, source.name, shard.start, first_row + shard.start)
             for shard in shards
@@ -189,6 +192,7 @@ def _merge(config, shapes: Path, out: Path) -> None:
         meta_of("merge-shapes", config),
         sampled_rows=sampled_rows,
         keep_duplicates=config.data.duplicate_ids == "keep",
+        held_out=HeldOut(held_out, config.data.evaluation_share, config.seed),
     )
 
 

@@ -18,14 +18,15 @@ __all__ = ["report_command", "train_command"]
 @click.option("--out", type=FOLDER, required=True, help="Folder for metrics, checkpoints, the model and summary.json.")
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
+    from dflop.config import set_steps
     from dflop.models import check_modules, check_runnable, load_model_spec
     from dflop.parallelism import load_plan
     from dflop.planning import planned_loaders
     from dflop.pricing import describe_left_out
     from dflop.runtime.torchrun import is_first_node
-    from dflop.scheduling.service import open_scheduler
+    from dflop.scheduling.service import open_evaluation, open_scheduler
     from dflop.store import read_table
-    from dflop.training import check_plan, finished_at, generation_of, launch_ranks
+    from dflop.training import check_plan, check_trackers, finished_at, generation_of, launch_ranks
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
@@ -44,11 +45,16 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
     # What is amiss is said here, before any rank starts.
     scheduler = open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path)
+    if config.train.epochs is not None:
+        set_steps(config, scheduler.batches.steps_in(config.train.epochs))
+    check_trackers(config.train.tensorboard)
     left_out = scheduler.left_out
     for line in describe_left_out(left_out):
         click.echo(line, err=True)
     with scheduler.open():
         scheduler.check(config.train.steps)
+    if config.data.has_evaluation:
+        open_evaluation(config, shapes=shapes, costs=costs, plan=plan_path)
     generation = generation_of(config, data_digests, left_out["source", "row"].rows(), scheduler.pricer)
     out.mkdir(parents=True, exist_ok=True)
     if checkpoint := finished_at(config, out, generation):

@@ -6,7 +6,7 @@ be right.
 """
 
 from dflop.config.devices import excess_memory, most_memory_gib
-from dflop.config.load import load_config, restrict, select_keys
+from dflop.config.load import load_config, restrict, select_keys, set_steps
 from dflop.config.schema import (
     AudioConfig,
     ClusterConfig,
@@ -47,4 +47,5 @@ __all__ = [
     "most_memory_gib",
     "restrict",
     "select_keys",
+    "set_steps",
 ]

@@ -136,8 +136,10 @@ def _with_own_names(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_switch_named(values: dict[str, Any]) -> dict[str, Any]:
-    """`schedule.correction: on` and `off`, which YAML reads as true and false, by their names."""
-    schedule = values.get("schedule")
-    if not (isinstance(schedule, dict) and isinstance(schedule.get("correction"), bool)):
-        return values
-    return {**values, "schedule": {**schedule, "correction": "on" if schedule["correction"] else "off"}}
+    """`on` and `off`, which YAML reads as true and false, by their names, for the keys that know them."""
+    named = dict(values)
+    for section, key in (("schedule", "correction"), ("train", "tensorboard")):
+        own = named.get(section)
+        if isinstance(own, dict) and isinstance(own.get(key), bool):
+            named[section] = {**own, key: "on" if own[key] else "off"}
+    return named

@@ -14,7 +14,11 @@ from dflop.config.schema import Config, FixedPlan
 from dflop.config.values import check_values
 from dflop.runtime import UserError
 
-__all__ = ["load_config", "restrict", "select_keys"]
+__all__ = ["load_config", "restrict", "select_keys", "set_steps"]
+
+
+# Where neither `train.steps` nor `train.epochs` is given.
+_STEPS = 20
 
 
 def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
@@ -42,7 +46,10 @@ def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
     schedule = config.schedule
     if schedule.deterministic:
         schedule = dataclasses.replace(schedule, correction="off")
-    return dataclasses.replace(config, cluster=with_device_figures(config), schedule=schedule)
+    train = config.train
+    if train.steps is None and train.epochs is None:
+        train = dataclasses.replace(train, steps=_STEPS)
+    return dataclasses.replace(config, cluster=with_device_figures(config), schedule=schedule, train=train)
 
 
 def select_keys(config: Config, keys: Iterable[str]) -> dict[str, Any]:
@@ -72,6 +79,11 @@ def _plain(value: Any) -> Any:
 def restrict(config: Config, keys: Iterable[str]) -> Config:
     """The config without any key but these: reading another raises AttributeError."""
     return _without_others(config, [key.split(".") for key in keys])
+
+
+def set_steps(config: Config, steps: int) -> None:
+    """Put the number of steps in place of `train.epochs`, in the config itself: one without other keys has no copy."""
+    object.__setattr__(config, "train", dataclasses.replace(config.train, steps=steps, epochs=None))
 
 
 def _without_others(section: Any, wanted: list[list[str]]) -> Any:

@@ -32,6 +32,7 @@ class SourceConfig:
     sampling: str = "all"
     name: Optional[str] = None
     trust_sizes: bool = False
+    evaluation: bool = False
 
 
 @_section
@@ -52,11 +53,16 @@ class DataConfig:
     samples_per_shard: int = 50_000
     watch_media: bool = False
     duplicate_ids: str = "reject"
+    evaluation_share: float = 0.0
     max_llm_tokens: int = 8192
     max_text_bytes: int = 1_000_000
     max_image_pixels: int = 178_956_970
     video: VideoConfig = field(default_factory=VideoConfig)
     audio: AudioConfig = field(default_factory=AudioConfig)
+
+    @property
+    def has_evaluation(self) -> bool:
+        return self.evaluation_share > 0 or any(source.evaluation for source in self.sources)
 
 
 @_section
@@ -155,8 +161,12 @@ class ModuleTraining:
 
 @_section
 class TrainConfig:
+    """`load_config` puts 20 in place of the null of `steps` where there is no `epochs` either; with `epochs`, `dflop
+    train` puts the number there that follows from the data."""
+
     global_batch_size: int = 16
-    steps: int = 20
+    steps: Optional[int] = None
+    epochs: Optional[float] = None
     lr: float = 1.0e-4
     weight_decay: float = 0.01
     grad_clip: float = 1.0
@@ -167,8 +177,10 @@ class TrainConfig:
     precision: str = "fp32"
     checkpoint_every: int = 10
     resume: str = "auto"
+    evaluate_every: Optional[int] = None
     loader_workers: Optional[int] = None
     peer_timeout_s: float = 60.0
+    tensorboard: str = "auto"
 
     def of_module(self, name: str) -> tuple[float, float]:
         """A module's learning rate and weight decay."""

@@ -25,6 +25,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.correction": ("off", "on", "auto"),
     "train.precision": ("fp32", "bf16", "fp64"),
     "train.resume": ("auto", "never"),
+    "train.tensorboard": ("auto", "on", "off"),
     "train.lr_schedule": ("constant", "linear", "cosine"),
 }
 
@@ -47,6 +48,7 @@ _AT_LEAST_ONE = (
     "train.global_batch_size",
     "train.steps",
     "train.checkpoint_every",
+    "train.evaluate_every",
 )
 _ABOVE_ZERO = (
     "costs.time_budget_s",
@@ -59,6 +61,7 @@ _ABOVE_ZERO = (
     "train.lr",
     "train.modules.*.lr",
     "train.grad_clip",
+    "train.epochs",
     "train.peer_timeout_s",
 )
 _NOT_NEGATIVE = (
@@ -69,7 +72,7 @@ _NOT_NEGATIVE = (
     "train.warmup_steps",
     "train.loader_workers",
 )
-_SHARES = ("train.min_lr_ratio",)
+_SHARES = ("train.min_lr_ratio", "data.evaluation_share")
 _NOT_EMPTY = ("costs.tp_sizes", "plan.placements", "plan.schedules", "plan.shardings")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SAMPLING = re.compile(r"all|(first|end|random):(?=[\d.]*[1-9])\d+(%|\.\d+%)?")
@@ -114,6 +117,16 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
             "no two runs share; set one of them to off (false)"
         )
     _check_sources(config.data.sources)
+    if config.train.steps is not None and config.train.epochs is not None:
+        raise UserError(
+            f"`train.steps` is {config.train.steps} and `train.epochs` is {config.train.epochs:g}; the one follows "
+            "from the other: give one of them, and null for the other"
+        )
+    if config.train.evaluate_every is not None and not config.data.has_evaluation:
+        raise UserError(
+            f"`train.evaluate_every` is {config.train.evaluate_every}, but there is nothing to evaluate on; hold a "
+            "share of the samples out with `data.evaluation_share`, or give a source `evaluation: true`"
+        )
     if has_cluster:
         _check_devices(config)
 

@@ -83,8 +83,10 @@ class SampleShapes:
         return self.kept_tokens[:, self.encoders.index(encoder)]
 
 
-def load_samples(path: Path, encoders: Sequence[ModuleSpec]) -> tuple[SampleShapes, dict[str, int]]:
-    """The samples of `shapes.duckdb` that a model with these encoders can be trained on.
+def load_samples(
+    path: Path, encoders: Sequence[ModuleSpec], *, evaluation: bool = False
+) -> tuple[SampleShapes, dict[str, int]]:
+    """The samples of `shapes.duckdb` that a model with these encoders can be trained on, or evaluated on.
 
     Beside them, how many samples are left out for want of an encoder of their media: `{"audio": 12}`.
 
@@ -95,7 +97,7 @@ def load_samples(path: Path, encoders: Sequence[ModuleSpec]) -> tuple[SampleShap
     for encoder in encoders:
         if encoder.media not in _COLUMNS:
             raise ValueError(f"{encoder.name}: `samples` has no columns for an encoder of {encoder.media} alone")
-    frame = read_table(path, "samples", made_by="merge-shapes")
+    frame = read_table(path, "samples", made_by="merge-shapes").filter(pl.col("evaluation") == evaluation)
     left_out = {}
     for media, columns in _COLUMNS.items():
         if media in [encoder.media for encoder in encoders]:
@@ -107,7 +109,7 @@ def load_samples(path: Path, encoders: Sequence[ModuleSpec]) -> tuple[SampleShap
     if not len(frame):
         why = ", ".join(f"{count} with {media} left out" for media, count in left_out.items())
         raise UserError(
-            f"{path} holds no sample to train on{why and f' ({why})'}; "
+            f"{path} holds no sample to {'evaluate' if evaluation else 'train'} on{why and f' ({why})'}; "
             f"`from rejects` in it says what became of the records"
         )
     items, kept = ([_COLUMNS[encoder.media][which] for encoder in encoders] for which in range(2))

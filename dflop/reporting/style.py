@@ -18,6 +18,7 @@ from matplotlib.figure import Figure, SubFigure
 from dflop.runtime import written_whole
 
 __all__ = [
+    "EVALUATED",
     "INK",
     "MEASURED",
     "MODALITY_COLOURS",
@@ -39,7 +40,7 @@ _NOTE_WIDTH = 200
 _WIDTH_IN = 12.5
 
 INK, MUTED, PALE = "#222222", "#767676", "#e9e9e9"
-MEASURED, PREDICTED = "#222222", "#D55E00"
+MEASURED, PREDICTED, EVALUATED = "#222222", "#D55E00", "#0072B2"
 
 # (forward, backward)
 MODULE_SHADES = {

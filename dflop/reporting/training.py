@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dflop.reporting.style import MEASURED, MUTED, PREDICTED, format_seconds, heading
+from dflop.reporting.style import EVALUATED, MEASURED, MUTED, PREDICTED, format_seconds, heading
 from dflop.training import NUM_WARMUP_STEPS
 
 __all__ = ["draw_training"]
@@ -26,6 +26,17 @@ def draw_training(figure: Figure, metrics: pl.DataFrame) -> None:
     width = max(1, min(5, len(metrics) // 2))
     first, last = metrics["loss"].head(width).mean(), metrics["loss"].tail(width).mean()
     _measured_line(loss, drawn, "loss", "mean")
+    evaluated = metrics.filter(pl.col("evaluation_loss").is_not_null()) if "evaluation_loss" in metrics.columns else []
+    if len(evaluated):
+        loss.plot(
+            evaluated["step"].to_numpy(),
+            evaluated["evaluation_loss"].to_numpy(),
+            "D-",
+            color=EVALUATED,
+            markersize=3.5,
+            linewidth=1.0,
+            label="evaluation set",
+        )
     loss.set(title=f"Loss {first:.3g} → {last:.3g} (measured)", ylabel="nats a target token")
 
     overall = steady["num_tokens"].sum() / steady["step_s"].sum()

@@ -30,7 +30,8 @@ COMMANDS: dict[str, Command] = {
     "demo-data": Command("dflop.cli.data.demo_data", ()),
     "profile-shapes": Command("dflop.cli.data.profile_shapes", (*_SHARDS, *_LIMITS, *_MODEL)),
     "merge-shapes": Command(
-        "dflop.cli.data.merge_shapes", (*_SHARDS, "data.duplicate_ids", "model.path", "model.tokenizer")
+        "dflop.cli.data.merge_shapes",
+        (*_SHARDS, "data.duplicate_ids", "data.evaluation_share", "model.path", "model.tokenizer"),
     ),
     "plot-shapes": Command("dflop.cli.data.plot_shapes_command", ()),
     "profile-costs": Command(
@@ -64,7 +65,7 @@ COMMANDS: dict[str, Command] = {
     "schedule": Command("dflop.cli.plans.schedule_command", (*_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")),
     "train": Command(
         "dflop.cli.training.train_command",
-        ("seed", "data.sources", *_LIMITS, "model", "cluster", "schedule", "train"),
+        ("seed", "data.sources", "data.evaluation_share", *_LIMITS, "model", "cluster", "schedule", "train"),
     ),
     "report": Command(
         "dflop.cli.training.report_command", ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")

@@ -4,11 +4,13 @@ The batch depends on (seed, step, number of samples) alone, so that a run can be
 scheduled run sees the very batches of an unscheduled one.
 """
 
+import math
+
 import numpy as np
 
 from dflop.runtime import UserError
 
-__all__ = ["GlobalBatches"]
+__all__ = ["EvaluationBatches", "GlobalBatches"]
 
 
 class GlobalBatches:
@@ -26,6 +28,10 @@ class GlobalBatches:
         self.num_samples, self.global_batch_size, self._seed = num_samples, global_batch_size, seed
         self._epochs: dict[int, np.ndarray] = {}
 
+    def steps_in(self, epochs: float) -> int:
+        """How many steps it takes to draw every sample so many times."""
+        return max(1, math.ceil(epochs * self.num_samples / self.global_batch_size - 1e-9))
+
     def __getitem__(self, step: int) -> np.ndarray:
         start = step * self.global_batch_size
         first, last = start // self.num_samples, (start + self.global_batch_size - 1) // self.num_samples
@@ -38,3 +44,27 @@ class GlobalBatches:
             self._epochs = {known: order for known, order in self._epochs.items() if known >= epoch - 1}
             self._epochs[epoch] = np.random.default_rng([self._seed, epoch]).permutation(self.num_samples)
         return self._epochs[epoch]
+
+
+class EvaluationBatches:
+    """All samples in their order, cut into batches of about the same size; `batches[number]` is an index array.
+
+    A batch has at most `global_batch_size` samples where it can then fill all buckets.
+    """
+
+    def __init__(self, num_samples: int, global_batch_size: int, num_buckets: int) -> None:
+        """Raise `UserError` where there are fewer samples than buckets."""
+        if num_samples < num_buckets:
+            raise UserError(
+                f"{num_samples} samples are held out for evaluation, and the plan's {num_buckets} microbatches need "
+                "one each; raise `data.evaluation_share`, or add sources with `evaluation: true`"
+            )
+        self.num_samples, self.global_batch_size = num_samples, global_batch_size
+        num_batches = max(1, min(-(-num_samples // global_batch_size), num_samples // num_buckets))
+        self._parts = np.array_split(np.arange(num_samples), num_batches)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self._parts[number]

@@ -34,7 +34,7 @@ from dflop.config import ScheduleConfig
 from dflop.data import SampleShapes
 from dflop.pricing import Assignment, Pricer, fits, fitted
 from dflop.runtime import UserError
-from dflop.scheduling.global_batches import GlobalBatches
+from dflop.scheduling.global_batches import EvaluationBatches, GlobalBatches
 from dflop.scheduling.shares import ideal_shares
 from dflop.scheduling.step_schedule import StepSchedule
 from dflop.scheduling.step_search import StepSearch
@@ -58,7 +58,7 @@ class BatchScheduler:
         self,
         samples: SampleShapes,
         pricer: Pricer,
-        batches: GlobalBatches,
+        batches: GlobalBatches | EvaluationBatches,
         config: ScheduleConfig,
         seed: int,
         left_out: pl.DataFrame | None = None,

@@ -20,20 +20,22 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import polars as pl
+
 from dflop.balancing import WORK_TIMEOUT_S
 from dflop.config import Config, load_config, select_keys
 from dflop.costs import CostModel
-from dflop.data import load_samples
+from dflop.data import SampleShapes, load_samples
 from dflop.models import ModelSpec, check_modules, digest_of_spec, load_model_spec
 from dflop.parallelism import Plan, load_plan
 from dflop.pricing import CorrectionFile, Pricer, leave_out_too_large
 from dflop.runtime import UserError
 from dflop.runtime.commands import COMMANDS
 from dflop.scheduling.correction_loop import CorrectionLoop, MeasuredStep
-from dflop.scheduling.global_batches import GlobalBatches
+from dflop.scheduling.global_batches import EvaluationBatches, GlobalBatches
 from dflop.scheduling.scheduler import BatchScheduler
 
-__all__ = ["ScheduleService", "open_scheduler"]
+__all__ = ["ScheduleService", "open_evaluation", "open_scheduler"]
 
 # A process that is at work on a step for so long, and so many time limits, hangs. To be ready may take it longer, for
 # compiling on a busy machine takes minutes; ranks wait ten minutes for a schedule before they give up.
@@ -47,10 +49,26 @@ _LENGTH = struct.Struct(">Q")
 
 def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
     """The scheduler of a run, from its artifacts (read-only). Samples that no device can hold are left out."""
+    samples, left_out, pricer = _open(config, shapes, costs, plan, evaluation=False)
+    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    return BatchScheduler(samples, pricer, batches, config.schedule, config.seed, left_out)
+
+
+def open_evaluation(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
+    """As `open_scheduler`, of the samples that are held out: its steps are the batches of the evaluation set."""
+    samples, left_out, pricer = _open(config, shapes, costs, plan, evaluation=True)
+    batches = EvaluationBatches(len(samples), config.train.global_batch_size, pricer.plan.num_buckets)
+    return BatchScheduler(samples, pricer, batches, config.schedule, config.seed, left_out)
+
+
+def _open(
+    config: Config, shapes: Path, costs: Path, plan: Path, *, evaluation: bool
+) -> tuple[SampleShapes, pl.DataFrame, Pricer]:
+    """The samples that the plan's devices hold, those that they do not, and the plan's pricer."""
     spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
     loaded = load_plan(plan)
     _check_plan(plan, loaded, spec, config.train.global_batch_size)
-    samples, _ = load_samples(shapes, spec.encoders)
+    samples, _ = load_samples(shapes, spec.encoders, evaluation=evaluation)
     cost_model.require_made_for(
         model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
     )
@@ -63,8 +81,7 @@ def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> 
         precision=config.train.precision,
     )
     samples, left_out = leave_out_too_large(pricer, samples)
-    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
-    return BatchScheduler(samples, pricer, batches, config.schedule, config.seed, left_out)
+    return samples, left_out, pricer
 
 
 def _check_plan(path: Path, plan: Plan, spec: ModelSpec, global_batch_size: int) -> None:

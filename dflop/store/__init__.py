@@ -16,7 +16,7 @@ from dflop.store.schemas import (
     SHARD_SCHEMA,
     STEP_SECONDS_SCHEMA,
 )
-from dflop.store.shapes import ShardFile, write_shapes
+from dflop.store.shapes import HeldOut, ShardFile, write_shapes
 
 __all__ = [
     "CORRECTIONS_SCHEMA",
@@ -29,6 +29,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "SHARD_SCHEMA",
     "STEP_SECONDS_SCHEMA",
+    "HeldOut",
     "ShardFile",
     "read_meta",
     "read_table",

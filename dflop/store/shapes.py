@@ -10,7 +10,7 @@ import polars as pl
 from dflop.runtime import UserError
 from dflop.store.database import write_database
 
-__all__ = ["ShardFile", "write_shapes"]
+__all__ = ["HeldOut", "ShardFile", "write_shapes"]
 
 _SHAPES_SQL = """
 CREATE TABLE sources AS
@@ -47,8 +47,13 @@ CREATE TABLE samples AS
     SELECT CASE WHEN number > 1 THEN given_id || (SELECT mark FROM numbering) || number ELSE given_id END AS sample_id,
            source, manifest_row AS row, shard, modality, num_images, num_frames, audio_s, num_items, vision_tokens,
            audio_tokens, text_tokens, llm_tokens, truncated, kept_vision_tokens, target_tokens, num_audio_windows,
-           audio_rate_hz, media_width, media_height, media_frames
-    FROM (SELECT *, row_number() OVER (PARTITION BY given_id ORDER BY is_unnamed, shard_position, shard_row) AS number
+           audio_rate_hz, media_width, media_height, media_frames,
+           -- Which are held out follows from their ids: a record that comes or goes moves few others.
+           of_evaluation
+               OR row_number() OVER (PARTITION BY of_evaluation ORDER BY md5($seed || '/' || given_id), number)
+                  <= ceil($evaluation_share * count(*) OVER (PARTITION BY of_evaluation)) AS evaluation
+    FROM (SELECT *, list_contains($evaluation_sources::VARCHAR[], source) AS of_evaluation,
+                 row_number() OVER (PARTITION BY given_id ORDER BY is_unnamed, shard_position, shard_row) AS number
           FROM named)
     ORDER BY shard_position, shard_row;
 
@@ -96,6 +101,17 @@ class ShardFile(NamedTuple):
     first_row: int
 
 
+class HeldOut(NamedTuple):
+    """What is not trained on: all samples of some sources, and of the others a share that is drawn by the seed."""
+
+    sources: Sequence[str] = ()
+    share: float = 0.0
+    seed: int = 0
+
+
+NOTHING_HELD_OUT = HeldOut()
+
+
 def write_shapes(
     path: Path,
     shards: Sequence[ShardFile],
@@ -104,12 +120,14 @@ def write_shapes(
     *,
     sampled_rows: Mapping[str, np.ndarray],
     keep_duplicates: bool,
+    held_out: HeldOut = NOTHING_HELD_OUT,
 ) -> None:
     """Merge shard files into `samples`, `rejects`, `sources` and the views `shape_summary` and `reject_summary`.
 
     `sources` has the columns name, path, media_root, sampling, digest and num_records, one row a source;
     `sampled_rows` the manifest's rows of randomly sampled sources. Of records that share an id in a source
-    the first is kept, or, with `keep_duplicates`, all under names of their own.
+    the first is kept, or, with `keep_duplicates`, all under names of their own. Samples that are `held_out` have
+    `evaluation` true.
 
     Raises:
         UserError: when there is no shard, that is, no record; or when a shard's file lacks a column.
@@ -146,7 +164,13 @@ def write_shapes(
         "sampled_frame": pl.concat([pl.DataFrame(schema=sampled_schema), *sampled_frames]),
     }
     # Sources that are the same have the same files; the join with their shards counts a file for each.
-    parameters = {"files": list(dict.fromkeys(str(shard.path) for shard in shards)), "keep_duplicates": keep_duplicates}
+    parameters = {
+        "files": list(dict.fromkeys(str(shard.path) for shard in shards)),
+        "keep_duplicates": keep_duplicates,
+        "seed": str(held_out.seed),
+        "evaluation_share": held_out.share,
+        "evaluation_sources": list(held_out.sources),
+    }
     try:
         write_database(path, _SHAPES_SQL, frames, meta, parameters)
     except (duckdb.BinderException, duckdb.InvalidInputException) as error:

@@ -8,11 +8,13 @@ from dflop.training.generation import generation_of
 from dflop.training.launch import check_devices, check_plan, finished_at, launch_ranks
 from dflop.training.observations import NUM_WARMUP_STEPS, merge_observations
 from dflop.training.summary import summarise
+from dflop.training.trackers import check_trackers
 
 __all__ = [
     "NUM_WARMUP_STEPS",
     "check_devices",
     "check_plan",
+    "check_trackers",
     "finished_at",
     "generation_of",
     "launch_ranks",

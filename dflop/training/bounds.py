@@ -60,10 +60,11 @@ def _sentence(config: Config, shares: Mapping[str, np.ndarray], observed: pl.Dat
         )
     if largest == "peers":
         return _of_peers(shares, observed, taken)
+    workers = 1 if config.train.loader_workers is None else config.train.loader_workers
     worst = rank_names(observed).get(int(shares[largest].argmax()), "a rank")
     return {
         "data": f"The loaders bound this run: {worst} waited {taken} for data; raise `train.loader_workers` (now "
-        f"{config.train.loader_workers}) where there are cores for more, or give the job more cores",
+        f"{workers}) where there are cores for more, or give the job more cores",
         "schedule": f"The scheduler bounds this run: {worst} waited {taken} for its schedule; raise "
         f"`schedule.lookahead_steps` (now {config.schedule.lookahead_steps}), or lower `schedule.search_trials` (now "
         f"{config.schedule.search_trials})",

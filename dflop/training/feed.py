@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -158,6 +159,12 @@ class ScheduleFeed:
         self.waited_s.pop(step, None)
 
 
+class Schedules(Protocol):
+    """Whoever knows the schedules of steps."""
+
+    def get(self, step: int) -> StepSchedule: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobStream:
     """What a rank's nodes load, step after step, as a sampler for torch's DataLoader.
@@ -166,7 +173,7 @@ class JobStream:
     order.
     """
 
-    feed: ScheduleFeed
+    feed: Schedules
     forwards: tuple[tuple[Node, int], ...]
     steps: range
 

@@ -18,10 +18,19 @@ __all__ = ["Generation", "generation_of"]
 
 # Changes when checkpoints of before cannot be read any more.
 _CHECKPOINT_FORMAT = 5
-_KEYS = ("seed", "data.sources", "data.video", "data.max_llm_tokens", "model", "train")
+_KEYS = ("seed", "data.sources", "data.evaluation_share", "data.video", "data.max_llm_tokens", "model", "train")
 # How long a run is, what it keeps, how fast it loads and how patient it is change no weight; where the learning rate
 # goes down to the last step, the number of steps does.
-_FREE = ("train.steps", "train.checkpoint_every", "train.resume", "train.loader_workers", "train.peer_timeout_s")
+_FREE = (
+    "train.steps",
+    "train.epochs",
+    "train.checkpoint_every",
+    "train.evaluate_every",
+    "train.resume",
+    "train.loader_workers",
+    "train.peer_timeout_s",
+    "train.tensorboard",
+)
 
 
 @dataclass(frozen=True, slots=True)

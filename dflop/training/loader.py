@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch.utils.data import DataLoader, Dataset
@@ -15,7 +15,7 @@ from dflop.pipeline import Node
 from dflop.training.feed import JobStream
 from dflop.training.rank_model import NodeModel, RankModel
 
-__all__ = ["make_loader", "start_loading"]
+__all__ = ["load_again_and_again", "make_loader", "start_loading"]
 
 # Microbatches that each loader process holds ready.
 _PREFETCH = 8
@@ -26,13 +26,14 @@ def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStrea
     processes takes seconds."""
     if not stream.forwards:
         return iter(())
-    records = TrainingRecords(list_sources(config.data), config.seed)  # opened once for all of the rank's nodes
-    loaders = {
-        own.node: make_loader(config, model, plan, own, records) for own in model.nodes if own.stage.reads_records
-    }
-    batches = iter(_data_loader(_RankDataset(loaders), stream, config))
+    batches = iter(_data_loader(_dataset(config, plan, model), stream, config))
     first = next(batches, None)
     return iter(()) if first is None else itertools.chain([first], batches)
+
+
+def load_again_and_again(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterable:
+    """What the jobs of the stream ask for, every time that it is iterated over; its processes stay."""
+    return _data_loader(_dataset(config, plan, model), stream, config, stays=True) if stream.forwards else ()
 
 
 def make_loader(
@@ -51,6 +52,13 @@ def make_loader(
     )
 
 
+def _dataset(config: Config, plan: Plan, model: RankModel) -> "_RankDataset":
+    records = TrainingRecords(list_sources(config.data), config.seed)  # opened once for all of the rank's nodes
+    return _RankDataset(
+        {own.node: make_loader(config, model, plan, own, records) for own in model.nodes if own.stage.reads_records}
+    )
+
+
 @dataclass
 class _RankDataset(Dataset):
     """What each of a rank's nodes loads."""
@@ -62,7 +70,7 @@ class _RankDataset(Dataset):
         return self.loaders[node][job]
 
 
-def _data_loader(dataset: Dataset, stream: JobStream, config: Config) -> DataLoader:
+def _data_loader(dataset: Dataset, stream: JobStream, config: Config, *, stays: bool = False) -> DataLoader:
     """The loader must not read further ahead than the scheduler works. Otherwise they would wait for each other: the
     loader for a schedule, the scheduler for the first step to begin."""
     most_ahead = max(1, config.schedule.lookahead_steps * len(stream.forwards))
@@ -77,6 +85,7 @@ def _data_loader(dataset: Dataset, stream: JobStream, config: Config) -> DataLoa
         multiprocessing_context="spawn" if num_workers else None,  # so that they notice when their rank dies
         prefetch_factor=max(1, min(_PREFETCH, most_ahead // num_workers)) if num_workers else None,
         pin_memory=config.cluster.device == "cuda",
+        persistent_workers=stays and num_workers > 0,
         worker_init_fn=_give_way if config.cluster.device == "cpu" else None,
     )
 

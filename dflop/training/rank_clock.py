@@ -35,6 +35,13 @@ class RankClock:
         yield
         self._seconds[name] += time.monotonic() - started
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is of no step."""
+        started = time.monotonic()
+        yield
+        self._began += time.monotonic() - started
+
     def add_pipeline(self, spans: Sequence[Span], waits: Waits, begin_s: float, end_s: float) -> None:
         """What the pipeline did between two times. On a GPU, where the host runs ahead, it waited where it computed
         nothing: for data as long as the host did, else for peers."""

@@ -14,7 +14,7 @@ __all__ = ["OBSERVED", "RunFiles", "clear_start", "set_aside"]
 
 # What is measured beside predictions, and all that a run leaves.
 OBSERVED = ("observations", "observations.duckdb", "trace.json")
-_OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", *OBSERVED)
+_OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", "tensorboard", *OBSERVED)
 _NUM_KEPT_ASIDE = 2
 _ASIDE = re.compile(r"old-(\d+)")
 

@@ -15,6 +15,7 @@ from dflop.costs import BEYOND_MEASURED
 from dflop.scheduling import StepSchedule
 from dflop.training.run_folder import RunFiles
 from dflop.training.step_seconds import split_line
+from dflop.training.trackers import Trackers
 
 __all__ = ["StepLog", "say_if_costs_are_of_another"]
 
@@ -30,7 +31,9 @@ class StepLog:
     `unsaved` is to be set to what keeps checkpoints from being written, as long as it does: every line says it.
     """
 
-    def __init__(self, files: RunFiles, num_steps: int, world_size: int) -> None:
+    def __init__(self, files: RunFiles, num_steps: int, world_size: int, trackers: Trackers | None = None) -> None:
+        """`trackers` are told every line as well."""
+        self._trackers = trackers
         self._metrics, self._prices = files.metrics, files.generation.prices
         self._num_steps, self._world_size = num_steps, world_size
         self._said_extrapolated = False
@@ -46,8 +49,12 @@ class StepLog:
         step_s: float,
         pipeline_s: float,
         parts: np.ndarray,
+        evaluated: tuple[float, float] | None = None,
     ) -> None:
-        """`totals` are sums over all ranks (waits: means) as the trainer makes them; `parts` of `StepSeconds`."""
+        """`totals` are sums over all ranks (waits: means) as the trainer makes them; `parts` of `StepSeconds`.
+
+        `evaluated` is the loss of the evaluation set behind this step, and the seconds that it took.
+        """
         extrapolated = float(schedule.extrapolated.mean())
         if extrapolated and not self._said_extrapolated:
             self._said_extrapolated = True
@@ -63,6 +70,7 @@ class StepLog:
             "step": step,
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "loss": totals["loss"],
+            "evaluation_loss": evaluated[0] if evaluated else None,
             "num_samples": len(schedule.sample_id),
             "num_tokens": int(schedule.llm_tokens.sum()),
             "num_items": int(schedule.num_items.sum()),
@@ -73,6 +81,7 @@ class StepLog:
             "predicted_idle": schedule.idle,
             "wait_s": totals["wait_s"],
             "data_wait_s": totals["data_wait_s"],
+            "evaluation_s": evaluated[1] if evaluated else None,
             "seconds": split_line(parts),
             "grad_norm": totals["grad_norm"],
             "lr": totals["lr"],
@@ -89,15 +98,22 @@ class StepLog:
         self._recent_s.append(step_s)
         to_go = timedelta(seconds=round(statistics.median(self._recent_s) * (self._num_steps - step - 1)))
         trouble = self._write(json.dumps(line) + "\n")
+        if self._trackers:
+            self._trackers.add(line)
         with contextlib.suppress(OSError):  # what is printed may go to a file on a full disk as well
             print(
                 f"{datetime.now():%H:%M:%S}  step {step + 1}/{self._num_steps}  loss {totals['loss']:.3f}  "
                 f"lr {totals['lr']:.2e}  {step_s:.2f} s  {line['num_tokens'] / step_s:,.0f} tokens/s  idle {idle:.0%}  "
                 f"schedule wait {totals['wait_s'] * 1e3:.1f} ms  to go {to_go}"
+                + (f"  evaluation loss {evaluated[0]:.3f}" if evaluated else "")
                 + (f"  NOT SAVED: {self.unsaved}" if self.unsaved else "")
                 + (f"  metrics.jsonl not written: {trouble}" if trouble else ""),
                 flush=True,
             )
+
+    def close(self) -> None:
+        if self._trackers:
+            self._trackers.close()
 
     def _write(self, line: str) -> str | None:
         """Append a line, and those before it that are not written yet; returns why that failed."""

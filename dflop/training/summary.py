@@ -50,6 +50,7 @@ def summarise(
         "prices": trained.prices,  # a digest of the costs and the plan that were trained with
         "num_steps": len(steps),
         **_losses(steps),
+        "evaluation": _evaluation(steps),
         "train_s": sum(step["step_s"] for step in steps),
         **_speed(own[NUM_WARMUP_STEPS:] or own),
         "total_schedule_wait_s": sum(step["wait_s"] for step in steps),
@@ -95,6 +96,22 @@ def _losses(steps: list[dict[str, Any]]) -> dict[str, float]:
         "mean_first_loss": statistics.fmean(losses[:num_averaged]),
         "mean_final_loss": statistics.fmean(losses[-num_averaged:]),
         "num_averaged_losses": num_averaged,
+    }
+
+
+def _evaluation(steps: list[dict[str, Any]]) -> dict[str, float] | None:
+    """The losses of the evaluation set, and behind which step (from 0) the best one was; None where there is none."""
+    losses = {step["step"]: step["evaluation_loss"] for step in steps if step.get("evaluation_loss") is not None}
+    if not losses:
+        return None
+    best = min(losses, key=losses.get)
+    return {
+        "first_loss": next(iter(losses.values())),
+        "final_loss": losses[max(losses)],
+        "best_loss": losses[best],
+        "best_step": best,
+        "num_evaluations": len(losses),
+        "evaluation_s": sum(step.get("evaluation_s") or 0.0 for step in steps),
     }
 
 

@@ -22,6 +22,7 @@ from dflop.runtime import UserError
 from dflop.runtime.local_device import device_name
 from dflop.runtime.memory import process_bytes
 from dflop.scheduling import StepSchedule
+from dflop.training.evaluation import Evaluation
 from dflop.training.export import export_model
 from dflop.training.feed import JobStream, ScheduleFeed, SchedulePublisher
 from dflop.training.learning_rate import lr_factor
@@ -39,6 +40,7 @@ from dflop.training.step_sums import sum_over_ranks
 from dflop.training.step_times import StepReports
 from dflop.training.stopping import StopRequest
 from dflop.training.topology import join_world
+from dflop.training.trackers import Trackers
 from dflop.training.work import make_works
 
 __all__ = ["Trainer"]
@@ -68,7 +70,8 @@ class Trainer:
         self.saver = CheckpointSaver(files.checkpoints, self.observations)
         self.longest_step_s = 0.0
         self.clock, self.seconds = RankClock(), StepSeconds(program, self.topology.world_size)
-        self.log = StepLog(files, config.train.steps, self.topology.world_size)
+        trackers = Trackers(files.out, self.first_step, config.train.tensorboard) if self.topology.is_main else None
+        self.log = StepLog(files, config.train.steps, self.topology.world_size, trackers)
         self.feed = ScheduleFeed(self.topology.store)
         self.reports = StepReports(
             self.topology.store,
@@ -81,6 +84,9 @@ class Trainer:
         forwards, steps = forwards_that_read(self.topology, self.model), range(self.first_step, config.train.steps)
         loader = start_loading(config, self.plan, self.model, JobStream(self.feed, forwards, steps))
         self.works = make_works(config, self.plan, self.model, program, loader)
+        self.evaluation = None
+        if config.data.has_evaluation:
+            self.evaluation = Evaluation(config, files, self.plan, self.topology, self.model, self.works)
         dist.barrier()
         # Until here everybody started up; from here on a wait is a wait.
         self.feed.waited_s.clear()
@@ -113,6 +119,7 @@ class Trainer:
             self.watch.close()
             gc.enable()
             self.saver.close(self.config.train.peer_timeout_s)
+            self.log.close()
             if self.publisher:
                 self.publisher.close()
         dist.destroy_process_group()
@@ -152,13 +159,25 @@ class Trainer:
         self.observations.add(step, schedule, spans, zero_s)
         if schedule.measures and step >= self.first_step + NUM_WARMUP_STEPS:
             self.reports.send(step, spans, step_s)
+        evaluated = self._evaluate(step) if self._evaluates_after(step) else None
         if self.topology.is_main:
             self.log.unsaved = self._unsaved(step + 1)
             parts = self.seconds.of_step(known, step_s, schedule.idle_of_worker)
             self.observations.add_seconds(step, parts, step_s)
-            self.log.add(step, schedule, totals, step_s, ended_s - zero_s, parts)
+            self.log.add(step, schedule, totals, step_s, ended_s - zero_s, parts, evaluated)
         self.feed.forget(step)
         return totals["asked_to_stop"] > 0
+
+    def _evaluates_after(self, step: int) -> bool:
+        every = self.config.train.evaluate_every
+        is_due = step + 1 == self.config.train.steps or (every is not None and (step + 1) % every == 0)
+        return self.evaluation is not None and is_due
+
+    def _evaluate(self, step: int) -> tuple[float, float]:
+        """The loss of the evaluation set, and the seconds that went into it, which are no part of any step."""
+        self.watch.begin(f"evaluating after step {step}", self.config.train.peer_timeout_s, needs_silence=True)
+        with self.clock.paused():
+            return self.evaluation.run()
 
     def _update(
         self, step: int, schedule: StepSchedule, spans: list[Span]

@@ -67,6 +67,11 @@ class _Work(ABC):
         self._num_replicas = Counter(node.module for node in program.nodes if node.pp_stage == 0)
         self._deferral = Deferral(own.stage) if splits_backward else None
 
+    def read_from(self, loader: Iterator) -> Iterator:
+        """From now on inputs come from this loader; returns the one before."""
+        before, self._loader = self._loader, loader
+        return before
+
     def begin_step(self, schedule: StepSchedule) -> None:
         """Forget the last step."""
         self.schedule = schedule

@@ -57,7 +57,7 @@ def leaf_keys(section: type, prefix: str = "") -> list[str]:
     ("config", "name", "way_out"),
     [
         ({"trian": {"lr": 1}}, "`trian`", "did you mean `train`?"),
-        ({"train": {"learning_rate": 1}}, "`train.learning_rate`", "known here: global_batch_size, steps, lr"),
+        ({"train": {"learning_rate": 1}}, "`train.learning_rate`", "known here: global_batch_size, steps, epochs"),
         ({"train": {"step": 1}}, "`train.step`", "did you mean `train.steps`?"),
         ({"data": {"video": {"max_frame": 3}}}, "`data.video.max_frame`", "did you mean `data.video.max_frames`?"),
         ({"plan": {"fixed": {"num_microbatch": 2}}}, "`plan.fixed.num_microbatch`", "did you mean `plan.fixed.num_mic"),
@@ -114,7 +114,7 @@ def test_a_wrong_type_in_a_list_names_the_entry():
     assert "`data.sources[0]` is None; it must hold path" in refusal({"data": {"sources": [None]}})
 
 
-@pytest.mark.parametrize(("key", "wanted"), [("train.steps", "a whole number"), ("data", "a section with the keys")])
+@pytest.mark.parametrize(("key", "wanted"), [("train.lr", "a number"), ("data", "a section with the keys")])
 def test_null_where_something_must_stand_says_so(key, wanted):
     assert f"`{key}` is null; it must be {wanted}" in refusal(nested(key, None))
 
@@ -204,6 +204,26 @@ def test_deterministic_schedules_follow_no_measured_times():
     assert load_config({"schedule": {"deterministic": True}}).schedule.correction == "off"
     message = refusal({"schedule": {"deterministic": True, "correction": "on"}})
     assert "`schedule.correction` is 'on' and `schedule.deterministic` true" in message
+
+
+def test_a_length_is_given_in_steps_or_in_epochs():
+    assert load_config().train.steps == 20
+    assert load_config({"train": {"steps": 7}}).train.epochs is None
+    by_epochs = load_config({"train": {"epochs": 0.5}}).train
+    assert (by_epochs.steps, by_epochs.epochs) == (None, 0.5)
+    assert load_config({"train": {"steps": 7}}, {"train": {"steps": None, "epochs": 2}}).train.steps is None
+    with pytest.raises(UserError, match=r"`train.steps` is 7 and `train.epochs` is 2; .* give one of them, and null"):
+        load_config({"train": {"steps": 7, "epochs": 2}})
+    with pytest.raises(UserError, match=r"`train.epochs` is 0.0; it must be above 0"):
+        load_config({"train": {"epochs": 0}})
+
+
+def test_an_evaluation_needs_samples():
+    with pytest.raises(UserError, match=r"`train.evaluate_every` is 5, but there is nothing to evaluate on"):
+        load_config({"train": {"evaluate_every": 5}})
+    source = {"path": "a.json", "evaluation": True}
+    for data in ({"evaluation_share": 0.1}, {"sources": [source]}):
+        assert load_config({"data": data, "train": {"evaluate_every": 5}}).data.has_evaluation
 
 
 def test_a_fixed_plan_may_not_need_more_devices_than_there_are():
@@ -479,7 +499,10 @@ def test_selected_keys_are_plain_and_load_again():
         "seed": 0,
         "train": {"lr": 0.5},
         "data": {
-            "sources": [{"path": "a.json", "media_root": None, "sampling": "all", "name": None, "trust_sizes": False}],
+            "sources": [
+                {"path": "a.json", "media_root": None, "sampling": "all", "name": None}
+                | {"trust_sizes": False, "evaluation": False}
+            ],
             "video": {"fps": 1.0, "max_frames": 32},
         },
         "plan": {

@@ -20,6 +20,7 @@ from dflop.store import (
     SCHEMA_VERSION,
     SHARD_SCHEMA,
     STEP_SECONDS_SCHEMA,
+    HeldOut,
     ShardFile,
     database,
     read_meta,
@@ -28,6 +29,7 @@ from dflop.store import (
     write_observations,
     write_shapes,
 )
+from dflop.store.shapes import NOTHING_HELD_OUT
 
 # The columns that others rely on, in this order; more may follow.
 SAMPLES = [
@@ -81,7 +83,13 @@ def merge(tmp_path):
     `first_rows` says where a source's kept records begin in its manifest, `sampled_rows` which those are.
     """
 
-    def run(*shards: tuple[str, int, list[dict]], first_rows=None, sampled_rows=None, keep_duplicates: bool = False):
+    def run(
+        *shards: tuple[str, int, list[dict]],
+        first_rows=None,
+        sampled_rows=None,
+        keep_duplicates: bool = False,
+        held_out=NOTHING_HELD_OUT,
+    ):
         files = []
         for number, (source, start, rows) in enumerate(shards):
             path = tmp_path / f"shard-{number}.parquet"
@@ -93,7 +101,15 @@ def merge(tmp_path):
         sources = pl.DataFrame([{"name": name} | fields for name in names])
         database = tmp_path / "shapes.duckdb"
         meta = {"config_digest": "abc"}
-        write_shapes(database, files, sources, meta, sampled_rows=sampled_rows or {}, keep_duplicates=keep_duplicates)
+        write_shapes(
+            database,
+            files,
+            sources,
+            meta,
+            sampled_rows=sampled_rows or {},
+            keep_duplicates=keep_duplicates,
+            held_out=held_out,
+        )
         return database
 
     return run
@@ -119,11 +135,38 @@ def test_columns_are_those_of_this_schema_version(merge):
     """Whoever changes the columns raises `SCHEMA_VERSION`, or older files would be misread."""
     path = merge(("train", 0, [good(0, "a")]))
     behind = ["kept_vision_tokens", "target_tokens", "num_audio_windows", "audio_rate_hz"]
-    behind += ["media_width", "media_height", "media_frames"]
+    behind += ["media_width", "media_height", "media_frames", "evaluation"]
     assert (SCHEMA_VERSION, [name for name, _ in columns_of(path, "samples")]) == (
-        4,
+        5,
         [*(name for name, _ in SAMPLES), *behind],
     )
+
+
+def test_a_share_of_the_samples_is_held_out_by_the_seed_and_whole_sources_where_they_say_so(merge):
+    rows, others = [good(row, f"a{row}") for row in range(50)], [good(row, f"b{row}") for row in range(3)]
+
+    def held_out(seed, share=0.1, records=rows):
+        path = merge(("train", 0, records), ("val", 0, others), held_out=HeldOut(["val"], share, seed))
+        return {name for name, out in rows_of(path, "samples", "sample_id", "evaluation") if out}
+
+    of_val = {"b0", "b1", "b2"}
+    drawn = held_out(0)
+    assert len(drawn) == 5 + 3
+    assert of_val < drawn == held_out(0)
+    assert held_out(1) != drawn
+    assert held_out(0, share=0.0) == of_val
+    assert len(held_out(0, share=0.01)) == 1 + 3
+    # A record that goes takes none of the others with it.
+    assert len(drawn - held_out(0, records=rows[1:])) <= 1
+
+
+def test_samples_that_are_held_out_are_no_part_of_what_is_trained_on(merge, tiny_spec):
+    path = merge(("train", 0, [good(row, f"a{row}") for row in range(10)]), held_out=HeldOut(share=0.3))
+    trained, evaluated = (load_samples(path, tiny_spec.encoders, evaluation=which)[0] for which in (False, True))
+    assert (len(trained), len(evaluated)) == (7, 3)
+    assert sorted([*trained.row, *evaluated.row]) == list(range(10))
+    with pytest.raises(UserError, match="holds no sample to evaluate on"):
+        load_samples(merge(("train", 0, [good(0, "a")])), tiny_spec.encoders, evaluation=True)
 
 
 def test_the_closed_lists_are_the_promised_ones():

@@ -119,6 +119,11 @@ def seed_for(sources):
     return CONFIG.seed if any("random" in source.sampling for source in sources) else 0
 
 
+def seed_for_merging():
+    """The seed where it decides which samples are kept, or held out for evaluation, else 0."""
+    return CONFIG.seed if CONFIG.data.evaluation_share else seed_for(SOURCES)
+
+
 def all_shards(wildcards=None):
     return list(shards_by_name())
 

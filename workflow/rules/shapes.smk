@@ -40,7 +40,7 @@ rule merge_shapes:
         f"{RESULTS}/logs/merge_shapes.log",
     priority: 10
     params:
-        config=config_for("merge-shapes", seed=seed_for(SOURCES)),
+        config=config_for("merge-shapes", seed=seed_for_merging()),
         shards=lambda wildcards: all_shards(),
         code=code_digest("merge-shapes"),
     shell:

@@ -32,6 +32,7 @@ class Source:
     media_root: Path
     sampling: str = "all"
     trust_sizes: bool = False
+    evaluation: bool = False
 
     @property
     def label(self) -> str:
@@ -165,6 +166,7 @@ def _fill_defaults(entry: SourceConfig, name: str) -> Source:
         media_root=Path(entry.media_root) if entry.media_root else _folder_of(path),
         sampling=entry.sampling,
         trust_sizes=entry.trust_sizes,
+        evaluation=entry.evaluation,
     )
 
 

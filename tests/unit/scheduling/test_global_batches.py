@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dflop.runtime import UserError
 from dflop.scheduling import GlobalBatches
+from dflop.scheduling.global_batches import EvaluationBatches
 
 seeds = st.integers(0, 2**32)
 
@@ -45,3 +46,25 @@ def test_another_seed_or_epoch_shuffles_otherwise():
 def test_a_batch_larger_than_the_data_says_what_would_fit():
     with pytest.raises(UserError, match=r"size` is 11, but there are only 10 samples; lower it to 10"):
         GlobalBatches(10, 11, seed=0)
+
+
+@given(size=sizes(), num_epochs=st.integers(1, 4))
+def test_so_many_steps_as_an_epoch_has_draw_every_sample_once_and_one_less_does_not(size, num_epochs):
+    batches = GlobalBatches(*size, seed=0)
+    steps = batches.steps_in(num_epochs)
+    assert steps * size[1] >= num_epochs * size[0] > (steps - 1) * size[1]
+    assert batches.steps_in(1e-9) == 1
+
+
+@given(num_samples=st.integers(1, 300), global_batch_size=st.integers(1, 64), num_buckets=st.integers(1, 64))
+def test_evaluation_batches_hold_every_sample_once_and_fill_all_buckets(num_samples, global_batch_size, num_buckets):
+    if num_samples < num_buckets:
+        with pytest.raises(UserError, match=f"{num_samples} samples are held out for evaluation"):
+            EvaluationBatches(num_samples, global_batch_size, num_buckets)
+        return
+    batches = EvaluationBatches(num_samples, global_batch_size, num_buckets)
+    parts = [batches[number] for number in range(len(batches))]
+    assert np.concatenate(parts).tolist() == list(range(num_samples))
+    assert min(map(len, parts)) >= num_buckets
+    if num_buckets * 2 <= global_batch_size:
+        assert max(map(len, parts)) <= global_batch_size

@@ -7,8 +7,10 @@ import polars as pl
 import pytest
 
 from dflop.config import load_config
+from dflop.store import STEP_SECONDS_SCHEMA
 from dflop.training import finished_at, generation_of, summarise
 from dflop.training.generation import Generation
+from dflop.training.observations import Merged
 from dflop.training.run_folder import set_aside
 
 MADE = {"train": {"steps": 4}}
@@ -90,7 +92,8 @@ def test_figures_of_two_cost_tables_are_not_mixed_and_losses_are_what_they_are_c
     generation = generate()
     write_run(tmp_path, generation, ["old"] * 6 + [generation.prices] * 4)
     columns = {"module": ["llm"], "pass": ["forward"], "seconds": [3.0], "predicted_s": [2.0], "warmup": [False]}
-    summary = summarise(load_config(MADE), tmp_path, pl.DataFrame(columns), generation, baselines={}, num_left_out=0)
+    merged = Merged(pl.DataFrame(columns), STEP_SECONDS_SCHEMA.to_frame())
+    summary = summarise(load_config(MADE), tmp_path, merged, generation, baselines={}, num_left_out=0)
     assert summary["prices"] == generation.prices
     assert summary["step_s"] == 2.0  # of the last four alone
     assert summary["samples_per_s"] == 1.0

@@ -1,0 +1,96 @@
+"""The loss on samples that are held out, forward only, by the plan that trains.
+
+The set is cut into the same batches each time, regrouped once, and every rank carries out the forwards of its
+instructions in their order. Nothing that training goes on with changes: neither weights nor optimiser state, random
+numbers nor the position in the data; a second set of loaders reads the samples.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from dflop.config import Config
+from dflop.parallelism import Plan
+from dflop.pipeline.run import run_instructions
+from dflop.scheduling import StepSchedule
+from dflop.scheduling.service import open_evaluation
+from dflop.training.feed import JobStream
+from dflop.training.loader import load_again_and_again
+from dflop.training.rank_model import RankModel, forwards_that_read
+from dflop.training.run_folder import RunFiles
+from dflop.training.topology import Topology
+from dflop.training.work import EncoderWork, LlmWork
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation:
+    """Every rank must make it, and call its methods, together."""
+
+    def __init__(
+        self,
+        config: Config,
+        files: RunFiles,
+        plan: Plan,
+        topology: Topology,
+        model: RankModel,
+        works: Mapping[int, EncoderWork | LlmWork],
+    ) -> None:
+        self._topology, self._model, self._works = topology, model, works
+        if topology.is_main:
+            _publish(config, files, topology.store)
+        num_batches = int(topology.store.get("evaluation/num_batches"))
+        self._schedules = [
+            StepSchedule.from_bytes(topology.store.get(f"evaluation/{number}")) for number in range(num_batches)
+        ]
+        self._instructions = [item for item in topology.instructions if item.op.is_forward]
+        stream = JobStream(self, forwards_that_read(topology, model), range(num_batches))
+        self._loader = load_again_and_again(config, plan, model, stream)
+
+    def get(self, number: int) -> StepSchedule:
+        return self._schedules[number]
+
+    @torch.no_grad()
+    def run(self) -> tuple[float, float]:
+        """The mean loss of the set's target tokens, in nats, and how many seconds it took."""
+        started, device = time.monotonic(), self._topology.device
+        summed = torch.zeros((), dtype=torch.float64, device=device)
+        modes = [own.stage.training for own in self._model.nodes]
+        batches = iter(self._loader)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), _all_reading(self._works, batches):
+            for own in self._model.nodes:
+                own.stage.eval()
+            for schedule in self._schedules:
+                for work in self._works.values():
+                    work.begin_step(schedule)
+                run_instructions(self._instructions, self._works, self._topology.links)
+                for work in self._works.values():
+                    summed += work.loss
+                    work.unreadable.clear()
+            for own, mode in zip(self._model.nodes, modes, strict=True):
+                own.stage.train(mode)
+        dist.all_reduce(summed)
+        num_targets = sum(int(schedule.target_tokens.sum()) for schedule in self._schedules)
+        return float(summed) / num_targets, time.monotonic() - started
+
+
+@contextmanager
+def _all_reading(works: Mapping[int, EncoderWork | LlmWork], batches: Iterator) -> Iterator[None]:
+    """The works read these batches inside, and afterwards what they read before."""
+    before = {index: work.read_from(batches) for index, work in works.items()}
+    try:
+        yield
+    finally:
+        for index, loader in before.items():
+            works[index].read_from(loader)
+
+
+def _publish(config: Config, files: RunFiles, store: dist.Store) -> None:
+    scheduler = open_evaluation(config, shapes=files.shapes, costs=files.costs, plan=files.plan)
+    with scheduler.open():
+        for number in range(len(scheduler.batches)):
+            store.set(f"evaluation/{number}", scheduler.schedule(number, "lpt").to_bytes())
+    store.set("evaluation/num_batches", str(len(scheduler.batches)))

@@ -1,0 +1,118 @@
+"""What others than `metrics.jsonl` are told of the steps: TensorBoard, and Weights & Biases where its environment asks.
+
+Neither can stop a run: what one of them fails at is said once, and it is told nothing more.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from dflop.runtime import UserError
+
+__all__ = ["Trackers", "check_trackers"]
+
+# Of a line of `metrics.jsonl`: what they are told, and by which name.
+_NAMES = {
+    "loss": "loss/train",
+    "evaluation_loss": "loss/evaluation",
+    "lr": "lr",
+    "grad_norm": "grad_norm",
+    "step_s": "time/step_s",
+    "predicted_step_s": "time/predicted_step_s",
+    "idle": "time/idle",
+}
+
+
+def check_trackers(tensorboard: str) -> None:
+    """Raise `UserError` where events are asked for that nobody can write."""
+    if tensorboard == "on" and not _is_installed("tensorboard"):
+        raise UserError(
+            "`train.tensorboard` is 'on', and the package tensorboard is not installed; `pip install tensorboard`, or "
+            "set it to auto or off"
+        )
+
+
+class Trackers:
+    """The first rank's. `add` takes a line of `metrics.jsonl`."""
+
+    def __init__(self, out: Path, first_step: int, tensorboard: str) -> None:
+        """What was told of steps from `first_step` on is replaced."""
+        self._trackers: dict[str, _Tracker] = {}
+        if tensorboard != "off" and _is_installed("tensorboard"):
+            self._start("TensorBoard", lambda: _TensorBoard(out / "tensorboard", first_step))
+        if _asks_for_wandb():
+            self._start("W&B", lambda: _WeightsAndBiases(out))
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        told = {shown: float(line[known]) for known, shown in _NAMES.items() if line.get(known) is not None}
+        told["time/tokens_per_s"] = line["num_tokens"] / line["step_s"]
+        told |= {f"seconds/{part}": seconds for part, seconds in line["seconds"]["mean_rank"].items()}
+        for who, tracker in list(self._trackers.items()):
+            try:
+                tracker.add(line["step"], told)
+            except Exception as error:
+                self._give_up(who, error)
+
+    def close(self) -> None:
+        """Have all that was told written."""
+        for who, tracker in list(self._trackers.items()):
+            try:
+                tracker.close()
+            except Exception as error:
+                self._give_up(who, error)
+
+    def _start(self, who: str, open_it: Callable[[], "_Tracker"]) -> None:
+        try:
+            self._trackers[who] = open_it()
+        except Exception as error:
+            self._give_up(who, error)
+
+    def _give_up(self, who: str, error: Exception) -> None:
+        self._trackers.pop(who, None)
+        print(f"dflop: warning: {who} is told nothing more: {error}", file=sys.stderr, flush=True)
+
+
+class _Tracker(Protocol):
+    def add(self, step: int, told: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step or None, flush_secs=10)
+
+    def add(self, step: int, told: dict[str, float]) -> None:
+        for name, value in told.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, out: Path) -> None:
+        import wandb
+
+        self._run = wandb.init(dir=str(out), name=out.absolute().parent.name)
+
+    def add(self, step: int, told: dict[str, float]) -> None:
+        self._run.log(told, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _asks_for_wandb() -> bool:
+    """Whether W&B's own variables ask for it, and it is installed."""
+    asks = os.environ.get("WANDB_PROJECT") or os.environ.get("WANDB_MODE")
+    return bool(asks) and os.environ.get("WANDB_MODE") != "disabled" and _is_installed("wandb")
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
