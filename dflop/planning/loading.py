@@ -1,13 +1,15 @@
 """What a plan asks of the machines' cores: how many loader processes a rank needs, and when cores are too few.
 
 A rank loads for each of its nodes that reads records: an encoder's first stage reads and decodes media, the LLM's first
-and last stage text. Every rank of a tensor-parallel group loads the same.
+and last stage text. Of the ranks that share a stage by tensor parallelism the first decodes media for all, and each
+reads text.
 """
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from dflop.config import ClusterConfig
@@ -100,20 +102,17 @@ def _of_ranks(plan: Plan, times: LoadingTimes, cluster: ClusterConfig, global_ba
     """Seconds of a step's loading of the rank that loads most, and core seconds of the node that does."""
     nodes = nodes_of(plan)
     of_batch = {grid.module: times.of_batch(grid.module, global_batch_size) for grid in plan.grids}
-    of_node: dict[int, float] = {}
-    most_s = 0.0
+    of_rank = np.zeros((plan.world_size, 2))
+    served = set()
     for worker in workers_of(plan):
-        own = [nodes[index] for index in worker.nodes]
-        reading = [node for node in own if _reads(plan, node.module, node.pp_stage)]
-        seconds, core_s = (
-            sum(of_batch[node.module][which] / plan.grid(node.module).dp for node in reading) for which in range(2)
-        )
-        most_s = max(most_s, seconds)
-        for rank in range(worker.first_rank, worker.first_rank + worker.num_ranks):
-            machine = rank // cluster.devices_per_node
-            of_node[machine] = of_node.get(machine, 0.0) + core_s
-    return most_s, max(of_node.values())
-
-
-def _reads(plan: Plan, module: str, stage: int) -> bool:
-    return stage == 0 or (module == "llm" and stage == plan.num_stages(module) - 1)
+        ranks = slice(worker.first_rank, worker.first_rank + worker.num_ranks)
+        for index in worker.nodes:
+            node = nodes[index]
+            own = np.array(of_batch[node.module]) / plan.grid(node.module).dp
+            if node.module == "llm" and node.pp_stage in (0, plan.num_stages("llm") - 1):
+                of_rank[ranks] += own
+            elif node.module != "llm" and node.pp_stage == 0 and index not in served:
+                served.add(index)
+                of_rank[worker.first_rank] += own
+    machine = np.arange(plan.world_size) // cluster.devices_per_node
+    return float(of_rank[:, 0].max()), float(np.bincount(machine, weights=of_rank[:, 1]).max())

@@ -1,5 +1,7 @@
 """What a plan asks of loaders: by rank and by machine, and what is said where cores are too few."""
 
+import dataclasses
+
 import polars as pl
 import pytest
 
@@ -51,15 +53,17 @@ def test_a_rank_of_several_nodes_loads_for_all_of_them():
     assert found.rank_s == pytest.approx(20 * 0.1 / 4 + 20 * 0.02 / 2)
 
 
-def test_every_rank_of_a_tensor_parallel_group_loads_the_same():
+def test_one_rank_of_a_tensor_parallel_group_decodes_for_all_and_each_reads_text():
     alone = need(DISJOINT, GPUS, times(vision_s=0.5, llm_s=0.0, num_cores=16))
     divided = plan_of(
         "disjoint", Grid(module="vision", num_ranks=4, tp=2), Grid(module="llm", num_ranks=4, rank_offset=4)
     )
     doubled = need(divided, GPUS, times(vision_s=0.5, llm_s=0.0, num_cores=16))
     assert doubled.rank_s == alone.rank_s
-    assert doubled.step_s == pytest.approx((8 * 1.0 + 4 * 10.0) / 16)
-    assert alone.step_s == pytest.approx(5.0 / 2)
+    assert doubled.step_s == alone.step_s == pytest.approx(5.0 / 2)
+    text = times(vision_s=0.0, llm_s=0.5, num_cores=16)
+    plan = dataclasses.replace(divided, grids=(divided.grids[0], Grid(module="llm", num_ranks=4, tp=4, rank_offset=4)))
+    assert need(plan, GPUS, text).step_s == pytest.approx((8 * 1.0 + 4 * 20 * 2 * 0.5) / 16)
 
 
 def test_no_more_processes_than_cores_and_then_loading_sets_the_step():
