@@ -1,5 +1,8 @@
 """What several tests of training need: a small dataset with its shapes, made-up costs and a config in float64."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import polars as pl
 import pytest
 from whole_model import reader_of
@@ -13,14 +16,30 @@ _META = {"config_digest": "", "code_digest": ""}
 
 
 @pytest.fixture(scope="session")
-def run(write_made_up_costs, tmp_path_factory):
-    """A folder with a small dataset, its shapes, made-up costs, and a config in float64."""
-    folder = tmp_path_factory.mktemp("run")
-    make_demo_data(folder / "data", num_records=48)
+def dataset(tmp_path_factory):
+    """The manifest of a small dataset."""
+    folder = tmp_path_factory.mktemp("data")
+    make_demo_data(folder, num_records=48)
+    return folder / "train.json"
+
+
+@pytest.fixture(scope="session")
+def run(dataset, write_made_up_costs, tmp_path_factory):
+    """A folder with a small dataset's shapes, made-up costs, and a config in float64."""
+    return _prepare(tmp_path_factory.mktemp("run"), dataset, "llava_onevision", write_made_up_costs)
+
+
+@pytest.fixture(scope="session")
+def internvl_run(dataset, write_made_up_costs, tmp_path_factory):
+    """The same for InternVL."""
+    return _prepare(tmp_path_factory.mktemp("internvl-run"), dataset, "internvl", write_made_up_costs)
+
+
+def _prepare(folder: Path, dataset: Path, family: str, write_made_up_costs: Callable[..., None]) -> tuple[Path, dict]:
     config = {
         "run": "test",
-        "data": {"sources": [{"path": str(folder / "data/train.json")}], "max_llm_tokens": 4096},
-        "model": {"family": "llava_onevision", "preset": "tiny"},
+        "data": {"sources": [{"path": str(dataset)}], "max_llm_tokens": 4096},
+        "model": {"family": family, "preset": "tiny"},
         "cluster": {"devices_per_node": 4},
         "schedule": {"policy": "lpt"},
         "train": {
@@ -36,8 +55,12 @@ def run(write_made_up_costs, tmp_path_factory):
     loaded = load_config(config)
     (source,) = list_sources(loaded.data)
     records = SourceRecords(source, 0)
+    reader = reader_of(loaded)
     profiler = ShapeProfiler(
-        source=source, reader=reader_of(loaded), tokenizer=ChatTokenizer(), max_llm_tokens=loaded.data.max_llm_tokens
+        source=source,
+        reader=reader,
+        tokenizer=ChatTokenizer(None, reader.rules),
+        max_llm_tokens=loaded.data.max_llm_tokens,
     )
     frame = profiler.profile(records.read(row) for row in records.kept)
     frame.write_parquet(folder / "shard.parquet")

@@ -35,7 +35,7 @@ from dflop.training.work import make_works
 
 pytestmark = pytest.mark.serial
 
-_NUM_STEPS, _LR = {"plain": 3, "tied": 2, "frozen vision": 1, "frozen llm": 1}, 1e-3
+_NUM_STEPS, _LR = {"plain": 3, "tied": 2, "frozen vision": 1, "frozen llm": 1, "internvl": 1}, 1e-3
 
 
 def disjoint(vision: dict, llm: dict, num_microbatches: int = 3, **more) -> Plan:
@@ -102,38 +102,53 @@ TIED = (
     "disjoint 1+2, LLM tp 2",
     "zb_h1, LLM tp 2 pp 2",
 )
+INTERNVL = (
+    "disjoint 2+1",
+    "disjoint 1+2, LLM pp 2",
+    "encoder pp 2",
+    "colocated zb_h1",
+    "colocated encoder tp 2",
+    "disjoint 1+2, LLM tp 2",
+)
 CASES = [
-    *((name, variant) for variant, names in (("plain", PLANS), ("tied", TIED)) for name in names),
+    *(
+        (name, variant)
+        for variant, names in (("plain", PLANS), ("tied", TIED), ("internvl", INTERNVL))
+        for name in names
+    ),
     *((name, variant) for variant in ("frozen vision", "frozen llm") for name in FROZEN),
 ]
 
 
 @pytest.fixture(scope="module")
-def folder(run, tmp_path_factory) -> Path:
+def folder(run, internvl_run, tmp_path_factory) -> Path:
     """What the ranks read: of each variant its config, and of each plan and variant the schedules; and what they must
     find: the losses and gradients of the whole model."""
     made, config = run
+    made_of = {"internvl": internvl_run[0]}
     folder = tmp_path_factory.mktemp("layouts")
     configs = {
         "plain": config,
         "tied": config | {"model": config["model"] | {"path": str(_tied_checkpoint(folder / "tied", config))}},
         **{f"frozen {name}": config | {"model": config["model"] | {"freeze": [name]}} for name in ("vision", "llm")},
+        "internvl": internvl_run[1],
     }
     configs["tied"]["model"].pop("preset")
-    samples, _ = load_samples(made / "shapes.duckdb", load_model_spec(load_config(config).model).encoders)
-    batches = GlobalBatches(len(samples), 8, 0)
-    costs = CostModel.load(made / "costs.duckdb")
+    costs, samples, batches, specs = CostModel.load(made / "costs.duckdb"), {}, {}, {}
     for variant, values in configs.items():
         (folder / f"{variant}.json").write_text(json.dumps(values))
         loaded = load_config(values)
-        torch.save(_expected(loaded, samples, batches, _NUM_STEPS[variant]), folder / f"{variant}.pt")
-    spec = load_model_spec(load_config(config).model)
+        specs[variant] = load_model_spec(loaded.model)
+        samples[variant], _ = load_samples(made_of.get(variant, made) / "shapes.duckdb", specs[variant].encoders)
+        batches[variant] = GlobalBatches(len(samples[variant]), 8, 0)
+        expected = _expected(loaded, samples[variant], batches[variant], _NUM_STEPS[variant])
+        torch.save(expected, folder / f"{variant}.pt")
     cluster = ClusterConfig(devices_per_node=8, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
     for name, variant in CASES:
         plan, freeze = PLANS[name], configs[variant]["model"].get("freeze", ())
-        pricer = Pricer(plan, costs, spec, cluster, frozen=freeze)
+        pricer = Pricer(plan, costs, specs[variant], cluster, frozen=freeze)
         # Random assignments: replicas without media, and splits of every kind.
-        scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="random"), 3)
+        scheduler = BatchScheduler(samples[variant], pricer, batches[variant], ScheduleConfig(policy="random"), 3)
         path = folder / f"{name} {variant}".replace("/", "-")
         path.mkdir()
         for step in range(_NUM_STEPS[variant]):

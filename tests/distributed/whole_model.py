@@ -3,16 +3,15 @@
 from pathlib import Path
 
 import torch
-from transformers import LlavaOnevisionForConditionalGeneration
+from transformers import PreTrainedModel
 
 from dflop.config import Config
 from dflop.data import SampleShapes, ShapeReader, list_sources
 from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.shapes import MediumSize
 from dflop.data.text import ChatTokenizer, tokenizer_folder
-from dflop.models import ModelSpec, load_model_spec
-from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
-from dflop.models.llava_onevision.runtime import RUNTIME
+from dflop.models import ModelSpec, load_model_spec, load_runtime
+from dflop.models.microbatch import EncoderBatch
 from dflop.models.weights import norms_in_float64
 
 __all__ = ["build_whole_model", "loss_of_batch", "optimizer_of", "reader_of"]
@@ -29,19 +28,19 @@ def reader_of(config) -> ShapeReader:
     )
 
 
-def build_whole_model(config: Config) -> LlavaOnevisionForConditionalGeneration:
+def build_whole_model(config: Config) -> PreTrainedModel:
     """The model in float64, with the weights that the stages draw."""
-    spec = load_model_spec(config.model)
-    tokenizer = ChatTokenizer(tokenizer_folder(config.model))
-    hf_config = RUNTIME.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size())
+    spec, runtime = load_model_spec(config.model), load_runtime(config.model.family)
+    tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
+    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
     checkpoint = Path(config.model.path) if config.model.path else None
     weights = {}
     for module in ("vision", "llm"):
         layers = range(spec.module(module).num_layers)
-        stage = RUNTIME.build_stage(hf_config, module, layers=layers, seed=config.seed, checkpoint=checkpoint)
+        stage = runtime.build_stage(hf_config, module, layers=layers, seed=config.seed, checkpoint=checkpoint)
         weights |= stage.hf_state_dict()
     hf_config.text_config._attn_implementation = "sdpa"
-    model = LlavaOnevisionForConditionalGeneration(hf_config)
+    model = runtime.architecture(hf_config)
     model.load_state_dict(weights)
     norms_in_float64(model)
     return model.double().train()
@@ -55,7 +54,7 @@ def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def loss_of_batch(model: LlavaOnevisionForConditionalGeneration, config: Config, batch: SampleShapes) -> float:
+def loss_of_batch(model: PreTrainedModel, config: Config, batch: SampleShapes) -> float:
     """The mean loss over a global batch's target tokens; its gradients are added to the model's."""
     spec = load_model_spec(config.model)
     visual, text = _loaders(config, spec)
@@ -76,12 +75,13 @@ def _loaders(config: Config, spec: ModelSpec) -> tuple[MicrobatchLoader, Microba
         "max_llm_tokens": config.data.max_llm_tokens,
         "encoders": (EncoderFeed(("image", "video"), 1),),
     }
-    media = MicrobatchLoader(**common, encoder=0, processor=LlavaOnevisionPixels(spec))
+    processor = load_runtime(spec.family).make_processor(spec, None)
+    media = MicrobatchLoader(**common, encoder=0, processor=processor)
     return media, MicrobatchLoader(**common, encoder=None)
 
 
 def _loss_of_sample(model, visual, text, batch: SampleShapes, index: int) -> torch.Tensor:
-    """Summed loss of one sample through `LlavaOnevisionForConditionalGeneration.forward`, never packed."""
+    """Summed loss of one sample through the whole model's own `forward`, never packed."""
     job = MicrobatchJob(
         samples=(SampleRef(str(batch.source[index]), int(batch.row[index])),),
         media=tuple(tuple(MediumSize(*size) for size in sizes) for sizes in batch.media[[index]].of_each()),
@@ -92,13 +92,25 @@ def _loss_of_sample(model, visual, text, batch: SampleShapes, index: int) -> tor
     packed = text[job]
     inputs = {}
     if batch.num_items[index, 0]:
-        loaded = visual[job].batch
-        (media,) = loaded.media
-        if media[0].kind == "video":
-            inputs["pixel_values_videos"] = loaded.items.double()[None]
-        else:
-            inputs["pixel_values"] = loaded.items.double()
-            inputs["image_sizes"] = torch.tensor([(medium.height, medium.width) for medium in media])
-            inputs["batch_num_images"] = torch.tensor([len(media)])
+        inputs = _INPUTS[model.config.model_type](visual[job].batch)
     logits = model(input_ids=packed.token_ids[None], **inputs).logits[0, packed.target_positions]
     return torch.nn.functional.cross_entropy(logits, packed.target_ids, reduction="sum")
+
+
+def _inputs_of_llava(loaded: EncoderBatch) -> dict[str, torch.Tensor]:
+    (media,) = loaded.media
+    if media[0].kind == "video":
+        return {"pixel_values_videos": loaded.items.double()[None]}
+    return {
+        "pixel_values": loaded.items.double(),
+        "image_sizes": torch.tensor([(medium.height, medium.width) for medium in media]),
+        "batch_num_images": torch.tensor([len(media)]),
+    }
+
+
+def _inputs_of_internvl(loaded: EncoderBatch) -> dict[str, torch.Tensor]:
+    return {"pixel_values": loaded.items.double()}
+
+
+# What a family's model takes of the media of one sample.
+_INPUTS = {"llava_onevision": _inputs_of_llava, "internvl": _inputs_of_internvl}
