@@ -6,7 +6,8 @@ from dflop.runtime import UserError
 
 __all__ = ["Division", "check_kind", "llm_division"]
 
-# Language models whose layers have `self_attn` and `mlp` and, beside the matrices below, no parameters but norms.
+# Language models whose layers have `self_attn` and `mlp` and, beside the matrices below, no parameters but norms: those
+# around a block, and Qwen3's of each head.
 _LLM_KINDS = ("llama", "qwen2", "qwen3")
 
 
@@ -15,16 +16,17 @@ class Division:
     """What ranks share of a stage, by the names that submodules have in the Hugging Face model.
 
     `blocks` (`*` for a number) widen their input by the linear layers in `columns`, of which each rank computes some
-    outputs, and reduce it again by those in `rows`, of which each rank has some inputs. `norms` stand in blocks before
-    the columns, or norm single heads: whole on every rank, each of which knows a part of their gradients. `sizes` are
-    attributes of blocks that count heads or what these make up. `embedding` and `head` are divided by ids of the
-    vocabulary; None for an encoder.
+    outputs, and reduce it again by those in `rows`, of which each rank has some inputs. Between the two, `norms` are
+    over a width that ranks share, and `head_norms` over one head, with one weight for all. `sizes` are attributes of
+    blocks that count what ranks share. `embedding` and `head`, which an encoder has not, are divided by ids of the
+    vocabulary.
     """
 
     blocks: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     norms: tuple[str, ...] = ()
+    head_norms: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     embedding: str | None = None
     head: str | None = None
@@ -41,7 +43,7 @@ def llm_division(kind: str) -> Division:
         blocks=("model.language_model.layers.*.self_attn", "model.language_model.layers.*.mlp"),
         columns=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
         rows=("o_proj", "down_proj"),
-        norms=("q_norm", "k_norm"),
+        head_norms=("q_norm", "k_norm"),
         embedding="model.language_model.embed_tokens",
         head="lm_head",
     )

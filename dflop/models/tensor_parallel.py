@@ -5,14 +5,14 @@ A stage says which of its matrices these are (`Division`); here they are divided
 What goes into a stage and comes out of it is the same whole tensor on every rank. Norms, residual stream, patch
 embedding and biases after a reduction are whole on every rank, and so are their gradients; of the other parameters
 each rank has a part, and `stage.shards` says which. Hidden states are all-reduced twice a layer in forward and twice in
-backward, in the dtype of the matrix products; the logits stay where they are computed.
+backward, in the dtype of the matrix products; norms inside attention add a number a position, or a head's weight. The
+logits stay where they are computed.
 
 Parameters and passes are plain tensors: dispatching DTensors through a layer, as torch's `ColwiseParallel` and
 `RowwiseParallel` do, takes several times as long as dispatching the layer itself.
 """
 
 import re
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,18 +51,23 @@ class Divider:
             self._stage.summed_loss = lambda logits, ids: _SummedLoss.apply(logits, ids, first_id, group)
 
     def _divide_block(self, name: str, block: nn.Module) -> None:
+        division, readers = self._division, []
         for child_name, child in list(block.named_children()):
-            if child_name in self._division.columns:
-                self._replace(f"{name}.{child_name}", _columns(child, self._ranks))
-            elif child_name in self._division.rows:
+            if child_name in division.columns:
+                self._replace(f"{name}.{child_name}", reader := _columns(child, self._ranks))
+                readers.append(reader)
+            elif child_name in division.rows:
                 self._replace(f"{name}.{child_name}", RowLinear(child, self._ranks))
-            elif child_name in self._division.norms:
-                for parameter in child.parameters():
-                    parameter.register_hook(partial(_summed, group=self._ranks.group))
-        for size in self._division.sizes:
+            elif child_name in division.norms and not isinstance(child, nn.Identity):
+                self._replace(f"{name}.{child_name}", _SharedNorm(child, self._ranks))
+            elif child_name in division.head_norms:
+                self._replace(f"{name}.{child_name}", _HeadNorm(child, self._ranks.group))
+        for size in division.sizes:
             if hasattr(block, size):
-                setattr(block, size, getattr(block, size) // self._ranks.size)
-        _reduce_input_gradient(block, self._ranks.group)
+                own = self._ranks.part(getattr(block, size))
+                setattr(block, size, own.stop - own.start)
+        # A single reader may have something whole before it, which needs the whole gradient.
+        _reduce_input_gradient(block if len(readers) > 1 else readers[0], self._ranks.group)
 
     def _replace(self, name: str, divided: nn.Module) -> None:
         whole = self._stage.hf.get_submodule(name)
@@ -93,12 +98,6 @@ def _reduce_input_gradient(block: nn.Module, group: dist.ProcessGroup | None) ->
     block.register_forward_pre_hook(read, with_kwargs=True)
 
 
-def _summed(own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    gradient = own.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(gradient, group=group)
-    return gradient
-
-
 def _columns(whole: nn.Linear, ranks: TensorGroup) -> nn.Linear:
     """A linear layer of which each rank computes some outputs: for itself, a smaller linear layer."""
     weight = _shard(whole.weight, ranks, 0)
@@ -125,6 +124,39 @@ class RowLinear(nn.Module):
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
+class _SharedNorm(nn.Module):
+    """A root-mean-square norm over a width of which each rank has a part: the mean is over all of it."""
+
+    def __init__(self, whole: nn.Module, ranks: TensorGroup) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group = _shard(whole.weight, ranks, 0), whole.variance_epsilon, ranks.group
+        self.width = len(whole.weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = _at_least_float32(hidden)
+        squares = _Sum.apply(wide.pow(2).sum(-1, keepdim=True), self.group)
+        mean = _SumGradient.apply(squares, self.group) / self.width
+        return self.weight * (wide * torch.rsqrt(mean + self.eps)).to(hidden.dtype)
+
+
+class _HeadNorm(nn.Module):
+    """A root-mean-square norm over each head, whose weight's gradient is from the heads of all ranks."""
+
+    def __init__(self, whole: nn.Module, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group = whole.weight, whole.variance_epsilon, group
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = _at_least_float32(hidden)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return _SumGradient.apply(self.weight, self.group) * normed.to(hidden.dtype)
+
+
+def _at_least_float32(hidden: torch.Tensor) -> torch.Tensor:
+    """As transformers' norms compute; in float64 exactly."""
+    return hidden if hidden.dtype == torch.float64 else hidden.float()
+
+
 class _Embedding(nn.Module):
     """An embedding of which each rank holds some ids, from `first_id` on."""
 
@@ -147,10 +179,10 @@ class _Sum(torch.autograd.Function):
     """The sum over ranks, in place; its gradient is whole on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.mark_dirty(own)
-        dist.all_reduce(own, group=group)
-        return own
+    def forward(ctx: Any, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.mark_dirty(partial)
+        dist.all_reduce(partial, group=group)
+        return partial
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -167,8 +199,10 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(own, ctx.group), None
+    def backward(ctx: Any, partial: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = partial.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -178,6 +178,7 @@ class EncoderWork(_Work):
         items = batch.items
         if not ranks.is_first:
             items = torch.empty((num_items, *self._processor.item_shape), dtype=self._dtype, device=self.device)
+        items = items.contiguous()  # whatever order of its axes a processor leaves: memory is sent as it lies
         dist.broadcast(items, src=ranks.ranks[0], group=ranks.group)
         return replace(batch, items=items)
 

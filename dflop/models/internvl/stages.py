@@ -7,7 +7,6 @@ from transformers import InternVLForConditionalGeneration
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
 from dflop.models.stages import EncoderStage, LlmStage, cut_llm
-from dflop.runtime import UserError
 
 __all__ = ["VisionStage", "cut"]
 
@@ -33,12 +32,7 @@ class VisionStage(EncoderStage):
     """InternViT's layers, pixel shuffle and the projector; a tile's features follow each other as they come."""
 
     def division(self) -> Division:
-        config = self.hf.config.vision_config
-        check_kind(config.model_type, ("internvl_vision",))
-        if config.use_qk_norm:
-            raise UserError(
-                "the encoder norms queries and keys over all heads (`use_qk_norm`), which ranks cannot share; use tp: 1"
-            )
+        check_kind(self.hf.config.vision_config.model_type, ("internvl_vision",))
         return Division(
             blocks=(
                 "model.vision_tower.encoder.layer.*.attention",
@@ -47,7 +41,7 @@ class VisionStage(EncoderStage):
             ),
             columns=("q_proj", "k_proj", "v_proj", "fc1", "linear_1"),
             rows=("projection_layer", "fc2", "linear_2"),
-            norms=("layer_norm",),  # the projector's
+            norms=("q_norm", "k_norm"),
             sizes=("num_heads", "embed_dim"),
         )
 
