@@ -8,7 +8,6 @@ transformers. README.md beside this file says how to add a family.
 
 import importlib
 import importlib.util
-import json
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflop.config import ModelConfig
+from dflop.models.checkpoint import read_hf_config, read_processor
 from dflop.models.spec import ModelSpec, check_tp
 from dflop.models.work import ModuleWork
 from dflop.runtime import UserError
@@ -37,14 +37,16 @@ __all__ = [
     "why_family_cannot_run",
 ]
 
+_HOW_TO_ADD = "dflop/models/README.md says how to add another"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """What can be asked of a family without building a model.
 
     `name` is the folder's, and `model_type` in Hugging Face's configs. `presets` are fields of such a config by the
-    preset's name. `make_spec(name, hf_config, preprocessor)` gives the spec of a config, `preprocessor` being the
-    fields that a checkpoint's image processor sets. `other_checkpoints` says what to do with checkpoints of this
+    preset's name. `make_spec(name, hf_config, processor)` gives the spec of a config, `processor` being the fields that
+    a checkpoint's processor and its image processor set. `other_checkpoints` says what to do with checkpoints of this
     model in another form, by the `model_type` that those have.
     """
 
@@ -66,7 +68,7 @@ def family_of(name: str) -> Family:
         UserError: naming those that there are.
     """
     if name not in family_names():
-        raise UserError(f"`model.family` is {name!r}; it must be one of {', '.join(family_names())}")
+        raise UserError(f"`model.family` is {name!r}; it must be one of {', '.join(family_names())}. {_HOW_TO_ADD}")
     family = _load("dflop.models.*.FAMILY", name)
     assert family.name == name, f"the folder {name} holds the family {family.name}"
     return family
@@ -136,14 +138,14 @@ def _make_spec(model: ModelConfig) -> ModelSpec:
             raise UserError(f"`model.preset` is {model.preset!r}; {model.family} has {', '.join(family.presets)}")
         return family.make_spec(model.preset, family.presets[model.preset], {})
     folder = Path(model.path)
-    hf_config = _read_hf_config(folder)
+    hf_config = read_hf_config(folder)
     model_type = hf_config.get("model_type")
     if model_type != family.name:
         raise UserError(
             f"`model.path` {folder} holds a {model_type!r} model, but `model.family` is {model.family!r}; "
             f"{_way_out(model_type)}"
         )
-    return family.make_spec(folder.name, hf_config, _read_preprocessor(folder))
+    return family.make_spec(folder.name, hf_config, read_processor(folder))
 
 
 def model_digest(model: ModelConfig) -> str:
@@ -164,7 +166,7 @@ def _way_out(model_type: Any) -> str:
     for name in family_names():
         if advice := family_of(name).other_checkpoints.get(model_type):
             return advice
-    return f"known are {', '.join(family_names())}"
+    return f"known are {', '.join(family_names())}; {_HOW_TO_ADD}"
 
 
 def _load(place: str, family: str) -> Any:
@@ -179,33 +181,3 @@ def _load(place: str, family: str) -> Any:
 def _has(family: str, part: str) -> bool:
     """Whether a family's folder holds this module."""
     return importlib.util.find_spec(f"dflop.models.{family}.{part}") is not None
-
-
-def _read_hf_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face checkpoint directory."""
-    fields = _read_fields(folder / "config.json")
-    if fields is None:
-        raise UserError(
-            f"`model.path` {folder} is not a Hugging Face checkpoint directory: it has no config.json; "
-            "name the folder that `save_pretrained` wrote, or set `model.path: null` and choose a `model.preset`"
-        )
-    return fields
-
-
-def _read_preprocessor(folder: Path) -> dict[str, Any]:
-    """The image processor's fields that a checkpoint sets; as transformers does, a processor's own come first."""
-    nested = (_read_fields(folder / "processor_config.json") or {}).get("image_processor")
-    return nested or _read_fields(folder / "preprocessor_config.json") or {}
-
-
-def _read_fields(path: Path) -> dict[str, Any] | None:
-    """A JSON file's keys and values; None where there is no file."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} holds a {type(fields).__name__}; it must hold keys and values as Hugging Face writes")
-    return fields

@@ -22,12 +22,12 @@ _Images = TypeVar("_Images", bound=BaseImageProcessor)
 
 
 def read_image_processor(checkpoint: Path | None, usual: _Images) -> _Images:
-    """The checkpoint's image processor; the usual one where there is none."""
+    """The checkpoint's image processor, or the usual one where there is none; items have the usual one's size."""
     if checkpoint is None:
         return usual
     whole = _read(checkpoint / _PROCESSOR)
     if "image_processor" in whole or (checkpoint / _IMAGES).is_file():
-        return type(usual).from_pretrained(checkpoint)
+        return type(usual).from_pretrained(checkpoint, size=usual.to_dict()["size"])
     return usual
 
 

@@ -79,6 +79,7 @@ class FamilyRuntime:
         config.architectures = [self.architecture.__name__]  # as transformers writes it beside the weights
         with torch.device("meta"):
             hf = self.architecture(config)
+        names = set(hf.state_dict())
         stage = self.cut(hf, module, layers)
         if ranks.group is None:
             draw_weights(hf, seed, draw_on)
@@ -87,7 +88,7 @@ class FamilyRuntime:
         if stage.is_last and module == "llm" and config.tie_word_embeddings:
             hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
         if checkpoint is not None:
-            load_weights(hf, checkpoint, self.weight_renamings, stage.shards)
+            load_weights(hf, checkpoint, self.weight_renamings, stage.shards, names)
         if checkpointing:
             stage.set_checkpointing(True)
         if dtype == torch.float64:

@@ -6,7 +6,7 @@ submodule's name alone, so that every layout starts from the same model.
 
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,10 @@ from dflop.models.tensor_group import Shard
 from dflop.runtime import UserError
 
 __all__ = ["draw_weights", "load_weights", "norms_in_float64"]
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
+# What old checkpoints hold beside weights, and what follows from the config.
+_OLD_BUFFERS = re.compile(r"\b(rotary_emb\.inv_freq|position_ids)$")
 
 
 def draw_weights(
@@ -57,25 +61,37 @@ def _draw(
 
 @torch.no_grad()
 def load_weights(
-    model: PreTrainedModel, checkpoint: Path, renamings: Sequence[tuple[str, str]], shards: Mapping[str, Shard]
+    model: PreTrainedModel,
+    checkpoint: Path,
+    renamings: Sequence[tuple[str, str]],
+    shards: Mapping[str, Shard],
+    known: Collection[str],
 ) -> None:
     """Load a stage's tensors from a checkpoint's safetensors files, and of those in `shards` the rank's parts alone.
 
     `renamings` are pairs of a pattern and a replacement, applied in order: from names in checkpoints to the model's.
+    `known` are the names of the whole model.
 
     Raises:
-        UserError: naming the first tensor that the checkpoint lacks, or has in another shape.
+        UserError: naming the first tensor that the checkpoint lacks, has in another shape, or has beside the model's.
     """
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise UserError(f"`model.path` {checkpoint} holds no *.safetensors file; save the model with `save_pretrained`")
-    wanted = model.state_dict()
+    wanted, head = model.state_dict(), None
     if model.config.tie_word_embeddings:
-        wanted.pop("lm_head.weight", None)  # it is the embedding, which checkpoints hold once
+        wanted.pop(_HEAD, None)  # it is the embedding, which checkpoints hold once
     for file in files:
         with safe_open(file, framework="pt") as stored:
             for stored_name in stored.keys():  # noqa: SIM118  (safe_open is no dict)
                 name = _renamed(stored_name, renamings)
+                if name not in known and not _OLD_BUFFERS.search(name):
+                    raise UserError(
+                        f"`model.path` {checkpoint} holds {stored_name}, of which a model of its config.json has "
+                        "nothing: training would lose it; mend the config, or take the tensor out"
+                    )
+                if name == _HEAD and model.config.tie_word_embeddings:
+                    head = stored.get_tensor(stored_name)
                 if name in wanted:
                     own, shard = wanted.pop(name), shards.get(name)
                     shape = shard.whole if shard else own.shape
@@ -87,6 +103,15 @@ def load_weights(
                     own.copy_(_part(stored, stored_name, own.shape, shard))
     if wanted:
         raise UserError(f"`model.path` {checkpoint} lacks {len(wanted)} tensors of this model, e.g. {min(wanted)}")
+    embedding = model.state_dict().get(_EMBEDDING)
+    if head is not None and embedding is not None:
+        shard = shards.get(_EMBEDDING)
+        own = head if shard is None else head.narrow(0, shard.start, len(embedding))
+        if own.shape != embedding.shape or not torch.equal(own.to(embedding), embedding):
+            raise UserError(
+                f"`model.path` {checkpoint} holds a head that is not its embedding, although its config.json says "
+                "`tie_word_embeddings`: true; set that to false"
+            )
 
 
 def _part(stored: safe_open, name: str, shape: torch.Size, shard: Shard | None) -> torch.Tensor:

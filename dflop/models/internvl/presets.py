@@ -8,6 +8,7 @@ larger two) at 448 px and Qwen2.5. Those with `llama3` are the same model around
 
 from typing import Any
 
+from dflop.models.checkpoint import check_processor
 from dflop.models.internvl.shapes import InternvlShapes
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.spec import ModelSpec, vision_and_llm
@@ -89,15 +90,15 @@ _VISION_DEFAULTS = {
 }
 
 
-def make_spec(name: str, hf_config: dict[str, Any], preprocessor: dict[str, Any] | None = None) -> ModelSpec:
-    """The spec of a model of this family from the fields of its Hugging Face config and image processor.
+def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | None = None) -> ModelSpec:
+    """The spec of a model of this family from the fields of its Hugging Face config and processor.
 
     The image processor's `crop_to_patches` does not matter: InternVL's processor always asks for tiles.
 
     Raises:
-        UserError: naming the field that is missing, or that the family's rules cannot use.
+        UserError: naming the field that is missing, that the family's rules cannot use, or that contradicts another.
     """
-    preprocessor = preprocessor or {}
+    processor = processor or {}
     vision = _VISION_DEFAULTS | hf_config.get("vision_config", {})
     image_size, patch_size = (_side_of(vision, key, name) for key in ("image_size", "patch_size"))
     downsample_ratio = hf_config.get("downsample_ratio", 0.5)
@@ -107,18 +108,24 @@ def make_spec(name: str, hf_config: dict[str, Any], preprocessor: dict[str, Any]
             f"the config of {name} has {patches} patches a side and `downsample_ratio` {downsample_ratio}: "
             f"{patches * downsample_ratio:g} are left, which must be a whole number"
         )
+    for key, usual in (("vision_feature_layer", -1), ("vision_feature_select_strategy", "default")):
+        if hf_config.get(key, usual) != usual:
+            raise UserError(f"the config of {name} has `{key}` {hf_config[key]!r}; only {usual!r} is known")
+    rules = InternvlShapes(
+        image_size=image_size,
+        patch_size=patch_size,
+        downsample_ratio=downsample_ratio,
+        min_tiles=_whole_number(processor, "min_patches", 1, name),
+        max_tiles=_whole_number(processor, "max_patches", 12, name),
+    )
+    sequence = {"image_seq_length": rules.tokens_per_tile}
+    check_processor(name, processor, {"size": {"height": image_size, "width": image_size}} | sequence)
     return ModelSpec(
         family="internvl",
         name=name,
         hf_config=hf_config,
         modules=vision_and_llm(name, vision, hf_config.get("text_config", {})),
-        rules=InternvlShapes(
-            image_size=image_size,
-            patch_size=patch_size,
-            downsample_ratio=downsample_ratio,
-            min_tiles=_whole_number(preprocessor, "min_patches", 1, name),
-            max_tiles=_whole_number(preprocessor, "max_patches", 12, name),
-        ),
+        rules=rules,
     )
 
 
@@ -130,8 +137,8 @@ def _side_of(vision: dict[str, Any], key: str, name: str) -> int:
     return sides[0]
 
 
-def _whole_number(preprocessor: dict[str, Any], key: str, default: int, name: str) -> int:
-    number = preprocessor.get(key, default)
+def _whole_number(processor: dict[str, Any], key: str, default: int, name: str) -> int:
+    number = processor.get(key, default)
     if not isinstance(number, int):
         raise UserError(f"the image processor of {name} has `{key}` {number!r}; it must be a whole number")
     return number

@@ -8,6 +8,7 @@ and `siglip_llama3_70b` are the same model around Llama 3, of which no checkpoin
 
 from typing import Any
 
+from dflop.models.checkpoint import check_processor
 from dflop.models.llava_onevision.shapes import LlavaOnevisionShapes
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.spec import ModelSpec, vision_and_llm
@@ -78,18 +79,22 @@ _VISION_DEFAULTS = {
 }
 
 
-def make_spec(name: str, hf_config: dict[str, Any], preprocessor: dict[str, Any] | None = None) -> ModelSpec:
-    """The spec of a model of this family from the fields of its Hugging Face config and image processor.
+def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | None = None) -> ModelSpec:
+    """The spec of a model of this family from the fields of its Hugging Face config and processor.
 
     Raises:
-        UserError: naming the field that is missing.
+        UserError: naming the field that is missing, or that contradicts another.
     """
+    processor = processor or {}
     vision = _VISION_DEFAULTS | hf_config.get("vision_config", {})
     pinpoints = (
         hf_config.get("image_grid_pinpoints")
-        or (preprocessor or {}).get("image_grid_pinpoints")
+        or processor.get("image_grid_pinpoints")
         or _square_grids(vision["image_size"])
     )
+    side, strategy = vision["image_size"], hf_config.get("vision_feature_select_strategy", "full")
+    wanted = {"size": {"height": side, "width": side}, "image_grid_pinpoints": [list(pair) for pair in pinpoints]}
+    check_processor(name, processor, wanted | {"vision_feature_select_strategy": strategy})
     return ModelSpec(
         family="llava_onevision",
         name=name,

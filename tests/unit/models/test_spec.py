@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
@@ -69,7 +71,9 @@ def test_a_checkpoint_of_another_family_names_the_family(checkpoint):
     checkpoint("config.json", {"model_type": "internvl_chat"})
     assert refusal(family="internvl", path=folder).endswith("use the checkpoint of InternVL whose name ends in -hf")
     checkpoint("config.json", {"model_type": "llava"})
-    assert refusal(family="internvl", path=folder).endswith(f"known are {', '.join(FAMILIES)}")
+    assert refusal(family="internvl", path=folder).endswith(
+        f"known are {', '.join(FAMILIES)}; dflop/models/README.md says how to add another"
+    )
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, checkpoint):
@@ -112,6 +116,49 @@ def test_the_numbers_of_tiles_are_those_of_the_image_processor_that_transformers
     assert (rules.min_tiles, rules.max_tiles) == (processor.min_patches, processor.max_patches)
 
 
+@pytest.mark.parametrize(
+    ("family", "file", "fields", "said"),
+    [
+        ("internvl", "preprocessor_config.json", {"size": {"height": 448, "width": 448}}, "`size` {"),
+        (
+            "internvl",
+            "processor_config.json",
+            {"image_seq_length": 256},
+            "`image_seq_length` 256, but by its config.json",
+        ),
+        ("llava_onevision", "processor_config.json", {"image_processor": {"size": {"shortest_edge": 84}}}, "`size` {"),
+        ("llava_onevision", "preprocessor_config.json", {"image_grid_pinpoints": [[84, 84]]}, "`image_grid_pinpoints`"),
+        ("llava_onevision", "processor_config.json", {"vision_feature_select_strategy": "default"}, 'is "full"'),
+    ],
+)
+def test_a_processor_that_contradicts_the_config_is_refused(checkpoint, family, file, fields, said):
+    checkpoint("config.json", FAMILIES[family].presets["tiny"])
+    message = refusal(family=family, path=str(checkpoint(file, fields)))
+    assert said in message
+    assert message.endswith("take both from one checkpoint")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_config_that_does_not_say_whether_the_head_is_the_embedding_leaves_it_to_the_tensors(
+    checkpoint, has_head, sharded
+):
+    fields = {key: value for key, value in FAMILIES["internvl"].presets["tiny"].items() if key != "tie_word_embeddings"}
+    folder = checkpoint("config.json", fields)
+    names = ["language_model.model.embed_tokens.weight", *(["language_model.lm_head.weight"] if has_head else [])]
+    if sharded:
+        checkpoint("model.safetensors.index.json", {"weight_map": dict.fromkeys(names, "model-1-of-1.safetensors")})
+    save_file({name: torch.zeros(1) for name in names}, folder / "model-1-of-1.safetensors")
+    spec = load_model_spec(ModelConfig(family="internvl", path=str(folder)))
+    assert spec.hf_config.get("tie_word_embeddings", True) == (not has_head)
+
+
+def test_a_feature_of_another_layer_is_refused(checkpoint):
+    folder = checkpoint("config.json", FAMILIES["internvl"].presets["tiny"] | {"vision_feature_layer": -2})
+    assert refusal(family="internvl", path=str(folder)).endswith("has `vision_feature_layer` -2; only -1 is known")
+
+
 def test_a_number_of_tiles_that_is_none_is_refused(checkpoint):
     checkpoint("config.json", FAMILIES["internvl"].presets["tiny"])
     folder = checkpoint("preprocessor_config.json", {"max_patches": None})
@@ -125,7 +172,8 @@ def test_the_grids_are_those_of_the_image_processor_where_the_config_names_none(
         if key != "image_grid_pinpoints"
     }
     folder = checkpoint("config.json", fields)
-    LlavaOnevisionImageProcessorPil(image_grid_pinpoints=[[84, 168], [168, 84]]).save_pretrained(folder)
+    size = {"height": 84, "width": 84}
+    LlavaOnevisionImageProcessorPil(image_grid_pinpoints=[[84, 168], [168, 84]], size=size).save_pretrained(folder)
     assert load_model_spec(ModelConfig(path=str(folder))).rules.grid_pinpoints == ((84, 168), (168, 84))
 
 

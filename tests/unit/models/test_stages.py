@@ -420,6 +420,41 @@ def test_a_checkpoint_that_lacks_a_tensor_names_it_and_only_to_the_stage_that_ne
         case.stage(config, "llm", layers=last, checkpoint=tmp_path)
 
 
+def test_a_checkpoint_with_a_tensor_that_the_model_has_not_names_it(case, tmp_path):
+    config = case.config()
+    saved_model(case, tmp_path, config)
+    (file,) = tmp_path.glob("*.safetensors")
+    more = {"language_model.model.layers.9.mlp.up_proj.weight": torch.zeros(2), "rotary_emb.inv_freq": torch.zeros(2)}
+    save_file(load_file(file) | more, file)
+    with pytest.raises(UserError, match=r"holds language_model\.model\.layers\.9\.mlp\.up_proj\.weight, of which"):
+        case.stage(config, "vision", checkpoint=tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named(case, tmp_path):
+    config = case.config()
+    saved_model(case, tmp_path, config)
+    config.get_text_config().vocab_size += 8
+    with pytest.raises(
+        UserError, match=r"holds language_model\..*weight of shape \[1024, 128\], its config says \[1032, 128\]"
+    ):
+        case.stage(config, "llm", checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_head_beside_a_tied_embedding_must_be_its_copy(case, tmp_path, is_copy):
+    config = case.config()
+    config.tie_word_embeddings = True
+    weights = saved_model(case, tmp_path, config)
+    (file,) = tmp_path.glob("*.safetensors")
+    head = weights["lm_head.weight"].clone() if is_copy else weights["lm_head.weight"] + 1
+    save_file(load_file(file) | {"language_model.lm_head.weight": head}, file)
+    if is_copy:
+        case.stage(config, "llm", checkpoint=tmp_path, dtype=torch.float32)
+        return
+    with pytest.raises(UserError, match="holds a head that is not its embedding"):
+        case.stage(config, "llm", checkpoint=tmp_path)
+
+
 def test_a_folder_without_weights_says_how_to_save_them(case, tmp_path):
     with pytest.raises(UserError, match=r"holds no \*\.safetensors file; save the model with `save_pretrained`"):
         case.stage(case.config(), "vision", checkpoint=tmp_path)

@@ -1,0 +1,92 @@
+"""What a Hugging Face checkpoint directory says of itself: its config, its processor's, the names of its tensors.
+
+Only JSON is read, neither weights nor torch.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dflop.runtime import UserError
+
+__all__ = ["check_processor", "read_hf_config", "read_processor"]
+
+_HEADER_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # as safetensors allows
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint.
+
+    Where it does not say whether the head is the embedding, the tensors do: a checkpoint holds a tied one once.
+    transformers unties them, too, when it finds both.
+
+    Raises:
+        UserError: where there is none, or it cannot be read.
+    """
+    fields = _read_fields(folder / "config.json")
+    if fields is None:
+        raise UserError(
+            f"`model.path` {folder} is not a Hugging Face checkpoint directory: it has no config.json; "
+            "name the folder that `save_pretrained` wrote, or set `model.path: null` and choose a `model.preset`"
+        )
+    if "tie_word_embeddings" not in fields and any(name.endswith("lm_head.weight") for name in _tensor_names(folder)):
+        fields["tie_word_embeddings"] = False
+    return fields
+
+
+def read_processor(folder: Path) -> dict[str, Any]:
+    """The fields that a checkpoint's processor and its image processor set; as transformers does, a processor's own
+    come first."""
+    whole = _read_fields(folder / "processor_config.json") or {}
+    images = whole.get("image_processor") or _read_fields(folder / "preprocessor_config.json") or {}
+    return {key: value for key, value in whole.items() if not isinstance(value, dict)} | images
+
+
+def check_processor(name: str, processor: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Whether what a checkpoint's processor sets is what the model's config makes it.
+
+    Raises:
+        UserError: naming the first field that contradicts.
+    """
+    for key, value in wanted.items():
+        found = processor.get(key)
+        if found is not None and found != value:
+            raise UserError(
+                f"the processor of {name} has `{key}` {_shown(found)}, but by its config.json it is {_shown(value)}; "
+                "take both from one checkpoint"
+            )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _tensor_names(folder: Path) -> Iterator[str]:
+    """Of all safetensors files, by their index or, where it has none, by a file's own header."""
+    index = _read_fields(folder / "model.safetensors.index.json")
+    if index is not None:
+        yield from index.get("weight_map", {})
+        return
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+            try:
+                yield from json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
+            except ValueError:
+                raise UserError(f"{path} is no safetensors file, or it is cut off; copy it again") from None
+
+
+def _read_fields(path: Path) -> dict[str, Any] | None:
+    """A JSON file's keys and values; None where there is no file."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} holds a {type(fields).__name__}; it must hold keys and values as Hugging Face writes")
+    return fields
