@@ -8,7 +8,7 @@ both ends, and a worker that carries both of them transfers nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -81,6 +81,8 @@ class Program:
     workers: tuple[Worker, ...]
     edges: tuple[Edge, ...]
     num_microbatches: int
+    # Among how many replicas each module's parameters are divided.
+    num_shards: Mapping[str, int]
     instructions: tuple[tuple[Instruction, ...], ...]
 
 
@@ -113,6 +115,7 @@ def make_program(plan: Plan, frozen: Collection[str] = ()) -> Program:
         workers=workers,
         edges=edges,
         num_microbatches=plan.num_microbatches,
+        num_shards={grid.module: grid.num_shards for grid in plan.grids},
         instructions=tuple(lists),
     )
 

@@ -5,7 +5,6 @@ trained.
 """
 
 from dflop.parallelism.plan import Plan
-from dflop.parallelism.shardings import SHARDINGS
 
 __all__ = ["why_not_runnable"]
 
@@ -19,9 +18,9 @@ def why_not_runnable(plan: Plan) -> str | None:
             "pictures and clips; use a model with one"
         )
     for grid in plan.grids:
-        if SHARDINGS[grid.sharding].gathers:
+        if grid.gathers and grid.tp > 1:
             return (
-                f"{grid.module}: sharding={grid.sharding}, but sharded parameters cannot be trained yet; use "
-                "sharding: optimizer"
+                f"{grid.module}: sharding={grid.sharding} with tp={grid.tp}, which together cannot be trained yet; use "
+                "tp: 1, or sharding: optimizer"
             )
     return None

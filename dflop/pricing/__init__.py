@@ -2,7 +2,7 @@
 
 Planning and scheduling both ask here. Files: `assignment` (who computes what), `stage_costs` (computations),
 `transfers`, `memory` (what devices hold), `batch_problem` (what is to be balanced), `pricer` (a whole step),
-`memory_limit` (what fits), `correction` (measured against predicted).
+`memory_limit` (what fits), `sharing` (who waits in every layer), `correction` (measured against predicted).
 """
 
 from dflop.pricing.assignment import Assignment
@@ -19,6 +19,7 @@ from dflop.pricing.memory_limit import (
     without,
 )
 from dflop.pricing.pricer import BYTES_PER_VALUE, WEIGHT_SHARE, Pricer
+from dflop.pricing.sharing import lasting_s
 from dflop.pricing.stage_costs import loads_of
 from dflop.pricing.transfers import find_link
 
@@ -39,6 +40,7 @@ __all__ = [
     "fits",
     "fitted",
     "is_stale",
+    "lasting_s",
     "leave_out_too_large",
     "loads_of",
     "prices_digest",

@@ -17,7 +17,7 @@ import numpy as np
 
 from dflop.config import ScheduleConfig
 from dflop.costs import Loads
-from dflop.pricing import NO_CORRECTIONS, Corrections, Learner, Pricer
+from dflop.pricing import NO_CORRECTIONS, Corrections, Learner, Pricer, lasting_s
 from dflop.scheduling.scheduler import BatchScheduler
 from dflop.scheduling.step_schedule import StepSchedule
 
@@ -137,6 +137,8 @@ def _cells(
     of_module = table.loads(schedule.shapes, schedule.assignment)
     table_s = np.stack(table.stage_costs.stage_times(of_module))
     measured_s = np.stack([measured.forward_s, measured.backward_s])
+    # Of replicas that wait for each other in every layer only the slowest took as long as it was measured.
+    table_s = np.where(table_s == lasting_s(table.plan, table_s), table_s, 0.0)
     ends = np.cumsum([stage.dp for stage in table.stages])
     return [
         (stage.module, of_module[stage.module], table_s[:, end - stage.dp : end], measured_s[:, end - stage.dp : end])

@@ -32,7 +32,7 @@ from dflop.balancing import (
 )
 from dflop.config import ScheduleConfig
 from dflop.data import SampleShapes
-from dflop.pricing import Assignment, Pricer, fits, fitted
+from dflop.pricing import Assignment, Pricer, fits, fitted, lasting_s
 from dflop.runtime import UserError
 from dflop.scheduling.global_batches import EvaluationBatches, GlobalBatches
 from dflop.scheduling.shares import ideal_shares
@@ -94,8 +94,8 @@ class BatchScheduler:
             llm_tokens=sorted_shapes.llm_tokens,
             target_tokens=sorted_shapes.target_tokens,
             media=sorted_shapes.media,
-            forward_s=times.forward_s,
-            backward_s=times.backward_s,
+            forward_s=lasting_s(self.pricer.plan, times.forward_s),
+            backward_s=lasting_s(self.pricer.plan, times.backward_s),
             extrapolated=self.pricer.extrapolated(shapes, assignment),
             step_s=timeline.step_s,
             idle=timeline.idle,

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
-from dflop.training.rank_model import RankModel
+from dflop.training.rank_model import NodeModel, RankModel
 
 __all__ = ["export_model"]
 
@@ -37,9 +37,11 @@ def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
         for place in range(grid.tp)
     ]
     for own in model.nodes:
+        if own.node.dp_rank and own.shared is None:
+            continue
+        weights = _own_weights(own, is_tied=model.hf_config.tie_word_embeddings)
         if own.node.dp_rank:
             continue
-        weights = _own_weights(own.stage, own.ranks, is_tied=model.hf_config.tie_word_embeddings)
         index = files.index((own.node.module, own.node.pp_stage, own.ranks.place)) + 1
         file = part / f"model-{index:05d}-of-{len(files):05d}.safetensors"
         save_file(weights, file, metadata={"format": "pt"})
@@ -57,11 +59,18 @@ def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
     dist.barrier()
 
 
-def _own_weights(stage: Stage, ranks: TensorGroup, *, is_tied: bool) -> dict[str, torch.Tensor]:
-    """The tensors of a stage that this rank writes: whole ones, of about as many bytes as each of the others does."""
+def _own_weights(own: NodeModel, *, is_tied: bool) -> dict[str, torch.Tensor]:
+    """The tensors of a stage that this rank writes: whole ones, of about as many bytes as each of the others does.
+    Of parameters that replicas share, the first one writes what all of them give."""
+    stage, ranks = own.stage, own.ranks
     weights, held_bytes = {}, [0] * ranks.size
     for name, tensor in stage.hf_state_dict().items():
         if is_tied and name == "lm_head.weight":  # checkpoints hold it once, under the embedding's name
+            continue
+        if isinstance(tensor, DTensor):
+            whole = tensor.full_tensor()
+            if own.node.dp_rank == 0:
+                weights[name] = whole.cpu()
             continue
         shard = stage.shards.get(name)
         writer = held_bytes.index(min(held_bytes))

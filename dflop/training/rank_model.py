@@ -1,6 +1,6 @@
 """What a rank holds of the model: the stage of each node that it carries, and the optimiser that trains it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
 from dflop.pipeline import Node, Op
+from dflop.training.parameter_shards import ParameterShards, SharedPasses
 from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.tied_embedding import TiedEmbedding
 from dflop.training.topology import Topology
@@ -27,23 +28,26 @@ __all__ = ["NodeModel", "RankModel", "build_rank_model", "forwards_that_read"]
 class NodeModel:
     """One node: its index in the program, its stage, the ranks that share it, and the optimiser over its replicas.
 
-    `parameters` are the stage's, under the names of the whole Hugging Face model, and `lr` their module's learning
-    rate. `tied` is the matrix that it shares with the other end of the LLM's pipeline, where the head is the embedding.
+    `parameters` are the stage's, under the names of the whole Hugging Face model, `shards` which part of each this
+    rank has where it has not all of it, and `lr` their module's learning rate. `tied` is the matrix that it shares
+    with the other end of the LLM's pipeline, where the head is the embedding. Where replicas share parameters,
+    `shared` runs the stage.
     """
 
     index: int
     node: Node
     stage: Stage
     ranks: TensorGroup
-    optimizer: ShardedAdamW
+    optimizer: ShardedAdamW | ParameterShards
     parameters: dict[str, nn.Parameter]
+    shards: Mapping[str, Shard]
     lr: float
     tied: TiedEmbedding | None = None
+    shared: SharedPasses | None = None
 
-    @property
-    def shards(self) -> Mapping[str, Shard]:
-        """Of parameters that ranks share: which part of it this one has."""
-        return self.stage.shards
+    def run(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """What computes with the stage, begun and ended together with replicas that share its parameters."""
+        return self.shared(compute) if self.shared else compute()
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -125,6 +129,7 @@ def _build_node(
 ) -> NodeModel:
     node, ranks = topology.program.nodes[index], topology.tensor[index]
     check_tp(spec, node.module, ranks.size)
+    gathers = plan.grid(node.module).gathers
     stage = load_runtime(spec.family).build_stage(
         hf_config,
         node.module,
@@ -132,15 +137,22 @@ def _build_node(
         seed=config.seed,
         checkpoint=checkpoint,
         dtype=dtype,
-        device=topology.device,
+        device="cpu" if gathers else topology.device,
         checkpointing=plan.checkpointing,
         ranks=ranks,
     )
     stage.requires_grad_(node.module not in config.model.freeze)
+    lr, weight_decay = config.train.of_module(node.module)
+    common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr}
+    if gathers:
+        computes_as = torch.bfloat16 if config.train.precision == "bf16" else None
+        sharers = topology.sharers[index]
+        shared = SharedPasses(stage, sharers, topology.device, computes_as)
+        own = ParameterShards(stage.named_hf_parameters(), sharers, topology.rank, lr=lr, weight_decay=weight_decay)
+        return NodeModel(**common, optimizer=own, parameters=own.parameters, shards=own.shards, shared=shared)
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
     parameters = stage.named_hf_parameters()
-    lr, weight_decay = config.train.of_module(node.module)
     optimizer = ShardedAdamW(
         [own for own in parameters.values() if not (embedding and embedding.is_copy and own is embedding.weight)],
         topology.replicas[index],
@@ -149,13 +161,4 @@ def _build_node(
         # What is whole on every rank, the first one counts.
         counted_elsewhere=[own for name, own in parameters.items() if not ranks.is_first and name not in stage.shards],
     )
-    return NodeModel(
-        index=index,
-        node=node,
-        stage=stage,
-        ranks=ranks,
-        optimizer=optimizer,
-        parameters=parameters,
-        lr=lr,
-        tied=embedding,
-    )
+    return NodeModel(**common, optimizer=optimizer, parameters=parameters, shards=stage.shards, tied=embedding)

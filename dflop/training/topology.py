@@ -18,9 +18,19 @@ from dflop.runtime.local_device import local_device
 from dflop.training.tied_embedding import Ends
 from dflop.training.wires import make_links
 
-__all__ = ["Topology", "join_world", "place_in_world"]
+__all__ = ["Sharers", "Topology", "join_world", "place_in_world"]
 
 _TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharers:
+    """Replicas that share parameters: a row of `ranks` has one copy of them between it. `group` joins this rank's row,
+    and `copies` the ranks that hold the same of every copy, where there are several."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    group: dist.ProcessGroup
+    copies: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +39,8 @@ class Topology:
 
     `instructions` are this rank's, over the nodes that it carries. For each of these nodes, `tensor` are the ranks that
     carry it together, of which this is one, and `replicas` joins the ranks that hold the same shard of the same stage
-    (the stage's dp group). `tied` joins the two ends of the LLM's pipeline, for those nodes that are one of them.
+    (the stage's dp group); `sharers` are its replicas where they share parameters. `tied` joins the two ends of the
+    LLM's pipeline, for those nodes that are one of them.
     """
 
     rank: int
@@ -40,6 +51,7 @@ class Topology:
     store: dist.Store
     tensor: Mapping[int, TensorGroup]
     replicas: Mapping[int, dist.ProcessGroup]
+    sharers: Mapping[int, Sharers]
     tied: Mapping[int, Ends]
     links: Links
 
@@ -92,6 +104,7 @@ def place_in_world(
     nodes, ranks = program.workers[own].nodes, _ranks_of_nodes(program)
     place = {node: ranks[node].index(rank) for node in nodes}
     tensor, replicas, tied = _tensor_groups(ranks), _replica_groups(program, ranks), _tied_ends(program, ranks)
+    sharers = _sharers(program, ranks)
     return Topology(
         rank=rank,
         world_size=dist.get_world_size(),
@@ -101,6 +114,7 @@ def place_in_world(
         store=store,
         tensor={node: TensorGroup(ranks[node], place[node], tensor[node]) for node in nodes},
         replicas={node: replicas[node][place[node]] for node in nodes},
+        sharers={node: sharers[node] for node in nodes if node in sharers},
         tied={node: tied[node][place[node]] for node in nodes if node in tied},
         links=links,
     )
@@ -144,6 +158,23 @@ def _replica_groups(program: Program, ranks: Sequence[tuple[int, ...]]) -> list[
         made = [groups.of(alike) for alike in zip(*(ranks[node] for node in nodes), strict=True)]
         for node in nodes:
             found[node] = made
+    return found
+
+
+def _sharers(program: Program, ranks: Sequence[tuple[int, ...]]) -> dict[int, Sharers]:
+    """Of each node whose module's parameters are divided among replicas: who they are."""
+    groups, found = _Groups(), {}
+    for module, num_shards in program.num_shards.items():
+        nodes = [index for index, node in enumerate(program.nodes) if node.module == module]
+        if num_shards == 1:
+            continue
+        own = [ranks[node][0] for node in nodes]
+        rows = tuple(tuple(own[first : first + num_shards]) for first in range(0, len(own), num_shards))
+        shared = [groups.of(row) for row in rows]
+        copies = [groups.of(column) for column in zip(*rows, strict=True)] if len(rows) > 1 else [None] * num_shards
+        for place, node in enumerate(nodes):
+            row, column = divmod(place, num_shards)
+            found[node] = Sharers(ranks=rows, group=shared[row], copies=copies[column])
     return found
 
 

@@ -65,6 +65,10 @@ class _Work(ABC):
             if has_backward(program.nodes[program.edges[number].source].module, frozen)
         }
         self._num_replicas = Counter(node.module for node in program.nodes if node.pp_stage == 0)
+        # Who runs the same passes as this node: replicas that share its parameters.
+        self._together = [own.node]
+        if own.shared:
+            self._together = [node for node in program.nodes if node.module == own.node.module]
         self._deferral = Deferral(own.stage) if splits_backward else None
 
     def read_from(self, loader: Iterator) -> Iterator:
@@ -82,6 +86,7 @@ class _Work(ABC):
         self._outputs: dict[int, dict[int, torch.Tensor]] = {}
         self._leaves: dict[int, dict[int, torch.Tensor]] = {}
         self._put_off: dict[int, list] = {}
+        self._num_backwards = sum(map(self._runs, range(self.program.num_microbatches)))
         self._own.zero_grad()
 
     def prepare(self, microbatch: int) -> None:
@@ -107,8 +112,9 @@ class _Work(ABC):
             edge: tensor.detach().requires_grad_(edge in self._owed and tensor.is_floating_point())
             for edge, tensor in received.items()
         }
+        batch = self._inputs.pop(microbatch)
         with self._autocast:
-            outputs = self._compute(microbatch, self._inputs.pop(microbatch), leaves)
+            outputs = self._own.run(lambda: self._compute(microbatch, batch, leaves)) if self._runs(microbatch) else {}
         if any(output.requires_grad for output in outputs.values()):
             self._outputs[microbatch], self._leaves[microbatch] = outputs, leaves
         return {edge: output.detach() for edge, output in outputs.items() if edge != _LOSS}
@@ -117,6 +123,9 @@ class _Work(ABC):
         outputs, leaves = self._outputs.pop(microbatch, {}), self._leaves.pop(microbatch, {})
         wanted = {edge: output for edge, output in outputs.items() if output.requires_grad}
         gradients = [None if edge == _LOSS else received[edge].to(output.dtype) for edge, output in wanted.items()]
+        self._num_backwards -= self._runs(microbatch)
+        if self._own.shared:
+            self._own.shared.sum_over_copies(self._num_backwards == 0)
         if wanted:
             torch.autograd.backward(list(wanted.values()), gradients)
         owed = {edge: leaf.grad for edge, leaf in leaves.items() if leaf.grad is not None}
@@ -136,6 +145,10 @@ class _Work(ABC):
     def backward_weight(self, microbatch: int) -> None:
         assert self._deferral is not None, "the plan's schedule does not split the backward"
         self._deferral.compute(self._put_off.pop(microbatch))
+
+    def _runs(self, microbatch: int) -> bool:
+        """Whether there is anything to compute; replicas that share parameters run the same passes."""
+        return True
 
     def sync_gradients(self) -> None:
         self._own.sum_gradients()
@@ -185,6 +198,9 @@ class EncoderWork(_Work):
     def _without_records(self, microbatch: int) -> EncoderBatch:
         return EncoderBatch(items=None, media=(), kept_tokens=())
 
+    def _runs(self, microbatch: int) -> bool:
+        return any(samples_of(self.schedule, node, microbatch).any() for node in self._together)
+
     def _hidden_shape(self, chosen: np.ndarray) -> tuple[int, ...] | None:
         num_items = int(self.schedule.num_items[chosen, self.schedule.encoders.index(self.node.module)].sum())
         return self.stage.hidden_shape(num_items) if num_items else None
@@ -194,7 +210,9 @@ class EncoderWork(_Work):
     ) -> dict[int, torch.Tensor]:
         chosen = samples_of(self.schedule, self.node, microbatch)
         if not chosen.any():
-            return {}
+            # Others gather parameters for theirs, and sum gradients: zeros from here, which nothing is sent of.
+            hidden = self.stage.encode(self.stage.embed(_blank(self._processor, self.device, self._dtype)))
+            return {_LOSS: 0.0 * hidden[-1].sum()}
         if self.stage.is_first:
             made = self.stage(batch)
         else:
@@ -209,6 +227,13 @@ class EncoderWork(_Work):
                 target = self.program.nodes[self.program.edges[edge].target]
                 outputs[edge] = torch.cat([made[place] for place in np.flatnonzero(llm_rank == target.dp_rank)])
         return outputs
+
+
+def _blank(processor: MediaProcessor, device: torch.device, dtype: torch.dtype) -> EncoderBatch:
+    """One item of zeros."""
+    return EncoderBatch(
+        items=torch.zeros((1, *processor.item_shape), dtype=dtype, device=device), media=(), kept_tokens=()
+    )
 
 
 class LlmWork(_Work):
@@ -240,6 +265,8 @@ class LlmWork(_Work):
         else:
             (leaf,) = leaves.values()
             hidden = leaf.to(self._dtype)
+        if self._own.shared and self._owed and not hidden.requires_grad:
+            hidden.requires_grad_()  # others have a backward for their encoders' sake, and no one alone
         output = self.stage(hidden, batch)
         if self.stage.is_last:
             if self._own.ranks.is_first:  # all of the node's ranks know it, and it counts once

@@ -10,7 +10,9 @@ train the same global batches in each of these ways, all with the same stages, p
 - `DDP`: torch's DistributedDataParallel and DistributedSampler, packed, in one forward a rank and step; it looks for
   unused parameters, as it must where a rank may have texts alone;
 - `DDP, accumulated`: the same in as many microbatches as the plan has;
-- `DDP, padded`: as `DDP`, with each sample as long as the longest of its rank.
+- `DDP, padded`: as `DDP`, with each sample as long as the longest of its rank;
+- `FSDP2`: as `DDP, accumulated`, with torch's `fully_shard` on each layer and on the whole; a rank that has texts alone
+  encodes a blank picture, since all have to gather the same. Compare it with a plan of `sharding: parameters`.
 
 Batches are loaded before a step's clock starts, or, with `--on-the-fly`, by one loader process a rank, as in training:
 then sides take turns in runs of six steps, of which the first is not counted, so that each reads ahead in its own time.
@@ -24,6 +26,7 @@ import gc
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -40,6 +43,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -49,6 +54,7 @@ from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, Train
 from dflop.data.shapes import MediumSize
 from dflop.models import load_model_spec
 from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.tensor_group import ALONE
 from dflop.parallelism import Grid, Plan, load_plan
 from dflop.pipeline import make_program
 from dflop.pipeline.run import run_instructions
@@ -139,6 +145,7 @@ def _run_rank(rank: int, config: Config, request: dict, on_the_fly: bool) -> Non
         "DDP": _ddp(config, samples, on_the_fly, 1),
         "DDP, accumulated": _ddp(config, samples, on_the_fly, num_accumulated),
         "DDP, padded": _ddp(config, samples, on_the_fly, 1, padded=True),
+        "FSDP2": _ddp(config, samples, on_the_fly, num_accumulated, shards=True),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -208,20 +215,45 @@ def _planned(config: Config, plan_path: Path, schedules: list[StepSchedule]) -> 
 
 
 class Whole(nn.Module):
-    """The encoder's and the LLM's one stage, as a user would call them: one loss of a rank's packed samples."""
+    """The encoder's and the LLM's one stage, as a user would call them: one loss of a rank's packed samples. Where it
+    `encodes_always`, texts alone come with a blank picture, which nothing is made of."""
 
-    def __init__(self, encoder: nn.Module, llm: nn.Module) -> None:
+    def __init__(
+        self, encoder: nn.Module, llm: nn.Module, item_shape: tuple[int, ...], *, encodes_always: bool
+    ) -> None:
         super().__init__()
-        self.encoder, self.llm = encoder, llm
+        self.encoder, self.llm, self.encodes_always = encoder, llm, encodes_always
+        self.item_shape = item_shape
 
     def forward(self, media: EncoderBatch, text: TextBatch) -> torch.Tensor:
-        features = self.encoder(media) if len(media.items) else []
+        features, unused = [], 0.0
+        if len(media.items):
+            features = self.encoder(media)
+        elif self.encodes_always:
+            blank = replace(media, items=torch.zeros((1, *self.item_shape)))
+            unused = 0.0 * self.encoder.encode(self.encoder.embed(blank))[-1].sum()
         nothing = torch.zeros(0, self.llm.hf.config.text_config.hidden_size)
-        return self.llm(self.llm.embed(text, [torch.cat([nothing, *features])]), text)
+        return self.llm(self.llm.embed(text, [torch.cat([nothing, *features])]), text) + unused
+
+
+def _in_shards(whole: Whole) -> nn.Module:
+    """Each layer, the embedding and the head, and the rest, as FSDP2's tutorials have it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layers = [module for name, module in whole.named_modules() if re.search(r"layers?\.\d+$", name)]
+    for unit in (*layers, whole.llm.hf.get_input_embeddings(), whole.llm.hf.lm_head):
+        fully_shard(unit, mesh=mesh)
+    fully_shard(whole, mesh=mesh).set_reduce_scatter_unused_params(True)
+    return whole
 
 
 def _ddp(
-    config: Config, samples: SampleShapes, on_the_fly: bool, num_microbatches: int, *, padded: bool = False
+    config: Config,
+    samples: SampleShapes,
+    on_the_fly: bool,
+    num_microbatches: int,
+    *,
+    padded: bool = False,
+    shards: bool = False,
 ) -> Side:
     """Plain data parallelism over the same global batches, dealt out by torch's DistributedSampler."""
     plan = Plan(
@@ -231,13 +263,20 @@ def _ddp(
     )
     program, alone = make_program(plan), dist.new_subgroups(group_size=1)[0]
     own_place = SimpleNamespace(
-        nodes=(0, 1), program=program, device=torch.device("cpu"), replicas={0: alone, 1: alone}, tied={}
+        nodes=(0, 1),
+        program=program,
+        device=torch.device("cpu"),
+        tensor={0: ALONE, 1: ALONE},
+        replicas={0: alone, 1: alone},
+        tied={},
     )
     model = build_rank_model(config, plan, own_place, torch.float32)
     for own in model.nodes:  # its parameters are views into the flat buckets of an optimiser that is not used here
         for parameter in own.stage.parameters():
             parameter.data, parameter.grad = parameter.data.clone(), None
-    ddp = DistributedDataParallel(Whole(*(own.stage for own in model.nodes)), find_unused_parameters=True)
+    stages = (own.stage for own in model.nodes)
+    whole = Whole(*stages, model.processor.item_shape, encodes_always=shards)
+    ddp = _in_shards(whole) if shards else DistributedDataParallel(whole, find_unused_parameters=True)
     decayed, others = ([own for own in ddp.parameters() if (own.ndim > 1) == decays] for decays in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": config.train.weight_decay}, {"params": others, "weight_decay": 0.0}],
@@ -258,7 +297,7 @@ def _ddp(
         for number in range(num_microbatches):
             media, text = next(loaded)
             num_targets += len(text.target_ids)
-            with nullcontext() if number + 1 == num_microbatches else ddp.no_sync():
+            with nullcontext() if shards or number + 1 == num_microbatches else ddp.no_sync():
                 ddp(media, text).backward()
         dist.all_reduce(num_targets)
         for own in ddp.parameters():

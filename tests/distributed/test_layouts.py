@@ -3,6 +3,7 @@
 Everything is in float64. The oracle runs one sample after the other, unpacked, and steps with `torch.optim.AdamW`.
 """
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -50,6 +51,15 @@ def shared(placement: str, llm: dict, num_microbatches: int = 3, encoder_tp: int
     return Plan(placement=placement, grids=grids, num_microbatches=num_microbatches, **more)
 
 
+def sharding(plan: Plan, *shardings: str) -> Plan:
+    """The plan, with such a sharding of each module."""
+    grids = (
+        dataclasses.replace(grid, sharding=own, shards=2 if own == "hybrid" else None)
+        for grid, own in zip(plan.grids, shardings, strict=True)
+    )
+    return dataclasses.replace(plan, grids=tuple(grids))
+
+
 ONE, TWO, PIPELINE = {"num_ranks": 1}, {"num_ranks": 2}, {"num_ranks": 2, "pp": 2}
 SHARED, SHARED_TWICE, SHARED_PIPELINE = (
     {"num_ranks": 2, "tp": 2},
@@ -92,8 +102,30 @@ PLANS = {
     "monolithic tp 2 pp 2": shared("monolithic", SHARED_PIPELINE, num_microbatches=2, encoder_tp=2),
     "monolithic tp 2 dp 2": shared("monolithic", SHARED_TWICE, num_microbatches=2, encoder_tp=2),
 }
-FROZEN = ("disjoint 1+1", "encoder pp 2", "colocated pp 2 dp 2", "monolithic 2", "colocated LLM tp 2")
+PLANS |= {
+    "parameters 2": sharding(shared("monolithic", TWO), "parameters", "parameters"),
+    "parameters 4, colocated": sharding(shared("colocated", {"num_ranks": 4}, 2), "parameters", "parameters"),
+    "parameters of the encoder": sharding(shared("colocated", {"num_ranks": 4, "pp": 2}, 2), "parameters", "optimizer"),
+    "parameters of the first stage's encoder": sharding(
+        shared("monolithic", {"num_ranks": 4, "pp": 2}, 2), "parameters", "optimizer"
+    ),
+    "parameters of the LLM": sharding(disjoint(ONE, TWO, checkpointing=True), "optimizer", "parameters"),
+    "parameters 2x2": sharding(shared("monolithic", {"num_ranks": 4}, 2), "parameters", "hybrid"),
+    "parameters 2x2 of both": sharding(shared("colocated", {"num_ranks": 4}, 2), "hybrid", "hybrid"),
+    "parameters 2+2": sharding(disjoint(TWO, TWO, num_microbatches=2), "parameters", "parameters"),
+}
+FROZEN = (
+    "parameters 2",
+    "parameters 2+2",
+    "disjoint 1+1",
+    "encoder pp 2",
+    "colocated pp 2 dp 2",
+    "monolithic 2",
+    "colocated LLM tp 2",
+)
 TIED = (
+    "parameters 2",
+    "parameters of the LLM",
     "disjoint 1+1",
     "disjoint 1+2, LLM pp 2",
     "colocated pp 2 dp 2",
@@ -210,6 +242,7 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
     check_program(plan, program, config.model.freeze)
     topology = place_in_world(program, torch.device("cpu"), torch.float64, dist.HashStore())
     model = build_rank_model(config, plan, topology, torch.float64)
+    assert all((own.shared is not None) == plan.grid(own.node.module).gathers for own in model.nodes)
     num_steps = _NUM_STEPS[variant]
     schedules = [
         StepSchedule.from_bytes((folder / f"{name} {variant}" / str(step)).read_bytes()) for step in range(num_steps)

@@ -63,8 +63,17 @@ def reference(run):
         {"vision_dp": 2, "llm_pp": 2},
         {"placement": "colocated", "llm_pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
         {"llm_tp": 2},
+        {"placement": "colocated", "llm_dp": 2, "sharding": "parameters"},
+        {"placement": "colocated", "llm_pp": 2, "sharding": "parameters"},
     ],
-    ids=["two ranks", "vision dp 2, llm pp 2", "colocated, zb_h1", "llm tp 2"],
+    ids=[
+        "two ranks",
+        "vision dp 2, llm pp 2",
+        "colocated, zb_h1",
+        "llm tp 2",
+        "sharded parameters",
+        "sharded encoder, llm pp 2",
+    ],
 )
 def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(
     run, two_ranks, reference, tmp_path, layout
@@ -87,11 +96,16 @@ def test_any_layout_takes_the_same_steps_as_the_unpacked_model_in_one_process(
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(run, two_ranks, tmp_path):
     folder, config = run
-    whole = train(folder, config, plan_file(folder), tmp_path / "whole", steps=4)
+    whole = train(folder, config, plan_file(folder), tmp_path / "whole", steps=5)
     shutil.copytree(two_ranks[0], tmp_path / "parts")
     another = plan_file(folder, placement="colocated", llm_pp=2)
-    resumed = train(folder, config, another, tmp_path / "parts", steps=4)
-    assert [step["step"] for step in resumed] == [0, 1, 2, 3]
+    train(folder, config, another, tmp_path / "parts", steps=4)
+    shutil.copytree(tmp_path / "parts", tmp_path / "shards")
+    in_shards = plan_file(folder, placement="colocated", llm_dp=2, sharding="parameters")
+    resumed = train(folder, config, in_shards, tmp_path / "shards", steps=5)
+    back = train(folder, config, another, tmp_path / "shards", steps=6)
+    assert [step["step"] for step in resumed] == [0, 1, 2, 3, 4]
+    assert [step["step"] for step in back] == [0, 1, 2, 3, 4, 5]
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
     summary = json.loads((tmp_path / "parts/summary.json").read_text())

@@ -23,18 +23,26 @@ def plan_file(
     num_microbatches: int = 2,
     schedule: str = "1f1b",
     placement: str = "disjoint",
+    sharding: str = "optimizer",
 ) -> Path:
     is_shared, llm_ranks = placement == "colocated", llm_dp * llm_pp * llm_tp
     plan = Plan(
         placement=placement,
         grids=(
-            Grid(module="vision", num_ranks=llm_ranks if is_shared else vision_dp),
-            Grid(module="llm", num_ranks=llm_ranks, tp=llm_tp, pp=llm_pp, rank_offset=0 if is_shared else vision_dp),
+            Grid(module="vision", num_ranks=llm_ranks if is_shared else vision_dp, sharding=sharding),
+            Grid(
+                module="llm",
+                num_ranks=llm_ranks,
+                tp=llm_tp,
+                pp=llm_pp,
+                rank_offset=0 if is_shared else vision_dp,
+                sharding=sharding if llm_pp == 1 else "optimizer",
+            ),
         ),
         num_microbatches=num_microbatches,
         schedule=schedule,
     )
-    path = folder / f"plan-{placement}-{vision_dp}-{llm_dp}-{llm_pp}-{llm_tp}-{schedule}.yaml"
+    path = folder / f"plan-{placement}-{vision_dp}-{llm_dp}-{llm_pp}-{llm_tp}-{schedule}-{sharding}.yaml"
     path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
     return path
 

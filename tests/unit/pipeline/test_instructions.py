@@ -3,6 +3,7 @@
 torch's schedules serve as oracle where it has them: for an LLM without encoders.
 """
 
+import dataclasses
 from itertools import groupby
 from types import SimpleNamespace
 
@@ -200,13 +201,7 @@ def test_a_colocated_rank_first_encodes_then_does_its_part_of_the_pipeline_then_
 def broken(program: Program, worker: int, items: list[Instruction]) -> Program:
     lists = list(program.instructions)
     lists[worker] = tuple(items)
-    return Program(
-        nodes=program.nodes,
-        workers=program.workers,
-        edges=program.edges,
-        num_microbatches=program.num_microbatches,
-        instructions=tuple(lists),
-    )
+    return dataclasses.replace(program, instructions=tuple(lists))
 
 
 @properties

@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 import yaml
-from spaces import LITTLE_GIB, make_config
+from spaces import LITTLE_GIB, make_config, with_quick_tp_2
 
 from dflop.config import ModelConfig
 from dflop.data import SampleShapes
@@ -71,8 +71,8 @@ def test_the_table_has_the_promised_columns_first_and_in_order(search):
 
 
 def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(search, costs, tmp_path):
-    config = make_config(4, 8, memory_gib=LITTLE_GIB)
-    found = search(config)
+    config, costs = make_config(4, 8, memory_gib=LITTLE_GIB), with_quick_tp_2(costs)
+    found = search(config, costs=costs)
     path = tmp_path / "plan.yaml"
     path.write_text(describe_choice(found, [], config, costs))
     assert load_plan(path) == found.best.plan
@@ -105,11 +105,11 @@ def test_nothing_is_passed_over_where_the_fastest_can_be_trained(search, costs):
 
 
 def test_a_plan_that_nobody_can_train_is_not_called_chosen(explain, search, costs):
-    config = make_config(4, 8, fixed={"llm": {"sharding": "parameters"}})
-    said = explain(config)
+    config, costs = make_config(4, 8, fixed={"llm": {"sharding": "parameters", "tp": 2}}), with_quick_tp_2(costs)
+    said = explain(config, costs=costs)
     assert "No plan of the space can be trained today: " in said
     assert "chosen:" not in said
-    assert yaml.safe_load(describe_choice(search(config), [], config, costs))["runnable"] is False
+    assert yaml.safe_load(describe_choice(search(config, costs=costs), [], config, costs))["runnable"] is False
 
 
 def test_more_memory_is_said_to_help_where_it_does(explain, search):

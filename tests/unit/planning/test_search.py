@@ -33,20 +33,22 @@ def test_a_search_gives_the_same_answer_again(search):
     assert search(make_config()) == search(make_config())
 
 
-def test_the_best_can_be_trained_and_a_faster_one_that_cannot_is_passed_over(search):
-    found = search(make_config(4, 8, memory_gib=LITTLE_GIB))
+def test_the_best_can_be_trained_and_a_faster_one_that_cannot_is_passed_over(search, costs):
+    quick = with_quick_tp_2(costs)
+    found = search(make_config(4, 8, memory_gib=LITTLE_GIB), costs=quick)
     assert found.best.why_not_runnable is None
     assert found.passed_over is found.candidates[0]
     assert "cannot be trained yet" in found.passed_over.why_not_runnable
     assert found.passed_over.step_s < found.best.step_s
-    of_trainable = search(make_config(4, 8, memory_gib=LITTLE_GIB, shardings=["optimizer"]))
+    of_trainable = search(make_config(4, 8, memory_gib=LITTLE_GIB, shardings=["optimizer"]), costs=quick)
     assert of_trainable.passed_over is None
     assert of_trainable.best is of_trainable.candidates[0]
     assert of_trainable.best.step_s == found.best.step_s
 
 
-def test_where_nothing_can_be_trained_the_fastest_is_the_best(search):
-    found = search(make_config(4, 8, fixed={"llm": {"sharding": "parameters"}}))
+def test_where_nothing_can_be_trained_the_fastest_is_the_best(search, costs):
+    fixed = {"llm": {"sharding": "parameters", "tp": 2}}
+    found = search(make_config(4, 8, fixed=fixed), costs=with_quick_tp_2(costs))
     assert found.best is found.candidates[0]
     assert found.best.why_not_runnable is not None
     assert found.passed_over is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dflop.config import ClusterConfig
 from dflop.costs import StageKind
 from dflop.parallelism import Grid, Plan
-from dflop.pricing import Pricer, alone_bytes
+from dflop.pricing import Pricer, alone_bytes, lasting_s
 from dflop.pricing.assignment import deal_media
 
 CLUSTER = ClusterConfig(num_nodes=2, devices_per_node=2, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
@@ -126,3 +126,12 @@ def test_media_are_dealt_anew_in_every_microbatch_where_replicas_meet_in_each(dr
         own = microbatch == turn
         items = np.bincount(rank[own], weights=shapes.num_items[own, 0], minlength=4)
         assert items.max() - items.min() <= shapes.num_items[own, 0].max()
+
+
+def test_a_pass_lasts_as_long_as_on_the_slowest_of_those_who_meet():
+    plan = whole_model({}, HYBRID, num_microbatches=2)
+    seconds = np.arange(16.0).reshape(8, 2)
+    lasting = lasting_s(plan, seconds)
+    assert (lasting[:4] == seconds[:4]).all()
+    assert lasting[4:].tolist() == [[10, 11], [10, 11], [14, 15], [14, 15]]
+    assert (lasting_s(whole_model(num_microbatches=2), np.stack([seconds, -seconds]))[1, :4] == [0, -1]).all()

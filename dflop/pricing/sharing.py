@@ -1,0 +1,19 @@
+"""Replicas that share parameters: how long their passes last, which begin and end together."""
+
+import numpy as np
+
+from dflop.parallelism import Plan
+from dflop.pipeline import stages_of
+
+__all__ = ["lasting_s"]
+
+
+def lasting_s(plan: Plan, seconds: np.ndarray) -> np.ndarray:
+    """Of each node's own seconds, [..., num_nodes, num_microbatches], those of the slowest that it meets."""
+    lasting = np.array(seconds)
+    for stage in stages_of(plan):
+        num_shards = plan.grid(stage.module).num_shards
+        own = lasting[..., stage.first_node : stage.first_node + stage.dp, :]
+        groups = own.reshape(*own.shape[:-2], -1, num_shards, own.shape[-1])
+        own[:] = np.broadcast_to(groups.max(axis=-2, keepdims=True), groups.shape).reshape(own.shape)
+    return lasting
