@@ -1,0 +1,107 @@
+"""The directory that training leaves is a Hugging Face checkpoint of its family, processor and tokenizer included."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from PIL import Image
+from training_runs import plan_file, train
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from dflop.config import Config, load_config
+from dflop.data import ChatTokenizer
+from dflop.data.records import Turn
+from dflop.data.shapes import expand_text
+from dflop.models import family_names, load_model_spec, load_runtime
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import make_program
+from dflop.training.export import export_model
+from dflop.training.rank_model import build_rank_model
+from dflop.training.topology import place_in_world
+
+pytestmark = pytest.mark.serial
+
+EXAMPLE = Path(__file__).parents[2] / "config" / "examples" / "internvl_cpu.yaml"
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A world of one process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save_checkpoint(folder: Path, config: Config, *, tied: bool) -> None:
+    """A checkpoint in several files, as transformers writes one."""
+    spec, runtime = load_model_spec(config.model), load_runtime(config.model.family)
+    tokenizer = ChatTokenizer(None, spec.rules)
+    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
+    hf_config.tie_word_embeddings = tied
+    torch.manual_seed(5)
+    runtime.architecture(hf_config).save_pretrained(folder, max_shard_size="800KB")
+    tokenizer.save(folder, spec.media)
+    runtime.make_processor(spec, None).save(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", family_names())
+def test_a_model_that_was_not_trained_is_written_as_it_was_loaded(alone, family, tied, tmp_path):
+    loaded, written = tmp_path / "loaded", tmp_path / "written"
+    save_checkpoint(loaded, load_config({"model": {"family": family}}), tied=tied)
+    assert len(list(loaded.glob("*.safetensors"))) > 1
+    config = load_config({"model": {"family": family, "path": str(loaded)}})
+    grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=1))
+    plan = Plan(placement="colocated", grids=grids, num_microbatches=1)
+    topology = place_in_world(make_program(plan), torch.device("cpu"), torch.float32, dist.HashStore())
+    export_model(written, plan, build_rank_model(config, plan, topology, torch.float32))
+
+    architecture = load_runtime(family).architecture
+    (before, found_before), (after, found_after) = (
+        architecture.from_pretrained(folder, output_loading_info=True) for folder in (loaded, written)
+    )
+    assert not any(found_before.values())
+    assert not any(found_after.values()), found_after
+    assert after.config.tie_word_embeddings == tied
+    theirs = after.state_dict()
+    assert before.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in before.state_dict().items())
+    ids = torch.arange(100, 130)[None]
+    assert torch.equal(before(input_ids=ids).logits, after(input_ids=ids).logits)
+    images = [AutoImageProcessor.from_pretrained(folder).to_dict() for folder in (loaded, written)]
+    assert images[0] == images[1]
+    assert AutoTokenizer.from_pretrained(written).get_vocab() == AutoTokenizer.from_pretrained(loaded).get_vocab()
+
+
+def test_the_example_of_internvl_trains_and_what_it_leaves_generates_text_of_a_picture(internvl_run, tmp_path):
+    folder, config = internvl_run
+    example = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    assert load_config(example).model.family == "internvl"
+    chosen = {"steps": 2, "precision": "fp32", "lr": example["train"]["lr"]}
+    steps = train(folder, config | {"model": example["model"]}, plan_file(folder), tmp_path / "train", **chosen)
+    assert [step["step"] for step in steps] == [0, 1]
+
+    spec, runtime = load_model_spec(load_config(example).model), load_runtime("internvl")
+    written = tmp_path / "train/model"
+    model, found = runtime.architecture.from_pretrained(written, output_loading_info=True)
+    assert not any(found.values()), found
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 200, 3), dtype=np.uint8))
+    (tiles,) = runtime.make_processor(spec, written).images([picture])
+    count = spec.rules.image(200, 60, 1)
+    assert len(tiles) == count.num_items > 1
+    tokenizer = ChatTokenizer(written)  # which has all that the family's texts need by now
+    (text,) = tokenizer.encode([[Turn("user", f"{spec.rules.in_text('image', count)}\nWhat?"), Turn("assistant", "A")]])
+    context = text.token_ids == model.config.image_token_id
+    assert context.sum() == 1
+    text = type(text)(text.token_ids, text.is_target, np.flatnonzero(context))
+    ids, is_target = expand_text(text, [count.num_tokens], 10_000)
+    prompt = torch.from_numpy(ids[: is_target.argmax()])[None]
+    inputs = {"pixel_values": torch.from_numpy(tiles)}
+    made = model.generate(input_ids=prompt, **inputs, max_new_tokens=3, do_sample=False)
+    with torch.no_grad():
+        likeliest = model(input_ids=made, **inputs).logits[0].argmax(dim=-1)
+    num_asked = prompt.shape[1]
+    assert made[0, num_asked:].tolist() == likeliest[num_asked - 1 : -1].tolist()
