@@ -6,7 +6,8 @@
 from dflop.pipeline.check import check_program, most_in_flight
 from dflop.pipeline.columns import columns_of
 from dflop.pipeline.compiled import CompiledPlan, compile_plan
-from dflop.pipeline.instructions import Instruction, Op, Program, Span, make_program
+from dflop.pipeline.filling import BubbleFiller
+from dflop.pipeline.instructions import Instruction, Op, Program, Span, StepInstructions, make_program
 from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
 from dflop.pipeline.orders import has_backward
@@ -18,6 +19,7 @@ from dflop.pipeline.waits import Computation, computations_of
 __all__ = [
     "Action",
     "Bridges",
+    "BubbleFiller",
     "CompiledPlan",
     "Computation",
     "Edge",
@@ -28,6 +30,7 @@ __all__ = [
     "Span",
     "StageReplicas",
     "StageTimes",
+    "StepInstructions",
     "Timeline",
     "Worker",
     "actions_of",

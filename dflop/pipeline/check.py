@@ -46,7 +46,7 @@ def most_in_flight(plan: Plan, stage: StageReplicas) -> int:
     """Activations of microbatches that a worker of the stage holds of its module at a time, at most; each chunk counts.
 
     The LLM's stages hold what their schedule says. An encoder on ranks of its own runs ahead of the LLM's first stage
-    by the stages between; one that shares ranks either follows the first stage or does all of its forwards first.
+    by the stages between; one that shares ranks either follows the first stage or may do all of its forwards first.
     """
     schedule, placement = SCHEDULES[plan.schedule], PLACEMENTS[plan.placement]
     pp, count, num_chunks = plan.grid("llm").pp, plan.num_microbatches, plan.num_chunks
@@ -56,7 +56,7 @@ def most_in_flight(plan: Plan, stage: StageReplicas) -> int:
         place = stage.pp_stage % pp
         delay = schedule.weight_delay(num_before + place) if splits else 0
         return min(count * num_chunks, schedule.ahead(place, pp, count, num_chunks) + 1 + delay)
-    if placement.encodes_all_first:
+    if placement.uses_all_ranks:
         return count
     bound = schedule.most_ahead_of_first(pp, count, num_chunks)
     if not placement.shares_ranks:

@@ -5,8 +5,8 @@ stands behind what it waits for, whatever the times are. It is an order of stage
 thousands of ranks compiles as fast as one for a few.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +25,7 @@ from dflop.pipeline.walk import (
     FIRST_WORKER,
     NO_BACKWARD,
     NUM_COLUMNS,
+    PARTS,
     SPAN,
     SPLIT_BACKWARD,
     STAGE_BEFORE,
@@ -34,12 +35,15 @@ from dflop.pipeline.walk import (
 )
 from dflop.runtime.kernels import kernel
 
-__all__ = ["CompiledPlan", "compile_plan"]
+__all__ = ["CompiledPlan", "compile_plan", "unmerged"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """`order` is [num_computations, 3]: pass, stage, microbatch; `stages` is [num_stages, NUM_COLUMNS]."""
+    """`order` is [num_computations, 4]: pass, stage, microbatch, and which part of the stage's replicas computes.
+
+    `stages` is [num_stages, NUM_COLUMNS].
+    """
 
     num_nodes: int
     num_workers: int
@@ -56,10 +60,10 @@ class CompiledPlan:
         return walk_items(self.order, self.stages, self.num_microbatches)
 
 
-def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
-    """Merge the orders of a plan's stages; encoders in `frozen` have no backward."""
+def compile_plan(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | None = None) -> CompiledPlan:
+    """Merge the orders of a plan's stages; encoders in `frozen` have no backward. `slots` as for `group_orders`."""
     listed = stages_of(plan)
-    orders = group_orders(plan, frozen)
+    orders = group_orders(plan, frozen, slots)
     stages = np.zeros((len(listed), NUM_COLUMNS), dtype=np.int64)
     encoders = [grid.module for grid in plan.grids[:-1]]
     has_bridges = PLACEMENTS[plan.placement].has_bridges and len(encoders) > 0
@@ -78,12 +82,13 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
             encoders.index(stage.module) if has_bridges and not is_llm and is_last else -1,
             SPLIT_BACKWARD if kind == WHOLE_BACKWARD and splits_backward(plan, stage.module) else kind,
             plan.grid(stage.module).num_shards,
+            stage.num_groups if PLACEMENTS[plan.placement].fills_bubbles else 1,
         )
     groups = np.array([(stage.group, stage.num_groups) for stage in listed], dtype=np.int64)
     offsets = np.cumsum([0, *(len(order) for order in orders)])
     num_distinct = sum(len(order) for order in orders)
     for place, stage in enumerate(listed):
-        if stage.num_groups > 1:
+        if stage.num_groups > stages[place, PARTS]:
             num_distinct -= (stage.num_groups - 1) * int((orders[stage.group][:, 1] == place).sum())
     merged, num_merged = _merge(np.concatenate(orders), offsets, stages, groups, num_distinct, plan.num_microbatches)
     assert num_merged == num_distinct, "the orders wait for each other in a circle"
@@ -104,15 +109,26 @@ def compile_plan(plan: Plan, frozen: Collection[str] = ()) -> CompiledPlan:
     )
 
 
+def unmerged(plan: CompiledPlan, orders: Sequence[np.ndarray]) -> CompiledPlan:
+    """The plan with these orders of its groups, one behind the other: each worker's own order is right, so that what it
+    holds can be told, and nothing else."""
+    rows = []
+    for group, order in enumerate(orders):
+        has_parts = plan.stages[order[:, 1], PARTS] > 1
+        rows.append(np.column_stack([order, np.where(has_parts, group, 0)]))
+    return replace(plan, order=np.concatenate(rows))
+
+
 @kernel
 def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
     """One order of all groups' computations in which each stands behind what it waits for; and how many were placed.
 
+    A stage that stands in the lists of several groups has as many parts, each with its place, or one place in all.
     All replicas of an encoder are taken to feed all of the LLM's, so that one order serves every batch.
     """
     num_groups, num_stages = len(offsets) - 1, len(stages)
-    merged = np.empty((num_distinct, 3), dtype=np.int64)
-    done = np.zeros((3, num_stages, num_microbatches), dtype=np.bool_)
+    merged = np.empty((num_distinct, 4), dtype=np.int64)
+    done = np.zeros((3, num_stages, num_microbatches), dtype=np.int64)  # by how many parts
     cursor = offsets[:-1].copy()
     count = 0
     moved = True
@@ -121,9 +137,11 @@ def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
         for group in range(num_groups):
             while cursor[group] < offsets[group + 1]:
                 which, stage, microbatch = items[cursor[group]]
-                first = groups[stage, 0]
+                first, num_together, part = groups[stage, 0], groups[stage, 1], 0
+                if stages[stage, PARTS] > 1:
+                    first, num_together, part = group, 1, group - first
                 ready = first == group
-                for other in range(first, first + groups[stage, 1]):
+                for other in range(first, first + num_together):
                     if not ready or cursor[other] >= offsets[other + 1]:
                         ready = False
                         break
@@ -132,9 +150,9 @@ def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
                     ready = _has_what_it_needs(which, stage, microbatch, stages, done)
                 if not ready:
                     break
-                merged[count] = items[cursor[group]]
-                done[which, stage, microbatch] = True
-                for other in range(first, first + groups[stage, 1]):
+                merged[count] = which, stage, microbatch, part
+                done[which, stage, microbatch] += 1
+                for other in range(first, first + num_together):
                     cursor[other] += 1
                 count += 1
                 moved = True
@@ -144,11 +162,11 @@ def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
 @kernel
 def _has_what_it_needs(which, stage, microbatch, stages, done):
     if which == WEIGHT:
-        return done[BACKWARD, stage, microbatch]
+        return done[BACKWARD, stage, microbatch] > 0
     if which == FORWARD:
         if stages[stage, BRIDGE_IN]:
             for other in range(len(stages)):
-                if stages[other, BRIDGE_OUT] >= 0 and not done[FORWARD, other, microbatch]:
+                if stages[other, BRIDGE_OUT] >= 0 and done[FORWARD, other, microbatch] < stages[other, PARTS]:
                     return False
         neighbour = stages[stage, STAGE_BEFORE]
     else:
@@ -159,4 +177,4 @@ def _has_what_it_needs(which, stage, microbatch, stages, done):
                 if stages[other, BRIDGE_IN] and not done[BACKWARD, other, microbatch]:
                     return False
         neighbour = stages[stage, STAGE_BEHIND]
-    return neighbour < 0 or done[which, neighbour, microbatch]
+    return neighbour < 0 or done[which, neighbour, microbatch] > 0

@@ -12,13 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from dflop.parallelism.passes import BACKWARD, FORWARD
 from dflop.parallelism.plan import Plan
 from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.orders import group_orders, has_backward, splits_backward
 from dflop.pipeline.routes import Edge, edges_of, make_routes
 
-__all__ = ["Instruction", "Op", "Program", "Span", "make_program"]
+__all__ = ["Instruction", "Op", "Program", "Span", "StepInstructions", "make_program"]
 
 
 class Op(StrEnum):
@@ -86,30 +88,18 @@ class Program:
     instructions: tuple[tuple[Instruction, ...], ...]
 
 
-def make_program(plan: Plan, frozen: Collection[str] = ()) -> Program:
-    """The program of a plan. Modules in `frozen` compute no gradients, and encoders among them no backward."""
+def make_program(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | None = None) -> Program:
+    """The program of a plan. Modules in `frozen` compute no gradients, and encoders among them no backward.
+
+    `slots` as for `group_orders`.
+    """
     stages, nodes, workers, edges = stages_of(plan), nodes_of(plan), workers_of(plan), edges_of(plan)
-    transfers = _transfers(nodes, workers, edges, frozen)
+    writer = _Writer(plan, nodes, workers, edges, frozen)
     # The workers of a group follow each other, one run of workers a group.
     lists: list[tuple[Instruction, ...]] = [()] * len(workers)
-    for group, order in enumerate(group_orders(plan, frozen)):
+    for group, order in enumerate(group_orders(plan, frozen, slots)):
         for worker in _workers_of_group(stages, group):
-            listed: list[Instruction] = []
-            for pass_, place, microbatch in order.tolist():
-                stage = stages[place]
-                node = stage.first_node + (worker - stage.first_worker) // stage.span
-                if pass_ == FORWARD:
-                    before, op, behind = Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD
-                elif pass_ == BACKWARD:
-                    op = Op.BACKWARD_INPUT if splits_backward(plan, stage.module) else Op.BACKWARD
-                    before, behind = Op.RECV_BACKWARD, Op.SEND_BACKWARD
-                else:
-                    listed.append(Instruction(Op.BACKWARD_WEIGHT, node, microbatch))
-                    continue
-                listed += (Instruction(before, node, microbatch, edge) for edge in transfers[before, worker, node])
-                listed.append(Instruction(op, node, microbatch))
-                listed += (Instruction(behind, node, microbatch, edge) for edge in transfers[behind, worker, node])
-            lists[worker] = (*listed, *(Instruction(Op.SYNC_GRADIENTS, node) for node in workers[worker].nodes))
+            lists[worker] = writer.list_of(worker, order)
     return Program(
         nodes=nodes,
         workers=workers,
@@ -118,6 +108,60 @@ def make_program(plan: Plan, frozen: Collection[str] = ()) -> Program:
         num_shards={grid.module: grid.num_shards for grid in plan.grids},
         instructions=tuple(lists),
     )
+
+
+class StepInstructions:
+    """One rank's instructions of a step: its program's, or, for a batch with slots of its own, others."""
+
+    def __init__(self, plan: Plan, program: Program, frozen: Collection[str], rank: int) -> None:
+        self._plan, self._frozen = plan, frozen
+        self._worker = next(
+            index for index, own in enumerate(program.workers) if 0 <= rank - own.first_rank < own.num_ranks
+        )
+        self._usual = program.instructions[self._worker]
+        self._writer = _Writer(plan, program.nodes, program.workers, program.edges, frozen)
+        stages = stages_of(plan)
+        groups = {stage.group for stage in stages if stage.num_groups == 1}
+        self._group = next(group for group in groups if self._worker in _workers_of_group(stages, group))
+
+    def of(self, slots: np.ndarray | None) -> tuple[Instruction, ...]:
+        if slots is None:
+            return self._usual
+        return self._writer.list_of(self._worker, group_orders(self._plan, self._frozen, slots)[self._group])
+
+
+class _Writer:
+    """Writes orders of computations out as instructions, with their transfers."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        nodes: Sequence[Node],
+        workers: Sequence[Worker],
+        edges: Sequence[Edge],
+        frozen: Collection[str],
+    ) -> None:
+        self._plan, self._stages, self._workers = plan, stages_of(plan), workers
+        self._transfers = _transfers(nodes, workers, edges, frozen)
+
+    def list_of(self, worker: int, order: np.ndarray) -> tuple[Instruction, ...]:
+        """A worker's list, given its group's order."""
+        listed: list[Instruction] = []
+        for pass_, place, microbatch in order.tolist():
+            stage = self._stages[place]
+            node = stage.first_node + (worker - stage.first_worker) // stage.span
+            if pass_ == FORWARD:
+                before, op, behind = Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD
+            elif pass_ == BACKWARD:
+                op = Op.BACKWARD_INPUT if splits_backward(self._plan, stage.module) else Op.BACKWARD
+                before, behind = Op.RECV_BACKWARD, Op.SEND_BACKWARD
+            else:
+                listed.append(Instruction(Op.BACKWARD_WEIGHT, node, microbatch))
+                continue
+            listed += (Instruction(before, node, microbatch, edge) for edge in self._transfers[before, worker, node])
+            listed.append(Instruction(op, node, microbatch))
+            listed += (Instruction(behind, node, microbatch, edge) for edge in self._transfers[behind, worker, node])
+        return (*listed, *(Instruction(Op.SYNC_GRADIENTS, node) for node in self._workers[worker].nodes))
 
 
 def _transfers(

@@ -6,6 +6,7 @@ of the LLM's first stage, so that neither waits for what the other would do late
 """
 
 from collections.abc import Collection
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,11 +20,12 @@ from dflop.runtime.kernels import kernel
 __all__ = ["group_orders", "has_backward", "splits_backward"]
 
 
-def group_orders(plan: Plan, frozen: Collection[str] = ()) -> list[np.ndarray]:
+def group_orders(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | None = None) -> list[np.ndarray]:
     """The computations of every group of workers (`StageReplicas.group`), each [num_computations, 3]: pass, stage and
     microbatch.
 
-    Encoders in `frozen` have no backward.
+    Encoders in `frozen` have no backward. `slots` say where encoders compute in the order of one batch, in plans of a
+    placement that makes such (`Placement.with_encoders_at`).
     """
     stages, placement, schedule = stages_of(plan), PLACEMENTS[plan.placement], SCHEDULES[plan.schedule]
     places = list(range(len(stages)))
@@ -31,7 +33,7 @@ def group_orders(plan: Plan, frozen: Collection[str] = ()) -> list[np.ndarray]:
     encoders = places[: -len(llm)]
     trained = {grid.module: grid.pp for grid in plan.grids[:-1] if has_backward(grid.module, frozen)}
     num_before = 0 if placement.shares_ranks else max(trained.values(), default=0)
-    pipeline = [_llm_order(plan, stage, llm[0], num_before) for stage in range(plan.grid("llm").pp)]
+    pipeline = _pipeline(plan, llm[0], num_before)
     if not placement.shares_ranks:
         lead = _lead(pipeline[0], llm[0]) + schedule.encoder_lead(plan.grid("llm").pp)
         return [
@@ -47,6 +49,8 @@ def group_orders(plan: Plan, frozen: Collection[str] = ()) -> list[np.ndarray]:
             (BACKWARD, [place for place in encoders if stages[place].module in trained]),
         )
     )
+    if slots is not None:
+        return placement.with_encoders_at(slots, pipeline, forwards, backwards)
     return placement.with_encoders(pipeline, llm[0], forwards, backwards)
 
 
@@ -61,6 +65,12 @@ def splits_backward(plan: Plan, module: str) -> bool:
     if not SCHEDULES[plan.schedule].splits_backward or plan.grid(module).gathers:
         return False
     return module == "llm" or not PLACEMENTS[plan.placement].shares_ranks
+
+
+@lru_cache(maxsize=64)
+def _pipeline(plan: Plan, first: int, num_before: int) -> list[np.ndarray]:
+    """The LLM's own orders, of each of its pipeline ranks."""
+    return [_llm_order(plan, stage, first, num_before) for stage in range(plan.grid("llm").pp)]
 
 
 def _llm_order(plan: Plan, stage: int, first: int, num_before: int) -> np.ndarray:

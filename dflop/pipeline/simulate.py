@@ -17,6 +17,7 @@ from dflop.pipeline.walk import (
     FIRST_WORKER,
     KIND,
     NO_BACKWARD,
+    PARTS,
     SPAN,
     SPLIT_BACKWARD,
     WHOLE_BACKWARD,
@@ -181,7 +182,7 @@ def _walk_batches(
     written itself)."""
     num_batches, num_nodes, num_microbatches = forward_s.shape
     starts, source, target, message_s = _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges)
-    num_lists = num_encoders * num_microbatches
+    num_lists = num_microbatches * num_encoders * stages[:, PARTS].max()
     synced_s = per_worker(stages, sync_s, num_workers)
     seconds, ways_s = np.empty((3, num_nodes * num_microbatches)), np.empty(num_nodes * num_microbatches)
     clocks, step_s = np.empty(num_workers), np.empty(num_batches)
@@ -221,7 +222,8 @@ def _put_in_cells(stage, times_s, seconds, ways_s):
 def _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges):
     """The messages sorted by batch and list, as cells; and where each list begins, [num_batches * num_lists + 1]."""
     batch, microbatch, source, target, seconds = bridges
-    num_lists = num_batches * num_microbatches * num_encoders
+    num_parts = stages[:, PARTS].max()
+    num_lists = num_batches * num_microbatches * num_encoders * num_parts
     starts = np.zeros(num_lists + 1, dtype=np.uint64)
     own_list = np.empty(len(source), dtype=np.int64)
     sources, targets = np.empty(len(source), dtype=np.uint64), np.empty(len(source), dtype=np.uint64)
@@ -238,7 +240,10 @@ def _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges):
         encoder = 0
         while source[message] >= stages[ends[encoder], FIRST_NODE] + stages[ends[encoder], DP]:
             encoder += 1
-        own_list[message] = (batch[message] * num_microbatches + microbatch[message]) * num_encoders + encoder
+        own_stage = stages[ends[encoder]]
+        part = (source[message] - own_stage[FIRST_NODE]) * own_stage[PARTS] // own_stage[DP]
+        of_encoder = (batch[message] * num_microbatches + microbatch[message]) * num_encoders + encoder
+        own_list[message] = of_encoder * num_parts + part
         starts[own_list[message] + 1] += np.uint64(1)
     for number in range(num_lists):
         starts[number + 1] += starts[number]
@@ -246,7 +251,7 @@ def _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges):
     for message in range(len(source)):
         place = free[own_list[message]]
         free[own_list[message]] += np.uint64(1)
-        encoder = own_list[message] % num_encoders
+        encoder = own_list[message] // num_parts % num_encoders
         sources[place] = _cell(stages, ends[encoder], source[message], microbatch[message], num_microbatches)
         targets[place] = _cell(stages, ends[num_encoders], target[message], microbatch[message], num_microbatches)
         message_s[place] = seconds[message]
@@ -276,11 +281,12 @@ def peak_bytes_of(order, stages, kept, transient, num_workers):
     """`peak_bytes` for kernels: `order` and `stages` as in `CompiledPlan`."""
     held, peak = np.zeros(num_workers), np.zeros(num_workers)
     for item in range(len(order)):
-        which, stage, microbatch = order[item, 0], order[item, 1], order[item, 2]
+        which, stage, microbatch, part = order[item]
         kind = stages[stage, KIND]
         # What ends here: the whole backward or its last part; a forward that no backward follows.
         is_end = which == (FORWARD if kind == NO_BACKWARD else BACKWARD if kind == WHOLE_BACKWARD else WEIGHT)
-        for replica in range(stages[stage, DP]):
+        num_replicas = stages[stage, DP] // stages[stage, PARTS]
+        for replica in range(part * num_replicas, (part + 1) * num_replicas):
             node = stages[stage, FIRST_NODE] + replica
             for lane in range(stages[stage, SPAN]):
                 worker = stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN] + lane

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop.parallelism.passes import FORWARD, WEIGHT
 from dflop.pipeline.compiled import CompiledPlan
-from dflop.pipeline.walk import BRIDGE_IN, BRIDGE_OUT, DP, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND
+from dflop.pipeline.walk import BRIDGE_IN, BRIDGE_OUT, DP, FIRST_WORKER, PARTS, SPAN, STAGE_BEFORE, STAGE_BEHIND
 
 __all__ = ["Computation", "computations_of"]
 
@@ -37,7 +37,7 @@ def computations_of(plan: CompiledPlan) -> tuple[list[Computation], list[int]]:
     number: dict[tuple[int, int, int, int], int] = {}
     last: dict[int, int] = {}
     computations = []
-    for which, stage, microbatch in plan.order.tolist():
+    for which, stage, microbatch, part in plan.order.tolist():
         is_forward = which == FORWARD
         neighbour, bridged = -1, []
         if which != WEIGHT:
@@ -45,7 +45,8 @@ def computations_of(plan: CompiledPlan) -> tuple[list[Computation], list[int]]:
             is_end = stages[stage, BRIDGE_IN] > 0 if is_forward else stages[stage, BRIDGE_OUT] >= 0
             if is_end:
                 bridged = bridge_ends[FORWARD if is_forward else None]
-        for replica in range(stages[stage, DP]):
+        num_replicas = int(stages[stage, DP] // stages[stage, PARTS])
+        for replica in range(part * num_replicas, (part + 1) * num_replicas):
             first_worker = int(stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN])
             workers = range(first_worker, first_worker + int(stages[stage, SPAN]))
             computations.append(

@@ -6,9 +6,10 @@ nothing is allocated.
 
 A *cell* is one replica's microbatch in one stage; those of a stage lie together, by microbatch and then by replica:
 cell (stage, microbatch, replica) is `first_node * num_microbatches + microbatch * dp + replica`. What crosses bridges
-is kept in lists of messages, one list for each microbatch and encoder: list (microbatch, encoder) is number
-`microbatch * num_encoders + encoder`. Indices are unsigned: numba would look at each signed one whether it counts from
-the end, which takes more time than the rest of the walk.
+is kept in lists of messages, one for each microbatch, encoder and part of its replicas (of most plans there is one):
+list (microbatch, encoder, part) is number `(microbatch * num_encoders + encoder) * num_parts + part`. Indices are
+unsigned: numba would look at each signed one whether it counts from the end, which takes more time than the rest of the
+walk.
 """
 
 from typing import NamedTuple
@@ -27,6 +28,7 @@ __all__ = [
     "KIND",
     "NO_BACKWARD",
     "NUM_COLUMNS",
+    "PARTS",
     "SHARED",
     "SPAN",
     "SPLIT_BACKWARD",
@@ -41,14 +43,16 @@ __all__ = [
 # Columns of `CompiledPlan.stages`. The stages before and behind are of the same module, -1 where there is none; bridges
 # end at the LLM's first stage and begin at an encoder's last, whose number among the encoders BRIDGE_OUT holds, -1
 # elsewhere; KIND says what a backward is. So many neighbouring replicas as SHARED says meet in each pass, whose weights
-# are divided among them; 1 where none do.
-NUM_COLUMNS = 10
-DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, KIND, SHARED = range(NUM_COLUMNS)
+# are divided among them; 1 where none do. The replicas come in PARTS equal parts, each with its own order.
+NUM_COLUMNS = 11
+DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, KIND, SHARED, PARTS = range(
+    NUM_COLUMNS
+)
 NO_BACKWARD, WHOLE_BACKWARD, SPLIT_BACKWARD = range(3)
 
-# Columns of `walk_items`, of an item's pass on all replicas of a stage: its first cell; those replicas' workers;
-# whether they wait for the neighbouring stage's same pass, and that one's first cell; the lists of messages it awaits;
-# how many replicas meet.
+# Columns of `walk_items`, of an item's pass on all replicas of a stage or a part of them: its first cell; those
+# replicas' workers; whether they wait for the neighbouring stage's same pass, and that one's first cell; the lists of
+# messages it awaits; how many replicas meet.
 _PASS, _CELL, _DP, _WORKER, _SPAN, _HAS_NEIGHBOUR, _NEIGHBOUR, _FIRST_LIST, _NUM_LISTS, _SHARED = range(10)
 
 
@@ -63,8 +67,9 @@ class Messages(NamedTuple):
 
 
 def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> np.ndarray:
-    """A plan's order, [num_items, 3] of pass, stage and microbatch, as `walk` takes it."""
-    which, stage, microbatch = order.T
+    """A plan's order, [num_items, 4] of pass, stage, microbatch and part of the replicas, as `walk` takes it."""
+    which, stage, microbatch, part = order.T
+    num_replicas, num_parts = stages[stage, DP] // stages[stage, PARTS], stages[:, PARTS].max()
     is_forward, is_weight = which == FORWARD, which == WEIGHT
     neighbour = np.where(is_forward, stages[stage, STAGE_BEFORE], stages[stage, STAGE_BEHIND])
     has_neighbour = (neighbour >= 0) & ~is_weight
@@ -72,18 +77,18 @@ def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> 
     takes_all, takes_own = is_forward & (stages[stage, BRIDGE_IN] > 0), (which == BACKWARD) & (encoder >= 0)
 
     def cell(stage: np.ndarray) -> np.ndarray:
-        return stages[stage, FIRST_NODE] * num_microbatches + microbatch * stages[stage, DP]
+        return stages[stage, FIRST_NODE] * num_microbatches + microbatch * stages[stage, DP] + part * num_replicas
 
     columns = {
         _PASS: which,
         _CELL: cell(stage),
-        _DP: stages[stage, DP],
-        _WORKER: stages[stage, FIRST_WORKER],
+        _DP: num_replicas,
+        _WORKER: stages[stage, FIRST_WORKER] + part * num_replicas * stages[stage, SPAN],
         _SPAN: stages[stage, SPAN],
         _HAS_NEIGHBOUR: has_neighbour,
         _NEIGHBOUR: np.where(has_neighbour, cell(neighbour), 0),
-        _FIRST_LIST: microbatch * num_encoders + np.where(takes_own, encoder, 0),
-        _NUM_LISTS: np.where(takes_all, num_encoders, takes_own),
+        _FIRST_LIST: (microbatch * num_encoders + np.where(takes_own, encoder, 0)) * num_parts + part,
+        _NUM_LISTS: np.where(takes_all, num_encoders * num_parts, takes_own),
         _SHARED: stages[stage, SHARED],
     }
     return np.column_stack([columns[number] for number in range(len(columns))]).astype(np.uint64)

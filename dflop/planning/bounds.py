@@ -82,9 +82,9 @@ class LowerBounds:
         """The least step of each batch, [num_batches], given the LLM's alone (`MeanPipelines`): its step
         [num_batches] and its work on each pipeline rank [num_batches, pp]; or of the mean batch, given that, [1].
 
-        A colocated encoder's passes lie before and after the LLM's on every rank, so that what any rank has to do of
-        them adds to the LLM's step. A rank works no longer than the step takes, whichever module it works for: that
-        holds for the mean over all ranks that carry encoders.
+        Where an encoder's passes lie before and after the LLM's on every rank, what any rank has to do of them adds to
+        the LLM's step; where they lie between, they do not make it shorter. A rank works no longer than the step takes,
+        whichever module it works for: that holds for the mean over all ranks that carry encoders.
         """
         placement = PLACEMENTS[self.placement[row]]
         alone_s, shared_s, least_s = 0.0, 0.0, 0.0
@@ -201,7 +201,7 @@ def _llm_bounds(
                 if not is_split:
                     after_s = after_s + kinds[stage].total(least_backward_s)
             bound_s[place] = np.maximum(best, chain_s[is_split])
-            on_all = np.array([PLACEMENTS[name].encodes_all_first for name in group["placement"]])
+            on_all = np.array([PLACEMENTS[name].uses_all_ranks for name in group["placement"]])
             shared_s[place] = np.where(on_all[:, None], together / pp, first_s)
     return bound_s[:, 0], shared_s[:, 0]
 

@@ -9,7 +9,7 @@ from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec, why_family_cannot_run
 from dflop.parallelism import PLACEMENTS, Plan
-from dflop.pipeline import StageTimes, why_not_runnable
+from dflop.pipeline import StageTimes, Timeline, why_not_runnable
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import Assignment, Pricer, alone_bytes
 
@@ -44,6 +44,7 @@ class PlanPricer:
         self.plan, self._batches = plan, batches
         self._group = getattr(batches, grouping)
         self._family = spec.family
+        self._assigned: dict[int, tuple[SampleShapes, Assignment]] = {}
         self._pricer = Pricer(
             plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
         )
@@ -70,7 +71,7 @@ class PlanPricer:
         for batch in range(len(self._batches)):
             shapes, assignment = self._grouped(batch)
             times = self._pricer.stage_times(shapes, assignment)
-            timeline = self._pricer.timeline(times)
+            timeline = self._pricer.timeline(times, assignment.slots)
             steps.append(timeline.step_s)
             idles.append(timeline.idle)
             extrapolated.append(self._pricer.extrapolated_share(shapes, assignment))
@@ -79,7 +80,7 @@ class PlanPricer:
             for module, seconds in self._busiest_s(timeline.busy_s).items():
                 busy.setdefault(module, []).append(seconds)
             if batch == 0:
-                bottleneck = self._bottleneck(times, timeline.step_s, timeline.busy_s)
+                bottleneck = self._bottleneck(times, assignment.slots, timeline)
         memory_bytes = {module: max(sizes) for module, sizes in memory.items()}
         fullest = max(memory_bytes, key=memory_bytes.__getitem__)
         memory_bytes[fullest] = max(memory_bytes[fullest], self.alone_bytes())
@@ -96,9 +97,11 @@ class PlanPricer:
         )
 
     def _grouped(self, batch: int) -> tuple[SampleShapes, Assignment]:
-        shapes = self._batches.shapes[batch]
-        llm = self.plan.grid("llm")
-        return shapes, self._pricer.assign(shapes, *self._group(batch, llm.dp, self.plan.num_microbatches))
+        if batch not in self._assigned:
+            shapes, llm = self._batches.shapes[batch], self.plan.grid("llm")
+            grouped = self._group(batch, llm.dp, self.plan.num_microbatches)
+            self._assigned[batch] = shapes, self._pricer.assign(shapes, *grouped)
+        return self._assigned[batch]
 
     def _busiest_s(self, busy_s: np.ndarray) -> dict[str, float]:
         """Seconds that each module computes on its busiest rank; the chunks of a rank count together."""
@@ -111,7 +114,7 @@ class PlanPricer:
             busiest[grid.module] = float(per_rank.max())
         return busiest
 
-    def _bottleneck(self, times: StageTimes, step_s: float, busy_s: np.ndarray) -> str:
+    def _bottleneck(self, times: StageTimes, slots: np.ndarray | None, timeline: Timeline) -> str:
         """What takes most of the step: computing on the busiest rank, or what it waits for.
 
         What goes when bridges or gradient syncs take no time is theirs; the rest of the waiting is the bubble.
@@ -121,8 +124,9 @@ class PlanPricer:
             "bridge": replace(times, bridges=nowhere),
             "gradient sync": replace(times, sync_s=np.zeros_like(times.sync_s)),
         }
-        shares = {name: step_s - self._pricer.timeline(own).step_s for name, own in without.items()}
-        busiest = self._busiest_s(busy_s)
+        step_s = timeline.step_s
+        shares = {name: step_s - self._pricer.timeline(own, slots).step_s for name, own in without.items()}
+        busiest = self._busiest_s(timeline.busy_s)
         module = max(busiest, key=busiest.__getitem__)
         shares_ranks = PLACEMENTS[self.plan.placement].shares_ranks
         computing_s = sum(busiest.values()) if shares_ranks else busiest[module]

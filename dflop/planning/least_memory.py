@@ -79,6 +79,8 @@ class LeastMemory:
             of_any += per_item * max(0.0, each.sum() - most)
         if placement.encodes_all_first:
             return self.of_device(resident + max(mean + of_mean, fullest + of_any))
+        if placement.uses_all_ranks:
+            return self.of_device(resident + fullest)
         if placement.shares_ranks:
             return self.of_device(max(fullest, of_llm[:, 0].max() + resident))
         return self.of_device(fullest)

@@ -253,14 +253,19 @@ class _Search:
                 continue
             num_priced += 1
             pricer = self._pricer(plan_of(values, self._splits))
-            needed = self._needed_bytes(pricer)
+            needed = self._needed_bytes(pricer, least_bytes)
             if needed < least_bytes and self._mean_s(pricer, row, values, lambda least_s: least_s < step_s):
                 least_bytes, found = needed, pricer
         return None if found is None else found.candidate()
 
-    def _needed_bytes(self, pricer: PlanPricer) -> float:
-        of_batches = (max(pricer.memory_bytes(batch).values()) for batch in range(self._num_batches))
-        return max(pricer.alone_bytes(), *of_batches)
+    def _needed_bytes(self, pricer: PlanPricer, enough: float = np.inf) -> float:
+        """Of all batches; what is no less than `enough` need not be known to the byte."""
+        needed = pricer.alone_bytes()
+        for batch in range(self._num_batches):
+            if needed >= enough:
+                break
+            needed = max(needed, *pricer.memory_bytes(batch).values())
+        return needed
 
     def _mean_s(
         self, pricer: PlanPricer, row: int, values: dict[str, object], is_fast: Callable[[float], bool]
@@ -315,7 +320,7 @@ class _Search:
         for least, row in sorted(self._misses)[:_NUM_NEAREST]:
             if least >= nearest[0]:
                 break
-            nearest = min(nearest, (self._needed_bytes(self._pricer(self._plan(row))), row))
+            nearest = min(nearest, (self._needed_bytes(self._pricer(self._plan(row)), nearest[0]), row))
         return nearest
 
 

@@ -71,6 +71,8 @@ def _rows(
     may_checkpoint = [name for name, schedule in SCHEDULES.items() if schedule.allows_checkpointing]
     whole_backward = [name for name, schedule in SCHEDULES.items() if not schedule.splits_backward]
     gathering = [name for name, sharding in SHARDINGS.items() if sharding.gathers]
+    filling = [name for name, placement in PLACEMENTS.items() if placement.fills_bubbles]
+    meet = [pl.lit(False), *(pl.col(sharding_columns(own.name)[0]).is_in(gathering) for own in spec.encoders)]
     grids = _pinned(
         pl.concat([_of_placement(config, spec, tp_sizes, name) for name in _placements(within, spec)]), fixed
     )
@@ -94,6 +96,8 @@ def _rows(
         .join(_checkpointing(fixed), how="cross")
         .filter(~pl.col("checkpointing") | pl.col("schedule").is_in(may_checkpoint))
         .filter(~pl.col("llm_sharding").is_in(gathering) | pl.col("schedule").is_in(whole_backward))
+        # Bubbles are filled between microbatches, by replicas that do not meet.
+        .filter(~pl.col("placement").is_in(filling) | ((pl.col("num_microbatches") > 1) & ~pl.any_horizontal(meet)))
     )
 
 

@@ -24,12 +24,14 @@ class Assignment:
     """Where each sample of a batch goes: `llm_dp_rank` and `microbatch` are [num_samples].
 
     `encoder_rank` [num_samples, num_encoders] is, of each encoder in the plan's order, the dp rank that computes the
-    sample's media.
+    sample's media. `slots` are where encoders compute in the order of a plan that fills bubbles with them
+    (`pipeline.filling`), None where its one order, or the colocated one, holds.
     """
 
     llm_dp_rank: np.ndarray
     microbatch: np.ndarray
     encoder_rank: np.ndarray
+    slots: np.ndarray | None = None
 
 
 class Cells(NamedTuple):

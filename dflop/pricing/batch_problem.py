@@ -86,7 +86,7 @@ def least_step_s(stage_costs: StageCosts, shapes: SampleShapes) -> float:
     for grid, work_s in zip(plan.grids, works_s, strict=True):
         bounds += [work_s.sum(axis=1).max() / grid.dp, work_s.max()]
     placement = PLACEMENTS[plan.placement]
-    if placement.encodes_all_first:
+    if placement.uses_all_ranks:
         rank_s = sum(grid.tp * work_s.sum() for grid, work_s in zip(plan.grids, works_s, strict=True))
         bounds.append(rank_s / plan.world_size)
     elif placement.shares_ranks:

@@ -4,7 +4,7 @@ A worker is a group of ranks that act together (`pipeline.layout`); all of its r
 asked of `memory_limit`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -47,11 +47,15 @@ class PlanMemory:
         """What a process with such tensors holds."""
         return self._costs.overhead_bytes + tensor_bytes * (1 + self._costs.allocator_share)
 
-    def of_modules(self, cells: Mapping[str, Cells]) -> dict[str, float]:
-        """Predicted peak of each module's fullest rank. Where modules share ranks, a rank holds both, and counts for
-        both."""
-        held = self.held_bytes(self.resident_bytes + self._peak_bytes(cells))
+    def of_modules(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, float]:
+        """Predicted peak of each module's fullest rank in this order of the plan. Where modules share ranks, a rank
+        holds both, and counts for both."""
+        held = self.held_bytes(self.resident_bytes + _peak_bytes(self.of_stages(cells), order))
         return {grid.module: float(held[self._workers(grid.module)].max()) for grid in self._plan.grids}
+
+    def fullest(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> float:
+        """Bytes of the fullest device, whose microbatches need so much (`of_stages`), in this order of the plan."""
+        return float(self.held_bytes(self.resident_bytes + _peak_bytes(of_stages, order)).max())
 
     @cached_property
     def resident_bytes(self) -> np.ndarray:
@@ -95,7 +99,8 @@ class PlanMemory:
         own = self._workers("llm")
         room = self.require_room()
         nothing, much = (
-            self._peak_bytes(self._alike(tokens, items_per_token or {}, target_share))[own] for tokens in (0.0, 1000.0)
+            _peak_bytes(self.of_stages(self._alike(tokens, items_per_token or {}, target_share)), self._compiled)[own]
+            for tokens in (0.0, 1000.0)
         )
         room = room - self.resident_bytes[own] - nothing
         return int((room / np.maximum((much - nothing) / 1000, 1e-9)).min())
@@ -139,7 +144,8 @@ class PlanMemory:
         own = [stage for stage in self._stage_costs.stages if stage.module == module]
         return slice(own[0].first_worker, max(stage.first_worker + stage.dp * stage.span for stage in own))
 
-    def _peak_bytes(self, cells: Mapping[str, Cells]) -> np.ndarray:
-        """What each worker's ranks hold of microbatches at most, [num_workers]."""
-        kept, transient = zip(*self.of_stages(cells), strict=True)
-        return peak_bytes(self._compiled, np.concatenate(kept), np.concatenate(transient))
+
+def _peak_bytes(of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> np.ndarray:
+    """What each worker's ranks hold of microbatches at most, [num_workers]."""
+    kept, transient = zip(*of_stages, strict=True)
+    return peak_bytes(order, np.concatenate(kept), np.concatenate(transient))

@@ -5,8 +5,9 @@ times itself; what devices hold is `memory`'s, the question that a batch poses `
 """
 
 import copy
-from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -16,8 +17,18 @@ from dflop.costs import CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.parallelism import PLACEMENTS, SCHEDULES, Plan
-from dflop.pipeline import Node, StageTimes, Timeline, compile_plan, nodes_of, simulate, simulate_step_s
-from dflop.pricing.assignment import Assignment, cells_of, deal_media
+from dflop.pipeline import (
+    BubbleFiller,
+    CompiledPlan,
+    Node,
+    StageTimes,
+    Timeline,
+    compile_plan,
+    nodes_of,
+    simulate,
+    simulate_step_s,
+)
+from dflop.pricing.assignment import Assignment, Cells, cells_of, deal_media
 from dflop.pricing.batch_problem import least_step_s, pose_problem
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 from dflop.pricing.memory import PlanMemory
@@ -50,6 +61,7 @@ class Pricer:
         sharing = {grid.module: self.transfers.sharing_link(grid.module) for grid in plan.grids if grid.gathers}
         self.stage_costs = StageCosts(plan, costs, spec, frozen, sharing, BYTES_PER_VALUE[precision])
         self.compiled = compile_plan(plan, frozen)
+        self._with_slots = lru_cache(maxsize=16)(lambda slots: compile_plan(plan, frozen, self._unpacked(slots)))
         self.bytes_per_token = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]
         self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.bytes_per_token)
         self.stages = self.stage_costs.stages
@@ -74,8 +86,65 @@ class Pricer:
         return pose_problem(self.stage_costs, self.memory, shapes)
 
     def assign(self, shapes: SampleShapes, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> Assignment:
-        """Complete an assignment by the replicas that encode the samples' media (`deal_media`)."""
-        return deal_media(self.plan, shapes, llm_dp_rank, microbatch)
+        """Complete an assignment by the replicas that encode the samples' media (`deal_media`), and by the slots of
+        encoders where the plan's placement has such (`filled`)."""
+        return self.filled(shapes, deal_media(self.plan, shapes, llm_dp_rank, microbatch))
+
+    def filled(self, shapes: SampleShapes, assignment: Assignment) -> Assignment:
+        """The assignment with the fastest order known that memory holds, or else the one that holds least at a time;
+        as it is where the plan has one order for all batches, or where memory holds none."""
+        if self.filler is None:
+            return assignment
+        cells = cells_of(self.plan, shapes, assignment)
+        of_stages, limit_bytes = self.memory.of_stages(cells), self.memory.limit_bytes
+        if self._least_bytes(of_stages) > limit_bytes:
+            return assignment
+        times = self._times(shapes, assignment, cells)
+        least_bytes, best = np.inf, assignment
+        for slots in self._fillings(times):
+            needed_bytes = self.memory.fullest(of_stages, self.order(slots))
+            if needed_bytes < least_bytes:
+                least_bytes, best = needed_bytes, replace(assignment, slots=slots)
+            if needed_bytes <= limit_bytes:
+                break
+        return best
+
+    def _least_bytes(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
+        """What the fullest device holds at least, whatever the slots."""
+        assert self.filler is not None
+        alone = [
+            (kept, passing if stage.module == "llm" else np.zeros_like(passing))
+            for stage, (kept, passing) in zip(self.stages, of_stages, strict=True)
+        ]
+        return self.memory.fullest(alone, self._least_held)
+
+    def _fillings(self, times: StageTimes) -> Iterator[np.ndarray | None]:
+        """Slots to be tried, None for the colocated order: the fastest known, the other, and slower ones that hold ever
+        fewer microbatches of the encoders."""
+        assert self.filler is not None
+        num_microbatches = self.plan.num_microbatches
+        both = [None, self.filler.slots(times, num_microbatches)]
+        yield from sorted(both, key=lambda slots: simulate_step_s(self.order(slots), times))
+        while num_microbatches > 1:
+            num_microbatches //= 2
+            yield self.filler.slots(times, num_microbatches)
+
+    @cached_property
+    def _least_held(self) -> CompiledPlan:
+        assert self.filler is not None
+        return self.filler.least_held(self.compiled)
+
+    def order(self, slots: np.ndarray | None) -> CompiledPlan:
+        """The plan's order with these slots of encoders."""
+        return self.compiled if slots is None else self._with_slots(slots.tobytes())
+
+    def _unpacked(self, slots: bytes) -> np.ndarray:
+        return np.frombuffer(slots, dtype=np.int64).reshape(2, self.plan.grid("llm").pp, self.plan.num_microbatches)
+
+    @cached_property
+    def filler(self) -> BubbleFiller | None:
+        """What finds slots, where the plan's placement has such."""
+        return BubbleFiller(self.plan, self.stage_costs.frozen) if self.placement.fills_bubbles else None
 
     def stage_times(self, shapes: SampleShapes, assignment: Assignment) -> StageTimes:
         """Predicted seconds of every computation, transfer and gradient sync of the step.
@@ -83,7 +152,9 @@ class Pricer:
         The weights' part of a backward is taken to be half of it: the gradients of a matrix's input and of its weights
         are products of the same size. Attention, which has no weights, is thereby shared out too.
         """
-        cells = cells_of(self.plan, shapes, assignment)
+        return self._times(shapes, assignment, cells_of(self.plan, shapes, assignment))
+
+    def _times(self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells]) -> StageTimes:
         forward_s, backward_s = self.stage_costs.stage_times({name: own.loads for name, own in cells.items()})
         sent_bytes = {module: own.edge_tokens * self.bytes_per_token for module, own in cells.items()}
         splits = SCHEDULES[self.plan.schedule].splits_backward
@@ -106,10 +177,11 @@ class Pricer:
         return {module: own.loads for module, own in cells_of(self.plan, shapes, assignment).items()}
 
     def step_s(self, shapes: SampleShapes, assignment: Assignment) -> float:
-        return simulate_step_s(self.compiled, self.stage_times(shapes, assignment))
+        return simulate_step_s(self.order(assignment.slots), self.stage_times(shapes, assignment))
 
-    def timeline(self, times: StageTimes) -> Timeline:
-        return simulate(self.compiled, times)
+    def timeline(self, times: StageTimes, slots: np.ndarray | None) -> Timeline:
+        """Of an assignment with such times and slots."""
+        return simulate(self.order(slots), times)
 
     def lower_bound_s(self, shapes: SampleShapes) -> float:
         """No schedule of this batch is faster."""
@@ -117,7 +189,7 @@ class Pricer:
 
     def memory_bytes(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, float]:
         """Predicted peak of each module's fullest rank: what is resident, and the microbatches in flight."""
-        return self.memory.of_modules(cells_of(self.plan, shapes, assignment))
+        return self.memory.of_modules(cells_of(self.plan, shapes, assignment), self.order(assignment.slots))
 
     def extrapolated(self, shapes: SampleShapes, assignment: Assignment) -> np.ndarray:
         """Which nodes' microbatches hold loads outside of what was measured, bool [num_nodes, num_microbatches]."""

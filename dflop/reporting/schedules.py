@@ -57,9 +57,12 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
             assignment = Assignment(
                 llm_dp_rank=cells[0], microbatch=cells[1], encoder_rank=rows.select(names).to_numpy()
             )
+            # The table holds no slots of encoders: these are about as good as the schedule's.
+            assignment = scheduler.pricer.filled(shapes, assignment)
         else:
             assignment = scheduler.pricer.assign(shapes, *cells)
-        scheduled.append(scheduler.pricer.timeline(scheduler.pricer.stage_times(shapes, assignment)))
+        times = scheduler.pricer.stage_times(shapes, assignment)
+        scheduled.append(scheduler.pricer.timeline(times, assignment.slots))
         bounds.append(scheduler.pricer.lower_bound_s(shapes))
         randoms.append(scheduler.schedule(step, "random"))
     return PreviewPrices(
@@ -75,4 +78,4 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
 def replay(scheduler: BatchScheduler, schedule: StepSchedule) -> tuple[StageTimes, Timeline]:
     """Every start and end of a step that `scheduler` decided."""
     times = scheduler.pricer.stage_times(schedule.shapes, schedule.assignment)
-    return times, scheduler.pricer.timeline(times)
+    return times, scheduler.pricer.timeline(times, schedule.slots)

@@ -75,7 +75,7 @@ class BatchScheduler:
         shapes = self.samples.take(self.batches[step])
         assignment, status, num_beyond_memory = self._decide(shapes, self.pricer.problem(shapes), step, policy)
         times = self.pricer.stage_times(shapes, assignment)
-        timeline = self.pricer.timeline(times)
+        timeline = self.pricer.timeline(times, assignment.slots)
         order = np.lexsort((np.arange(len(shapes)), assignment.microbatch, assignment.llm_dp_rank))
         sorted_shapes = shapes.take(order)
         cell = (assignment.llm_dp_rank * self.pricer.plan.num_microbatches + assignment.microbatch)[order]
@@ -89,6 +89,7 @@ class BatchScheduler:
             microbatch=assignment.microbatch[order],
             position=np.arange(len(cell)) - np.searchsorted(cell, cell),
             encoder_rank=assignment.encoder_rank[order],
+            slots=assignment.slots,
             num_items=sorted_shapes.num_items,
             kept_tokens=sorted_shapes.kept_tokens,
             llm_tokens=sorted_shapes.llm_tokens,

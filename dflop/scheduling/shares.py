@@ -5,6 +5,7 @@ computation takes a time that is convex in its loads, and begins when what it wa
 for kinds of samples, the program says which sizes to aim at; solved for a batch, how short its step could be.
 """
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -310,7 +311,10 @@ def _one_replica(plan: Plan) -> Plan:
     placement, own = PLACEMENTS[plan.placement], replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0)
     if placement.shares_ranks:
         num_ranks = len(placement.encoder_stages(llm.pp)) * llm.tp
-        return replace(plan, grids=(*(replace(encoder, num_ranks=num_ranks) for encoder in encoders), own))
+        # Of encoders whose replicas lie on those of several LLM replicas, this one has to do with a part of each.
+        tp = [math.gcd(encoder.tp, llm.tp) if placement.fills_bubbles else encoder.tp for encoder in encoders]
+        shared = (replace(grid, num_ranks=num_ranks, tp=own) for grid, own in zip(encoders, tp, strict=True))
+        return replace(plan, grids=(*shared, own))
     grids, first_rank = [], 0
     for grid in (*encoders, own):
         grids.append(replace(grid, num_ranks=grid.tp * grid.pp, rank_offset=first_rank))

@@ -9,6 +9,7 @@ import numpy as np
 
 from dflop.costs.forms import PackedForms, PackedTerms, pack_forms, pack_terms
 from dflop.parallelism import PLACEMENTS, SCHEDULES
+from dflop.pipeline.walk import PARTS
 from dflop.pricing import WEIGHT_SHARE, Pricer
 
 __all__ = ["StageForms", "stage_forms"]
@@ -37,6 +38,7 @@ class StageForms(NamedTuple):
     chain_token_s: np.ndarray
     bridge_latency_s: np.ndarray  # [num_encoder_replicas, num_llm_replicas]
     bridge_token_s: np.ndarray
+    num_parts: int  # of each encoder's replicas, each with its own order
     has_bridges: bool
     sends_text: bool
 
@@ -64,6 +66,7 @@ def stage_forms(pricer: Pricer) -> StageForms:
         chain_token_s=links.chain_byte_s * pricer.bytes_per_token,
         bridge_latency_s=links.bridge_latency_s,
         bridge_token_s=links.bridge_byte_s * pricer.bytes_per_token,
+        num_parts=int(pricer.compiled.stages[:, PARTS].max()),
         has_bridges=PLACEMENTS[plan.placement].has_bridges and len(plan.grids) > 1,
         sends_text=plan.num_stages("llm") > 1,
     )

@@ -25,6 +25,8 @@ _LENGTH = struct.Struct(">Q")
 class StepSchedule:
     """One step. Samples are sorted by (LLM dp rank, microbatch, position); times are predictions.
 
+    `slots` [2, num_pipeline_ranks, num_microbatches] are where encoders compute in plans that fill bubbles with them
+    (`placements.bubble_filled`), None for one order of all batches.
     `encoder_rank`, `num_items` and `kept_tokens` are [num_samples, num_encoders] in the order of `encoders`, what else
     is said of samples [num_samples].
     `idle_of_worker` [num_workers] is the share of the step in which each worker waits, and `idle` the mean of ranks.
@@ -59,6 +61,7 @@ class StepSchedule:
     status: str
     num_beyond_memory: int
     deciding_s: float
+    slots: np.ndarray | None = None
     corrections_version: int = 0
     measures: bool = False
 

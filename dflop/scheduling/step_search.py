@@ -10,6 +10,7 @@ samples a bucket and 64 buckets, steps after 8,000 trials were 0 to 1.1 % longer
 batches; single ones up to 2.7 %).
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,8 @@ MORE_WEIGHT_EVERY = 250
 # How often a trial starts from what ends last, and how many samples are drawn to find one there.
 FOCUS = 0.5
 MOST_DRAWS = 200
+# How often the slots of encoders are found anew.
+NUM_ROUNDS = 6
 # How often a sample is swapped with one of about its size: at most this share of all samples lies between the two. With
 # 2 or 3 samples a bucket any other swap changes far too much once buckets are nearly right.
 NEAR = 0.8
@@ -71,7 +74,7 @@ class StepSearch:
     """Improves assignments of one batch to one plan."""
 
     def __init__(self, pricer: Pricer, shapes: SampleShapes) -> None:
-        self._pricer = pricer
+        self._pricer, self._shapes = pricer, shapes
         self._forms, self._memory = stage_forms(pricer), step_memory(pricer)
         self._clocks = _clocks_of(pricer)
         tokens = shapes.llm_tokens.astype(float)
@@ -83,16 +86,38 @@ class StepSearch:
     def improve(self, assignment: Assignment, num_trials: int, seed: int) -> tuple[Assignment, float]:
         """The best assignment met in so many trials that fits into memory, and its step in seconds.
 
-        It is no worse than the given one, if that fits. Where none is met that fits, the step is infinite.
+        It is no worse than the given one, if that fits. Where none is met that fits, the step is infinite. Where
+        encoders fill bubbles, their slots are found anew between rounds of trials.
         """
+        if self._pricer.filler is None or num_trials == 0:
+            return self._descend(assignment, num_trials, seed)
+        best, best_s = assignment, np.inf
+        for number in range(NUM_ROUNDS):
+            start = min((best, self._pricer.filled(self._shapes, best)), key=self._excess_and_step)
+            found, found_s = self._descend(start, num_trials // NUM_ROUNDS, seed + number)
+            if found_s < best_s:
+                best, best_s = found, found_s
+        if best_s == np.inf:  # Each round began anew.
+            return self._descend(start, num_trials, seed)
+        return best, best_s
+
+    def _excess_and_step(self, assignment: Assignment) -> tuple[float, float]:
+        """Bytes beyond the memory of a device, and the step in seconds."""
+        needed_bytes = max(self._pricer.memory_bytes(self._shapes, assignment).values())
+        excess_bytes = max(0.0, needed_bytes - self._pricer.memory.limit_bytes)
+        return excess_bytes, self._pricer.step_s(self._shapes, assignment)
+
+    def _descend(self, assignment: Assignment, num_trials: int, seed: int) -> tuple[Assignment, float]:
+        """The same with one order."""
+        order = self._pricer.order(assignment.slots)
         first_replica = self._forms.first_replica[:-1]
         place = np.column_stack(
             [assignment.llm_dp_rank, assignment.microbatch, assignment.encoder_rank + first_replica]
         ).astype(np.int64)
         best, step_s = _descend_on_step(
             self._forms,
-            self._clocks,
-            self._memory,
+            self._clocks._replace(items=order.items),
+            self._memory._replace(order=order.order),
             new_state(self._forms, place, self._pricer.compiled.num_microbatches),
             self._samples,
             num_trials,
@@ -100,7 +125,8 @@ class StepSearch:
         )
         replica, microbatch, *_ = np.ascontiguousarray(best.T)
         encoder_rank = best[:, 2:] - first_replica
-        return Assignment(llm_dp_rank=replica, microbatch=microbatch, encoder_rank=encoder_rank), float(step_s)
+        found = replace(assignment, llm_dp_rank=replica, microbatch=microbatch, encoder_rank=encoder_rank)
+        return found, float(step_s)
 
     def step_s(self, assignment: Assignment) -> float:
         """As `Pricer.step_s` has it."""

@@ -41,7 +41,8 @@ def new_state(forms: StageForms, place: np.ndarray, num_microbatches: int) -> St
     of_encoders = np.diff(forms.first_replica)
     num_encoder_replicas = int(of_encoders.sum())
     # A list has a message for each pair of replicas at most, and for each sample at most.
-    room = np.tile(np.minimum(of_encoders * num_replicas, len(place)), num_microbatches)
+    of_parts = np.repeat(of_encoders // forms.num_parts, forms.num_parts)
+    room = np.tile(np.minimum(of_parts * num_replicas, len(place)), num_microbatches)
     pairs = (num_microbatches, num_encoder_replicas, num_replicas)
     return StepState(
         place=place,
@@ -179,7 +180,9 @@ def _price_message(forms, state, microbatch, encoder_replica, replica):
     if not has_message and entry < 0:
         return
     encoder = np.searchsorted(forms.first_replica, encoder_replica, side="right") - 1
-    own_list = microbatch * (len(forms.first_replica) - 1) + encoder
+    first_replica, behind = forms.first_replica[encoder], forms.first_replica[encoder + 1]
+    part = (encoder_replica - first_replica) * forms.num_parts // (behind - first_replica)
+    own_list = (microbatch * (len(forms.first_replica) - 1) + encoder) * forms.num_parts + part
     if entry < 0:
         entry = np.int64(messages.first[own_list] + messages.count[own_list])
         messages.count[own_list] += np.uint64(1)

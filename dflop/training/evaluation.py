@@ -47,7 +47,8 @@ class Evaluation:
             StepSchedule.from_bytes(topology.store.get(f"evaluation/{number}")) for number in range(num_batches)
         ]
         self._instructions = [item for item in topology.instructions if item.op.is_forward]
-        stream = JobStream(self, forwards_that_read(topology, model), range(num_batches))
+        forwards = forwards_that_read(topology.instructions, topology, model)
+        stream = JobStream(self, lambda slots: forwards, range(num_batches))
         self._loader = load_again_and_again(config, plan, model, stream)
 
     def get(self, number: int) -> StepSchedule:

@@ -9,10 +9,11 @@ import dataclasses
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch.distributed as dist
 
 from dflop.config import Config
@@ -169,19 +170,24 @@ class Schedules(Protocol):
 class JobStream:
     """What a rank's nodes load, step after step, as a sampler for torch's DataLoader.
 
-    `forwards` are the nodes and microbatches of those of the rank's forwards in a step that read records, in their
-    order.
+    `forwards` gives the nodes and microbatches of those of the rank's forwards that read records, in the order that
+    they have with a step's slots (`StepSchedule.slots`).
     """
 
     feed: Schedules
-    forwards: tuple[tuple[Node, int], ...]
+    forwards: Callable[[np.ndarray | None], tuple[tuple[Node, int], ...]]
     steps: range
+
+    @property
+    def num_forwards(self) -> int:
+        """In every step as many."""
+        return len(self.forwards(None))
 
     def __iter__(self) -> Iterator[tuple[Node, MicrobatchJob]]:
         """Each job with the node that it is for. A rank that reads no records waits for no schedule here."""
-        for step in self.steps if self.forwards else ():
+        for step in self.steps if self.num_forwards else ():
             schedule = self.feed.get(step)
-            for node, microbatch in self.forwards:
+            for node, microbatch in self.forwards(schedule.slots):
                 yield node, job_of(schedule, node, microbatch)
 
 

@@ -24,7 +24,7 @@ _PREFETCH = 8
 def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterator:
     """What the jobs of the stream ask for, in their order. The first is loaded when this returns: starting the
     processes takes seconds."""
-    if not stream.forwards:
+    if not stream.num_forwards:
         return iter(())
     batches = iter(_data_loader(_dataset(config, plan, model), stream, config))
     first = next(batches, None)
@@ -73,7 +73,7 @@ class _RankDataset(Dataset):
 def _data_loader(dataset: Dataset, stream: JobStream, config: Config, *, stays: bool = False) -> DataLoader:
     """The loader must not read further ahead than the scheduler works. Otherwise they would wait for each other: the
     loader for a schedule, the scheduler for the first step to begin."""
-    most_ahead = max(1, config.schedule.lookahead_steps * len(stream.forwards))
+    most_ahead = max(1, config.schedule.lookahead_steps * stream.num_forwards)
     wanted = config.train.loader_workers
     num_workers = min(1 if wanted is None else wanted, most_ahead)
     return DataLoader(

@@ -15,7 +15,7 @@ from dflop.models.microbatch import MediaProcessor
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
-from dflop.pipeline import Node, Op
+from dflop.pipeline import Instruction, Node, Op
 from dflop.training.parameter_shards import ParameterShards, SharedPasses
 from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.tied_embedding import TiedEmbedding
@@ -89,11 +89,13 @@ class RankModel:
                 own.tied.give_values()
 
 
-def forwards_that_read(topology: Topology, model: RankModel) -> tuple[tuple[Node, int], ...]:
-    """Node and microbatch of each of the rank's forwards in a step that reads records, in their order."""
+def forwards_that_read(
+    instructions: Sequence[Instruction], topology: Topology, model: RankModel
+) -> tuple[tuple[Node, int], ...]:
+    """Node and microbatch of each of the rank's forwards that reads records, in the order of a step's instructions."""
     return tuple(
         (topology.program.nodes[item.node], item.microbatch)
-        for item in topology.instructions
+        for item in instructions
         if item.op is Op.FORWARD and model.of(item.node).stage.reads_records
     )
 

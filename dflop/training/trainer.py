@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from dflop.config import Config
 from dflop.parallelism import load_plan
-from dflop.pipeline import Op, Span, check_program, make_program
+from dflop.pipeline import Op, Span, StepInstructions, check_program, make_program
 from dflop.pipeline.run import Waits, run_instructions
 from dflop.runtime import UserError
 from dflop.runtime.local_device import device_name
@@ -81,8 +81,13 @@ class Trainer:
             num_microbatches=self.plan.num_microbatches,
         )
         self.publisher = self._start_publisher() if self.topology.is_main else None
-        forwards, steps = forwards_that_read(self.topology, self.model), range(self.first_step, config.train.steps)
-        loader = start_loading(config, self.plan, self.model, JobStream(self.feed, forwards, steps))
+        self.instructions = StepInstructions(self.plan, program, config.model.freeze, self.topology.rank)
+        stream = JobStream(
+            self.feed,
+            lambda slots: forwards_that_read(self.instructions.of(slots), self.topology, self.model),
+            range(self.first_step, config.train.steps),
+        )
+        loader = start_loading(config, self.plan, self.model, stream)
         self.works = make_works(config, self.plan, self.model, program, loader)
         self.evaluation = None
         if config.data.has_evaluation:
@@ -151,7 +156,7 @@ class Trainer:
             work.begin_step(schedule)
         zero_s = time.monotonic()
         waits = Waits()
-        spans = run_instructions(self.topology.instructions, self.works, self.topology.links, waits)
+        spans = run_instructions(self.instructions.of(schedule.slots), self.works, self.topology.links, waits)
         ended_s = time.monotonic()
         self.clock.add_pipeline(spans, waits, zero_s, ended_s)
         totals, known, step_s = self._update(step, schedule, spans)

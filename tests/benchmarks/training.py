@@ -56,7 +56,7 @@ from dflop.models import load_model_spec
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.tensor_group import ALONE
 from dflop.parallelism import Grid, Plan, load_plan
-from dflop.pipeline import make_program
+from dflop.pipeline import StepInstructions, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.scheduling import GlobalBatches, StepSchedule
 from dflop.scheduling.service import open_scheduler
@@ -188,8 +188,12 @@ def _planned(config: Config, plan_path: Path, schedules: list[StepSchedule]) -> 
     program = make_program(plan, config.model.freeze)
     topology = place_in_world(program, torch.device("cpu"), torch.float32, dist.HashStore())
     model = build_rank_model(config, plan, topology, torch.float32)
-    forwards = forwards_that_read(topology, model)
-    stream = JobStream(SimpleNamespace(get=schedules.__getitem__), forwards, range(len(schedules)))
+    instructions = StepInstructions(plan, program, config.model.freeze, topology.rank)
+    stream = JobStream(
+        SimpleNamespace(get=schedules.__getitem__),
+        lambda slots: forwards_that_read(instructions.of(slots), topology, model),
+        range(len(schedules)),
+    )
     loader = start_loading(config, plan, model, stream)
     given: list[object] = []
     is_preloaded = config.train.loader_workers == 0
@@ -197,14 +201,14 @@ def _planned(config: Config, plan_path: Path, schedules: list[StepSchedule]) -> 
 
     def load(step: int) -> int:
         if is_preloaded:
-            given[:] = [next(loader) for _ in forwards]
+            given[:] = [next(loader) for _ in range(stream.num_forwards)]
         return step
 
     def train(step: int) -> None:
         schedule = schedules[step]
         for work in works.values():
             work.begin_step(schedule)
-        run_instructions(topology.instructions, works, topology.links)
+        run_instructions(instructions.of(schedule.slots), works, topology.links)
         num_targets = int(schedule.target_tokens.sum())
         totals = torch.tensor([sum(float(work.loss) for work in works.values()), model.norm_squared() / num_targets**2])
         dist.all_reduce(totals)

@@ -24,7 +24,7 @@ from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
 from dflop.models.tensor_group import Shard
 from dflop.parallelism import Grid, Plan
-from dflop.pipeline import check_program, make_program
+from dflop.pipeline import StepInstructions, check_program, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.pricing import Pricer
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
@@ -88,6 +88,12 @@ PLANS = {
     "colocated interleaved": shared(
         "colocated", PIPELINE, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2
     ),
+    "bubble-filled pp 2": shared("bubble_filled", PIPELINE, num_microbatches=4),
+    "bubble-filled pp 2 dp 2": shared("bubble_filled", {"num_ranks": 4, "pp": 2}, checkpointing=True),
+    "bubble-filled zb_h1": shared("bubble_filled", PIPELINE, num_microbatches=4, schedule="zb_h1"),
+    "bubble-filled interleaved": shared(
+        "bubble_filled", PIPELINE, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2
+    ),
     "monolithic 2": shared("monolithic", TWO),
     "monolithic pp 2": shared("monolithic", PIPELINE),
     "monolithic pp 2 dp 2": shared("monolithic", {"num_ranks": 4, "pp": 2}, num_microbatches=2),
@@ -99,6 +105,10 @@ PLANS = {
     "colocated encoder tp 2": shared("colocated", TWO, encoder_tp=2),
     "colocated encoder dp 4, LLM tp 2 pp 2": shared("colocated", SHARED_PIPELINE, num_microbatches=2),
     "colocated encoder tp 4, LLM tp 2 dp 2": shared("colocated", SHARED_TWICE, num_microbatches=2, encoder_tp=4),
+    "bubble-filled encoder dp 4, LLM tp 2 pp 2": shared("bubble_filled", SHARED_PIPELINE),
+    "bubble-filled encoder tp 2, LLM dp 2 pp 2": shared(
+        "bubble_filled", {"num_ranks": 4, "pp": 2}, num_microbatches=2, encoder_tp=2
+    ),
     "monolithic tp 2 pp 2": shared("monolithic", SHARED_PIPELINE, num_microbatches=2, encoder_tp=2),
     "monolithic tp 2 dp 2": shared("monolithic", SHARED_TWICE, num_microbatches=2, encoder_tp=2),
 }
@@ -120,6 +130,7 @@ FROZEN = (
     "disjoint 1+1",
     "encoder pp 2",
     "colocated pp 2 dp 2",
+    "bubble-filled pp 2 dp 2",
     "monolithic 2",
     "colocated LLM tp 2",
 )
@@ -247,14 +258,18 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
     schedules = [
         StepSchedule.from_bytes((folder / f"{name} {variant}" / str(step)).read_bytes()) for step in range(num_steps)
     ]
-    forwards = forwards_that_read(topology, model)
-    stream = JobStream(SimpleNamespace(get=schedules.__getitem__), forwards, range(num_steps))
+    instructions = StepInstructions(plan, program, config.model.freeze, topology.rank)
+    stream = JobStream(
+        SimpleNamespace(get=schedules.__getitem__),
+        lambda slots: forwards_that_read(instructions.of(slots), topology, model),
+        range(num_steps),
+    )
     works = make_works(config, plan, model, program, start_loading(config, plan, model, stream))
     expected = torch.load(folder / f"{variant}.pt")
     for step, schedule in enumerate(schedules):
         for work in works.values():
             work.begin_step(schedule)
-        run_instructions(topology.instructions, works, topology.links)
+        run_instructions(instructions.of(schedule.slots), works, topology.links)
         num_targets = int(schedule.target_tokens.sum())
         loss = torch.tensor(sum(float(work.loss) for work in works.values()), dtype=torch.float64)
         dist.all_reduce(loss)

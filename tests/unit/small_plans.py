@@ -5,7 +5,7 @@ from dflop.parallelism import Grid, Plan
 
 def make_plan(placement="disjoint", schedule="1f1b", pp=2, dp=1, num_microbatches=4, num_chunks=1, layers=()) -> Plan:
     """The tiny model has four layers in either module."""
-    ranks = {"disjoint": 2, "colocated": pp * dp, "monolithic": dp}[placement]
+    ranks = {"disjoint": 2, "colocated": pp * dp, "bubble_filled": pp * dp, "monolithic": dp}[placement]
     offset = ranks if placement == "disjoint" else 0
     return Plan(
         placement=placement,

@@ -178,7 +178,7 @@ def test_a_source_without_a_path_is_refused():
     [
         ("schedule.policy", "lptt", "random, lpt, search, ilp"),
         ("plan.fixed.schedule", "zb", "gpipe, interleaved_1f1b, 1f1b, zb_h1"),
-        ("plan.fixed.placement", "apart", "colocated, disjoint, monolithic"),
+        ("plan.fixed.placement", "apart", "bubble_filled, colocated, disjoint, monolithic"),
         ("train.precision", "fp8", "fp32, bf16, fp64"),
         ("cluster.device", "tpu", "cpu, cuda"),
     ],
@@ -189,7 +189,7 @@ def test_a_closed_choice_lists_its_values(key, value, choices):
 
 def test_a_closed_choice_in_a_list_names_the_entry():
     placements = {"plan": {"placements": ["disjoint", "apart"]}}
-    assert "`plan.placements[1]` is 'apart'; it must be one of colocated, disjoint" in refusal(placements)
+    assert "`plan.placements[1]` is 'apart'; it must be one of bubble_filled, colocated" in refusal(placements)
 
 
 @pytest.mark.parametrize("choice", ["off", "on", "auto"])

@@ -15,6 +15,7 @@ __all__ = ["PLACEMENT"]
 class Colocated(SharedRanks):
     name = "colocated"
     where = "all of the LLM's ranks"
+    uses_all_ranks = True
     encodes_all_first = True
 
     def encoder_stages(self, pp: int) -> range:

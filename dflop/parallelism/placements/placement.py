@@ -26,8 +26,12 @@ class Placement(ABC):
     # Whether encoder replicas are chosen apart from the LLM's, so that features cross from any of them to any of the
     # LLM's. Where not, each replica of the LLM's first stage encodes its own samples, and what both do adds up.
     has_bridges = True
+    # Whether all of the LLM's ranks carry encoders.
+    uses_all_ranks = False
     # Whether a rank computes all its encoder forwards of a step before the LLM's, and all backwards behind them.
     encodes_all_first = False
+    # Whether each batch has an order of its own, in which encoders compute while a rank would wait: `with_encoders_at`.
+    fills_bubbles = False
 
     @abstractmethod
     def check(self, plan: "Plan") -> None:
@@ -93,3 +97,10 @@ class SharedRanks(Placement):
         Each row of an order is a pass, a stage and a microbatch; the encoders' `forwards` and `backwards` come by
         microbatch; `first` is the LLM's first stage.
         """
+
+    def with_encoders_at(
+        self, slots: np.ndarray, pipeline: list[np.ndarray], forwards: np.ndarray, backwards: np.ndarray
+    ) -> list[np.ndarray]:
+        """As `with_encoders`, with the encoders' computations of each microbatch where `slots` [2 (forward, backward),
+        num_pipeline_ranks, num_microbatches] has them: behind so many of the rank's LLM computations."""
+        raise NotImplementedError(f"{self.name} plans have one order for all batches")

@@ -1,8 +1,10 @@
 """Plans of every placement and schedule, for tests that must hold for all of them."""
 
+import numpy as np
 from hypothesis import strategies as st
 
 from dflop.parallelism import PLACEMENTS, SCHEDULES, Grid, Plan
+from dflop.pipeline import Bridges, BubbleFiller, StageTimes, nodes_of
 
 frozen_sets = st.sampled_from([(), ("vision",), ("llm",)])
 
@@ -56,12 +58,14 @@ def plans(draw, placements=tuple(PLACEMENTS), schedules=tuple(SCHEDULES), shares
         if placement == "disjoint":
             encoder_tp, encoder_pp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 1, 2]))
             ranks = encoder_tp * encoder_pp * draw(st.integers(1, 3))
-        elif placement == "colocated":
+        elif placement in ("colocated", "bubble_filled"):
             ranks, encoder_pp = llm_ranks, 1
-            encoder_tp = draw(st.sampled_from([size for size in (1, 2, 4) if llm_ranks % size == 0]))
+            shared = llm_ranks if placement == "colocated" else dp * tp
+            encoder_tp = draw(st.sampled_from([size for size in (1, 2, 4) if shared % size == 0]))
         else:
             ranks, encoder_tp, encoder_pp = dp * tp, tp, 1
-        how = draw(shardings(ranks // encoder_tp)) if encoder_pp == 1 and shares else {}
+        may_share = encoder_pp == 1 and shares and placement != "bubble_filled"
+        how = draw(shardings(ranks // encoder_tp)) if may_share else {}
         encoders.append(Grid(module=module, num_ranks=ranks, tp=encoder_tp, pp=encoder_pp, rank_offset=offset, **how))
     offset = sum(grid.num_ranks for grid in encoders) if placement == "disjoint" else 0
     how = draw(shardings(dp)) if pp == 1 and shares and schedule != "zb_h1" else {}
@@ -72,3 +76,30 @@ def plans(draw, placements=tuple(PLACEMENTS), schedules=tuple(SCHEDULES), shares
         schedule=schedule,
         num_chunks=draw(st.integers(2, 3)) if is_interleaved else 1,
     )
+
+
+@st.composite
+def orders(
+    draw, placements=tuple(PLACEMENTS), schedules=tuple(SCHEDULES), shares=True
+) -> tuple[Plan, tuple[str, ...], object]:
+    """Any plan, frozen modules, and slots of its encoders in a batch of any times; None where there are none."""
+    plan, frozen = draw(plans(placements, schedules, shares)), draw(frozen_sets)
+    return plan, frozen, draw(slots_of(plan, frozen))
+
+
+@st.composite
+def slots_of(draw, plan: Plan, frozen: tuple[str, ...] = ()) -> np.ndarray | None:
+    if not PLACEMENTS[plan.placement].fills_bubbles or draw(st.integers(0, 4)) == 0:
+        return None
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (len(nodes_of(plan)), plan.num_microbatches)
+    forward_s, backward_s, chain_s = rng.exponential(1.0, (3, *shape)) * (rng.random((3, *shape)) > 0.2)
+    times = StageTimes(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=backward_s * rng.random(shape),
+        chain_s=chain_s,
+        bridges=Bridges.none(),
+        sync_s=np.zeros(len(forward_s)),
+    )
+    return BubbleFiller(plan, frozen).slots(times, draw(st.integers(1, plan.num_microbatches)))

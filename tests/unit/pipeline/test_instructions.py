@@ -8,7 +8,7 @@ from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
-from drawn_plans import disjoint, frozen_sets, llm_alone, plans
+from drawn_plans import disjoint, llm_alone, orders, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -19,6 +19,7 @@ from dflop.pipeline import (
     Instruction,
     Op,
     Program,
+    StepInstructions,
     actions_of,
     check_program,
     make_program,
@@ -31,16 +32,18 @@ properties = settings(max_examples=400)
 
 
 @properties
-@given(plan=plans(), frozen=frozen_sets)
-def test_every_program_does_everything_once_matches_its_transfers_and_never_deadlocks(plan, frozen):
-    check_program(plan, make_program(plan, frozen), frozen)
+@given(order=orders())
+def test_every_program_does_everything_once_matches_its_transfers_and_never_deadlocks(order):
+    plan, frozen, slots = order
+    check_program(plan, make_program(plan, frozen, slots), frozen)
 
 
 @properties
-@given(plan=plans(), frozen=frozen_sets)
-def test_every_node_computes_every_microbatch_once_in_each_direction(plan, frozen):
+@given(order=orders())
+def test_every_node_computes_every_microbatch_once_in_each_direction(order):
     """Counted apart from the check: forwards and backwards in the microbatches' order, one sync."""
-    program = make_program(plan, frozen)
+    plan, frozen, slots = order
+    program = make_program(plan, frozen, slots)
     everything = list(range(plan.num_microbatches))
     for worker, items in zip(program.workers, program.instructions, strict=True):
         for node in worker.nodes:
@@ -63,6 +66,15 @@ def test_a_frozen_encoder_has_no_backward_and_no_gradient_comes_to_it(plan, froz
             assert program.nodes[program.edges[item.edge].source].module not in frozen
         if item.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
             assert program.nodes[item.node].module not in frozen
+
+
+@given(order=orders(placements=["bubble_filled", "colocated"]))
+def test_a_ranks_instructions_of_a_batch_are_those_of_the_program_with_its_slots(order):
+    plan, frozen, slots = order
+    program, of_batch = make_program(plan, frozen), make_program(plan, frozen, slots)
+    for worker, instructions in zip(of_batch.workers, of_batch.instructions, strict=True):
+        for rank in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+            assert StepInstructions(plan, program, frozen, rank).of(slots) == instructions
 
 
 @given(plan=plans())

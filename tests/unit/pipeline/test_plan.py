@@ -77,7 +77,7 @@ def test_a_file_without_a_plan_says_how_to_make_one(tmp_path, text):
         ({"num_microbatches": True}, "`plan.num_microbatches` is true; it must be a whole number"),
         ({"num_microbatches": 10**9}, "`plan.num_microbatches` is 1000000000; it must be .* to 65536"),
         ({"num_chunks": 0}, "`plan.num_chunks` is 0; it must be a whole number from 1"),
-        ({"placement": ["disjoint"]}, r"`plan.placement` is \['disjoint'\]; it must be one of colocated, disjoint"),
+        ({"placement": ["disjoint"]}, r"`plan.placement` is \['disjoint'\]; it must be one of bubble_filled"),
         ({"schedule": None}, "`plan.schedule` is null; it must be one of"),
         ({"grids": None}, "`plan.grids` is None; it must hold a grid for each module"),
         ({"num_microbatchs": 2}, "unknown field `plan.num_microbatchs` .*did you mean `plan.num_microbatches`"),
@@ -148,7 +148,7 @@ def test_a_file_from_before_chunks_and_layers_still_loads():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("nearby", {"num_ranks": 2}, {"num_ranks": 2}), "placement is 'nearby'; it must be one of colocated, dis"),
+        (("nearby", {"num_ranks": 2}, {"num_ranks": 2}), "placement is 'nearby'; it must be one of bubble_filled, co"),
         (("disjoint", {"num_ranks": 2}, {"num_ranks": 2, "rank_offset": 1}), "rank 1 is owned by vision and llm"),
         (
             ("colocated", {"num_ranks": 2}, {"num_ranks": 4}),

@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 import pytest
-from drawn_plans import disjoint, frozen_sets, llm_alone, plans
+from drawn_plans import disjoint, llm_alone, orders, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,9 +32,9 @@ from dflop.pipeline import (
 PASS_OF = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 2}
 
 
-def walk(plan: Plan, times: StageTimes, frozen=()) -> tuple[np.ndarray, np.ndarray, float]:
+def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarray, np.ndarray, float]:
     """Starts and ends [3, num_nodes, num_microbatches] and the step time, one instruction after the other."""
-    program = make_program(plan, frozen)
+    program = make_program(plan, frozen, slots)
     carriers = [
         [w for w, worker in enumerate(program.workers) if node in worker.nodes] for node in range(len(program.nodes))
     ]
@@ -168,17 +168,17 @@ def draw_times(plan: Plan, rng: np.random.Generator, share: float) -> StageTimes
 
 @st.composite
 def cases(draw):
-    plan, rng = draw(plans()), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    return plan, draw(frozen_sets), draw_times(plan, rng, draw(st.sampled_from([0.0, 0.3, 1.0])))
+    (plan, frozen, slots), rng = draw(orders()), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return plan, frozen, slots, draw_times(plan, rng, draw(st.sampled_from([0.0, 0.3, 1.0])))
 
 
 @settings(max_examples=2000)
 @given(cases())
 def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(case):
-    plan, frozen, times = case
-    compiled = compile_plan(plan, frozen)
+    plan, frozen, slots, times = case
+    compiled = compile_plan(plan, frozen, slots)
     timeline = simulate(compiled, times)
-    start_s, end_s, step_s = walk(plan, times, frozen)
+    start_s, end_s, step_s = walk(plan, times, frozen, slots)
     np.testing.assert_allclose(timeline.start_s, start_s)
     np.testing.assert_allclose(timeline.end_s, end_s)
     assert timeline.step_s == pytest.approx(step_s)
@@ -188,8 +188,8 @@ def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(ca
 @settings(max_examples=200)
 @given(cases())
 def test_idle_is_what_is_left_of_all_ranks_step_after_their_work(case):
-    plan, frozen, times = case
-    timeline = simulate(compile_plan(plan, frozen), times)
+    plan, frozen, slots, times = case
+    timeline = simulate(compile_plan(plan, frozen, slots), times)
     rank_s, workers = 0.0, workers_of(plan)
     for index, worker in enumerate(workers):
         work_s = sum(timeline.busy_s[node] + times.sync_s[node] for node in worker.nodes)
@@ -363,11 +363,12 @@ def test_a_step_without_any_work_takes_no_time_and_is_not_idle():
 
 
 @settings(max_examples=300)
-@given(plan=plans(), frozen=frozen_sets, seed=st.integers(0, 1000))
-def test_the_peak_is_the_fullest_moment_of_every_workers_list(plan, frozen, seed):
-    rng, program = np.random.default_rng(seed), make_program(plan, frozen)
+@given(order=orders(), seed=st.integers(0, 1000))
+def test_the_peak_is_the_fullest_moment_of_every_workers_list(order, seed):
+    plan, frozen, slots = order
+    rng, program = np.random.default_rng(seed), make_program(plan, frozen, slots)
     kept, transient = rng.integers(1, 100, (2, len(program.nodes), plan.num_microbatches)).astype(float)
-    peaks = peak_bytes(compile_plan(plan, frozen), kept, transient)
+    peaks = peak_bytes(compile_plan(plan, frozen, slots), kept, transient)
     for worker, items in enumerate(program.instructions):
         held: dict[tuple[int, int], float] = {}
         fullest = 0.0

@@ -1,7 +1,7 @@
 """Who waits for whom, said computation by computation, makes the same steps as the simulator."""
 
 import numpy as np
-from drawn_plans import frozen_sets, plans
+from drawn_plans import orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,9 +26,10 @@ def all_bridges(plan) -> Bridges:
 
 
 @settings(deadline=None, max_examples=60)
-@given(plan=plans(shares=False), frozen=frozen_sets, seed=st.integers(0, 99))
-def test_each_computation_begins_when_what_it_waits_for_has_ended(plan, frozen, seed):
-    compiled = compile_plan(plan, frozen)
+@given(order=orders(shares=False), seed=st.integers(0, 99))
+def test_each_computation_begins_when_what_it_waits_for_has_ended(order, seed):
+    plan, frozen, slots = order
+    compiled = compile_plan(plan, frozen, slots)
     shape = (len(nodes_of(plan)), plan.num_microbatches)
     rng = np.random.default_rng(seed)
     forward_s, chain_s = rng.random(shape), rng.random(shape)

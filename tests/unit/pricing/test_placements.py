@@ -27,7 +27,7 @@ properties = settings(max_examples=60)
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2)]
 any_plans = st.builds(
     lambda placement, schedule, dp: make_plan(placement, schedule[0], dp=dp, num_chunks=schedule[1]),
-    st.sampled_from(["disjoint", "colocated", "monolithic"]),
+    st.sampled_from(["disjoint", "colocated", "bubble_filled", "monolithic"]),
     st.sampled_from(SCHEDULES),
     st.integers(1, 3),
 )
@@ -95,6 +95,32 @@ def test_colocated_encoders_share_all_items_evenly_and_the_first_microbatches_fi
             assignment.encoder_rank[:, 0], weights=shapes.num_items[:, 0] * so_far, minlength=plan.grids[0].dp
         )
         assert items.max() - items.min() <= shapes.num_items[so_far].max(initial=0)
+
+
+@properties
+@given(
+    seed=st.integers(0, 1000),
+    dp=st.integers(1, 2),
+    pp=st.integers(1, 4),
+    schedule=st.sampled_from(["1f1b", "gpipe", "zb_h1"]),
+    frozen=st.sampled_from([(), ("vision",)]),
+    room=st.floats(0.0, 1.0),
+)
+def test_filling_bubbles_is_never_slower_than_the_colocated_order_and_stays_within_the_same_memory(
+    make_pricer, draw_samples, seed, dp, pp, schedule, frozen, room
+):
+    """Memory lies between what any order holds at least and what the colocated one holds, and above."""
+    shapes = draw_samples(24, seed)
+    both = [make_pricer(make_plan(name, schedule, pp, dp), frozen=frozen) for name in ("colocated", "bubble_filled")]
+    assignment = at_random(both[0], shapes, seed)
+    steps, needs = ([getattr(own, name)(shapes, own.filled(shapes, assignment)) for own in both]
+                    for name in ("step_s", "memory_bytes"))  # fmt: skip
+    assert steps[1] <= steps[0] * (1 + 1e-12)
+    most = max(needs[0].values())
+    tight = dataclasses.replace(CLUSTER, memory_gib=most * (0.7 + 0.4 * room) / 2**30)
+    pricer = make_pricer(both[1].plan, tight, frozen=frozen)
+    held = max(pricer.memory_bytes(shapes, pricer.filled(shapes, assignment)).values())
+    assert held <= tight.memory_gib * 2**30 or held <= most * (1 + 1e-12)
 
 
 @properties

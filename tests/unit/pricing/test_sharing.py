@@ -82,7 +82,7 @@ def test_an_encoder_that_shares_parameters_waits_where_the_pipeline_behind_it_do
         num_microbatches=3,
     )
     pricer, shapes = price(plan), draw_samples(40, 1)
-    timeline = pricer.timeline(pricer.stage_times(shapes, at_random(pricer, shapes, 2)))
+    timeline = pricer.timeline(pricer.stage_times(shapes, at_random(pricer, shapes, 2)), None)
     ends = timeline.end_s[0]
     assert ends[:4] == pytest.approx(ends[:1].repeat(4, axis=0))
     assert not np.allclose(ends[4], ends[5])

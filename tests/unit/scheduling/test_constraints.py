@@ -27,7 +27,7 @@ CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0, intra_
 
 any_plans = st.builds(
     make_plan,
-    st.sampled_from(["disjoint", "colocated", "monolithic"]),
+    st.sampled_from(["disjoint", "colocated", "bubble_filled", "monolithic"]),
     st.sampled_from(["gpipe", "1f1b"]),
     st.integers(1, 4),
     st.integers(1, 3),
@@ -58,7 +58,10 @@ def needed_bytes(scheduler: BatchScheduler, schedule: StepSchedule) -> float:
     place = {name: number for number, name in enumerate(scheduler.samples.sample_id)}
     held = scheduler.samples.take(np.array([place[name] for name in schedule.sample_id]))
     assignment = Assignment(
-        llm_dp_rank=schedule.llm_dp_rank, microbatch=schedule.microbatch, encoder_rank=schedule.encoder_rank
+        llm_dp_rank=schedule.llm_dp_rank,
+        microbatch=schedule.microbatch,
+        encoder_rank=schedule.encoder_rank,
+        slots=schedule.slots,
     )
     return max(scheduler.pricer.memory_bytes(held, assignment).values())
 
@@ -118,7 +121,11 @@ def test_every_schedule_keeps_every_limit_or_says_that_none_does(
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 1000), placement=st.sampled_from(["disjoint", "colocated"]), slack=st.floats(1.03, 1.3))
+@given(
+    seed=st.integers(0, 1000),
+    placement=st.sampled_from(["disjoint", "colocated", "bubble_filled"]),
+    slack=st.floats(1.03, 1.3),
+)
 def test_a_small_batch_is_placed_wherever_memory_has_three_percent_to_spare(
     scheduler_of, draw_samples, seed, placement, slack
 ):

@@ -15,7 +15,7 @@ CLUSTER = ClusterConfig(num_nodes=2, devices_per_node=8, memory_gib=4.0, intra_n
 
 
 @pytest.fixture(
-    params=list(itertools.product(ENCODERS, ["disjoint", "colocated", "monolithic"])),
+    params=list(itertools.product(ENCODERS, ["disjoint", "colocated", "bubble_filled", "monolithic"])),
     ids=lambda own: f"{'+'.join(own[0]) or 'none'}, {own[1]}",
 )
 def scheduled(request, costs, tiny_spec, draw_samples):

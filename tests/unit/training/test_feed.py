@@ -131,7 +131,7 @@ def test_a_stream_is_the_jobs_of_a_ranks_forwards_in_their_order_step_after_step
     feed = ScheduleFeed(store)
     other = nodes_of(plan)[0]
     forwards = ((other, 0), (other, 1), (node, 0), (other, 2), (node, 1))
-    stream = list(JobStream(feed, forwards, range(1, 3)))
+    stream = list(JobStream(feed, lambda slots: forwards, range(1, 3)))
     assert stream == [
         (own, job_of(schedule, own, microbatch)) for schedule in schedules[1:] for own, microbatch in forwards
     ]
@@ -142,7 +142,7 @@ def test_a_stream_is_the_jobs_of_a_ranks_forwards_in_their_order_step_after_step
 
 def test_a_rank_that_reads_no_records_waits_for_no_schedule():
     feed = ScheduleFeed(dist.HashStore())  # which holds none, and would be waited for
-    assert list(JobStream(feed, (), range(1000))) == []
+    assert list(JobStream(feed, lambda slots: (), range(1000))) == []
 
 
 def test_a_schedule_without_sizes_of_media_says_what_to_run(case):
