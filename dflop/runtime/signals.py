@@ -5,6 +5,7 @@ for, and knows who sent the signal. Processes that it starts inherit the block, 
 ends none of them.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 __all__ = ["STOP_SIGNALS", "SignalListener", "children_of", "stop_signals_blocked"]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# How often a process looks whether it is an orphan.
+_BETWEEN_LOOKS_S = 1.0
 
 
 @contextmanager
@@ -32,15 +35,20 @@ class SignalListener(threading.Thread):
     To be made in the main thread, before other threads are: only those that are started later inherit the block.
     """
 
-    def __init__(self, hear: Callable[[signal.Signals, int], None]) -> None:
+    def __init__(self, hear: Callable[[signal.Signals, int], None], orphaned: Callable[[], None]) -> None:
+        """`orphaned` is called when the process that started this one is gone."""
         super().__init__(daemon=True, name="signal-listener")
-        self._hear = hear
+        self._hear, self._orphaned, self._parent = hear, orphaned, os.getppid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def run(self) -> None:
         while True:
-            heard = signal.sigwaitinfo(STOP_SIGNALS)
-            self._hear(signal.Signals(heard.si_signo), heard.si_pid)
+            heard = signal.sigtimedwait(STOP_SIGNALS, _BETWEEN_LOOKS_S)
+            if heard is not None:
+                self._hear(signal.Signals(heard.si_signo), heard.si_pid)
+            elif os.getppid() != self._parent:
+                self._orphaned()
+                return
 
 
 def children_of(pid: int) -> list[int]:

@@ -188,9 +188,10 @@ def _main() -> int:
 
 
 def _pass_on_what_asks() -> None:
-    """From now on every signal that asks this process to stop asks the ranks, which are its children."""
+    """From now on every signal that asks this process to stop asks the ranks, which are its children. They end at once
+    where the command that started this process is gone, and nobody would know of them."""
     is_asked = threading.Event()
-    SignalListener(lambda number, sender: is_asked.set()).start()
+    SignalListener(lambda number, sender: is_asked.set(), lambda: os.kill(os.getpid(), signal.SIGHUP)).start()
 
     def ask() -> None:
         is_asked.wait()

@@ -2,7 +2,7 @@
 
 A rank that gets a SIGTERM or a SIGUSR1 remembers it; all ranks learn of it in the sums that they exchange in every
 step, and stop behind the same one. A SIGTERM of torchrun itself says that another rank has failed: it ends the rank at
-once, whatever its main thread waits for.
+once, and so does the end of torchrun.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
         resource_tracker.ensure_running()  # when it starts, it unblocks SIGTERM: loaders would inherit that
-        self._listener = SignalListener(self._hear)
+        self._listener = SignalListener(self._hear, _end_at_once)
         self._listener.start()
 
     def __bool__(self) -> bool:
@@ -29,10 +29,15 @@ class StopRequest:
 
     def _hear(self, number: signal.Signals, sender: int) -> None:
         if number == signal.SIGTERM and sender == os.getppid():
-            if os.getpgrp() == os.getpid():
-                os.killpg(0, signal.SIGKILL)  # with its loaders and the schedule service
-            os._exit(128 + signal.SIGTERM)
+            _end_at_once()
         self._signal = number
+
+
+def _end_at_once() -> None:
+    """Whatever the main thread waits for, and with the loaders and the schedule service."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(128 + signal.SIGTERM)
 
 
 def end_loaders() -> None:
