@@ -289,7 +289,7 @@ def _ddp(
     )
     jobs = _Jobs(samples, config, num_microbatches)
     records = TrainingRecords(list_sources(config.data), config.seed)
-    dataset = _MediaAndText(*(make_loader(config, model, plan, own.node, records) for own in model.nodes), padded)
+    dataset = _MediaAndText(*(make_loader(config, model, plan, own, records) for own in model.nodes), padded)
     loader = iter(_data_loader(dataset, jobs, config)) if on_the_fly else map(dataset.__getitem__, jobs)
 
     def load(step: int) -> Iterator:
