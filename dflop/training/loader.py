@@ -33,7 +33,7 @@ def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStrea
 
 def load_again_and_again(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterable:
     """What the jobs of the stream ask for, every time that it is iterated over; its processes stay."""
-    return _data_loader(_dataset(config, plan, model), stream, config, stays=True) if stream.forwards else ()
+    return _data_loader(_dataset(config, plan, model), stream, config, stays=True) if stream.num_forwards else ()
 
 
 def make_loader(
