@@ -59,16 +59,15 @@ def predicted_boxes(plan: Plan, times: StageTimes, timeline: Timeline) -> pl.Dat
 
 
 def measured_boxes(plan: Plan, observations: pl.DataFrame) -> pl.DataFrame:
-    """One step's observations. Of tensor-parallel ranks, which act as one worker, the first is taken."""
-    worker_of = {node: index for index, worker in enumerate(workers_of(plan)) for node in worker.nodes}
+    """One step's observations. Of a worker's ranks, which act together, the first is taken."""
+    worker_of = {worker.first_rank: index for index, worker in enumerate(workers_of(plan))}
     place = {(node.module, node.pp_stage, node.dp_rank): number for number, node in enumerate(nodes_of(plan))}
     chunks = _chunks(plan)
-    first = pl.col("rank") == pl.col("rank").min().over("module", "pp_stage", "dp_rank")
     rows = []
-    for row in observations.filter(first).iter_rows(named=True):
+    for row in observations.filter(pl.col("rank").is_in(list(worker_of))).iter_rows(named=True):
         node = place[row["module"], row["pp_stage"], row["dp_rank"]]
         times = (row["start_s"], row["start_s"] + row["seconds"])
-        rows.append((worker_of[node], row["module"], chunks[node], row["pass"], row["microbatch"], *times))
+        rows.append((worker_of[row["rank"]], row["module"], chunks[node], row["pass"], row["microbatch"], *times))
     return _boxes(rows)
 
 

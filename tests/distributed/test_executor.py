@@ -24,19 +24,22 @@ def plan_of(
     placement: str,
     schedule: str = "1f1b",
     *,
+    tp: int = 1,
     pp: int = 1,
     dp: int = 1,
     encoders: dict[str, int] | None = None,
+    encoder_tp: int = 1,
     num_microbatches: int = 4,
     num_chunks: int = 1,
 ) -> Plan:
-    """`encoders` gives each encoder's ranks where the placement does not."""
+    """`encoders` gives each encoder's ranks where the placement does not; `tp` is the LLM's."""
     grids, offset = [], 0
-    for module, num_ranks in (encoders or {"vision": 1}).items():
-        shared = {"colocated": pp * dp, "monolithic": dp}.get(placement)
-        grids.append(Grid(module=module, num_ranks=shared or num_ranks, rank_offset=0 if shared else offset))
+    for module, num_ranks in (encoders or {"vision": encoder_tp}).items():
+        shared = {"colocated": tp * pp * dp, "monolithic": tp * dp}.get(placement)
+        own = {"num_ranks": shared or num_ranks, "rank_offset": 0 if shared else offset}
+        grids.append(Grid(module=module, tp=encoder_tp, **own))
         offset += 0 if shared else num_ranks
-    grids.append(Grid(module="llm", num_ranks=pp * dp, pp=pp, rank_offset=offset))
+    grids.append(Grid(module="llm", num_ranks=tp * pp * dp, tp=tp, pp=pp, rank_offset=offset))
     return Plan(
         placement=placement,
         grids=tuple(grids),
@@ -63,18 +66,39 @@ PLANS = {
         plan_of("disjoint", encoders={"vision": 1, "audio": 1}),
         plan_of("colocated", pp=3, num_microbatches=5),
         plan_of("monolithic", "zb_h1", pp=3),
+        plan_of("disjoint", tp=2),
+        plan_of("disjoint", encoder_tp=2),
     ],
     4: [
+        plan_of("disjoint", dp=2, encoders={"vision": 2}),
+        plan_of("disjoint", dp=3),
+        plan_of("disjoint", encoders={"vision": 3}),
+        plan_of("colocated", tp=2, dp=2, encoder_tp=4),
+        plan_of("colocated", tp=4, encoder_tp=2),
+        plan_of("colocated", tp=2, pp=2),
+        plan_of("monolithic", tp=2, pp=2, encoder_tp=2),
         plan_of("colocated", pp=2, dp=2, encoders={"vision": 0, "audio": 0}),
         plan_of("monolithic", pp=2, dp=2, encoders={"vision": 0, "audio": 0}),
+    ],
+    5: [
+        plan_of("disjoint", dp=4),
+        plan_of("disjoint", encoders={"vision": 4}),
+        plan_of("disjoint", dp=2, encoders={"vision": 3}),
+        plan_of("disjoint", tp=4),
+    ],
+    8: [
+        plan_of("colocated", tp=2, dp=4, encoder_tp=4),
+        plan_of("colocated", tp=4, dp=2, encoder_tp=2),
+        plan_of("colocated", "zb_h1", tp=4, pp=2, encoder_tp=2),
     ],
 }
 FROZEN = plan_of("colocated", pp=2), ("vision",)
 
 
 def num_tokens(module: str, source: int, target: int, microbatch: int) -> int:
-    """Of what an encoder's replica has for a replica of the LLM; nothing now and then."""
-    return (len(module) + 2 * source + target + microbatch) % 4
+    """Of what an encoder's replica has for a replica of the LLM; nothing now and then. Two replicas have 0 and 3, 1 and
+    2 for two of the LLM, and one has 1, 3 and 2 for three."""
+    return ((0, 3, 1, 2), (1, 3, 2, 0))[microbatch % 2][(2 * source + target + (module == "audio")) % 4]
 
 
 def drawn(*shape: int, seed: tuple[int, ...]) -> torch.Tensor:
@@ -209,7 +233,9 @@ def _run(plan: Plan, frozen: tuple[str, ...] = (), *, groups_by_route: bool = Fa
     works = {own: ToyWork(program, own, topology.replicas[own]) for own in topology.nodes}
     spans = run_instructions(topology.instructions, works, topology.links)
     expected_loss, expected = in_one_go(plan, program)
-    loss = torch.tensor(sum(work.loss for work in works.values()), dtype=torch.float64)
+    # All ranks of a node compute the same, and so their losses are one.
+    losses = [work.loss for own, work in works.items() if topology.tensor[own].is_first]
+    loss = torch.tensor(sum(losses), dtype=torch.float64)
     dist.all_reduce(loss)
     assert loss.item() == pytest.approx(expected_loss, rel=1e-12), plan
     for work in works.values():
