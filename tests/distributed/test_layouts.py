@@ -232,10 +232,12 @@ def _expected(config, samples, batches, num_steps: int) -> dict:
     }
 
 
-def _run_rank(rank: int, folder: Path) -> None:
+def _run_rank(rank: int, folder: Path, shares: bool) -> None:
     torch.set_num_threads(1)
     for number, (name, variant) in enumerate(CASES):
         plan = PLANS[name]
+        if any(grid.tp > 1 for grid in plan.grids) != shares:
+            continue
         if rank < plan.world_size:
             store = dist.FileStore(str(folder / f"store-{number}"), plan.world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size)
@@ -307,5 +309,6 @@ def _compare_gradients(own, expected: dict[str, torch.Tensor], num_targets: int,
             assert float((ours - theirs).abs().max()) <= tolerance * scale, f"{where}: {name}"
 
 
-def test_every_layout_has_the_gradients_of_the_unpacked_model_in_one_process(folder):
-    mp.spawn(_run_rank, (folder,), nprocs=max(plan.world_size for plan in PLANS.values()))
+@pytest.mark.parametrize("shares", [False, True], ids=["tp 1", "tp 2 and 4"])
+def test_every_layout_has_the_gradients_of_the_unpacked_model_in_one_process(folder, shares):
+    mp.spawn(_run_rank, (folder, shares), nprocs=max(plan.world_size for plan in PLANS.values()))
