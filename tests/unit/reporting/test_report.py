@@ -279,9 +279,17 @@ def test_predicted_boxes_fill_the_step_without_overlap(name, plan, request):
 
 
 def test_measured_boxes_take_one_of_the_ranks_that_act_as_one_worker():
-    observations = pl.DataFrame([observation(rank, start_s=0.1 * rank) for rank in (5, 6)])
-    boxes = measured_boxes(SMALL, observations)
+    vision, llm = Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=2, tp=2, rank_offset=1)
+    plan = Plan(placement="disjoint", grids=(vision, llm), num_microbatches=4)
+    boxes = measured_boxes(plan, pl.DataFrame([observation(rank, start_s=0.5 * rank) for rank in (1, 2)]))
     assert boxes.select("worker", "start_s", "end_s").rows() == [(1, 0.5, 1.5)]
+
+
+def test_what_several_workers_compute_together_is_measured_on_each_of_them():
+    vision, llm = Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2, tp=2)
+    plan = Plan(placement="colocated", grids=(vision, llm), num_microbatches=4)
+    boxes = measured_boxes(plan, pl.DataFrame([observation(rank) for rank in (0, 1)]))
+    assert boxes["worker"].to_list() == [0, 1]
 
 
 class Reported(NamedTuple):
