@@ -110,3 +110,21 @@ def test_sixteen_devices_on_two_nodes(tiny_spec, costs, samples, memory_share):
     assert found.num_priced < 0.1 * len(everything)
     if memory_share < 1:
         assert any(own.plan.checkpointing for own in found.candidates[:10])
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_nodes", "batch_size", "seed", "freeze", "memory_share"),
+    [(4, 1, 8, 1, (), 1.0), (4, 2, 5, 2, ("vision",), 0.4), (4, 1, 7, 3, (), 0.2)],
+)
+def test_bubble_filled_plans_beside_colocated_ones(
+    tiny_spec, devices, num_nodes, batch_size, seed, freeze, memory_share
+):
+    placements = ["colocated", "bubble_filled"]
+    config = make_config(
+        devices, batch_size, num_nodes=num_nodes, freeze=freeze, placements=placements, search_batches=2
+    )
+    costs, samples = bent_costs(seed), uneven_samples(40, seed)
+    limit = float(price_all(config, tiny_spec, costs, samples)["memory_bytes"].quantile(memory_share))
+    config = with_memory(config, limit / 2**30)
+    # Their orders, and so what they take, depend on the memory that there is.
+    check_against_all(config, tiny_spec, costs, samples, price_all(config, tiny_spec, costs, samples))
