@@ -90,18 +90,18 @@ def _head(hidden: int, vocabulary: float, tp: int, *, is_tied: bool) -> PartWork
         num_parameters=(0 if is_tied else matrix) + hidden,
         num_matrix_parameters=matrix,
         num_kernels=_NUM_KERNELS["last"],
-        passing_bytes=_passing_bytes(vocabulary, matrix),
+        passing_bytes=_passing_bytes(vocabulary, matrix, tp),
     )
 
 
-def _passing_bytes(vocabulary: float, matrix: float) -> tuple[Coefficients, ...]:
+def _passing_bytes(vocabulary: float, matrix: float, tp: int) -> tuple[Coefficients, ...]:
     """What the head's pass holds at most beside what it saves: 4 bytes a logit, the log-probabilities in fp32.
 
     Backward of the loss makes the gradient of the log-probabilities and that of the logits, both in fp32, before it
-    lets go of any: 8 bytes a logit, and as many where ranks share the vocabulary. Of few targets, the head's own
-    gradient in fp32 takes more; by then the log-probabilities are gone.
+    lets go of any: 8 bytes a logit. Where ranks share the vocabulary, the gradient of the logits is made at once: 4
+    bytes. Of few targets, the head's own gradient in fp32 takes more; by then the log-probabilities are gone.
     """
     return (
-        coefficients(num_targets=8.0 * vocabulary),
+        coefficients(num_targets=(8.0 if tp == 1 else 4.0) * vocabulary),
         coefficients(4.0 * matrix, num_targets=-4.0 * vocabulary),
     )

@@ -320,7 +320,9 @@ class _Search:
         for least, row in sorted(self._misses)[:_NUM_NEAREST]:
             if least >= nearest[0]:
                 break
-            nearest = min(nearest, (self._needed_bytes(self._pricer(self._plan(row)), nearest[0]), row))
+            needed = self._needed_bytes(self._pricer(self._plan(row)), nearest[0])
+            if needed < nearest[0]:  # else it is not known to the byte
+                nearest = needed, row
         return nearest
 
 

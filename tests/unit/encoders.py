@@ -51,7 +51,7 @@ def plan_with(encoders: Sequence[str], placement: str, schedule: str, dp: int, n
     """An LLM of two stages; on ranks of their own, the encoders have two replicas, three, …"""
     grids, offset = [], 0
     for number, encoder in enumerate(encoders):
-        num_ranks = {"disjoint": 2 + number, "colocated": 2 * dp, "monolithic": dp}[placement]
+        num_ranks = {"disjoint": 2 + number, "colocated": 2 * dp, "bubble_filled": 2 * dp, "monolithic": dp}[placement]
         grids.append(Grid(module=encoder, num_ranks=num_ranks, rank_offset=offset))
         offset += num_ranks if placement == "disjoint" else 0
     grids.append(Grid(module="llm", num_ranks=2 * dp, pp=2, rank_offset=offset))

@@ -288,7 +288,7 @@ def test_the_heads_passing_memory_is_what_is_measured(num_targets, tokenizer):
     assert passing_bytes_of_head(bench, num_targets) == pytest.approx(float(expected), rel=0.04)
 
 
-@pytest.mark.parametrize("num_targets", [512, 2000])
+@pytest.mark.parametrize("num_targets", [2, 30, 512, 2000])
 def test_the_passing_memory_of_a_shared_vocabulary_is_what_is_measured(num_targets, tokenizer, alone):
     spec, _ = head_bench(tokenizer, 8000)  # of which each of two ranks has half
     _, bench = head_bench(tokenizer, 4000, alone)
