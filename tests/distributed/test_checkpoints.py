@@ -96,7 +96,7 @@ def _check_fallback(rank: int, out: Path, store: Path) -> None:
         files = RunFiles(shapes=out, costs=out, plan=out, out=own, generation=GENERATION, measured_on=None)
         part = _part(0.0)
         model = SimpleNamespace(nodes=[part])
-        step, restarts = take_up(TrainConfig(), files, model, Observations(own / "observations", rank, ()))
+        step, restarts = take_up(TrainConfig(steps=20), files, model, Observations(own / "observations", rank, ()))
         assert (step, restarts) == (2, 1)
         assert (part.parameters["weight"] == 2).all()
         names = sorted(path.name for path in (own / "checkpoints").iterdir())

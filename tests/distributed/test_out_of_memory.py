@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing import spawn
 
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
 from dflop.data import ChatTokenizer
 from dflop.models.llava_onevision import PRESETS, make_spec
+from dflop.models.tensor_group import TensorGroup
 
 pytestmark = pytest.mark.serial
 
@@ -41,7 +41,7 @@ def _measure(rank: int, folder: Path) -> None:
         vocab_size=tokenizer.vocab_size(),
         device=torch.device("cpu"),
         precision="fp32",
-        mesh=init_device_mesh("cpu", (2,)),
+        ranks=TensorGroup((0, 1), rank, dist.group.WORLD),
     )
     embeddings = next(part for name, part in bench.stage.named_modules() if name.endswith("embeddings"))
     takes_too_much = embeddings.register_forward_pre_hook(

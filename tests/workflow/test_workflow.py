@@ -109,7 +109,7 @@ def test_the_plan_is_the_best_of_the_candidates_that_can_be_trained(finished):
     assert chosen["predicted"]["step_s"] == pytest.approx(runnable["step_s"][0], rel=1e-4)
     assert chosen["plan"]["num_microbatches"] == runnable["num_microbatches"][0] == 4
     others = {own["name"]: own["would_take"] for own in chosen["baselines"]}
-    assert len(others) == 3
+    assert len(others) == 5
     for name, read in (("train", lambda summary: summary), ("report", lambda summary: summary["plan"])):
         assert read(json.loads((folder / name / "summary.json").read_text()))["baselines"] == others
 
@@ -140,7 +140,7 @@ def test_training_leaves_metrics_observations_a_trace_a_checkpoint_and_a_model(f
     assert len(observations.filter(pl.col("pass") == "forward")) == 6 * 4 * num_nodes  # of each microbatch in each step
     assert len(read_table(folder / "observations.duckdb", "measured_over_predicted", made_by=""))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X"}
+    assert {event["ph"] for event in events} == {"C", "M", "X"}
     assert (folder / "checkpoints/step-000006/run.json").is_file()
     assert (folder / "model/config.json").is_file()
     assert json.loads((folder / "summary.json").read_text())["num_steps"] == 6
