@@ -387,7 +387,7 @@ def _data_loader(dataset: Dataset, jobs: _Jobs, config: Config) -> DataLoader:
         sampler=jobs,
         batch_size=None,
         collate_fn=_as_it_is,
-        num_workers=max(1, config.train.loader_workers),
+        num_workers=max(1, config.train.loader_workers or 1),
         multiprocessing_context="spawn",
         prefetch_factor=8,
         worker_init_fn=_give_way,
