@@ -41,6 +41,7 @@ _NUM_COMPARED, _FEW_PLANS = 10, 20_000
 _MOST_MISSES, _NUM_LARGER, _NUM_LARGER_OF_FEW = 4096, 64, 512
 # Where none fits, so many of those with the lowest bounds are asked what they need.
 _NUM_NEAREST = 256
+# Bounds are summed in another order than prices: what rounding makes of that excludes nothing.
 _MARGIN = 1 + 1e-9
 _PROGRESS_EVERY = 64
 
@@ -175,13 +176,13 @@ class _Search:
         if place not in self._llm_bytes:
             self._llm_bytes[place] = self._memory.of_llm(self._values(row))
             self._device_bytes[place] = self._memory.of_device(self._llm_bytes[place].max())
-        if not self._fits(row, self._device_bytes[place]):
+        if not self._fits(row, self._device_bytes[place] / _MARGIN):
             return None
         return max(bound_s, self._mean_bound_s(row, self._values(row)))
 
     def _by_batches(self, row: int, bound_s: float) -> float | None:
         values = self._values(row)
-        if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[self._llm_place[row]])):
+        if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[self._llm_place[row]]) / _MARGIN):
             return None
         return max(bound_s, float(self._batch_bounds_s(row, values).mean()))
 

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 import pytest
 from encoders import spec_with
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from spaces import bent_costs, make_config, price_all, uneven_samples, with_memory
 
@@ -68,6 +68,8 @@ def test_the_ten_best_and_the_best_that_can_be_trained_are_those_of_all_plans(
     memory_share=st.sampled_from([0.2, 1.0]),
     encoders=st.sampled_from([(), ("vision", "audio"), ("vision", "audio", "depth")]),
 )
+# The ninth best takes exactly the memory that there is, and its bound is more by a rounding.
+@example(shape=(4, 1, 7), seeds=(1534, 89), freeze=(), memory_share=0.2, encoders=())
 def test_the_best_plans_of_models_without_encoder_and_with_several(
     tiny_spec, shape, seeds, freeze, memory_share, encoders
 ):
