@@ -19,7 +19,7 @@ from dflop.models.division import Division, llm_division
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.tensor_group import Shard
 
-__all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm"]
+__all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "keep_layers"]
 
 _OF_A_LAYER = re.compile(r"\blayers?\.\d+\.")
 
@@ -154,15 +154,18 @@ def cut_llm(hf: PreTrainedModel, layers: range, *, of_encoders: Sequence[str]) -
     embedding (tied), the last stage has a copy of it under the embedding's name.
     """
     language_model = hf.model.language_model
-    num_layers = len(language_model.layers)
-    is_first, is_last = layers.start == 0, layers.stop == num_layers
     for name in of_encoders:
         setattr(hf.model, name, None)
-    for index in range(num_layers):
-        if index not in layers:
-            language_model.layers[index] = nn.Identity()
+    is_first, is_last = keep_layers(language_model.layers, layers)
     if not (is_first or (is_last and hf.config.tie_word_embeddings)):
         language_model.embed_tokens = None
     if not is_last:
         language_model.norm, hf.lm_head = None, None
     return LlmStage(hf, layers, is_first=is_first, is_last=is_last)
+
+
+def keep_layers(stack: nn.ModuleList, layers: range) -> tuple[bool, bool]:
+    """Take all other layers out of a module's stack, in place; whether the first and the last layer are left."""
+    for index in set(range(len(stack))) - set(layers):
+        stack[index] = nn.Identity()
+    return layers.start == 0, layers.stop == len(stack)

@@ -1,12 +1,11 @@
 """LLaVA-OneVision's encoder as a stage, and how the whole model is cut into stages."""
 
 import torch
-from torch import nn
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
-from dflop.models.stages import EncoderStage, LlmStage, cut_llm
+from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
 from dflop.runtime import UserError
 
 __all__ = ["VisionStage", "cut"]
@@ -18,10 +17,7 @@ def cut(hf: LlavaOnevisionForConditionalGeneration, module: str, layers: range) 
         return cut_llm(hf, layers, of_encoders=("vision_tower", "multi_modal_projector", "image_newline"))
     hf.model.language_model, hf.lm_head = None, None
     tower = hf.model.vision_tower
-    num_layers = len(tower.encoder.layers)
-    is_first, is_last = layers.start == 0, layers.stop == num_layers
-    for index in set(range(num_layers)) - set(layers):
-        tower.encoder.layers[index] = nn.Identity()
+    is_first, is_last = keep_layers(tower.encoder.layers, layers)
     if not is_first:
         tower.embeddings = None
     if not is_last:
