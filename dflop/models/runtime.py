@@ -7,6 +7,7 @@ decoded media into the encoders' items. Everything here needs torch and transfor
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,7 +20,7 @@ from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.models.tensor_parallel import Divider
 from dflop.models.weights import draw_weights, load_weights, norms_in_float64
 
-__all__ = ["FamilyRuntime", "MadeUpMedia"]
+__all__ = ["FamilyRuntime", "MadeUpMedia", "config_fields"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,3 +95,10 @@ class FamilyRuntime:
         if dtype == torch.float64:
             norms_in_float64(hf)
         return stage.to(device=device, dtype=dtype).train()
+
+
+def config_fields(spec: ModelSpec, vocab_size: int) -> dict[str, Any]:
+    """The fields of a model's Hugging Face config, with a vocabulary that holds at least so many tokens."""
+    text = spec.hf_config["text_config"]
+    text = text | {"vocab_size": max(text.get("vocab_size", 0), vocab_size)}
+    return {key: value for key, value in spec.hf_config.items() if key != "model_type"} | {"text_config": text}

@@ -8,7 +8,7 @@ from dflop.models.internvl.presets import make_spec
 from dflop.models.internvl.processing import InternvlPixels
 from dflop.models.internvl.stages import cut
 from dflop.models.microbatch import MediumLayout
-from dflop.models.runtime import FamilyRuntime, MadeUpMedia
+from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
 from dflop.models.spec import ModelSpec
 
 __all__ = ["RUNTIME", "make_config"]
@@ -23,13 +23,7 @@ _FIRST_NAMES = (
 
 def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> InternVLConfig:
     """The Hugging Face config for a tokenizer: its placeholder's id, and a vocabulary that holds all its tokens."""
-    fields = spec.hf_config
-    text = dict(fields["text_config"])
-    text["vocab_size"] = max(text.get("vocab_size", 0), vocab_size)
-    config = InternVLConfig(
-        **{key: value for key, value in fields.items() if key not in ("model_type", "text_config")},
-        text_config=text,
-    )
+    config = InternVLConfig(**config_fields(spec, vocab_size))
     config.image_token_id = placeholder_ids["image"]  # of frames, too
     return config
 

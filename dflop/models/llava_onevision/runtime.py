@@ -8,7 +8,7 @@ from dflop.models.llava_onevision.presets import make_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import cut
 from dflop.models.microbatch import MediumLayout
-from dflop.models.runtime import FamilyRuntime, MadeUpMedia
+from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
 from dflop.models.spec import ModelSpec
 
 __all__ = ["RUNTIME", "make_config"]
@@ -24,13 +24,7 @@ _FIRST_NAMES = (
 
 def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> LlavaOnevisionConfig:
     """The Hugging Face config for a tokenizer: its placeholder ids, and a vocabulary that holds all its tokens."""
-    fields = spec.hf_config
-    text = dict(fields["text_config"])
-    text["vocab_size"] = max(text.get("vocab_size", 0), vocab_size)
-    config = LlavaOnevisionConfig(
-        **{key: value for key, value in fields.items() if key not in ("model_type", "text_config")},
-        text_config=text,
-    )
+    config = LlavaOnevisionConfig(**config_fields(spec, vocab_size))
     config.image_token_id = placeholder_ids["image"]
     config.video_token_id = placeholder_ids["video"]
     return config
