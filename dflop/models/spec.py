@@ -23,6 +23,7 @@ __all__ = [
     "check_modules",
     "check_tp",
     "digest_of_spec",
+    "encoder_of",
     "vision_and_llm",
 ]
 
@@ -160,12 +161,17 @@ def vision_and_llm(name: str, vision: dict[str, Any], text: dict[str, Any]) -> t
         )
     except KeyError as error:
         raise UserError(f"the config of {name} has no `text_config.{error.args[0]}`") from None
-    encoder = ModuleSpec(
-        name="vision",
-        num_layers=vision["num_hidden_layers"],
-        hidden_size=vision["hidden_size"],
-        num_heads=vision["num_attention_heads"],
-        num_kv_heads=vision["num_attention_heads"],
-        media=("image", "video"),
+    return encoder_of("vision", vision, ("image", "video")), llm
+
+
+def encoder_of(name: str, config: dict[str, Any], media: tuple[str, ...]) -> ModuleSpec:
+    """An encoder's module, from its part of the Hugging Face config (complete), and the kinds of media it takes."""
+    num_heads = config["num_attention_heads"]
+    return ModuleSpec(
+        name=name,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        media=media,
     )
-    return encoder, llm

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dflop.models.audio import whisper_audio
 from dflop.models.family import Family
 from dflop.models.presets import TINY_LLM
-from dflop.models.spec import ItemCount, ModelSpec, ModuleSpec, vision_and_llm
+from dflop.models.spec import ItemCount, ModelSpec, encoder_of, vision_and_llm
 
 TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 PRESETS = {"tiny": {"model_type": "made_up", "text_config": TINY_LLM, "vision_config": TOWER, "audio_config": TOWER}}
@@ -45,15 +45,7 @@ class Rules:
 
 def make_spec(name, hf_config, preprocessor):
     vision, llm = vision_and_llm(name, hf_config["vision_config"], hf_config["text_config"])
-    tower = hf_config["audio_config"]
-    audio = ModuleSpec(
-        name="audio",
-        num_layers=tower["num_hidden_layers"],
-        hidden_size=tower["hidden_size"],
-        num_heads=tower["num_attention_heads"],
-        num_kv_heads=tower["num_attention_heads"],
-        media=("audio",),
-    )
+    audio = encoder_of("audio", hf_config["audio_config"], ("audio",))
     return ModelSpec(family="made_up", name=name, hf_config=hf_config, modules=(vision, audio, llm), rules=Rules())
 
 
