@@ -1,11 +1,12 @@
 """The files of a processor beside a trained model are those that transformers reads; a checkpoint's own are kept."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
 
 from dflop.data import ChatTokenizer
 from dflop.models import family_names, family_of, load_runtime
@@ -52,8 +53,16 @@ def test_the_tokenizer_names_and_knows_the_tokens_that_internvls_processor_asks_
     assert "\n<IMG_CONTEXT>\nWhat?<video><|im_end|>" in prompt
 
 
+@pytest.fixture
+def without_clips(monkeypatch):
+    """Processors are read without the part for clips, which needs torchvision; torch's CPU build has none here."""
+    nothing = SimpleNamespace(from_pretrained=lambda *_, **__: None)
+    monkeypatch.setattr("transformers.models.auto.video_processing_auto.AutoVideoProcessor", nothing)
+    monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
+
+
+@pytest.mark.usefixtures("without_clips")
 def test_the_processor_makes_of_pictures_what_training_makes(written):
-    pytest.importorskip("torchvision")
     family, folder = written
     spec, processor = tiny(family), AutoProcessor.from_pretrained(folder)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 200, 3), dtype=np.uint8))
