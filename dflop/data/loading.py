@@ -175,7 +175,9 @@ class MicrobatchLoader(Dataset):
             )
             if self.processor is None:
                 continue
-            decoder = MediaDecoder(self.processor, self.reader.video, self.reader.max_image_pixels, unreadable)
+            decoder = MediaDecoder(
+                self.processor, self.reader.data.video, self.reader.data.max_image_pixels, unreadable
+            )
             try:
                 decoded = decoder.items_of(
                     [sample.record.media[place] for place in own], [sizes[place] for place in own], sample.media_root
@@ -245,13 +247,7 @@ def microbatch_loader(
     encoders = [own.name for own in spec.encoders]
     return MicrobatchLoader(
         records=records,
-        reader=ShapeReader(
-            rules=spec.rules,
-            video=data.video,
-            audio=data.audio,
-            max_image_pixels=data.max_image_pixels,
-            max_text_bytes=data.max_text_bytes,
-        ),
+        reader=ShapeReader(spec.rules, data),
         tokenizer_folder=tokenizer_folder,
         max_llm_tokens=data.max_llm_tokens,
         encoders=tuple(EncoderFeed(own.media, dp) for own, dp in zip(spec.encoders, num_replicas, strict=True)),

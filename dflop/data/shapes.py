@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.config import AudioConfig, VideoConfig
+from dflop.config import DataConfig
 from dflop.data.media import audio_header, frame_indices, image_size, too_many_pixels, video_header
 from dflop.data.records import MEDIA_KINDS, Embedded, ImageSize, Medium, Record, RecordError, Turn, resolve_medium
 from dflop.data.text import TokenizedText
@@ -55,15 +55,12 @@ class PlacedText(NamedTuple):
     num_tokens: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShapeReader:
-    """The rules of a model, and the limits of the config."""
+    """A model's rules, and the config's limits and rates."""
 
     rules: ShapeRules
-    video: VideoConfig
-    audio: AudioConfig
-    max_image_pixels: int
-    max_text_bytes: int
+    data: DataConfig
 
     def read_media(self, record: Record, media_root: Path) -> list[MediumShape]:
         """The shape of each of a record's media, in order.
@@ -98,9 +95,9 @@ class ShapeReader:
                 media once they are in it.
         """
         num_bytes = sum(len(turn.content.encode()) for turn in record.turns)
-        if num_bytes > self.max_text_bytes:
+        if num_bytes > self.data.max_text_bytes:
             raise RecordError(
-                "too_long", f"{num_bytes:,} bytes of text, over {self.max_text_bytes:,} (`data.max_text_bytes`)"
+                "too_long", f"{num_bytes:,} bytes of text, over {self.data.max_text_bytes:,} (`data.max_text_bytes`)"
             )
         for kind in MEDIA_KINDS:
             token = self.rules.placeholder(kind)
@@ -125,17 +122,17 @@ class ShapeReader:
     def _read_medium(self, medium: Medium, media_root: Path, num_images: int) -> MediumShape:
         if medium.size is not None:
             _refuse_escape(medium, media_root)
-            if medium.size.width * medium.size.height > self.max_image_pixels:
-                raise too_many_pixels(str(medium.file), *medium.size, self.max_image_pixels)
+            if medium.size.width * medium.size.height > self.data.max_image_pixels:
+                raise too_many_pixels(str(medium.file), *medium.size, self.data.max_image_pixels)
             return self._image(medium.size, num_images)
         file = resolve_medium(media_root, medium)
         if medium.kind == "image":
-            return self._image(image_size(file, self.max_image_pixels), num_images)
+            return self._image(image_size(file, self.data.max_image_pixels), num_images)
         if medium.kind == "video":
             header = video_header(file)
-            return self._video(ImageSize(header.width, header.height), len(frame_indices(header, self.video)))
+            return self._video(ImageSize(header.width, header.height), len(frame_indices(header, self.data.video)))
         seconds, rate_hz = audio_header(file)
-        return MediumShape("audio", self.rules.audio(seconds, self.audio), seconds=seconds, rate_hz=rate_hz)
+        return MediumShape("audio", self.rules.audio(seconds, self.data.audio), seconds=seconds, rate_hz=rate_hz)
 
     def _image(self, size: ImageSize, num_images: int) -> MediumShape:
         return MediumShape("image", self.rules.image(*size, num_images), size)

@@ -59,14 +59,7 @@ def time_headers(pictures: Path, most: int) -> dict[str, float]:
     paths = sorted(path for path in pictures.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
     paths = paths[:: max(1, len(paths) // most)][:most]
     spec = load_model_spec(ModelConfig(preset="llava_ov_7b"))
-    data = load_config().data
-    reader = ShapeReader(
-        rules=spec.rules,
-        video=data.video,
-        audio=data.audio,
-        max_image_pixels=data.max_image_pixels,
-        max_text_bytes=data.max_text_bytes,
-    )
+    reader = ShapeReader(spec.rules, load_config().data)
     pixels = LlavaOnevisionPixels(spec)
     records = [Record(None, (Medium("image", str(path.relative_to(pictures))),), ()) for path in paths]
 

@@ -18,14 +18,7 @@ __all__ = ["build_whole_model", "loss_of_batch", "optimizer_of", "reader_of"]
 
 
 def reader_of(config) -> ShapeReader:
-    data = config.data
-    return ShapeReader(
-        rules=load_model_spec(config.model).rules,
-        video=data.video,
-        audio=data.audio,
-        max_image_pixels=data.max_image_pixels,
-        max_text_bytes=data.max_text_bytes,
-    )
+    return ShapeReader(load_model_spec(config.model).rules, config.data)
 
 
 def build_whole_model(config: Config) -> PreTrainedModel:

@@ -14,20 +14,14 @@ import pytest
 import soundfile
 from PIL import Image
 
-from dflop.config import AudioConfig, DataConfig, VideoConfig
+from dflop.config import DataConfig, VideoConfig
 from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, Source, list_shards, profile_shard
 from dflop.data.manifests.formats import open_reader
 
 
 @pytest.fixture(scope="session")
 def reader(tiny_spec) -> ShapeReader:
-    return ShapeReader(
-        rules=tiny_spec.rules,
-        video=VideoConfig(fps=1.0, max_frames=16),
-        audio=AudioConfig(),
-        max_image_pixels=DataConfig().max_image_pixels,
-        max_text_bytes=DataConfig().max_text_bytes,
-    )
+    return ShapeReader(tiny_spec.rules, DataConfig(video=VideoConfig(fps=1.0, max_frames=16)))
 
 
 @pytest.fixture(scope="session")

@@ -204,7 +204,7 @@ def test_a_bad_record_is_rejected_with_its_reason_and_the_good_ones_around_it_su
 def test_how_many_pixels_are_too_many_is_the_configs_to_say(root, reader, profile_source):
     Path("train.json").write_text(json.dumps([decompression_bomb(root), GOOD[0]]))
     source = Source(name="it", path=Path("train.json"), media_root=root)
-    few, many = (replace(reader, max_image_pixels=number) for number in (100, 3_600_000_000))
+    few, many = (replace(reader, data=replace(reader.data, max_image_pixels=number)) for number in (100, 3_600_000_000))
     assert profile_source(source, reader=few)["reason"].to_list() == ["unreadable_media"] * 2
     frame = profile_source(source, reader=many)
     assert frame["reason"].to_list() == [None, None]
@@ -215,7 +215,7 @@ def test_how_much_text_is_too_much_is_the_configs_to_say(root, reader, profile_s
     texts = ["x" * 96, "x" * 97, "é" * 48, "é" * 49]
     Path("train.json").write_text(json.dumps([{"conversations": talk(text)} for text in texts]))
     source = Source(name="it", path=Path("train.json"), media_root=root)
-    frame = profile_source(source, reader=replace(reader, max_text_bytes=100))
+    frame = profile_source(source, reader=replace(reader, data=replace(reader.data, max_text_bytes=100)))
     assert frame["reason"].to_list() == [None, "too_long", None, "too_long"]
 
 

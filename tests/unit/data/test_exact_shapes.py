@@ -99,13 +99,7 @@ def _decode(path: Path) -> Image.Image:
 
 def profiled(source: Source, family: str, preset: str) -> tuple[ShapeReader, pl.DataFrame, list[Record]]:
     config = load_config({"model": {"family": family, "preset": preset}})
-    reader = ShapeReader(
-        rules=load_model_spec(ModelConfig(family=family, preset=preset)).rules,
-        video=config.data.video,
-        audio=config.data.audio,
-        max_image_pixels=config.data.max_image_pixels,
-        max_text_bytes=config.data.max_text_bytes,
-    )
+    reader = ShapeReader(load_model_spec(config.model).rules, config.data)
     tokenizer = ChatTokenizer(None, reader.rules)
     profiler = ShapeProfiler(source=source, reader=reader, tokenizer=tokenizer, max_llm_tokens=MAX_LLM_TOKENS)
     records = SourceRecords(source, 0)

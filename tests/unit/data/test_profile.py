@@ -225,7 +225,8 @@ def test_windows_and_pooling_of_sounds_are_the_configs_to_say(few, reader, profi
     columns = ["audio_s", "audio_rate_hz", "num_audio_windows", "audio_tokens"]
     frame = profile_source(source)
     assert frame.select(columns).rows() == [(71.0, 16_000, 4, 1750 + 25), (0.0, None, 0, 0)]
-    frame = profile_source(source, reader=replace(reader, audio=AudioConfig(window_s=10.0, pooling=1)))
+    audio = AudioConfig(window_s=10.0, pooling=1)
+    frame = profile_source(source, reader=replace(reader, data=replace(reader.data, audio=audio)))
     assert frame.select(columns).row(0) == (71.0, 16_000, 8, 3500 + 50)
 
 

@@ -193,14 +193,7 @@ def test_a_model_needs_no_ids_for_placeholders_that_its_texts_never_hold(tmp_pat
 
 
 def test_a_text_that_holds_what_stands_for_media_is_refused(internvl):
-    data = load_config({}).data
-    reader = ShapeReader(
-        rules=internvl,
-        video=data.video,
-        audio=data.audio,
-        max_image_pixels=data.max_image_pixels,
-        max_text_bytes=data.max_text_bytes,
-    )
+    reader = ShapeReader(internvl, load_config({}).data)
     said = [{"from": "human", "value": "What is <IMG_CONTEXT>?"}, {"from": "gpt", "value": "A token."}]
     with pytest.raises(RecordError, match="its text holds <IMG_CONTEXT>, which stands for media") as caught:
         reader.place_media(parse_record({"id": "a", "conversations": said}), [])
