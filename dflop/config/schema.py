@@ -91,6 +91,12 @@ class ClusterConfig:
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
+    @property
+    def hides_transfers(self) -> bool:
+        """Whether devices compute while they communicate. Where the ranks are processes on CPUs they do both on the
+        same cores; a GPU may be planned for with `device: cpu`, from a machine without one."""
+        return not (self.device == "cpu" and self.device_model == "cpu")
+
 
 @_section
 class CostsConfig:

@@ -3,7 +3,8 @@
 Every layer is a unit of its own, as are what begins the module and what ends it (FSDP2's `fully_shard` on each). A unit
 is gathered while the one before it is computed; behind its backward its gradients are summed into the shards while the
 next one is computed. So a unit takes as long as its computing or as what moves beside it, whichever is longer, and the
-first gather and the last sum are waited for. Such a pass never falls when a load grows, and is convex in the loads.
+first gather and the last sum are waited for. Where the same cores compute and move, nothing is hidden, and a pass takes
+the sum of both. Such a pass never falls when a load grows, and is convex in the loads.
 """
 
 import itertools
@@ -73,8 +74,8 @@ class ShardedPass:
         return np.asarray(total)
 
 
-def sharded_passes(num_layers: int, moving: Moving) -> tuple[ShardedPass, ShardedPass]:
-    """Forward and backward of a module of one stage.
+def sharded_passes(num_layers: int, moving: Moving, *, is_hidden: bool = True) -> tuple[ShardedPass, ShardedPass]:
+    """Forward and backward of a module of one stage; `is_hidden` where devices compute while they communicate.
 
     The backward begins with the unit that the forward ended with, which is gathered again only if that was long ago;
     the way from the one pass to the other is taken to be short.
@@ -86,11 +87,17 @@ def sharded_passes(num_layers: int, moving: Moving) -> tuple[ShardedPass, Sharde
     for place in range(len(units) - 2, -1, -1):
         moved_s = reduce_s[units[place + 1]]
         backward.append((units[place], moved_s + gather_s[units[place - 1]] if place else moved_s))
-    stage = PassTerm("stage", 1, 0.0 * gather_s["layer"])
-    return (
-        ShardedPass(gather_s["first"], (stage, *_grouped([*forward, (units[-1], 0.0 * gather_s["last"])]))),
-        ShardedPass(reduce_s["first"], (stage, *_grouped(backward))),
-    )
+    forward.append((units[-1], 0.0 * gather_s["last"]))
+    return _pass(gather_s["first"], forward, is_hidden), _pass(reduce_s["first"], backward, is_hidden)
+
+
+def _pass(exposed_s: float | np.ndarray, units: list[tuple[str, float | np.ndarray]], is_hidden: bool) -> ShardedPass:
+    """Of units with what moves beside each of them."""
+    nothing = 0.0 * exposed_s
+    if not is_hidden:
+        exposed_s = sum((moved_s for _, moved_s in units), exposed_s)
+        units = [(unit, nothing) for unit, _ in units]
+    return ShardedPass(exposed_s, (PassTerm("stage", 1, nothing), *_grouped(units)))
 
 
 def _grouped(units: list[tuple[str, float | np.ndarray]]) -> list[PassTerm]:

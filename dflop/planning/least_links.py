@@ -44,7 +44,8 @@ class LeastLinks:
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
         sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
         how = {"value_bytes": self.value_bytes, "is_frozen": module in self.frozen}
-        return sharded_passes(self._spec.module(module).num_layers, Moving.over(sizes, latency_s, byte_s, **how))
+        moving = Moving.over(sizes, latency_s, byte_s, **how)
+        return sharded_passes(self._spec.module(module).num_layers, moving, is_hidden=self._cluster.hides_transfers)
 
     def of_row(self, row: Mapping[str, Any], module: str) -> tuple[float, float]:
         """`sync` of a row of the search space."""

@@ -59,7 +59,9 @@ class Pricer:
         self.placement = PLACEMENTS[plan.placement]
         self.transfers = Transfers(plan, costs.links, cluster)
         sharing = {grid.module: self.transfers.sharing_link(grid.module) for grid in plan.grids if grid.gathers}
-        self.stage_costs = StageCosts(plan, costs, spec, frozen, sharing, BYTES_PER_VALUE[precision])
+        self.stage_costs = StageCosts(
+            plan, costs, spec, frozen, sharing, BYTES_PER_VALUE[precision], cluster.hides_transfers
+        )
         self.compiled = compile_plan(plan, frozen)
         self._with_slots = lru_cache(maxsize=16)(lambda slots: compile_plan(plan, frozen, self._unpacked(slots)))
         self.bytes_per_token = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]

@@ -66,9 +66,10 @@ class StageCosts:
         frozen: Collection[str],
         sharing_links: Mapping[str, Link],
         value_bytes: int,
+        is_hidden: bool,
     ) -> None:
         """`sharing_links` (`Transfers.sharing_link`) are those of the modules whose replicas share parameters, which
-        move as values of `value_bytes`."""
+        move as values of `value_bytes`, hidden behind computing or not."""
         self.plan, self.costs, self.frozen = plan, costs, frozenset(frozen)
         self.stages = stages_of(plan)
         # The kinds of each module's stages, without repetition, and of which of these each stage is.
@@ -86,7 +87,8 @@ class StageCosts:
             sizes = {part: costs.parameter_bytes[module, plan.grid(module).tp, part] for part in PARTS}
             how = {"value_bytes": value_bytes, "is_frozen": module in self.frozen}
             moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
-            self._sharded[module] = sharded_passes(self._kinds[module][0].num_layers, moving)
+            num_layers = self._kinds[module][0].num_layers
+            self._sharded[module] = sharded_passes(num_layers, moving, is_hidden=is_hidden)
             self._working_bytes[module] = working_bytes(sizes, **how)
 
     def corrected(self, corrections: Corrections) -> "StageCosts":

@@ -36,6 +36,11 @@ def test_a_pass_takes_what_a_walk_along_its_units_takes(num_layers, computing_s,
     ]
     backward_s = walk(back, computing_s, moves, reduce_s["first"]) + computing_s["stage"]
     assert backward.seconds(computing_s) == pytest.approx(backward_s)
+    # What is not hidden comes on top of all computing.
+    alone_s = sum(computing_s[unit] for unit in units) + computing_s["stage"]
+    in_turn = sharded_passes(num_layers, Moving(gather_s, reduce_s), is_hidden=False)
+    assert in_turn[0].seconds(computing_s) == pytest.approx(alone_s + gather_s["first"] + sum(gathers))
+    assert in_turn[1].seconds(computing_s) == pytest.approx(alone_s + reduce_s["first"] + sum(moves))
 
 
 @given(num_layers=st.integers(1, 5), computing_s=of_parts)

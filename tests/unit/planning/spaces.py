@@ -37,7 +37,7 @@ def make_config(
     search_batches: int = 3,
     freeze: Sequence[str] = (),
     memory_gib: float = 64.0,
-    **cluster: float,
+    **cluster: float | str,
 ) -> Config:
     """`devices` is the number on all nodes together; everything is searched unless said otherwise."""
     return load_config(
