@@ -15,7 +15,9 @@ train the same global batches in each of these ways, all with the same stages, p
   encodes a blank picture, since all have to gather the same. Compare it with a plan of `sharding: parameters`.
 
 Batches are loaded before a step's clock starts, or, with `--on-the-fly`, by one loader process a rank, as in training:
-then sides take turns in runs of six steps, of which the first is not counted, so that each reads ahead in its own time.
+then sides take turns in runs of six steps. The loaders of a side stand still (SIGSTOP) while others have their turn, so
+that nobody reads ahead in the others' time, and the first twelve steps are not counted: they have what was loaded
+beforehand. More steps are loaded than are trained, so that loaders have as much to do in the last ones.
 Printed are the median step, the median of the ratios to `ours` step by step, what the busiest rank computed (which
 other work on the machine changes less than it changes the clock), and predicted beside measured seconds;
 `results/benchmarks/training.json` has every step.
@@ -33,7 +35,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,7 +69,11 @@ from dflop.training.rank_model import build_rank_model, forwards_that_read
 from dflop.training.topology import place_in_world
 from dflop.training.work import make_works
 
-_NUM_WARMUP, _RUN = 3, 6
+_RUN = 6
+# Steps that are not counted; on the fly until what loaders had ready at the start is used up.
+_NUM_WARMUP, _NUM_WARMUP_ON_THE_FLY = 3, 12
+# The most steps that a side's loaders are ahead.
+_NUM_AHEAD = 8
 
 
 @dataclass
@@ -75,6 +82,15 @@ class Side:
 
     load: Callable[[int], object]
     train: Callable[[object], None]
+    loaders: list[psutil.Process] = field(default_factory=list)
+
+    def pause(self) -> None:
+        for process in self.loaders:
+            process.suspend()
+
+    def go_on(self) -> None:
+        for process in self.loaders:
+            process.resume()
 
 
 def main() -> None:
@@ -89,9 +105,16 @@ def main() -> None:
     if not arguments.config and arguments.run.name != "demo":
         parser.error(f"--config is needed: that of {arguments.run}")
     config = load_config(*(arguments.config or ["config/config.yaml", "config/demo.yaml"]))
-    num_steps = arguments.steps + _NUM_WARMUP
+    num_warmup, num_more = (_NUM_WARMUP_ON_THE_FLY, _NUM_AHEAD) if arguments.on_the_fly else (_NUM_WARMUP, 0)
+    num_steps = num_warmup + arguments.steps + num_more
     with tempfile.TemporaryDirectory() as folder:
-        request = {"plan": plan_path, "run": arguments.run, "folder": Path(folder), "num_steps": num_steps}
+        request = {
+            "plan": plan_path,
+            "run": arguments.run,
+            "folder": Path(folder),
+            "num_steps": num_steps,
+            "counted": range(num_warmup, num_warmup + arguments.steps),
+        }
         for policy in (config.schedule.policy, "random"):
             decided = replace(config, schedule=replace(config.schedule, policy=policy))
             scheduler = open_scheduler(
@@ -138,32 +161,14 @@ def _run_rank(rank: int, config: Config, request: dict, on_the_fly: bool) -> Non
         name: [StepSchedule.from_bytes((request["folder"] / f"{own}-{step}").read_bytes()) for step in range(num_steps)]
         for name, own in (("ours", policy), ("random groups", "random"))
     }
-    num_accumulated = load_plan(request["plan"]).num_microbatches
-    sides = {name: _planned(config, request["plan"], own) for name, own in schedules.items()}
-    samples, _ = load_samples(request["run"] / "shapes.duckdb", load_model_spec(config.model).encoders)
-    sides |= {
-        "DDP": _ddp(config, samples, on_the_fly, 1),
-        "DDP, accumulated": _ddp(config, samples, on_the_fly, num_accumulated),
-        "DDP, padded": _ddp(config, samples, on_the_fly, 1, padded=True),
-        "FSDP2": _ddp(config, samples, on_the_fly, num_accumulated, shards=True),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
-    gc.collect()
-    gc.disable()  # as the trainer has it, for all sides
-    for name, step in _turns(list(sides), num_steps, _RUN if on_the_fly else 1):
-        side = sides[name]
-        loaded = None if on_the_fly else side.load(step)
-        dist.barrier()
-        started, cpu_started = time.monotonic(), time.process_time()
-        side.train(side.load(step) if on_the_fly else loaded)
-        cpu = torch.tensor(time.process_time() - cpu_started)
-        dist.barrier()
-        seconds[name].append(time.monotonic() - started)
-        dist.all_reduce(cpu, dist.ReduceOp.MAX)
-        cpu_seconds[name].append(float(cpu))
-    counted = [step for step in range(_NUM_WARMUP, num_steps) if not on_the_fly or step % _RUN]
+    sides = {name: _paused(make) for name, make in _sides(config, request, schedules, on_the_fly).items()}
+    try:
+        seconds, cpu_seconds = _timed(sides, request["counted"].stop, on_the_fly)
+    finally:
+        for side in sides.values():
+            side.go_on()
     if rank == 0:
+        counted = request["counted"]
         figures = {
             "global_batch_size": config.train.global_batch_size,
             "seconds": {name: [own[step] for step in counted] for name, own in seconds.items()},
@@ -172,6 +177,57 @@ def _run_rank(rank: int, config: Config, request: dict, on_the_fly: bool) -> Non
         }
         (request["folder"] / "figures.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
+
+
+def _sides(
+    config: Config, request: dict, schedules: dict[str, list[StepSchedule]], on_the_fly: bool
+) -> dict[str, Callable[[], Side]]:
+    plan = request["plan"]
+    num_accumulated = load_plan(plan).num_microbatches
+    samples, _ = load_samples(request["run"] / "shapes.duckdb", load_model_spec(config.model).encoders)
+    sides = {name: partial(_planned, config, plan, own) for name, own in schedules.items()}
+    return sides | {
+        "DDP": partial(_ddp, config, samples, on_the_fly, 1),
+        "DDP, accumulated": partial(_ddp, config, samples, on_the_fly, num_accumulated),
+        "DDP, padded": partial(_ddp, config, samples, on_the_fly, 1, padded=True),
+        "FSDP2": partial(_ddp, config, samples, on_the_fly, num_accumulated, shards=True),
+    }
+
+
+def _paused(make: Callable[[], Side]) -> Side:
+    """A side whose loaders, which are the processes that it starts, stand still."""
+    me = psutil.Process()
+    before = set(me.children())
+    side = make()
+    started = [child for child in me.children() if child not in before]
+    side.loaders = [child for child in started if not any("resource_tracker" in word for word in child.cmdline())]
+    side.pause()
+    return side
+
+
+def _timed(sides: dict[str, Side], num_steps: int, on_the_fly: bool) -> tuple[dict, dict]:
+    """Of each side, each step's seconds, and those that the busiest rank's core was busy."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()  # as the trainer has it, for all sides
+    length = _RUN if on_the_fly else 1
+    for name, step in _turns(list(sides), num_steps, length):
+        side = sides[name]
+        loaded = None if on_the_fly else side.load(step)
+        dist.barrier()
+        if step % length == 0:
+            side.go_on()
+        started, cpu_started = time.monotonic(), time.process_time()
+        side.train(side.load(step) if on_the_fly else loaded)
+        cpu = torch.tensor(time.process_time() - cpu_started)
+        dist.barrier()
+        seconds[name].append(time.monotonic() - started)
+        if step % length == length - 1:
+            side.pause()
+        dist.all_reduce(cpu, dist.ReduceOp.MAX)
+        cpu_seconds[name].append(float(cpu))
+    return seconds, cpu_seconds
 
 
 def _turns(names: list[str], num_steps: int, length: int) -> Iterator[tuple[str, int]]:
@@ -197,7 +253,8 @@ def _planned(config: Config, plan_path: Path, schedules: list[StepSchedule]) -> 
     loader = start_loading(config, plan, model, stream)
     given: list[object] = []
     is_preloaded = config.train.loader_workers == 0
-    works = make_works(config, plan, model, program, iter(lambda: given.pop(0), None) if is_preloaded else loader)
+    inputs = iter(lambda: given.pop(0), None) if is_preloaded else loader
+    works = make_works(config, plan, model, program, inputs, topology.store)
 
     def load(step: int) -> int:
         if is_preloaded:
