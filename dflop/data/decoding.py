@@ -1,8 +1,8 @@
 """Decoding: from the media of a sample to the items of its encoder, of the sizes that were profiled.
 
-A medium that is no longer what was profiled does not stop a run, but it is said: a damaged one becomes blank items, a
-picture of another size is scaled, and a clip with fewer frames repeats its last one. A missing file does stop it,
-unless its size was trusted and nobody has looked for it before.
+A medium that is no longer what was profiled does not stop a run, but it is said: one that cannot be decoded becomes
+blank items, and nothing is learned from its sample; a picture of another size is scaled, and a clip with fewer frames
+repeats its last one. A missing file does stop it, unless its size was trusted and nobody has looked for it before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,13 +29,14 @@ __all__ = ["MediaDecoder"]
 class MediaDecoder:
     """Decodes, and hands what it decoded to a family's processor.
 
-    Sentences on what is not as it was profiled are added to `unreadable`.
+    Sentences on what is not as it was profiled are added to `unreadable`, and media that became blank to `blank`.
     """
 
     processor: MediaProcessor
     video: VideoConfig
     max_image_pixels: int
     unreadable: list[str]
+    blank: list[Medium]
 
     def items_of(self, media: Sequence[Medium], sizes: Sequence[MediumSize], root: Path) -> list[np.ndarray]:
         """The items of each medium, which are all of one encoder.
@@ -51,7 +52,7 @@ class MediaDecoder:
             if medium.kind == "image":
                 items.append(next(crops))
             elif medium.kind == "video":
-                items.append(self.processor.frames(self._frames(resolve_medium(root, medium), size)))
+                items.append(self.processor.frames(self._frames(medium, resolve_medium(root, medium), size)))
             else:
                 raise UserError(f"{medium.file}: training cannot decode {medium.kind} yet; leave such records out")
         return items
@@ -63,7 +64,7 @@ class MediaDecoder:
         except RecordError as error:
             if not is_trusted:
                 raise
-            self.unreadable.append(f"{medium.file}: {error}")
+            self._say_blank(medium, str(error))
             return Image.new("RGB", size.pixels)
         try:
             with (
@@ -72,15 +73,19 @@ class MediaDecoder:
             ):
                 picture = ImageOps.exif_transpose(image).convert("RGB")
         except (*IMAGE_ERRORS, RecordError) as error:
-            self.unreadable.append(f"{medium.file}: {error}")
+            self._say_blank(medium, str(error))
             return Image.new("RGB", size.pixels)
         if picture.size == size.pixels:
             return picture
         who = "the record says" if is_trusted else "it was profiled with"
-        self.unreadable.append(f"{medium.file}: {picture.size} pixels, {who} {tuple(size.pixels)}")
+        self.unreadable.append(f"{medium.file}: {picture.size} pixels, {who} {tuple(size.pixels)}; it was scaled")
         return picture.resize(size.pixels)
 
-    def _frames(self, file: Path | Embedded, size: MediumSize) -> list[Image.Image]:
+    def _say_blank(self, medium: Medium, why: str) -> None:
+        self.unreadable.append(f"{medium.file}: {why}; nothing is learned from its sample")
+        self.blank.append(medium)
+
+    def _frames(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> list[Image.Image]:
         """As many frames as were profiled; where decoding ends early the last one is repeated, and that is said."""
         frames: list[Image.Image] = []
         why = "it has no more"
@@ -90,7 +95,8 @@ class MediaDecoder:
                 header, is_at_start = header_of_opened(container, file)
                 wanted = frame_indices(header, self.video)
                 if len(wanted) > size.num_frames:
-                    self.unreadable.append(f"{file}: {len(wanted)} frames, it was profiled with {size.num_frames}")
+                    said = f"{file}: {len(wanted)} frames, it was profiled with {size.num_frames}; the rest is left out"
+                    self.unreadable.append(said)
                 if not is_at_start:
                     container = opened.enter_context(open_clip(file))
                 container.streams.video[0].thread_type = "AUTO"
@@ -99,10 +105,12 @@ class MediaDecoder:
             why = error.strerror or str(error)
         except RecordError as error:
             why = error.detail
-        if len(frames) < size.num_frames:
-            self.unreadable.append(f"{file}: {len(frames)} of {size.num_frames} frames could be decoded: {why}")
         if not frames:
+            self._say_blank(medium, f"no frame could be decoded: {why}")
             frames.append(Image.new("RGB", size.pixels))
+        elif len(frames) < size.num_frames:
+            decoded = f"{len(frames)} of {size.num_frames} frames could be decoded: {why}"
+            self.unreadable.append(f"{file}: {decoded}; the last one is repeated")
         return frames + [frames[-1]] * (size.num_frames - len(frames))
 
 

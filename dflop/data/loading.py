@@ -9,7 +9,7 @@ prefetches them in worker processes.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from dflop.config import DataConfig
 from dflop.data.decoding import MediaDecoder
 from dflop.data.manifests import Source, SourceRecords
-from dflop.data.records import Record, RecordError, parse_record
+from dflop.data.records import Medium, Record, RecordError, parse_record
 from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text
 from dflop.data.text import ChatTokenizer
 from dflop.models import ModelSpec
@@ -73,13 +73,15 @@ class EncoderFeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedMedia:
-    """A microbatch of media; `unreadable` are sentences on those that are not what was profiled."""
+    """A microbatch of media; `unreadable` are sentences on those that are not what was profiled, and `undecodable` the
+    places in the job of samples with media that could not be decoded."""
 
     batch: EncoderBatch
-    unreadable: tuple[str, ...]
+    unreadable: tuple[str, ...] = ()
+    undecodable: tuple[int, ...] = ()
 
     def pin_memory(self) -> "LoadedMedia":
-        return LoadedMedia(batch=self.batch.pin_memory(), unreadable=self.unreadable)
+        return replace(self, batch=self.batch.pin_memory())
 
 
 @dataclass
@@ -164,28 +166,33 @@ class MicrobatchLoader(Dataset):
         items: list[np.ndarray] = []
         layouts: list[tuple[MediumLayout, ...]] = []
         unreadable: list[str] = []
-        for ref, sizes, kept in zip(job.samples, job.media, job.kept_tokens, strict=True):
+        undecodable: list[int] = []
+        for place, (ref, sizes, kept) in enumerate(zip(job.samples, job.media, job.kept_tokens, strict=True)):
             sample = self._profiled(ref, sizes, sum(kept))
-            own = [place for place, medium in enumerate(sample.record.media) if medium.kind in kinds]
+            own = [number for number, medium in enumerate(sample.record.media) if medium.kind in kinds]
             layouts.append(
                 tuple(
                     MediumLayout(shape.kind, shape.count.num_items, shape.size.height, shape.size.width)
-                    for shape in (sample.shapes[place] for place in own)
+                    for shape in (sample.shapes[number] for number in own)
                 )
             )
             if self.processor is None:
                 continue
-            decoder = MediaDecoder(
-                self.processor, self.reader.data.video, self.reader.data.max_image_pixels, unreadable
-            )
+            blank: list[Medium] = []
+            data = self.reader.data
+            decoder = MediaDecoder(self.processor, data.video, data.max_image_pixels, unreadable, blank)
             try:
                 decoded = decoder.items_of(
-                    [sample.record.media[place] for place in own], [sizes[place] for place in own], sample.media_root
+                    [sample.record.media[number] for number in own],
+                    [sizes[number] for number in own],
+                    sample.media_root,
                 )
             except RecordError as error:
                 raise UserError(_changed(ref, str(error))) from None
             assert [len(own) for own in decoded] == [medium.num_items for medium in layouts[-1]]
             items += decoded
+            if blank:
+                undecodable.append(place)
         return LoadedMedia(
             batch=EncoderBatch(
                 items=None if self.processor is None else _stacked(items, self.processor.item_shape),
@@ -193,6 +200,7 @@ class MicrobatchLoader(Dataset):
                 kept_tokens=tuple(kept[encoder] for kept in job.kept_tokens),
             ),
             unreadable=tuple(unreadable),
+            undecodable=tuple(undecodable),
         )
 
     def _text(self, job: MicrobatchJob) -> TextBatch:

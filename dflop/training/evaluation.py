@@ -58,7 +58,7 @@ class Evaluation:
     def run(self) -> tuple[float, float]:
         """The mean loss of the set's target tokens, in nats, and how many seconds it took."""
         started, device = time.monotonic(), self._topology.device
-        summed = torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # of the loss, and of targets that do not count
         modes = [own.stage.training for own in self._model.nodes]
         batches = iter(self._loader)
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _all_reading(self._works, batches):
@@ -66,16 +66,17 @@ class Evaluation:
                 own.stage.eval()
             for schedule in self._schedules:
                 for work in self._works.values():
-                    work.begin_step(schedule)
+                    work.begin_step(schedule, "evaluation")
                 run_instructions(self._instructions, self._works, self._topology.links)
                 for work in self._works.values():
-                    summed += work.loss
+                    sums += torch.tensor([float(work.loss), work.num_dropped_targets], dtype=sums.dtype, device=device)
                     work.unreadable.clear()
             for own, mode in zip(self._model.nodes, modes, strict=True):
                 own.stage.train(mode)
-        dist.all_reduce(summed)
+        dist.all_reduce(sums)
+        loss, num_dropped = sums.tolist()
         num_targets = sum(int(schedule.target_tokens.sum()) for schedule in self._schedules)
-        return float(summed) / num_targets, time.monotonic() - started
+        return loss / max(1.0, num_targets - num_dropped), time.monotonic() - started
 
 
 @contextmanager

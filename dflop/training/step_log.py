@@ -90,6 +90,7 @@ class StepLog:
             "num_beyond_memory": schedule.num_beyond_memory,
             "deciding_s": schedule.deciding_s,
             "num_unreadable": int(totals["unreadable"]),
+            "num_undecodable": int(totals["undecodable"]),
             "extrapolated": extrapolated,
             "corrections_version": schedule.corrections_version,
             "measures": schedule.measures,

@@ -62,6 +62,7 @@ def summarise(
         "num_beyond_memory": sum(step.get("num_beyond_memory", 0) for step in steps),
         "num_left_out": num_left_out,  # samples that no device could hold
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
+        "num_undecodable": sum(step.get("num_undecodable", 0) for step in steps),
         "restarts": run["restarts"],
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),
         "measured_over_predicted": _measured_over_predicted(merged.observations),

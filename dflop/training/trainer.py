@@ -88,7 +88,7 @@ class Trainer:
             range(self.first_step, config.train.steps),
         )
         loader = start_loading(config, self.plan, self.model, stream)
-        self.works = make_works(config, self.plan, self.model, program, loader)
+        self.works = make_works(config, self.plan, self.model, program, loader, self.topology.store.clone())
         self.evaluation = None
         if config.data.has_evaluation:
             self.evaluation = Evaluation(config, files, self.plan, self.topology, self.model, self.works)
@@ -190,25 +190,28 @@ class Trainer:
         """Normalise, clip and apply the gradients; returns sums over all ranks with the mean rank's waits, what each
         rank knows of its seconds (`KNOWN_PARTS`), and how long the step took, which ends with the sums."""
         config, works = self.config.train, self.works.values()
-        num_targets = int(schedule.target_tokens.sum())
         with self.clock.part("optimiser"):
-            grad_sq = self.model.norm_squared() / num_targets**2
+            grad_sq = self.model.norm_squared()
         totals, known = sum_over_ranks(
             {
-                "loss": sum(float(work.loss) for work in works) / num_targets,
+                "loss": sum(float(work.loss) for work in works),
                 "grad_sq": grad_sq,
                 # The gradient sync is left out: it is mostly a wait for the slower replicas.
                 "busy_s": sum(span.seconds for span in spans if span.op is not Op.SYNC_GRADIENTS),
                 "wait_s": self.feed.waited_s.get(step, 0.0),
                 "data_wait_s": sum(work.data_wait_s for work in works),
                 "unreadable": sum(len(work.unreadable) for work in works),
+                "undecodable": sum(work.num_undecodable for work in works),
+                "dropped_targets": sum(work.num_dropped_targets for work in works),
                 "asked_to_stop": float(bool(self.stop)),
             },
             self.clock.row(),
             self.topology.device,
         )
         step_s = self.clock.end()
-        totals["grad_norm"] = totals.pop("grad_sq") ** 0.5
+        num_targets = max(1, int(schedule.target_tokens.sum()) - round(totals["dropped_targets"]))
+        totals["loss"] /= num_targets
+        totals["grad_norm"] = totals.pop("grad_sq") ** 0.5 / num_targets
         for wait in ("wait_s", "data_wait_s"):
             totals[wait] /= self.topology.world_size
         if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
@@ -225,9 +228,7 @@ class Trainer:
                 torch.cuda.synchronize(self.topology.device)  # as the next step's clock would
         for work in works:
             for line in work.unreadable:
-                print(
-                    f"dflop: not as it was profiled, so a blank, cut or scaled one was trained on: {line}", flush=True
-                )
+                print(f"dflop: not as it was profiled: {line}", flush=True)
             work.unreadable.clear()
         return totals, known, step_s
 

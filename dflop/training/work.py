@@ -26,6 +26,7 @@ from dflop.pipeline.orders import has_backward, splits_backward
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of
 from dflop.training.rank_model import NodeModel, RankModel
+from dflop.training.undecodable import Undecodable, without_targets_of
 
 __all__ = ["EncoderWork", "LlmWork", "make_works"]
 
@@ -49,9 +50,11 @@ class _Work(ABC):
         hidden_size: int,
         frozen: Collection[str],
         splits_backward: bool,
+        undecodable: Undecodable,
     ) -> None:
         self.stage, self.program, self.node_index, self.node = own.stage, program, own.index, own.node
         self._loader, self._autocast, self._hidden_size = loader, autocast, hidden_size
+        self._undecodable = undecodable
         self._own = own
         self.device = next(own.stage.parameters()).device
         self._dtype = next(own.stage.parameters()).dtype
@@ -76,10 +79,11 @@ class _Work(ABC):
         before, self._loader = self._loader, loader
         return before
 
-    def begin_step(self, schedule: StepSchedule) -> None:
-        """Forget the last step."""
-        self.schedule = schedule
+    def begin_step(self, schedule: StepSchedule, batches: str = "training") -> None:
+        """Forget the last step; `batches` says which batches the schedule's step counts."""
+        self.schedule, self._batch = schedule, f"{batches}/{schedule.step}"
         self.data_wait_s = 0.0
+        self.num_undecodable = self.num_dropped_targets = 0
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._inputs: dict[int, EncoderBatch | TextBatch] = {}
         # What went out and what came in, by microbatch and edge, and the weights' gradients that were put off.
@@ -94,7 +98,7 @@ class _Work(ABC):
             self._inputs[microbatch] = self._without_records(microbatch)
             return
         started = time.monotonic()
-        self._inputs[microbatch] = self._receive_input(next(self._loader))
+        self._inputs[microbatch] = self._receive_input(microbatch, next(self._loader))
         self.data_wait_s += time.monotonic() - started
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
@@ -154,7 +158,7 @@ class _Work(ABC):
         self._own.sum_gradients()
 
     @abstractmethod
-    def _receive_input(self, loaded: object) -> EncoderBatch | TextBatch:
+    def _receive_input(self, microbatch: int, loaded: object) -> EncoderBatch | TextBatch:
         """What the loader gave, on the device."""
 
     @abstractmethod
@@ -179,8 +183,11 @@ class EncoderWork(_Work):
         super().__init__(own, **common)
         self._processor = processor
 
-    def _receive_input(self, loaded: LoadedMedia) -> EncoderBatch:
+    def _receive_input(self, microbatch: int, loaded: LoadedMedia) -> EncoderBatch:
         self.unreadable += loaded.unreadable
+        if loaded.undecodable:
+            chosen = np.flatnonzero(samples_of(self.schedule, self.node, microbatch))
+            self._undecodable.tell(self._batch, microbatch, chosen[list(loaded.undecodable)].tolist())
         return self._with_items(loaded.batch.to(self.device, self._dtype))
 
     def _with_items(self, batch: EncoderBatch) -> EncoderBatch:
@@ -239,7 +246,7 @@ def _blank(processor: MediaProcessor, device: torch.device, dtype: torch.dtype) 
 class LlmWork(_Work):
     """Text and the encoders' features, or the previous stage's hidden states, in; hidden states or the loss out."""
 
-    def _receive_input(self, loaded: TextBatch) -> TextBatch:
+    def _receive_input(self, microbatch: int, loaded: TextBatch) -> TextBatch:
         return loaded.to(self.device)
 
     def _without_records(self, microbatch: int) -> TextBatch:
@@ -267,12 +274,29 @@ class LlmWork(_Work):
             hidden = leaf.to(self._dtype)
         if self._own.shared and self._owed and not hidden.requires_grad:
             hidden.requires_grad_()  # others have a backward for their encoders' sake, and no one alone
+        if self.stage.is_last:
+            batch = self._learnable(microbatch, batch)
         output = self.stage(hidden, batch)
         if self.stage.is_last:
             if self._own.ranks.is_first:  # all of the node's ranks know it, and it counts once
                 self.loss += output.detach()
             return {_LOSS: output}
         return dict.fromkeys(self._outgoing, output)
+
+    def _learnable(self, microbatch: int, batch: TextBatch) -> TextBatch:
+        """The microbatch without the targets of samples that could not be decoded."""
+        chosen = np.flatnonzero(samples_of(self.schedule, self.node, microbatch))
+        if not self.schedule.num_items[chosen].any():
+            return batch
+        undecodable = self._undecodable.of(self._batch, microbatch)
+        segments = [place for place, sample in enumerate(chosen.tolist()) if sample in undecodable]
+        if not segments:
+            return batch
+        learnable = without_targets_of(batch, segments)
+        if self._own.ranks.is_first:
+            self.num_undecodable += len(segments)
+            self.num_dropped_targets += len(batch.target_ids) - len(learnable.target_ids)
+        return learnable
 
     def _features(self, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """What each encoder's replicas sent, as `feature_positions` has them; nothing where they had no sample."""
@@ -291,9 +315,11 @@ class LlmWork(_Work):
 
 
 def make_works(
-    config: Config, plan: Plan, model: RankModel, program: Program, loader: Iterator
+    config: Config, plan: Plan, model: RankModel, program: Program, loader: Iterator, store: dist.Store
 ) -> dict[int, EncoderWork | LlmWork]:
-    """The work of each of a rank's nodes; they share the loader."""
+    """The work of each of a rank's nodes; they share the loader, and the store in which ranks tell each other of
+    samples."""
+    undecodable = Undecodable(store)
     works: dict[int, EncoderWork | LlmWork] = {}
     for own in model.nodes:
         common: dict[str, Any] = {
@@ -302,6 +328,7 @@ def make_works(
             "autocast": torch.autocast(config.cluster.device, torch.bfloat16, enabled=config.train.precision == "bf16"),
             "hidden_size": model.spec.module("llm").hidden_size,
             "frozen": config.model.freeze,
+            "undecodable": undecodable,
             "splits_backward": splits_backward(plan, own.node.module),
         }
         is_llm = own.node.module == "llm"

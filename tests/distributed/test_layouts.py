@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from whole_model import build_whole_model, loss_of_batch, optimizer_of
 
 from dflop.config import ClusterConfig, ScheduleConfig, load_config
 from dflop.costs import CostModel
-from dflop.data import load_samples
+from dflop.data import SampleShapes, load_samples
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
 from dflop.models.tensor_group import Shard
@@ -36,7 +37,7 @@ from dflop.training.work import make_works
 
 pytestmark = pytest.mark.serial
 
-_NUM_STEPS, _LR = {"plain": 3, "tied": 2, "frozen vision": 1, "frozen llm": 1, "internvl": 1}, 1e-3
+_NUM_STEPS, _LR = {"plain": 3, "tied": 2, "frozen vision": 1, "frozen llm": 1, "internvl": 1, "damaged": 1}, 1e-3
 
 
 def disjoint(vision: dict, llm: dict, num_microbatches: int = 3, **more) -> Plan:
@@ -153,10 +154,19 @@ INTERNVL = (
     "colocated encoder tp 2",
     "disjoint 1+2, LLM tp 2",
 )
+DAMAGED = (
+    "disjoint 3+2",
+    "disjoint 1+2, LLM pp 2",
+    "encoder pp 2",
+    "zb_h1",
+    "bubble-filled pp 2 dp 2",
+    "monolithic tp 2 dp 2",
+    "parameters 2",
+)
 CASES = [
     *(
         (name, variant)
-        for variant, names in (("plain", PLANS), ("tied", TIED), ("internvl", INTERNVL))
+        for variant, names in (("plain", PLANS), ("tied", TIED), ("internvl", INTERNVL), ("damaged", DAMAGED))
         for name in names
     ),
     *((name, variant) for variant in ("frozen vision", "frozen llm") for name in FROZEN),
@@ -164,7 +174,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def folder(run, internvl_run, tmp_path_factory) -> Path:
+def folder(dataset, run, internvl_run, tmp_path_factory) -> Path:
     """What the ranks read: of each variant its config, and of each plan and variant the schedules; and what they must
     find: the losses and gradients of the whole model."""
     made, config = run
@@ -175,6 +185,7 @@ def folder(run, internvl_run, tmp_path_factory) -> Path:
         "tied": config | {"model": config["model"] | {"path": str(_tied_checkpoint(folder / "tied", config))}},
         **{f"frozen {name}": config | {"model": config["model"] | {"freeze": [name]}} for name in ("vision", "llm")},
         "internvl": internvl_run[1],
+        "damaged": config | {"data": config["data"] | {"sources": [{"path": str(folder / "damaged" / "train.json")}]}},
     }
     configs["tied"]["model"].pop("preset")
     costs, samples, batches, specs = CostModel.load(made / "costs.duckdb"), {}, {}, {}
@@ -184,7 +195,10 @@ def folder(run, internvl_run, tmp_path_factory) -> Path:
         specs[variant] = load_model_spec(loaded.model)
         samples[variant], _ = load_samples(made_of.get(variant, made) / "shapes.duckdb", specs[variant].encoders)
         batches[variant] = GlobalBatches(len(samples[variant]), 8, 0)
-        expected = _expected(loaded, samples[variant], batches[variant], _NUM_STEPS[variant])
+        chosen = [samples[variant].take(batches[variant][step]) for step in range(_NUM_STEPS[variant])]
+        if variant == "damaged":
+            chosen = [_without_one_damaged(chosen[0], dataset.parent, folder / "damaged")]
+        expected = _expected(loaded, chosen)
         torch.save(expected, folder / f"{variant}.pt")
     cluster = ClusterConfig(devices_per_node=8, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
     for name, variant in CASES:
@@ -211,7 +225,17 @@ def _tied_checkpoint(path: Path, config: dict) -> Path:
     return path
 
 
-def _expected(config, samples, batches, num_steps: int) -> dict:
+def _without_one_damaged(batch: SampleShapes, dataset: Path, copy: Path) -> SampleShapes:
+    """The batch without a sample whose picture is damaged, in this copy of the dataset."""
+    shutil.copytree(dataset, copy)
+    records = json.loads((copy / "train.json").read_text())
+    place = next(place for place, row in enumerate(batch.row) if isinstance(records[row].get("image"), str))
+    picture = copy / records[batch.row[place]]["image"]
+    picture.write_bytes(picture.read_bytes()[: picture.stat().st_size // 2])
+    return batch.take(np.delete(np.arange(len(batch)), place))
+
+
+def _expected(config, batches: list[SampleShapes]) -> dict:
     """Losses and gradients of the steps, and the weights after them."""
     model = build_whole_model(config)
     for name in config.model.freeze:
@@ -220,9 +244,9 @@ def _expected(config, samples, batches, num_steps: int) -> dict:
                 parameter.requires_grad_(False)
     optimizer = optimizer_of(model, _LR)
     losses, gradients = [], []
-    for step in range(num_steps):
+    for batch in batches:
         optimizer.zero_grad()
-        losses.append(loss_of_batch(model, config, samples.take(batches[step])))
+        losses.append(loss_of_batch(model, config, batch))
         gradients.append({name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None})
         optimizer.step()
     return {
@@ -253,7 +277,7 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
     config = load_config(json.loads((folder / f"{variant}.json").read_text()))
     program = make_program(plan, config.model.freeze)
     check_program(plan, program, config.model.freeze)
-    topology = place_in_world(program, torch.device("cpu"), torch.float64, dist.HashStore())
+    topology = place_in_world(program, torch.device("cpu"), torch.float64, _make_store())
     model = build_rank_model(config, plan, topology, torch.float64)
     assert all((own.shared is not None) == plan.grid(own.node.module).gathers for own in model.nodes)
     num_steps = _NUM_STEPS[variant]
@@ -266,17 +290,20 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
         lambda slots: forwards_that_read(instructions.of(slots), topology, model),
         range(num_steps),
     )
-    works = make_works(config, plan, model, program, start_loading(config, plan, model, stream))
+    works = make_works(config, plan, model, program, start_loading(config, plan, model, stream), topology.store)
     expected = torch.load(folder / f"{variant}.pt")
     for step, schedule in enumerate(schedules):
         for work in works.values():
             work.begin_step(schedule)
         run_instructions(instructions.of(schedule.slots), works, topology.links)
-        num_targets = int(schedule.target_tokens.sum())
-        loss = torch.tensor(sum(float(work.loss) for work in works.values()), dtype=torch.float64)
-        dist.all_reduce(loss)
+        sums = [(float(work.loss), work.num_dropped_targets, work.num_undecodable) for work in works.values()]
+        summed = torch.tensor(sums, dtype=torch.float64).sum(dim=0)
+        dist.all_reduce(summed)
+        loss, num_dropped, num_undecodable = summed.tolist()
+        num_targets = int(schedule.target_tokens.sum()) - round(num_dropped)
         where = f"{name}, {variant}, step {step}"
-        assert float(loss) / num_targets == pytest.approx(expected["losses"][step], rel=1e-10), where
+        assert num_undecodable == (variant == "damaged"), where
+        assert loss / num_targets == pytest.approx(expected["losses"][step], rel=1e-10), where
         for own in model.nodes:
             _compare_gradients(own, expected["gradients"][step], num_targets, 1e-10 if step == 0 else 1e-6, where)
         model.update(1.0, 1 / num_targets)
@@ -285,6 +312,14 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
             theirs = part_of(expected["weights"][parameter_name], own.shards.get(parameter_name), parameter.shape)
             apart = (parameter.detach() - theirs).abs().max()
             assert apart < 1e-8, f"{name}, {variant}: {parameter_name} is off by {apart:.1e}"
+
+
+def _make_store() -> dist.Store:
+    """Of all ranks, as that of torchrun."""
+    own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    ports = [own.port if own else None]
+    dist.broadcast_object_list(ports)
+    return own or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
 
 
 def part_of(whole: torch.Tensor, shard: Shard | None, shape: torch.Size) -> torch.Tensor:

@@ -215,7 +215,8 @@ def test_a_picture_that_was_exchanged_is_scaled_to_the_profiled_size_and_said(ma
     expected = make_loader(manifest, of_media=True)[job([row])]
     Image.new("RGB", (60, 190)).save(tmp_path / "a.png")
     loaded = make_loader(manifest, of_media=True)[job([row])]
-    assert loaded.unreadable == ("a.png: (60, 190) pixels, it was profiled with (190, 60)",)
+    assert loaded.unreadable == ("a.png: (60, 190) pixels, it was profiled with (190, 60); it was scaled",)
+    assert loaded.undecodable == ()
     assert torch.equal(loaded.batch.items, expected.batch.items)
     assert loaded.batch.media == expected.batch.media
 
@@ -245,6 +246,8 @@ def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_
     assert len(loaded.batch.items) == frame["num_items"][0]
     assert len(loaded.unreadable) == 1
     assert path.name in loaded.unreadable[0]
+    assert loaded.unreadable[0].endswith("; nothing is learned from its sample")
+    assert loaded.undecodable == (0,)
     black = loaded.batch.items.amax(dim=(0, 2, 3)) - loaded.batch.items.amin(dim=(0, 2, 3))
     assert black.max() < 1e-4
 
@@ -263,5 +266,6 @@ def test_frames_that_cannot_be_decoded_are_said_and_the_last_one_takes_their_pla
     assert frame["num_items"].to_list() == [6]
     loaded = make_loader(manifest, of_media=True)[job(frame.to_dicts())]
     (said,) = loaded.unreadable
-    assert re.search(r"clip\.mp4: [1-5] of 6 frames could be decoded: ", said)
+    assert re.search(r"clip\.mp4: [1-5] of 6 frames could be decoded: .*; the last one is repeated$", said)
+    assert loaded.undecodable == ()
     assert torch.equal(loaded.batch.items[-1], loaded.batch.items[-2])

@@ -88,7 +88,7 @@ def test_a_wrong_size_is_what_training_scales_the_picture_to(profile_and_load, r
     width, height = size
     wrong = record("a.png", width=width, height=height)
     _, loaded = profile_and_load([wrong])
-    assert loaded.unreadable == (f"a.png: (190, 60) pixels, the record says {size}",)
+    assert loaded.unreadable == (f"a.png: (190, 60) pixels, the record says {size}; it was scaled",)
     with Image.open(root / "a.png") as picture:
         picture.resize(size).save(root / "scaled.png")
     _, expected = profile_and_load([record("scaled.png")])

@@ -61,7 +61,7 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
     num_items = schedule.num_items[chosen, 0].tolist()
     media = tuple((MediumLayout("video", count, 1, 1),) for count in num_items)
     batch = EncoderBatch(items=None, media=media, kept_tokens=(0,) * len(media))
-    works = make_works(load_config(), plan, model, program, iter([LoadedMedia(batch=batch, unreadable=())]))
+    works = make_works(load_config(), plan, model, program, iter([LoadedMedia(batch=batch)]), dist.HashStore())
 
     work = works[last]
     (incoming,) = (number for number, edge in enumerate(program.edges) if edge.target == last)
