@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from dflop.cli.comparison import compare_command
 from dflop.cli.costs import fit_costs_command, profile_costs, profile_links
 from dflop.cli.data import (
     demo_data,
@@ -31,7 +32,7 @@ def cli() -> None:
 
     The workflow runs these commands in this order: demo-data (for the demo), profile-shapes, merge-shapes,
     plot-shapes, profile-loading, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also
-    be run by hand.
+    be run by hand; so can compare, which prices published systems beside a plan of ours.
     """
 
 
@@ -47,6 +48,7 @@ for command in (
     fit_costs_command,
     plan_command,
     schedule_command,
+    compare_command,
     train_command,
     report_command,
 ):

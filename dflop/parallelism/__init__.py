@@ -5,13 +5,14 @@ they come to, in instructions and in seconds, is `pipeline`'s to say.
 """
 
 from dflop.parallelism.grid import Grid, tile_world
-from dflop.parallelism.placements import DISJOINT, MONOLITHIC, PLACEMENTS, Placement
+from dflop.parallelism.placements import COLOCATED, DISJOINT, MONOLITHIC, PLACEMENTS, Placement
 from dflop.parallelism.plan import Plan, split_layers
 from dflop.parallelism.plan_file import load_plan, plan_from_dict
 from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
 from dflop.parallelism.shardings import PLAIN_SHARDING, SHARDINGS, Sharding
 
 __all__ = [
+    "COLOCATED",
     "DISJOINT",
     "MONOLITHIC",
     "PLACEMENTS",

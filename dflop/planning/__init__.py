@@ -1,16 +1,26 @@
 """Planning: the search space, bounds on it, the price of a plan on scheduled batches, the search, and baselines."""
 
-from dflop.planning.baselines import Baseline, price_baselines, read_baselines
+from dflop.planning.baselines import (
+    PIPELINES,
+    Baseline,
+    plan_by_published_rule,
+    price_baselines,
+    read_baselines,
+    whole_on_every_device,
+)
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
+from dflop.planning.grouped_batches import GroupedBatches, like_lengths
 from dflop.planning.holding import leave_out_what_no_plan_holds
 from dflop.planning.loading import LoadingNeed, loading_need, loading_note, planned_loaders
 from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
 
 __all__ = [
+    "PIPELINES",
     "Baseline",
     "Candidate",
+    "GroupedBatches",
     "LoadingNeed",
     "PlanPricer",
     "SearchResult",
@@ -20,12 +30,15 @@ __all__ = [
     "explain_choice",
     "faster_baselines_note",
     "leave_out_what_no_plan_holds",
+    "like_lengths",
     "loading_need",
     "loading_note",
+    "plan_by_published_rule",
     "plan_of",
     "planned_loaders",
     "price_baselines",
     "read_baselines",
     "search_plans",
     "uneven_note",
+    "whole_on_every_device",
 ]

@@ -29,9 +29,18 @@ from dflop.planning.space import enumerate_space, plan_of
 from dflop.pricing import loads_of
 from dflop.runtime import UserError
 
-__all__ = ["Baseline", "price_baselines", "read_baselines"]
+__all__ = [
+    "PIPELINES",
+    "Baseline",
+    "plan_by_published_rule",
+    "price_baselines",
+    "read_baselines",
+    "whole_on_every_device",
+]
 
 
+# Megatron-style plans.
+PIPELINES = PlanConfig(placements=[MONOLITHIC.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
 # How FSDP-style training groups its batches, in code and in words.
 _GROUPINGS = (("random", "random"), ("by_length", "length-grouped"), ("balanced", "balanced"))
 
@@ -78,9 +87,8 @@ def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: 
 
 def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Baseline:
     name = "monolithic, random batches (Megatron-style)"
-    within = PlanConfig(placements=[MONOLITHIC.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
     try:
-        found = search_plans(config, spec, costs, samples, grouping="random", within=within, splits_evenly=True)
+        found = search_plans(config, spec, costs, samples, grouping="random", within=PIPELINES, splits_evenly=True)
     except UserError:
         return _nothing(name)
     return _as_baseline(name, found.candidates[0])
@@ -88,11 +96,19 @@ def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: 
 
 def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Baseline:
     name = "published rule at mean shapes, balanced batches"
+    found = plan_by_published_rule(config, spec, costs, batches)
+    return _as_baseline(name, found) if found else _nothing(name)
+
+
+def plan_by_published_rule(
+    config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches
+) -> Candidate | None:
+    """The plan of the rule's least value that fits, priced on balanced batches; None where nothing fits."""
     within = PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
     try:
         rows = enumerate_space(config, spec, costs.tp_sizes, {}, within)
     except UserError:
-        return _nothing(name)
+        return None
     stage_s = np.max([_mean_stage_s(rows, spec, costs, batches, module.name) for module in spec.modules], axis=0)
     num_stages = sum(rows[f"{module.name}_pp"] for module in spec.modules)
     places = rows["num_microbatches"] + num_stages - 1
@@ -101,8 +117,8 @@ def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: 
         pricer = PlanPricer(plan_of(rows.row(int(row), named=True), {}), config, spec, costs, batches, "balanced")
         needs = (max(pricer.memory_bytes(batch).values()) for batch in range(len(batches)))
         if pricer.alone_bytes() <= budget and all(needed <= budget for needed in needs):
-            return _as_baseline(name, pricer.candidate())
-    return _nothing(name)
+            return pricer.candidate()
+    return None
 
 
 def _mean_stage_s(
@@ -121,19 +137,23 @@ def _mean_stage_s(
     return seconds
 
 
-def _fsdp_style(
-    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping: str, batches: str
-) -> Baseline:
-    name = f"every device the whole model, {batches} batches (FSDP-style)"
+def whole_on_every_device(spec: ModelSpec) -> PlanConfig:
+    """The plans of fully sharded data parallelism."""
     whole = {module.name: FixedGrid(tp=1, pp=1) for module in spec.modules}
-    within = PlanConfig(
+    return PlanConfig(
         placements=[MONOLITHIC.name],
         schedules=[PLAIN_SCHEDULE],
         shardings=[own for own, sharding in SHARDINGS.items() if sharding.gathers],
         fixed=FixedPlan(modules=whole),
     )
+
+
+def _fsdp_style(
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping: str, batches: str
+) -> Baseline:
+    name = f"every device the whole model, {batches} batches (FSDP-style)"
     try:
-        found = search_plans(config, spec, costs, samples, grouping=grouping, within=within)
+        found = search_plans(config, spec, costs, samples, grouping=grouping, within=whole_on_every_device(spec))
     except UserError:
         return _nothing(name)
     return _as_baseline(name, found.candidates[0])

@@ -16,7 +16,7 @@ from dflop.models import ModelSpec
 from dflop.pricing import loads_of
 from dflop.scheduling import GlobalBatches
 
-__all__ = ["GroupedBatches"]
+__all__ = ["GroupedBatches", "like_lengths"]
 
 # The larger a batch is, the less it differs from the next.
 _LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
@@ -62,15 +62,9 @@ class GroupedBatches:
         return np.divmod(dealt_at_random(len(self.shapes[batch]), dp * num_microbatches, rng), num_microbatches)
 
     def by_length(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples of like length in a microbatch, dealt there and back: as many for each bucket, to within one. They
-        are those of the batch, so that each step learns what it does otherwise."""
-        order = np.argsort(-self.shapes[batch].llm_tokens, kind="stable")
-        turn = np.arange(len(order)) * num_microbatches // len(order)
-        rank, microbatch = np.empty(len(order), dtype=np.int64), np.empty(len(order), dtype=np.int64)
-        microbatch[order] = turn
-        round_, place = np.divmod(np.arange(len(order)) - np.searchsorted(turn, turn), dp)
-        rank[order] = np.where(round_ % 2 == 0, place, dp - 1 - place)
-        return rank, microbatch
+        """Samples of like length in a microbatch. They are those of the batch, so that each step learns what it does
+        otherwise."""
+        return like_lengths(self.shapes[batch].llm_tokens, dp, num_microbatches)
 
     def mean_text(self, grouping: str, dp: int, num_microbatches: int) -> Loads:
         """Text of each microbatch, means over the LLM's replicas, [num_batches, num_microbatches]."""
@@ -97,6 +91,18 @@ class GroupedBatches:
         loads_s = self._loads_s[batch]
         bucket = quick_buckets(loads_s, num_buckets)
         return bucket, np.bincount(bucket, weights=loads_s.sum(axis=1), minlength=num_buckets)
+
+
+def like_lengths(lengths: np.ndarray, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+    """Replica and microbatch of each sample, so that a microbatch has samples of like length: as many for each bucket,
+    to within one. The longest come first, and replicas are dealt to there and back."""
+    order = np.argsort(-lengths, kind="stable")
+    turn = np.arange(len(order)) * num_microbatches // len(order)
+    rank, microbatch = np.empty(len(order), dtype=np.int64), np.empty(len(order), dtype=np.int64)
+    microbatch[order] = turn
+    round_, place = np.divmod(np.arange(len(order)) - np.searchsorted(turn, turn), dp)
+    rank[order] = np.where(round_ % 2 == 0, place, dp - 1 - place)
+    return rank, microbatch
 
 
 def _largest(samples: SampleShapes) -> np.ndarray:

@@ -63,6 +63,10 @@ COMMANDS: dict[str, Command] = {
     "fit-costs": Command("dflop.cli.costs.fit_costs_command", ()),
     "plan": Command("dflop.cli.plans.plan_command", (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan")),
     "schedule": Command("dflop.cli.plans.schedule_command", (*_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")),
+    "compare": Command(
+        "dflop.cli.comparison.compare_command",
+        (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan", "schedule"),
+    ),
     "train": Command(
         "dflop.cli.training.train_command",
         ("seed", "data.sources", "data.evaluation_share", *_LIMITS, "model", "cluster", "schedule", "train"),

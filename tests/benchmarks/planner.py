@@ -143,11 +143,13 @@ def write_config(folder: Path, preset: str, num_devices: int, batch_size: int) -
     return path
 
 
-def dflop(*arguments: object) -> None:
+def dflop(*arguments: object) -> str:
+    """Run a command; returns what it prints."""
     command = [sys.executable, "-m", "dflop.cli", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    return done.stdout
 
 
 def draw_mix(tables: Path, rules) -> pl.DataFrame:

@@ -17,13 +17,11 @@ written. Two cores take about twenty minutes.
 
 import argparse
 import dataclasses
-import heapq
 import json
 import platform
 import sys
 import time
 from collections import defaultdict
-from itertools import count
 from pathlib import Path
 
 import mip
@@ -39,6 +37,7 @@ from dflop.balancing import (
     least_bucket_s,
     lpt_buckets,
 )
+from dflop.comparison.packing import differencing
 from dflop.config import ClusterConfig, ModelConfig, ScheduleConfig
 from dflop.costs import CostModel, analytic_points
 from dflop.costs.fit import fit_model, median_points
@@ -225,7 +224,7 @@ def measure_cell(samples, costs, spec, size, num_stages, num_batches) -> dict | 
             answers = {
                 "random": lambda step=step: scheduler.schedule(step, "random"),
                 "LPT": lambda problem=problem: lpt_buckets(problem),
-                "Karmarkar-Karp": lambda problem=problem: karmarkar_karp(problem.loads_s.sum(axis=1), num_buckets),
+                "Karmarkar-Karp": lambda problem=problem: differencing(problem.loads_s.sum(axis=1), num_buckets),
                 "cold ILP": lambda problem=problem: cold_ilp(problem),
                 "warm ILP": lambda problem=problem, lpt=lpt: cbc.solve(problem, lpt, time_limit_s=1.0).bucket,
                 "LPT, small ends": lambda step=step: scheduler.schedule(step, "lpt"),
@@ -272,29 +271,6 @@ def outcome(pricer, shapes, problem, given) -> tuple[float, np.ndarray, bool]:
     assignment = pricer.assign(shapes, *np.divmod(bucket, problem.num_microbatches))
     step_s = given.step_s if isinstance(given, StepSchedule) else pricer.step_s(shapes, assignment)
     return step_s, bucket, not isinstance(given, StepSchedule) and not fits(pricer, shapes, assignment)
-
-
-def karmarkar_karp(loads: np.ndarray, num_buckets: int) -> np.ndarray:
-    """The largest differencing method: the two partial partitions of largest spread are joined, large on small."""
-    ticket = count()
-    heap = []
-    for sample, load in enumerate(loads):
-        sums = np.zeros(num_buckets)
-        sums[0] = load
-        heap.append((-load, next(ticket), sums, [[sample], *([] for _ in range(num_buckets - 1))]))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, _, sums, groups = heapq.heappop(heap)
-        _, _, other_sums, other_groups = heapq.heappop(heap)
-        sums = sums + other_sums[::-1]
-        groups = [own + other for own, other in zip(groups, reversed(other_groups), strict=True)]
-        order = np.argsort(-sums, kind="stable")
-        sums = sums[order] - sums[order[-1]]
-        heapq.heappush(heap, (-sums[0], next(ticket), sums, [groups[place] for place in order]))
-    bucket = np.empty(len(loads), dtype=np.int64)
-    for number, group in enumerate(heap[0][3]):
-        bucket[group] = number
-    return bucket
 
 
 def cold_ilp(problem: BatchProblem) -> np.ndarray | None:

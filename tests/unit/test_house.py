@@ -24,7 +24,7 @@ PACKAGE = Path(dflop.__file__).parent
 
 FOLDERS = (
     *("models", "data", "costs", "pipeline", "balancing"),
-    *("pricing", "scheduling", "planning", "training", "reporting"),
+    *("pricing", "scheduling", "planning", "comparison", "training", "reporting"),
 )
 ABOVE_ALL = ("config", "store", "runtime", "parallelism")
 PLACES = {**dict.fromkeys(ABOVE_ALL, 0), **{name: place for place, name in enumerate(FOLDERS, start=1)}, "cli": 99}
@@ -51,6 +51,7 @@ IMPORTED_WITHOUT_TORCH = (
     "dflop.scheduling.scheduler",
     "dflop.scheduling.service",
     "dflop.planning",
+    "dflop.comparison",
     "dflop.training",
     "dflop.cli",
 )

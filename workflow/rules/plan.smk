@@ -40,3 +40,22 @@ rule preview_schedule:
     shell:
         "dflop schedule --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
         " --plan {input.plan} --out {output.samples} 2> {log} | tee -a {log}"
+
+
+rule compare:
+    """Published systems beside ours, by the same costs: asked for by name, `snakemake compare`."""
+    input:
+        shapes=shapes_to_plan,
+        costs=f"{RESULTS}/costs.duckdb",
+    output:
+        table=f"{RESULTS}/comparison.parquet",
+        json=f"{RESULTS}/comparison.json",
+        figure=f"{RESULTS}/comparison.svg",
+    log:
+        f"{RESULTS}/logs/compare.log",
+    params:
+        config=config_for("compare"),
+        code=code_digest("compare"),
+    shell:
+        "dflop compare --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
+        " --out {output.table} 2> {log} | tee -a {log}"

@@ -1,0 +1,78 @@
+"""Ways to pack samples into buckets that others have and we do not train with. Loads are [num_samples]."""
+
+import heapq
+from itertools import count
+
+import numpy as np
+
+__all__ = ["contiguous", "differencing", "longest_first"]
+
+
+def longest_first(
+    loads: np.ndarray, num_buckets: int, held: np.ndarray | None = None, *, equally_many: bool = False
+) -> np.ndarray:
+    """The longest processing time first (Graham 1969): each sample, in descending order, goes to the emptiest bucket.
+
+    Buckets may hold something already, [num_buckets]; with `equally_many` none gets more samples than an even part.
+    No bucket is left empty while there are samples for it.
+    """
+    most = -(-len(loads) // num_buckets) if equally_many else len(loads)
+    sums = np.zeros(num_buckets) if held is None else held
+    heap = [(float(load), number) for number, load in enumerate(sums)]
+    heapq.heapify(heap)
+    num_held = np.zeros(num_buckets, dtype=np.int64)
+    bucket = np.empty(len(loads), dtype=np.int64)
+    for sample in np.argsort(-loads, kind="stable").tolist():
+        load, number = heapq.heappop(heap)
+        bucket[sample] = number
+        num_held[number] += 1
+        if num_held[number] < most:
+            heapq.heappush(heap, (load + float(loads[sample]), number))
+    return bucket
+
+
+def contiguous(loads: np.ndarray, num_buckets: int) -> np.ndarray:
+    """Samples in their order, cut into buckets so that the largest is as small as can be, and none is empty."""
+    low, high = max(float(loads.max()), float(loads.sum()) / num_buckets), float(loads.sum())
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _cut(loads, num_buckets, middle)[-1] < num_buckets:
+            high = middle
+        else:
+            low = middle
+    return _cut(loads, num_buckets, high)
+
+
+def _cut(loads: np.ndarray, num_buckets: int, most: float) -> np.ndarray:
+    """Buckets filled one after the other, none above `most`; as many as it takes, and at least so many."""
+    bucket, number, held = np.empty(len(loads), dtype=np.int64), 0, 0.0
+    for sample, load in enumerate(loads.tolist()):
+        must_begin = sample > 0 and len(loads) - sample == num_buckets - number - 1
+        if must_begin or (held and held + load > most):
+            number, held = number + 1, 0.0
+        bucket[sample], held = number, held + load
+    return bucket
+
+
+def differencing(loads: np.ndarray, num_buckets: int) -> np.ndarray:
+    """The largest differencing method (Karmarkar and Karp 1982): of all partial partitions the two of largest spread
+    are joined, large on small, until one is left."""
+    ticket = count()
+    heap = []
+    for sample, load in enumerate(loads):
+        sums = np.zeros(num_buckets)
+        sums[0] = load
+        heap.append((-load, next(ticket), sums, [[sample], *([] for _ in range(num_buckets - 1))]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, _, sums, groups = heapq.heappop(heap)
+        _, _, other_sums, other_groups = heapq.heappop(heap)
+        sums = sums + other_sums[::-1]
+        groups = [own + other for own, other in zip(groups, reversed(other_groups), strict=True)]
+        order = np.argsort(-sums, kind="stable")
+        sums = sums[order] - sums[order[-1]]
+        heapq.heappush(heap, (-sums[0], next(ticket), sums, [groups[place] for place in order]))
+    bucket = np.empty(len(loads), dtype=np.int64)
+    for number, group in enumerate(heap[0][3]):
+        bucket[group] = number
+    return bucket

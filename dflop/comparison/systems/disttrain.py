@@ -1,0 +1,42 @@
+"""DistTrain: the encoder on devices of its own, samples reordered between replicas and between microbatches.
+
+Zhang et al., "DistTrain: addressing model and data heterogeneity with disaggregated training for multimodal large
+language models", arXiv 2408.04275. Within a microbatch, samples go to the replicas by the longest processing time
+first; of a replica's microbatches small ones come first and last, where the pipeline fills and drains. How samples come
+into microbatches is not said: here in the order in which they were drawn, as many for each.
+"""
+
+import numpy as np
+
+from dflop.balancing import small_at_both_ends
+from dflop.comparison.packing import longest_first
+from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of
+from dflop.config import PlanConfig
+from dflop.parallelism import DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
+from dflop.pricing import Assignment
+
+__all__ = ["SYSTEM"]
+
+
+def _decide(batch: Batch) -> Assignment:
+    loads_s, num_microbatches = batch.problem.loads_s, batch.plan.num_microbatches
+    whole_s = loads_s.sum(axis=1)
+    drawn = np.arange(len(whole_s)) * num_microbatches // len(whole_s)
+    rank = np.empty(len(whole_s), dtype=np.int64)
+    for number in range(num_microbatches):
+        own = np.flatnonzero(drawn == number)
+        rank[own] = longest_first(whole_s[own], batch.plan.grid("llm").dp)
+    order = small_at_both_ends(np.bincount(drawn, weights=whole_s, minlength=num_microbatches))
+    place = np.empty_like(order)
+    place[order] = np.arange(num_microbatches)
+    return batch.of_buckets(bucket_numbers(rank, place[drawn], num_microbatches))
+
+
+SYSTEM = System(
+    name="DistTrain-style",
+    plans=fastest_of(
+        PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING]),
+        splits_evenly=False,
+    ),
+    decide=_decide,
+)

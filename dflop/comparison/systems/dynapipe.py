@@ -1,0 +1,32 @@
+"""DynaPipe: samples in the order of their lengths are cut into microbatches by a dynamic programme.
+
+Jiang et al., "DynaPipe: optimizing multi-task training through dynamic pipelines", EuroSys '24, arXiv 2311.10418. Of
+cuts into as many microbatches, which all cost the same in sum, the one with the smallest largest microbatch is the
+fastest pipeline. Replicas get microbatches by the longest processing time first. It pads within a microbatch; here
+nobody does.
+"""
+
+import numpy as np
+
+from dflop.comparison.packing import contiguous, longest_first
+from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of
+from dflop.planning import PIPELINES
+from dflop.pricing import Assignment
+
+__all__ = ["SYSTEM"]
+
+
+def _decide(batch: Batch) -> Assignment:
+    whole_s, num_microbatches = batch.problem.loads_s.sum(axis=1), batch.plan.num_microbatches
+    order = np.argsort(batch.shapes.llm_tokens, kind="stable")
+    cut = np.empty(len(order), dtype=np.int64)
+    cut[order] = contiguous(whole_s[order], batch.plan.num_buckets)
+    of_cut_s = np.bincount(cut, weights=whole_s, minlength=batch.plan.num_buckets)
+    rank_of_cut = longest_first(of_cut_s, batch.plan.grid("llm").dp, equally_many=True)
+    turn = np.argsort(rank_of_cut, kind="stable")
+    place_of_cut = np.empty_like(turn)
+    place_of_cut[turn] = np.arange(len(turn)) % num_microbatches
+    return batch.of_buckets(bucket_numbers(rank_of_cut[cut], place_of_cut[cut], num_microbatches))
+
+
+SYSTEM = System(name="DynaPipe-style", plans=fastest_of(PIPELINES, splits_evenly=False), decide=_decide)

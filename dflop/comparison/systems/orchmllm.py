@@ -1,0 +1,28 @@
+"""OrchMLLM: every device computes a share of the encoder, too, and each phase is balanced anew over the replicas.
+
+Zheng et al., "OrchMLLM: orchestrate multimodal data with batch post-balancing to accelerate multimodal large language
+model training", arXiv 2503.23830. The LLM's phase is balanced by the LLM's work alone; media go to the encoder's
+replicas by theirs, whoever their samples belong to, as in all our plans of modules that share devices.
+"""
+
+from dflop.comparison.packing import longest_first
+from dflop.comparison.system import Batch, System, fastest_of
+from dflop.config import PlanConfig
+from dflop.parallelism import COLOCATED, PLAIN_SCHEDULE, SHARDINGS
+from dflop.pricing import Assignment
+
+__all__ = ["SYSTEM"]
+
+
+def _decide(batch: Batch) -> Assignment:
+    return batch.of_buckets(longest_first(batch.problem.loads_s[:, -1], batch.plan.num_buckets))
+
+
+SYSTEM = System(
+    name="OrchMLLM-style",
+    plans=fastest_of(
+        PlanConfig(placements=[COLOCATED.name], schedules=[PLAIN_SCHEDULE], shardings=list(SHARDINGS)),
+        splits_evenly=False,
+    ),
+    decide=_decide,
+)
