@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dflop.runtime import UserError, progress_bar, written_whole
+from dflop.runtime.collectives import all_gather_flat, reduce_scatter_flat
 from dflop.runtime.local_device import local_device
 from dflop.store import LINKS_SCHEMA
 
@@ -115,8 +116,8 @@ def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tenso
     if group.kind == "gradient_sync":
         share = len(values) // len(group.ranks)
         values, own = values[: share * len(group.ranks)], values[members.rank() * share :][:share]
-        dist.reduce_scatter_tensor(own, values, group=members)
-        dist.all_gather_into_tensor(values, own, group=members)
+        reduce_scatter_flat(own, values, members)
+        all_gather_flat(values, own, members)
         return _now(values.device) - started
     first, second = group.ranks
     if dist.get_rank() == second:

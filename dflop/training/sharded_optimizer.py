@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dflop.runtime.collectives import all_gather_flat, reduce_scatter_flat
+
 __all__ = ["Piece", "ShardedAdamW"]
 
 _BUCKET_BYTES = 64 * 2**20
@@ -86,7 +88,7 @@ class ShardedAdamW:
         """Sum the gradients over the replicas: afterwards each has the sums of what it owns, and nobody others'."""
         if self._num_replicas > 1:
             for bucket in self._buckets:
-                dist.reduce_scatter_tensor(bucket.gradients[bucket.own], bucket.gradients, group=self._replicas)
+                reduce_scatter_flat(bucket.gradients[bucket.own], bucket.gradients, self._replicas)
 
     def norm_squared(self) -> float:
         """Of the sums that this replica owns and counts; added up over all ranks of the stage it is the stage's."""
@@ -105,7 +107,7 @@ class ShardedAdamW:
         self._optimizer.step()
         if self._num_replicas > 1:
             for bucket in self._buckets:
-                dist.all_gather_into_tensor(bucket.values, bucket.values[bucket.own], group=self._replicas)
+                all_gather_flat(bucket.values, bucket.values[bucket.own], self._replicas)
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
         """What this replica owns of a parameter; nothing of one that is not trained."""
