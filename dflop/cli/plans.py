@@ -29,44 +29,22 @@ def plan_command(
 ) -> None:
     """Search the layouts and choose the one with the shortest expected step."""
     from dflop.config import excess_memory
-    from dflop.costs import BEYOND_MEASURED, CostModel
-    from dflop.data import load_samples, read_loading_times
+    from dflop.costs import CostModel
+    from dflop.data import read_loading_times
     from dflop.models import digest_of_spec, load_model_spec
-    from dflop.planning import (
-        candidates_frame,
-        describe_choice,
-        explain_choice,
-        leave_out_what_no_plan_holds,
-        loading_need,
-        loading_note,
-        price_baselines,
-        search_plans,
-    )
-    from dflop.pricing import describe_left_out
+    from dflop.planning import candidates_frame, describe_choice, explain_choice, loading_need, price_baselines
     from dflop.runtime import written_whole
 
     config = load_for("plan", configs)
     loading_times = read_loading_times(loading) if loading else None
     if excess := excess_memory(config.cluster):
         click.echo(f"warning: {excess}; plans may not fit there", err=True)
-    spec = load_model_spec(config.model)
-    samples, num_left_out = load_samples(shapes, spec.encoders)
-    for media, count in num_left_out.items():
-        click.echo(f"{count} samples with {media} are left out: the model has no {media} encoder")
-    cost_model = CostModel.load(costs)
+    spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
     cost_model.require_made_for(
         model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
     )
-    samples, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
-    for line in describe_left_out(left_out):
-        click.echo(f"by no plan held, so {line}", err=True)
-    with progress_bar(unit=" plans", unit_scale=True) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        found = search_plans(config, spec, cost_model, samples, progress, compares=explain)
+    samples, num_left_out = _samples_to_plan(config, spec, cost_model, shapes)
+    found = _search(config, spec, cost_model, samples, compares=explain)
     baselines = price_baselines(config, spec, cost_model, samples)
     best = found.best
     need = loading_times and loading_need(
@@ -80,18 +58,54 @@ def plan_command(
     with written_whole(candidates) as path:
         candidates_frame(found).write_parquet(path)
     with written_whole(out) as path:
-        text = describe_choice(found, baselines, config, cost_model, num_left_out=len(left_out), loading=need)
+        text = describe_choice(found, baselines, config, cost_model, num_left_out=num_left_out, loading=need)
         path.write_text(text, encoding="utf-8")
     if explain:
         click.echo(explain_choice(found, baselines, config, cost_model) + "\n")
+    _echo_choice(out, best, cost_model, need)
+    if not explain:  # which says the same in full
+        _echo_notes(found, baselines, config)
+
+
+def _samples_to_plan(config, spec, cost_model, shapes: Path):
+    """The samples that some plan can hold, and how many none can; what is left out, and why, is printed."""
+    from dflop.data import load_samples
+    from dflop.planning import leave_out_what_no_plan_holds
+    from dflop.pricing import describe_left_out
+
+    samples, without_encoder = load_samples(shapes, spec.encoders)
+    for media, count in without_encoder.items():
+        click.echo(f"{count} samples with {media} are left out: the model has no {media} encoder")
+    samples, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
+    for line in describe_left_out(left_out):
+        click.echo(f"by no plan held, so {line}", err=True)
+    return samples, len(left_out)
+
+
+def _search(config, spec, cost_model, samples, *, compares: bool):
+    """What the search finds, with a bar of the plans priced so far."""
+    from dflop.planning import search_plans
+
+    with progress_bar(unit=" plans", unit_scale=True) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return search_plans(config, spec, cost_model, samples, progress, compares=compares)
+
+
+def _echo_choice(out: Path, best, cost_model, need) -> None:
+    """The chosen plan in a line, what to know of its price, and what loading needs."""
+    from dflop.costs import BEYOND_MEASURED
+    from dflop.planning import loading_note
+
     if best.extrapolated:
         click.echo(f"{best.extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
     of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
     click.echo(f"{out}: {best.plan}; expected step {best.step_s:.3g} s{of_costs}, idle {best.idle:.0%}")
     if need:
         click.echo(loading_note(need, best.step_s))
-    if not explain:  # which says the same in full
-        _echo_notes(found, baselines, config)
 
 
 def _echo_notes(found, baselines, config) -> None:
