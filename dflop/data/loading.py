@@ -2,9 +2,9 @@
 
 Indices move, pixels do not: an encoder's first stage opens the media of the samples that the schedule gives it, its
 last one and the LLM's first and last read records, and the stages between read nothing. How many tokens a medium takes
-in the text follows from the sizes that were profiled, so nobody reads a header again; an encoder sees a changed medium
-when it decodes it. A `MicrobatchLoader` is a torch dataset whose items are microbatches, so that torch's DataLoader
-prefetches them in worker processes.
+in the text follows from the sizes that were profiled, so nobody reads a header again unless `data.watch_media` asks for
+it: then whoever decodes a medium looks first whether its header says what was profiled. A `MicrobatchLoader` is a torch
+dataset whose items are microbatches, so that torch's DataLoader prefetches them in worker processes.
 """
 
 import itertools
@@ -178,6 +178,8 @@ class MicrobatchLoader(Dataset):
             )
             if self.processor is None:
                 continue
+            if self.reader.data.watch_media:
+                self._check_unchanged(ref, sample)
             blank: list[Medium] = []
             data = self.reader.data
             decoder = MediaDecoder(self.processor, data.video, data.max_image_pixels, unreadable, blank)
@@ -202,6 +204,17 @@ class MicrobatchLoader(Dataset):
             unreadable=tuple(unreadable),
             undecodable=tuple(undecodable),
         )
+
+    def _check_unchanged(self, ref: SampleRef, sample: _Sample) -> None:
+        """Read the headers of a sample's media again, which must say what they said when they were profiled."""
+        try:
+            found = self.reader.read_media(sample.record, sample.media_root)
+        except RecordError as error:
+            raise UserError(_changed(ref, str(error))) from None
+        for medium, now, profiled in zip(sample.record.media, found, sample.shapes, strict=True):
+            if now != profiled:
+                what = f"{medium.file} has {_said(now)}, it was profiled with {_said(profiled)}"
+                raise UserError(_changed(ref, what))
 
     def _text(self, job: MicrobatchJob) -> TextBatch:
         samples = [
@@ -272,6 +285,11 @@ def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
 
 def _stacked(items: list[np.ndarray], item_shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(items) if items else np.zeros((0, *item_shape), dtype=np.float32))
+
+
+def _said(shape: MediumShape) -> str:
+    pixels = f"{shape.size.width}x{shape.size.height} pixels"
+    return f"{shape.num_frames} frames of {pixels}" if shape.kind == "video" else pixels
 
 
 def _changed(ref: SampleRef, what: str) -> str:

@@ -69,7 +69,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "train": Command(
         "dflop.cli.training.train_command",
-        ("seed", "data.sources", "data.evaluation_share", *_LIMITS, "model", "cluster", "schedule", "train"),
+        (
+            *("seed", "data.sources", "data.watch_media", "data.evaluation_share", *_LIMITS),
+            *("model", "cluster", "schedule", "train"),
+        ),
     ),
     "report": Command(
         "dflop.cli.training.report_command", ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")

@@ -221,6 +221,29 @@ def test_a_picture_that_was_exchanged_is_scaled_to_the_profiled_size_and_said(ma
     assert loaded.batch.media == expected.batch.media
 
 
+@pytest.mark.parametrize(
+    ("size", "said"), [((60, 190), "a.png has 60x190 pixels, it was profiled with 190x60 pixels"), (None, "a.png")]
+)
+def test_a_watched_picture_that_was_exchanged_or_is_gone_stops_training_with_its_record(
+    make_loader, profile_records, tmp_path, size, said
+):
+    talk = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "Grey."}]
+    manifest = tmp_path / "train.json"
+    manifest.write_text(json.dumps([{"image": "a.png", "conversations": talk}]))
+    Image.new("RGB", (190, 60)).save(tmp_path / "a.png")
+    (row,) = profiled_rows(manifest, profile_records)
+    loader = make_loader(manifest, of_media=True)
+    watching = dataclasses.replace(loader.reader, data=dataclasses.replace(loader.reader.data, watch_media=True))
+    loader = dataclasses.replace(loader, reader=watching)
+    assert loader[job([row])].unreadable == ()
+    if size:
+        Image.new("RGB", size).save(tmp_path / "a.png")
+    else:
+        (tmp_path / "a.png").unlink()
+    with pytest.raises(UserError, match=rf"record 0 of source `it` has changed since it was profiled \(.*{said}"):
+        loader[job([row])]
+
+
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_promised(
     demo_data, make_loader, profile_records, tmp_path, kind
