@@ -1,9 +1,9 @@
 """Which points to measure: a first few over the range of the data, then where the fit is least sure.
 
-Fits to parts of what is known disagree where something is missing; the next point is where they disagree most,
-counted in seconds of a whole stage. Between them whole stages are measured on microbatches packed from segments
-of random lengths, sizes spread evenly over their range. No fit sees those: they say how good the predictions are,
-and when they are good enough measuring ends.
+A piece's measurements are divided into folds, and its model is fitted once without each fold. These fits disagree where
+measurements are missing. The next point is where they disagree most, in seconds of a whole stage. In between, whole
+stages are measured on microbatches of random segment lengths, with sizes spread evenly over their range. No fit sees
+these held-out measurements: they show how good the predictions are, and measuring ends when they are good enough.
 """
 
 import json
@@ -25,18 +25,23 @@ from dflop.runtime import UserError
 
 __all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "fitted_depths", "load_bounds"]
 
+# How many sizes each piece is measured at first.
 _FIRST_SIZES = 5
+# So many of the smallest sizes may be measured however long they take.
 _LEAST_SIZES = 3
+# Points that are chosen between two fits.
 _BATCH = 4
+# Held-out points: at first, between two fits, and before their errors are trusted.
 _FIRST_HELD_OUT = 12
 _HELD_OUT_A_BATCH = 3
 _LEAST_HELD_OUT = 20
-# Steps of this share of a range come near to every point of it, however many there are (Kronecker's sequence).
+# Multiples of this share of a range, modulo the range, cover it evenly, however many there are (Kronecker's sequence).
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _NUM_FOLDS = 5
-# A p95 within this many times the target median is good enough.
+# The held-out p95 error is good enough where it is within this many times the target for the median.
 _TAIL = 2.5
-# A run may take about this share of the time budget; larger sizes are not measured.
+# One measured run may take this share of the time budget, or `_LEAST_LONGEST_S` where that is more. Larger sizes are
+# left out.
 _LONGEST_SHARE = 1 / 60
 _LEAST_LONGEST_S = 0.05
 
@@ -74,7 +79,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadBounds:
-    """Least and most of what microbatches hold: items, tokens, tokens of one segment, share of tokens learned."""
+    """The least and the most of what microbatches hold: items, tokens, tokens of one segment, and the share of tokens
+    that are targets."""
 
     num_items: tuple[int, int] = (1, 128)
     num_tokens: tuple[int, int] = (32, 16_384)

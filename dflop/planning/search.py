@@ -1,10 +1,10 @@
 """The search: the plan with the shortest expected step among all that fit into memory.
 
-Every row of the space has a lower bound (`bounds`), and two tighter ones that take longer. It is always the row with
-the lowest bound that is looked at next: it gets a tighter bound and waits for its turn again, or after the last of them
-is priced, on one batch after the other, and given up as soon as it is certain that enough others are faster. When the
-lowest bound is no better than what was found, the search is over: what it found is the argmin, although most rows were
-never simulated.
+This is a best-first search. Every row of the space has a lower bound on its step time (`bounds`), and two tighter ones
+that take longer to compute. The row with the lowest bound is always the next one. It gets its next tighter bound and
+goes back into the queue; a row that has its tightest bound is priced by simulation, one batch after the other, and is
+dropped as soon as enough others are certain to be faster. The search ends when the lowest bound in the queue is no
+better than what was found. The result is then the argmin of the space, although most rows were never simulated.
 """
 
 import heapq
@@ -34,14 +34,16 @@ from dflop.runtime import UserError
 
 __all__ = ["SearchResult", "more_than", "search_plans"]
 
-# So many of the fastest plans are found for certain where people compare them, or where that takes no time.
+# How many of the fastest plans are found for certain where people compare them, and in spaces of at most `_FEW_PLANS`,
+# where that takes no time. In other searches it is the fastest alone.
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
-# Of the plans that memory excludes, so many are looked at, and so many priced, to say what more memory would bring.
-# Among few plans, so many more that the one that needs least is rarely missed.
+# To say what more memory would bring: of the plans that memory excludes, `_MOST_MISSES` are looked at and `_NUM_LARGER`
+# of them priced. Among few plans `_NUM_LARGER_OF_FEW` are priced, so that the one that needs least is rarely missed.
 _MOST_MISSES, _NUM_LARGER, _NUM_LARGER_OF_FEW = 4096, 64, 512
-# Where none fits, so many of those with the lowest bounds are asked what they need.
+# Where no plan fits: how many of those with the lowest bounds are asked what memory they need.
 _NUM_NEAREST = 256
-# Bounds are summed in another order than prices: what rounding makes of that excludes nothing.
+# Bounds are summed in another order than prices, so rounding can put a bound above its price. This margin keeps such a
+# plan in.
 _MARGIN = 1 + 1e-9
 _PROGRESS_EVERY = 64
 
@@ -85,7 +87,7 @@ def search_plans(
     splits_evenly: bool = False,
     compares: bool = False,
 ) -> SearchResult:
-    """Search the config's space; `progress` is told how many of how many plans are decided.
+    """Search the config's space; `progress` is called with the number of decided plans and of all.
 
     `grouping` is how a batch is shared out (`PlanPricer`); `within` are other limits than those of `config.plan`;
     `splits_evenly` leaves uneven splits out; `compares` finds the ten fastest plans for certain.

@@ -38,17 +38,17 @@ __all__ = [
 PASSES = ("forward", "backward")
 NUM_LOAD_BINS, NUM_SEGMENT_BINS = 32, 24
 
-# The weight of a step's ratio against all before it.
+# The weight of the newest step's ratio in the moving average.
 _WEIGHT = 0.3
-# Microbatches that a bin must have been met with before its factor counts, beside `_NUM_RECENT` steps.
+# A bin's factor is used after so many microbatches and `_NUM_RECENT` steps in which it occurred.
 _MIN_CELLS = 6
-# The last steps, of which the average is fed the mean without the least and the largest: one odd step changes nothing,
-# and what often takes long still counts, as it does for a step time. (A median would leave out the long tail.)
+# The moving average takes in the trimmed mean of so many last steps, without the least and the largest. One odd step
+# changes nothing, and what often takes long still counts, as it does in a step time (a median would drop it).
 _NUM_RECENT = 5
 # Factors closer to one are noise to a schedule: 3 %.
 _DEADBAND = math.log(1.03)
-# Factors are used while they explain so much of what the table leaves unexplained in steps that they were not learned
-# from, which a moving average follows with this weight.
+# Factors are used while they remove at least this share of the table's error on steps that they were not yet learned
+# from. A moving average with the second number as its weight follows that share.
 _EXPLAINED, _HELD_OUT_WEIGHT = 0.1, 0.1
 # A table that is off by more than this in most bins ought to be measured again.
 _STALE = math.log(1.2)

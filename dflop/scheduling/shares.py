@@ -23,12 +23,13 @@ from dflop.scheduling.stage_forms import stage_forms
 
 __all__ = ["ideal_shares", "relaxed_step_s"]
 
-# Samples are told apart by their items a token: what a microbatch lacks in one module it may have more of in another.
+# Samples are sorted into so many kinds by their items per token: a microbatch that has less of one module's load may
+# have more of another's.
 NUM_KINDS = 12
-# What a microbatch's sizes may differ by between modules costs so much of the time by which they differ. Of the many
-# best solutions those are kept that a packing can follow; with a tenth of it some steps came out 2 % longer.
+# The linear program has many best solutions. A small cost on how far a microbatch's sizes differ between modules picks
+# one that a packing of whole samples can follow; with a tenth of this cost some steps came out 2 % longer.
 APART_COST = 0.03
-# The largest programs known take 2 s.
+# The solver's time limit. The largest programs known take 2 s.
 _MOST_S = 30.0
 # Columns of a module's loads: as in `Loads`, and the tokens of its features (of an encoder).
 _TOKENS, _FEATURES = 1, 4

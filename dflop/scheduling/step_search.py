@@ -27,24 +27,25 @@ from dflop.scheduling.step_state import change_places, new_state, price_all
 
 __all__ = ["StepSearch"]
 
-# Beside the step, which the slowest column sets, the mean of the columns' ends counts a little: what brings a fast
-# one forward makes room for the next change.
+# The step ends with its slowest column. The mean of all columns' ends counts a little, too: a change that only shortens
+# a faster column makes room for the next change.
 MEAN_SHARE = 0.05
-# While a schedule takes more memory than there is, its step counts as longer: by so many times the excess over a
-# device's room. The factor doubles whenever so many trials have not brought it within.
+# A schedule that takes more memory than a device has counts as longer, by this weight times the excess as a share of
+# the device's memory. The weight doubles every `MORE_WEIGHT_EVERY` trials, as long as the schedule is above the limit.
 EXCESS_WEIGHT = 2.0
 MORE_WEIGHT_EVERY = 250
-# How often a trial starts from what ends last, and how many samples are drawn to find one there.
+# The share of trials that start from what ends last, and how many samples are drawn at most to find one there.
 FOCUS = 0.5
 MOST_DRAWS = 200
-# How often the slots of encoders are found anew.
+# How often the encoders' slots are computed anew in one search.
 NUM_ROUNDS = 6
-# How often a sample is swapped with one of about its size: at most this share of all samples lies between the two. With
-# 2 or 3 samples a bucket any other swap changes far too much once buckets are nearly right.
+# The share of swaps that take a sample of about the same size: of all samples sorted by size, at most `NEAR_SHARE` lie
+# between the two. With 2 or 3 samples a bucket other swaps change far too much once buckets are nearly right.
 NEAR = 0.8
 NEAR_SHARE = 0.1
 _SWAP, _MOVE, _SWAP_BUCKETS, _SWAP_MICROBATCHES, _MOVE_MEDIA, _SWAP_MEDIA = range(6)
-# How often each kind of change is tried. Media alone: colocated steps came out 0.4 % shorter for as many trials.
+# The shares of the six kinds of change, cumulated. Changes of media alone made colocated steps 0.4 % shorter at the
+# same number of trials.
 _SHARES = np.cumsum([0.4, 0.18, 0.07, 0.03, 0.16, 0.16])
 
 
