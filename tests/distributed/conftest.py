@@ -5,12 +5,15 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from processes import preload
 from whole_model import reader_of
 
 from dflop.config import load_config
 from dflop.data import ChatTokenizer, ShapeProfiler, SourceRecords, list_sources
 from dflop.data.demo import make_demo_data
 from dflop.store import ShardFile, write_shapes
+
+preload()
 
 _META = {"config_digest": "", "code_digest": ""}
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import spawn
 from torch import nn
 
 from dflop.config import TrainConfig, load_config
@@ -108,9 +108,9 @@ def _check_fallback(rank: int, out: Path, store: Path) -> None:
 
 def test_of_a_damaged_checkpoint_the_one_before_is_taken_by_all_ranks(tmp_path, capfd):
     out = tmp_path / "train"
-    mp.spawn(_save_both, (out, tmp_path / "saving"), nprocs=2)
+    spawn(_save_both, (out, tmp_path / "saving"), nprocs=2)
     (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(4)))
-    mp.spawn(_check_fallback, (out, tmp_path / "loading"), nprocs=2)
+    spawn(_check_fallback, (out, tmp_path / "loading"), nprocs=2)
     said = [line for line in capfd.readouterr().err.splitlines() if "is damaged: " in line]
     assert len(said) == len(DAMAGES)
     for line, why in zip(said, DAMAGES, strict=True):
@@ -137,7 +137,7 @@ def _check_limited(rank: int, folder: Path, store: Path) -> None:
 
 
 def test_a_disk_that_takes_no_more_of_one_rank_is_told_to_all_and_the_next_try_succeeds(tmp_path):
-    mp.spawn(_check_limited, (tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)
+    spawn(_check_limited, (tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)
 
 
 SHARED = {"num_ranks": 2, "tp": 2}
@@ -189,7 +189,7 @@ def _check_layouts(rank: int, config: dict, folder: Path, store: Path) -> None:
 
 def test_a_checkpoint_goes_from_ranks_that_share_modules_to_ranks_that_do_not_and_back(run, tmp_path):
     _, config = run
-    mp.spawn(_check_layouts, (config, tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)
+    spawn(_check_layouts, (config, tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)
     sizes = [
         sum(path.stat().st_size for path in (tmp_path / f"checkpoints/step-{step:06d}").glob("*.distcp"))
         for step in (2, 3)
@@ -227,4 +227,4 @@ def _check_saver(rank: int, folder: Path, store: Path) -> None:
 
 
 def test_what_is_saved_is_as_it_was_when_saving_began_whatever_training_does_meanwhile(tmp_path):
-    mp.spawn(_check_saver, (tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)
+    spawn(_check_saver, (tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)

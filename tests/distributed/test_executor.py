@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import spawn
 
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import Node, Program, check_program, make_program
@@ -249,5 +249,4 @@ def _run(plan: Plan, frozen: tuple[str, ...] = (), *, groups_by_route: bool = Fa
 
 @pytest.mark.parametrize("world_size", PLANS)
 def test_ranks_that_carry_several_nodes_compute_what_one_process_computes(world_size, tmp_path):
-    # Forked: to import torch in each process would take longer than all programs.
-    mp.start_processes(_run_plans, (world_size, str(tmp_path / "store")), nprocs=world_size, start_method="fork")
+    spawn(_run_plans, (world_size, str(tmp_path / "store")), nprocs=world_size)

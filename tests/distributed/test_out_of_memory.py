@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import spawn
+from processes import spawn
 
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
@@ -24,7 +24,7 @@ POINT = Point("first", 0, False, num_items=2)
 def measured(tmp_path_factory) -> list[dict[str, list[dict]]]:
     """What each of two ranks says of a point while rank 1 runs out of memory, and afterwards."""
     folder = tmp_path_factory.mktemp("memory")
-    spawn(_measure, args=(folder,), nprocs=2)
+    spawn(_measure, (folder,), nprocs=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -6,10 +6,12 @@ import re
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import print_to
 
 from dflop.training.peers import PeerWatch, longest_wait_s
 
@@ -18,8 +20,9 @@ pytestmark = [pytest.mark.serial, pytest.mark.timeout(180)]
 _TIMEOUT_S = 3.0
 
 
-def _train(rank: int, port: int, hangs: str) -> None:
+def _train(rank: int, port: int, hangs: str, log: Path) -> None:
     """Three ranks that sum something in each step. The second one hangs in its fourth."""
+    print_to(log)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=3)
     watch = PeerWatch(dist.PrefixStore("dflop", store), rank, f"llm stage {rank} replica 0", 3, _TIMEOUT_S)
@@ -37,10 +40,10 @@ def _train(rank: int, port: int, hangs: str) -> None:
     watch.close()
 
 
-def _exit_codes(hangs: str) -> list[int | None]:
-    context = multiprocessing.get_context("spawn")
+def _exit_codes(hangs: str, log: Path) -> list[int | None]:
+    context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [context.Process(target=_train, args=(rank, store.port, hangs)) for rank in range(3)]
+    ranks = [context.Process(target=_train, args=(rank, store.port, hangs, log)) for rank in range(3)]
     for rank in ranks:
         rank.start()
     try:
@@ -55,25 +58,25 @@ def _exit_codes(hangs: str) -> list[int | None]:
             rank.join()
 
 
-def test_a_stopped_rank_is_named_and_ended(capfd):
-    assert _exit_codes("stopped") == [1, -signal.SIGKILL, 1]
-    said = [line for line in capfd.readouterr().err.splitlines() if "no sign of life" in line]
+def test_a_stopped_rank_is_named_and_ended(tmp_path):
+    assert _exit_codes("stopped", tmp_path / "log") == [1, -signal.SIGKILL, 1]
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if "no sign of life" in line]
     assert len(said) == 1
     assert re.search(r"dflop: step 3 has not ended for \d+ s .*: rank 1 \(llm stage 1 replica 0, process \d+", said[0])
     assert "rank 0" not in said[0]
 
 
-def test_a_rank_that_lives_but_waits_for_nobody_is_named(capfd):
-    codes = _exit_codes("busy")
+def test_a_rank_that_lives_but_waits_for_nobody_is_named(tmp_path):
+    codes = _exit_codes("busy", tmp_path / "log")
     assert (codes[0], codes[2]) == (1, 1)
-    said = [line for line in capfd.readouterr().err.splitlines() if "has not ended for" in line]
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if "has not ended for" in line]
     assert len(said) == 1
     assert "these wait for no other: rank 1 (llm stage 1 replica 0" in said[0]
 
 
-def test_what_may_take_longer_does_as_long_as_all_give_signs_of_life(capfd):
-    assert _exit_codes("saving") == [0, 0, 0]
-    assert "has not ended" not in capfd.readouterr().err
+def test_what_may_take_longer_does_as_long_as_all_give_signs_of_life(tmp_path):
+    assert _exit_codes("saving", tmp_path / "log") == [0, 0, 0]
+    assert "has not ended" not in (tmp_path / "log").read_text()
 
 
 def test_a_step_may_take_the_time_out_or_a_few_times_what_is_known_of_it():

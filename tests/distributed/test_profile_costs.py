@@ -1,11 +1,10 @@
 """Costs measured for real: gloo ranks on this machine, alone and sharing a module."""
 
 import json
-import subprocess
-import sys
 
 import polars as pl
 import pytest
+from processes import run_command
 
 from dflop.costs import fit_costs
 from dflop.costs.design import LoadBounds
@@ -22,18 +21,17 @@ ON_AN_UNKNOWN_DEVICE = {
 }
 
 
-def profile_costs(tmp_path, module: str, tp: int, **sections) -> subprocess.CompletedProcess:
-    """Run the command on two ranks with hardly any time; what it wrote lies in `tmp_path`."""
+def arguments_of(tmp_path, module: str, tp: int, **sections) -> list[str]:
+    """Of a command on two ranks with hardly any time, which writes to `tmp_path`."""
     costs = {"repeats": 2, "time_budget_s": 0.1, "tp_sizes": [tp]}
     config = json.dumps({"cluster": {"devices_per_node": 2}, "costs": costs} | sections)
     bounds = tmp_path / "load_bounds.json"
     bounds.write_text(BOUNDS.to_json())
     out = tmp_path / f"{module}.tp{tp}.parquet"
-    command = [
-        *(sys.executable, "-m", "dflop.cli", "profile-costs", "--config", config, "--module", module),
+    return [
+        *("profile-costs", "--config", config, "--module", module),
         *("--tp", str(tp), "--bounds", str(bounds), "--out", str(out)),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +40,8 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("costs")
     for module in ("vision", "llm"):
         for tp in (1, 2):
-            done = profile_costs(folder, module, tp)
-            assert done.returncode == 0, done.stderr
+            code = run_command(arguments_of(folder, module, tp), folder / "log")
+            assert code == 0, (folder / "log").read_text()
     return folder
 
 
@@ -86,10 +84,11 @@ def test_ranks_that_share_a_module_hold_half_of_it_each(measured, module):
     ],
 )
 def test_what_cannot_be_measured_is_one_line_with_the_way_out(tmp_path, module, tp, sections, said):
-    done = profile_costs(tmp_path, module, tp, **sections)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    code = run_command(arguments_of(tmp_path, module, tp, **sections), tmp_path / "log")
+    printed = (tmp_path / "log").read_text()
+    assert code == 2, printed
+    assert said in printed
+    assert "Traceback" not in printed
     if sections.get("cluster", {}).get("device") != "cuda":  # only the ranks find out how many GPUs there are
-        assert done.stderr.count("\n") == 1
+        assert printed.count("\n") == 1
     assert not list(tmp_path.glob("*.parquet"))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import spawn
 from torch import nn
 
 from dflop.runtime import UserError
@@ -136,13 +136,13 @@ def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path) -> 
 
 @pytest.mark.parametrize(("num_replicas", "bucket_bytes"), [(1, 2**20), (2, 1), (3, 1024)])
 def test_replicas_update_what_they_own_as_one_adamw_updates_all(num_replicas, bucket_bytes, tmp_path):
-    mp.spawn(_check_replica, (num_replicas, str(tmp_path / "store"), bucket_bytes), nprocs=num_replicas)
+    spawn(_check_replica, (num_replicas, str(tmp_path / "store"), bucket_bytes), nprocs=num_replicas)
 
 
 @pytest.mark.parametrize(("num_replicas", "block_bytes"), [(2, 512), (4, 2**20)])
 def test_another_number_of_replicas_reads_what_others_owned(num_replicas, block_bytes, tmp_path):
-    mp.spawn(_save, (3, str(tmp_path / "saving"), tmp_path, block_bytes), nprocs=3)
-    mp.spawn(_check_loaded, (num_replicas, str(tmp_path / "loading"), tmp_path), nprocs=num_replicas)
+    spawn(_save, (3, str(tmp_path / "saving"), tmp_path, block_bytes), nprocs=3)
+    spawn(_check_loaded, (num_replicas, str(tmp_path / "loading"), tmp_path), nprocs=num_replicas)
 
 
 def test_a_checkpoint_that_lacks_moments_is_refused(tmp_path):

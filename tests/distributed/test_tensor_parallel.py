@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import spawn
+from processes import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflop.costs import Loads
@@ -241,13 +241,7 @@ def run_rank(rank: int, folder: Path) -> None:
 def divided(tmp_path_factory) -> list[dict[str, Result | str]]:
     """Each rank's results."""
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = spawn(run_rank, (folder,), TP, join=False)
-    try:
-        while not ranks.join():
-            pass
-    finally:
-        for process in ranks.processes:
-            process.kill()
+    spawn(run_rank, (folder,), nprocs=TP)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(TP)]
 
 

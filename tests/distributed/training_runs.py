@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import yaml
+from processes import run_command
 
 from dflop.parallelism import Grid, Plan, load_plan
 
@@ -50,24 +51,35 @@ def plan_file(
 def train(
     folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, fails: bool = False, **train: object
 ) -> list[dict]:
-    """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log."""
-    process = start_run(folder, config, plan, out, num_nodes=num_nodes, **train)
-    assert (end_run(process, out) != 0) == fails, (out / "log").read_text()
+    """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log.
+
+    Only several nodes are torchrun's.
+    """
+    if num_nodes > 1:
+        code = end_run(start_run(folder, config, plan, out, num_nodes=num_nodes, **train), out)
+    else:
+        code = run_command(_arguments(folder, config, plan, out, 1, train), out / "log")
+    assert (code != 0) == fails, (out / "log").read_text()
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def start_run(
     folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, **train: object
 ) -> subprocess.Popen:
-    cluster = {"num_nodes": num_nodes, "devices_per_node": load_plan(plan).world_size // num_nodes}
-    whole = config | {"cluster": cluster, "train": config["train"] | train}
-    command = [
-        *(sys.executable, "-m", "dflop.cli", "train", "--config", json.dumps(whole), "--out", str(out)),
-        *("--shapes", str(folder / "shapes.duckdb"), "--costs", str(folder / "costs.duckdb"), "--plan", str(plan)),
-    ]
+    """Start the real command, which starts torchrun."""
+    command = [sys.executable, "-m", "dflop.cli", *_arguments(folder, config, plan, out, num_nodes, train)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+
+
+def _arguments(folder: Path, config: dict, plan: Path, out: Path, num_nodes: int, train: dict) -> list[str]:
+    cluster = {"num_nodes": num_nodes, "devices_per_node": load_plan(plan).world_size // num_nodes}
+    whole = config | {"cluster": cluster, "train": config["train"] | train}
+    return [
+        *("train", "--config", json.dumps(whole), "--out", str(out), "--plan", str(plan)),
+        *("--shapes", str(folder / "shapes.duckdb"), "--costs", str(folder / "costs.duckdb")),
+    ]
 
 
 def end_run(process: subprocess.Popen, out: Path) -> int:

@@ -1,0 +1,109 @@
+"""Processes for tests, forked from a server that has imported what ranks need: to import it takes seconds a process.
+
+`spawn` runs a function on each rank, which joins a process group by itself. `run_command` runs `dflop` where
+its ranks are such processes, too, in place of torchrun's. Tests of what torchrun does, and of how processes die, start
+the real command (`training_runs.start_run`).
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+from torch.multiprocessing import start_processes
+
+from dflop.config import ClusterConfig
+from dflop.runtime.torchrun import threads_per_rank
+
+__all__ = ["preload", "print_to", "run_command", "spawn"]
+
+_CONTEXT = get_context("forkserver")
+_PRELOADED = ("cli", "costs.profile_rank", "models.internvl.runtime", "models.llava_onevision.runtime", "reporting")
+_LONGEST_RUN_S = 400
+
+
+def preload() -> None:
+    """Say what the server imports, before it starts."""
+    _CONTEXT.set_forkserver_preload(["dflop.training.rank", *(f"dflop.{name}" for name in _PRELOADED)])
+
+
+def spawn(function: Callable[..., None], args: tuple = (), *, nprocs: int) -> None:
+    """Call `function(rank, *args)` in so many processes; what one of them raises is raised."""
+    start_processes(function, args, nprocs, start_method="forkserver")
+
+
+def run_command(arguments: list[str], log: Path) -> int:
+    """Run `dflop` with these arguments, which ends by itself; returns its exit code. What it prints goes to `log`."""
+    log.parent.mkdir(exist_ok=True)
+    log.write_bytes(b"")
+    ours, theirs = _CONTEXT.Pipe()
+    command = _CONTEXT.Process(target=_command, args=(arguments, theirs, log))
+    command.start()
+    theirs.close()
+    try:
+        with contextlib.suppress(EOFError):  # a command that starts no ranks
+            ours.send(_run_ranks(*ours.recv(), log))
+        command.join(_LONGEST_RUN_S)
+        assert command.exitcode is not None, log.read_text()
+        return command.exitcode
+    finally:
+        command.kill()
+
+
+def _command(arguments: list[str], ranks: connection.Connection, log: Path) -> None:
+    from dflop.cli import main
+    from dflop.runtime import torchrun
+    from dflop.training import launch
+
+    def run_ranks(module: str, request: dict, cluster: ClusterConfig, *, per_node: int, **_: Any) -> tuple[int, bool]:
+        world = {"WORLD_SIZE": per_node, "LOCAL_WORLD_SIZE": per_node, "OMP_NUM_THREADS": threads_per_rank(cluster)}
+        ranks.send((module, request, world))
+        return ranks.recv(), False
+
+    print_to(log)
+    launch.run_ranks = torchrun.run_ranks = run_ranks
+    sys.argv = ["dflop", *arguments]
+    main()
+
+
+def _run_ranks(module: str, request: dict, world: Mapping[str, int], log: Path) -> int:
+    """Run the ranks to their end; returns the exit code of the first that fails, which ends the others."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        world = {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
+    ranks = [
+        _CONTEXT.Process(target=_run_rank, args=(module, request, {**world, "RANK": rank, "LOCAL_RANK": rank}, log))
+        for rank in range(world["WORLD_SIZE"])
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+            connection.wait(running)
+            if code := next((rank.exitcode for rank in ranks if rank.exitcode), 0):
+                return code
+        return 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def _run_rank(module: str, request: dict, world: Mapping[str, object], log: Path) -> None:
+    print_to(log)
+    os.environ |= {name: str(value) for name, value in world.items()} | {"TOKENIZERS_PARALLELISM": "false"}
+    sys.argv = [module, json.dumps(request)]
+    sys.exit(import_module(module).main())
+
+
+def print_to(log: Path) -> None:
+    """Add what this process prints to a file."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
