@@ -52,7 +52,7 @@ def test_the_evaluation_is_the_loss_of_the_plain_model_on_the_held_out_samples(h
 def test_training_goes_on_as_if_it_had_not_been_evaluated_and_its_samples_are_others(held_out, evaluated, tmp_path):
     folder, config = held_out
     _, steps = evaluated
-    others = train(folder, config, plan_file(folder), tmp_path / "train", steps=4, loader_workers=1)
+    others = train(folder, config, plan_file(folder), tmp_path / "train", steps=4)
     assert [step["evaluation_loss"] for step in others] == [None, None, None, steps[-1]["evaluation_loss"]]
     assert [(step["loss"], step["grad_norm"]) for step in others] == [
         (step["loss"], step["grad_norm"]) for step in steps

@@ -14,7 +14,7 @@ from dflop.runtime.signals import children_of
 pytestmark = pytest.mark.serial
 
 _ALIKE = {"schedule": {"policy": "lpt", "deterministic": True}}
-_TRAINING = {"steps": 12, "checkpoint_every": 1, "loader_workers": 1, "precision": "fp32"}
+_TRAINING = {"steps": 12, "checkpoint_every": 1, "precision": "fp32"}
 _LONGEST_END_S = 60
 COMMAND, TORCHRUN = "dflop.cli", "dflop.runtime.torchrun"
 RANK, SERVICE = "dflop.training.rank RANK=", "dflop.scheduling"
@@ -44,7 +44,7 @@ def what_is(pid: int) -> str:
 def kill_one(folder: Path, config: dict, plan: Path, out: Path, draw: random.Random, kind: str) -> str:
     """Start a run and kill one of its processes of a kind at a drawn moment; returns what that was. All of the run must
     have ended within a minute, with an error where a rank was killed, which must be named."""
-    process = start_run(folder, config | _ALIKE, plan, out, **_TRAINING)
+    process = start_run(folder, config | _ALIKE, plan, out, **_TRAINING, loader_workers=1)
     wait_for_steps(process, out, draw.randint(1, 6))
     time.sleep(draw.random())
     processes = {pid: what_is(pid) for pid in all_of(process.pid)}

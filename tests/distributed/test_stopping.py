@@ -14,7 +14,7 @@ from dflop.runtime.signals import children_of
 pytestmark = pytest.mark.serial
 
 _ALIKE = {"schedule": {"policy": "lpt", "deterministic": True}}
-_TRAINING = {"steps": 16, "checkpoint_every": 1000, "loader_workers": 1, "precision": "fp32"}
+_TRAINING = {"steps": 16, "checkpoint_every": 1000, "precision": "fp32"}
 
 
 def _all_of(pid: int) -> list[int]:
@@ -38,7 +38,7 @@ def _to_all_processes(pid: int, out: Path) -> None:
 
 def _stop(folder: Path, config: dict, plan: Path, out: Path, ask: Callable[[int, Path], None]) -> int:
     """Start a run and ask it to stop; returns behind which step it did."""
-    process = start_run(folder, config | _ALIKE, plan, out, **_TRAINING)
+    process = start_run(folder, config | _ALIKE, plan, out, **_TRAINING, loader_workers=1)
     wait_for_steps(process, out, 3)
     ask(process.pid, out)
     assert end_run(process, out) == 2
