@@ -22,6 +22,20 @@ pytestmark = pytest.mark.serial
 REPOSITORY = Path(__file__).parents[2]
 
 
+# Real pictures and a clip are among the data where they lie beside the checkout.
+REAL = REPOSITORY.parent / "shared/data/demo/demo_llava.json"
+SOURCES = ["data/train.json", "data/audio.json", *([str(REAL)] if REAL.is_file() else [])]
+SMALL = {
+    "run": "small",
+    "data": {"sources": [{"path": path} for path in SOURCES], "samples_per_shard": 30},
+    "costs": {"repeats": 1, "time_budget_s": 2},
+    "plan": {"search_batches": 2, "fixed": {"num_microbatches": 4}},
+    "schedule": {"time_limit_s": 0.1},
+    "train": {"global_batch_size": 8, "steps": 6, "checkpoint_every": 3, "loader_workers": 0},
+}
+CACHED = ("--cache", "profile_costs", "--")
+
+
 @pytest.fixture(scope="module")
 def finished(make_checkout):
     """A checkout with a finished run named `small`, and the name of its config file."""
@@ -33,16 +47,8 @@ def finished(make_checkout):
     records[3].pop("video", None)
     records.append({"id": "no-turns", "conversations": []})
     (data / "train.json").write_text(json.dumps(records))
-    config = checkout.write_config(
-        "small.yaml",
-        run="small",
-        data={"sources": [{"path": "data/train.json"}, {"path": "data/audio.json"}], "samples_per_shard": 10},
-        costs={"repeats": 1, "time_budget_s": 2},
-        plan={"search_batches": 2, "fixed": {"num_microbatches": 4}},
-        schedule={"time_limit_s": 0.1},
-        train={"global_batch_size": 8, "steps": 6, "checkpoint_every": 3, "loader_workers": 0},
-    )
-    done = checkout.snakemake("--cores", "2", "--configfile", config)
+    config = checkout.write_config("small.yaml", **SMALL)
+    done = checkout.snakemake("--cores", "2", "--configfile", config, *CACHED, "all")
     assert done.returncode == 0, done.stdout + done.stderr
     return checkout, config
 
@@ -59,12 +65,13 @@ def _conversation(question: str, answer: str) -> list[dict[str, str]]:
 def test_shapes_hold_every_record_once_in_the_promised_columns(finished):
     checkout, _ = finished
     path = checkout.folder / "results/small/shapes.duckdb"
-    samples = read_table(path, "samples", made_by="")
+    samples, rejects = (
+        read_table(path, table, made_by="").filter(pl.col("source") != "demo_llava") for table in ("samples", "rejects")
+    )
     assert samples.columns[:14] == [
         *("sample_id", "source", "row", "shard", "modality", "num_images", "num_frames", "audio_s", "num_items"),
         *("vision_tokens", "audio_tokens", "text_tokens", "llm_tokens", "truncated"),
     ]
-    rejects = read_table(path, "rejects", made_by="")
     assert rejects.columns == ["source", "row", "sample_id", "reason", "detail"]
     assert rejects.select("reason", "sample_id").sort("reason").rows()[0] == ("empty", "no-turns")
     assert rejects.filter(pl.col("row") == 3)["reason"].to_list() == ["missing_media"]
@@ -226,7 +233,8 @@ def test_costs_are_measured_over_the_range_of_the_data(finished):
     bounds = json.loads((checkout.folder / "results/small/load_bounds.json").read_text())
     for module, load in (("vision", "num_items"), ("llm", "num_tokens")):
         rows = pl.read_parquet(checkout.folder / f"results/small/costs/{module}.tp1.parquet")
-        assert [rows[load].min(), rows[load].max()] == bounds[load]
+        assert rows[load].min() == bounds[load][0]
+        assert bounds[load][0] < rows[load].max() <= bounds[load][1]  # as far as the time reaches
 
 
 @pytest.fixture
@@ -336,41 +344,26 @@ def test_the_snakemake_report_is_one_page(finished):
 
 
 def test_real_pictures_and_a_real_clip_go_the_whole_way(finished, shared_data):
-    checkout, _ = finished
-    config = checkout.write_config(
-        "real.yaml",
-        run="real",
-        data={"sources": [{"path": str(shared_data / "demo/demo_llava.json")}]},
-        costs={"repeats": 1, "time_budget_s": 2},
-        plan={"search_batches": 2, "fixed": {"num_microbatches": 4}},
-        train={"global_batch_size": 8, "steps": 3, "checkpoint_every": 3, "loader_workers": 0},
+    folder = finished[0].folder / "results/small"
+    samples, rejects = (
+        read_table(folder / "shapes.duckdb", table, made_by="").filter(pl.col("source") == "demo_llava")
+        for table in ("samples", "rejects")
     )
-    done = checkout.snakemake("--cores", "2", "--configfile", config)
-    assert done.returncode == 0, done.stdout + done.stderr
-    path = checkout.folder / "results/real/shapes.duckdb"
-    samples, rejects = (read_table(path, table, made_by="") for table in ("samples", "rejects"))
     assert len(samples) + len(rejects) == 71
     assert set(samples["modality"]) == {"image", "multi_image", "video"}
-    summary = json.loads((checkout.folder / "results/real/report/summary.json").read_text())
-    assert summary["training"]["num_steps"] == len(_steps(checkout.folder / "results/real")) == 3
+    scheduled = pl.read_parquet(folder / "schedule.parquet").filter(pl.col("step") < len(_steps(folder)))
+    assert len(scheduled.join(samples, on="sample_id", how="semi"))  # and so trained
 
 
 def test_measured_costs_are_shared_between_runs_module_by_module(finished):
     checkout, _ = finished
-    for run in ("first", "second"):
-        config = checkout.write_config(
-            f"{run}.yaml",
-            run=run,
-            data={"sources": [{"path": "data/train.json"}]},
-            costs={"repeats": 1, "time_budget_s": 2},
-        )
-        target = f"results/{run}/costs.duckdb"
-        arguments = ("--cores", "2", "--configfile", config, "--cache", "profile_costs", "--", target)
-        done = checkout.snakemake(*arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-    first, second = (
-        read_table(checkout.folder / f"results/{run}/costs.duckdb", "measurements", made_by="")
-        for run in ("first", "second")
+    config = checkout.write_config("second.yaml", run="second", data=SMALL["data"], costs=SMALL["costs"])
+    paths = [f"costs/{module}.tp1.parquet" for module in ("vision", "llm")]
+    done = checkout.snakemake(
+        *("--cores", "2", "--configfile", config, *CACHED, *(f"results/second/{path}" for path in paths))
     )
-    assert set(first["module"]) == {"vision", "llm"}
-    assert first.equals(second)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for path in paths:
+        first, second = (pl.read_parquet(checkout.folder / f"results/{run}" / path) for run in ("small", "second"))
+        assert len(first)
+        assert first.equals(second)
