@@ -29,7 +29,6 @@ demo: setup
 test: setup
 	pytest -q -n $(CORES) --dist loadfile -m "not serial"
 	pytest -q -n 2 --dist loadfile -m serial tests/workflow tests/distributed
-	pytest -q -m serial tests/unit
 
 lint: setup
 	ruff check

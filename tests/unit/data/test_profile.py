@@ -352,7 +352,6 @@ def test_no_record_whatsoever_stops_a_shard(few, profile_records, raw, trust_siz
     assert (frame["llm_tokens"][0] is None) == (frame["reason"][0] is not None)
 
 
-@pytest.mark.serial
 def test_two_processes_make_of_a_shard_what_one_does(profile_source):
     """Enough records for two, with bad ones among them; the last batch is not full."""
     lines = [json.dumps(record(f"question {number % 97}", id=number)) for number in range(4100)]

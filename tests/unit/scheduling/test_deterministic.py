@@ -15,8 +15,6 @@ from dflop.balancing import CbcProcess
 from dflop.config import load_config
 from dflop.scheduling.service import open_scheduler
 
-pytestmark = pytest.mark.serial  # it takes the cores from whatever runs beside it
-
 SPIN = "while True: pass"
 # Two like samples a bucket: no packing is near the bound.
 HARD_FOR_CBC = {"llm_pp": 1, "num_microbatches": 20, "batch_size": 40, "alike": True}
