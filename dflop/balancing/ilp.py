@@ -32,10 +32,12 @@ __all__ = ["MAX_VARIABLES", "CbcProcess", "IlpResult", "without_cbc"]
 
 # The most (kind of sample, bucket) pairs: for larger problems CBC finds nothing within a second.
 MAX_VARIABLES = 40_000
-# Samples whose loads agree to this part of a mean sample are interchangeable: a mean bucket errs by half of it at most.
+# Samples are interchangeable where their loads agree to this share of the mean load. A mean bucket then errs by half of
+# that share at most.
 KIND_TOLERANCE = 1e-3
 START_TIMEOUT_S = 30.0
-# Neighbourhoods that CBC solves in a second, and the longest that a count of them, and a start for it, may take.
+# Where work is counted instead of time: how many neighbourhoods stand for a second of the time limit. CBC's process is
+# killed where it takes longer than `WORK_TIMEOUT_S` to start, or to answer.
 SOLVES_A_SECOND = 20
 WORK_TIMEOUT_S = 120.0
 

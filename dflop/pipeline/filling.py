@@ -1,4 +1,4 @@
-"""Where encoders compute in a batch's order, of placements that fill bubbles with them: found greedily, by their times.
+"""Where in a batch's order encoders compute, in placements that fill bubbles with them: found greedily by their times.
 
 A pipeline rank is busy with its LLM's computations in their schedule's order. Between them it computes its share of the
 encoders: a forward while it would wait, or before the LLM where the first stage will need it soon; a backward whose
@@ -30,7 +30,8 @@ __all__ = ["BubbleFiller"]
 # first stage needs it. While a rank would wait it begins one that delays the LLM by so many times the wait it fills.
 # These pairs came within 0.1 % of the best of 36, in the mean over ten kinds of pipelines.
 _TRIES = ((2, 1.0), (-2, 0.5), (6, 0.0), (0, 2.0), (0, 4.0), (-4, 1.0))
-# Of long pipelines, whose bubbles are a smaller part of the step, fewer are tried: so many computations in all.
+# In long pipelines bubbles are a smaller part of the step, and fewer pairs are tried: as many as simulate `_MOST_WORK`
+# computations together, and at least `_FEWEST_TRIES`.
 _MOST_WORK, _FEWEST_TRIES = 8192, 2
 _NEVER = 1e30
 

@@ -1,7 +1,7 @@
 """The simulator: when every forward and backward of a step starts and ends, given how long each takes.
 
-It puts times, which are given by node, into the layout of `walk`, which has the loop that matters. Bridges are given as
-they are used: one entry a message.
+Times come by node and microbatch. They are copied into the arrays that `walk` reads, and `walk` computes the starts and
+ends in one loop. Bridges (features that cross from encoders to the LLM) come as one entry for each message.
 """
 
 from dataclasses import dataclass

@@ -33,9 +33,9 @@ __all__ = [
 # Layers of each stage, by (LLM tp, number of stages), where another split than the even one is worth a look.
 Splits = Mapping[tuple[int, int], tuple[int, ...]]
 
-# Encoders are shallow: more stages than this only add hops.
+# Numbers of pipeline stages that encoders may have. They are shallow: more stages only add transfers.
 _ENCODER_PP = (1, 2, 4)
-# A larger cluster is shared out between the modules in this many equal parts.
+# In a cluster of more devices than this, modules get multiples of this fraction of them.
 _FINEST_SHARE = 64
 
 

@@ -21,9 +21,10 @@ from dflop.store import LEFT_OUT_SCHEMA
 
 __all__ = ["MOST_LEFT_OUT", "alone_bytes", "describe_left_out", "fits", "fitted", "leave_out_too_large", "without"]
 
-# Of all samples: if more are too large, it is the devices that are too small, and a run would learn other data.
+# The largest share of samples that may be left out. Beyond it the devices are too small, and a run would learn other
+# data.
 MOST_LEFT_OUT = 0.1
-# So many changes of an assignment are tried to make it fit, a fraction of a millisecond each.
+# How many changes of an assignment are tried to make it fit, a fraction of a millisecond each.
 MOST_TRIALS = 400
 _NUM_DRAWN = 3
 _SHOWN = 3

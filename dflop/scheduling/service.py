@@ -1,11 +1,12 @@
 """The scheduler as a process of its own, ahead of training and out of its way.
 
-`ScheduleService` starts it and reads its schedules: each is the bytes of a `StepSchedule`, behind their number. An
-empty one comes first: the process is ready, all its code is compiled.
-`python -m dflop.scheduling.service` is the process. It takes its request and then the trainer's progress on stdin, with
-what steps took, keeps `lookahead_steps` ahead of that, and ends when stdin closes, so that it cannot outlive the
-trainer. What it learned of the cost table's errors it writes beside the run, after every step that taught something,
-and starts from when the run is taken up again.
+`ScheduleService` starts the process and reads its schedules: the bytes of one `StepSchedule` after the other, each
+behind its length. The first is empty, and says that the process is ready: all its code is compiled.
+
+The process is `python -m dflop.scheduling.service`. On stdin it gets its request, and then the trainer's progress with
+the measured times of each step. It stays `lookahead_steps` ahead of the trainer and ends when stdin closes, so it
+cannot outlive the trainer. Corrections of the cost table are written beside the run after every step that changed them;
+a resumed run starts from them.
 """
 
 import contextlib
@@ -37,13 +38,14 @@ from dflop.scheduling.scheduler import BatchScheduler
 
 __all__ = ["ScheduleService", "open_evaluation", "open_scheduler"]
 
-# A process that is at work on a step for so long, and so many time limits, hangs. To be ready may take it longer, for
-# compiling on a busy machine takes minutes; ranks wait ten minutes for a schedule before they give up.
+# The process counts as hanging when a step takes it longer than `_PATIENCE_S` and `_LIMITS_OF_PATIENCE` times its time
+# limit. It has `_STARTING_S` to get ready, because compiling on a busy machine takes minutes. Ranks wait ten minutes
+# for a schedule before they give up.
 _PATIENCE_S = 20.0
 _LIMITS_OF_PATIENCE = 10
 _STARTING_S = 420.0
 _POLL_S = 0.2
-# Of the number of bytes of a schedule, which stands before it.
+# The format of the length in bytes that stands before each schedule.
 _LENGTH = struct.Struct(">Q")
 
 
