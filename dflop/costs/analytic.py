@@ -12,7 +12,7 @@ import polars as pl
 
 from dflop.models import ModelSpec, count_work
 from dflop.models.loads import FEATURES, Loads, main_load
-from dflop.models.work import PartWork
+from dflop.models.work import ModuleWork, PartWork
 from dflop.runtime.devices import DeviceModel
 
 __all__ = ["AnalyticPoints", "analytic_points"]
@@ -29,6 +29,9 @@ _PIECES = (
     ("whole", 3, True),
 )
 _NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597, 2000)
+# Of an encoder whose items attend to each other in runs: their number, and the squares of their runs over it.
+_NUM_RUN_ITEMS = tuple(16 << doubling for doubling in range(13))
+_RUN_LENGTHS = (16, 256, 4_096)
 _NUM_TOKENS = tuple(64 << doubling for doubling in range(12))
 # The length of a microbatch's segments, and the share of its tokens that are learned.
 _TEXT_FORMS = ((16_384, 0.5), (2_048, 0.05), (2_048, 0.5), (256, 0.1))
@@ -52,7 +55,7 @@ def analytic_points(spec: ModelSpec, module: str, tp: int, device: DeviceModel) 
         UserError: when tp does not divide the module's heads, the config lacks a size, or nothing is known of a part.
     """
     work = count_work(spec, module, tp)
-    points = _text_points() if main_load(module) == "num_tokens" else _item_points()
+    points = _text_points() if main_load(module) == "num_tokens" else _item_points(work)
     loads = Loads(*(np.array([point[feature] for point in points], dtype=float) for feature in FEATURES))
     nothing = np.zeros(len(points))
     kept = {part: getattr(work, part).saved_bytes(loads) for part in ("layer", "first", "last")}
@@ -98,8 +101,12 @@ def analytic_points(spec: ModelSpec, module: str, tp: int, device: DeviceModel) 
     return AnalyticPoints(pl.concat(frames), pl.DataFrame(sizes))
 
 
-def _item_points() -> list[dict[str, int]]:
-    return [dict.fromkeys(FEATURES, 0) | {"num_items": num_items} for num_items in _NUM_ITEMS]
+def _item_points(work: ModuleWork) -> list[dict[str, int]]:
+    nothing = dict.fromkeys(FEATURES, 0)
+    if not work.layer.square_flops.per_load[FEATURES.index("sum_sq_tokens")]:
+        return [nothing | {"num_items": num_items} for num_items in _NUM_ITEMS]
+    loads = {(count, count * min(count, length)) for count in _NUM_RUN_ITEMS for length in _RUN_LENGTHS}
+    return [nothing | {"num_items": count, "sum_sq_tokens": squares} for count, squares in sorted(loads)]
 
 
 def _text_points() -> list[dict[str, int]]:

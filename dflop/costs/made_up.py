@@ -39,6 +39,13 @@ class MadeUpRuns:
             return self._of_llm(self._stage, point)
         return self._of_encoder(self._stage, point)
 
+    def loads(self, point: Point) -> dict[str, object]:
+        """The point's columns in `measurements`; how an encoder's items attend to each other is for its family."""
+        if not point.num_items:
+            return point.keys()
+        made_up = self._make_up_media(self._spec, self._module, point.num_items)
+        return point.keys() | {"sum_sq_tokens": round(made_up.sum_sq_items)}
+
     def _of_encoder(self, encoder: EncoderStage, point: Point) -> Run:
         made_up = self._make_up_media(self._spec, self._module, point.num_items)
         batch = EncoderBatch(
@@ -50,11 +57,9 @@ class MadeUpRuns:
             return Run(self._cast(lambda: encoder.embed(batch)), [])
         if point.piece == "whole":
             return Run(self._cast(lambda: torch.cat(encoder(batch))), [])
-        with torch.no_grad():
-            shape = encoder.embed(EncoderBatch(items=batch.items[:1], media=(), kept_tokens=())).shape
-        leaf = self._random(point.num_items, *shape[1:]).requires_grad_()
+        leaf = self._random(*encoder.hidden_shape(point.num_items)).requires_grad_()
         if point.piece == "layers":
-            return Run(self._cast(lambda: encoder.encode(leaf)[-1]), [leaf])
+            return Run(self._cast(lambda: encoder.encode(leaf, batch)[-1]), [leaf])
         return Run(self._cast(lambda: torch.cat(encoder.finish([leaf], batch))), [leaf])
 
     def _of_llm(self, llm: LlmStage, point: Point) -> Run:

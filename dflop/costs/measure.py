@@ -107,7 +107,7 @@ class Bench:
             run = saved_bytes = peak_bytes = None
         if seconds[0] is None:
             self._tidy()  # now, and not while the error is handled: it holds the pass's frames, and they its tensors
-        about = {"module": self.module, "tp": self.tp} | point.keys()
+        about = {"module": self.module, "tp": self.tp} | self._runs.loads(point)
         bytes_of = {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "repeat": repeat}
         return [
             about | {"pass": direction, "seconds": taken} | bytes_of

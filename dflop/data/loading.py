@@ -22,7 +22,7 @@ from dflop.config import DataConfig
 from dflop.data.decoding import MediaDecoder
 from dflop.data.manifests import Source, SourceRecords
 from dflop.data.records import Medium, Record, RecordError, parse_record
-from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text
+from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
 from dflop.data.text import ChatTokenizer
 from dflop.models import ModelSpec
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, TextBatch
@@ -172,7 +172,9 @@ class MicrobatchLoader(Dataset):
             own = [number for number, medium in enumerate(sample.record.media) if medium.kind in kinds]
             layouts.append(
                 tuple(
-                    MediumLayout(shape.kind, shape.count.num_items, shape.size.height, shape.size.width)
+                    MediumLayout(
+                        shape.kind, shape.count.num_items, shape.size.height, shape.size.width, shape.count.grid
+                    )
                     for shape in (sample.shapes[number] for number in own)
                 )
             )
@@ -222,7 +224,7 @@ class MicrobatchLoader(Dataset):
             for ref, sizes, kept in zip(job.samples, job.media, job.kept_tokens, strict=True)
         ]
         texts = self.tokenizer.encode([sample.placed.turns for sample in samples])
-        ids, targets = [], []
+        ids, targets, positions = [], [], []
         for number, (sample, text) in enumerate(zip(samples, texts, strict=True)):
             token_ids, is_target = expand_text(text, sample.placed.num_tokens, self.max_llm_tokens)
             if len(token_ids) != job.llm_tokens[number]:
@@ -230,13 +232,15 @@ class MicrobatchLoader(Dataset):
                 raise UserError(_changed(job.samples[number], what))
             ids.append(token_ids)
             targets.append(is_target)
+            if self.reader.rules.num_position_axes > 1:
+                positions.append(place_positions(text, sample.placed, self.reader.rules, self.max_llm_tokens))
         token_ids, is_target = np.concatenate(ids), np.concatenate(targets)
         # The token at position i is predicted from position i - 1; a segment's first token is never a target.
         learned = np.flatnonzero(is_target)
         position_ids, segment_ends = segments_of(job.llm_tokens)
         return TextBatch(
             token_ids=torch.from_numpy(token_ids),
-            position_ids=position_ids,
+            position_ids=torch.from_numpy(np.concatenate(positions, axis=1)) if positions else position_ids,
             segment_ends=segment_ends,
             feature_positions=self._feature_positions(job, token_ids),
             target_positions=torch.from_numpy(learned - 1),

@@ -72,7 +72,7 @@ class ShapeProfiler:
             detail = "the tokenizer's chat template drops or repeats media placeholders of this record"
             return RecordError("placeholder_mismatch", detail)
         audio_tokens = sum(
-            tokens for tokens, kind in zip(placed.num_tokens, placed.kinds, strict=True) if kind == "audio"
+            tokens for tokens, medium in zip(placed.num_tokens, placed.media, strict=True) if medium.kind == "audio"
         )
         media_tokens = sum(placed.num_tokens)
         text_tokens = len(text.token_ids) - len(placed.num_tokens)
@@ -245,9 +245,11 @@ def _media_columns(record: Record, shapes: Sequence[MediumShape]) -> dict[str, A
         "audio_rate_hz": max((shape.rate_hz for shape in shapes if shape.kind == "audio"), default=None),
         "num_audio_windows": sum(shape.count.num_items for shape in shapes if shape.kind == "audio"),
         "num_items": sum(shape.count.num_items for shape in shapes if shape.kind != "audio"),
+        "sum_sq_items": sum(shape.count.sum_sq_items for shape in shapes if shape.kind != "audio"),
         "media_width": [shape.size.width for shape in shapes],
         "media_height": [shape.size.height for shape in shapes],
         "media_frames": [shape.num_frames for shape in shapes],
+        "media_frame_us": [shape.frame_us for shape in shapes],
     }
 
 

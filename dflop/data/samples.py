@@ -15,20 +15,22 @@ from dflop.models import ModuleSpec
 from dflop.runtime import UserError
 from dflop.store import read_table
 
-__all__ = ["MediaSizes", "SampleShapes", "load_samples"]
+__all__ = ["MEDIA_COLUMNS", "MediaSizes", "SampleShapes", "load_samples"]
 
 # For an encoder of these media, the columns of `samples` that hold its items and the tokens that the LLM sees of them.
 # What truncation leaves is known for visual tokens alone: of a truncated sample, all audio tokens count.
 _COLUMNS = {("image", "video"): ("num_items", "kept_vision_tokens"), ("audio",): ("num_audio_windows", "audio_tokens")}
 
-_MEDIA_COLUMNS = ("media_width", "media_height", "media_frames")
+# Of `samples`: a list a sample, with a number a medium, as `MediaSizes` has them.
+MEDIA_COLUMNS = ("media_width", "media_height", "media_frames", "media_frame_us")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaSizes:
     """What the headers of samples' media said, sample after sample.
 
-    `values` is [num_media, 3]: width and height in pixels, and the frames that are taken of a clip, 0 of a picture.
+    `values` is [num_media, 4]: width and height in pixels, the frames that are taken of a clip, 0 of a picture, and the
+    microseconds between two of them.
     `counts` [num_samples] says how many media each sample has.
     """
 
@@ -45,7 +47,7 @@ class MediaSizes:
         return MediaSizes(self.values[np.repeat(starts, counts) + within], counts)
 
     def of_each(self) -> list[np.ndarray]:
-        """Each sample's, [num_media of it, 3]."""
+        """Each sample's, [num_media of it, 4]."""
         return np.split(self.values, np.cumsum(self.counts)[:-1]) if len(self) else []
 
 
@@ -53,8 +55,9 @@ class MediaSizes:
 class SampleShapes:
     """One row a sample, in the order of `samples`; one column an encoder, in the order of `encoders`.
 
-    `num_items` and `kept_tokens` (what truncation leaves of the items' tokens) are [num_samples, num_encoders], all
-    other arrays [num_samples]. `media` is for training; shapes that no file holds may have None.
+    `num_items`, `sum_sq_items` (`models.ItemCount`) and `kept_tokens` (what truncation leaves of the items' tokens) are
+    [num_samples, num_encoders], all other arrays [num_samples]. `sum_sq_items` is None where no encoder's items differ
+    in what they attend to. `media` is for training; shapes that no file holds may have None.
     """
 
     encoders: tuple[str, ...]
@@ -66,6 +69,7 @@ class SampleShapes:
     llm_tokens: np.ndarray
     target_tokens: np.ndarray
     media: MediaSizes | None = None
+    sum_sq_items: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -77,6 +81,12 @@ class SampleShapes:
     def items_of(self, encoder: str) -> np.ndarray:
         """Items of each sample for one encoder, [num_samples]."""
         return self.num_items[:, self.encoders.index(encoder)]
+
+    def sum_sq_of(self, encoder: str) -> np.ndarray:
+        """Squared lengths of the runs of items that attend to each other, [num_samples]."""
+        if self.sum_sq_items is None:
+            return np.zeros(len(self))
+        return self.sum_sq_items[:, self.encoders.index(encoder)]
 
     def kept_by(self, encoder: str) -> np.ndarray:
         """Tokens of each sample that the LLM gets from one encoder, [num_samples]."""
@@ -119,13 +129,21 @@ def load_samples(
         num_items=_columns(frame, items),
         kept_tokens=_columns(frame, kept),
         media=_media_sizes(frame),
+        sum_sq_items=_sum_sq_items(frame, encoders),
     ), left_out
 
 
+def _sum_sq_items(frame: pl.DataFrame, encoders: Sequence[ModuleSpec]) -> np.ndarray | None:
+    of_vision = frame["sum_sq_items"].fill_null(0.0).to_numpy()
+    if not of_vision.any():
+        return None
+    return np.column_stack([of_vision * ("image" in encoder.media) for encoder in encoders])
+
+
 def _media_sizes(frame: pl.DataFrame) -> MediaSizes:
-    lists = frame.select(pl.col(name).fill_null([]) for name in _MEDIA_COLUMNS)
-    counts = lists[_MEDIA_COLUMNS[0]].list.len().to_numpy().astype(np.int64)
-    return MediaSizes(lists.filter(counts > 0).explode(_MEDIA_COLUMNS).to_numpy().astype(np.int32), counts)
+    lists = frame.select(pl.col(name).fill_null([]) for name in MEDIA_COLUMNS)
+    counts = lists[MEDIA_COLUMNS[0]].list.len().to_numpy().astype(np.int64)
+    return MediaSizes(lists.filter(counts > 0).explode(MEDIA_COLUMNS).to_numpy().astype(np.int32), counts)
 
 
 def _columns(frame: pl.DataFrame, names: Sequence[str]) -> np.ndarray:

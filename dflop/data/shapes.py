@@ -6,7 +6,7 @@ reads the media's headers; training takes their sizes from what profiling stored
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,28 +19,37 @@ from dflop.data.records import MEDIA_KINDS, Embedded, ImageSize, Medium, Record,
 from dflop.data.text import TokenizedText
 from dflop.models import ItemCount, ShapeRules
 
-__all__ = ["MediumShape", "MediumSize", "PlacedText", "ShapeReader", "expand_text"]
+__all__ = ["MediumShape", "MediumSize", "PlacedText", "ShapeReader", "expand_text", "place_positions"]
+
+# What a column of 32 bits holds, about half an hour.
+_MOST_FRAME_US = 2**31 - 1
 
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
 
 class MediumShape(NamedTuple):
-    """What one medium becomes, and what its header says: the size of its pictures in pixels, or its sound's length."""
+    """What one medium becomes, and what its header says: the size of its pictures in pixels, or its sound's length.
+
+    `frame_us` are the microseconds between two of the frames that are taken of a clip.
+    """
 
     kind: str
     count: ItemCount
     size: ImageSize = ImageSize(0, 0)
     num_frames: int = 0
+    frame_us: int = 0
     seconds: float = 0.0
     rate_hz: int | None = None
 
 
 class MediumSize(NamedTuple):
-    """What is kept of a profiled medium: `num_frames` frames, or a picture where that is 0, of so many pixels."""
+    """What is kept of a profiled medium: `num_frames` frames, or a picture where that is 0, of so many pixels, and the
+    microseconds between two frames."""
 
     width: int
     height: int
     num_frames: int
+    frame_us: int = 0
 
     @property
     def pixels(self) -> ImageSize:
@@ -48,10 +57,11 @@ class MediumSize(NamedTuple):
 
 
 class PlacedText(NamedTuple):
-    """A record's turns with its media as the model's family writes them. Lists have one entry a placeholder."""
+    """A record's turns with its media as the model's family writes them. Lists have one entry a placeholder: the medium
+    that it stands for, and for how many of that medium's tokens."""
 
     turns: tuple[Turn, ...]
-    kinds: list[str]
+    media: list[MediumShape]
     num_tokens: list[int]
 
 
@@ -83,7 +93,7 @@ class ShapeReader:
         return [
             self._image(size.pixels, num_images)
             if medium.kind == "image"
-            else self._video(size.pixels, size.num_frames)
+            else self._video(size.pixels, size.num_frames, size.frame_us)
             for medium, size in zip(record.media, sizes, strict=True)
         ]
 
@@ -104,7 +114,7 @@ class ShapeReader:
             if token != f"<{kind}>" and any(token in turn.content for turn in record.turns):
                 detail = f"its text holds {token}, which stands for media; write <{kind}> where one is, or leave it out"
                 raise RecordError("placeholder_mismatch", detail)
-        kinds: list[str] = []
+        media: list[MediumShape] = []
         num_tokens: list[int] = []
         remaining = iter(shapes)
 
@@ -112,12 +122,12 @@ class ShapeReader:
             shape = next(remaining)
             text = self.rules.in_text(shape.kind, shape.count)
             num_placeholders = text.count(self.rules.placeholder(shape.kind))
-            kinds.extend([shape.kind] * num_placeholders)
+            media.extend([shape] * num_placeholders)
             num_tokens.extend([shape.count.num_tokens // num_placeholders] * num_placeholders)
             return text
 
         turns = tuple(Turn(turn.role, _PLACEHOLDER.sub(in_text, turn.content)) for turn in record.turns)
-        return PlacedText(turns, kinds, num_tokens)
+        return PlacedText(turns, media, num_tokens)
 
     def _read_medium(self, medium: Medium, media_root: Path, num_images: int) -> MediumShape:
         if medium.size is not None:
@@ -130,15 +140,23 @@ class ShapeReader:
             return self._image(image_size(file, self.data.max_image_pixels), num_images)
         if medium.kind == "video":
             header = video_header(file)
-            return self._video(ImageSize(header.width, header.height), len(frame_indices(header, self.data.video)))
+            num_frames = len(frame_indices(header, self.data.video))
+            frame_us = min(round(1e6 * header.num_frames / header.fps / num_frames), _MOST_FRAME_US)
+            return self._video(ImageSize(header.width, header.height), num_frames, frame_us)
         seconds, rate_hz = audio_header(file)
         return MediumShape("audio", self.rules.audio(seconds, self.data.audio), seconds=seconds, rate_hz=rate_hz)
 
     def _image(self, size: ImageSize, num_images: int) -> MediumShape:
-        return MediumShape("image", self.rules.image(*size, num_images), size)
+        return MediumShape("image", self._count(self.rules.image, *size, num_images), size)
 
-    def _video(self, size: ImageSize, num_frames: int) -> MediumShape:
-        return MediumShape("video", self.rules.video(num_frames), size, num_frames)
+    def _video(self, size: ImageSize, num_frames: int, frame_us: int) -> MediumShape:
+        return MediumShape("video", self._count(self.rules.video, num_frames, *size), size, num_frames, frame_us)
+
+    def _count(self, rule: Callable[..., ItemCount], *sizes: int) -> ItemCount:
+        try:
+            return rule(*sizes)
+        except ValueError as error:  # a size that the family cannot use
+            raise RecordError("unreadable_media", str(error)) from None
 
 
 def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -150,6 +168,20 @@ def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: 
     repeats[text.placeholders] = np.minimum(list(num_tokens), max_llm_tokens)  # more would only be cut off
     token_ids = np.repeat(text.token_ids, repeats)[:max_llm_tokens]
     return token_ids, np.repeat(text.is_target, repeats)[:max_llm_tokens]
+
+
+def place_positions(text: TokenizedText, placed: PlacedText, rules: ShapeRules, max_llm_tokens: int) -> np.ndarray:
+    """Positions of a sample's tokens in the LLM once its media are in, [num_position_axes, num_tokens], cut as
+    `expand_text` cuts them: text goes on by one a token, and media's runs as the family's rules have it."""
+    parts, now, behind = [], 0, 0
+    for place, medium in zip(text.placeholders, placed.media, strict=True):
+        parts.append(np.tile(np.arange(now, now + place - behind), (rules.num_position_axes, 1)))
+        now += int(place) - behind
+        positions, advance = rules.run_positions(medium.kind, medium.count, medium.frame_us / 1e6)
+        parts.append(now + positions)
+        now, behind = now + advance, int(place) + 1
+    parts.append(np.tile(np.arange(now, now + len(text.token_ids) - behind), (rules.num_position_axes, 1)))
+    return np.concatenate(parts, axis=1)[:, :max_llm_tokens]
 
 
 def _refuse_escape(medium: Medium, media_root: Path) -> None:

@@ -14,12 +14,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-__all__ = ["PACKED", "packed_causal_attention"]
+__all__ = ["PACKED", "packed_attention"]
 
 PACKED = "dflop_packed"
 
 
-def packed_causal_attention(
+def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -29,9 +29,10 @@ def packed_causal_attention(
     segment_ends: list[int],
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool = True,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each segment.
+    """Attention inside each segment, to what comes before alone where it is causal.
 
     `query` is [1, num_heads, num_tokens, head_dim], `key` and `value` [1, num_kv_heads, …]; returns
     [1, num_tokens, num_heads, head_dim].
@@ -41,37 +42,42 @@ def packed_causal_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         assert not dropout, "the variable-length kernels have no dropout"
-        return _varlen(query, key, value, segment_ends, scaling), None
-    starts = [0, *segment_ends[:-1]]
-    attended = [
-        scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            dropout_p=dropout,
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=True,
+        return _varlen(query, key, value, segment_ends, scaling, is_causal), None
+    attended, end = [], 0
+    # Segments of one length that follow each other, as windows do, are a batch.
+    for length, group in itertools.groupby(end - start for start, end in itertools.pairwise([0, *segment_ends])):
+        start, count = end, len(list(group))
+        end = start + count * length
+        batch = [
+            tensor[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for tensor in (query, key, value)
+        ]
+        made = scaled_dot_product_attention(
+            *batch, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=True
         )
-        for start, end in zip(starts, segment_ends, strict=True)
-    ]
-    return torch.cat(attended, dim=2).transpose(1, 2), None
+        attended.append(made.transpose(0, 1).flatten(1, 2))
+    return torch.cat(attended, dim=1).transpose(0, 1).unsqueeze(0), None
 
 
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment_ends: list[int], scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segment_ends: list[int],
+    scaling: float | None,
+    is_causal: bool,
 ) -> torch.Tensor:
     bounds = _bounds(tuple(segment_ends), query.device)
     longest = max(end - start for start, end in itertools.pairwise([0, *segment_ends]))
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     flash = _flash_attention()
     if flash is not None:
-        attended = flash(*packed, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True)
+        attended = flash(*packed, bounds, bounds, longest, longest, softmax_scale=scaling, causal=is_causal)
     else:
         from torch.nn.attention.varlen import varlen_attn
 
+        window = (-1, 0) if is_causal else (-1, -1)
         attended = varlen_attn(
-            *packed, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
+            *packed, bounds, bounds, longest, longest, scale=scaling, window_size=window, enable_gqa=True
         )
     return attended.unsqueeze(0)
 
@@ -95,4 +101,4 @@ def _flash_attention() -> Callable[..., torch.Tensor] | None:
     return flash_attn_varlen_func
 
 
-AttentionInterface.register(PACKED, packed_causal_attention)
+AttentionInterface.register(PACKED, packed_attention)

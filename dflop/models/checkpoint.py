@@ -38,10 +38,12 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 def read_processor(folder: Path) -> dict[str, Any]:
     """The fields that a checkpoint's processor and its image processor set; as transformers does, a processor's own
-    come first."""
+    come first. Those of its video processor, else the image processor's, are under `video_processor`."""
     whole = _read_fields(folder / "processor_config.json") or {}
     images = whole.get("image_processor") or _read_fields(folder / "preprocessor_config.json") or {}
-    return {key: value for key, value in whole.items() if not isinstance(value, dict)} | images
+    videos = whole.get("video_processor") or _read_fields(folder / "video_preprocessor_config.json") or images
+    own = {key: value for key, value in whole.items() if not isinstance(value, dict)}
+    return own | images | {"video_processor": videos}
 
 
 def check_processor(name: str, processor: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What tensor-parallel ranks share of a stage: names of submodules, for `tensor_parallel` to divide."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dflop.runtime import UserError
 
@@ -17,8 +18,9 @@ class Division:
 
     `blocks` (`*` for a number) widen their input by the linear layers in `columns`, of which each rank computes some
     outputs, and reduce it again by those in `rows`, of which each rank has some inputs. Between the two, `norms` are
-    over a width that ranks share, and `head_norms` over one head, with one weight for all. `sizes` are attributes of
-    blocks that count what ranks share. `embedding` and `head`, which an encoder has not, are divided by ids of the
+    over a width that ranks share, and `head_norms` over one head, with one weight for all. `stacked` are those of the
+    `columns` that are so many matrices in one, each of which is divided. `sizes` are attributes of blocks that count
+    what ranks share. `embedding` and `head`, which an encoder has not, are divided by ids of the
     vocabulary.
     """
 
@@ -27,6 +29,7 @@ class Division:
     rows: tuple[str, ...]
     norms: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
+    stacked: Mapping[str, int] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
     embedding: str | None = None
     head: str | None = None

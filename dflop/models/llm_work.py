@@ -12,14 +12,16 @@ _NUM_KERNELS = {"layer": 50, "first": 10, "last": 20}
 _TEXT_TYPES = ("llama", "qwen2", "qwen3")
 
 
-def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool) -> ModuleWork:
+def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool, kind: str | None = None) -> ModuleWork:
     """Counts of the LLM in `text_config` on each of `tp` ranks; `is_tied` where its head is its embedding.
+
+    `kind` is the LLM whose layers it has, where its own `model_type` names it otherwise.
 
     Raises:
         UserError: for an LLM of another kind, or a size that the config lacks.
     """
     text = spec.hf_config["text_config"]
-    kind = text.get("model_type", "qwen2")
+    kind = kind or text.get("model_type", "qwen2")
     if kind not in _TEXT_TYPES:
         raise UserError(
             f"the LLM of {spec.name} is a {kind!r}, of which no analytic costs are known (only of "

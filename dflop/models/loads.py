@@ -7,7 +7,9 @@ import numpy as np
 
 __all__ = ["FEATURES", "Coefficients", "Hinge", "Loads", "loads_behind", "main_load"]
 
-# The loads that a module's cost depends on; encoders see items, the LLM sees packed text.
+# The loads that a module's cost depends on; encoders see items, the LLM sees packed text. `sum_sq_tokens` are the
+# squared lengths of what attends to itself: of the LLM's segments in tokens, of an encoder's runs in items (0 where
+# they are all of one length).
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
 
 
@@ -26,14 +28,12 @@ _OF_TEXT = {
     "first": ("num_tokens",),
     "last": ("num_tokens", "num_targets"),
 }
+_OF_MEDIA = dict.fromkeys(_OF_TEXT, ("num_items",)) | {"layer": ("num_items", "sum_sq_tokens")}
 
 
 def loads_behind(module: str, part: str = "layer") -> tuple[str, ...]:
-    """The loads that a part of a module costs by, in the order of `FEATURES`.
-
-    An encoder's items are all of one size; the LLM reads packed text of any length.
-    """
-    return _OF_TEXT[part] if module == "llm" else ("num_items",)
+    """The loads that a part of a module costs by, in the order of `FEATURES`."""
+    return (_OF_TEXT if module == "llm" else _OF_MEDIA)[part]
 
 
 def main_load(module: str, part: str = "layer") -> str:

@@ -29,12 +29,14 @@ class MediaProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MediumLayout:
-    """How the encoder's output for one picture or clip is put together: its items, and its original size."""
+    """How the encoder's output for one picture or clip is put together: its items, its original size, and the `grid`
+    that its items are laid out by (`models.ItemCount`)."""
 
     kind: str
     num_items: int
     height: int
     width: int
+    grid: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +60,8 @@ class EncoderBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextBatch:
-    """Packed samples of one microbatch: [num_tokens] ids and positions, restarting at each segment.
+    """Packed samples of one microbatch: [num_tokens] ids, and positions that restart at each segment, [num_tokens] or,
+    where the LLM has several axes of them, [num_axes, num_tokens].
 
     `feature_positions` says where the encoders' features go: one tensor for each replica of the first encoder, then for
     each of the second, and so on. `target_positions` are the positions whose next token is learned, `target_ids` those

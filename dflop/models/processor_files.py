@@ -17,6 +17,7 @@ __all__ = ["read_image_processor", "write_processor"]
 _PROCESSOR, _IMAGES = "processor_config.json", "preprocessor_config.json"
 _FILES = (_PROCESSOR, _IMAGES, "video_preprocessor_config.json")
 _SHARED = ("size", "resample", "do_resize", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+_SHARED += ("patch_size", "temporal_patch_size", "merge_size")
 
 _Images = TypeVar("_Images", bound=BaseImageProcessor)
 
@@ -39,14 +40,16 @@ def write_processor(
     processor_class: str,
     video_processor_type: str,
     fields: Mapping[str, Any],
+    of_videos: Mapping[str, Any] | None = None,
     named_tokens: Mapping[str, str] | None = None,
     template_tokens: Mapping[str, str] | None = None,
 ) -> None:
     """Write a processor's files into `folder`, which has the tokenizer's: those of the checkpoint, if it has any.
 
-    Otherwise `processor_class` gets `fields`, and a video processor that treats frames as `images` treats pictures.
+    Otherwise `processor_class` gets `fields`, and a video processor that treats frames as `images` treats pictures, but
+    for what `of_videos` says.
     `named_tokens` are what the processor asks its tokenizer for, by attribute. Where the tokenizer does not know them,
-    it gets them, and `template_tokens` for its chat template.
+    it gets them, and with them `template_tokens` for its chat template.
     """
     found = [checkpoint / name for name in _FILES if (checkpoint / name).is_file()] if checkpoint else []
     for file in found:
@@ -58,7 +61,8 @@ def write_processor(
             **fields,
             "image_processor": settings,
             "video_processor": {key: settings[key] for key in _SHARED if key in settings}
-            | {"video_processor_type": video_processor_type},
+            | {"video_processor_type": video_processor_type}
+            | (dict(of_videos) if of_videos else {}),
         }
         (folder / _PROCESSOR).write_text(json.dumps(whole, indent=2, default=list) + "\n", encoding="utf-8")
     if named_tokens:

@@ -25,10 +25,12 @@ __all__ = ["FamilyRuntime", "MadeUpMedia", "config_fields"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MadeUpMedia:
-    """Media for measuring an encoder: one item's shape, and the media that a number of items belong to."""
+    """Media for measuring an encoder: one item's shape, and the media that a number of items belong to, with the
+    squares of their runs (`models.ItemCount`)."""
 
     item_shape: tuple[int, ...]
     media: tuple[MediumLayout, ...]
+    sum_sq_items: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,8 @@ class FamilyRuntime:
     `cut(model, module, layers)` takes a model without weights, removes what is not of these layers of the module, and
     gives the stage. `weight_renamings` lead from the names in checkpoints to the model's (pattern, replacement; in
     order). `make_processor(spec, checkpoint)` gives the media processor of a checkpoint or, without one, the usual
-    one. `with_depth(spec, module, num_layers)` is the same model with so many layers in one module, and
+    one. With `packs_media` the layers of encoders take the ends of segments, as the LLM's do (`attention.py`).
+    `with_depth(spec, module, num_layers)` is the same model with so many layers in one module, and
     `make_up_media(spec, module, num_items)` gives an encoder something to do: both serve measuring.
     """
 
@@ -48,6 +51,7 @@ class FamilyRuntime:
     make_config: Callable[[ModelSpec, dict[str, int], int], PretrainedConfig]
     cut: Callable[[PreTrainedModel, str, range], Stage]
     weight_renamings: tuple[tuple[str, str], ...] = ()
+    packs_media: bool = False
     make_processor: Callable[[ModelSpec, Path | None], MediaProcessor]
     with_depth: Callable[[ModelSpec, str, int], ModelSpec]
     make_up_media: Callable[[ModelSpec, str, int], MadeUpMedia]
@@ -76,7 +80,8 @@ class FamilyRuntime:
         """
         for name in config.sub_configs:
             part = getattr(config, name)
-            part._attn_implementation = PACKED if part is config.get_text_config() else "sdpa"
+            is_packed = self.packs_media or part is config.get_text_config()
+            part._attn_implementation = PACKED if is_packed else "sdpa"
         config.architectures = [self.architecture.__name__]  # as transformers writes it beside the weights
         with torch.device("meta"):
             hf = self.architecture(config)

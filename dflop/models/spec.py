@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from dflop.config import AudioConfig
 from dflop.runtime import UserError
 
@@ -29,10 +31,17 @@ __all__ = [
 
 
 class ItemCount(NamedTuple):
-    """What one medium becomes: items for its encoder and tokens for the LLM."""
+    """What one medium becomes: items for its encoder and tokens for the LLM.
+
+    Where an encoder's items attend to each other in runs that differ in length, `sum_sq_items` is the sum of these
+    runs' squared lengths, the mean of its layers. `grid` is what the items are laid out by where they are not pictures
+    of one size: steps in time, rows and columns of patches.
+    """
 
     num_items: int
     num_tokens: int
+    sum_sq_items: float = 0.0
+    grid: tuple[int, int, int] = (0, 0, 0)
 
 
 class ShapeRules(Protocol):
@@ -42,11 +51,16 @@ class ShapeRules(Protocol):
     def special_tokens(self) -> tuple[str, ...]:
         """Tokens that the family's text needs beside the media's placeholders."""
 
+    @property
+    def num_position_axes(self) -> int:
+        """How many positions a token has in the LLM; with several, `run_positions` gives those of media's tokens."""
+        return 1
+
     def image(self, width: int, height: int, num_images: int) -> ItemCount:
         """One picture of a sample that holds `num_images` pictures."""
 
-    def video(self, num_frames: int) -> ItemCount:
-        """One clip of which `num_frames` frames are taken."""
+    def video(self, num_frames: int, width: int, height: int) -> ItemCount:
+        """One clip of which `num_frames` frames of this size are taken."""
 
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
         """One audio file."""
@@ -59,6 +73,14 @@ class ShapeRules(Protocol):
 
         Each `placeholder(kind)` in it stands for `num_tokens` over the number of them: an equal share of the tokens.
         """
+
+    def run_positions(self, kind: str, count: ItemCount, frame_s: float) -> tuple[np.ndarray, int]:
+        """Positions [num_position_axes, num_tokens] of the tokens that one `placeholder(kind)` stands for, counted from
+        the first, and by how much the position of what follows is more than that of the first.
+
+        `frame_s` are the seconds between frames that are taken of a clip.
+        """
+        raise NotImplementedError(f"the LLM of {type(self).__name__} has one position a token: its place in the sample")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

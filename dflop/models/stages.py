@@ -36,7 +36,7 @@ class Stage(nn.Module, ABC):
     @property
     def reads_records(self) -> bool:
         """Whether it takes more in than the stage before it gives: media and text at one end, their layout and the
-        targets at the other."""
+        targets at the other; in between it may be where media lie."""
         return self.is_first or self.is_last
 
     @property
@@ -85,7 +85,7 @@ class EncoderStage(Stage):
         """What the first layer takes, [num_items, num_positions, hidden_size]."""
 
     @abstractmethod
-    def encode(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """What comes in, and the output of each of this stage's layers."""
 
     @abstractmethod
@@ -95,20 +95,31 @@ class EncoderStage(Stage):
     def forward(self, batch: EncoderBatch, hidden: torch.Tensor | None = None) -> torch.Tensor | list[torch.Tensor]:
         """Hidden states in and out; the first stage takes the batch's items instead, and the last one gives each
         sample's features."""
-        outputs = self.encode(self.embed(batch) if self.is_first else hidden)
+        outputs = self.encode(self.embed(batch) if self.is_first else hidden, batch)
         return self.finish(outputs, batch) if self.is_last else outputs[-1]
 
 
 class LlmStage(Stage):
-    """A run of the LLM's layers, with the embedding if it is the first and the head and loss if it is the last."""
+    """A run of the LLM's layers, with the embedding if it is the first and the head and loss if it is the last.
 
-    def __init__(self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> None:
+    `kind` is the LLM whose layers it has (`division.py`): by default the `model_type` of its config.
+    """
+
+    def __init__(
+        self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool, kind: str | None = None
+    ) -> None:
         super().__init__(hf, layers, is_first=is_first, is_last=is_last)
+        self.kind = kind or hf.config.get_text_config().model_type
         # Of logits [num_targets, vocab_size] and ids; where ranks share the vocabulary, their shards' own.
         self.summed_loss: Callable[..., torch.Tensor] = partial(cross_entropy, reduction="sum")
 
+    @property
+    def reads_records(self) -> bool:
+        """Positions with several axes (mRoPE) follow from where media lie in the text, on every stage."""
+        return super().reads_records or hasattr(self.hf.model.language_model.rotary_emb, "mrope_section")
+
     def division(self) -> Division:
-        return llm_division(self.hf.config.get_text_config().model_type)
+        return llm_division(self.kind)
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """Without the copy of a tied embedding, which is the first stage's."""
@@ -128,7 +139,7 @@ class LlmStage(Stage):
     def encode(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
         """Hidden states [1, num_tokens, hidden_size] behind this stage's layers."""
         language_model = self.hf.model.language_model
-        rotary = language_model.rotary_emb(hidden, batch.position_ids[None])
+        rotary = language_model.rotary_emb(hidden, batch.position_ids.unsqueeze(-2))
         for index in self.layers:
             hidden = language_model.layers[index](
                 hidden, attention_mask=None, position_embeddings=rotary, segment_ends=batch.segment_ends
@@ -147,11 +158,12 @@ class LlmStage(Stage):
         return self.finish(hidden, batch) if self.is_last else hidden
 
 
-def cut_llm(hf: PreTrainedModel, layers: range, *, of_encoders: Sequence[str]) -> LlmStage:
+def cut_llm(hf: PreTrainedModel, layers: range, *, of_encoders: Sequence[str], kind: str | None = None) -> LlmStage:
     """The LLM's stage of these layers, in place, from a whole model with `model.language_model` and `lm_head`.
 
-    `of_encoders` names the submodules and parameters of `hf.model` that are not the LLM's. Where the head is the
-    embedding (tied), the last stage has a copy of it under the embedding's name.
+    `of_encoders` names the submodules and parameters of `hf.model` that are not the LLM's, and `kind` the LLM whose
+    layers it has where its config calls it otherwise. Where the head is the embedding (tied), the last stage has a copy
+    of it under the embedding's name.
     """
     language_model = hf.model.language_model
     for name in of_encoders:
@@ -161,7 +173,7 @@ def cut_llm(hf: PreTrainedModel, layers: range, *, of_encoders: Sequence[str]) -
         language_model.embed_tokens = None
     if not is_last:
         language_model.norm, hf.lm_head = None, None
-    return LlmStage(hf, layers, is_first=is_first, is_last=is_last)
+    return LlmStage(hf, layers, is_first=is_first, is_last=is_last, kind=kind)
 
 
 def keep_layers(stack: nn.ModuleList, layers: range) -> tuple[bool, bool]:

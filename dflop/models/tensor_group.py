@@ -12,11 +12,16 @@ __all__ = ["ALONE", "Shard", "TensorGroup"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor of shape `whole` that begins at `start` along `dim`, and goes as far as the values do."""
+    """The part of a tensor of shape `whole` that begins at `start` along `dim`, and goes as far as the values do.
+
+    Where the tensor is `num_stacked` ones, one behind the other along `dim` (queries, keys and values in one matrix),
+    the values are this part of each of them.
+    """
 
     dim: int
     start: int
     whole: torch.Size
+    num_stacked: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Divider:
         elif name == self._division.head:
             assert isinstance(self._stage, LlmStage), "only an LLM has a head over a vocabulary"
             first_id, group = self._ranks.part(module.out_features).start, self._ranks.group
-            self._replace(name, head := _columns(module, self._ranks))
+            self._replace(name, head := _columns(module, self._ranks, 1))
             _reduce_input_gradient(head, group)
             self._stage.summed_loss = lambda logits, ids: _SummedLoss.apply(logits, ids, first_id, group)
 
@@ -54,7 +54,9 @@ class Divider:
         division, readers = self._division, []
         for child_name, child in list(block.named_children()):
             if child_name in division.columns:
-                self._replace(f"{name}.{child_name}", reader := _columns(child, self._ranks))
+                num_stacked = division.stacked.get(child_name, 1)
+                reader = _columns(child, self._ranks, num_stacked)
+                self._replace(f"{name}.{child_name}", reader, num_stacked)
                 readers.append(reader)
             elif child_name in division.rows:
                 self._replace(f"{name}.{child_name}", RowLinear(child, self._ranks))
@@ -69,18 +71,20 @@ class Divider:
         # A single reader may have something whole before it, which needs the whole gradient.
         _reduce_input_gradient(block if len(readers) > 1 else readers[0], self._ranks.group)
 
-    def _replace(self, name: str, divided: nn.Module) -> None:
+    def _replace(self, name: str, divided: nn.Module, num_stacked: int = 1) -> None:
         whole = self._stage.hf.get_submodule(name)
         self._stage.hf.set_submodule(name, divided)
         for own, parameter in divided.named_parameters():
             was, dim = whole.get_parameter(own).shape, 1 if isinstance(divided, RowLinear) else 0
             if parameter.shape != was:
-                self._stage.shards[f"{name}.{own}"] = Shard(dim, self._ranks.part(was[dim]).start, was)
+                start = self._ranks.part(was[dim] // num_stacked).start
+                self._stage.shards[f"{name}.{own}"] = Shard(dim, start, was, num_stacked)
 
 
-def _shard(whole: nn.Parameter, ranks: TensorGroup, dim: int) -> nn.Parameter:
-    part = ranks.part(whole.shape[dim])
-    own = whole.detach().narrow(dim, part.start, part.stop - part.start)
+def _shard(whole: nn.Parameter, ranks: TensorGroup, dim: int, num_stacked: int = 1) -> nn.Parameter:
+    each = whole.detach().unflatten(dim, (num_stacked, -1))
+    part = ranks.part(each.shape[dim + 1])
+    own = each.narrow(dim + 1, part.start, part.stop - part.start).flatten(dim, dim + 1)
     return nn.Parameter(own.clone(memory_format=torch.contiguous_format), whole.requires_grad)
 
 
@@ -98,13 +102,13 @@ def _reduce_input_gradient(block: nn.Module, group: dist.ProcessGroup | None) ->
     block.register_forward_pre_hook(read, with_kwargs=True)
 
 
-def _columns(whole: nn.Linear, ranks: TensorGroup) -> nn.Linear:
+def _columns(whole: nn.Linear, ranks: TensorGroup, num_stacked: int) -> nn.Linear:
     """A linear layer of which each rank computes some outputs: for itself, a smaller linear layer."""
-    weight = _shard(whole.weight, ranks, 0)
+    weight = _shard(whole.weight, ranks, 0, num_stacked)
     own = nn.Linear(weight.shape[1], weight.shape[0], whole.bias is not None, device="meta")
     own.weight = weight
     if whole.bias is not None:
-        own.bias = _shard(whole.bias, ranks, 0)
+        own.bias = _shard(whole.bias, ranks, 0, num_stacked)
     return own
 
 

@@ -117,8 +117,13 @@ def load_weights(
 def _part(stored: safe_open, name: str, shape: torch.Size, shard: Shard | None) -> torch.Tensor:
     if shard is None:
         return stored.get_tensor(name)
-    own = slice(shard.start, shard.start + shape[shard.dim])
-    return stored.get_slice(name)[own] if shard.dim == 0 else stored.get_slice(name)[:, own]
+    stacked_every, width = shard.whole[shard.dim] // shard.num_stacked, shape[shard.dim] // shard.num_stacked
+    parts = []
+    for number in range(shard.num_stacked):
+        first = number * stacked_every + shard.start
+        own = slice(first, first + width)
+        parts.append(stored.get_slice(name)[own] if shard.dim == 0 else stored.get_slice(name)[:, own])
+    return torch.cat(parts, shard.dim)
 
 
 def _renamed(name: str, renamings: Sequence[tuple[str, str]]) -> str:

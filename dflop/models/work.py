@@ -74,7 +74,9 @@ class ModuleWork:
 class Layer:
     """A transformer layer by its widths; every method counts for one position, on one of `tp` ranks.
 
-    `head_norm` is the width that a norm of the queries sees: all of them, one head, or 0 for none.
+    `head_norm` is the width that a norm of the queries sees: all of them, one head, or 0 for none. With `stacked_qkv`
+    one matrix gives queries, keys and values. The residual stream is in fp32, or in bf16 (`half_stream`), as it is
+    behind a convolution.
     """
 
     hidden: int
@@ -87,6 +89,8 @@ class Layer:
     gated: bool
     rotary: bool
     scaled: bool = False
+    stacked_qkv: bool = False
+    half_stream: bool = False
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
@@ -101,7 +105,7 @@ class Layer:
 
     def num_casts(self, tp: int) -> int:
         """Of inputs to bf16: one a matrix, but what is cast where ranks share matrices is cast once for all of them."""
-        return 3 + self.num_ups if tp == 1 else 2
+        return (1 if self.stacked_qkv else 3) + self.num_ups if tp == 1 else 2
 
     def num_matrix_parameters(self, tp: int) -> float:
         return (self.hidden * (self.qkv + self.query) + (self.num_ups + 1) * self.hidden * self.inner) / tp
@@ -119,12 +123,15 @@ class Layer:
 
     def saved_bytes(self, tp: int) -> float:
         """What autograd keeps: fp32 in and around norms, bf16 in and out of products and attention."""
-        norms = 2 * (8 * self.hidden + 4 if self.rms_norm else 4 * self.hidden + 8)
+        rms = (6 if self.half_stream else 8) * self.hidden + 4
+        norms = 2 * (rms if self.rms_norm else 4 * self.hidden + 8)
         casts = 2 * self.num_casts(tp) * self.hidden
         scales = 4 * self.hidden * self.scaled
         attention = 4 * self.query + 4 * self.key_value + 4 * self.num_heads
         if self.head_norm:
             attention += 6 * (self.query + self.key_value) + 4 * (self.query + self.key_value) // self.head_norm
+        if self.stacked_qkv:  # the values are kept as a part of what the matrix gives
+            attention += 2 * (self.query + self.key_value)
         mlp = (8 if self.gated else 4) * self.inner
         return norms + casts + scales + (attention + mlp) / tp
 

@@ -221,14 +221,18 @@ def _encoder_bounds(
     """
     name = encoder.name
     items = [loads_of(name, shapes) for shapes in batches]
-    total, largest = _over(items, np.sum).num_items, _over(items, np.max).num_items
+    total, largest = _over(items, np.sum), _over(items, np.max)
     alone_s, shared_s, least_s = (np.zeros((len(keys), len(batches))) for _ in range(3))
     for (tp, checkpointing), own in keys.group_by(f"{name}_tp", "checkpointing"):
         dp, count = (own[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
         place = own["place"].to_numpy()
         part_s, least_part_s = (
-            _items_s(costs, name, tp, number / count, checkpointing, is_frozen)
-            for number in (total / dp, np.maximum(total / dp - largest, 0.0))
+            _items_s(costs, name, tp, Loads(*(load / count for load in loads)), checkpointing, is_frozen)
+            for loads in (
+                [load / dp for load in total],
+                # Squares of runs follow no rule for the least loaded replica, which is chosen by its items.
+                [np.maximum(total.num_items / dp - largest.num_items, 0.0), *(0.0 * dp * load for load in total[1:])],
+            )
         )
         for (pp,), group in own.with_row_index("at").group_by(f"{name}_pp"):
             at = group["at"].to_numpy()
@@ -245,11 +249,10 @@ def _encoder_bounds(
 
 
 def _items_s(
-    costs: CostModel, encoder: str, tp: int, num_items: np.ndarray, checkpointing: bool, is_frozen: bool
+    costs: CostModel, encoder: str, tp: int, loads: Loads, checkpointing: bool, is_frozen: bool
 ) -> dict[str, np.ndarray]:
     """Seconds of each of the encoder's parts, without their constants: a replica that gets no item takes no time."""
-    nothing = np.zeros_like(num_items)
-    passes = costs.part_times(encoder, tp, Loads(num_items, nothing, nothing, nothing), checkpointing=checkpointing)
+    passes = costs.part_times(encoder, tp, loads, checkpointing=checkpointing)
     resting = costs.part_times(encoder, tp, Loads(*np.zeros((4, 1))), checkpointing=checkpointing)
     forward_s, backward_s = (
         {part: seconds[part] - const[part] for part in PARTS} for seconds, const in zip(passes, resting, strict=True)

@@ -107,7 +107,9 @@ def like_lengths(lengths: np.ndarray, dp: int, num_microbatches: int) -> tuple[n
 
 def _largest(samples: SampleShapes) -> np.ndarray:
     """Indices of samples such that each of the others is no larger than one of them in anything."""
-    sizes = (samples.num_items, samples.llm_tokens, samples.target_tokens, samples.kept_tokens)
+    sizes = [samples.num_items, samples.llm_tokens, samples.target_tokens, samples.kept_tokens]
+    if samples.sum_sq_items is not None:
+        sizes.append(samples.sum_sq_items)
     sizes = np.column_stack(sizes).astype(np.int64)
     left, largest = np.arange(len(samples)), []
     while len(left):

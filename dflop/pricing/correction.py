@@ -5,10 +5,10 @@ the table says. `Learner` learns the factors from measured seconds; `Corrections
 step, and pricing multiplies every stage time by them. Nothing here knows a clock or a file; `correction_loop` says when
 to measure.
 
-A bin is an octave of the module's main load (items of an encoder, tokens of the LLM) and, where there are tokens, also
-an octave of the mean segment, sum_sq_tokens / num_tokens. Throughput depends on both: small microbatches are slow per
-item, and long segments are slow because of attention. An octave is wide enough to be met every few steps, and narrow
-enough that the table's own slope holds within it. All stages of a module share its factors.
+A bin is an octave of the module's main load (items of an encoder, tokens of the LLM) and also one of the mean segment,
+sum_sq_tokens over that load, which is 0 where an encoder's items are all of one size. Throughput depends on both: small
+microbatches are slow per item, and long segments are slow because of attention. An octave is wide enough to be met
+every few steps, and narrow enough that the table's own slope holds within it. All stages of a module share its factors.
 """
 
 import math
@@ -55,7 +55,7 @@ _STALE = math.log(1.2)
 
 
 class BinKey(NamedTuple):
-    """Loads `[2 ** (load_bin - 1), 2 ** load_bin)` of a module, mean segments likewise (0 for encoders)."""
+    """Loads `[2 ** (load_bin - 1), 2 ** load_bin)` of a module, mean segments likewise (0 where there are none)."""
 
     module: str
     direction: str

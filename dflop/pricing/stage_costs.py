@@ -37,10 +37,11 @@ T = TypeVar("T")
 
 
 def loads_of(module: str, shapes: SampleShapes) -> Loads:
-    """What every sample brings to a module, arrays [num_samples]: items to an encoder, text to the LLM."""
+    """What every sample brings to a module, arrays [num_samples]: items to an encoder, with the squares of the runs in
+    which they attend to each other, and text to the LLM."""
     nothing = np.zeros(len(shapes))
     if module != "llm":
-        return Loads(shapes.items_of(module).astype(float), nothing, nothing, nothing)
+        return Loads(shapes.items_of(module).astype(float), nothing, shapes.sum_sq_of(module), nothing)
     tokens = shapes.llm_tokens.astype(float)
     return Loads(nothing, tokens, tokens**2, shapes.target_tokens.astype(float))
 

@@ -132,7 +132,9 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
         .agg(pl.col("seconds").sum(), pl.len().alias("num_passes"))
         .filter(pl.col("num_passes") == 2)
         .with_columns(
-            length=pl.col("sum_sq_tokens") // pl.max_horizontal("num_tokens", 1), rate=pl.col(load) / pl.col("seconds")
+            # An encoder has one form, whatever its items attend to.
+            length=(pl.col("num_tokens") > 0) * pl.col("sum_sq_tokens") // pl.max_horizontal("num_tokens", 1),
+            rate=pl.col(load) / pl.col("seconds"),
         )
         .sort(load)
     )
@@ -150,7 +152,10 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
             else both.filter(pl.col("length") == pl.min_horizontal("num_tokens", pl.lit(longest)))
         )
         smooth = np.geomspace(frame[load].min(), frame[load].max(), 60)
-        of_form = {load: smooth, "sum_sq_tokens": smooth * np.minimum(smooth, length)}
+        squares = smooth * np.minimum(smooth, length)
+        if module != "llm":
+            squares = np.interp(smooth, frame[load], frame["sum_sq_tokens"])
+        of_form = {load: smooth, "sum_sq_tokens": squares}
         behind = loads_behind(module)
         loads = Loads(*(of_form[name] if name in behind else np.zeros(60) for name in FEATURES))
         kind = StageKind(module=module, tp=tp, num_layers=depth, is_first=False, is_last=False)

@@ -91,6 +91,7 @@ class BatchScheduler:
             encoder_rank=assignment.encoder_rank[order],
             slots=assignment.slots,
             num_items=sorted_shapes.num_items,
+            sum_sq_items=sorted_shapes.sum_sq_items,
             kept_tokens=sorted_shapes.kept_tokens,
             llm_tokens=sorted_shapes.llm_tokens,
             target_tokens=sorted_shapes.target_tokens,

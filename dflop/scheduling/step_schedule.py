@@ -27,8 +27,8 @@ class StepSchedule:
 
     `slots` [2, num_pipeline_ranks, num_microbatches] are where encoders compute in plans that fill bubbles with them
     (`placements.bubble_filled`), None for one order of all batches.
-    `encoder_rank`, `num_items` and `kept_tokens` are [num_samples, num_encoders] in the order of `encoders`, what else
-    is said of samples [num_samples].
+    `encoder_rank`, `num_items`, `sum_sq_items` and `kept_tokens` are [num_samples, num_encoders] in the order of
+    `encoders`, what else is said of samples [num_samples].
     `idle_of_worker` [num_workers] is the share of the step in which each worker waits, and `idle` the mean of ranks.
     `num_beyond_memory` counts faster assignments that were not taken since memory would not hold them.
     `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside of what was measured) are
@@ -62,6 +62,7 @@ class StepSchedule:
     num_beyond_memory: int
     deciding_s: float
     slots: np.ndarray | None = None
+    sum_sq_items: np.ndarray | None = None
     corrections_version: int = 0
     measures: bool = False
 

@@ -19,7 +19,7 @@ from dflop.data import SampleShapes
 from dflop.pipeline import columns_of
 from dflop.pipeline.simulate import per_worker
 from dflop.pipeline.walk import walk
-from dflop.pricing import Assignment, Pricer
+from dflop.pricing import Assignment, Pricer, loads_of
 from dflop.runtime.kernels import kernel
 from dflop.scheduling.stage_forms import stage_forms
 from dflop.scheduling.step_memory import excess_bytes, step_memory
@@ -78,11 +78,13 @@ class StepSearch:
         self._pricer, self._shapes = pricer, shapes
         self._forms, self._memory = stage_forms(pricer), step_memory(pricer)
         self._clocks = _clocks_of(pricer)
-        tokens = shapes.llm_tokens.astype(float)
-        text = np.column_stack([np.zeros_like(tokens), tokens, tokens**2, shapes.target_tokens])
+        text = np.column_stack(loads_of("llm", shapes))
+        media = np.zeros((len(shapes), len(shapes.encoders), 4))
+        for number, encoder in enumerate(shapes.encoders):
+            media[:, number] = np.column_stack(loads_of(encoder, shapes))
         by_size = np.argsort(shapes.llm_tokens, kind="stable")
         size_rank = np.argsort(by_size)  # of each sample its place in `by_size`
-        self._samples = text, shapes.num_items.astype(float), shapes.kept_tokens.astype(float), by_size, size_rank
+        self._samples = text, media, shapes.kept_tokens.astype(float), by_size, size_rank
 
     def improve(self, assignment: Assignment, num_trials: int, seed: int) -> tuple[Assignment, float]:
         """The best assignment met in so many trials that fits into memory, and its step in seconds.

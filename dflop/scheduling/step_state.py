@@ -112,14 +112,15 @@ def change_places(forms, state, samples, changed, before, after, num_changed):
 @kernel(inline="always")
 def _put(forms, state, samples, sample, sign):
     """Add a sample's loads to its cells, or (sign -1) take them away."""
-    text, num_items, kept_tokens, _, _ = samples
+    text, media, kept_tokens, _, _ = samples
     replica, microbatch = state.place[sample, 0], state.place[sample, 1]
     for load in range(1, 4):
         state.text[replica, microbatch, load] += sign * text[sample, load]
     state.count[replica, microbatch] += int(sign)
     for encoder in range(len(forms.first_replica) - 1):
         encoder_replica = state.place[sample, 2 + encoder]
-        state.media[encoder_replica, microbatch, 0] += sign * num_items[sample, encoder]
+        for load in (0, 2):  # items, and squares of their runs
+            state.media[encoder_replica, microbatch, load] += sign * media[sample, encoder, load]
         state.features[microbatch, encoder_replica, replica] += sign * kept_tokens[sample, encoder]
 
 

@@ -29,8 +29,9 @@ REJECT_REASONS = (
 
 # One row a record of a shard. `row` counts inside the shard, so that a shard's file stays valid when
 # records are inserted before it; `reason` and `detail` are null unless the record is rejected. The lists hold a number
-# a medium, in the record's order: width and height in pixels of a picture or of a clip's frames, and how many frames
-# are taken of a clip (0 of a picture). Training lays out its text by them, without opening a medium.
+# a medium, in the record's order: width and height in pixels of a picture or of a clip's frames, how many frames are
+# taken of a clip, and the microseconds between two of them (0 of a picture). Training lays out its text by them,
+# without opening a medium. `sum_sq_items` is 0 where all items are of one size.
 SHARD_SCHEMA = pl.Schema(
     {
         "row": pl.Int64,
@@ -42,6 +43,7 @@ SHARD_SCHEMA = pl.Schema(
         "audio_rate_hz": pl.Int32,
         "num_audio_windows": pl.Int32,
         "num_items": pl.Int32,
+        "sum_sq_items": pl.Float64,
         "vision_tokens": pl.Int32,
         "kept_vision_tokens": pl.Int32,
         "audio_tokens": pl.Int32,
@@ -52,6 +54,7 @@ SHARD_SCHEMA = pl.Schema(
         "media_width": pl.List(pl.Int32),
         "media_height": pl.List(pl.Int32),
         "media_frames": pl.List(pl.Int32),
+        "media_frame_us": pl.List(pl.Int32),
         "reason": pl.String,
         "detail": pl.String,
     }
@@ -112,7 +115,7 @@ LEFT_OUT_SCHEMA = pl.Schema(
     }
 )
 
-# One row a shape bin of a module and pass: loads (items of encoders, tokens of the LLM) and, for the LLM, mean segments
+# One row a shape bin of a module and pass: loads (items of encoders, tokens of the LLM) and mean segments
 # from the least to below twice the least. `ratio` is measured over the cost table's time, `factor` what schedules use.
 CORRECTIONS_SCHEMA = pl.Schema(
     {

@@ -138,17 +138,36 @@ def _reads(folder: Path, blocks: Sequence[_Block]) -> list[ReadItem]:
 def _blocks(parts: Sequence[Part]) -> Iterator[_Block]:
     for own in parts:
         for name, parameter in own.parameters.items():
-            shard = own.shards.get(name)
-            whole = shard.whole if shard else parameter.shape
-            start = tuple(shard.start if shard and shard.dim == dim else 0 for dim in range(parameter.ndim))
-            yield from _cut(_Block(f"model/{name}", parameter.detach(), torch.Size(start), whole))
-            width = math.prod(parameter.shape[1:]) if parameter.ndim > 1 else None
+            shard = own.shards.get(name) or Shard(0, 0, parameter.shape)
+            whole, width = shard.whole, math.prod(parameter.shape[1:]) if parameter.ndim > 1 else None
             of_moments = whole if width is None else torch.Size((whole[0], math.prod(whole[1:])))
+            starts = [_start(shard, number, parameter.ndim) for number in range(shard.num_stacked)]
+            for start, values in zip(starts, parameter.detach().chunk(shard.num_stacked, shard.dim), strict=True):
+                yield from _cut(_Block(f"model/{name}", values, torch.Size(start), whole))
+            num_values = parameter.numel() // shard.num_stacked
             for piece in own.optimizer.pieces(parameter):
                 for moment, values in piece.moments.items():
-                    for place, part in _as_blocks(values, piece.start, width):
-                        at = torch.Size(here + begin for here, begin in zip(place, start[: len(place)], strict=True))
-                        yield from _cut(_Block(f"optimizer/{name}/{moment}", part, at, of_moments))
+                    for number, first, run in _of_each(values, piece.start, num_values):
+                        for place, part in _as_blocks(run, first, width):
+                            begin = starts[number][: len(place)]
+                            at = torch.Size(here + other for here, other in zip(place, begin, strict=True))
+                            yield from _cut(_Block(f"optimizer/{name}/{moment}", part, at, of_moments))
+
+
+def _start(shard: Shard, number: int, num_dims: int) -> tuple[int, ...]:
+    """Where a shard's part of the tensor's `number`th stacked one begins."""
+    assert shard.num_stacked == 1 or shard.dim == 0, "a run of a flattened parameter is cut along its first dimension"
+    first = number * (shard.whole[shard.dim] // shard.num_stacked) + shard.start
+    return tuple(first if shard.dim == dim else 0 for dim in range(num_dims))
+
+
+def _of_each(values: torch.Tensor, start: int, num_values: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """A run of a flattened parameter, cut where one of its stacked tensors of `num_values` ends: of each part the
+    number of the tensor, and the place in it where the part begins."""
+    end = start + len(values)
+    for number in range(start // max(1, num_values), -(-end // max(1, num_values))):
+        first, behind = max(start, number * num_values), min(end, (number + 1) * num_values)
+        yield number, first - number * num_values, values[first - start : behind - start]
 
 
 def _as_blocks(values: torch.Tensor, start: int, width: int | None) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

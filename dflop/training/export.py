@@ -86,14 +86,15 @@ def _gathered(tensor: torch.Tensor, shard: Shard, ranks: TensorGroup, writer: in
     if ranks.place != writer:
         dist.send(tensor.contiguous(), ranks.ranks[writer], group=ranks.group)
         return tensor
-    parts = []
+    parts, dim = [], shard.dim
     for place, rank in enumerate(ranks.ranks):
-        own = ranks.part(shard.whole[shard.dim], place)
-        shape = (*shard.whole[: shard.dim], own.stop - own.start, *shard.whole[shard.dim + 1 :])
+        own = ranks.part(shard.whole[dim] // shard.num_stacked, place)
+        width = (own.stop - own.start) * shard.num_stacked
+        shape = (*shard.whole[:dim], width, *shard.whole[dim + 1 :])
         parts.append(tensor if place == writer else tensor.new_empty(shape))
         if place != writer:
             dist.recv(parts[-1], rank, group=ranks.group)
-    return torch.cat(parts, shard.dim)
+    return torch.cat([part.unflatten(dim, (shard.num_stacked, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
 
 def _write_index(folder: Path) -> None:

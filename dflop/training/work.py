@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dflop.config import Config
 from dflop.data.loading import LoadedMedia, segments_of
+from dflop.models import ModelSpec, load_runtime
 from dflop.models.deferral import Deferral
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, TextBatch
 from dflop.parallelism import Plan
@@ -179,9 +180,10 @@ class _Work(ABC):
 class EncoderWork(_Work):
     """Media in, their tokens' features out, one tensor for each LLM replica that awaits some."""
 
-    def __init__(self, own: NodeModel, processor: MediaProcessor, **common: Any) -> None:
+    def __init__(self, own: NodeModel, processor: MediaProcessor, blank: EncoderBatch, **common: Any) -> None:
+        """`blank` is a batch of one item, for passes that a replica takes part in without any of its own."""
         super().__init__(own, **common)
-        self._processor = processor
+        self._processor, self._blank = processor, blank
 
     def _receive_input(self, microbatch: int, loaded: LoadedMedia) -> EncoderBatch:
         self.unreadable += loaded.unreadable
@@ -218,7 +220,8 @@ class EncoderWork(_Work):
         chosen = samples_of(self.schedule, self.node, microbatch)
         if not chosen.any():
             # Others gather parameters for theirs, and sum gradients: zeros from here, which nothing is sent of.
-            hidden = self.stage.encode(self.stage.embed(_blank(self._processor, self.device, self._dtype)))
+            blank = self._blank.to(self.device, self._dtype)
+            hidden = self.stage.encode(self.stage.embed(blank), blank)
             return {_LOSS: 0.0 * hidden[-1].sum()}
         if self.stage.is_first:
             made = self.stage(batch)
@@ -236,11 +239,11 @@ class EncoderWork(_Work):
         return outputs
 
 
-def _blank(processor: MediaProcessor, device: torch.device, dtype: torch.dtype) -> EncoderBatch:
+def _blank(spec: ModelSpec, module: str) -> EncoderBatch:
     """One item of zeros."""
-    return EncoderBatch(
-        items=torch.zeros((1, *processor.item_shape), dtype=dtype, device=device), media=(), kept_tokens=()
-    )
+    made_up = load_runtime(spec.family).make_up_media(spec, module, 1)
+    media = tuple((medium,) for medium in made_up.media)
+    return EncoderBatch(items=torch.zeros((1, *made_up.item_shape)), media=media, kept_tokens=(1,) * len(media))
 
 
 class LlmWork(_Work):
@@ -331,6 +334,8 @@ def make_works(
             "undecodable": undecodable,
             "splits_backward": splits_backward(plan, own.node.module),
         }
-        is_llm = own.node.module == "llm"
-        works[own.index] = LlmWork(own, **common) if is_llm else EncoderWork(own, model.processor, **common)
+        if own.node.module == "llm":
+            works[own.index] = LlmWork(own, **common)
+        else:
+            works[own.index] = EncoderWork(own, model.processor, _blank(model.spec, own.node.module), **common)
     return works

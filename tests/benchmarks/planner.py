@@ -168,7 +168,7 @@ def draw_mix(tables: Path, rules) -> pl.DataFrame:
         drawn = [among[index] for index in rng.integers(len(among), size=count)]
         if kind == "video":
             # One frame a second, the first at 0 s.
-            media = [rules.video(math.floor(seconds) + 1) for _, _, seconds, _ in drawn]
+            media = [rules.video(math.floor(seconds) + 1, 640, 480) for _, _, seconds, _ in drawn]
         else:
             media = [rules.image(width, height, count) for width, height, _, _ in drawn]
         text_tokens = ADDED_TEXT + sum(text for _, _, _, text in drawn)

@@ -292,7 +292,7 @@ class Whole(nn.Module):
             features = self.encoder(media)
         elif self.encodes_always:
             blank = replace(media, items=torch.zeros((1, *self.item_shape)))
-            unused = 0.0 * self.encoder.encode(self.encoder.embed(blank))[-1].sum()
+            unused = 0.0 * self.encoder.encode(self.encoder.embed(blank), blank)[-1].sum()
         nothing = torch.zeros(0, self.llm.hf.config.text_config.hidden_size)
         return self.llm(self.llm.embed(text, [torch.cat([nothing, *features])]), text) + unused
 

@@ -58,6 +58,23 @@ def plan_with(encoders: Sequence[str], placement: str, schedule: str, dp: int, n
     return Plan(placement=placement, grids=tuple(grids), num_microbatches=num_microbatches, schedule=schedule)
 
 
+def with_squares(samples: SampleShapes, seed: int) -> SampleShapes:
+    """The samples, with items that attend to each other in runs of up to 64."""
+    lengths = np.random.default_rng(seed).integers(1, 65, samples.num_items.shape)
+    return replace(samples, sum_sq_items=(samples.num_items * lengths).astype(float))
+
+
+def costs_of_squares(costs: CostModel) -> CostModel:
+    """The costs, with encoders' layers that take as long for ten squares as for an item of the tiny model."""
+    times = {
+        key: replace(form, per_load=(*form.per_load[:2], 1e-5, *form.per_load[3:]))
+        if key[0] != "llm" and key[2] == "layer"
+        else form
+        for key, form in costs.times.items()
+    }
+    return replace(costs, times=times)
+
+
 def _times(factor: float, value: Coefficients | float) -> Coefficients | float:
     if not isinstance(value, Coefficients):
         return factor * value

@@ -17,20 +17,20 @@ from dataclasses import dataclass
 from dflop.models.audio import whisper_audio
 from dflop.models.family import Family
 from dflop.models.presets import TINY_LLM
-from dflop.models.spec import ItemCount, ModelSpec, encoder_of, vision_and_llm
+from dflop.models.spec import ItemCount, ModelSpec, ShapeRules, encoder_of, vision_and_llm
 
 TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 PRESETS = {"tiny": {"model_type": "made_up", "text_config": TINY_LLM, "vision_config": TOWER, "audio_config": TOWER}}
 
 
 @dataclass(frozen=True)
-class Rules:
+class Rules(ShapeRules):
     special_tokens = ("<sound>",)
 
     def image(self, width, height, num_images):
         return ItemCount(4, 36)
 
-    def video(self, num_frames):
+    def video(self, num_frames, width, height):
         return ItemCount(num_frames, 9 * num_frames)
 
     def audio(self, seconds, audio):

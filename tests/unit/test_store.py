@@ -135,9 +135,9 @@ def test_columns_are_those_of_this_schema_version(merge):
     """Whoever changes the columns raises `SCHEMA_VERSION`, or older files would be misread."""
     path = merge(("train", 0, [good(0, "a")]))
     behind = ["kept_vision_tokens", "target_tokens", "num_audio_windows", "audio_rate_hz"]
-    behind += ["media_width", "media_height", "media_frames", "evaluation"]
+    behind += ["media_width", "media_height", "media_frames", "media_frame_us", "sum_sq_items", "evaluation"]
     assert (SCHEMA_VERSION, [name for name, _ in columns_of(path, "samples")]) == (
-        5,
+        6,
         [*(name for name, _ in SAMPLES), *behind],
     )
 

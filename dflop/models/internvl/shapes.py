@@ -11,13 +11,13 @@ from functools import lru_cache
 
 from dflop.config import AudioConfig
 from dflop.models.audio import whisper_audio
-from dflop.models.spec import ItemCount
+from dflop.models.spec import ItemCount, ShapeRules
 
 __all__ = ["InternvlShapes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InternvlShapes:
+class InternvlShapes(ShapeRules):
     """The rules for one encoder resolution.
 
     A grid has `min_tiles` to `max_tiles` tiles, that of the whole picture not counted; `downsample_ratio` is
@@ -48,7 +48,7 @@ class InternvlShapes:
         caller."""
         return max(1, self.max_tiles // num_images)
 
-    def video(self, num_frames: int) -> ItemCount:
+    def video(self, num_frames: int, width: int, height: int) -> ItemCount:
         return self._tiles(num_frames)
 
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:

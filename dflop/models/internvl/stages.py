@@ -51,7 +51,7 @@ class VisionStage(EncoderStage):
         """Class token and embedded patches [num_items, 1 + num_patches, hidden_size]."""
         return self.hf.model.vision_tower.embeddings(batch.items)
 
-    def encode(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """What comes in, and the output of each of this stage's layers."""
         outputs = [hidden]
         for index in self.layers:

@@ -12,13 +12,13 @@ from functools import lru_cache
 
 from dflop.config import AudioConfig
 from dflop.models.audio import whisper_audio
-from dflop.models.spec import ItemCount
+from dflop.models.spec import ItemCount, ShapeRules
 
 __all__ = ["LlavaOnevisionShapes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlavaOnevisionShapes:
+class LlavaOnevisionShapes(ShapeRules):
     """The rules for one encoder resolution. `grid_pinpoints` are `(height, width)` in pixels."""
 
     image_size: int
@@ -44,7 +44,7 @@ class LlavaOnevisionShapes:
             return ItemCount(1, self.tokens_per_item + 1)
         return _single_image(self, width, height)
 
-    def video(self, num_frames: int) -> ItemCount:
+    def video(self, num_frames: int, width: int, height: int) -> ItemCount:
         pooled_side = math.ceil(self.patches_per_side / 2)
         return ItemCount(num_frames, num_frames * pooled_side**2 + 1)
 

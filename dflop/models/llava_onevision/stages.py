@@ -69,7 +69,7 @@ class VisionStage(EncoderStage):
         """Embedded patches [num_items, num_patches, hidden_size]."""
         return self.hf.model.vision_tower.embeddings(batch.items)
 
-    def encode(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """What comes in, and the output of each of this stage's layers."""
         outputs = [hidden]
         for index in self.layers:

@@ -18,6 +18,7 @@ from dflop.data import Source, SourceRecords, list_shards
 from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.manifests.formats import open_reader
 from dflop.data.records import EmbeddedBytes
+from dflop.data.samples import MEDIA_COLUMNS
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
@@ -159,7 +160,7 @@ def make(media, reader, profile_source, tiny_spec) -> Callable[[Callable[[Path],
         for row in usable.reverse().iter_rows(named=True):
             job = MicrobatchJob(
                 samples=(SampleRef("it", row["row"]),),
-                media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
+                media=(tuple(map(MediumSize, *(row[name] for name in MEDIA_COLUMNS))),),
                 kept_tokens=((row["kept_vision_tokens"],),),
                 llm_tokens=(row["llm_tokens"],),
                 encoder_rank=((0,),),

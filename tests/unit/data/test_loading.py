@@ -21,6 +21,7 @@ from dflop.data.loading import (
     TrainingRecords,
     segments_of,
 )
+from dflop.data.samples import MEDIA_COLUMNS
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
@@ -64,9 +65,7 @@ def make_job(demo_data, profile_records):
 def job(rows: list[dict], encoder_rank: list[int] | None = None) -> MicrobatchJob:
     return MicrobatchJob(
         samples=tuple(SampleRef("it", row["row"]) for row in rows),
-        media=tuple(
-            tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])) for row in rows
-        ),
+        media=tuple(tuple(map(MediumSize, *(row[name] for name in MEDIA_COLUMNS))) for row in rows),
         kept_tokens=tuple((row["kept_vision_tokens"],) for row in rows),
         llm_tokens=tuple(row["llm_tokens"] for row in rows),
         encoder_rank=tuple((rank,) for rank in encoder_rank or [0] * len(rows)),
@@ -135,7 +134,7 @@ def test_a_sample_that_is_no_longer_what_was_profiled_is_named(demo_data, make_l
     for wrong in (row["kept_vision_tokens"] + 1, row["kept_vision_tokens"] - 1):
         with pytest.raises(UserError, match=f"record {row['row']} of source `it` has changed since it was profiled"):
             loader[job([row | {"kept_vision_tokens": wrong}])]
-    more = {name: [*row[name], 0] for name in ("media_width", "media_height", "media_frames")}
+    more = {name: [*row[name], 0] for name in MEDIA_COLUMNS}
     with pytest.raises(UserError, match=r"has changed since it was profiled \(\d media, \d were profiled\)"):
         loader[job([row | more])]
     with pytest.raises(UserError, match=f"record {len(profiled)} of source `it` has changed"):

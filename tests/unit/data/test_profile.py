@@ -19,6 +19,7 @@ from dflop.config import AudioConfig, DataConfig, SourceConfig
 from dflop.data import ChatTokenizer, Source, list_shards, list_sources, profile_shard
 from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.records import EmbeddedBytes
+from dflop.data.samples import MEDIA_COLUMNS
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
@@ -59,7 +60,7 @@ def load(tiny_spec, tokenizer, reader):
         for row in frame.iter_rows(named=True):
             job = MicrobatchJob(
                 samples=(SampleRef("it", row["row"]),),
-                media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
+                media=(tuple(map(MediumSize, *(row[name] for name in MEDIA_COLUMNS))),),
                 kept_tokens=((row["kept_vision_tokens"],),),
                 llm_tokens=(row["llm_tokens"],),
                 encoder_rank=((0,),),

@@ -10,6 +10,7 @@ from PIL import Image
 
 from dflop.data import Source
 from dflop.data.loading import EncoderFeed, LoadedMedia, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.samples import MEDIA_COLUMNS
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
@@ -53,7 +54,7 @@ def profile_and_load(root, reader, profile_source, tiny_spec):
         row = frame.filter(pl.col("reason").is_null()).row(0, named=True)
         job = MicrobatchJob(
             samples=(SampleRef("it", row["row"]),),
-            media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
+            media=(tuple(map(MediumSize, *(row[name] for name in MEDIA_COLUMNS))),),
             kept_tokens=((row["kept_vision_tokens"],),),
             llm_tokens=(row["llm_tokens"],),
             encoder_rank=((0,),),

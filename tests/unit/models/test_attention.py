@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface
 
 from dflop.models import attention
-from dflop.models.attention import PACKED, packed_causal_attention
+from dflop.models.attention import PACKED, packed_attention
 
 
-def textbook_attention(query, key, value, scaling):
+def textbook_attention(query, key, value, scaling, is_causal=True):
     """softmax(QK'/sqrt(d) + causal mask) V of one segment, key and value heads repeated for grouped queries."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) & is_causal
     return scores.masked_fill(future, -math.inf).softmax(-1) @ value
 
 
@@ -32,19 +32,21 @@ def draw(num_tokens, num_heads, num_kv_heads, head_dim, seed):
 
 @settings(max_examples=40)
 @given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    lengths=st.lists(st.one_of(st.just(4), st.integers(1, 9)), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
     scaling=st.sampled_from([None, 0.3]),
+    is_causal=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_packed_segments_equal_separate_sequences_in_output_and_gradient(lengths, heads, scaling, seed):
+def test_packed_segments_equal_separate_sequences_in_output_and_gradient(lengths, heads, scaling, is_causal, seed):
     packed = draw(sum(lengths), *heads, 8, seed)
     alone = [tensor.detach().clone().requires_grad_() for tensor in packed]
     ends = list(itertools.accumulate(lengths))
 
-    output, weights = packed_causal_attention(None, *packed, None, segment_ends=ends, scaling=scaling)
+    how = {"scaling": scaling, "is_causal": is_causal}
+    output, weights = packed_attention(None, *packed, None, segment_ends=ends, **how)
     parts = [
-        textbook_attention(*(tensor[:, :, end - length : end] for tensor in alone), scaling or 8**-0.5)
+        textbook_attention(*(tensor[:, :, end - length : end] for tensor in alone), scaling or 8**-0.5, is_causal)
         for end, length in zip(ends, lengths, strict=True)
     ]
     expected = torch.cat(parts, dim=2).transpose(1, 2)
@@ -60,11 +62,11 @@ def test_packed_segments_equal_separate_sequences_in_output_and_gradient(lengths
 
 def test_no_segment_sees_another():
     tensors = draw(7, 2, 2, 4, seed=0)
-    before, _ = packed_causal_attention(None, *tensors, None, segment_ends=[3, 7])
+    before, _ = packed_attention(None, *tensors, None, segment_ends=[3, 7])
     with torch.no_grad():
         for tensor in tensors:
             tensor[:, :, 3:] += 1.0
-    after, _ = packed_causal_attention(None, *tensors, None, segment_ends=[3, 7])
+    after, _ = packed_attention(None, *tensors, None, segment_ends=[3, 7])
     assert torch.equal(before[:, :3], after[:, :3])
     assert not torch.equal(before[:, 3:], after[:, 3:])
 
@@ -86,9 +88,9 @@ def test_a_variable_length_kernel_gets_what_gives_the_same_and_one_copy_of_the_b
 
     monkeypatch.setattr(attention, "_flash_attention", lambda: flash)
     tensors, ends = draw(9, 4, 2, 8, seed=0), [2, 3, 9]
-    exact, _ = packed_causal_attention(None, *tensors, None, segment_ends=ends, scaling=0.3)
+    exact, _ = packed_attention(None, *tensors, None, segment_ends=ends, scaling=0.3)
     for _ in range(2):
-        torch.testing.assert_close(attention._varlen(*tensors, list(ends), 0.3), exact)
+        torch.testing.assert_close(attention._varlen(*tensors, list(ends), 0.3, True), exact)
     first, second = seen
     assert first is second
     assert (first.dtype, first.tolist()) == (torch.int32, [0, 2, 3, 9])
@@ -96,8 +98,8 @@ def test_a_variable_length_kernel_gets_what_gives_the_same_and_one_copy_of_the_b
 
 def test_a_mask_beside_the_segments_is_refused():
     with pytest.raises(AssertionError, match="the segments are the mask"):
-        packed_causal_attention(None, *draw(4, 1, 1, 4, 0), torch.zeros(1, 1, 4, 4), segment_ends=[4])
+        packed_attention(None, *draw(4, 1, 1, 4, 0), torch.zeros(1, 1, 4, 4), segment_ends=[4])
 
 
 def test_transformers_knows_it_by_its_name():
-    assert AttentionInterface()[PACKED] is packed_causal_attention
+    assert AttentionInterface()[PACKED] is packed_attention

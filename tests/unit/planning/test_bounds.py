@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 import pytest
+from encoders import costs_of_squares, with_squares
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spaces import bent_costs, make_config, space_of, uneven_samples
@@ -35,6 +36,8 @@ class Case:
     def __init__(self, spec, shape, seeds, freeze, grouping, device_model):
         devices, num_nodes, batch_size = shape
         costs, samples = bent_costs(seeds[0]), uneven_samples(40, seeds[1])
+        if seeds[0] % 2:
+            costs, samples = costs_of_squares(costs), with_squares(samples, seeds[1])
         config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze, device_model=device_model)
         batches, splits, rows = space_of(config, spec, costs, samples)
         self.rows = rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1])

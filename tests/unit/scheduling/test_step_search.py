@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from encoders import costs_of_squares, with_squares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,9 +65,10 @@ PLANS = {
 def start(costs, tiny_spec, draw_samples):
     """A search over a batch, with the pricer, the shapes, and where a balanced packing begins."""
 
-    def prepare(plan, seed=0, num_samples=32, cluster=CLUSTER, frozen=(), model=costs):
-        pricer = Pricer(plan, model, tiny_spec, cluster, frozen=frozen)
+    def prepare(plan, seed=0, num_samples=32, cluster=CLUSTER, frozen=(), model=costs, squares=False):
+        pricer = Pricer(plan, costs_of_squares(model) if squares else model, tiny_spec, cluster, frozen=frozen)
         shapes = draw_samples(num_samples, seed)
+        shapes = with_squares(shapes, seed) if squares else shapes
         problem = pricer.problem(shapes)
         rank, microbatch = np.divmod(lpt_buckets(problem), plan.num_microbatches)
         return (
@@ -80,9 +82,9 @@ def start(costs, tiny_spec, draw_samples):
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("frozen", [(), ("vision",)])
-def test_every_placement_and_schedule_is_priced_as_the_pricer_does(start, name, frozen):
-    search, pricer, shapes, first = start(PLANS[name], frozen=frozen)
+@pytest.mark.parametrize(("frozen", "squares"), [((), False), (("vision",), False), ((), True)])
+def test_every_placement_and_schedule_is_priced_as_the_pricer_does(start, name, frozen, squares):
+    search, pricer, shapes, first = start(PLANS[name], frozen=frozen, squares=squares)
     assert search.step_s(first) == pytest.approx(pricer.step_s(shapes, first), rel=1e-12)
     found, found_s = search.improve(first, 400, seed=1)
     assert found_s == pytest.approx(pricer.step_s(shapes, found), rel=1e-12)
@@ -101,6 +103,12 @@ def test_the_search_never_ends_worse_and_every_sample_stays_in_one_bucket(start,
     assert set(found.encoder_rank[:, 0]) <= set(range(plan.grids[0].dp))
     if plan.placement == "monolithic":
         assert (found.encoder_rank[:, 0] == found.llm_dp_rank).all()
+
+
+def test_an_encoders_runs_count_in_its_stages_and_in_the_bound(start):
+    without, with_them = (start(PLANS["disjoint"], squares=squares) for squares in (False, True))
+    assert with_them[0].step_s(with_them[3]) > 1.1 * without[0].step_s(without[3])
+    assert with_them[1].lower_bound_s(with_them[2]) > without[1].lower_bound_s(without[2])
 
 
 def test_a_step_in_bubbles_is_shorter_than_any_found_with_the_colocated_order(start):
