@@ -38,6 +38,12 @@ def internvl_run(dataset, write_made_up_costs, tmp_path_factory):
     return _prepare(tmp_path_factory.mktemp("internvl-run"), dataset, "internvl", write_made_up_costs)
 
 
+@pytest.fixture(scope="session")
+def qwen_run(dataset, write_made_up_costs, tmp_path_factory):
+    """The same for Qwen2.5-VL."""
+    return _prepare(tmp_path_factory.mktemp("qwen-run"), dataset, "qwen2_5_vl", write_made_up_costs)
+
+
 def _prepare(folder: Path, dataset: Path, family: str, write_made_up_costs: Callable[..., None]) -> tuple[Path, dict]:
     config = {
         "run": "test",

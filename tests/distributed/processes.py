@@ -24,7 +24,8 @@ from dflop.runtime.torchrun import threads_per_rank
 __all__ = ["preload", "print_to", "run_command", "spawn"]
 
 _CONTEXT = get_context("forkserver")
-_PRELOADED = ("cli", "costs.profile_rank", "models.internvl.runtime", "models.llava_onevision.runtime", "reporting")
+_FAMILIES = ("internvl", "llava_onevision", "qwen2_5_vl")
+_PRELOADED = ("cli", "costs.profile_rank", *(f"models.{family}.runtime" for family in _FAMILIES), "reporting")
 _LONGEST_RUN_S = 400
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from processes import spawn
 from torch import nn
+from whole_model import part_of
 
 from dflop.config import TrainConfig, load_config
 from dflop.parallelism import Grid, Plan
@@ -167,8 +168,7 @@ def _held(model: RankModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for piece in [None, *own.optimizer.pieces(parameter)]:
                 for values_name, values in piece.moments.items() if piece else [("", parameter.detach())]:
                     drawn = _drawn(name + values_name, shard.whole if shard else parameter.shape)
-                    if shard:
-                        drawn = drawn.narrow(shard.dim, shard.start, parameter.shape[shard.dim])
+                    drawn = part_of(drawn, shard, parameter.shape)
                     yield values, drawn.flatten()[piece.start :][: len(values)] if piece else drawn
 
 
@@ -187,8 +187,9 @@ def _check_layouts(rank: int, config: dict, folder: Path, store: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_a_checkpoint_goes_from_ranks_that_share_modules_to_ranks_that_do_not_and_back(run, tmp_path):
-    _, config = run
+@pytest.mark.parametrize("of", ["run", "qwen_run"])  # the second has queries, keys and values in one matrix
+def test_a_checkpoint_goes_from_ranks_that_share_modules_to_ranks_that_do_not_and_back(of, request, tmp_path):
+    _, config = request.getfixturevalue(of)
     spawn(_check_layouts, (config, tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)
     sizes = [
         sum(path.stat().st_size for path in (tmp_path / f"checkpoints/step-{step:06d}").glob("*.distcp"))

@@ -9,13 +9,13 @@ import torch.distributed as dist
 import yaml
 from PIL import Image
 from training_runs import plan_file, train
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 
 from dflop.config import Config, load_config
 from dflop.data import ChatTokenizer
 from dflop.data.records import Turn
 from dflop.data.shapes import expand_text
-from dflop.models import family_names, load_model_spec, load_runtime
+from dflop.models import ItemCount, family_names, load_model_spec, load_runtime
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import make_program
 from dflop.training.export import export_model
@@ -24,7 +24,7 @@ from dflop.training.topology import place_in_world
 
 pytestmark = pytest.mark.serial
 
-EXAMPLE = Path(__file__).parents[2] / "config" / "examples" / "internvl_cpu.yaml"
+EXAMPLES = Path(__file__).parents[2] / "config" / "examples"
 
 
 @pytest.fixture
@@ -76,22 +76,35 @@ def test_a_model_that_was_not_trained_is_written_as_it_was_loaded(alone, family,
     assert AutoTokenizer.from_pretrained(written).get_vocab() == AutoTokenizer.from_pretrained(loaded).get_vocab()
 
 
-def test_the_example_of_internvl_trains_and_what_it_leaves_generates_text_of_a_picture(internvl_run, tmp_path):
-    folder, config = internvl_run
-    example = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
-    assert load_config(example).model.family == "internvl"
+def inputs_of(
+    model: PreTrainedModel, items: np.ndarray, count: ItemCount, ids: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What the family's model takes of one picture."""
+    pixels = torch.from_numpy(items)
+    if model.config.model_type == "internvl":
+        return {"pixel_values": pixels}
+    of_picture = (ids == model.config.image_token_id).long()
+    grid = torch.tensor([count.grid])
+    return {"pixel_values": pixels.flatten(0, 1), "image_grid_thw": grid, "mm_token_type_ids": of_picture}
+
+
+@pytest.mark.parametrize(("family", "of"), [("internvl", "internvl_run"), ("qwen2_5_vl", "qwen_run")])
+def test_a_familys_example_trains_and_what_it_leaves_generates_text_of_a_picture(family, of, request, tmp_path):
+    folder, config = request.getfixturevalue(of)
+    example = yaml.safe_load((EXAMPLES / f"{family}_cpu.yaml").read_text(encoding="utf-8"))
+    assert load_config(example).model.family == family
     chosen = {"steps": 2, "precision": "fp32", "lr": example["train"]["lr"]}
     steps = train(folder, config | {"model": example["model"]}, plan_file(folder), tmp_path / "train", **chosen)
     assert [step["step"] for step in steps] == [0, 1]
 
-    spec, runtime = load_model_spec(load_config(example).model), load_runtime("internvl")
+    spec, runtime = load_model_spec(load_config(example).model), load_runtime(family)
     written = tmp_path / "train/model"
     model, found = runtime.architecture.from_pretrained(written, output_loading_info=True)
     assert not any(found.values()), found
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 200, 3), dtype=np.uint8))
-    (tiles,) = runtime.make_processor(spec, written).images([picture])
+    (items,) = runtime.make_processor(spec, written).images([picture])
     count = spec.rules.image(200, 60, 1)
-    assert len(tiles) == count.num_items > 1
+    assert len(items) == count.num_items > 1
     tokenizer = ChatTokenizer(written)  # which has all that the family's texts need by now
     (text,) = tokenizer.encode([[Turn("user", f"{spec.rules.in_text('image', count)}\nWhat?"), Turn("assistant", "A")]])
     context = text.token_ids == model.config.image_token_id
@@ -99,9 +112,8 @@ def test_the_example_of_internvl_trains_and_what_it_leaves_generates_text_of_a_p
     text = type(text)(text.token_ids, text.is_target, np.flatnonzero(context))
     ids, is_target = expand_text(text, [count.num_tokens], 10_000)
     prompt = torch.from_numpy(ids[: is_target.argmax()])[None]
-    inputs = {"pixel_values": torch.from_numpy(tiles)}
-    made = model.generate(input_ids=prompt, **inputs, max_new_tokens=3, do_sample=False)
+    made = model.generate(input_ids=prompt, **inputs_of(model, items, count, prompt), max_new_tokens=3, do_sample=False)
     with torch.no_grad():
-        likeliest = model(input_ids=made, **inputs).logits[0].argmax(dim=-1)
+        likeliest = model(input_ids=made, **inputs_of(model, items, count, made)).logits[0].argmax(dim=-1)
     num_asked = prompt.shape[1]
     assert made[0, num_asked:].tolist() == likeliest[num_asked - 1 : -1].tolist()

@@ -16,14 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import spawn
-from whole_model import build_whole_model, loss_of_batch, optimizer_of
+from whole_model import build_whole_model, loss_of_batch, optimizer_of, part_of
 
 from dflop.config import ClusterConfig, ScheduleConfig, load_config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes, load_samples
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
-from dflop.models.tensor_group import Shard
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import StepInstructions, check_program, make_program
 from dflop.pipeline.run import run_instructions
@@ -37,7 +36,8 @@ from dflop.training.work import make_works
 
 pytestmark = pytest.mark.serial
 
-_NUM_STEPS, _LR = {"plain": 2, "tied": 2, "frozen vision": 1, "frozen llm": 1, "internvl": 1, "damaged": 1}, 1e-3
+_NUM_STEPS = {"plain": 2, "tied": 2, "frozen vision": 1, "frozen llm": 1, "internvl": 1, "qwen": 1, "damaged": 1}
+_LR = 1e-3
 
 
 def disjoint(vision: dict, llm: dict, num_microbatches: int = 3, **more) -> Plan:
@@ -154,6 +154,13 @@ INTERNVL = (
     "colocated encoder tp 2",
     "disjoint 1+2, LLM tp 2",
 )
+QWEN = (
+    *INTERNVL,
+    "zb_h1, encoder pp 2",  # an LLM's stage between others
+    "colocated pp 2 dp 2",
+    "bubble-filled pp 2",
+    "parameters 2",
+)
 DAMAGED = (
     "disjoint 3+2",
     "disjoint 1+2, LLM pp 2",
@@ -166,7 +173,10 @@ DAMAGED = (
 CASES = [
     *(
         (name, variant)
-        for variant, names in (("plain", PLANS), ("tied", TIED), ("internvl", INTERNVL), ("damaged", DAMAGED))
+        for variant, names in (
+            *(("plain", PLANS), ("tied", TIED), ("internvl", INTERNVL)),
+            *(("qwen", QWEN), ("damaged", DAMAGED)),
+        )
         for name in names
     ),
     *((name, variant) for variant in ("frozen vision", "frozen llm") for name in FROZEN),
@@ -174,17 +184,18 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def folder(dataset, run, internvl_run, tmp_path_factory) -> Path:
+def folder(dataset, run, internvl_run, qwen_run, tmp_path_factory) -> Path:
     """What the ranks read: of each variant its config, and of each plan and variant the schedules; and what they must
     find: the losses and gradients of the whole model."""
     made, config = run
-    made_of = {"internvl": internvl_run[0]}
+    made_of = {"internvl": internvl_run[0], "qwen": qwen_run[0]}
     folder = tmp_path_factory.mktemp("layouts")
     configs = {
         "plain": config,
         "tied": config | {"model": config["model"] | {"path": str(_tied_checkpoint(folder / "tied", config))}},
         **{f"frozen {name}": config | {"model": config["model"] | {"freeze": [name]}} for name in ("vision", "llm")},
         "internvl": internvl_run[1],
+        "qwen": qwen_run[1],
         "damaged": config | {"data": config["data"] | {"sources": [{"path": str(folder / "damaged" / "train.json")}]}},
     }
     configs["tied"]["model"].pop("preset")
@@ -320,11 +331,6 @@ def _make_store() -> dist.Store:
     ports = [own.port if own else None]
     dist.broadcast_object_list(ports)
     return own or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
-
-
-def part_of(whole: torch.Tensor, shard: Shard | None, shape: torch.Size) -> torch.Tensor:
-    """What a rank holds of a parameter."""
-    return whole if shard is None else whole.narrow(shard.dim, shard.start, shape[shard.dim])
 
 
 def _compare_gradients(own, expected: dict[str, torch.Tensor], num_targets: int, tolerance: float, where: str) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from processes import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
+from whole_model import part_of
 
 from dflop.costs import Loads
 from dflop.costs.analytic import PartWork
@@ -100,6 +101,10 @@ CASES = {
     ),
     "internvl vision in bf16": Case(family="internvl", module="vision", precision="bf16"),
     "internvl llm": Case(family="internvl"),
+    "qwen2_5_vl vision": Case(family="qwen2_5_vl", module="vision"),
+    "qwen2_5_vl vision, checkpointing": Case(family="qwen2_5_vl", module="vision", checkpointing=True),
+    "qwen2_5_vl vision in bf16": Case(family="qwen2_5_vl", module="vision", precision="bf16"),
+    "qwen2_5_vl llm": Case(family="qwen2_5_vl"),
     "vision in bf16": Case(module="vision", precision="bf16"),
     "whole llm in bf16": Case(precision="bf16"),
     "whole llm in bf16, checkpointing": Case(precision="bf16", checkpointing=True),
@@ -143,12 +148,17 @@ def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             shard = stage.shards.get(name)
             noise = torch.randn(shard.whole if shard else parameter.shape, generator=generator)
-            parameter += 0.1 * (noise.narrow(shard.dim, shard.start, parameter.shape[shard.dim]) if shard else noise)
+            parameter += 0.1 * part_of(noise, shard, parameter.shape)
     return stage
 
 
 def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Drawn inputs, and what the stage makes of them."""
+    if case.family == "qwen2_5_vl" and case.module == "vision":
+        made_up = load_runtime(case.family).make_up_media(case.spec, "vision", 30)
+        items = draw(30, *made_up.item_shape).requires_grad_()
+        media = tuple((medium,) for medium in made_up.media)
+        return items, stage(EncoderBatch(items=items, media=media, kept_tokens=(20, *([1000] * (len(media) - 1)))))
     if case.module == "vision":
         side = case.spec.rules.image_size
         items = draw(5, 3, side, side).requires_grad_()
@@ -211,7 +221,8 @@ def whole(tensor: torch.Tensor | None, shard: Shard | None) -> torch.Tensor | No
         return tensor
     parts = [tensor] * TP
     dist.all_gather_object(parts, tensor)
-    return torch.cat(parts, shard.dim)
+    stacked = [part.unflatten(shard.dim, (shard.num_stacked, -1)) for part in parts]
+    return torch.cat(stacked, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -277,6 +288,8 @@ def test_a_divided_stage_computes_what_the_whole_one_does(divided, name):
         "vision",
         "internvl vision",
         "internvl vision, as in 6B",
+        "qwen2_5_vl vision",
+        "qwen2_5_vl llm",
         "whole llm",
         "whole llm, tied",
         "whole llama with biases",

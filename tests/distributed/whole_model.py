@@ -1,5 +1,6 @@
 """The oracle of training: transformers' own model on one sample after the other, unpacked, in one process."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,10 +12,11 @@ from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, Sam
 from dflop.data.shapes import MediumSize
 from dflop.data.text import ChatTokenizer, tokenizer_folder
 from dflop.models import ModelSpec, load_model_spec, load_runtime
-from dflop.models.microbatch import EncoderBatch
+from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.tensor_group import Shard
 from dflop.models.weights import norms_in_float64
 
-__all__ = ["build_whole_model", "loss_of_batch", "optimizer_of", "reader_of"]
+__all__ = ["build_whole_model", "loss_of_batch", "optimizer_of", "part_of", "reader_of"]
 
 
 def reader_of(config) -> ShapeReader:
@@ -32,11 +34,20 @@ def build_whole_model(config: Config) -> PreTrainedModel:
         layers = range(spec.module(module).num_layers)
         stage = runtime.build_stage(hf_config, module, layers=layers, seed=config.seed, checkpoint=checkpoint)
         weights |= stage.hf_state_dict()
-    hf_config.text_config._attn_implementation = "sdpa"
+    hf_config.text_config._attn_implementation = hf_config.vision_config._attn_implementation = "sdpa"
     model = runtime.architecture(hf_config)
     model.load_state_dict(weights)
     norms_in_float64(model)
     return model.double().train()
+
+
+def part_of(whole: torch.Tensor, shard: Shard | None, shape: torch.Size) -> torch.Tensor:
+    """What a rank holds of a parameter."""
+    if shard is None:
+        return whole
+    stacked = whole.unflatten(shard.dim, (shard.num_stacked, -1))
+    own = stacked.narrow(shard.dim + 1, shard.start, shape[shard.dim] // shard.num_stacked)
+    return own.flatten(shard.dim, shard.dim + 1)
 
 
 def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
@@ -85,12 +96,12 @@ def _loss_of_sample(model, visual, text, batch: SampleShapes, index: int) -> tor
     packed = text[job]
     inputs = {}
     if batch.num_items[index, 0]:
-        inputs = _INPUTS[model.config.model_type](visual[job].batch)
+        inputs = _INPUTS[model.config.model_type](visual[job].batch, packed, job.media[0])
     logits = model(input_ids=packed.token_ids[None], **inputs).logits[0, packed.target_positions]
     return torch.nn.functional.cross_entropy(logits, packed.target_ids, reduction="sum")
 
 
-def _inputs_of_llava(loaded: EncoderBatch) -> dict[str, torch.Tensor]:
+def _inputs_of_llava(loaded: EncoderBatch, packed: TextBatch, sizes: Sequence[MediumSize]) -> dict[str, torch.Tensor]:
     (media,) = loaded.media
     if media[0].kind == "video":
         return {"pixel_values_videos": loaded.items.double()[None]}
@@ -101,9 +112,27 @@ def _inputs_of_llava(loaded: EncoderBatch) -> dict[str, torch.Tensor]:
     }
 
 
-def _inputs_of_internvl(loaded: EncoderBatch) -> dict[str, torch.Tensor]:
+def _inputs_of_internvl(
+    loaded: EncoderBatch, packed: TextBatch, sizes: Sequence[MediumSize]
+) -> dict[str, torch.Tensor]:
     return {"pixel_values": loaded.items.double()}
 
 
+def _inputs_of_qwen(loaded: EncoderBatch, packed: TextBatch, sizes: Sequence[MediumSize]) -> dict[str, torch.Tensor]:
+    """Pictures and clips lie apart; which tokens are whose follows from the placeholders around `<|vision_start|>`."""
+    (media,), inputs = loaded.media, {"mm_token_type_ids": torch.zeros_like(packed.token_ids)[None]}
+    of_media = loaded.items.double().split([medium.num_items for medium in media])
+    positions = packed.feature_positions[0].split([medium.num_items for medium in media])
+    for kind, type_id, suffix in (("image", 1, ""), ("video", 2, "_videos")):
+        own = [place for place, medium in enumerate(media) if medium.kind == kind]
+        if own:
+            inputs[f"pixel_values{suffix}"] = torch.cat([of_media[place] for place in own]).flatten(0, 1)
+            inputs[f"{kind}_grid_thw"] = torch.tensor([media[place].grid for place in own])
+            inputs["mm_token_type_ids"][0, torch.cat([positions[place] for place in own])] = type_id
+            if kind == "video":
+                inputs["second_per_grid_ts"] = torch.tensor([2 * sizes[place].frame_us / 1e6 for place in own])
+    return inputs
+
+
 # What a family's model takes of the media of one sample.
-_INPUTS = {"llava_onevision": _inputs_of_llava, "internvl": _inputs_of_internvl}
+_INPUTS = {"llava_onevision": _inputs_of_llava, "internvl": _inputs_of_internvl, "qwen2_5_vl": _inputs_of_qwen}

@@ -177,14 +177,19 @@ def test_live_bytes_are_those_of_new_tensors_while_they_live():
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
-def test_internvl_is_measured_piece_by_piece_and_has_the_parameters_that_analytic_costs_count(tokenizer, module):
-    spec = load_model_spec(ModelConfig(family="internvl"))
+@pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl"])
+def test_a_family_is_measured_piece_by_piece_and_has_the_parameters_that_analytic_costs_count(
+    tokenizer, family, module
+):
+    spec = load_model_spec(ModelConfig(family=family))
     size = tokenizer.vocab_size()
     assert size <= spec.hf_config["text_config"]["vocab_size"]
     bench = make_bench(spec, tokenizer, module, depth=2)
     for piece in PIECES:
         rows = bench.measure(point_of(module, piece, 6, depth=1 if piece == "layers" else 2), 0)
         assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
+        if (family, module) == ("qwen2_5_vl", "vision"):
+            assert [row["sum_sq_tokens"] for row in rows] == [36, 36]  # one picture of 2 x 3 items
     work = count_work(spec, module, 1)
     sizes = dict(bench.parameter_sizes().select("part", "parameter_bytes").rows())
     assert sizes == {part: 4 * getattr(work, part).num_parameters for part in ("layer", "first", "last")}

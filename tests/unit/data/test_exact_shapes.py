@@ -1,25 +1,36 @@
 """Profiled shapes are to the token what transformers' processors and the training path make of the same records.
 
-The oracles are `LlavaOnevisionProcessor` and `InternVLProcessor` with their image processors for Pillow, given the
-decoded pictures and the whole conversation. Their video processors need torchvision; a stand-in hands the frames on.
+The oracles are `LlavaOnevisionProcessor`, `InternVLProcessor` and `Qwen2_5_VLProcessor` with their image processors for
+Pillow, given the decoded pictures and the whole conversation. Their video processors need torchvision; a stand-in hands
+the frames on, and for Qwen2.5-VL gives the grid of patches that its image processor gives with a video's limits.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
 from PIL import Image, ImageOps
-from transformers import BatchFeature, InternVLProcessor, LlavaOnevisionProcessor, PreTrainedTokenizerFast
+from transformers import (
+    BatchFeature,
+    InternVLProcessor,
+    LlavaOnevisionProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+)
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dflop.config import ModelConfig, load_config
 from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, Source, SourceRecords
 from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.data.records import Record, parse_record
+from dflop.data.samples import MEDIA_COLUMNS
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec, load_runtime
@@ -27,7 +38,7 @@ from dflop.models import load_model_spec, load_runtime
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 MAX_LLM_TOKENS = 100_000
-PRESETS = {"llava_onevision": "llava_ov_7b", "internvl": "internvl_8b"}
+PRESETS = {"llava_onevision": "llava_ov_7b", "internvl": "internvl_8b", "qwen2_5_vl": "qwen2_5_vl_7b"}
 
 
 class Frames:
@@ -62,11 +73,49 @@ def processors(monkeypatch) -> dict[str, Callable]:
         setattr(tokenizer, name, token)
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     tiles = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True, max_patches=12)
-    return {"llava_onevision": llava, "internvl": InternVLProcessor(tiles, tokenizer, Frames(), image_seq_length=256)}
+    # Built without its video processor, which would need torchvision.
+    qwen = object.__new__(Qwen2_5_VLProcessor)
+    qwen.image_processor, qwen.video_processor = Qwen2VLImageProcessorPil(), SimpleNamespace(merge_size=2)
+    qwen.image_token, qwen.video_token = "<|image_pad|>", "<|video_pad|>"
+    qwen.tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_TOKENIZER)
+    added = ["<|vision_start|>", "<|vision_end|>", qwen.image_token, qwen.video_token]
+    qwen.tokenizer.add_special_tokens({"additional_special_tokens": added})
+    return {
+        "llava_onevision": llava,
+        "internvl": InternVLProcessor(tiles, tokenizer, Frames(), image_seq_length=256),
+        "qwen2_5_vl": qwen,
+    }
 
 
-def processed(processor, record: Record, root: Path, num_frames: int) -> tuple[int, int]:
+def processed_by_qwen(processor, record: Record, root: Path, row: dict) -> tuple[int, int]:
+    """Items, which are the patches of a token, and tokens of a record as the processor makes them."""
+    grids, texts = [], []
+    for medium, width, height, num_frames in zip(
+        record.media, row["media_width"], row["media_height"], row["media_frames"], strict=True
+    ):
+        if medium.kind == "image":
+            made = processor.image_processor([_decode(root / medium.file)], return_tensors=None)
+            grids.append(made["image_grid_thw"][0])
+            text = processor.replace_image_token({"image_grid_thw": made["image_grid_thw"]}, 0)
+        else:
+            of_video = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
+            made = processor.image_processor([Image.new("RGB", (width, height))], size=of_video, return_tensors=None)
+            grids.append(made["image_grid_thw"][0] * [-(-num_frames // 2), 1, 1])
+            text = processor.replace_video_token({"video_grid_thw": [grids[-1]]}, 0)
+        texts.append(f"<|vision_start|>{text}<|vision_end|>")
+    messages = [{"role": turn.role, "content": turn.content} for turn in record.turns]
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    remaining = iter(texts)
+    text = re.sub("<image>|<video>", lambda _: next(remaining), text)
+    assert next(remaining, None) is None
+    return sum(int(np.prod(grid)) // 4 for grid in grids), len(processor.tokenizer(text)["input_ids"])
+
+
+def processed(processor, record: Record, root: Path, row: dict) -> tuple[int, int]:
     """Items and tokens of a record as the processor makes them."""
+    if isinstance(processor, Qwen2_5_VLProcessor):
+        return processed_by_qwen(processor, record, root, row)
+    num_frames = row["num_frames"]
     pictures = [_decode(root / medium.file) for medium in record.media if medium.kind == "image"]
     clips = [[Image.new("RGB", (64, 48))] * num_frames for medium in record.media if medium.kind == "video"]
     messages = [{"role": turn.role, "content": turn.content} for turn in record.turns]
@@ -124,7 +173,7 @@ def test_every_record_has_the_items_and_tokens_that_transformers_gives_it(family
     _, frame, records = profiled(source, family, PRESETS[family])
     assert len(records) >= 30
     for record, row in zip(records, frame.iter_rows(named=True), strict=True):
-        expected = processed(processors[family], record, source.media_root, row["num_frames"])
+        expected = processed(processors[family], record, source.media_root, row)
         assert (row["num_items"], row["llm_tokens"]) == expected, record.sample_id
 
 
@@ -146,7 +195,7 @@ def test_every_record_has_the_items_and_tokens_that_training_makes(family, data,
     for row in frame.iter_rows(named=True):
         job = MicrobatchJob(
             samples=(SampleRef(source.name, row["row"]),),
-            media=(tuple(map(MediumSize, row["media_width"], row["media_height"], row["media_frames"])),),
+            media=(tuple(map(MediumSize, *(row[name] for name in MEDIA_COLUMNS))),),
             kept_tokens=((row["kept_vision_tokens"],),),
             llm_tokens=(row["llm_tokens"],),
             encoder_rank=((0,),),

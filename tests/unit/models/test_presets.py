@@ -81,6 +81,12 @@ def internvit_6b(out: int) -> int:
     return internvit(3200, 45 * layer, out)
 
 
+def qwen_vision(inner: int, out: int) -> int:
+    """The vision transformer of Qwen2.5-VL and its merger of 2 x 2 patches."""
+    layer = linear(1280, 3 * 1280) + linear(1280, 1280) + 2 * linear(1280, inner) + linear(inner, 1280) + 2 * 1280
+    return 3 * 2 * 14 * 14 * 1280 + 32 * layer + 1280 + linear(5120, 5120) + linear(5120, out)
+
+
 # By the formulas above, and the number that comes out.
 SIZES = {
     "llava_ov_7b": (siglip(3584) + qwen_7b(152_000), 8_029_890_080),
@@ -93,6 +99,14 @@ SIZES = {
     "internvl_78b": (internvit_6b(8192) + qwen_72b(151_674), 78_408_318_336),
     "internvit_300m_llama3_8b": (internvit_300m(4096) + LLAMA_8B, 8_367_844_352),
     "internvit_6b_llama3_70b": (internvit_6b(8192) + LLAMA_70B, 76_262_210_944),
+    "qwen2_5_vl_3b": (
+        qwen_vision(3420, 2048)
+        + llm(hidden=2048, inner=11008, num_layers=36, kv=2 * 128, vocab=151_936, bias=True, heads=1),
+        3_754_622_976,
+    ),
+    "qwen2_5_vl_7b": (qwen_vision(3420, 3584) + qwen_7b(152_064), 8_292_166_656),
+    "qwen2_5_vl_32b": (qwen_vision(3456, 5120) + qwen_32b(152_064), 33_452_718_336),
+    "qwen2_5_vl_72b": (qwen_vision(3456, 8192) + qwen_72b(152_064), 73_410_777_344),
 }
 
 # The released LLMs' numbers of parameters, 1.5B with its embedding as its head.

@@ -1,6 +1,7 @@
 """The files of a processor beside a trained model are those that transformers reads; a checkpoint's own are kept."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
 
 from dflop.data import ChatTokenizer
-from dflop.models import family_names, family_of, load_runtime
+from dflop.models import ItemCount, family_names, family_of, load_runtime
 
 
 def tiny(family: str):
@@ -53,6 +54,18 @@ def test_the_tokenizer_names_and_knows_the_tokens_that_internvls_processor_asks_
     assert "\n<IMG_CONTEXT>\nWhat?<video><|im_end|>" in prompt
 
 
+def test_the_chat_template_writes_pictures_as_the_model_was_trained_on_them(written):
+    family, folder = written
+    if family != "qwen2_5_vl":
+        return
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}, {"type": "video"}]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    image, video = (tiny(family).rules.in_text(kind, ItemCount(1, 1)) for kind in ("image", "video"))
+    assert f"{image}What?{video}<|im_end|>" in prompt
+    assert (tokenizer.image_token, tokenizer.video_token) == ("<|image_pad|>", "<|video_pad|>")
+
+
 @pytest.fixture
 def without_clips(monkeypatch):
     """Processors are read without the part for clips, which needs torchvision; torch's CPU build has none here."""
@@ -71,7 +84,9 @@ def test_the_processor_makes_of_pictures_what_training_makes(written):
     count = spec.rules.image(200, 90, 1)
     (placeholder,) = {ChatTokenizer(None, spec.rules).placeholder_ids["image"]}
     assert int((made["input_ids"] == placeholder).sum()) == count.num_tokens
-    assert made["pixel_values"].reshape(-1, *made["pixel_values"].shape[-3:]).shape[0] == count.num_items
+    assert made["pixel_values"].numel() == count.num_items * math.prod(
+        load_runtime(family).make_processor(spec, None).item_shape
+    )
 
 
 def test_the_files_of_a_checkpoint_are_kept_as_they_are(tmp_path):

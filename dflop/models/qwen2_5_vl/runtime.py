@@ -1,0 +1,81 @@
+"""Qwen2.5-VL to be run: its Hugging Face config for a tokenizer, its stages, its patches."""
+
+import math
+from copy import deepcopy
+
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from dflop.models.microbatch import MediumLayout
+from dflop.models.qwen2_5_vl.presets import make_spec
+from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
+from dflop.models.qwen2_5_vl.stages import cut
+from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
+from dflop.models.spec import ModelSpec
+
+__all__ = ["RUNTIME", "make_config"]
+
+# The hub and `save_pretrained` keep the names that the family had first.
+_FIRST_NAMES = (
+    (r"^visual\.", "model.visual."),
+    (r"^model\.(?!language_model\.|visual\.)", "model.language_model."),
+)
+# Items of a side of made-up pictures, in turn: squares of runs must not follow from the number of items. The small ones
+# have the size of the released models' windows.
+_SIDES = (4, 32)
+
+
+def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> Qwen2_5_VLConfig:
+    """The Hugging Face config for a tokenizer: its placeholders' ids, and a vocabulary that holds all its tokens."""
+    config = Qwen2_5_VLConfig(**deepcopy(config_fields(spec, vocab_size)))
+    config.image_token_id = placeholder_ids["image"]
+    config.video_token_id = placeholder_ids["video"]
+    return config
+
+
+def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
+    """The model with so many layers in one module. An encoder's then all attend beyond windows, so that any of them can
+    be measured; small pictures stand for windows (`make_up_media`)."""
+    fields = deepcopy(spec.hf_config)
+    if module == "llm":
+        fields["text_config"]["num_hidden_layers"] = num_layers
+    else:
+        fields["vision_config"] |= {"depth": num_layers, "fullatt_block_indexes": list(range(num_layers))}
+    return make_spec(spec.name, fields)
+
+
+def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
+    """Square pictures, small ones or large ones by the number of items, and a few oblong ones to make it up."""
+    rules = spec.rules
+    most, grids, left = _SIDES[num_items.bit_length() % 2], [], num_items
+    while left:
+        rows = min(most, math.isqrt(left))
+        columns = min(most, left // rows)
+        grids.append((1, rows * rules.merge_size, columns * rules.merge_size))
+        left -= rows * columns
+    media = tuple(
+        MediumLayout(
+            "image",
+            math.prod(grid) // rules.merge_size**2,
+            grid[1] * rules.patch_size,
+            grid[2] * rules.patch_size,
+            grid,
+        )
+        for grid in grids
+    )
+    return MadeUpMedia(
+        item_shape=(rules.merge_size**2, 3 * rules.temporal_patch_size * rules.patch_size**2),
+        media=media,
+        sum_sq_items=sum(rules.sum_sq_items(grid) for grid in grids),
+    )
+
+
+RUNTIME = FamilyRuntime(
+    architecture=Qwen2_5_VLForConditionalGeneration,
+    make_config=make_config,
+    cut=cut,
+    weight_renamings=_FIRST_NAMES,
+    packs_media=True,
+    make_processor=Qwen25VlPatches,
+    with_depth=with_depth,
+    make_up_media=make_up_media,
+)

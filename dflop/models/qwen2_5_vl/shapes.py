@@ -1,0 +1,122 @@
+"""Qwen2.5-VL's shape rules: from the size of a picture or clip to patches and tokens.
+
+A picture keeps its resolution, but for rounding its sides to whole tokens and keeping its area within limits; two
+frames of a clip become one step in time. An item of the encoder is the square of patches that becomes one token of the
+LLM. In most layers patches attend to those of their window, in a few to all of their picture or step. The tests compare
+every number with transformers' own processor and model.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflop.config import AudioConfig
+from dflop.models.audio import whisper_audio
+from dflop.models.spec import ItemCount, ShapeRules
+
+__all__ = ["PixelLimits", "Qwen25VlShapes"]
+
+_MOST_ASPECT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class PixelLimits:
+    """The least and the most pixels that a picture, or a frame, is scaled to."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen25VlShapes(ShapeRules):
+    """The rules of one encoder: a token has `merge_size` patches a side, a window is `window_size` pixels wide, and
+    `num_full_layers` of the `num_layers` attend beyond windows."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    window_size: int
+    tokens_per_second: int
+    num_layers: int
+    num_full_layers: int
+    picture: PixelLimits
+    frame: PixelLimits
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return ("<|vision_start|>", "<|vision_end|>")
+
+    @property
+    def num_position_axes(self) -> int:
+        """Time, row and column."""
+        return 3
+
+    @property
+    def token_size(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch_size * self.merge_size
+
+    def image(self, width: int, height: int, num_images: int) -> ItemCount:
+        return self._of_grid((1, *self.patches_of(width, height, self.picture)))
+
+    def video(self, num_frames: int, width: int, height: int) -> ItemCount:
+        num_steps = math.ceil(num_frames / self.temporal_patch_size)
+        return self._of_grid((num_steps, *self.patches_of(width, height, self.frame)))
+
+    def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
+        return whisper_audio(seconds, audio)
+
+    def placeholder(self, kind: str) -> str:
+        return {"image": "<|image_pad|>", "video": "<|video_pad|>"}.get(kind, f"<{kind}>")
+
+    def in_text(self, kind: str, count: ItemCount) -> str:
+        placeholder = self.placeholder(kind)
+        return placeholder if kind == "audio" else f"<|vision_start|>{placeholder}<|vision_end|>"
+
+    def run_positions(self, kind: str, count: ItemCount, frame_s: float) -> tuple[np.ndarray, int]:
+        if kind == "audio":
+            return np.tile(np.arange(count.num_tokens), (3, 1)), count.num_tokens
+        num_steps, rows, columns = count.grid[0], count.grid[1] // self.merge_size, count.grid[2] // self.merge_size
+        # In float32, as transformers has them: another rounding would shift a step now and then.
+        seconds_a_step = np.float32(self.temporal_patch_size * frame_s)
+        interval = np.float32(self.tokens_per_second) * seconds_a_step if kind == "video" else np.float32(1)
+        time = (np.arange(num_steps, dtype=np.float32) * interval).astype(np.int64)
+        axes = np.meshgrid(time, np.arange(rows), np.arange(columns), indexing="ij")
+        return np.stack([axis.ravel() for axis in axes]), max(rows, columns)
+
+    def patches_of(self, width: int, height: int, limits: PixelLimits) -> tuple[int, int]:
+        """Rows and columns of patches of a picture or frame.
+
+        Raises:
+            ValueError: when it is more than 200 times as long as wide.
+        """
+        if max(width, height) > _MOST_ASPECT * min(width, height):
+            raise ValueError(f"{width} x {height} pixels: one side is more than {_MOST_ASPECT} times the other")
+        side = self.token_size
+        rows, columns = round(height / side), round(width / side)
+        if rows * columns * side**2 > limits.most:
+            shrink = math.sqrt(height * width / limits.most)
+            rows, columns = (max(1, math.floor(length / shrink / side)) for length in (height, width))
+        elif rows * columns * side**2 < limits.least:
+            grow = math.sqrt(limits.least / (height * width))
+            rows, columns = (math.ceil(length * grow / side) for length in (height, width))
+        return rows * self.merge_size, columns * self.merge_size
+
+    def _of_grid(self, grid: tuple[int, int, int]) -> ItemCount:
+        num_tokens = math.prod(grid) // self.merge_size**2
+        return ItemCount(num_tokens, num_tokens, self.sum_sq_items(grid), grid)
+
+    def sum_sq_items(self, grid: tuple[int, int, int]) -> float:
+        """Squared items of what attends to itself in a layer: a step, or in most layers a window; the layers' mean."""
+        num_steps, rows, columns = grid[0], grid[1] // self.merge_size, grid[2] // self.merge_size
+        window = max(1, self.window_size // self.merge_size // self.patch_size)
+        in_windows = _sum_sq_parts(rows, window) * _sum_sq_parts(columns, window)
+        of_layers = self.num_full_layers * (rows * columns) ** 2
+        of_layers += (self.num_layers - self.num_full_layers) * in_windows
+        return num_steps * of_layers / self.num_layers
+
+
+def _sum_sq_parts(length: int, part: int) -> int:
+    """Squared lengths of the parts of a length that is cut into parts, the last one shorter."""
+    return length // part * part**2 + (length % part) ** 2

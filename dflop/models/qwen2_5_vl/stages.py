@@ -1,0 +1,134 @@
+"""Qwen2.5-VL's encoder as a stage, and how the whole model is cut into stages."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+
+from dflop.models.division import Division, check_kind
+from dflop.models.microbatch import EncoderBatch
+from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
+
+__all__ = ["VisionStage", "cut"]
+
+
+def cut(hf: Qwen2_5_VLForConditionalGeneration, module: str, layers: range) -> EncoderStage | LlmStage:
+    """The stage of these layers of a module, in place, from the whole model."""
+    if module == "llm":
+        return cut_llm(hf, layers, of_encoders=("visual",), kind="qwen2")
+    hf.model.language_model, hf.lm_head = None, None
+    tower = hf.model.visual
+    is_first, is_last = keep_layers(tower.blocks, layers)
+    if not is_first:
+        tower.patch_embed = None
+    if not is_last:
+        tower.merger = None
+    return VisionStage(hf, layers, is_first=is_first, is_last=is_last)
+
+
+def _rotated(
+    query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary positions of the encoder, which transformers applies in float32 whatever it gets; in float64 exactly."""
+    if query.dtype != torch.float64:
+        return _rotated_in_float32(query, key, cosines, sines)
+    cosines, sines = cosines.unsqueeze(-2).double(), sines.unsqueeze(-2).double()
+    return tuple(own * cosines + modeling.rotate_half(own) * sines for own in (query, key))
+
+
+# In place of transformers' own, as the norms that compute in float32 are exchanged in float64 (`weights.py`): what is
+# rounded to float32 differs between layouts, now and then, by far more than float64 does.
+_rotated_in_float32 = modeling.apply_rotary_pos_emb_vision
+modeling.apply_rotary_pos_emb_vision = _rotated
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a microbatch's patches lie in the layers: items ordered by windows, `order` [num_items] being their places
+    before; ends of windows and of pictures or steps; rotary cosines and sines, [num_patches, head_dim]."""
+
+    order: torch.Tensor
+    window_ends: list[int]
+    picture_ends: list[int]
+    rotary: tuple[torch.Tensor, torch.Tensor]
+
+
+class VisionStage(EncoderStage):
+    """The vision transformer's layers and the merger. Between stages the patches are ordered by windows."""
+
+    @property
+    def reads_records(self) -> bool:
+        """Every layer needs to know where pictures and windows end."""
+        return True
+
+    def part_of(self, name: str) -> str:
+        if ".blocks." in name:
+            return "layer"
+        return "first" if "patch_embed" in name else "last"
+
+    def division(self) -> Division:
+        check_kind(self.hf.config.vision_config.model_type, ("qwen2_5_vl_vision",))
+        return Division(
+            blocks=("model.visual.blocks.*.attn", "model.visual.blocks.*.mlp", "model.visual.merger.mlp"),
+            columns=("qkv", "gate_proj", "up_proj", "0"),
+            rows=("proj", "down_proj", "2"),
+            stacked={"qkv": 3},
+            sizes=("num_heads",),
+        )
+
+    def hidden_shape(self, num_items: int) -> tuple[int, ...]:
+        """[num_patches, hidden_size]."""
+        config = self.hf.config.vision_config
+        return (num_items * config.spatial_merge_size**2, config.hidden_size)
+
+    def embed(self, batch: EncoderBatch) -> torch.Tensor:
+        """Embedded patches [num_patches, hidden_size], ordered by windows."""
+        patches = self.hf.model.visual.patch_embed(batch.items)
+        return self._ordered(patches, self._layout(batch, patches.device).order)
+
+    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
+        """What comes in, and the output of each of this stage's layers."""
+        layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
+        # One segment for Hugging Face's own loop over segments, which launches kernels for each of them.
+        whole = torch.tensor([0, len(hidden)])
+        outputs = [hidden]
+        for index in self.layers:
+            is_full = index in tower.fullatt_block_indexes
+            outputs.append(
+                tower.blocks[index](
+                    outputs[-1],
+                    cu_seqlens=whole,
+                    position_embeddings=layout.rotary,
+                    segment_ends=layout.picture_ends if is_full else layout.window_ends,
+                )
+            )
+        return outputs
+
+    def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
+        """Features of each sample, [kept_tokens, hidden_size of the LLM]."""
+        order = self._layout(batch, outputs[-1].device).order
+        features = self.hf.model.visual.merger(outputs[-1])[torch.argsort(order)]
+        of_samples = features.split([sum(medium.num_items for medium in media) for media in batch.media])
+        return [own[:kept] for own, kept in zip(of_samples, batch.kept_tokens, strict=True)]
+
+    def _layout(self, batch: EncoderBatch, device: torch.device) -> _Layout:
+        tower = self.hf.model.visual
+        grids = torch.tensor([medium.grid for media in batch.media for medium in media])
+        order, window_ends = get_vision_window_index(
+            grids, tower.spatial_merge_size, window_size=tower.window_size, patch_size=tower.patch_size
+        )
+        positions = get_vision_position_ids(grids, tower.spatial_merge_size).to(device)
+        order = order.to(device)
+        cosines, sines = (self._ordered(own, order) for own in tower.rotary_pos_emb(positions, positions))
+        return _Layout(
+            order=order,
+            window_ends=window_ends.tolist()[1:],
+            picture_ends=get_vision_cu_seqlens(grids).tolist()[1:],
+            rotary=(cosines, sines),
+        )
+
+    def _ordered(self, patches: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """Patches [num_patches, width] with their items in this order."""
+        return patches.unflatten(0, (len(order), -1))[order].flatten(0, 1)

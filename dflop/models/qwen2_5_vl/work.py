@@ -1,0 +1,92 @@
+"""What Qwen2.5-VL's modules do in one forward pass: the vision transformer with its merger, and the LLM.
+
+An encoder's load is its items, the patches of one token each, and the squared items of what attends to itself, the mean
+of windowed and of full layers: a stage with more of either kind than the others has is priced as the mean.
+"""
+
+from dflop.models.llm_work import llm_work
+from dflop.models.spec import ModelSpec
+from dflop.models.work import Layer, ModuleWork, PartWork, coefficients, size_of
+
+__all__ = ["count_work"]
+
+# Forward kernels of eager PyTorch, about: products, casts, norms, rotary positions and pointwise operations.
+_NUM_KERNELS = {"layer": 50, "first": 10, "last": 20}
+
+
+def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
+    """Counts of one module on each of `tp` ranks.
+
+    Raises:
+        UserError: when the config lacks a size, or has an LLM of which nothing is known.
+    """
+    if module == "llm":
+        return llm_work(spec, tp, is_tied=bool(spec.hf_config["tie_word_embeddings"]), kind="qwen2")
+    sizes, patches = spec.module("vision"), spec.rules.merge_size**2
+    layer = Layer(
+        hidden=sizes.hidden_size,
+        query=sizes.hidden_size,
+        key_value=sizes.hidden_size,
+        inner=size_of(spec, "vision_config", "intermediate_size"),
+        num_heads=sizes.num_heads,
+        rms_norm=True,
+        gated=True,
+        rotary=True,
+        stacked_qkv=True,
+        half_stream=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+    squares = ("sum_sq_tokens", patches**2)
+    return ModuleWork(
+        layer=layer.work(tp, "num_items", patches, squares, causal=False, num_kernels=_NUM_KERNELS["layer"]),
+        first=_patches(spec),
+        last=_merger(spec, tp),
+        input_bytes=coefficients(num_items=2.0 * patches * sizes.hidden_size),
+        # Rotary cosines and sines.
+        stage_bytes=coefficients(num_items=8.0 * patches * (sizes.hidden_size // sizes.num_heads)),
+    )
+
+
+def _patches(spec: ModelSpec) -> PartWork:
+    """The patch embedding, whole on every rank, and patches put in the order of windows."""
+    rules, hidden = spec.rules, spec.module("vision").hidden_size
+    patches, patch = rules.merge_size**2, 3 * rules.temporal_patch_size * rules.patch_size**2
+    return PartWork(
+        dense_flops=coefficients(num_items=2.0 * patches * patch * hidden),
+        square_flops=coefficients(),
+        causal=False,
+        matmul_bytes=coefficients(num_items=2.0 * patches * (patch + hidden)),
+        # The pixels' cast; patches put in order.
+        pointwise_bytes=coefficients(num_items=patches * (6.0 * patch + 4.0 * hidden)),
+        reduced_bytes=(coefficients(), coefficients()),
+        # The pixels' cast, and the places that patches come from.
+        saved_bytes=coefficients(2.0 * patch * hidden, num_items=2.0 * patches * patch + 8.0),
+        size=coefficients(num_items=patches * hidden),
+        num_parameters=patch * hidden,
+        num_matrix_parameters=patch * hidden,
+        num_kernels=_NUM_KERNELS["first"],
+    )
+
+
+def _merger(spec: ModelSpec, tp: int) -> PartWork:
+    """The last norm, and two matrices over the patches of a token."""
+    hidden, patches, out = spec.module("vision").hidden_size, spec.rules.merge_size**2, spec.module("llm").hidden_size
+    wide = patches * hidden
+    matrices = (wide * wide + wide * out) / tp
+    return PartWork(
+        dense_flops=coefficients(num_items=2.0 * matrices),
+        square_flops=coefficients(),
+        causal=False,
+        matmul_bytes=coefficients(num_items=2.0 * (wide + 2 * wide / tp + out)),
+        # The norm; a cast, the activation, features put back in order.
+        pointwise_bytes=coefficients(num_items=34.0 * wide + 4.0 * wide / tp + 4.0 * out),
+        reduced_bytes=(coefficients(num_items=2.0 * out), coefficients(num_items=2.0 * wide)),
+        # The norm's two and its cast, the activation's in and out.
+        saved_bytes=coefficients(2.0 * matrices, num_items=8.0 * wide + 4.0 * patches + 4.0 * wide / tp + 8.0),
+        size=coefficients(num_items=wide / tp),
+        num_parameters=hidden + matrices + wide / tp + out,
+        num_matrix_parameters=matrices,
+        num_kernels=_NUM_KERNELS["last"],
+    )
