@@ -59,7 +59,9 @@ COMMANDS: dict[str, Command] = {
             "costs.repeats",
         ),
     ),
-    "profile-loading": Command("dflop.cli.data.profile_loading", ("seed", "data.sources", *_LIMITS, *_MODEL)),
+    "profile-loading": Command(
+        "dflop.cli.data.profile_loading", ("seed", "data.sources", "data.watch_media", *_LIMITS, *_MODEL)
+    ),
     "fit-costs": Command("dflop.cli.costs.fit_costs_command", ()),
     "plan": Command("dflop.cli.plans.plan_command", (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan")),
     "schedule": Command("dflop.cli.plans.schedule_command", (*_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")),
