@@ -181,6 +181,7 @@ class TrainConfig:
     min_lr_ratio: float = 0.0
     modules: dict[str, ModuleTraining] = field(default_factory=dict)
     precision: str = "fp32"
+    export_precision: Optional[str] = None
     checkpoint_every: int = 10
     resume: str = "auto"
     evaluate_every: Optional[int] = None

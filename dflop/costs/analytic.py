@@ -125,15 +125,14 @@ def _text_points() -> list[dict[str, int]]:
 def _part_s(part: PartWork, device: DeviceModel, loads: Loads, direction: str, tp: int) -> np.ndarray:
     """Seconds of one part in one direction.
 
-    Beside what it computes on, forward reads the fp32 weights and writes their bf16 copies; backward turns bf16
-    gradients into fp32 ones and adds them to what other microbatches left (18 bytes a parameter).
+    Backward adds bf16 gradients to the fp32 ones that other microbatches left (10 bytes a parameter).
     """
-    times, cast_bytes = (1, 6.0) if direction == "forward" else (2, 18.0)
+    times, added_bytes = (1, 0.0) if direction == "forward" else (2, 10.0)
     memory_rate = device.memory_bytes_per_s * device.memory_share
     computing_s = times * part.dense_flops(loads) / device.matmul_flops_per_s(part.size(loads))
     moving_s = times * (part.matmul_bytes(loads) + 2.0 * part.num_matrix_parameters) / memory_rate
     attention_s = times * part.attention_flops(loads) / (device.peak_flops_per_s * device.attention_share)
-    pointwise_s = (times * part.pointwise_bytes(loads) + cast_bytes * part.num_matrix_parameters) / memory_rate
+    pointwise_s = (times * part.pointwise_bytes(loads) + added_bytes * part.num_matrix_parameters) / memory_rate
     on_the_ring = 2 * (tp - 1) / tp * part.reduced_bytes[direction == "backward"](loads)
     reducing_s = on_the_ring / (device.link_bytes_per_s * device.link_share)
     launching_s = times * part.num_kernels * device.launch_s

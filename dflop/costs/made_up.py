@@ -26,10 +26,8 @@ class Run(NamedTuple):
 class MadeUpRuns:
     """Random microbatches for a stage of a module: `make(point)` has the loads of the point."""
 
-    def __init__(
-        self, spec: ModelSpec, module: str, stage: EncoderStage | LlmStage, dtype: torch.dtype, autocast: torch.autocast
-    ) -> None:
-        self._spec, self._module, self._stage, self._dtype, self._autocast = spec, module, stage, dtype, autocast
+    def __init__(self, spec: ModelSpec, module: str, stage: EncoderStage | LlmStage, dtype: torch.dtype) -> None:
+        self._spec, self._module, self._stage, self._dtype = spec, module, stage, dtype
         self._device = next(stage.parameters()).device
         self._make_up_media = load_runtime(spec.family).make_up_media
         self._generator = torch.Generator(device=self._device).manual_seed(0)
@@ -54,13 +52,13 @@ class MadeUpRuns:
             kept_tokens=(_ALL_TOKENS,) * len(made_up.media),
         )
         if point.piece == "first":
-            return Run(self._cast(lambda: encoder.embed(batch)), [])
+            return Run(lambda: encoder.embed(batch), [])
         if point.piece == "whole":
-            return Run(self._cast(lambda: torch.cat(encoder(batch))), [])
+            return Run(lambda: torch.cat(encoder(batch)), [])
         leaf = self._random(*encoder.hidden_shape(point.num_items)).requires_grad_()
         if point.piece == "layers":
-            return Run(self._cast(lambda: encoder.encode(leaf, batch)[-1]), [leaf])
-        return Run(self._cast(lambda: torch.cat(encoder.finish([leaf], batch))), [leaf])
+            return Run(lambda: encoder.encode(leaf, batch)[-1], [leaf])
+        return Run(lambda: torch.cat(encoder.finish([leaf], batch)), [leaf])
 
     def _of_llm(self, llm: LlmStage, point: Point) -> Run:
         """Text of which the first half are features of an encoder."""
@@ -78,22 +76,13 @@ class MadeUpRuns:
         )
         features = self._random(num_tokens // 2, config.hidden_size).requires_grad_()
         if point.piece == "first":
-            return Run(self._cast(lambda: llm.embed(batch, [features])), [features])
+            return Run(lambda: llm.embed(batch, [features]), [features])
         if point.piece == "whole":
-            return Run(
-                self._cast(lambda: llm.finish(llm.encode(llm.embed(batch, [features]), batch), batch)), [features]
-            )
+            return Run(lambda: llm.finish(llm.encode(llm.embed(batch, [features]), batch), batch), [features])
         leaf = self._random(1, num_tokens, config.hidden_size).requires_grad_()
         if point.piece == "layers":
-            return Run(self._cast(lambda: llm.encode(leaf, batch)), [leaf])
-        return Run(self._cast(lambda: llm.finish(leaf, batch)), [leaf])
+            return Run(lambda: llm.encode(leaf, batch), [leaf])
+        return Run(lambda: llm.finish(leaf, batch), [leaf])
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self._device, dtype=self._dtype, generator=self._generator)
-
-    def _cast(self, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            with self._autocast:
-                return forward()
-
-        return run

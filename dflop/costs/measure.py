@@ -20,6 +20,7 @@ from dflop.costs.design import Point
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.made_up import MadeUpRuns, Run
 from dflop.models import ModelSpec, check_tp, load_runtime
+from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.runtime.memory import available_bytes, process_bytes
 
@@ -57,7 +58,7 @@ class Bench:
         self.module, self.device, self.depth = module, device, depth
         self.tp, self._group = ranks.size, ranks.group
         check_tp(spec, module, ranks.size)
-        dtype = torch.float64 if precision == "fp64" else torch.float32
+        dtype = COMPUTES_IN[precision]
         runtime = load_runtime(spec.family)
         spec = runtime.with_depth(spec, module, depth)
         self.stage = runtime.build_stage(
@@ -65,15 +66,15 @@ class Bench:
             module,
             layers=range(depth),
             seed=0,
-            dtype=dtype,
+            dtype=held_in(dtype),
             device=device,
             draw_on=device,
             ranks=ranks,
         )
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-        self._runs = MadeUpRuns(spec, module, self.stage, dtype, autocast)
+        compute_in(self.stage, dtype)
+        self._runs = MadeUpRuns(spec, module, self.stage, dtype)
         for parameter in self.stage.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=held_in(dtype))
         self._flushed = torch.zeros(_cache_bytes(device) // 4, device=device)
         self._largest: tuple[Point, int] | None = None
         self._reserved_share = 0.0
@@ -145,7 +146,8 @@ class Bench:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free - torch.cuda.memory_reserved(self.device), self._reserved_share
-        own_bytes = sum(2 * parameter.nbytes for parameter in self.stage.parameters()) + self._flushed.nbytes
+        own_bytes = self._flushed.nbytes
+        own_bytes += sum(parameter.nbytes + parameter.grad.nbytes for parameter in self.stage.parameters())
         ctypes.CDLL(None).malloc_trim(0)
         held_bytes = max(0, process_bytes("VmRSS") - own_bytes)
         if self._largest is None:

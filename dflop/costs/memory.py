@@ -7,7 +7,7 @@ import numpy as np
 
 from dflop.costs.stage_kind import StageKind
 
-__all__ = ["StageMemory", "memory_of_parts", "resident_bytes"]
+__all__ = ["StageMemory", "memory_of_parts", "resident_bytes", "sync_bytes"]
 
 
 class StageMemory(NamedTuple):
@@ -21,13 +21,27 @@ class StageMemory(NamedTuple):
 Bytes = TypeVar("Bytes", float, np.ndarray)
 
 
-def resident_bytes(parameter_bytes: Bytes, dp: int, *, is_frozen: bool, num_shards: int = 1) -> Bytes:
-    """What a rank always holds of a stage with so many replicas: parameters and gradients, and its share of AdamW's two
-    moments (fp32 each); of a frozen stage parameters alone.
+def resident_bytes(parameter_bytes: Bytes, dp: int, *, value_bytes: int, is_frozen: bool, num_shards: int = 1) -> Bytes:
+    """What a rank always holds of a stage with so many replicas and `parameter_bytes` of parameters in fp32.
 
-    Where parameters are divided among `num_shards` of the replicas, so is everything else."""
-    own = parameter_bytes / num_shards
-    return own if is_frozen else own * (2 + 2 / (dp if num_shards == 1 else 1))
+    These are the parameters, as values of `value_bytes`; and where they are trained, gradients and AdamW's two moments
+    in fp32 at least, and fp32 masters of smaller values. Moments and masters are divided among the replicas. Where
+    parameters are divided among `num_shards` of the replicas, so is everything else, and the masters are all there is
+    of the parameters."""
+    count, held_bytes = parameter_bytes / 4, max(4, value_bytes)
+    if is_frozen:
+        return count * (value_bytes / num_shards)
+    if num_shards > 1:
+        return count * (4 * held_bytes / num_shards)
+    masters_bytes = held_bytes if value_bytes < held_bytes else 0
+    return count * (value_bytes + held_bytes + (2 * held_bytes + masters_bytes) / dp)
+
+
+def sync_bytes(parameter_bytes: Bytes, *, value_bytes: int, num_shards: int | np.ndarray = 1) -> Bytes:
+    """What a gradient sync moves, as bytes of an all-reduce: half of it is gradients that are summed, in fp32 at least,
+    half the updated values on their way back. Shards of parameters have gradients to sum alone, there and back."""
+    back_bytes = np.where(np.asarray(num_shards) > 1, max(4, value_bytes), value_bytes)
+    return parameter_bytes / 4 * ((max(4, value_bytes) + back_bytes) / 2)
 
 
 def memory_of_parts(

@@ -38,8 +38,6 @@ def packed_attention(
     [1, num_tokens, num_heads, head_dim].
     """
     assert attention_mask is None, "packed sequences carry no mask: the segments are the mask"
-    # Rotary positions come in fp32, which promotes queries and keys; the values keep the compute dtype.
-    query, key = query.to(value.dtype), key.to(value.dtype)
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         assert not dropout, "the variable-length kernels have no dropout"
         return _varlen(query, key, value, segment_ends, scaling, is_causal), None

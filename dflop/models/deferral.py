@@ -85,24 +85,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, inputs, weight, bias, deferral):
-        device, ctx.input_dtype = inputs.device.type, inputs.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            inputs = inputs.to(dtype)
-            output = functional.linear(inputs, weight.to(dtype), None if bias is None else bias.to(dtype))
-        else:
-            output = functional.linear(inputs, weight, bias)
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
-        return output
+        return functional.linear(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx, gradient):
         (inputs,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
-        of_inputs = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
+        of_inputs = gradient @ weight if ctx.needs_input_grad[0] else None
         if ctx.deferral.put_off(weight, bias, inputs, gradient):
             return of_inputs, None, None, None
         rows, sums = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        of_bias = None if bias is None else sums.sum(0).to(bias.dtype)
-        return of_inputs, (sums.T @ rows).to(weight.dtype), of_bias, None
+        return of_inputs, sums.T @ rows, None if bias is None else sums.sum(0), None

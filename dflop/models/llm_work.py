@@ -7,8 +7,8 @@ from dflop.runtime import UserError
 
 __all__ = ["llm_work"]
 
-# Forward kernels of eager PyTorch, about: products, casts, norms, rotary positions and pointwise operations.
-_NUM_KERNELS = {"layer": 50, "first": 10, "last": 20}
+# Forward kernels of eager PyTorch, about: products, norms, rotary positions and pointwise operations.
+_NUM_KERNELS = {"layer": 40, "first": 6, "last": 15}
 _TEXT_TYPES = ("llama", "qwen2", "qwen3")
 
 
@@ -49,9 +49,9 @@ def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool, kind: str | None = None
         layer=layer.work(tp, "num_tokens", 1, ("sum_sq_tokens", 1), causal=True, num_kernels=_NUM_KERNELS["layer"]),
         first=_embedding(sizes.hidden_size, vocabulary),
         last=_head(sizes.hidden_size, vocabulary, tp, is_tied=is_tied),
-        input_bytes=coefficients(num_tokens=4.0 * sizes.hidden_size),
+        input_bytes=coefficients(num_tokens=2.0 * sizes.hidden_size),
         # Rotary cosines and sines.
-        stage_bytes=coefficients(num_tokens=8.0 * head_dim),
+        stage_bytes=coefficients(num_tokens=4.0 * head_dim),
     )
 
 
@@ -62,11 +62,10 @@ def _embedding(hidden: int, vocabulary: float) -> PartWork:
         square_flops=coefficients(),
         causal=True,
         matmul_bytes=coefficients(),
-        pointwise_bytes=coefficients(num_tokens=16.0 * hidden),
-        # Embeddings in fp32.
-        reduced_bytes=(coefficients(num_tokens=4.0 * hidden), coefficients()),
+        pointwise_bytes=coefficients(num_tokens=12.0 * hidden),
+        reduced_bytes=(coefficients(num_tokens=2.0 * hidden), coefficients()),
         # Ids, and features as if every token came from an encoder.
-        saved_bytes=coefficients(num_tokens=16.0 + 4.0 * hidden),
+        saved_bytes=coefficients(num_tokens=16.0 + 2.0 * hidden),
         size=coefficients(),
         num_parameters=vocabulary * hidden,
         num_matrix_parameters=0.0,
@@ -83,11 +82,11 @@ def _head(hidden: int, vocabulary: float, tp: int, *, is_tied: bool) -> PartWork
         causal=True,
         matmul_bytes=coefficients(num_targets=2.0 * (hidden + vocabulary)),
         # The norm, the logits in fp32, their softmax.
-        pointwise_bytes=coefficients(num_targets=42.0 * hidden + 14.0 * vocabulary),
+        pointwise_bytes=coefficients(num_targets=40.0 * hidden + 14.0 * vocabulary),
         # Two all-reduces of the loss's three numbers a target.
         reduced_bytes=(coefficients(num_targets=12.0), coefficients(num_targets=2.0 * hidden)),
-        # The norm's two, its cast, and the log-probabilities in fp32.
-        saved_bytes=coefficients(2.0 * matrix, num_targets=20.0 + 10.0 * hidden + 4.0 * vocabulary),
+        # The norm's two, what it gives, and the log-probabilities in fp32.
+        saved_bytes=coefficients(num_targets=20.0 + 8.0 * hidden + 4.0 * vocabulary),
         size=coefficients(num_targets=hidden / tp),
         num_parameters=(0 if is_tied else matrix) + hidden,
         num_matrix_parameters=matrix,
@@ -101,9 +100,10 @@ def _passing_bytes(vocabulary: float, matrix: float, tp: int) -> tuple[Coefficie
 
     Backward of the loss makes the gradient of the log-probabilities and that of the logits, both in fp32, before it
     lets go of any: 8 bytes a logit. Where ranks share the vocabulary, the gradient of the logits is made at once: 4
-    bytes. Of few targets, the head's own gradient in fp32 takes more; by then the log-probabilities are gone.
+    bytes. Of few targets, the head's own gradient in bf16 takes more; by then the log-probabilities are gone, and the
+    logits' gradient is in bf16.
     """
     return (
         coefficients(num_targets=(8.0 if tp == 1 else 4.0) * vocabulary),
-        coefficients(4.0 * matrix, num_targets=-4.0 * vocabulary),
+        coefficients(2.0 * matrix, num_targets=-2.0 * vocabulary),
     )

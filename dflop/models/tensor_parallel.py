@@ -89,13 +89,10 @@ def _shard(whole: nn.Parameter, ranks: TensorGroup, dim: int, num_stacked: int =
 
 
 def _reduce_input_gradient(block: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """All matrices that read the block's input share one cast of it and one all-reduce of its gradient."""
+    """All matrices that read the block's input share one all-reduce of its gradient."""
 
     def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:
-            hidden = hidden.to(torch.get_autocast_dtype(device))
         hidden = _SumGradient.apply(hidden, group)
         return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": hidden})
 

@@ -6,8 +6,8 @@ from dflop.models.work import Layer, ModuleWork, PartWork, coefficients
 
 __all__ = ["VitWidths", "vit_layer", "vit_work"]
 
-# Forward kernels of eager PyTorch, about: products, casts, norms and pointwise operations.
-_NUM_KERNELS = {"layer": 30, "first": 10, "last": 20}
+# Forward kernels of eager PyTorch, about: products, norms and pointwise operations.
+_NUM_KERNELS = {"layer": 16, "first": 6, "last": 15}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ def vit_work(widths: VitWidths, tp: int) -> ModuleWork:
         ),
         first=_patches(widths),
         last=_projector(widths, tp),
-        input_bytes=coefficients(num_items=4.0 * positions * widths.layer.hidden),
+        input_bytes=coefficients(num_items=2.0 * positions * widths.layer.hidden),
         stage_bytes=coefficients(),
     )
 
@@ -97,10 +97,10 @@ def _patches(widths: VitWidths) -> PartWork:
         square_flops=coefficients(),
         causal=False,
         matmul_bytes=coefficients(num_items=2.0 * (pixels + patches * hidden)),
-        # The pixels' cast, positions added.
-        pointwise_bytes=coefficients(num_items=6.0 * pixels + 10.0 * widths.positions * hidden),
+        # Positions added.
+        pointwise_bytes=coefficients(num_items=6.0 * widths.positions * hidden),
         reduced_bytes=(coefficients(), coefficients()),
-        saved_bytes=coefficients(2.0 * patch * hidden, num_items=2.0 * pixels),
+        saved_bytes=coefficients(num_items=2.0 * pixels),
         size=coefficients(num_items=patches * hidden),
         num_parameters=patch * hidden + widths.in_vectors,
         num_matrix_parameters=patch * hidden,
@@ -118,18 +118,17 @@ def _projector(widths: VitWidths, tp: int) -> PartWork:
         square_flops=coefficients(),
         causal=False,
         matmul_bytes=coefficients(num_items=2.0 * projected * (wide + 2 * out / tp + out)),
-        # The last norm; shuffling, a cast, the activation, rows put together.
+        # The last norm; shuffling, the activation, rows put together.
         pointwise_bytes=coefficients(
-            num_items=8.0 * widths.norm_runs * positions * hidden
-            + projected * (widths.shuffle_bytes + 6.0 * wide + 4.0 * out / tp + 4.0 * out)
+            num_items=4.0 * widths.norm_runs * positions * hidden
+            + projected * (widths.shuffle_bytes + 4.0 * out / tp + 4.0 * out)
         ),
         reduced_bytes=(
             coefficients(num_items=2.0 * projected * out),
             coefficients(num_items=2.0 * projected * wide),
         ),
         saved_bytes=coefficients(
-            2.0 * matrices,
-            num_items=widths.norm_runs * positions * (4.0 * hidden + 8.0)
+            num_items=widths.norm_runs * positions * (2.0 * hidden + 8.0)
             + projected * (widths.shuffle_saved_bytes + 2.0 * wide + 4.0 * out / tp),
         ),
         size=coefficients(num_items=projected * out / tp),

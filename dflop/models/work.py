@@ -4,11 +4,10 @@ Every count is a linear function of a microbatch's loads and follows from the co
 the transformer layer that LLMs and encoders share. `llm_work` and `vit_work` count a whole LLM and a whole vision
 encoder; a family calls them with its own widths, or counts for itself.
 
-Counted is what `dflop profile-costs` would see with `train.precision: bf16`: Hugging Face's layers in eager
-PyTorch, fp32 weights and residual stream, matrix products in bf16 (autocast, which keeps a bf16 copy of the
-weights for each microbatch in flight), FlashAttention on packed segments. Not counted: the optimiser, gradient
-sync, workspace inside a pass other than the head's, and the kernels' padding. Backward does twice the matrix
-products of forward.
+Counted is what `dflop profile-costs` would see with `train.precision: bf16` on a GPU: Hugging Face's layers in eager
+PyTorch, weights and residual stream in bf16, norms and the loss in fp32 inside, FlashAttention on packed segments. Not
+counted: the optimiser, gradient sync, workspace inside a pass other than the head's, and the kernels' padding. Backward
+does twice the matrix products of forward.
 
 Tensor parallelism divides as Megatron's does: heads, the MLP's inner width, the projector's, and the vocabulary.
 Norms, the residual stream, the patch embedding and biases after a reduction are whole on every rank (no
@@ -32,8 +31,8 @@ class PartWork:
 
     `square_flops` is attention over the whole square of every segment, which is what torch's FlopCounterMode
     counts; the variable-length kernels skip the half above the diagonal where the module is `causal`.
-    `num_matrix_parameters` are those that autocast copies. The most of `passing_bytes` lives for a moment beside what
-    is saved. `reduced_bytes` go through all-reduces, in forward and in backward. `size` is what the speed of matrix
+    `num_matrix_parameters` are those that products read. The most of `passing_bytes` lives for a moment beside what is
+    saved. `reduced_bytes` go through all-reduces, in forward and in backward. `size` is what the speed of matrix
     products depends on.
     """
 
@@ -75,8 +74,7 @@ class Layer:
     """A transformer layer by its widths; every method counts for one position, on one of `tp` ranks.
 
     `head_norm` is the width that a norm of the queries sees: all of them, one head, or 0 for none. With `stacked_qkv`
-    one matrix gives queries, keys and values. The residual stream is in fp32, or in bf16 (`half_stream`), as it is
-    behind a convolution.
+    one matrix gives queries, keys and values.
     """
 
     hidden: int
@@ -90,7 +88,6 @@ class Layer:
     rotary: bool
     scaled: bool = False
     stacked_qkv: bool = False
-    half_stream: bool = False
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
@@ -102,10 +99,6 @@ class Layer:
     @property
     def num_ups(self) -> int:
         return 2 if self.gated else 1
-
-    def num_casts(self, tp: int) -> int:
-        """Of inputs to bf16: one a matrix, but what is cast where ranks share matrices is cast once for all of them."""
-        return (1 if self.stacked_qkv else 3) + self.num_ups if tp == 1 else 2
 
     def num_matrix_parameters(self, tp: int) -> float:
         return (self.hidden * (self.qkv + self.query) + (self.num_ups + 1) * self.hidden * self.inner) / tp
@@ -122,10 +115,10 @@ class Layer:
         return self.num_matrix_parameters(tp) + divided / tp + whole
 
     def saved_bytes(self, tp: int) -> float:
-        """What autograd keeps: fp32 in and around norms, bf16 in and out of products and attention."""
-        rms = (6 if self.half_stream else 8) * self.hidden + 4
-        norms = 2 * (rms if self.rms_norm else 4 * self.hidden + 8)
-        casts = 2 * self.num_casts(tp) * self.hidden
+        """What autograd keeps: of root-mean-square norms an fp32 copy of their input, of all else bf16; what a norm
+        gives is kept once for all matrices that read it."""
+        norms = 2 * (6 * self.hidden + 4 if self.rms_norm else 2 * self.hidden + 8)
+        inputs = 2 * 2 * self.hidden
         scales = 4 * self.hidden * self.scaled
         attention = 4 * self.query + 4 * self.key_value + 4 * self.num_heads
         if self.head_norm:
@@ -133,7 +126,7 @@ class Layer:
         if self.stacked_qkv:  # the values are kept as a part of what the matrix gives
             attention += 2 * (self.query + self.key_value)
         mlp = (8 if self.gated else 4) * self.inner
-        return norms + casts + scales + (attention + mlp) / tp
+        return norms + inputs + scales + (attention + mlp) / tp
 
     def matmul_bytes(self, tp: int) -> float:
         """Operands and results of the products and of attention, in bf16."""
@@ -142,9 +135,9 @@ class Layer:
         return 2.0 * (whole + divided / tp)
 
     def pointwise_bytes(self, tp: int) -> float:
-        """What unfused kernels read and write: norms, casts, rotary positions, activation, residual sums."""
-        whole = 2 * (28 if self.rms_norm else 8) + 6 * self.num_casts(tp) + 20 + 16 * self.scaled
-        per_head = 36 * self.rotary + 44 * bool(self.head_norm)
+        """What unfused kernels read and write: norms, rotary positions, activation, residual sums."""
+        whole = 2 * (36 if self.rms_norm else 4) + 12 + 8 * self.scaled
+        per_head = 20 * self.rotary + 36 * bool(self.head_norm)
         divided = per_head * (self.query + self.key_value) + (10 if self.gated else 4) * self.inner
         return whole * self.hidden + divided / tp
 
@@ -165,7 +158,7 @@ class Layer:
             matmul_bytes=per_load(self.matmul_bytes(tp)),
             pointwise_bytes=per_load(self.pointwise_bytes(tp)),
             reduced_bytes=(reduced_bytes, reduced_bytes),
-            saved_bytes=coefficients(2.0 * matrices, **{load: positions * self.saved_bytes(tp)}),
+            saved_bytes=per_load(self.saved_bytes(tp)),
             size=per_load(self.hidden / tp),
             num_parameters=self.num_parameters(tp),
             num_matrix_parameters=matrices,

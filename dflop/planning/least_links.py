@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dflop.config import ClusterConfig
-from dflop.costs import PARTS, CostModel, Moving, ShardedPass, sharded_passes
+from dflop.costs import PARTS, CostModel, Moving, ShardedPass, sharded_passes, sync_bytes
 from dflop.models import ModelSpec
 from dflop.pricing import find_link
 
@@ -31,11 +31,11 @@ class LeastLinks:
         self._least = lru_cache(maxsize=4096)(self._least_link)
 
     def sync(self, dp: np.ndarray, tp: int, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Latency and seconds a byte of a gradient sync over `dp` replicas of tp ranks each, `shards` of which share a
-        copy of the parameters and need none among them."""
+        """Latency, and seconds a byte of fp32 parameters, of a gradient sync over `dp` replicas of tp ranks each;
+        `shards` of them share a copy of the parameters and need none among them."""
         each = [self._least(int(all_ // own), int(all_ - 1) * tp) for all_, own in zip(dp, shards, strict=True)]
         latency_s, byte_s = np.array(each).reshape(-1, 2).T
-        return latency_s, byte_s / shards
+        return latency_s, sync_bytes(byte_s / shards, value_bytes=self.value_bytes, num_shards=shards)
 
     def passes(self, module: str, tp: int, shards: np.ndarray) -> tuple[ShardedPass, ShardedPass]:
         """Forward and backward where so many replicas share a copy of the parameters, [num_rows] of them; seconds are

@@ -154,12 +154,12 @@ class LeastMemory:
             passing[stage, : len(forms)] = forms
         if gathers:
             sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
-            kept[:, 0] = 0.0
             passing[:, :, 0] += working_bytes(sizes, value_bytes=self._value_bytes, is_frozen=module in self._frozen)
         return parameters, kept, passing
 
     def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
-        return resident_bytes(parameter_bytes, dp, is_frozen=module in self._frozen, num_shards=shards)
+        how = {"value_bytes": self._value_bytes, "is_frozen": module in self._frozen}
+        return resident_bytes(parameter_bytes, dp, num_shards=shards, **how)
 
 
 @kernel

@@ -221,5 +221,5 @@ class Pricer:
     @cached_property
     def sync_s(self) -> np.ndarray:
         """The gradient sync of each node, [num_nodes]."""
-        own = [self.transfers.gradient_sync_s(stage, self.stage_costs.parameter_bytes(stage)) for stage in self.stages]
+        own = [self.transfers.gradient_sync_s(stage, self.stage_costs.sync_bytes(stage)) for stage in self.stages]
         return np.repeat(own, [stage.dp for stage in self.stages]) * self.trains

@@ -22,6 +22,7 @@ from dflop.costs import (
     resident_bytes,
     sharded_passes,
     stage_kinds,
+    sync_bytes,
     working_bytes,
 )
 from dflop.data import SampleShapes
@@ -69,9 +70,9 @@ class StageCosts:
         value_bytes: int,
         is_hidden: bool,
     ) -> None:
-        """`sharing_links` (`Transfers.sharing_link`) are those of the modules whose replicas share parameters, which
-        move as values of `value_bytes`, hidden behind computing or not."""
-        self.plan, self.costs, self.frozen = plan, costs, frozenset(frozen)
+        """`sharing_links` (`Transfers.sharing_link`) are those of the modules whose replicas share parameters; these
+        are values of `value_bytes`, and move hidden behind computing or not."""
+        self.plan, self.costs, self.frozen, self._value_bytes = plan, costs, frozenset(frozen), value_bytes
         self.stages = stages_of(plan)
         # The kinds of each module's stages, without repetition, and of which of these each stage is.
         self._kinds: dict[str, list[StageKind]] = {}
@@ -156,21 +157,15 @@ class StageCosts:
         object."""
         memories = [self.costs.stage_memory(kind, loads) for kind in self._kinds[module]]
         if module in self._sharded:
-            # What a microbatch keeps whatever its size are copies of weights, which are gathered here.
-            nothing = Loads(*(np.zeros(1) for _ in loads))
-            copies = self.costs.stage_memory(self._kinds[module][0], nothing).activation_bytes
             (memory,) = memories
-            memories = [
-                StageMemory(memory.activation_bytes - copies, memory.transient_bytes + self._working_bytes[module])
-            ]
+            memories = [memory._replace(transient_bytes=memory.transient_bytes + self._working_bytes[module])]
         return self._of_stages(module, memories)
 
     def memory_forms(self, stage: StageReplicas) -> tuple[np.ndarray, np.ndarray]:
         """What `memories` gives, as linear functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
         kept, passing = self.costs.stage_memory_forms(self.kind(stage))
         if stage.module in self._sharded:
-            kept, passing = kept.copy(), passing.copy()
-            kept[0] = 0.0  # copies of weights
+            passing = passing.copy()
             passing[:, 0] += self._working_bytes[stage.module]
         return kept, passing
 
@@ -180,9 +175,13 @@ class StageCosts:
     def resident_bytes(self, stage: StageReplicas) -> float:
         """Parameters, gradients, and the rank's share of optimiser state."""
         num_shards = self.plan.grid(stage.module).num_shards
-        return resident_bytes(
-            self.parameter_bytes(stage), stage.dp, is_frozen=stage.module in self.frozen, num_shards=num_shards
-        )
+        how = {"value_bytes": self._value_bytes, "is_frozen": stage.module in self.frozen}
+        return resident_bytes(self.parameter_bytes(stage), stage.dp, num_shards=num_shards, **how)
+
+    def sync_bytes(self, stage: StageReplicas) -> float:
+        """What a sync of the stage's gradients moves."""
+        num_shards = self.plan.grid(stage.module).num_shards
+        return float(sync_bytes(self.parameter_bytes(stage), value_bytes=self._value_bytes, num_shards=num_shards))
 
     def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
         """Seconds that each sample adds to each pipeline stage, [pp, num_samples]; `least`: whatever the microbatch.

@@ -77,7 +77,7 @@ def load_checkpoint(folder: Path, parts: Sequence[Part]) -> None:
     load_tensors(folder, parts)
     num_steps = json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"]
     for own in parts:
-        own.optimizer.set_num_steps(num_steps)
+        own.optimizer.go_on_from(num_steps)
 
 
 def _make_empty(folder: Path) -> None:

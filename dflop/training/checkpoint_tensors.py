@@ -1,13 +1,13 @@
 """A rank's part of a checkpoint's tensors, for `torch.distributed.checkpoint` to write and to read.
 
-Each tensor of a checkpoint is whole there, in blocks that ranks wrote: `model/NAME` are parameters, and
-`optimizer/NAME/exp_avg` AdamW's moments of them, as vectors or as matrices [rows, everything else]. What a rank has of
-one, its shard and the run of it that its replica updates, is one block or a few. So whoever reads gets its own blocks
-out of any others.
+Each tensor of a checkpoint is whole there, in blocks that ranks wrote: `model/NAME` are parameters, where they are
+trained the optimiser's masters of them, and `optimizer/NAME/exp_avg` AdamW's moments, all as vectors or as matrices
+[rows, everything else]. What a rank has of one, its shard and the run of it that its replica updates, is one block or a
+few. So whoever reads gets its own blocks out of any others, in the precision that it holds them in.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -31,11 +31,14 @@ _BLOCK_BYTES = 32 * 2**20
 class Owned(Protocol):
     """An optimiser, or what is saved of one."""
 
+    def trains(self, parameter: torch.Tensor) -> bool: ...
+
     def pieces(self, parameter: torch.Tensor) -> list[Piece]: ...
 
 
 class Part(Protocol):
-    """Parameters by their names in the whole model, what of them this rank has, and the optimiser that trains them."""
+    """Parameters by their names in the whole model, what of them this rank has, the optimiser that trains them, and
+    the names of those that another part has as well, which alone writes them."""
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]: ...
@@ -45,6 +48,9 @@ class Part(Protocol):
 
     @property
     def optimizer(self) -> Owned: ...
+
+    @property
+    def written_elsewhere(self) -> Collection[str]: ...
 
 
 class _Block(NamedTuple):
@@ -62,7 +68,8 @@ class _Block(NamedTuple):
 
 def save_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
     """Write what the parts of all ranks hold, each block once; every rank must call this. Ranks agree over `group`."""
-    dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(_blocks(parts)), process_group=group)
+    blocks = (block for own in parts for block in _blocks(own, own.parameters.keys() - set(own.written_elsewhere)))
+    dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(blocks), process_group=group)
 
 
 def load_tensors(folder: Path, parts: Sequence[Part]) -> None:
@@ -71,7 +78,7 @@ def load_tensors(folder: Path, parts: Sequence[Part]) -> None:
     Raises:
         UserError: when the checkpoint lacks some of what this rank has.
     """
-    blocks = list(_blocks(parts))
+    blocks = [block for own in parts for block in _blocks(own, own.parameters)]
     dcp.load({}, checkpoint_id=folder, planner=_LoadPlanner(blocks, _reads(folder, blocks)))
 
 
@@ -135,23 +142,29 @@ def _reads(folder: Path, blocks: Sequence[_Block]) -> list[ReadItem]:
     return reads
 
 
-def _blocks(parts: Sequence[Part]) -> Iterator[_Block]:
-    for own in parts:
-        for name, parameter in own.parameters.items():
-            shard = own.shards.get(name) or Shard(0, 0, parameter.shape)
-            whole, width = shard.whole, math.prod(parameter.shape[1:]) if parameter.ndim > 1 else None
-            of_moments = whole if width is None else torch.Size((whole[0], math.prod(whole[1:])))
-            starts = [_start(shard, number, parameter.ndim) for number in range(shard.num_stacked)]
-            for start, values in zip(starts, parameter.detach().chunk(shard.num_stacked, shard.dim), strict=True):
-                yield from _cut(_Block(f"model/{name}", values, torch.Size(start), whole))
-            num_values = parameter.numel() // shard.num_stacked
-            for piece in own.optimizer.pieces(parameter):
-                for moment, values in piece.moments.items():
-                    for number, first, run in _of_each(values, piece.start, num_values):
-                        for place, part in _as_blocks(run, first, width):
-                            begin = starts[number][: len(place)]
-                            at = torch.Size(here + other for here, other in zip(place, begin, strict=True))
-                            yield from _cut(_Block(f"optimizer/{name}/{moment}", part, at, of_moments))
+def _blocks(part: Part, names: Collection[str]) -> Iterator[_Block]:
+    """What a part has of the parameters of these names."""
+    for name, parameter in part.parameters.items():
+        if name not in names:
+            continue
+        shard = part.shards.get(name) or Shard(0, 0, parameter.shape)
+        whole = shard.whole if parameter.ndim <= 1 else torch.Size((shard.whole[0], math.prod(shard.whole[1:])))
+        width = math.prod(parameter.shape[1:]) if parameter.ndim > 1 else None
+        origins = [_start(shard, number, len(whole)) for number in range(shard.num_stacked)]
+        num_values = parameter.numel() // shard.num_stacked
+        if part.optimizer.trains(parameter):
+            runs = [
+                (f"model/{name}" if kind is None else f"optimizer/{name}/{kind}", piece.start, values)
+                for piece in part.optimizer.pieces(parameter)
+                for kind, values in ((None, piece.masters), *piece.moments.items())
+            ]
+        else:
+            runs = [(f"model/{name}", 0, parameter.detach().flatten())]
+        for block, start, values in runs:
+            for number, first, run in _of_each(values, start, num_values):
+                for place, own in _as_blocks(run, first, width):
+                    at = torch.Size(here + begin for here, begin in zip(place, origins[number], strict=True))
+                    yield from _cut(_Block(block, own, at, whole))
 
 
 def _start(shard: Shard, number: int, num_dims: int) -> tuple[int, ...]:

@@ -13,13 +13,15 @@ from transformers import GenerationConfig
 
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
+from dflop.training.parameter_shards import ParameterShards
 from dflop.training.rank_model import NodeModel, RankModel
 
 __all__ = ["export_model"]
 
 
-def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
-    """Write `folder`, whole or not at all, from what each rank holds of the model; every rank must call this.
+def export_model(folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype) -> None:
+    """Write `folder`, whole or not at all, from what each rank holds of the model; every rank must call this. Weights
+    are written as `dtype`, those that are wider than what was computed in from the optimiser's masters.
 
     The model is gathered nowhere: its files are those of an ordinary sharded checkpoint, one a pipeline stage, and of
     a stage that several ranks share each of them writes some of the tensors.
@@ -37,9 +39,10 @@ def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
         for place in range(grid.tp)
     ]
     for own in model.nodes:
+        masters = _masters(own) if dtype.itemsize > own.dtype.itemsize else {}
         if own.node.dp_rank and own.shared is None:
             continue
-        weights = _own_weights(own, is_tied=model.hf_config.tie_word_embeddings)
+        weights = _own_weights(own, masters, dtype, is_tied=model.hf_config.tie_word_embeddings)
         if own.node.dp_rank:
             continue
         index = files.index((own.node.module, own.node.pp_stage, own.ranks.place)) + 1
@@ -49,6 +52,7 @@ def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
     dist.barrier()
     if is_main:
         _write_index(part)
+        model.hf_config.dtype = dtype
         model.hf_config.save_pretrained(part)
         model.tokenizer.save(part, model.spec.media)
         model.processor.save(part)
@@ -59,19 +63,30 @@ def export_model(folder: Path, plan: Plan, model: RankModel) -> None:
     dist.barrier()
 
 
-def _own_weights(own: NodeModel, *, is_tied: bool) -> dict[str, torch.Tensor]:
+def _masters(own: NodeModel) -> dict[str, torch.Tensor]:
+    """The masters of what is trained, by name and in the host's memory; every replica must call this."""
+    if isinstance(own.optimizer, ParameterShards):
+        return {}  # its shards are the masters
+    names = {parameter: name for name, parameter in own.parameters.items()}
+    return {names[parameter]: whole.to("cpu", copy=True) for parameter, whole in own.optimizer.whole_masters()}
+
+
+def _own_weights(
+    own: NodeModel, masters: dict[str, torch.Tensor], dtype: torch.dtype, *, is_tied: bool
+) -> dict[str, torch.Tensor]:
     """The tensors of a stage that this rank writes: whole ones, of about as many bytes as each of the others does.
     Of parameters that replicas share, the first one writes what all of them give."""
     stage, ranks = own.stage, own.ranks
     weights, held_bytes = {}, [0] * ranks.size
-    for name, tensor in stage.hf_state_dict().items():
+    for name, values in stage.hf_state_dict().items():
         if is_tied and name == "lm_head.weight":  # checkpoints hold it once, under the embedding's name
             continue
-        if isinstance(tensor, DTensor):
-            whole = tensor.full_tensor()
+        if isinstance(values, DTensor):
+            whole = values.full_tensor()
             if own.node.dp_rank == 0:
-                weights[name] = whole.cpu()
+                weights[name] = whole.to("cpu", dtype)
             continue
+        tensor = masters.get(name, values).to(values.device, dtype)
         shard = stage.shards.get(name)
         writer = held_bytes.index(min(held_bytes))
         held_bytes[writer] += (shard.whole if shard else tensor.shape).numel() * tensor.itemsize

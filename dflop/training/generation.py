@@ -17,7 +17,7 @@ from dflop.pricing import Pricer, prices_digest
 __all__ = ["Generation", "generation_of"]
 
 # Changes when checkpoints of before cannot be read any more.
-_CHECKPOINT_FORMAT = 5
+_CHECKPOINT_FORMAT = 6
 _KEYS = ("seed", "data.sources", "data.evaluation_share", "data.video", "data.max_llm_tokens", "model", "train")
 # How long a run is, what it keeps, how fast it loads and how patient it is change no weight; where the learning rate
 # goes down to the last step, the number of steps does.
@@ -25,6 +25,7 @@ _FREE = (
     "train.steps",
     "train.epochs",
     "train.checkpoint_every",
+    "train.export_precision",
     "train.evaluate_every",
     "train.resume",
     "train.loader_workers",

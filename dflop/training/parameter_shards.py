@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dflop.models.precision import held_in
 from dflop.models.stages import LlmStage, Stage
 from dflop.models.tensor_group import Shard
 from dflop.training.sharded_optimizer import Piece
@@ -28,19 +29,17 @@ _LAYER = re.compile(r"\blayers?\.\d+$")
 class SharedPasses(nn.Module):
     """A stage's passes, each begun and ended together by the replicas that share a copy of its parameters.
 
-    On return, the stage's parameters are this replica's shards, on the device. `computes_as` is what parameters are
-    gathered as, where that is not what they are.
+    On return, the stage's parameters are this replica's shards, on the device. They are gathered as `dtype`, whatever
+    they are held in, and their gradients are summed as what they are held in.
     """
 
-    def __init__(self, stage: Stage, sharers: Sharers, device: torch.device, computes_as: torch.dtype | None) -> None:
+    def __init__(self, stage: Stage, sharers: Sharers, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.stage = stage
         self._has_copies = sharers.copies is not None
         how: dict[str, Any] = {"mesh": _mesh_of(sharers, device.type)}
-        if computes_as is not None:
-            how["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=computes_as, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
+        if dtype != (held := held_in(dtype)):
+            how["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=held, cast_forward_inputs=False)
         for unit in _units(stage):
             _with_sums(fully_shard(unit, **how))
         _with_sums(fully_shard(self, **how))
@@ -136,15 +135,20 @@ class ParameterShards:
             group["lr"] = lr
         self._optimizer.step()
 
+    def trains(self, parameter: torch.Tensor) -> bool:
+        """Whether the shard is updated, and has any values."""
+        return self._optimizer is not None and parameter in self._optimizer.state
+
     def pieces(self, parameter: torch.Tensor) -> list[Piece]:
-        """The moments of a shard; nothing of one that is not trained, or has no values."""
-        if self._optimizer is None or parameter not in self._optimizer.state:
+        """The values and moments of a shard; nothing of one that is not trained, or has no values."""
+        if not self.trains(parameter):
             return []
         state = self._optimizer.state[parameter]
-        return [Piece(0, {name: state[name].flatten() for name in ("exp_avg", "exp_avg_sq")})]
+        moments = {name: state[name].flatten() for name in ("exp_avg", "exp_avg_sq")}
+        return [Piece(0, parameter.detach().flatten(), moments)]
 
-    def set_num_steps(self, num_steps: int) -> None:
-        """How many steps the moments have seen; after they were read from a checkpoint."""
+    def go_on_from(self, num_steps: int) -> None:
+        """Take up moments that were read from a checkpoint of so many steps."""
         for own in self._trained.values():
             self._optimizer.state[own]["step"].fill_(num_steps)
 

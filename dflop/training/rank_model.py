@@ -1,6 +1,6 @@
 """What a rank holds of the model: the stage of each node that it carries, and the optimiser that trains it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from dflop.config import Config
 from dflop.data.text import ChatTokenizer, tokenizer_folder
 from dflop.models import ModelSpec, check_tp, load_model_spec, load_runtime
 from dflop.models.microbatch import MediaProcessor
+from dflop.models.precision import compute_in, held_in
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
@@ -29,9 +30,10 @@ class NodeModel:
     """One node: its index in the program, its stage, the ranks that share it, and the optimiser over its replicas.
 
     `parameters` are the stage's, under the names of the whole Hugging Face model, `shards` which part of each this
-    rank has where it has not all of it, and `lr` their module's learning rate. `tied` is the matrix that it shares
-    with the other end of the LLM's pipeline, where the head is the embedding. Where replicas share parameters,
-    `shared` runs the stage.
+    rank has where it has not all of it, and `lr` their module's learning rate. It computes in `dtype`. Parameters that
+    other nodes or ranks hold as well, replicas apart, are `written_elsewhere`. `tied` is the matrix that it shares with
+    the other end of the LLM's pipeline, where the head is the embedding. Where replicas share parameters, `shared` runs
+    the stage.
     """
 
     index: int
@@ -42,6 +44,8 @@ class NodeModel:
     parameters: dict[str, nn.Parameter]
     shards: Mapping[str, Shard]
     lr: float
+    dtype: torch.dtype
+    written_elsewhere: Collection[str] = ()
     tied: TiedEmbedding | None = None
     shared: SharedPasses | None = None
 
@@ -101,7 +105,8 @@ def forwards_that_read(
 
 
 def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torch.dtype) -> RankModel:
-    """Build the stages of a rank's nodes, with weights from `model.path` or drawn from the seed."""
+    """Build the stages of a rank's nodes, to compute in `dtype`, with weights from `model.path` or drawn from the
+    seed."""
     spec = load_model_spec(config.model)
     tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
     runtime = load_runtime(spec.family)
@@ -138,29 +143,41 @@ def _build_node(
         layers=plan.layers_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
         seed=config.seed,
         checkpoint=checkpoint,
-        dtype=dtype,
+        dtype=held_in(dtype),
         device="cpu" if gathers else topology.device,
         checkpointing=plan.checkpointing,
         ranks=ranks,
     )
     stage.requires_grad_(node.module not in config.model.freeze)
     lr, weight_decay = config.train.of_module(node.module)
-    common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr}
+    common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
+    if not stage.is_trained:
+        compute_in(stage, dtype)  # what is never updated has no masters
     if gathers:
-        computes_as = torch.bfloat16 if config.train.precision == "bf16" else None
         sharers = topology.sharers[index]
-        shared = SharedPasses(stage, sharers, topology.device, computes_as)
+        shared = SharedPasses(stage, sharers, topology.device, dtype)
         own = ParameterShards(stage.named_hf_parameters(), sharers, topology.rank, lr=lr, weight_decay=weight_decay)
         return NodeModel(**common, optimizer=own, parameters=own.parameters, shards=own.shards, shared=shared)
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
     parameters = stage.named_hf_parameters()
+    copy = embedding.weight if embedding and embedding.is_copy else None
+    # What is whole on every rank, the first one counts and writes.
+    of_first = [name for name in parameters if not ranks.is_first and name not in stage.shards]
     optimizer = ShardedAdamW(
-        [own for own in parameters.values() if not (embedding and embedding.is_copy and own is embedding.weight)],
+        [own for own in parameters.values() if own is not copy],
         topology.replicas[index],
         lr=lr,
         weight_decay=weight_decay,
-        # What is whole on every rank, the first one counts.
-        counted_elsewhere=[own for name, own in parameters.items() if not ranks.is_first and name not in stage.shards],
+        computed_in=dtype,
+        counted_elsewhere=[parameters[name] for name in of_first],
     )
-    return NodeModel(**common, optimizer=optimizer, parameters=parameters, shards=stage.shards, tied=embedding)
+    compute_in(stage, dtype)  # the copy, if there is one: it is no replica's to update
+    return NodeModel(
+        **common,
+        optimizer=optimizer,
+        parameters=parameters,
+        shards=stage.shards,
+        tied=embedding,
+        written_elsewhere={*of_first, *(name for name, own in parameters.items() if own is copy)},
+    )

@@ -7,7 +7,7 @@ after them, and only where no rank failed.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,21 +72,23 @@ class CheckpointSaver:
             self._thread.join(most_s)
 
     def _staged(self, number: int, part: Part) -> "_StagedPart":
-        parameters, pieces = {}, {}
+        parameters: dict[str, torch.Tensor] = {}
+        pieces: dict[torch.Tensor, list[Piece]] = {}
         for name, parameter in part.parameters.items():
-            copied = self._copy((number, name, ""), parameter.detach())
-            parameters[name] = copied
-            pieces[copied] = [
-                Piece(
-                    piece.start,
-                    {
-                        moment: self._copy((number, f"{name}/{piece.start}", moment), values)
-                        for moment, values in piece.moments.items()
-                    },
-                )
-                for piece in part.optimizer.pieces(parameter)
-            ]
+            if name in part.written_elsewhere:
+                continue
+            if part.optimizer.trains(parameter):
+                own = parameters[name] = parameter.detach()  # of which the shape is read, and no value
+                pieces[own] = [
+                    self._copied(piece, (number, f"{name}/{piece.start}")) for piece in part.optimizer.pieces(parameter)
+                ]
+            else:
+                parameters[name] = self._copy((number, name, ""), parameter.detach())
         return _StagedPart(parameters, part.shards, _StagedPieces(pieces))
+
+    def _copied(self, piece: Piece, key: tuple[int, str]) -> Piece:
+        moments = {name: self._copy((*key, name), values) for name, values in piece.moments.items()}
+        return Piece(piece.start, self._copy((*key, "masters"), piece.masters), moments)
 
     def _copy(self, key: tuple[int, str, str], values: torch.Tensor) -> torch.Tensor:
         """In the host's memory, at the same place each time: pages that are new cost more than what is copied."""
@@ -97,9 +99,12 @@ class CheckpointSaver:
 
 @dataclass(frozen=True, slots=True)
 class _StagedPieces:
-    """What of each parameter's copy this replica owned."""
+    """What this replica owned of each parameter that is trained."""
 
     of_parameter: Mapping[torch.Tensor, list[Piece]]
+
+    def trains(self, parameter: torch.Tensor) -> bool:
+        return parameter in self.of_parameter
 
     def pieces(self, parameter: torch.Tensor) -> list[Piece]:
         return self.of_parameter[parameter]
@@ -112,3 +117,4 @@ class _StagedPart:
     parameters: Mapping[str, torch.Tensor]
     shards: Mapping[str, Shard]
     optimizer: _StagedPieces
+    written_elsewhere: Collection[str] = ()

@@ -2,7 +2,9 @@
 training trillion parameter models", 2020, stage 1).
 
 Parameters and gradients of a stage lie in flat buckets, and every replica owns as large a share of each. Gradients are
-summed to their owners, owners update, and what they updated goes to everybody: as many bytes as an all-reduce.
+summed to their owners, owners update, and what they updated goes to everybody: as many bytes as an all-reduce. Where
+parameters are computed in less than fp32, their gradients are in fp32, and the owner of a share has fp32 masters of it,
+which it updates (Micikevicius et al., "Mixed precision training", 2018, section 3.1).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dflop.models.precision import set_values
 from dflop.runtime.collectives import all_gather_flat, reduce_scatter_flat
 
 __all__ = ["Piece", "ShardedAdamW"]
@@ -25,18 +28,22 @@ _ALIGNMENT = 64
 class Piece:
     """A run of a parameter's values that this replica owns, from `start` on in the flattened parameter.
 
-    `moments` are AdamW's two, by name, each [num_values].
+    `masters` are the values that are updated, `moments` AdamW's two, by name; each is [num_values].
     """
 
     start: int
+    masters: torch.Tensor
     moments: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Flat values and gradients, what of them is this replica's, and whether it counts them in the norm."""
+    """Flat values and gradients, what of them is this replica's, its masters, and whether it counts them in the norm.
+
+    Masters are a view of the values, or where these are of another dtype apart from them."""
 
     values: torch.Tensor
+    masters: torch.Tensor
     gradients: torch.Tensor
     own: slice
     is_counted: bool
@@ -45,8 +52,9 @@ class _Bucket:
 class ShardedAdamW:
     """AdamW over the parameters that require gradients; norms, biases and other vectors do not decay.
 
-    Parameters become views of the buckets, and so do their gradients, which exist from now on. `replicas` must hold
-    equal parameters. What other ranks hold as well, apart from replicas, is `counted_elsewhere` in the norm.
+    Parameters become views of the buckets, and so do their gradients, which exist from now on. They come as masters,
+    and are `computed_in` another dtype or the same. `replicas` must hold equal parameters. What other ranks hold as
+    well, apart from replicas, is `counted_elsewhere` in the norm.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class ShardedAdamW:
         *,
         lr: float,
         weight_decay: float,
+        computed_in: torch.dtype | None = None,
         counted_elsewhere: Collection[nn.Parameter] = (),
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
@@ -69,7 +78,7 @@ class ShardedAdamW:
         for is_counted in (True, False):
             alike = [own for own in trained if (own not in elsewhere) == is_counted]
             for own in _in_buckets(alike, bucket_bytes):
-                self._buckets.append(self._make_bucket(own, is_counted))
+                self._buckets.append(self._make_bucket(own, computed_in, is_counted))
         # What is updated, by bucket: runs of its own share, of which the later one does not decay.
         self._runs: list[list[tuple[int, nn.Parameter]]] = [[] for _ in self._buckets]
         self._optimizer = self._make_optimizer(lr, weight_decay)
@@ -105,13 +114,15 @@ class ShardedAdamW:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        if self._num_replicas > 1:
-            for bucket in self._buckets:
-                all_gather_flat(bucket.values, bucket.values[bucket.own], self._replicas)
+        self._give_values()
+
+    def trains(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is updated here, by one of the replicas."""
+        return parameter in self._places
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
         """What this replica owns of a parameter; nothing of one that is not trained."""
-        if parameter not in self._places:
+        if not self.trains(parameter):
             return []
         number, begin = self._places[parameter]
         end = begin + parameter.numel()
@@ -121,28 +132,63 @@ class ShardedAdamW:
             if first < last:
                 state = self._optimizer.state[run]
                 moments = {name: state[name][first - start : last - start] for name in ("exp_avg", "exp_avg_sq")}
-                pieces.append(Piece(first - begin, moments))
+                pieces.append(Piece(first - begin, run.detach()[first - start : last - start], moments))
         return pieces
 
-    def set_num_steps(self, num_steps: int) -> None:
-        """How many steps the moments have seen, which corrects their bias; after they were read from a checkpoint."""
+    def go_on_from(self, num_steps: int) -> None:
+        """Take up masters and moments that were read from a checkpoint of so many steps; every replica must call this.
+
+        The number corrects the bias of the moments."""
         for _, _, run in self._updated:
             self._optimizer.state[run]["step"].fill_(num_steps)
+        self._give_values()
 
-    def _make_bucket(self, parameters: list[nn.Parameter], is_counted: bool) -> _Bucket:
+    @torch.no_grad()
+    def whole_masters(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """The masters of each parameter that is trained, gathered bucket by bucket; every replica must call this."""
+        for number, bucket in enumerate(self._buckets):
+            masters = bucket.masters
+            if self._num_replicas > 1:
+                masters = bucket.masters.new_empty(len(bucket.values))
+                all_gather_flat(masters, bucket.masters, self._replicas)
+            for parameter, (at, begin) in self._places.items():
+                if at == number:
+                    yield parameter, masters[begin : begin + parameter.numel()].view_as(parameter)
+
+    @torch.no_grad()
+    def _give_values(self) -> None:
+        """Give every replica the masters' values."""
+        for bucket in self._buckets:
+            if bucket.values.dtype != bucket.masters.dtype:
+                bucket.values[bucket.own].copy_(bucket.masters)
+            if self._num_replicas > 1:
+                all_gather_flat(bucket.values, bucket.values[bucket.own], self._replicas)
+
+    @torch.no_grad()
+    def _make_bucket(
+        self, parameters: list[nn.Parameter], computed_in: torch.dtype | None, is_counted: bool
+    ) -> _Bucket:
         size = 0
         for parameter in parameters:
             self._places[parameter] = len(self._buckets), size
             size += _aligned(parameter.numel(), _ALIGNMENT)
         share = _aligned(-(-size // self._num_replicas), _ALIGNMENT)
-        values, gradients = (parameters[0].new_zeros(share * self._num_replicas) for _ in range(2))
+        own = slice(share * self._replica, share * (self._replica + 1))
+        first = parameters[0].detach()
+        values = first.new_zeros(share * self._num_replicas, dtype=computed_in or first.dtype)
+        masters = values[own] if values.dtype == first.dtype else first.new_zeros(share)
+        gradients = first.new_zeros(len(values))
         for parameter in parameters:
             _, begin = self._places[parameter]
-            place = slice(begin, begin + parameter.numel())
-            values[place] = parameter.detach().flatten()
-            parameter.data = values[place].view_as(parameter)
-            parameter.grad = gradients[place].view_as(parameter)
-        return _Bucket(values, gradients, slice(share * self._replica, share * (self._replica + 1)), is_counted)
+            end = begin + parameter.numel()
+            flat = parameter.detach().flatten()
+            values[begin:end] = flat
+            start, stop = max(begin, own.start), min(end, own.stop)
+            if start < stop:
+                masters[start - own.start : stop - own.start] = flat[start - begin : stop - begin]
+            set_values(parameter, values[begin:end].view_as(parameter))
+            parameter.grad = gradients[begin:end].view_as(parameter)
+        return _Bucket(values, masters, gradients, own, is_counted)
 
     def _make_optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW | None:
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -151,7 +197,7 @@ class ShardedAdamW:
             turn = min(max(min(plain, default=bucket.own.stop), bucket.own.start), bucket.own.stop)
             for decays, start, stop in ((True, bucket.own.start, turn), (False, turn, bucket.own.stop)):
                 if start < stop:
-                    run = nn.Parameter(bucket.values[start:stop])
+                    run = nn.Parameter(bucket.masters[start - bucket.own.start : stop - bucket.own.start])
                     self._runs[number].append((start, run))
                     groups[decays].append(run)
         kinds = [

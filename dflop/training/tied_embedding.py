@@ -30,7 +30,7 @@ class TiedEmbedding:
         self.weight, self._ends = weight, ends
         self.is_copy = dist.get_rank() == ends.copy
         if self.is_copy and weight.requires_grad:
-            weight.grad = torch.zeros_like(weight)
+            weight.grad = torch.zeros_like(weight)  # as wide as the owner's: the weight may be narrowed later
 
     def zero_grad(self) -> None:
         """The copy's alone: the owner's is the optimiser's."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from dflop.config import Config
+from dflop.models.precision import COMPUTES_IN
 from dflop.parallelism import load_plan
 from dflop.pipeline import Op, Span, StepInstructions, check_program, make_program
 from dflop.pipeline.run import Waits, run_instructions
@@ -57,10 +58,8 @@ class Trainer:
         self.plan = load_plan(files.plan)
         program = make_program(self.plan, config.model.freeze)
         check_program(self.plan, program, config.model.freeze)
-        precision = config.train.precision
-        dtype = torch.float64 if precision == "fp64" else torch.float32
-        travels_as = torch.bfloat16 if precision == "bf16" else dtype
-        self.topology = join_world(self.plan, program, config.cluster.device, travels_as)
+        dtype = COMPUTES_IN[config.train.precision]
+        self.topology = join_world(self.plan, program, config.cluster.device, dtype)
         self.watch = self._make_watch()
         self.model = build_rank_model(config, self.plan, self.topology, dtype)
         if self.topology.is_main:
@@ -132,7 +131,8 @@ class Trainer:
     def _export(self) -> None:
         self.watch.begin("writing the model", self.config.train.peer_timeout_s, needs_silence=True)
         try:
-            export_model(self.files.out / "model", self.plan, self.model)
+            precision = self.config.train.export_precision or self.config.train.precision
+            export_model(self.files.out / "model", self.plan, self.model, COMPUTES_IN[precision])
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"the model could not be written to {self.files.out / 'model'}: {error}; the last step is saved"

@@ -47,18 +47,17 @@ class _Work(ABC):
         own: NodeModel,
         program: Program,
         loader: Iterator,
-        autocast: torch.autocast,
         hidden_size: int,
         frozen: Collection[str],
         splits_backward: bool,
         undecodable: Undecodable,
     ) -> None:
         self.stage, self.program, self.node_index, self.node = own.stage, program, own.index, own.node
-        self._loader, self._autocast, self._hidden_size = loader, autocast, hidden_size
+        self._loader, self._hidden_size = loader, hidden_size
         self._undecodable = undecodable
         self._own = own
         self.device = next(own.stage.parameters()).device
-        self._dtype = next(own.stage.parameters()).dtype
+        self._dtype = own.dtype
         self.unreadable: list[str] = []
         self._outgoing = [number for number, edge in enumerate(program.edges) if edge.source == own.index]
         self._incoming = [number for number, edge in enumerate(program.edges) if edge.target == own.index]
@@ -118,8 +117,7 @@ class _Work(ABC):
             for edge, tensor in received.items()
         }
         batch = self._inputs.pop(microbatch)
-        with self._autocast:
-            outputs = self._own.run(lambda: self._compute(microbatch, batch, leaves)) if self._runs(microbatch) else {}
+        outputs = self._own.run(lambda: self._compute(microbatch, batch, leaves)) if self._runs(microbatch) else {}
         if any(output.requires_grad for output in outputs.values()):
             self._outputs[microbatch], self._leaves[microbatch] = outputs, leaves
         return {edge: output.detach() for edge, output in outputs.items() if edge != _LOSS}
@@ -328,7 +326,6 @@ def make_works(
         common: dict[str, Any] = {
             "program": program,
             "loader": loader,
-            "autocast": torch.autocast(config.cluster.device, torch.bfloat16, enabled=config.train.precision == "bf16"),
             "hidden_size": model.spec.module("llm").hidden_size,
             "frozen": config.model.freeze,
             "undecodable": undecodable,

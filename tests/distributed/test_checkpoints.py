@@ -41,7 +41,7 @@ def _join(rank: int, store: Path) -> None:
 def _part(value: float) -> SimpleNamespace:
     weight = nn.Parameter(torch.full((1000, 50), value))
     optimizer = ShardedAdamW([weight], dist.group.WORLD, lr=0.1, weight_decay=0.0)
-    return SimpleNamespace(parameters={"weight": weight}, shards={}, optimizer=optimizer)
+    return SimpleNamespace(parameters={"weight": weight}, shards={}, optimizer=optimizer, written_elsewhere=())
 
 
 def _save_both(rank: int, out: Path, store: Path) -> None:
@@ -129,7 +129,8 @@ def _check_limited(rank: int, folder: Path, store: Path) -> None:
     trouble = save_checkpoint(folder, 4, [_part(4.0)], RUN)
     assert "rank 1" in trouble, trouble
     dist.barrier()  # the first rank has cleared up
-    assert [path.name for path in folder.iterdir()] == ["step-000002"]
+    names = [path.name for path in folder.iterdir()]
+    assert names == ["step-000002"], (rank, names, trouble)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert save_checkpoint(folder, 6, [_part(6.0)], RUN) is None

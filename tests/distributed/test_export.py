@@ -47,9 +47,10 @@ def save_checkpoint(folder: Path, config: Config, *, tied: bool) -> None:
     runtime.make_processor(spec, None).save(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # computed in; masters are written
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", family_names())
-def test_a_model_that_was_not_trained_is_written_as_it_was_loaded(alone, family, tied, tmp_path):
+def test_a_model_that_was_not_trained_is_written_as_it_was_loaded(alone, family, tied, dtype, tmp_path):
     loaded, written = tmp_path / "loaded", tmp_path / "written"
     save_checkpoint(loaded, load_config({"model": {"family": family}}), tied=tied)
     assert len(list(loaded.glob("*.safetensors"))) > 1
@@ -57,7 +58,7 @@ def test_a_model_that_was_not_trained_is_written_as_it_was_loaded(alone, family,
     grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=1))
     plan = Plan(placement="colocated", grids=grids, num_microbatches=1)
     topology = place_in_world(make_program(plan), torch.device("cpu"), torch.float32, dist.HashStore())
-    export_model(written, plan, build_rank_model(config, plan, topology, torch.float32))
+    export_model(written, plan, build_rank_model(config, plan, topology, dtype), torch.float32)
 
     architecture = load_runtime(family).architecture
     (before, found_before), (after, found_after) = (

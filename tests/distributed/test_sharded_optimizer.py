@@ -53,14 +53,24 @@ def _join(replica: int, num_replicas: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=replica, world_size=num_replicas)
 
 
-def _sharded(parameters: list[nn.Parameter], bucket_bytes: int = 1024) -> ShardedAdamW:
-    return ShardedAdamW(parameters, dist.group.WORLD, lr=_LR, weight_decay=_DECAY, bucket_bytes=bucket_bytes)
+def _sharded(parameters: list[nn.Parameter], bucket_bytes: int = 1024, *, narrow: bool = False) -> ShardedAdamW:
+    """`narrow` parameters are computed in bf16; their masters and gradients are in fp64."""
+    return ShardedAdamW(
+        parameters,
+        dist.group.WORLD,
+        lr=_LR,
+        weight_decay=_DECAY,
+        bucket_bytes=bucket_bytes,
+        computed_in=torch.bfloat16 if narrow else None,
+    )
 
 
 def _add_gradients(parameters: list[nn.Parameter], step: int, replica: int) -> None:
     for parameter, gradient in zip(parameters, _gradients(step, replica), strict=True):
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.dtype == gradient.dtype:
             (parameter * gradient).sum().backward()
+        elif parameter.requires_grad:  # what autograd gives would be rounded
+            parameter.grad.add_(gradient)
 
 
 def _check_moments(sharded: ShardedAdamW, own: list[nn.Parameter], plain: list, expected: torch.optim.AdamW) -> None:
@@ -73,14 +83,16 @@ def _check_moments(sharded: ShardedAdamW, own: list[nn.Parameter], plain: list, 
             for name, values in piece.moments.items():
                 whole = expected.state[reference][name].flatten()
                 torch.testing.assert_close(values, whole[piece.start : piece.start + size])
+            masters = reference.detach().flatten()[piece.start : piece.start + size]
+            torch.testing.assert_close(piece.masters, masters, rtol=1e-12, atol=1e-14)
         dist.all_reduce(owners)
         assert (owners == float(parameter.requires_grad)).all()
 
 
-def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: int) -> None:
+def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: int, narrow: bool) -> None:
     _join(replica, num_replicas, store)
     own = _parameters()
-    sharded = _sharded(own, bucket_bytes)
+    sharded = _sharded(own, bucket_bytes, narrow=narrow)
     for step in range(3):
         sharded.zero_grad()
         _add_gradients(own, step, replica)
@@ -92,14 +104,20 @@ def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: in
         norm = torch.nn.utils.get_total_norm([p.grad for p in plain if p.requires_grad]) / _SCALE
         torch.testing.assert_close(norm_squared, norm**2)
         for parameter, reference in zip(own, plain, strict=True):
-            torch.testing.assert_close(parameter.detach(), reference.detach(), rtol=1e-12, atol=1e-14)
+            tolerance = 1e-12 if parameter.dtype == torch.float64 else 2**-8  # to nearest
+            ours = parameter.detach().double()
+            torch.testing.assert_close(ours, reference.detach(), rtol=tolerance, atol=1e-14)
+    assert all((mine.dtype == torch.bfloat16) == (narrow and mine.requires_grad) for mine in own)
+    for parameter, whole in sharded.whole_masters():
+        reference = plain[next(place for place, mine in enumerate(own) if mine is parameter)]
+        torch.testing.assert_close(whole, reference.detach(), rtol=1e-12, atol=1e-14)
     _check_moments(sharded, own, plain, expected)
     dist.destroy_process_group()
 
 
 def _part(own: list[nn.Parameter], optimizer: ShardedAdamW) -> SimpleNamespace:
     parameters = {str(name): parameter for name, parameter in enumerate(own)}
-    return SimpleNamespace(parameters=parameters, shards={}, optimizer=optimizer)
+    return SimpleNamespace(parameters=parameters, shards={}, optimizer=optimizer, written_elsewhere=())
 
 
 def _save(replica: int, num_replicas: int, store: str, folder: Path, block_bytes: int) -> None:
@@ -117,7 +135,14 @@ def _save(replica: int, num_replicas: int, store: str, folder: Path, block_bytes
 
 
 def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path) -> None:
+    """Read into other replicas, and into such as compute in another precision."""
     _join(replica, num_replicas, store)
+    narrow = _parameters()
+    of_narrow = _sharded(narrow, bucket_bytes=100, narrow=True)
+    load_checkpoint(folder / "step-000002", [_part(narrow, of_narrow)])
+    _check_moments(of_narrow, narrow, *_expected(2, 3))
+    for parameter, reference in zip(narrow, _expected(2, 3)[0], strict=True):
+        torch.testing.assert_close(parameter.detach().double(), reference.detach(), rtol=2**-8, atol=1e-14)
     own = _parameters()
     sharded = _sharded(own, bucket_bytes=2**20)
     load_checkpoint(folder / "step-000002", [_part(own, sharded)])
@@ -134,9 +159,11 @@ def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path) -> 
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("num_replicas", "bucket_bytes"), [(1, 2**20), (2, 1), (3, 1024)])
-def test_replicas_update_what_they_own_as_one_adamw_updates_all(num_replicas, bucket_bytes, tmp_path):
-    spawn(_check_replica, (num_replicas, str(tmp_path / "store"), bucket_bytes), nprocs=num_replicas)
+@pytest.mark.parametrize(
+    ("num_replicas", "bucket_bytes", "narrow"), [(1, 2**20, False), (2, 1, False), (3, 1024, False), (3, 1024, True)]
+)
+def test_replicas_update_what_they_own_as_one_adamw_updates_all(num_replicas, bucket_bytes, narrow, tmp_path):
+    spawn(_check_replica, (num_replicas, str(tmp_path / "store"), bucket_bytes, narrow), nprocs=num_replicas)
 
 
 @pytest.mark.parametrize(("num_replicas", "block_bytes"), [(2, 512), (4, 2**20)])

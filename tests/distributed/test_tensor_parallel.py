@@ -24,6 +24,7 @@ from dflop.costs import Loads
 from dflop.costs.analytic import PartWork
 from dflop.models import ModelSpec, check_tp, count_work, family_of, load_runtime
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.presets import TINY_LLM
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import ALONE, Shard, TensorGroup
@@ -133,13 +134,13 @@ class Collectives(TorchDispatchMode):
 def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
     runtime = load_runtime(case.family)
     config = runtime.make_config(case.spec, PLACEHOLDERS, 1024)
-    dtype = torch.float64 if case.precision == "fp64" else torch.float32
+    dtype = COMPUTES_IN[case.precision]
     stage = runtime.build_stage(
         config,
         case.module,
         layers=case.layers,
         seed=1,
-        dtype=dtype,
+        dtype=held_in(dtype),
         checkpointing=case.checkpointing,
         ranks=ranks,
     )
@@ -149,6 +150,7 @@ def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
             shard = stage.shards.get(name)
             noise = torch.randn(shard.whole if shard else parameter.shape, generator=generator)
             parameter += 0.1 * part_of(noise, shard, parameter.shape)
+    compute_in(stage, dtype)
     return stage
 
 
@@ -197,9 +199,8 @@ def run(case: Case, stage: Stage) -> Result:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16")
     with Collectives() as collectives:
-        with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             inputs, outputs = forward(case, stage, draw)
         kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
         torch.autograd.backward(outputs, [draw(*output.shape).to(output.dtype) for output in outputs])
@@ -316,7 +317,11 @@ def test_ranks_keep_and_reduce_what_analytic_costs_count_and_gather_nothing(divi
 
     # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well;
     # features are counted as if all 40 tokens were visual, and 7 are.
-    uncounted = DEPTH * 2 * 40 * 128 // TP - 33 * 4 * 128 if case.module == "llm" else 0
+    uncounted = DEPTH * 2 * 40 * 128 // TP - 33 * 2 * 128
+    if case.module == "vision":  # GPUs keep LayerNorms' mean and deviation in fp32, CPUs in bf16
+        rules, is_internvl = case.spec.rules, case.family == "internvl"
+        positions = (rules.image_size // rules.patch_size) ** 2 + is_internvl
+        uncounted = -4 * 5 * (2 * DEPTH * positions + (rules.tokens_per_tile if is_internvl else 0))
     for rank in (ranks[name] for ranks in divided):
         assert {kind for kind, _ in rank.collectives} == {"allreduce_"}
         assert sum(size for _, size in rank.collectives) == whole(

@@ -45,8 +45,8 @@ def _internvit(spec: ModelSpec) -> VitWidths:
         in_vectors=hidden * (2 + places + bool(vision.get("use_mask_token", False))),
         out_vectors=2 * wide,
         # Pixel shuffle copies twice, then comes a norm.
-        shuffle_bytes=24.0 * wide,
-        shuffle_saved_bytes=4.0 * wide + 8.0,
+        shuffle_bytes=12.0 * wide,
+        shuffle_saved_bytes=2.0 * wide + 8.0,
         has_norm=has_norm,
         norm_runs=has_norm,
     )

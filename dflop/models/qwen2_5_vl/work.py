@@ -10,8 +10,8 @@ from dflop.models.work import Layer, ModuleWork, PartWork, coefficients, size_of
 
 __all__ = ["count_work"]
 
-# Forward kernels of eager PyTorch, about: products, casts, norms, rotary positions and pointwise operations.
-_NUM_KERNELS = {"layer": 50, "first": 10, "last": 20}
+# Forward kernels of eager PyTorch, about: products, norms, rotary positions and pointwise operations.
+_NUM_KERNELS = {"layer": 40, "first": 6, "last": 15}
 
 
 def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
@@ -33,7 +33,6 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
         gated=True,
         rotary=True,
         stacked_qkv=True,
-        half_stream=True,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
@@ -58,11 +57,11 @@ def _patches(spec: ModelSpec) -> PartWork:
         square_flops=coefficients(),
         causal=False,
         matmul_bytes=coefficients(num_items=2.0 * patches * (patch + hidden)),
-        # The pixels' cast; patches put in order.
-        pointwise_bytes=coefficients(num_items=patches * (6.0 * patch + 4.0 * hidden)),
+        # Patches put in order.
+        pointwise_bytes=coefficients(num_items=patches * 4.0 * hidden),
         reduced_bytes=(coefficients(), coefficients()),
-        # The pixels' cast, and the places that patches come from.
-        saved_bytes=coefficients(2.0 * patch * hidden, num_items=2.0 * patches * patch + 8.0),
+        # The pixels, and the places that patches come from.
+        saved_bytes=coefficients(num_items=2.0 * patches * patch + 8.0),
         size=coefficients(num_items=patches * hidden),
         num_parameters=patch * hidden,
         num_matrix_parameters=patch * hidden,
@@ -80,11 +79,11 @@ def _merger(spec: ModelSpec, tp: int) -> PartWork:
         square_flops=coefficients(),
         causal=False,
         matmul_bytes=coefficients(num_items=2.0 * (wide + 2 * wide / tp + out)),
-        # The norm; a cast, the activation, features put back in order.
-        pointwise_bytes=coefficients(num_items=34.0 * wide + 4.0 * wide / tp + 4.0 * out),
+        # The norm; the activation, features put back in order.
+        pointwise_bytes=coefficients(num_items=36.0 * wide + 4.0 * wide / tp + 4.0 * out),
         reduced_bytes=(coefficients(num_items=2.0 * out), coefficients(num_items=2.0 * wide)),
-        # The norm's two and its cast, the activation's in and out.
-        saved_bytes=coefficients(2.0 * matrices, num_items=8.0 * wide + 4.0 * patches + 4.0 * wide / tp + 8.0),
+        # The norm's two and what it gives, the activation's in and out.
+        saved_bytes=coefficients(num_items=8.0 * wide + 4.0 * patches + 4.0 * wide / tp + 8.0),
         size=coefficients(num_items=wide / tp),
         num_parameters=hidden + matrices + wide / tp + out,
         num_matrix_parameters=matrices,

@@ -25,6 +25,7 @@ from dflop.models.attention import PACKED
 from dflop.models.llava_onevision.stages import VisionStage
 from dflop.models.loads import FEATURES, Coefficients
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.precision import compute_in
 from dflop.models.stages import LlmStage
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.runtime import UserError
@@ -105,14 +106,17 @@ def media_loads(spec: ModelSpec, num_items: int) -> Loads:
 
 def run_vision(model: PreTrainedModel, spec: ModelSpec, num_items: int) -> torch.Tensor:
     device = model.lm_head.weight.device
+    dtype = model.lm_head.weight.dtype
     if spec.family == "qwen2_5_vl":
         made_up = load_runtime(spec.family).make_up_media(spec, "vision", num_items)
-        patches = torch.randn(num_items, *made_up.item_shape, device=device, requires_grad=True).flatten(0, 1)
+        patches = torch.randn(num_items, *made_up.item_shape, device=device, dtype=dtype, requires_grad=True).flatten(
+            0, 1
+        )
         grids = torch.tensor([medium.grid for medium in made_up.media])
         positions = get_vision_position_ids(grids, spec.rules.merge_size).to(device)
         return model.model.visual(patches, grid_thw=grids, position_ids=positions).pooler_output
     side = spec.rules.image_size
-    items = torch.randn(num_items, 3, side, side, device=device, requires_grad=True)
+    items = torch.randn(num_items, 3, side, side, device=device, dtype=dtype, requires_grad=True)
     if spec.family == "internvl":
         return model.model.get_image_features(pixel_values=items).pooler_output
     media = tuple((MediumLayout("image", 1, side, side),) for _ in range(num_items))
@@ -127,7 +131,8 @@ def run_llm(model: PreTrainedModel, num_segments: int, length: int, num_targets:
     num_tokens = num_segments * length
     targets = torch.arange(num_targets, device=device)
     hidden_size = language_model.config.hidden_size
-    features = torch.randn(num_tokens, hidden_size, device=device, requires_grad=True)
+    dtype = model.lm_head.weight.dtype
+    features = torch.randn(num_tokens, hidden_size, device=device, dtype=dtype, requires_grad=True)
     if language_model.config._attn_implementation == PACKED:
         batch = TextBatch(
             token_ids=torch.zeros(num_tokens, dtype=torch.long),
@@ -220,6 +225,7 @@ def test_a_config_that_does_not_say_whether_the_head_is_the_embedding_is_read_as
 
 def saved_bytes(model: PreTrainedModel, forward) -> int:
     """Bytes that autograd keeps between a forward in bf16 and its backward, parameters left out."""
+    compute_in(model, torch.bfloat16)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages, kept = {}, []
 
@@ -231,9 +237,21 @@ def saved_bytes(model: PreTrainedModel, forward) -> int:
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16):
+    with hooks:
         forward()
     return sum(storages.values())
+
+
+def num_layer_norms(spec: ModelSpec) -> int:
+    """How many positions of an item pass LayerNorms, each counted as often as it does."""
+    module, vision = spec.module("vision"), spec.hf_config["vision_config"]
+    if spec.family == "qwen2_5_vl":
+        return 0  # it has root-mean-square norms
+    if spec.family == "llava_onevision":
+        return 2 * module.num_layers * spec.rules.tokens_per_item
+    positions = (spec.rules.image_size // spec.rules.patch_size) ** 2 + 1
+    of_layers = 0 if vision.get("norm_type") == "rms_norm" else 2 * module.num_layers * positions
+    return of_layers + positions * (not vision.get("use_mean_pooling", True)) + spec.rules.tokens_per_tile
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -248,7 +266,9 @@ def test_what_an_encoder_keeps_is_what_autograd_keeps(name):
         if spec.family == "qwen2_5_vl":
             # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well.
             found -= 2 * 2 * 4 * num_items * spec.module("vision").hidden_size
-        assert found == pytest.approx(expected, rel=1e-3)  # a table of position ids is not counted
+        # GPUs keep LayerNorms' mean and deviation in fp32, CPUs in bf16. A table of position ids is not counted.
+        expected -= 4 * num_items * num_layer_norms(spec)
+        assert found == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -316,14 +336,14 @@ def test_the_passing_memory_of_a_shared_vocabulary_is_what_is_measured(num_targe
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
-def test_checkpointing_keeps_a_layers_input_in_fp32(module):
+def test_checkpointing_keeps_a_layers_input_in_bf16(module):
     spec = variant("internvit_6b_llama", depth=1)
     model = build(spec, PACKED if module == "llm" else "sdpa", "cpu")
     seen = []
     layers = model.model.language_model.layers if module == "llm" else model.model.vision_tower.encoder.layer
     layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    with torch.autocast("cpu", torch.bfloat16):
-        run_llm(model, 2, 30, 5) if module == "llm" else run_vision(model, spec, 3)
+    compute_in(model, torch.bfloat16)
+    run_llm(model, 2, 30, 5) if module == "llm" else run_vision(model, spec, 3)
     loads = make_loads(0, 60, 1800, 5) if module == "llm" else make_loads(3)
     assert count_work(spec, module, 1).input_bytes(loads) == seen[0].nbytes
 
@@ -416,7 +436,7 @@ def test_a_large_microbatch_runs_at_a_share_of_the_peak_that_training_is_known_t
             flops = sum(
                 times * (part.dense_flops(loads) + part.attention_flops(loads)) for part, times in ((work.layer, 4),)
             )
-            assert 0.25 < 3 * flops / one["seconds"].sum() / model.peak_flops_per_s < 0.65
+            assert 0.3 < 3 * flops / one["seconds"].sum() / model.peak_flops_per_s < 0.67
 
 
 @given(

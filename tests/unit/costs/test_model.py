@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.costs import CostModel, Loads, StageKind, resident_bytes, stage_kinds
+from dflop.costs import CostModel, Loads, StageKind, resident_bytes, stage_kinds, sync_bytes
 from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients, Hinge
 from dflop.runtime import UserError
@@ -114,9 +114,25 @@ def test_stages_of_a_module_differ_by_their_layers_and_their_ends_alone():
 
 
 def test_replicas_hold_parameters_and_gradients_whole_and_two_moments_together():
-    assert resident_bytes(100.0, 1, is_frozen=False) == 400
-    assert resident_bytes(100.0, 4, is_frozen=False) == 250
-    assert resident_bytes(100.0, 4, is_frozen=True) == 100
+    assert resident_bytes(100.0, 1, value_bytes=4, is_frozen=False) == 400
+    assert resident_bytes(100.0, 4, value_bytes=4, is_frozen=False) == 250
+    assert resident_bytes(100.0, 4, value_bytes=4, is_frozen=True) == 100
+    assert resident_bytes(100.0, 4, value_bytes=8, is_frozen=False) == 500
+
+
+def test_in_half_precision_masters_are_divided_as_moments_are():
+    of_one = 25.0  # parameters: 2 bytes, a gradient of 4, and masters and moments of 12
+    assert resident_bytes(100.0, 1, value_bytes=2, is_frozen=False) == of_one * 18
+    assert resident_bytes(100.0, 4, value_bytes=2, is_frozen=False) == of_one * (6 + 12 / 4)
+    assert resident_bytes(100.0, 4, value_bytes=2, is_frozen=True) == of_one * 2
+    assert resident_bytes(100.0, 8, value_bytes=2, is_frozen=False, num_shards=4) == of_one * 16 / 4
+
+
+def test_a_gradient_sync_sums_fp32_and_gives_back_what_is_computed_in():
+    assert sync_bytes(100.0, value_bytes=4) == 100
+    assert sync_bytes(100.0, value_bytes=2) == 75
+    assert sync_bytes(100.0, value_bytes=8) == 200
+    assert sync_bytes(100.0, value_bytes=2, num_shards=4) == 100  # between nodes that each have a copy
 
 
 def test_what_a_microbatch_needs_on_top_is_that_of_the_part_that_needs_most(costs):

@@ -83,9 +83,10 @@ def test_several_layouts_are_asked_for_at_once():
 
 
 def test_a_rank_holds_its_share_and_while_it_computes_the_units_at_hand():
-    assert resident_bytes(400.0, 8, is_frozen=False, num_shards=8) == 4 * 400 / 8
-    assert resident_bytes(400.0, 8, is_frozen=False, num_shards=4) == 4 * 400 / 4  # each node has a copy of it all
-    assert resident_bytes(400.0, 8, is_frozen=True, num_shards=8) == 50
+    trained = {"value_bytes": 4, "is_frozen": False}
+    assert resident_bytes(400.0, 8, num_shards=8, **trained) == 4 * 400 / 8
+    assert resident_bytes(400.0, 8, num_shards=4, **trained) == 4 * 400 / 4  # each node has a copy of it all
+    assert resident_bytes(400.0, 8, num_shards=8, value_bytes=4, is_frozen=True) == 50
     sizes = {"stage": 0.0, "first": 400.0, "layer": 40.0, "last": 4.0}
     assert working_bytes(sizes, value_bytes=2, is_frozen=True) == 2 * (100 + 10)
     # Beside the gathered units the gradients of the largest one, in bf16 as computed and in fp32 as summed.

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from dflop.models.deferral import Deferral
+from dflop.models.precision import compute_in, held_in
 
 
 def make_layers(dtype: torch.dtype) -> nn.Sequential:
@@ -16,30 +17,27 @@ def gradients_of(layers: nn.Module) -> list[torch.Tensor]:
     return [own.grad.clone() for own in layers.parameters()]
 
 
-def backward(layers: nn.Module, inputs: torch.Tensor, autocast: bool) -> torch.Tensor:
+def backward(layers: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """Gradients are added to `.grad`; returns that of the inputs."""
     leaf = inputs.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = layers(leaf)
-    output.float().square().sum().backward() if autocast else output.square().sum().backward()
+    layers(leaf).square().sum().backward()
     return leaf.grad
 
 
-@pytest.mark.parametrize(
-    ("dtype", "autocast", "tolerance"), [(torch.float64, False, 1e-12), (torch.float32, True, 2e-2)]
-)
-def test_gradients_that_are_put_off_are_those_of_a_plain_backward(dtype, autocast, tolerance):
-    plain, split = make_layers(dtype), make_layers(dtype)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+def test_gradients_that_are_put_off_are_those_of_a_plain_backward(dtype, tolerance):
+    plain, split = make_layers(held_in(dtype)), make_layers(held_in(dtype))
     deferral = Deferral(split)
     batches = torch.randn(3, 2, 4, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
     for layers in (plain, split):
         for own in layers.parameters():
             own.grad = torch.zeros_like(own)
+        compute_in(layers, dtype)
     put_off = []
     for batch in batches:
-        expected = backward(plain, batch, autocast)
+        expected = backward(plain, batch)
         with deferral.collecting() as pending:
-            torch.testing.assert_close(backward(split, batch, autocast), expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(backward(split, batch), expected, rtol=tolerance, atol=tolerance)
         put_off.append(pending)
     linear = split[0].weight
     assert not linear.grad.any()  # nothing of it yet, although the norm behind it has its own
@@ -56,7 +54,7 @@ def test_outside_of_a_split_backward_gradients_come_at_once():
     Deferral(split)
     inputs = torch.randn(4, 5, dtype=torch.float64)
     for layers in (plain, split):
-        backward(layers, inputs, autocast=False)
+        backward(layers, inputs)
     for ours, theirs in zip(gradients_of(split), gradients_of(plain), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -66,5 +64,5 @@ def test_a_frozen_layer_passes_its_gradient_on_and_puts_nothing_off():
     layers.requires_grad_(False)
     deferral = Deferral(layers)
     with deferral.collecting() as pending:
-        assert backward(layers, torch.randn(4, 5, dtype=torch.float64), autocast=False).any()
+        assert backward(layers, torch.randn(4, 5, dtype=torch.float64)).any()
     assert not pending
