@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from dflop.cli.options import FILE, config_option, load_for
+from dflop.cli.options import FILE, config_option, load_for, run_argument
 from dflop.runtime import progress_bar
 
 __all__ = ["compare_command"]
@@ -12,14 +12,16 @@ __all__ = ["compare_command"]
 
 @click.command("compare")
 @config_option
-@click.option("--shapes", type=FILE, required=True)
-@click.option("--costs", type=FILE, required=True)
+@click.option("--shapes", type=FILE)
+@click.option("--costs", type=FILE)
 @click.option("--batches", type=click.IntRange(min=1), default=4, show_default=True, help="Global batches to price.")
-@click.option(
-    "--out", type=FILE, required=True, help="Parquet file to write; beside it the same as *.json and a figure, *.svg."
-)
+@click.option("--out", type=FILE, help="Parquet file to write; beside it the same as *.json and a figure, *.svg.")
+@run_argument(shapes="shapes.duckdb", costs="costs.duckdb", out="comparison.parquet")
 def compare_command(configs: tuple[str, ...], shapes: Path, costs: Path, batches: int, out: Path) -> None:
-    """Price published ways to train beside ours: the same batches, costs and cluster, one simulator."""
+    """Price published ways to train beside ours: the same batches, costs and cluster, one simulator.
+
+    RUN is a run of the workflow, by its name or folder; then the files are the run's.
+    """
     from dflop.comparison import SYSTEMS, compare_systems, comparison_frame, comparison_json, comparison_text
     from dflop.costs import CostModel
     from dflop.data import load_samples

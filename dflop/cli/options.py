@@ -1,14 +1,16 @@
 """What the commands share: their options, the part of the config that each reads, and what its output says of it."""
 
+import functools
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from dflop.runtime import UserError
 
-__all__ = ["FILE", "FOLDER", "config_digest", "config_option", "load_for", "meta_of"]
+__all__ = ["FILE", "FOLDER", "config_digest", "config_option", "load_for", "meta_of", "run_argument"]
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -22,6 +24,48 @@ def config_option(function):
         metavar="FILE|TEXT|KEY=VALUE",
         help="A config file, its text ({train: {lr: 0.1}}), or one key (train.lr=0.1); later ones win. Repeatable.",
     )(function)
+
+
+def run_argument(**files: str) -> Callable[[Callable], Callable]:
+    """A command that takes a run of the workflow, by its name or folder, instead of a config and files.
+
+    `files` says of options which file of the run's folder each of them is; "" is the folder. What is given beside the
+    run counts: configs are merged over the run's own. Without a run all of these options must be given.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @click.argument("run", required=False)
+        @functools.wraps(function)
+        def command(run: str | None, configs: tuple[str, ...], **given: object) -> None:
+            missing = [name for name in files if given[name] is None]
+            if run is None and missing:
+                context = click.get_current_context()
+                option = next(own.opts[0] for own in context.command.params if own.name == missing[0])
+                raise UserError(f"`{context.command_path}` needs {option}, or a run: its name or folder")
+            if run is not None:
+                folder = _folder_of(run)
+                given |= {name: folder / files[name] for name in missing}
+                configs = (str(folder / RUN_CONFIG), *configs)
+            function(configs=configs, **given)
+
+        return command
+
+    return decorate
+
+
+# What the workflow leaves in a run's folder: the whole config that it was last started with.
+RUN_CONFIG = "config.yaml"
+
+
+def _folder_of(run: str) -> Path:
+    folder = next((path for path in (Path(run), Path("results") / run) if path.is_dir()), None)
+    if folder is None:
+        raise UserError(f"there is no run `{run}`: neither {run} nor {Path('results') / run} is a folder")
+    if not (folder / RUN_CONFIG).is_file():
+        raise UserError(
+            f"{folder} holds no {RUN_CONFIG}, which the workflow writes when it starts; give --config and the files"
+        )
+    return folder
 
 
 def load_for(command: str, configs: tuple[str, ...]):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from dflop.cli.options import FILE, config_option, load_for
+from dflop.cli.options import FILE, config_option, load_for, run_argument
 from dflop.runtime import progress_bar
 
 __all__ = ["plan_command", "schedule_command"]
@@ -12,22 +12,27 @@ __all__ = ["plan_command", "schedule_command"]
 
 @click.command("plan")
 @config_option
-@click.option("--shapes", type=FILE, required=True)
-@click.option("--costs", type=FILE, required=True)
+@click.option("--shapes", type=FILE)
+@click.option("--costs", type=FILE)
 @click.option("--loading", type=FILE, help="What `dflop profile-loading` measured, if it did.")
-@click.option("--out", type=FILE, required=True, help="plan.yaml to write.")
-@click.option("--candidates", type=FILE, required=True, help="Parquet file of all priced plans to write.")
+@click.option("--out", type=FILE, help="plan.yaml to write.")
+@click.option("--candidates", type=FILE, help="Parquet file of all priced plans to write.")
 @click.option("--explain", is_flag=True, help="Print the ten best plans, what others would run, and what comes next.")
+@run_argument(shapes="shapes.duckdb", costs="costs.duckdb")
 def plan_command(
     configs: tuple[str, ...],
     shapes: Path,
     costs: Path,
     loading: Path | None,
-    out: Path,
-    candidates: Path,
+    out: Path | None,
+    candidates: Path | None,
     explain: bool,
 ) -> None:
-    """Search the layouts and choose the one with the shortest expected step."""
+    """Search the layouts and choose the one with the shortest expected step.
+
+    RUN is a run of the workflow, by its name or folder: `dflop plan RUN` explains the plan of its data and costs. What
+    is not asked for by --out or --candidates is not written.
+    """
     from dflop.config import excess_memory
     from dflop.costs import CostModel
     from dflop.data import read_loading_times
@@ -35,6 +40,7 @@ def plan_command(
     from dflop.planning import candidates_frame, describe_choice, explain_choice, loading_need, price_baselines
     from dflop.runtime import written_whole
 
+    explain = explain or out is None
     config = load_for("plan", configs)
     loading_times = read_loading_times(loading) if loading else None
     if excess := excess_memory(config.cluster):
@@ -55,11 +61,13 @@ def plan_command(
         step_s=best.step_s,
         idle=best.idle,
     )
-    with written_whole(candidates) as path:
-        candidates_frame(found).write_parquet(path)
-    with written_whole(out) as path:
-        text = describe_choice(found, baselines, config, cost_model, num_left_out=num_left_out, loading=need)
-        path.write_text(text, encoding="utf-8")
+    if candidates:
+        with written_whole(candidates) as path:
+            candidates_frame(found).write_parquet(path)
+    if out:
+        with written_whole(out) as path:
+            text = describe_choice(found, baselines, config, cost_model, num_left_out=num_left_out, loading=need)
+            path.write_text(text, encoding="utf-8")
     if explain:
         click.echo(explain_choice(found, baselines, config, cost_model) + "\n")
     _echo_choice(out, best, cost_model, need)
@@ -95,7 +103,7 @@ def _search(config, spec, cost_model, samples, *, compares: bool):
         return search_plans(config, spec, cost_model, samples, progress, compares=compares)
 
 
-def _echo_choice(out: Path, best, cost_model, need) -> None:
+def _echo_choice(out: Path | None, best, cost_model, need) -> None:
     """The chosen plan in a line, what to know of its price, and what loading needs."""
     from dflop.costs import BEYOND_MEASURED
     from dflop.planning import loading_note
@@ -103,7 +111,7 @@ def _echo_choice(out: Path, best, cost_model, need) -> None:
     if best.extrapolated:
         click.echo(f"{best.extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
     of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
-    click.echo(f"{out}: {best.plan}; expected step {best.step_s:.3g} s{of_costs}, idle {best.idle:.0%}")
+    click.echo(f"{out or 'the plan'}: {best.plan}; expected step {best.step_s:.3g} s{of_costs}, idle {best.idle:.0%}")
     if need:
         click.echo(loading_note(need, best.step_s))
 

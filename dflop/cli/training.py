@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of
+from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of, run_argument
 
 __all__ = ["report_command", "train_command"]
 
@@ -73,10 +73,14 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
 
 @click.command("report")
 @config_option
-@click.option("--run", "run_folder", type=FOLDER, required=True, help="results/<run>, with all earlier artifacts.")
-@click.option("--out", type=FOLDER, required=True, help="Folder for the plots and summary.json.")
+@click.option("--run", "run_folder", type=FOLDER, help="results/<run>, with all earlier artifacts.")
+@click.option("--out", type=FOLDER, help="Folder for the plots and summary.json.")
+@run_argument(run_folder="", out="report")
 def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
-    """Draw what the run found: costs, plans, one step's timeline, loss and throughput."""
+    """Draw what the run found: costs, plans, one step's timeline, loss and throughput.
+
+    RUN is a run of the workflow, by its name or folder; then the plots are written to its `report/`.
+    """
     from dflop.reporting import write_report
 
     config = load_for("report", configs)

@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 import yaml
 
+from dflop.config import load_config
 from dflop.data.demo import make_demo_data
 from dflop.parallelism import load_plan
 from dflop.pipeline import nodes_of
@@ -151,6 +152,18 @@ def test_training_leaves_metrics_observations_a_trace_a_checkpoint_and_a_model(f
     assert (folder / "checkpoints/step-000006/run.json").is_file()
     assert (folder / "model/config.json").is_file()
     assert json.loads((folder / "summary.json").read_text())["num_steps"] == 6
+
+
+def test_a_run_leaves_its_config_and_its_name_stands_for_its_files(finished):
+    checkout, _ = finished
+    config = load_config(str(checkout.folder / "results/small/config.yaml"))
+    assert (config.run, config.train.steps, config.plan.fixed.num_microbatches) == ("small", 6, 4)
+    said = checkout.run("dflop", "compare", "small", "--batches", "1", timeout=240)
+    assert said.returncode == 0, said.stderr
+    assert "\nMegatron-style, random" in said.stdout
+    table = pl.read_parquet(checkout.folder / "results/small/comparison.parquet")
+    assert table["name"].to_list()[-1] == "dflop"
+    assert (checkout.folder / "results/small/comparison.svg").read_text().lstrip().startswith("<?xml")
 
 
 def test_the_report_has_its_pictures(finished):

@@ -6,10 +6,11 @@ Snakemake sees only the shell text of a command, so params hold `code_digest(com
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 
+import yaml
 from snakemake.exceptions import WorkflowError
 
 from dflop.config import load_config, select_keys
@@ -52,6 +53,15 @@ except UserError as error:
     stop_with(error)
 
 RESULTS = f"results/{CONFIG.run}"
+
+
+def write_run_config():
+    """Leave the whole config beside what is made with it: for readers, and for `dflop plan RUN` and its like."""
+    sections = [section.name for section in fields(CONFIG)]
+    path = Path(RESULTS, "config.yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(select_keys(CONFIG, sections), sort_keys=False), encoding="utf-8")
+
 
 # Rules named by `--cache` (or a profile's `cache:`) keep their outputs here for all runs of this checkout.
 OUTPUT_CACHE = "SNAKEMAKE_OUTPUT_CACHE"
