@@ -293,7 +293,9 @@ def _stacked(items: list[np.ndarray], item_shape: tuple[int, ...]) -> torch.Tens
 
 def _said(shape: MediumShape) -> str:
     pixels = f"{shape.size.width}x{shape.size.height} pixels"
-    return f"{shape.num_frames} frames of {pixels}" if shape.kind == "video" else pixels
+    if shape.kind != "video":
+        return pixels
+    return f"{shape.num_frames} frames of {pixels}, {shape.frame_us / 1e6:.6g} s apart"
 
 
 def _changed(ref: SampleRef, what: str) -> str:

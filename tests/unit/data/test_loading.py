@@ -243,6 +243,15 @@ def test_a_watched_picture_that_was_exchanged_or_is_gone_stops_training_with_its
         loader[job([row])]
 
 
+def test_watched_media_that_are_as_they_were_are_loaded_as_without_watching(demo_data, make_loader, make_job):
+    rows = list(range(24))
+    loader = make_loader(demo_data.train_manifest, of_media=True)
+    watching = dataclasses.replace(loader.reader, data=dataclasses.replace(loader.reader.data, watch_media=True))
+    loaded, watched = loader[make_job(rows)], dataclasses.replace(loader, reader=watching)[make_job(rows)]
+    assert {medium.kind for media in watched.batch.media for medium in media} == {"image", "video"}
+    assert torch.equal(watched.batch.items, loaded.batch.items)
+
+
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_promised(
     demo_data, make_loader, profile_records, tmp_path, kind
