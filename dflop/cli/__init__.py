@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from dflop.cli.checking import check_plan_command
 from dflop.cli.comparison import compare_command
 from dflop.cli.costs import fit_costs_command, profile_costs, profile_links
 from dflop.cli.data import (
@@ -32,7 +33,8 @@ def cli() -> None:
 
     The workflow runs these commands in this order: demo-data (for the demo), profile-shapes, merge-shapes,
     plot-shapes, profile-loading, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also
-    be run by hand; so can compare, which prices published systems beside a plan of ours.
+    be run by hand; so can compare, which prices published systems beside a plan of ours, and check-plan, which holds a
+    plan's predicted memory against what a rank's step takes.
     """
 
 
@@ -49,6 +51,7 @@ for command in (
     plan_command,
     schedule_command,
     compare_command,
+    check_plan_command,
     train_command,
     report_command,
 ):

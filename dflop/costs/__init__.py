@@ -8,7 +8,7 @@ from dflop.costs.analytic import AnalyticPoints, analytic_points
 from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
-from dflop.costs.memory import StageMemory, resident_bytes, sync_bytes
+from dflop.costs.memory import Resident, StageMemory, resident_bytes, resident_parts, sync_bytes
 from dflop.costs.model import CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
 from dflop.costs.stage_kind import PARTS, StageKind, stage_kinds
@@ -31,6 +31,7 @@ __all__ = [
     "Loads",
     "Measured",
     "Moving",
+    "Resident",
     "ShardedPass",
     "StageKind",
     "StageMemory",
@@ -41,6 +42,7 @@ __all__ = [
     "read_measured",
     "require_parquet",
     "resident_bytes",
+    "resident_parts",
     "sharded_passes",
     "stage_kinds",
     "sync_bytes",

@@ -7,7 +7,7 @@ import numpy as np
 
 from dflop.costs.stage_kind import StageKind
 
-__all__ = ["StageMemory", "memory_of_parts", "resident_bytes", "sync_bytes"]
+__all__ = ["Resident", "StageMemory", "memory_of_parts", "resident_bytes", "resident_parts", "sync_bytes"]
 
 
 class StageMemory(NamedTuple):
@@ -21,20 +21,37 @@ class StageMemory(NamedTuple):
 Bytes = TypeVar("Bytes", float, np.ndarray)
 
 
-def resident_bytes(parameter_bytes: Bytes, dp: int, *, value_bytes: int, is_frozen: bool, num_shards: int = 1) -> Bytes:
-    """What a rank always holds of a stage with so many replicas and `parameter_bytes` of parameters in fp32.
+class Resident(NamedTuple):
+    """What a rank always holds of a stage: parameters as they are computed with, or their shards; gradients; and of the
+    optimiser moments and masters."""
 
-    These are the parameters, as values of `value_bytes`; and where they are trained, gradients and AdamW's two moments
-    in fp32 at least, and fp32 masters of smaller values. Moments and masters are divided among the replicas. Where
-    parameters are divided among `num_shards` of the replicas, so is everything else, and the masters are all there is
-    of the parameters."""
+    parameters: float | np.ndarray
+    gradients: float | np.ndarray
+    optimizer: float | np.ndarray
+
+
+def resident_parts(
+    parameter_bytes: float | np.ndarray, dp: int, *, value_bytes: int, is_frozen: bool, num_shards: int = 1
+) -> Resident:
+    """Of a stage with so many replicas and `parameter_bytes` of parameters in fp32.
+
+    Parameters are values of `value_bytes`; where they are trained, gradients and AdamW's two moments are in fp32 at
+    least, and smaller values have fp32 masters. Moments and masters are divided among the replicas. Where parameters
+    are divided among `num_shards` of the replicas, so is everything else, and the masters are all there is of them."""
     count, held_bytes = parameter_bytes / 4, max(4, value_bytes)
     if is_frozen:
-        return count * (value_bytes / num_shards)
+        return Resident(count * (value_bytes / num_shards), 0.0 * count, 0.0 * count)
     if num_shards > 1:
-        return count * (4 * held_bytes / num_shards)
+        own = count * (held_bytes / num_shards)
+        return Resident(own, own, 2 * own)
     masters_bytes = held_bytes if value_bytes < held_bytes else 0
-    return count * (value_bytes + held_bytes + (2 * held_bytes + masters_bytes) / dp)
+    return Resident(count * value_bytes, count * held_bytes, count * ((2 * held_bytes + masters_bytes) / dp))
+
+
+def resident_bytes(parameter_bytes: Bytes, dp: int, *, value_bytes: int, is_frozen: bool, num_shards: int = 1) -> Bytes:
+    """The sum of `resident_parts`."""
+    how = {"value_bytes": value_bytes, "is_frozen": is_frozen, "num_shards": num_shards}
+    return sum(resident_parts(parameter_bytes, dp, **how))
 
 
 def sync_bytes(parameter_bytes: Bytes, *, value_bytes: int, num_shards: int | np.ndarray = 1) -> Bytes:

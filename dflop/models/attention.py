@@ -53,7 +53,8 @@ def packed_attention(
             *batch, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=True
         )
         attended.append(made.transpose(0, 1).flatten(1, 2))
-    return torch.cat(attended, dim=1).transpose(0, 1).unsqueeze(0), None
+    whole = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+    return whole.transpose(0, 1).unsqueeze(0), None
 
 
 def _varlen(

@@ -69,11 +69,13 @@ class FamilyRuntime:
         checkpointing: bool = False,
         draw_on: torch.device | str = "cpu",
         ranks: TensorGroup = ALONE,
+        is_empty: bool = False,
     ) -> EncoderStage | LlmStage:
         """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
 
         Weights are drawn on the CPU, so that every device has the same; `draw_on` the device itself is quicker. Of
-        several `ranks` each keeps its part of a block as soon as this is drawn, and reads that part alone.
+        several `ranks` each keeps its part of a block as soon as this is drawn, and reads that part alone. Nobody reads
+        the weights of a stage that `is_empty`: it may be made of fake tensors.
 
         Raises:
             UserError: for a checkpoint without this stage's weights, or a model that cannot be cut or divided so.
@@ -88,18 +90,18 @@ class FamilyRuntime:
         names = set(hf.state_dict())
         stage = self.cut(hf, module, layers)
         if ranks.group is None:
-            draw_weights(hf, seed, draw_on)
+            draw_weights(hf, seed, draw_on, is_empty=is_empty)
         else:
-            draw_weights(hf, seed, draw_on, Divider(stage, ranks).divide)
+            draw_weights(hf, seed, draw_on, Divider(stage, ranks).divide, is_empty=is_empty)
         if stage.is_last and module == "llm" and config.tie_word_embeddings:
             hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
-        if checkpoint is not None:
+        if checkpoint is not None and not is_empty:
             load_weights(hf, checkpoint, self.weight_renamings, stage.shards, names)
         if checkpointing:
             stage.set_checkpointing(True)
         if dtype == torch.float64:
             norms_in_float64(hf)
-        return stage.to(device=device, dtype=dtype).train()
+        return (stage if is_empty else stage.to(device=device, dtype=dtype)).train()
 
 
 def config_fields(spec: ModelSpec, vocab_size: int) -> dict[str, Any]:

@@ -29,13 +29,15 @@ def draw_weights(
     seed: int,
     device: torch.device | str,
     then: Callable[[str, nn.Module], None] = lambda name, module: None,
+    *,
+    is_empty: bool = False,
 ) -> None:
     """Give a model on the meta device its tensors, and initialise all submodules as transformers does, each from a
-    seed of its own.
+    seed of its own; or leave them as they are, where nobody reads their values (`is_empty`).
 
     `then` is called with each submodule that is complete, by name; it may put another one in its place.
     """
-    _draw(model, model, "", seed, device, then)
+    _draw(model, model, "", seed, device, then, is_empty)
 
 
 @torch.no_grad()
@@ -46,15 +48,21 @@ def _draw(
     seed: int,
     device: torch.device | str,
     then: Callable[[str, nn.Module], None],
+    is_empty: bool,
 ) -> None:
     """`owner` is the innermost Hugging Face model around the submodule: it knows how to initialise it."""
-    module.to_empty(device=device, recurse=False)
+    for own_name, own in module._parameters.items():
+        if own is not None:  # a new one: fake tensors cannot take another's place, as `to_empty` would have it
+            module._parameters[own_name] = nn.Parameter(torch.empty_like(own, device=device), own.requires_grad)
+    for own_name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[own_name] = torch.empty_like(buffer, device=device)
     for child_name, child in list(module.named_children()):
         child_owner = child if isinstance(child, PreTrainedModel) else owner
-        _draw(child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then)
+        _draw(child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then, is_empty)
     torch.manual_seed(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF))
     own = list(module._parameters.values())
-    if not own or any(parameter is not None for parameter in own):  # else its parameters are another stage's
+    if not is_empty and (not own or any(parameter is not None for parameter in own)):  # else they are another stage's
         owner._init_weights(module)
     then(name, module)
 

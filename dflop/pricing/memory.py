@@ -57,6 +57,10 @@ class PlanMemory:
         """Bytes of the fullest device, whose microbatches need so much (`of_stages`), in this order of the plan."""
         return float(self.held_bytes(self.resident_bytes + _peak_bytes(of_stages, order)).max())
 
+    def peak_bytes(self, cells: Mapping[str, Cells], order: CompiledPlan) -> np.ndarray:
+        """Of microbatches alone, the most that each worker's ranks hold in this order of the plan, [num_workers]."""
+        return _peak_bytes(self.of_stages(cells), order)
+
     @cached_property
     def resident_bytes(self) -> np.ndarray:
         """Parameters, gradients and optimiser state on each worker's ranks, [num_workers]."""

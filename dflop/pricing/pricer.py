@@ -193,6 +193,10 @@ class Pricer:
         """Predicted peak of each module's fullest rank: what is resident, and the microbatches in flight."""
         return self.memory.of_modules(cells_of(self.plan, shapes, assignment), self.order(assignment.slots))
 
+    def activation_bytes(self, shapes: SampleShapes, assignment: Assignment, order: CompiledPlan) -> np.ndarray:
+        """What each worker's ranks hold of microbatches at most, [num_workers]."""
+        return self.memory.peak_bytes(cells_of(self.plan, shapes, assignment), order)
+
     def extrapolated(self, shapes: SampleShapes, assignment: Assignment) -> np.ndarray:
         """Which nodes' microbatches hold loads outside of what was measured, bool [num_nodes, num_microbatches]."""
         by_module = self._outside(shapes, assignment)

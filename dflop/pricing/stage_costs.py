@@ -16,10 +16,11 @@ from dflop.costs import (
     Link,
     Loads,
     Moving,
+    Resident,
     ShardedPass,
     StageKind,
     StageMemory,
-    resident_bytes,
+    resident_parts,
     sharded_passes,
     stage_kinds,
     sync_bytes,
@@ -174,9 +175,12 @@ class StageCosts:
 
     def resident_bytes(self, stage: StageReplicas) -> float:
         """Parameters, gradients, and the rank's share of optimiser state."""
+        return sum(self.resident_parts(stage))
+
+    def resident_parts(self, stage: StageReplicas) -> Resident:
         num_shards = self.plan.grid(stage.module).num_shards
         how = {"value_bytes": self._value_bytes, "is_frozen": stage.module in self.frozen}
-        return resident_bytes(self.parameter_bytes(stage), stage.dp, num_shards=num_shards, **how)
+        return resident_parts(self.parameter_bytes(stage), stage.dp, num_shards=num_shards, **how)
 
     def sync_bytes(self, stage: StageReplicas) -> float:
         """What a sync of the stage's gradients moves."""

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -33,11 +32,11 @@ class SharedPasses(nn.Module):
     they are held in, and their gradients are summed as what they are held in.
     """
 
-    def __init__(self, stage: Stage, sharers: Sharers, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, stage: Stage, sharers: Sharers, dtype: torch.dtype) -> None:
         super().__init__()
         self.stage = stage
-        self._has_copies = sharers.copies is not None
-        how: dict[str, Any] = {"mesh": _mesh_of(sharers, device.type)}
+        self._has_copies = len(sharers.ranks) > 1
+        how: dict[str, Any] = {"mesh": sharers.mesh}
         if dtype != (held := held_in(dtype)):
             how["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=held, cast_forward_inputs=False)
         for unit in _units(stage):
@@ -52,15 +51,6 @@ class SharedPasses(nn.Module):
         """Whether the next backward ends with sums over all copies of the parameters: the last one of a step does."""
         if self._has_copies:
             cast(FSDPModule, self).set_requires_all_reduce(on)
-
-
-def _mesh_of(sharers: Sharers, device: str) -> DeviceMesh:
-    if sharers.copies is None:
-        return DeviceMesh.from_group(sharers.group, device)
-    names = ("copies", "shards")
-    return DeviceMesh.from_group(
-        [sharers.copies, sharers.group], device, mesh=torch.tensor(sharers.ranks), mesh_dim_names=names
-    )
 
 
 def _units(stage: Stage) -> list[Any]:

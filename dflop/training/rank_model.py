@@ -104,16 +104,19 @@ def forwards_that_read(
     )
 
 
-def build_rank_model(config: Config, plan: Plan, topology: Topology, dtype: torch.dtype) -> RankModel:
+def build_rank_model(
+    config: Config, plan: Plan, topology: Topology, dtype: torch.dtype, *, is_empty: bool = False
+) -> RankModel:
     """Build the stages of a rank's nodes, to compute in `dtype`, with weights from `model.path` or drawn from the
-    seed."""
+    seed, or without values (`FamilyRuntime.build_stage`)."""
     spec = load_model_spec(config.model)
     tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
     runtime = load_runtime(spec.family)
     hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
     checkpoint = Path(config.model.path) if config.model.path else None
     nodes: Sequence[NodeModel] = [
-        _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint) for index in topology.nodes
+        _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
+        for index in topology.nodes
     ]
     return RankModel(
         nodes=tuple(nodes),
@@ -133,6 +136,7 @@ def _build_node(
     spec: ModelSpec,
     hf_config: PretrainedConfig,
     checkpoint: Path | None,
+    is_empty: bool,
 ) -> NodeModel:
     node, ranks = topology.program.nodes[index], topology.tensor[index]
     check_tp(spec, node.module, ranks.size)
@@ -147,6 +151,7 @@ def _build_node(
         device="cpu" if gathers else topology.device,
         checkpointing=plan.checkpointing,
         ranks=ranks,
+        is_empty=is_empty,
     )
     stage.requires_grad_(node.module not in config.model.freeze)
     lr, weight_decay = config.train.of_module(node.module)
@@ -155,7 +160,7 @@ def _build_node(
         compute_in(stage, dtype)  # what is never updated has no masters
     if gathers:
         sharers = topology.sharers[index]
-        shared = SharedPasses(stage, sharers, topology.device, dtype)
+        shared = SharedPasses(stage, sharers, dtype)
         own = ParameterShards(stage.named_hf_parameters(), sharers, topology.rank, lr=lr, weight_decay=weight_decay)
         return NodeModel(**common, optimizer=own, parameters=own.parameters, shards=own.shards, shared=shared)
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dflop.models.tensor_group import TensorGroup
 from dflop.parallelism import Plan
@@ -23,14 +24,13 @@ __all__ = ["Sharers", "Topology", "join_world", "place_in_world"]
 _TIMEOUT = timedelta(minutes=10)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Sharers:
-    """Replicas that share parameters: a row of `ranks` has one copy of them between it. `group` joins this rank's row,
-    and `copies` the ranks that hold the same of every copy, where there are several."""
+    """Replicas that share parameters: a row of `ranks` has one copy of them between it. `mesh` joins this rank's row,
+    and where there are several copies before it the ranks that hold the same of each."""
 
     ranks: tuple[tuple[int, ...], ...]
-    group: dist.ProcessGroup
-    copies: dist.ProcessGroup | None
+    mesh: DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ def place_in_world(
     nodes, ranks = program.workers[own].nodes, _ranks_of_nodes(program)
     place = {node: ranks[node].index(rank) for node in nodes}
     tensor, replicas, tied = _tensor_groups(ranks), _replica_groups(program, ranks), _tied_ends(program, ranks)
-    sharers = _sharers(program, ranks)
+    sharers = _sharers(program, ranks, rank, device.type)
     return Topology(
         rank=rank,
         world_size=dist.get_world_size(),
@@ -114,7 +114,7 @@ def place_in_world(
         store=store,
         tensor={node: TensorGroup(ranks[node], place[node], tensor[node]) for node in nodes},
         replicas={node: replicas[node][place[node]] for node in nodes},
-        sharers={node: sharers[node] for node in nodes if node in sharers},
+        sharers=sharers,
         tied={node: tied[node][place[node]] for node in nodes if node in tied},
         links=links,
     )
@@ -161,8 +161,8 @@ def _replica_groups(program: Program, ranks: Sequence[tuple[int, ...]]) -> list[
     return found
 
 
-def _sharers(program: Program, ranks: Sequence[tuple[int, ...]]) -> dict[int, Sharers]:
-    """Of each node whose module's parameters are divided among replicas: who they are."""
+def _sharers(program: Program, ranks: Sequence[tuple[int, ...]], rank: int, device: str) -> dict[int, Sharers]:
+    """Of this rank's nodes whose module's parameters are divided among replicas: who they are."""
     groups, found = _Groups(), {}
     for module, num_shards in program.num_shards.items():
         nodes = [index for index, node in enumerate(program.nodes) if node.module == module]
@@ -174,8 +174,18 @@ def _sharers(program: Program, ranks: Sequence[tuple[int, ...]]) -> dict[int, Sh
         copies = [groups.of(column) for column in zip(*rows, strict=True)] if len(rows) > 1 else [None] * num_shards
         for place, node in enumerate(nodes):
             row, column = divmod(place, num_shards)
-            found[node] = Sharers(ranks=rows, group=shared[row], copies=copies[column])
+            if rank in ranks[node]:
+                found[node] = Sharers(rows, _mesh_of(rows, shared[row], copies[column], device))
     return found
+
+
+def _mesh_of(
+    rows: tuple[tuple[int, ...], ...], row: dist.ProcessGroup, column: dist.ProcessGroup | None, device: str
+) -> DeviceMesh:
+    if column is None:
+        return DeviceMesh.from_group(row, device)
+    names = ("copies", "shards")
+    return DeviceMesh.from_group([column, row], device, mesh=torch.tensor(rows), mesh_dim_names=names)
 
 
 def _tied_ends(program: Program, ranks: Sequence[tuple[int, ...]]) -> dict[int, list[Ends]]:

@@ -1,0 +1,252 @@
+"""A rank of a plan on fake tensors: what it holds, beside what the memory model says.
+
+The rank's stages, optimiser and instruction list are those of training. Their tensors have shapes and no values
+(`FakeTensorMode`), and the other ranks are not there (torch's `fake` process group), so that a plan for a thousand GPUs
+is checked in a minute on a laptop. Every operation's storages are counted as long as they live.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dflop.config import Config
+from dflop.costs import CostModel
+from dflop.costs.live_bytes import LiveBytes
+from dflop.data import SampleShapes
+from dflop.data.loading import LoadedMedia, segments_of
+from dflop.models import ModelSpec, load_model_spec
+from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.precision import COMPUTES_IN
+from dflop.parallelism import Plan
+from dflop.pipeline import Node, Op, Program, StepInstructions, make_program
+from dflop.pipeline.run import run_instructions
+from dflop.pricing import Assignment, Pricer
+from dflop.runtime import UserError
+from dflop.scheduling import StepSchedule
+from dflop.training.feed import samples_of
+from dflop.training.rank_model import RankModel, build_rank_model
+from dflop.training.topology import Topology, place_in_world
+from dflop.training.work import make_works
+
+__all__ = ["CATEGORIES", "CheckedRank", "MadeUpLoad", "check_rank"]
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeUpLoad:
+    """One sample a microbatch and replica of the LLM: so many square pictures of so many pixels a side, and text, of
+    which every token is learned."""
+
+    num_pictures: int
+    picture_side: int
+    text_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedRank:
+    """Bytes of a rank by `CATEGORIES`. Activations are what is held at the peak of a step beside all else."""
+
+    rank: int
+    nodes: tuple[Node, ...]
+    predicted: dict[str, float]
+    tracked: dict[str, float]
+
+
+def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, rank: int | None) -> CheckedRank:
+    """Build a rank and carry out its step; None is the rank that is predicted to hold most. This process must be in no
+    process group.
+
+    Raises:
+        UserError: for a rank that the plan does not have, or a precision that cannot be checked.
+    """
+    if config.train.precision == "fp64":
+        raise UserError("`train.precision: fp64` is for comparisons, and its memory is not checked; use fp32 or bf16")
+    spec, frozen = load_model_spec(config.model), config.model.freeze
+    program = make_program(plan, frozen)
+    pricer = Pricer(plan, costs, spec, config.cluster, frozen=frozen, precision=config.train.precision)
+    shapes = _samples(spec, plan, load)
+    assignment = pricer.assign(shapes, *np.divmod(np.arange(len(shapes)), plan.num_microbatches))
+    held = _predicted(pricer, shapes, assignment)
+    if rank is None:
+        rank = program.workers[int(sum(held.values()).argmax())].first_rank
+    elif not 0 <= rank < plan.world_size:
+        raise UserError(f"rank {rank}: the plan has ranks 0 to {plan.world_size - 1}")
+    (own,) = (index for index, worker in enumerate(program.workers) if 0 <= rank - worker.first_rank < worker.num_ranks)
+    dtype = COMPUTES_IN[config.train.precision]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+    try:
+        topology = place_in_world(program, torch.device("cpu"), dtype, dist.HashStore())
+        with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+            model = build_rank_model(config, plan, topology, dtype, is_empty=True)
+            live.peak = 0  # of building
+            _run(config, plan, program, topology, model, spec, load, shapes, assignment)
+            tracked = _tracked(model, live.peak)
+    finally:
+        dist.destroy_process_group()
+    return CheckedRank(
+        rank=rank,
+        nodes=tuple(program.nodes[node] for node in program.workers[own].nodes),
+        predicted={category: float(held[category][own]) for category in CATEGORIES},
+        tracked=tracked,
+    )
+
+
+def _samples(spec: ModelSpec, plan: Plan, load: MadeUpLoad) -> SampleShapes:
+    """One sample a bucket."""
+    num_samples, (encoder,) = plan.num_buckets, spec.encoders
+    each = spec.rules.image(load.picture_side, load.picture_side, load.num_pictures)
+    items, tokens = load.num_pictures * each.num_items, load.num_pictures * each.num_tokens
+    names = np.array([f"made up {number}" for number in range(num_samples)], dtype=object)
+    return SampleShapes(
+        encoders=(encoder.name,),
+        sample_id=names,
+        source=names,
+        row=np.arange(num_samples),
+        num_items=np.full((num_samples, 1), items),
+        sum_sq_items=np.full((num_samples, 1), load.num_pictures * each.sum_sq_items),
+        kept_tokens=np.full((num_samples, 1), tokens),
+        llm_tokens=np.full(num_samples, tokens + load.text_tokens),
+        target_tokens=np.full(num_samples, load.text_tokens),
+    )
+
+
+def _predicted(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> dict[str, np.ndarray]:
+    """By category, bytes of each worker's ranks."""
+    order = pricer.order(assignment.slots)
+    held = {category: np.zeros(pricer.compiled.num_workers) for category in CATEGORIES}
+    for stage in pricer.stages:
+        workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
+        for category, size in zip(CATEGORIES, pricer.stage_costs.resident_parts(stage), strict=False):
+            held[category][workers] += size
+    held["activations"] = pricer.activation_bytes(shapes, assignment, order)
+    return held
+
+
+def _run(
+    config: Config,
+    plan: Plan,
+    program: Program,
+    topology: Topology,
+    model: RankModel,
+    spec: ModelSpec,
+    load: MadeUpLoad,
+    shapes: SampleShapes,
+    assignment: Assignment,
+) -> None:
+    """A step up to the gradient sync."""
+    schedule = _schedule(program, shapes, assignment)
+    instructions = StepInstructions(plan, program, config.model.freeze, topology.rank).of(assignment.slots)
+    forwards = [(program.nodes[item.node], item.microbatch) for item in instructions if item.op is Op.FORWARD]
+    inputs = _inputs(plan, spec, model, load, schedule, forwards, program)
+    works = make_works(config, plan, model, program, inputs, topology.store)
+    for work in works.values():
+        work.begin_step(schedule)
+    run_instructions(instructions, works, topology.links)
+
+
+def _schedule(program: Program, shapes: SampleShapes, assignment: Assignment) -> StepSchedule:
+    nothing = np.zeros((len(program.nodes), program.num_microbatches))
+    return StepSchedule(
+        step=0,
+        **{name: getattr(shapes, name) for name in SampleShapes.__dataclass_fields__},
+        **{name: getattr(assignment, name) for name in Assignment.__dataclass_fields__},
+        position=np.zeros(len(shapes), dtype=np.int64),
+        forward_s=nothing,
+        backward_s=nothing,
+        extrapolated=nothing > 0,
+        step_s=0.0,
+        idle=0.0,
+        idle_of_worker=np.zeros(len(program.workers)),
+        lower_bound_s=0.0,
+        policy="made up",
+        status="",
+        num_beyond_memory=0,
+        deciding_s=0.0,
+    )
+
+
+def _inputs(
+    plan: Plan,
+    spec: ModelSpec,
+    model: RankModel,
+    load: MadeUpLoad,
+    schedule: StepSchedule,
+    forwards: Iterable[tuple[Node, int]],
+    program: Program,
+) -> Iterator[LoadedMedia | TextBatch]:
+    """What loaders would give for the rank's forwards that read records."""
+    side = load.picture_side
+    each = spec.rules.image(side, side, load.num_pictures)
+    pictures = (MediumLayout("image", each.num_items, side, side, each.grid),) * load.num_pictures
+    stages = {(program.nodes[own.index].module, own.node.pp_stage): own.stage for own in model.nodes}
+    for node, microbatch in forwards:
+        if not stages[node.module, node.pp_stage].reads_records:
+            continue
+        chosen = samples_of(schedule, node, microbatch)
+        if node.module == "llm":
+            yield _text(plan, schedule, chosen)
+            continue
+        num_samples = int(chosen.sum())
+        items = torch.zeros(num_samples * len(pictures) * each.num_items, *model.processor.item_shape)
+        kept = tuple(schedule.kept_tokens[chosen, 0].tolist())
+        yield LoadedMedia(
+            batch=EncoderBatch(items=items if num_samples else None, media=(pictures,) * num_samples, kept_tokens=kept)
+        )
+
+
+def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray) -> TextBatch:
+    """Features first, then text."""
+    _, segment_ends = segments_of(schedule.llm_tokens[chosen].tolist())
+    features = [torch.zeros(0, dtype=torch.int64) for _ in range(plan.grids[0].dp)]
+    for rank, kept in zip(schedule.encoder_rank[chosen, 0], schedule.kept_tokens[chosen, 0], strict=True):
+        features[rank] = torch.arange(int(kept))
+    num_targets = int(schedule.target_tokens[chosen].sum())
+    return TextBatch(
+        token_ids=torch.zeros(segment_ends[-1], dtype=torch.int64),
+        position_ids=torch.zeros(segment_ends[-1], dtype=torch.int64),
+        segment_ends=segment_ends,
+        feature_positions=tuple(features),
+        target_positions=torch.zeros(num_targets, dtype=torch.int64),
+        target_ids=torch.zeros(num_targets, dtype=torch.int64),
+    )
+
+
+def _tracked(model: RankModel, peak_bytes: int) -> dict[str, float]:
+    """By category, of a step whose tensors were so many bytes at most."""
+    parameters = _bytes_of(parameter for own in model.nodes for parameter in own.stage.parameters())
+    gradients = _bytes_of(
+        parameter.grad for own in model.nodes for parameter in own.stage.parameters() if parameter.grad is not None
+    )
+    pieces = [
+        piece
+        for own in model.nodes
+        for parameter in own.parameters.values()
+        for piece in own.optimizer.pieces(parameter)
+    ]
+    states = chain.from_iterable((piece.masters, *piece.moments.values()) for piece in pieces)
+    optimizer = _bytes_of(states, but=[parameter for own in model.nodes for parameter in own.stage.parameters()])
+    return {
+        "parameters": float(parameters),
+        "gradients": float(gradients),
+        "optimizer": float(optimizer),
+        "activations": float(peak_bytes - parameters - gradients - optimizer),
+    }
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> int:
+    """Of their storages, each counted once."""
+    sizes = {_storage(tensor)._cdata: _storage(tensor).nbytes() for tensor in tensors}
+    return sum(size for key, size in sizes.items() if key not in {_storage(tensor)._cdata for tensor in but})
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()

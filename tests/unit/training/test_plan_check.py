@@ -1,0 +1,101 @@
+"""A rank on fake tensors holds what the memory model says, by category; nothing is held of the real memory."""
+
+import dataclasses
+import json
+
+import polars as pl
+import pytest
+import torch.distributed as dist
+import yaml
+from click.testing import CliRunner
+
+from dflop.cli import cli
+from dflop.config import load_config
+from dflop.costs import CostModel, analytic_points, fit_costs
+from dflop.models import digest_of_spec
+from dflop.parallelism import Grid, Plan
+from dflop.runtime import UserError
+from dflop.runtime.devices import load_device
+from dflop.store import write_costs
+from dflop.training.plan_check import CATEGORIES, MadeUpLoad, check_rank
+
+CONFIG = {
+    "cluster": {"device_model": "h100-80g", "devices_per_node": 4},
+    "costs": {"source": "analytic"},
+    "train": {"precision": "bf16"},
+}
+LOAD = MadeUpLoad(num_pictures=3, picture_side=168, text_tokens=800)
+SHARED = {"sharding": "parameters"}
+PLANS = {
+    "pipelined": Plan(
+        placement="colocated",
+        grids=(Grid(module="vision", num_ranks=4), Grid(module="llm", num_ranks=4, pp=2)),
+        num_microbatches=4,
+    ),
+    "parameters shared": Plan(
+        placement="monolithic",
+        grids=(Grid(module="vision", num_ranks=4, **SHARED), Grid(module="llm", num_ranks=4, **SHARED)),
+        num_microbatches=2,
+    ),
+    "tensor parallelism, recomputing": Plan(
+        placement="disjoint",
+        grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, tp=2, rank_offset=2)),
+        num_microbatches=2,
+        checkpointing=True,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def costs_file(tiny_spec, tmp_path_factory):
+    points = [
+        analytic_points(tiny_spec, module, tp, load_device("h100-80g")) for module in ("vision", "llm") for tp in (1, 2)
+    ]
+    measurements = pl.concat([own.measurements for own in points])
+    tables = fit_costs(measurements, pl.concat([own.parameters for own in points]))
+    device = {"device": "a card", "overhead_bytes": 0, "allocator_share": 0.0, "model": digest_of_spec(tiny_spec)}
+    path = tmp_path_factory.mktemp("costs") / "costs.duckdb"
+    write_costs(path, {"measurements": measurements, "device": pl.DataFrame([device]), **tables}, {})
+    return path
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_rank_holds_what_the_memory_model_says(name, costs_file):
+    checked = check_rank(load_config(CONFIG), PLANS[name], CostModel.load(costs_file), LOAD, None)
+    assert not dist.is_initialized()
+    assert tuple(checked.predicted) == tuple(checked.tracked) == CATEGORIES
+    for category in CATEGORIES[:3]:  # parameters begin at round places, which small ones fill with nothing
+        assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=5e-3), category
+    assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1)
+
+
+def test_a_rank_may_be_chosen_and_one_that_is_not_there_is_refused(costs_file):
+    costs = CostModel.load(costs_file)
+    (node,) = check_rank(load_config(CONFIG), PLANS["tensor parallelism, recomputing"], costs, LOAD, 1).nodes
+    assert (node.module, node.dp_rank) == ("vision", 1)
+    with pytest.raises(UserError, match="rank 6: the plan has ranks 0 to 5"):
+        check_rank(load_config(CONFIG), PLANS["tensor parallelism, recomputing"], costs, LOAD, 6)
+
+
+def test_half_precision_alone_has_masters(costs_file):
+    config = load_config(CONFIG)
+    full = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="fp32"))
+    in_half, in_full = (
+        check_rank(own, PLANS["pipelined"], CostModel.load(costs_file), LOAD, 0).tracked for own in (config, full)
+    )
+    assert in_half["parameters"] == in_full["parameters"] / 2
+    assert in_half["gradients"] == in_full["gradients"]
+    assert in_half["optimizer"] == in_full["optimizer"] * 3 / 2
+
+
+def test_the_command_prints_a_line_for_each_category(costs_file, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"plan": PLANS["pipelined"].to_dict()}))
+    arguments = ["check-plan", "--config", json.dumps(CONFIG), "--costs", str(costs_file), "--plan", str(plan)]
+    result = CliRunner().invoke(
+        cli, [*arguments, "--pictures", "1", "--side", "168", "--text-tokens", "100"], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[1] == "rank 0: vision stage 0 replica 0 + llm stage 0 replica 0"
+    assert [line.split()[0] for line in lines[4:]] == [*CATEGORIES, "together"]
