@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -41,6 +42,9 @@ def packed_attention(
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         assert not dropout, "the variable-length kernels have no dropout"
         return _varlen(query, key, value, segment_ends, scaling, is_causal), None
+    if isinstance(query, FakeTensor):  # has no values: what a kernel for all segments keeps is what counts
+        made = scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scaling, enable_gqa=True)
+        return made.transpose(1, 2), None
     attended, end = [], 0
     # Segments of one length that follow each other, as windows do, are a batch.
     for length, group in itertools.groupby(end - start for start, end in itertools.pairwise([0, *segment_ends])):
@@ -53,8 +57,8 @@ def packed_attention(
             *batch, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=True
         )
         attended.append(made.transpose(0, 1).flatten(1, 2))
-    whole = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
-    return whole.transpose(0, 1).unsqueeze(0), None
+    # A copy also of one segment, so that microbatches take as much memory however they are cut.
+    return torch.cat(attended, dim=1).transpose(0, 1).unsqueeze(0), None
 
 
 def _varlen(

@@ -39,7 +39,7 @@ def tokens_of_one_window(extractor: WhisperFeatureExtractor, num_samples: int) -
 @example(num_samples=17_600)  # 1.1 s, and 1.1 * 100 is not quite 110 in floating point
 def test_a_sound_within_one_window_takes_the_tokens_that_transformers_gives_it(extractor, num_samples):
     count = whisper_audio(num_samples / SAMPLE_RATE, QWEN2_AUDIO)
-    assert count == (1, tokens_of_one_window(extractor, num_samples))
+    assert count[:2] == (1, tokens_of_one_window(extractor, num_samples))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_sound_within_one_window_takes_the_tokens_that_transformers_gives_it(e
 )
 def test_a_long_sound_is_cut_into_windows_and_a_short_one_still_takes_a_token(seconds, num_windows, num_tokens):
     """transformers gives sounds of less than 20 ms no token at all; here each has one, so that it has a place."""
-    assert whisper_audio(seconds, QWEN2_AUDIO) == (num_windows, num_tokens)
+    assert whisper_audio(seconds, QWEN2_AUDIO)[:2] == (num_windows, num_tokens)
 
 
 @given(
@@ -64,7 +64,7 @@ def test_every_window_is_convolved_and_pooled_on_its_own(num_samples, window_s, 
         enough = positions.shape[-1] >= pooling
         num_tokens += torch.nn.functional.avg_pool1d(positions, pooling).shape[-1] if enough else 1
     count = whisper_audio(num_samples / SAMPLE_RATE, AudioConfig(window_s=window_s, pooling=pooling))
-    assert count == (len(windows), num_tokens)
+    assert count[:2] == (len(windows), num_tokens)
 
 
 @given(seconds=st.floats(0.0, 3600.0), more=st.floats(0.0, 60.0))

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from dflop.config import ClusterConfig, ScheduleConfig
+from dflop.data.shapes import MediumSize
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import Node, nodes_of
 from dflop.pricing import Pricer
@@ -105,7 +106,8 @@ def test_what_is_said_of_a_sample_is_what_the_schedule_says(case):
         for _, microbatch, job in jobs_of(plan, schedule, module):
             assert [(kept[ref.row],) for ref in job.samples] == list(job.kept_tokens)
             assert [lengths[ref.row] for ref in job.samples] == list(job.llm_tokens)
-            assert [sizes[ref.row] for ref in job.samples] == [list(map(list, media)) for media in job.media]
+            expected = [tuple(MediumSize(*size) for size in sizes[ref.row]) for ref in job.samples]
+            assert list(job.media) == expected
             assert {ref.source for ref in job.samples} <= {"drawn"}
             assert {int(schedule.microbatch[schedule.row == ref.row][0]) for ref in job.samples} <= {microbatch}
 

@@ -49,6 +49,7 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
     parameters = stage.named_hf_parameters()
     optimizer = ShardedAdamW(list(stage.parameters()), alone, lr=1e-3, weight_decay=0.0)
     arguments = {"index": last, "node": program.nodes[last], "stage": stage, "parameters": parameters, "lr": 1e-3}
+    arguments["dtype"] = torch.float32
     own = NodeModel(**arguments, ranks=ALONE, optimizer=optimizer, shards={})
     model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processor=None, tokenizer=None)
 
