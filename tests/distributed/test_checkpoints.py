@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from processes import spawn
+from processes import print_to, spawn
 from torch import nn
 from whole_model import part_of
 
@@ -87,6 +87,7 @@ DAMAGES = {
 
 def _check_fallback(rank: int, out: Path, store: Path) -> None:
     """Of every damage: both ranks go on from the checkpoint before, and the damaged one is kept aside."""
+    print_to(out / "log")
     _join(rank, store)
     for number, damage in enumerate(DAMAGES.values()):
         own = out.with_name(f"damage-{number}")
@@ -107,12 +108,12 @@ def _check_fallback(rank: int, out: Path, store: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_of_a_damaged_checkpoint_the_one_before_is_taken_by_all_ranks(tmp_path, capfd):
+def test_of_a_damaged_checkpoint_the_one_before_is_taken_by_all_ranks(tmp_path):
     out = tmp_path / "train"
     spawn(_save_both, (out, tmp_path / "saving"), nprocs=2)
     (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(4)))
     spawn(_check_fallback, (out, tmp_path / "loading"), nprocs=2)
-    said = [line for line in capfd.readouterr().err.splitlines() if "is damaged: " in line]
+    said = [line for line in (out / "log").read_text().splitlines() if "is damaged: " in line]
     assert len(said) == len(DAMAGES)
     for line, why in zip(said, DAMAGES, strict=True):
         assert why in line
