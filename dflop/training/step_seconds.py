@@ -40,6 +40,7 @@ class StepSeconds:
 
         `idle_of_worker` is the share of the predicted step that each worker waits.
         """
+        known = _within(known, step_s)
         computing, data, peers, schedule, sync, optimiser, other = known.T
         fastest = np.full(self._class.max() + 1, np.inf)
         np.minimum.at(fastest, self._class, sync)
@@ -50,6 +51,18 @@ class StepSeconds:
         scale_s = computing.sum() / max(1e-9, (1 - idle).sum())
         bubble = np.minimum(waited, idle * scale_s)
         return np.column_stack([computing, bubble, data, waited - bubble, schedule, synced, optimiser, other])
+
+
+def _within(known: np.ndarray, step_s: float) -> np.ndarray:
+    """`known` with no rank's seconds above the step's.
+
+    The step is the first rank's. A rank that left the last step's sums before it began its own step earlier, and has
+    that much more to tell. Its computing is of this step in any case, so the rest is shortened, all parts alike.
+    """
+    above = np.maximum(0.0, known.sum(axis=1) - step_s)
+    rest = known[:, 1:].sum(axis=1)
+    kept = 1 - np.minimum(1.0, np.divide(above, rest, out=np.zeros_like(rest), where=rest > 0))
+    return np.column_stack([known[:, 0], known[:, 1:] * kept[:, None]])
 
 
 def seconds_frame(step: int, parts: np.ndarray, step_s: float, *, warmup: bool) -> pl.DataFrame:
