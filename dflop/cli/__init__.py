@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from dflop.cli.checking import check_plan_command
+from dflop.cli.checking import check_model_command, check_plan_command
 from dflop.cli.comparison import compare_command
 from dflop.cli.costs import fit_costs_command, profile_costs, profile_links
 from dflop.cli.data import (
@@ -33,8 +33,9 @@ def cli() -> None:
 
     The workflow runs these commands in this order: demo-data (for the demo), profile-shapes, merge-shapes,
     plot-shapes, profile-loading, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also
-    be run by hand; so can compare, which prices published systems beside a plan of ours, and check-plan, which holds a
-    plan's predicted memory against what a rank's step takes.
+    be run by hand; so can compare, which prices published systems beside a plan of ours, check-plan, which holds a
+    plan's predicted memory against what a rank's step takes, and check-model, which runs samples in a plan's stages and
+    in plain transformers.
     """
 
 
@@ -52,6 +53,7 @@ for command in (
     schedule_command,
     compare_command,
     check_plan_command,
+    check_model_command,
     train_command,
     report_command,
 ):

@@ -1,13 +1,13 @@
-"""The command that holds a plan's predicted memory against what training would hold."""
+"""The commands that hold a plan's predicted memory and its stages' results against what they should be."""
 
 from pathlib import Path
 
 import click
 
-from dflop.cli.options import FILE, config_option
+from dflop.cli.options import FILE, config_option, run_argument
 from dflop.runtime import UserError
 
-__all__ = ["check_plan_command"]
+__all__ = ["check_model_command", "check_plan_command"]
 
 
 @click.command("check-plan")
@@ -52,3 +52,49 @@ def check_plan_command(
     for row in rows:
         ratio = f"{predicted[row] / tracked[row]:9.3f}" if tracked[row] else ""
         click.echo(f"{row:12}{predicted[row] / 2**30:12.4g}{tracked[row] / 2**30:12.4g}{ratio}")
+
+
+@click.command("check-model")
+@config_option
+@click.option("--plan", "plan_path", type=FILE)
+@click.option("--shapes", type=FILE)
+@click.option("--samples", type=click.IntRange(min=1), default=6, show_default=True, help="Samples to run.")
+@click.option(
+    "--precision", type=click.Choice(["fp64", "fp32"]), default="fp64", show_default=True, help="fp32 needs half of it."
+)
+@run_argument(plan_path="plan.yaml", shapes="shapes.duckdb")
+def check_model_command(configs: tuple[str, ...], plan_path: Path, shapes: Path, samples: int, precision: str) -> None:
+    """Run a few samples in a plan's stages, packed and one by one, and in plain transformers; say what differs.
+
+    It answers whether packed samples see each other and whether positions are right, in one process on the CPU, which
+    must hold the model's weights and three times its gradients. RUN is a run of the workflow, by its name or folder;
+    then the files are the run's. What is wrong is said, and the exit code is 2.
+    """
+    from dflop.config import load_config
+    from dflop.models import load_model_spec
+    from dflop.parallelism import load_plan
+    from dflop.training import check_plan
+    from dflop.training.model_check import check_model
+
+    config, plan = load_config(*configs), load_plan(plan_path)
+    check_plan(plan_path, plan, load_model_spec(config.model))
+    checked = check_model(config, plan, shapes, num_samples=samples, precision=precision)
+    stages = ", ".join(f"{module} in {count}" for module, count in checked.num_stages.items())
+    click.echo(f"{plan}\nstages: {stages}; {precision}; differences from transformers are relative\n")
+    click.echo(f"{'sample':32}{'':12}{'tokens':>8}{'loss':>11}{'alone':>10}{'packed':>10}  positions  sees others")
+    for own in checked.samples:
+        positions = "right" if own.has_positions_alone and own.has_positions_packed else "wrong"
+        click.echo(
+            f"{own.sample_id[-31:]:32}{own.modality:12}{own.num_tokens:8}{own.loss:11.4f}{own.alone:10.1e}"
+            f"{own.packed:10.1e}  {positions:9}  {'yes' if own.sees else 'no'}"
+        )
+    click.echo(f"\n{'largest':14}{'one by one':>12}{'packed':>12}")
+    for name in ("loss", "logits", "gradients"):
+        click.echo(f"{name:14}{getattr(checked.alone, name):12.1e}{getattr(checked.packed, name):12.1e}")
+    click.echo(f"(gradients: of {checked.alone.parameter}, and of {checked.packed.parameter})\n")
+    if checked.faults:
+        raise UserError("; ".join(checked.faults))
+    click.echo(
+        "Packed samples do not see each other, their positions are transformers', and so are loss, logits and "
+        f"gradients to {checked.tolerance:.0e}."
+    )

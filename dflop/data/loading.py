@@ -173,7 +173,12 @@ class MicrobatchLoader(Dataset):
             layouts.append(
                 tuple(
                     MediumLayout(
-                        shape.kind, shape.count.num_items, shape.size.height, shape.size.width, shape.count.grid
+                        kind=shape.kind,
+                        num_items=shape.count.num_items,
+                        height=shape.size.height,
+                        width=shape.size.width,
+                        grid=shape.count.grid,
+                        frame_s=shape.frame_us / 1e6,
                     )
                     for shape in (sample.shapes[number] for number in own)
                 )

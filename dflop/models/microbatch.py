@@ -30,13 +30,14 @@ class MediaProcessor(Protocol):
 @dataclass(frozen=True, slots=True)
 class MediumLayout:
     """How the encoder's output for one picture or clip is put together: its items, its original size, and the `grid`
-    that its items are laid out by (`models.ItemCount`)."""
+    that its items are laid out by (`models.ItemCount`); of a clip also the seconds between frames."""
 
     kind: str
     num_items: int
     height: int
     width: int
     grid: tuple[int, int, int] = (0, 0, 0)
+    frame_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ Who measures or trains gets it from `load_runtime`, and asks it for a config, a 
 decoded media into the encoders' items. Everything here needs torch and transformers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dflop.models.attention import PACKED
-from dflop.models.microbatch import MediaProcessor, MediumLayout
+from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, TextBatch
 from dflop.models.spec import ModelSpec
 from dflop.models.stages import EncoderStage, LlmStage, Stage
 from dflop.models.tensor_group import ALONE, TensorGroup
@@ -45,6 +45,8 @@ class FamilyRuntime:
     one. With `packs_media` the layers of encoders take the ends of segments, as the LLM's do (`attention.py`).
     `with_depth(spec, module, num_layers)` is the same model with so many layers in one module, and
     `make_up_media(spec, module, num_items)` gives an encoder something to do: both serve measuring.
+    `plain_inputs(media, text)` is what `architecture.forward` takes of one sample's media beside its token ids, by the
+    names of its parameters: it serves comparing stages with the unpacked model.
     """
 
     architecture: type[PreTrainedModel]
@@ -55,6 +57,7 @@ class FamilyRuntime:
     make_processor: Callable[[ModelSpec, Path | None], MediaProcessor]
     with_depth: Callable[[ModelSpec, str, int], ModelSpec]
     make_up_media: Callable[[ModelSpec, str, int], MadeUpMedia]
+    plain_inputs: Callable[[Mapping[str, EncoderBatch], TextBatch], dict[str, torch.Tensor]]
 
     def build_stage(
         self,

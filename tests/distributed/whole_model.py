@@ -1,6 +1,5 @@
 """The oracle of training: transformers' own model on one sample after the other, unpacked, in one process."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +11,6 @@ from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, Sam
 from dflop.data.shapes import MediumSize
 from dflop.data.text import ChatTokenizer, tokenizer_folder
 from dflop.models import ModelSpec, load_model_spec, load_runtime
-from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.tensor_group import Shard
 from dflop.models.weights import norms_in_float64
 
@@ -93,46 +91,9 @@ def _loss_of_sample(model, visual, text, batch: SampleShapes, index: int) -> tor
         llm_tokens=(int(batch.llm_tokens[index]),),
         encoder_rank=((0,),),
     )
-    packed = text[job]
-    inputs = {}
+    packed, inputs = text[job], {}
     if batch.num_items[index, 0]:
-        inputs = _INPUTS[model.config.model_type](visual[job].batch, packed, job.media[0])
+        loaded = visual[job].batch.to(torch.device("cpu"), torch.float64)
+        inputs = load_runtime(model.config.model_type).plain_inputs({"vision": loaded}, packed)
     logits = model(input_ids=packed.token_ids[None], **inputs).logits[0, packed.target_positions]
     return torch.nn.functional.cross_entropy(logits, packed.target_ids, reduction="sum")
-
-
-def _inputs_of_llava(loaded: EncoderBatch, packed: TextBatch, sizes: Sequence[MediumSize]) -> dict[str, torch.Tensor]:
-    (media,) = loaded.media
-    if media[0].kind == "video":
-        return {"pixel_values_videos": loaded.items.double()[None]}
-    return {
-        "pixel_values": loaded.items.double(),
-        "image_sizes": torch.tensor([(medium.height, medium.width) for medium in media]),
-        "batch_num_images": torch.tensor([len(media)]),
-    }
-
-
-def _inputs_of_internvl(
-    loaded: EncoderBatch, packed: TextBatch, sizes: Sequence[MediumSize]
-) -> dict[str, torch.Tensor]:
-    return {"pixel_values": loaded.items.double()}
-
-
-def _inputs_of_qwen(loaded: EncoderBatch, packed: TextBatch, sizes: Sequence[MediumSize]) -> dict[str, torch.Tensor]:
-    """Pictures and clips lie apart; which tokens are whose follows from the placeholders around `<|vision_start|>`."""
-    (media,), inputs = loaded.media, {"mm_token_type_ids": torch.zeros_like(packed.token_ids)[None]}
-    of_media = loaded.items.double().split([medium.num_items for medium in media])
-    positions = packed.feature_positions[0].split([medium.num_items for medium in media])
-    for kind, type_id, suffix in (("image", 1, ""), ("video", 2, "_videos")):
-        own = [place for place, medium in enumerate(media) if medium.kind == kind]
-        if own:
-            inputs[f"pixel_values{suffix}"] = torch.cat([of_media[place] for place in own]).flatten(0, 1)
-            inputs[f"{kind}_grid_thw"] = torch.tensor([media[place].grid for place in own])
-            inputs["mm_token_type_ids"][0, torch.cat([positions[place] for place in own])] = type_id
-            if kind == "video":
-                inputs["second_per_grid_ts"] = torch.tensor([2 * sizes[place].frame_us / 1e6 for place in own])
-    return inputs
-
-
-# What a family's model takes of the media of one sample.
-_INPUTS = {"llava_onevision": _inputs_of_llava, "internvl": _inputs_of_internvl, "qwen2_5_vl": _inputs_of_qwen}

@@ -1,13 +1,15 @@
 """InternVL to be run: its Hugging Face config for a tokenizer, its stages, its pixels."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 
+import torch
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
 from dflop.models.internvl.presets import make_spec
 from dflop.models.internvl.processing import InternvlPixels
 from dflop.models.internvl.stages import cut
-from dflop.models.microbatch import MediumLayout
+from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
 from dflop.models.spec import ModelSpec
 
@@ -43,6 +45,11 @@ def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
     return MadeUpMedia(item_shape=(3, side, side), media=clip)
 
 
+def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str, torch.Tensor]:
+    """Tiles of pictures and frames alike, as they come."""
+    return {"pixel_values": media["vision"].items} if media else {}
+
+
 RUNTIME = FamilyRuntime(
     architecture=InternVLForConditionalGeneration,
     make_config=make_config,
@@ -51,4 +58,5 @@ RUNTIME = FamilyRuntime(
     make_processor=InternvlPixels,
     with_depth=with_depth,
     make_up_media=make_up_media,
+    plain_inputs=plain_inputs,
 )

@@ -1,13 +1,15 @@
 """LLaVA-OneVision to be run: its Hugging Face config for a tokenizer, its stages, its pixels."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 
+import torch
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
 from dflop.models.llava_onevision.presets import make_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import cut
-from dflop.models.microbatch import MediumLayout
+from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
 from dflop.models.spec import ModelSpec
 
@@ -48,6 +50,29 @@ def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
     return MadeUpMedia(item_shape=(3, side, side), media=pictures + crops)
 
 
+def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str, torch.Tensor]:
+    """Crops of pictures, which go on one after the other, apart from frames.
+
+    Raises:
+        ValueError: for clips of several lengths, which transformers' model does not take at once.
+    """
+    if not media:
+        return {}
+    inputs, (layouts,) = {}, media["vision"].media
+    items = media["vision"].items.split([medium.num_items for medium in layouts])
+    pictures = [place for place, medium in enumerate(layouts) if medium.kind == "image"]
+    clips = [own for own, medium in zip(items, layouts, strict=True) if medium.kind == "video"]
+    if len(set(map(len, clips))) > 1:
+        raise ValueError("transformers takes several clips of one sample only if they have as many frames")
+    if pictures:
+        inputs["pixel_values"] = torch.cat([items[place] for place in pictures])
+        inputs["image_sizes"] = torch.tensor([(layouts[place].height, layouts[place].width) for place in pictures])
+        inputs["batch_num_images"] = torch.tensor([len(pictures)])
+    if clips:
+        inputs["pixel_values_videos"] = torch.stack(clips)
+    return inputs
+
+
 RUNTIME = FamilyRuntime(
     architecture=LlavaOnevisionForConditionalGeneration,
     make_config=make_config,
@@ -56,4 +81,5 @@ RUNTIME = FamilyRuntime(
     make_processor=LlavaOnevisionPixels,
     with_depth=with_depth,
     make_up_media=make_up_media,
+    plain_inputs=plain_inputs,
 )

@@ -1,11 +1,13 @@
 """Qwen2.5-VL to be run: its Hugging Face config for a tokenizer, its stages, its patches."""
 
 import math
+from collections.abc import Mapping
 from copy import deepcopy
 
+import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from dflop.models.microbatch import MediumLayout
+from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.qwen2_5_vl.presets import make_spec
 from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
 from dflop.models.qwen2_5_vl.stages import cut
@@ -69,6 +71,25 @@ def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
     )
 
 
+def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str, torch.Tensor]:
+    """Patches of pictures and clips apart, their grids, and which tokens are of which."""
+    if not media:
+        return {}
+    inputs, token_types, (layouts,) = {}, torch.zeros_like(text.token_ids), media["vision"].media
+    items = media["vision"].items.split([medium.num_items for medium in layouts])
+    positions = text.feature_positions[0].split([medium.num_items for medium in layouts])
+    for kind, type_id, suffix in (("image", 1, ""), ("video", 2, "_videos")):
+        own = [place for place, medium in enumerate(layouts) if medium.kind == kind]
+        if own:
+            inputs[f"pixel_values{suffix}"] = torch.cat([items[place] for place in own]).flatten(0, 1)
+            inputs[f"{kind}_grid_thw"] = torch.tensor([layouts[place].grid for place in own])
+            token_types[torch.cat([positions[place] for place in own])] = type_id
+    frames_s = [medium.frame_s for medium in layouts if medium.kind == "video"]
+    if frames_s:
+        inputs["second_per_grid_ts"] = 2 * torch.tensor(frames_s)  # two frames are one step
+    return inputs | {"mm_token_type_ids": token_types[None]}
+
+
 RUNTIME = FamilyRuntime(
     architecture=Qwen2_5_VLForConditionalGeneration,
     make_config=make_config,
@@ -78,4 +99,5 @@ RUNTIME = FamilyRuntime(
     make_processor=Qwen25VlPatches,
     with_depth=with_depth,
     make_up_media=make_up_media,
+    plain_inputs=plain_inputs,
 )

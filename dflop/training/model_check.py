@@ -1,0 +1,224 @@
+"""Real samples through a plan's stages beside transformers' own model: what packing and cutting change.
+
+The model is cut as the plan cuts it, and run on samples one by one and on all of them packed into one microbatch
+(`one_process`). Transformers' own model runs them one by one. Whether packed samples see each other is also asked
+directly: no sample's loss may have a gradient at another one's tokens or media. Tensor parallelism, replicas and
+recomputation are no part of this.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+import torch
+
+from dflop.config import Config
+from dflop.data import SampleShapes, load_samples
+from dflop.models import ModelSpec, load_model_spec
+from dflop.models.precision import COMPUTES_IN
+from dflop.parallelism import Plan
+from dflop.runtime import UserError
+from dflop.store import read_table
+from dflop.training.one_process import (
+    Inputs,
+    PackedSamples,
+    Pass,
+    build_plain,
+    build_stages,
+    each_stage,
+    pass_plain,
+    pass_stages,
+)
+
+__all__ = ["TOLERANCES", "CheckedModel", "CheckedSample", "Differences", "check_model"]
+
+# The largest differences that rounding explains, by precision.
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}
+
+
+class Differences(NamedTuple):
+    """From transformers' model: the largest of losses, of logits beside a sample's largest one, and of gradients beside
+    their parameter's largest one, with that parameter's name."""
+
+    loss: float
+    logits: float
+    gradients: float
+    parameter: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedSample:
+    """One sample: its loss in transformers' model, and how far those of the stages are from it, alone and packed.
+    `sees` are the samples whose tokens or media its loss depends on beside its own."""
+
+    sample_id: str
+    modality: str
+    num_tokens: int
+    loss: float
+    alone: float
+    packed: float
+    has_positions_alone: bool
+    has_positions_packed: bool
+    sees: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedModel:
+    """What was found, and `faults`, sentences on what is wrong; none where all is as in transformers."""
+
+    samples: tuple[CheckedSample, ...]
+    num_stages: Mapping[str, int]
+    alone: Differences
+    packed: Differences
+    tolerance: float
+
+    @property
+    def faults(self) -> list[str]:
+        found = [
+            f"packed samples see each other: the loss of {own.sample_id} depends on {', '.join(own.sees)}"
+            for own in self.samples
+            if own.sees
+        ]
+        for how, right in (("alone", "has_positions_alone"), ("packed", "has_positions_packed")):
+            wrong = [own.sample_id for own in self.samples if not getattr(own, right)]
+            if wrong:
+                found.append(f"positions of {', '.join(wrong)}, {how}, are not those of transformers")
+        for how, differences in (("one by one", self.alone), ("packed", self.packed)):
+            largest = max(differences[:3])
+            if not largest <= self.tolerance:  # as NaN is not
+                found.append(f"{how}, the stages compute something else than transformers: {largest:.1e} apart")
+        return found
+
+
+def check_model(config: Config, plan: Plan, shapes: Path, *, num_samples: int, precision: str) -> CheckedModel:
+    """Run a few samples of `shapes`, of every kind that there is, in float64 or float32.
+
+    Raises:
+        UserError: where no sample can be compared, or a record is no longer what was profiled.
+    """
+    spec, dtype = load_model_spec(config.model), COMPUTES_IN[precision]
+    inputs = Inputs(config, spec, dtype)
+    chosen, modalities = _chosen(shapes, spec, num_samples, config.data.max_llm_tokens, config.seed)
+    samples = [inputs.sample(chosen.take(np.array([place]))) for place in range(len(chosen))]
+    stages = build_stages(config, plan, spec, inputs.hf_config, dtype)
+    expected, gradients = pass_plain(build_plain(spec, inputs.hf_config, stages, dtype), spec, samples)
+    alone = []
+    for sample in samples:
+        made = pass_stages(stages, sample)
+        made.loss.backward()
+        alone.append(made.detached())
+    of_alone = _gradients(stages)
+    together = inputs.sample(chosen)
+    whole = pass_stages(stages, together)
+    packed = whole.split(together.text)
+    sees = _who_sees_whom(whole, packed, samples)
+    whole.loss.backward()
+    packed = [part.detached() for part in packed]
+    return CheckedModel(
+        samples=tuple(
+            CheckedSample(
+                sample_id=str(sample_id),
+                modality=modality,
+                num_tokens=theirs.positions.shape[-1],
+                loss=float(theirs.loss),
+                alone=_apart(own.loss, theirs.loss),
+                packed=_apart(part.loss, theirs.loss),
+                has_positions_alone=torch.equal(own.positions, theirs.positions),
+                has_positions_packed=torch.equal(part.positions, theirs.positions),
+                sees=tuple(str(chosen.sample_id[other]) for other in seen),
+            )
+            for sample_id, modality, own, part, theirs, seen in zip(
+                chosen.sample_id, modalities, alone, packed, expected, sees, strict=True
+            )
+        ),
+        num_stages={module: len(own) for module, own in stages.items()},
+        alone=_differences(alone, expected, of_alone, gradients),
+        packed=_differences(packed, expected, _gradients(stages), gradients),
+        tolerance=TOLERANCES[precision],
+    )
+
+
+def _chosen(
+    path: Path, spec: ModelSpec, num_samples: int, max_llm_tokens: int, seed: int
+) -> tuple[SampleShapes, list[str]]:
+    """Samples of each modality in turn, drawn among the shorter half of those that are not truncated, and their
+    modalities."""
+    samples, _ = load_samples(path, spec.encoders)
+    table = read_table(path, "samples", made_by="merge-shapes").select("sample_id", "modality", "truncated")
+    own = pl.DataFrame({"sample_id": samples.sample_id.astype(str)}).join(table, on="sample_id", maintain_order="left")
+    whole = np.flatnonzero(~own["truncated"].to_numpy() & (samples.target_tokens > 0))
+    draw, by_modality = np.random.default_rng(seed), []
+    for modality in sorted(set(own["modality"])):
+        places = whole[own["modality"].to_numpy()[whole] == modality]
+        shorter = places[np.argsort(samples.llm_tokens[places], kind="stable")][: (len(places) + 1) // 2]
+        by_modality.append(draw.permutation(shorter).tolist())
+    drawn = [place for row in zip_longest(*by_modality) for place in row if place is not None][:num_samples]
+    if not drawn:
+        raise UserError(f"{path} has no sample of fewer than {max_llm_tokens} tokens; raise `data.max_llm_tokens`")
+    return samples.take(np.array(drawn)), [own["modality"][place] for place in drawn]
+
+
+def _who_sees_whom(whole: Pass, parts: Sequence[Pass], samples: Sequence[PackedSamples]) -> list[list[int]]:
+    """For each packed sample the others at whose tokens or items its loss has a gradient."""
+    inputs = [whole.embedded, *whole.items.values()]
+    lengths = [
+        [len(sample.text.token_ids) for sample in samples],
+        *([len(sample.media[name].items) if name in sample.media else 0 for sample in samples] for name in whole.items),
+    ]
+    sees = []
+    for place, part in enumerate(parts):
+        gradients = torch.autograd.grad(part.loss, inputs, retain_graph=True, allow_unused=True)
+        seen = set()
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
+                of_each = (gradient[0] if number == 0 else gradient).split(lengths[number])
+                seen |= {other for other, own in enumerate(of_each) if other != place and bool((own != 0).any())}
+        sees.append(sorted(seen))
+    return sees
+
+
+def _gradients(stages: Mapping[str, list]) -> dict[str, torch.Tensor]:
+    """Of the parameters by name, those of a tied embedding's copies added up; the stages have none afterwards."""
+    summed: dict[str, torch.Tensor] = {}
+    for stage in each_stage(stages):
+        for name, own in stage.named_hf_parameters().items():
+            if own.grad is not None:
+                summed[name] = summed[name] + own.grad if name in summed else own.grad
+            own.grad = None
+    return summed
+
+
+def _differences(
+    own: Sequence[Pass],
+    expected: Sequence[Pass],
+    gradients: Mapping[str, torch.Tensor],
+    expected_gradients: Mapping[str, torch.Tensor],
+) -> Differences:
+    """A parameter whose gradient is zero but for rounding, as that of keys' biases, is held against a thousandth of the
+    largest gradient of all."""
+    floor = 1e-3 * max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    apart = {
+        name: float((gradients[name] - theirs).abs().max()) / max(floor, float(theirs.abs().max()))
+        if name in gradients
+        else math.inf
+        for name, theirs in expected_gradients.items()
+    }
+    worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
+    pairs = list(zip(own, expected, strict=True))
+    return Differences(
+        loss=max(_apart(ours.loss, theirs.loss) for ours, theirs in pairs),
+        logits=max(
+            float((ours.logits - theirs.logits).abs().max() / theirs.logits.abs().max()) for ours, theirs in pairs
+        ),
+        gradients=apart[worst],
+        parameter=worst,
+    )
+
+
+def _apart(own: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((own.detach() - expected).abs() / expected.abs())

@@ -1,0 +1,219 @@
+"""A plan's stages and transformers' own model in one process, to be held against each other.
+
+Both take what training's loaders make of samples. The stages follow each other here, without other ranks, and run any
+number of packed samples; transformers' model runs one sample at a time through its own `forward`, which makes masks and
+positions by itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dflop.config import Config
+from dflop.data import ChatTokenizer, SampleShapes, list_sources, tokenizer_folder
+from dflop.data.loading import MicrobatchJob, SampleRef, TrainingRecords, microbatch_loader
+from dflop.data.shapes import MediumSize
+from dflop.models import ModelSpec, load_runtime
+from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.stages import EncoderStage, LlmStage
+from dflop.models.weights import norms_in_float64
+from dflop.parallelism import Plan
+from dflop.runtime import UserError
+
+__all__ = ["Inputs", "PackedSamples", "Pass", "build_plain", "build_stages", "each_stage", "pass_plain", "pass_stages"]
+
+
+class PackedSamples(NamedTuple):
+    """Inputs of one sample, or of several that are packed: a batch for each encoder with media, and the text."""
+
+    media: dict[str, EncoderBatch]
+    text: TextBatch
+
+
+class Pass(NamedTuple):
+    """What came of a microbatch: logits [num_targets, vocab_size] and ids of its targets, positions [(num_axes,)
+    num_tokens], and what went in, by which a loss can be asked what it depends on."""
+
+    logits: torch.Tensor
+    target_ids: torch.Tensor
+    positions: torch.Tensor
+    embedded: torch.Tensor | None = None
+    items: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return cross_entropy(self.logits, self.target_ids, reduction="sum")
+
+    def detached(self) -> "Pass":
+        return Pass(self.logits.detach(), self.target_ids, self.positions)
+
+    def split(self, text: TextBatch) -> list["Pass"]:
+        """Each packed sample's part."""
+        segment = torch.bucketize(text.target_positions, torch.tensor(text.segment_ends), right=True)
+        num_targets = torch.bincount(segment, minlength=len(text.segment_ends)).tolist()
+        lengths = np.diff([0, *text.segment_ends]).tolist()
+        parts = (
+            self.logits.split(num_targets),
+            self.target_ids.split(num_targets),
+            self.positions.split(lengths, dim=-1),
+        )
+        return [Pass(*own) for own in zip(*parts, strict=True)]
+
+
+class Inputs:
+    """Loads samples as training does, each module with one replica."""
+
+    def __init__(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> None:
+        runtime, checkpoint = load_runtime(spec.family), Path(config.model.path) if config.model.path else None
+        self._dtype, self._encoders = dtype, [own.name for own in spec.encoders]
+        tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
+        self.hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
+        records = TrainingRecords(list_sources(config.data), config.seed)
+        processor = runtime.make_processor(spec, checkpoint)
+        self._loaders = {
+            module.name: microbatch_loader(
+                config.data,
+                spec,
+                records,
+                tokenizer_folder=tokenizer.folder,
+                module=module.name,
+                num_replicas=[1] * len(spec.encoders),
+                processor=None if module.name == "llm" else processor,
+            )
+            for module in spec.modules
+        }
+
+    def sample(self, shapes: SampleShapes) -> PackedSamples:
+        """These samples, packed."""
+        media = {}
+        for encoder in self._encoders:
+            has_media = shapes.items_of(encoder) > 0
+            if has_media.any():
+                loaded = self._loaders[encoder][_job(shapes.take(has_media))]
+                if loaded.undecodable:
+                    raise UserError(f"samples cannot be compared: {'; '.join(loaded.unreadable)}")
+                media[encoder] = loaded.batch.to(torch.device("cpu"), self._dtype)
+        return PackedSamples(media, self._loaders["llm"][_job(shapes)])
+
+
+def build_stages(
+    config: Config, plan: Plan, spec: ModelSpec, hf_config: PretrainedConfig, dtype: torch.dtype
+) -> dict[str, list[EncoderStage | LlmStage]]:
+    checkpoint = Path(config.model.path) if config.model.path else None
+    return {
+        module.name: [
+            load_runtime(spec.family)
+            .build_stage(hf_config, module.name, layers=layers, seed=config.seed, checkpoint=checkpoint, dtype=dtype)
+            .eval()
+            for layers in plan.layers_of(module.name, module.num_layers)
+        ]
+        for module in spec.modules
+    }
+
+
+def build_plain(
+    spec: ModelSpec, hf_config: PretrainedConfig, stages: Mapping[str, list], dtype: torch.dtype
+) -> PreTrainedModel:
+    """The whole model, whose weights are the stages' own tensors."""
+    own = deepcopy(hf_config)
+    for name in own.sub_configs:
+        getattr(own, name)._attn_implementation = "sdpa"
+    model = load_runtime(spec.family).architecture(own)
+    weights = {}
+    for stage in each_stage(stages):
+        weights |= stage.hf_state_dict()
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    if dtype == torch.float64:
+        norms_in_float64(model)
+    return model.to(dtype).eval()
+
+
+def pass_stages(stages: Mapping[str, list], sample: PackedSamples) -> Pass:
+    """What the stages make of a microbatch, encoders first."""
+    hidden_size = stages["llm"][0].hf.config.get_text_config().hidden_size
+    items, features = {}, []
+    for encoder, own in stages.items():
+        if encoder == "llm":
+            continue
+        if encoder not in sample.media:
+            features.append(torch.zeros(0, hidden_size))
+            continue
+        items[encoder] = sample.media[encoder].items.detach().clone().requires_grad_()
+        batch, made = replace(sample.media[encoder], items=items[encoder]), None
+        for stage in own:
+            made = stage(batch, made)
+        features.append(torch.cat(made))
+    text, llm, logits = sample.text, stages["llm"], []
+
+    def keep(found: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+        logits.append(found)
+        return cross_entropy(found, target_ids, reduction="sum")
+
+    llm[-1].summed_loss = keep
+    hidden = embedded = llm[0].embed(text, features)
+    with _positions_of(llm[-1].hf) as positions:
+        for stage in llm:
+            hidden = stage(hidden, text)
+    return Pass(logits[0], text.target_ids, positions[-1], embedded, items)
+
+
+def pass_plain(
+    model: PreTrainedModel, spec: ModelSpec, samples: Sequence[PackedSamples]
+) -> tuple[list[Pass], dict[str, torch.Tensor]]:
+    """Of each sample, and the gradients of their summed losses by the names of parameters."""
+    passes = []
+    for sample in samples:
+        text = sample.text
+        try:
+            given = load_runtime(spec.family).plain_inputs(sample.media, text)
+        except ValueError as error:
+            raise UserError(f"a drawn sample cannot be compared: {error}; draw others with another `seed`") from None
+        with _positions_of(model) as positions:
+            whole = model(
+                input_ids=text.token_ids[None], logits_to_keep=text.target_positions, use_cache=False, **given
+            )
+        made = Pass(whole.logits[0], text.target_ids, positions[0])
+        made.loss.backward()
+        passes.append(made.detached())
+    return passes, {name: own.grad for name, own in model.named_parameters() if own.grad is not None}
+
+
+def each_stage(stages: Mapping[str, list]) -> Iterator[EncoderStage | LlmStage]:
+    return chain.from_iterable(stages.values())
+
+
+@contextmanager
+def _positions_of(hf: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Collects the positions that the LLM's rotary embedding is asked for, [(num_axes,) num_tokens]."""
+    found: list[torch.Tensor] = []
+
+    def keep(_: torch.nn.Module, given: tuple, named: dict) -> None:
+        positions = named["position_ids"] if "position_ids" in named else given[1]
+        found.append(positions.squeeze(-2))
+
+    hook = hf.model.language_model.rotary_emb.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def _job(shapes: SampleShapes) -> MicrobatchJob:
+    return MicrobatchJob(
+        samples=tuple(SampleRef(str(name), int(row)) for name, row in zip(shapes.source, shapes.row, strict=True)),
+        media=tuple(tuple(MediumSize(*size) for size in sizes.tolist()) for sizes in shapes.media.of_each()),
+        kept_tokens=tuple(map(tuple, shapes.kept_tokens.tolist())),
+        llm_tokens=tuple(shapes.llm_tokens.tolist()),
+        encoder_rank=tuple((0,) * len(shapes.encoders) for _ in range(len(shapes))),
+    )
