@@ -153,13 +153,13 @@ INTERNVL = (
     "colocated zb_h1",
     "colocated encoder tp 2",
     "disjoint 1+2, LLM tp 2",
+    "parameters 2",  # of InternVL's class token, one row, the second replica has nothing
 )
 QWEN = (
     *INTERNVL,
     "zb_h1, encoder pp 2",  # an LLM's stage between others
     "colocated pp 2 dp 2",
     "bubble-filled pp 2",
-    "parameters 2",
 )
 DAMAGED = (
     "disjoint 3+2",
@@ -320,6 +320,8 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
         model.update(1.0, 1 / num_targets)
     for own in model.nodes:
         for parameter_name, parameter in own.parameters.items():
+            if not parameter.numel():  # of few rows, not every replica has one
+                continue
             theirs = part_of(expected["weights"][parameter_name], own.shards.get(parameter_name), parameter.shape)
             apart = (parameter.detach() - theirs).abs().max()
             assert apart < 1e-8, f"{name}, {variant}: {parameter_name} is off by {apart:.1e}"
