@@ -55,7 +55,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
 
     own_file = config.cluster.device_models
     device = load_device(config.cluster.device_model, Path(own_file) if own_file else None)
-    points = analytic_points(spec, module, tp, device)
+    points = analytic_points(spec, module, tp, device, config.costs.implementation)
     about = {
         "device": f"{config.cluster.device_model} (analytic)",
         "model": digest_of_spec(spec),

@@ -101,6 +101,7 @@ class ClusterConfig:
 @_section
 class CostsConfig:
     source: str = "measured"
+    implementation: str = "eager"
     tp_sizes: list[int] = field(default_factory=lambda: [1])
     repeats: int = 5
     time_budget_s: float = 90.0

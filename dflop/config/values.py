@@ -15,6 +15,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "data.duplicate_ids": ("reject", "keep"),
     "cluster.device": ("cpu", "cuda"),
     "costs.source": ("measured", "analytic"),
+    "costs.implementation": ("eager", "compiled", "fused"),
     "plan.placements": tuple(PLACEMENTS),
     "plan.schedules": tuple(SCHEDULES),
     "plan.shardings": tuple(SHARDINGS),
@@ -111,6 +112,11 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
         raise UserError(
             f"`costs.source` is 'analytic', which knows bf16 alone, and `train.precision` is "
             f"{config.train.precision!r}; set `train.precision: bf16`"
+        )
+    if config.costs.source == "measured" and config.costs.implementation != "eager":
+        raise UserError(
+            f"`costs.implementation` is {config.costs.implementation!r}, and measured costs are those of the layers "
+            "that train; leave it out, or set `costs.source: analytic`"
         )
     if config.schedule.deterministic and config.schedule.correction == "on":
         raise UserError(

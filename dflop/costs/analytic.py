@@ -15,7 +15,7 @@ from dflop.models.loads import FEATURES, Loads, main_load
 from dflop.models.work import ModuleWork, PartWork
 from dflop.runtime.devices import DeviceModel
 
-__all__ = ["AnalyticPoints", "analytic_points"]
+__all__ = ["AnalyticPoints", "analytic_points", "points_of_work"]
 
 # What is priced: piece, number of layers, checkpointing; `whole` tells how well a fit of the others adds up.
 _PIECES = (
@@ -45,16 +45,23 @@ class AnalyticPoints:
     parameters: pl.DataFrame
 
 
-def analytic_points(spec: ModelSpec, module: str, tp: int, device: DeviceModel) -> AnalyticPoints:
+def analytic_points(
+    spec: ModelSpec, module: str, tp: int, device: DeviceModel, implementation: str = "eager"
+) -> AnalyticPoints:
     """Roofline seconds and saved bytes of `module` at two depths and over the loads that real data has.
 
     Matrix products take the longer of computing and moving their operands; attention is computed, pointwise
-    kernels move bytes, all-reduces follow a ring, and every kernel is launched.
+    kernels move bytes, all-reduces follow a ring, and every kernel is launched. `implementation` is one of
+    `models.work.IMPLEMENTATIONS`.
 
     Raises:
         UserError: when tp does not divide the module's heads, the config lacks a size, or nothing is known of a part.
     """
-    work = count_work(spec, module, tp)
+    return points_of_work(count_work(spec, module, tp).by(implementation), module, tp, device)
+
+
+def points_of_work(work: ModuleWork, module: str, tp: int, device: DeviceModel) -> AnalyticPoints:
+    """As `analytic_points`, of a module whose parts do this `work` on each of `tp` ranks."""
     points = _text_points() if main_load(module) == "num_tokens" else _item_points(work)
     loads = Loads(*(np.array([point[feature] for point in points], dtype=float) for feature in FEATURES))
     nothing = np.zeros(len(points))

@@ -1,5 +1,7 @@
 """What the embedding, layers and head of a Llama or Qwen do in one forward pass, for the counts of `work`."""
 
+from dataclasses import replace
+
 from dflop.models.loads import Coefficients
 from dflop.models.spec import ModelSpec
 from dflop.models.work import Layer, ModuleWork, PartWork, coefficients, size_of
@@ -76,7 +78,7 @@ def _embedding(hidden: int, vocabulary: float) -> PartWork:
 def _head(hidden: int, vocabulary: float, tp: int, *, is_tied: bool) -> PartWork:
     """The last norm, the head on target positions only, and the loss."""
     matrix = vocabulary * hidden
-    return PartWork(
+    eager = PartWork(
         dense_flops=coefficients(num_targets=2.0 * matrix),
         square_flops=coefficients(),
         causal=True,
@@ -93,6 +95,16 @@ def _head(hidden: int, vocabulary: float, tp: int, *, is_tied: bool) -> PartWork
         num_kernels=_NUM_KERNELS["last"],
         passing_bytes=_passing_bytes(vocabulary, matrix, tp),
     )
+    fused = replace(
+        eager,
+        # The norm in one kernel; the loss reads the logits once for their sum, and once for the loss.
+        pointwise_bytes=coefficients(num_targets=4.0 * hidden + 4.0 * vocabulary),
+        # The norm's input and what it gives, and the logits in bf16, whose place their gradient takes.
+        saved_bytes=coefficients(num_targets=20.0 + 4.0 * hidden + 2.0 * vocabulary),
+        num_kernels=3,
+        passing_bytes=(coefficients(2.0 * matrix),),
+    )
+    return replace(eager, fused=fused)
 
 
 def _passing_bytes(vocabulary: float, matrix: float, tp: int) -> tuple[Coefficients, ...]:

@@ -9,12 +9,16 @@ PyTorch, weights and residual stream in bf16, norms and the loss in fp32 inside,
 counted: the optimiser, gradient sync, workspace inside a pass other than the head's, and the kernels' padding. Backward
 does twice the matrix products of forward.
 
+The same is counted for layers whose pointwise operations are fused (`IMPLEMENTATIONS`): a norm with the sum before it,
+the rotary positions of queries and keys, and the gated activation are one kernel each. What these keep for backward are
+their inputs in bf16 and what matrices read.
+
 Tensor parallelism divides as Megatron's does: heads, the MLP's inner width, the projector's, and the vocabulary.
 Norms, the residual stream, the patch embedding and biases after a reduction are whole on every rank (no
 sequence parallelism), for two all-reduces of the hidden states a layer in forward and two in backward.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +26,11 @@ from dflop.models.loads import FEATURES, Coefficients, Loads
 from dflop.models.spec import ModelSpec
 from dflop.runtime import UserError
 
-__all__ = ["Layer", "ModuleWork", "PartWork", "coefficients", "size_of"]
+__all__ = ["IMPLEMENTATIONS", "Layer", "ModuleWork", "PartWork", "coefficients", "size_of"]
+
+# Each pointwise operation is a kernel of its own (`eager`); those of layers are fused, as torch.compile does it
+# (`compiled`); those of layers and of the loss are, as in Megatron (`fused`).
+IMPLEMENTATIONS = ("eager", "compiled", "fused")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +41,7 @@ class PartWork:
     counts; the variable-length kernels skip the half above the diagonal where the module is `causal`.
     `num_matrix_parameters` are those that products read. The most of `passing_bytes` lives for a moment beside what is
     saved. `reduced_bytes` go through all-reduces, in forward and in backward. `size` is what the speed of matrix
-    products depends on.
+    products depends on. `fused` is the same part with fused pointwise operations, None where these change nothing.
     """
 
     dense_flops: Coefficients
@@ -48,6 +56,7 @@ class PartWork:
     num_matrix_parameters: float
     num_kernels: int
     passing_bytes: tuple[Coefficients, ...] = ()
+    fused: "PartWork | None" = None
 
     def most_passing_bytes(self, loads: Loads) -> np.ndarray:
         nothing = np.zeros(np.shape(loads.num_items))
@@ -67,6 +76,11 @@ class ModuleWork:
     last: PartWork
     input_bytes: Coefficients
     stage_bytes: Coefficients
+
+    def by(self, implementation: str) -> "ModuleWork":
+        """The module as one of `IMPLEMENTATIONS` does it."""
+        fused = {"eager": (), "compiled": ("layer",), "fused": ("first", "layer", "last")}[implementation]
+        return replace(self, **{name: getattr(self, name).fused or getattr(self, name) for name in fused})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +142,18 @@ class Layer:
         mlp = (8 if self.gated else 4) * self.inner
         return norms + inputs + scales + (attention + mlp) / tp
 
+    def fused_saved_bytes(self, tp: int) -> float:
+        """As `saved_bytes`, of fused operations: what a norm sees in bf16 and its statistics; of the gated activation
+        its two inputs, and its product for the matrix that reads it."""
+        norms = 2 * (2 * self.hidden + (4 if self.rms_norm else 8))
+        inputs = 2 * 2 * self.hidden
+        scales = 2 * self.hidden * self.scaled
+        attention = 4 * self.query + 4 * self.key_value + 4 * self.num_heads
+        if self.head_norm:
+            attention += 2 * (self.query + self.key_value)
+        mlp = (6 if self.gated else 4) * self.inner
+        return norms + inputs + scales + (attention + mlp) / tp
+
     def matmul_bytes(self, tp: int) -> float:
         """Operands and results of the products and of attention, in bf16."""
         whole = (5 + self.num_ups) * self.hidden
@@ -141,6 +167,13 @@ class Layer:
         divided = per_head * (self.query + self.key_value) + (10 if self.gated else 4) * self.inner
         return whole * self.hidden + divided / tp
 
+    def fused_pointwise_bytes(self, tp: int) -> float:
+        """As `pointwise_bytes`, of fused operations: a norm reads two tensors and writes their sum and its norm; the
+        rotary positions read and write once, and so does the gated activation."""
+        per_head = 4 * (self.rotary or bool(self.head_norm))
+        divided = per_head * (self.query + self.key_value) + (6 if self.gated else 4) * self.inner
+        return 2 * 8 * self.hidden + divided / tp
+
     def work(
         self, tp: int, load: str, positions: int, squares: tuple[str, int], *, causal: bool, num_kernels: int
     ) -> PartWork:
@@ -151,7 +184,7 @@ class Layer:
 
         matrices = self.num_matrix_parameters(tp)
         reduced_bytes = per_load(2 * 2.0 * self.hidden)
-        return PartWork(
+        eager = PartWork(
             dense_flops=per_load(2.0 * matrices),
             square_flops=coefficients(**{squares[0]: 4.0 * self.query / tp * squares[1]}),
             causal=causal,
@@ -164,6 +197,14 @@ class Layer:
             num_matrix_parameters=matrices,
             num_kernels=num_kernels,
         )
+        fused = replace(
+            eager,
+            pointwise_bytes=per_load(self.fused_pointwise_bytes(tp)),
+            saved_bytes=per_load(self.fused_saved_bytes(tp)),
+            # The matrices, attention, two norms, rotary positions and the activation.
+            num_kernels=min(num_kernels, 5 + self.num_ups + 2 + self.rotary),
+        )
+        return replace(eager, fused=fused)
 
 
 def coefficients(const: float = 0.0, **per_load: float) -> Coefficients:

@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
             "cluster.device_models",
             "cluster.devices_per_node",
             "costs.source",
+            "costs.implementation",
             "costs.repeats",
             "costs.time_budget_s",
             "costs.target_error",

@@ -511,3 +511,9 @@ def test_selected_keys_are_plain_and_load_again():
         },
     }
     assert load_config(json.dumps(part)) == config
+
+
+def test_measured_costs_are_of_the_layers_that_train():
+    assert "measured costs are those of the layers that train" in refusal({"costs": {"implementation": "fused"}})
+    analytic = {"costs": {"source": "analytic", "implementation": "compiled"}, "train": {"precision": "bf16"}}
+    load_config({"cluster": {"device": "cuda", "device_model": "a800-80g"}} | analytic)

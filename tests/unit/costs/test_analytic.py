@@ -28,6 +28,7 @@ from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.precision import compute_in
 from dflop.models.stages import LlmStage
 from dflop.models.tensor_group import ALONE, TensorGroup
+from dflop.models.work import IMPLEMENTATIONS
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
 from dflop.store import write_costs
@@ -285,6 +286,37 @@ def test_what_an_llm_keeps_is_what_autograd_keeps(name):
         expected = whole(spec, "llm", lambda part, loads=loads: part.saved_bytes(loads))
         expected += count_work(spec, "llm", 1).stage_bytes(loads)
         assert found - copies == pytest.approx(expected, rel=1e-5)  # nor the loss's weight
+
+
+@pytest.mark.parametrize("name", ["siglip_qwen2", "siglip_llama", "internvit_qwen3"])
+def test_what_a_compiled_layer_keeps_is_what_fused_layers_are_taken_to_keep(name):
+    spec, length = variant(name), 256
+    model = build(spec, "sdpa", "cpu").model.language_model
+    compute_in(model, torch.bfloat16)
+    hidden = torch.randn(1, length, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    positions = model.rotary_emb(hidden, torch.arange(length)[None])
+    # The backend that chooses what is kept as torch.compile does, and needs no compiler.
+    layer = torch.compile(model.layers[0], backend="aot_eager_decomp_partition")
+    found = saved_bytes(model, lambda: layer(hidden, position_embeddings=positions))
+    work = count_work(spec, "llm", 1).by("compiled")
+    expected = work.layer.saved_bytes(make_loads(num_tokens=length)) + work.stage_bytes(make_loads(num_tokens=length))
+    assert found == pytest.approx(expected, rel=0.03)
+    assert found < 0.85 * count_work(spec, "llm", 1).layer.saved_bytes(make_loads(num_tokens=length))
+
+
+def test_the_more_is_fused_the_less_time_it_takes_and_the_less_it_keeps(h100):
+    for module in ("vision", "llm"):
+        eager, compiled, fused = (
+            analytic_points(SPECS["internvl_8b"], module, 1, h100, implementation).measurements
+            for implementation in IMPLEMENTATIONS
+        )
+        for column in ("seconds", "peak_bytes"):
+            assert (compiled[column] <= eager[column]).all()
+            assert (fused[column] <= compiled[column]).all()
+        layers, last = pl.col("piece") == "layers", pl.col("piece") == "last"
+        assert (compiled.filter(layers)["seconds"] < eager.filter(layers)["seconds"]).all()
+        assert compiled.filter(last).equals(eager.filter(last))
+        assert fused.filter(last).equals(eager.filter(last)) == (module == "vision")
 
 
 @pytest.fixture
@@ -578,7 +610,7 @@ def test_a_device_that_is_not_known_names_those_that_are_and_the_way_to_add_one(
         load_device("h100")
     message = str(caught.value)
     assert "`cluster.device_model` is 'h100', a device of which no data sheet is known; " in message
-    assert "choose one of a100-80g, h100-80g, h200-141g, or copy an entry of " in message
+    assert "choose one of a100-80g, a800-80g, h100-80g, h100-96g, h200-141g, or copy an entry of " in message
     assert "name the file in `cluster.device_models`" in message
 
 

@@ -84,7 +84,9 @@ def test_the_parts_of_every_rank_add_up_to_the_step(known, longer_s):
 
 
 def test_a_rank_whose_step_began_before_the_first_ranks_has_as_many_seconds_as_the_step():
-    known = np.array([[0.6, 0.1, 0.1, 0.0, 0.1, 0.1, 0.0], [0.7, 0.1, 0.2, 0.0, 0.1, 0.1, 0.0], [1.0, 0, 0, 0, 0, 0, 0]])
+    known = np.array(
+        [[0.6, 0.1, 0.1, 0.0, 0.1, 0.1, 0.0], [0.7, 0.1, 0.2, 0.0, 0.1, 0.1, 0.0], [1.0, 0, 0, 0, 0, 0, 0]]
+    )
     parts = StepSeconds(make_program(PLAN), 3).of_step(known, 1.0, np.array([0.2, 0.2, 0.2]))
     assert parts.sum(axis=1) == pytest.approx(1.0)
     assert parts[:, PARTS.index("computing")] == pytest.approx([0.6, 0.7, 1.0])

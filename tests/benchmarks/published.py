@@ -1,0 +1,269 @@
+"""Runs that others published, beside what the analytic cost model and the simulator say of them: README's table.
+
+    python tests/benchmarks/published.py --runs FOLDER
+
+FOLDER holds `mpt_fsdp.csv` (MosaicML llm-foundry's table of MPT models under FSDP) and `llm_runs.json` (single runs of
+Llamas under Megatron and torchtitan), each with its sources. Every row is priced with the device's entry in
+`dflop/runtime/devices.yaml`, whose constants are the same for all rows, and with the implementation that was used:
+
+- MPT: LayerNorm, a GELU MLP of four times the width, no biases, the head tied to the embedding, eager. Its attention
+  has position biases (ALiBi), and its kernels are taken to compute the whole square of a segment, not half of it: the
+  rows of 32,768 and 65,536 tokens ask for it on both cards.
+- Megatron's layers are `fused`; a run in fp16 keeps its gradients in 2 bytes, not in 4.
+- torchtitan is `eager` or `compiled`. Its selective recomputation keeps every second product and attention's
+  result: backward does half of a layer's products again, which is priced between none and all of a layer.
+
+The optimiser's step, which is short, is not priced. Prints each row and the errors, and writes
+`results/benchmarks/published.json`.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from dflop.config.schema import ClusterConfig
+from dflop.costs import CostModel
+from dflop.costs.analytic import points_of_work
+from dflop.costs.fit import fit_model, median_points
+from dflop.data import SampleShapes
+from dflop.models.llm_work import llm_work
+from dflop.models.spec import ModelSpec, ModuleSpec
+from dflop.models.work import Layer, ModuleWork
+from dflop.parallelism import Grid, Plan
+from dflop.pricing import Pricer
+from dflop.runtime.devices import load_device
+
+REPOSITORY = Path(__file__).parents[2]
+# Hidden size, layers and heads of MPT models.
+MPT = {"760m": (1536, 24, 12), "1b": (2048, 24, 16), "7b": (4096, 32, 32), "30b": (7168, 48, 56)}
+MPT_VOCABULARY = 50_368
+DEVICES_A_NODE = 8
+# How hardware is named in `llm_runs.json`, and the entry that describes it.
+HARDWARE = {"A800": "a800-80g", "H100 96GB": "h100-96g"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One published run. `recompute` is none, all or selective; `sizes` is the LLM's config as JSON, to be hashed."""
+
+    name: str
+    device: str
+    sizes: str
+    tp: int = 1
+    pp: int = 1
+    dp: int
+    sharding: str
+    recompute: str
+    implementation: str
+    seq_len: int
+    microbatch_size: int
+    num_microbatches: int
+    network_gbps: float | None = None
+    gradient_bytes: int = 4
+    published_s: float
+    allocated_gib: float | None = None
+    reserved_gib: float | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, required=True, help="a folder with mpt_fsdp.csv and llm_runs.json")
+    arguments = parser.parse_args()
+    rows = []
+    print(f"{'run':46} {'published':>9} {'predicted':>9}  {'of it':>5}   {'GiB':>5} {'predicted':>9}  of it")
+    for run in (*mpt_runs(arguments.runs / "mpt_fsdp.csv"), *single_runs(arguments.runs / "llm_runs.json")):
+        step_s, allocated_gib, reserved_gib = predicted(run)
+        row = {"run": run.name, "published_s": run.published_s, "predicted_s": step_s}
+        line = f"{run.name:46} {run.published_s:9.3f} {step_s:9.3f}  {step_s / run.published_s:5.2f}"
+        published_gib = run.allocated_gib or run.reserved_gib
+        if published_gib:
+            own_gib = allocated_gib if run.allocated_gib else reserved_gib
+            row |= {"published_gib": published_gib, "predicted_gib": own_gib}
+            line += f"   {published_gib:5.1f} {own_gib:9.1f}  {own_gib / published_gib:5.2f}"
+        rows.append(row)
+        print(line, flush=True)
+    for what in ("s", "gib"):
+        ratios = [row[f"predicted_{what}"] / row[f"published_{what}"] for row in rows if f"published_{what}" in row]
+        errors = sorted(abs(ratio - 1) for ratio in ratios)
+        named = "step time" if what == "s" else "peak memory"
+        print(
+            f"{named}: {len(errors)} rows, median error {statistics.median(errors):.1%}, nine in ten within "
+            f"{errors[int(0.9 * (len(errors) - 1))]:.1%}, largest {errors[-1]:.1%}; median of predicted over "
+            f"published {statistics.median(ratios):.3f}"
+        )
+    out = REPOSITORY / "results/benchmarks/published.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+def mpt_runs(path: Path) -> Iterator[Run]:
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            hidden, num_layers, num_heads = MPT[row["model"]]
+            seq_len, size, count = (
+                int(row[name]) for name in ("seq_len", "microbatch_size", "grad_accumulation")
+            )  # fmt: skip
+            # The source gives a node's network.
+            network_gbps = float(row["inter_node_gbps"]) / DEVICES_A_NODE if row["inter_node_gbps"] else None
+            yield Run(
+                name=f"{row['hardware']} x {row['num_gpus']}: MPT {row['model']}, {count} x {size} x {seq_len}",
+                device=row["hardware"],
+                sizes=json.dumps(
+                    {
+                        "model_type": "mpt",
+                        "hidden_size": hidden,
+                        "intermediate_size": 4 * hidden,
+                        "num_hidden_layers": num_layers,
+                        "num_attention_heads": num_heads,
+                        "num_key_value_heads": num_heads,
+                        "vocab_size": MPT_VOCABULARY,
+                    }
+                ),
+                dp=int(row["num_gpus"]),
+                sharding="parameters",
+                recompute="all" if row["activation_checkpointing"] == "True" else "none",
+                implementation="eager",
+                seq_len=seq_len,
+                microbatch_size=size,
+                num_microbatches=count,
+                network_gbps=network_gbps,
+                published_s=seq_len * size * count / float(row["tokens_per_s_per_gpu"]),
+            )
+
+
+def single_runs(path: Path) -> Iterator[Run]:
+    """Where a row says that something is as above, it is as in the row before."""
+    before: dict[str, object] = {}
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        text = before["text"] if row["text"] == "as above" else row["text"]
+        device = next((entry for name, entry in HARDWARE.items() if name in row["hardware"]), before.get("device"))
+        uses_titan = "parameters" in str(row.get("sharding"))
+        num_devices = row["tp"] * row["pp"] * row["dp"]
+        tokens = row["seq_len"] * row["global_batch"] / num_devices
+        allocated_mb = row.get("peak_allocated_mb")
+        yield Run(
+            name=row["name"],
+            device=str(device),
+            sizes=json.dumps(text),
+            **{name: row[name] for name in ("tp", "pp", "dp", "seq_len", "microbatch_size")},
+            sharding=row.get("sharding", "optimizer"),
+            recompute="selective" if uses_titan else "all" if row["recompute_layers"] else "none",
+            implementation=next((name for name in ("eager", "compiled") if name in row["name"]), "fused"),
+            num_microbatches=row["global_batch"] // row["dp"] // row["microbatch_size"],
+            gradient_bytes=2 if "fp16" in row["implementation"] and "bf16" not in row["implementation"] else 4,
+            published_s=row.get("step_s") or tokens / row["tokens_per_s_per_gpu"],
+            allocated_gib=allocated_mb / 1024 if allocated_mb else None,
+            reserved_gib=row.get("peak_reserved_gib"),
+        )
+        before = {"text": text, "device": device}
+
+
+def predicted(run: Run) -> tuple[float, float, float]:
+    """Seconds of a step, and GiB of the fullest device: what its tensors take, and what its process holds of them."""
+    if run.recompute != "selective":
+        return priced(run, recomputes=run.recompute == "all")
+    of_none, of_all = (np.array(priced(run, recomputes=recomputes)) for recomputes in (False, True))
+    layer = layer_of(spec_of(run.sizes), run.tp)
+    # Of what a layer keeps in all, beyond its input: half of its products' results, and attention's.
+    results = 2 * (layer.qkv + layer.hidden + layer.num_ups * layer.inner + layer.hidden)
+    eager, fused = layer.saved_bytes(run.tp), layer.fused_saved_bytes(run.tp)
+    share = (results / 2 + 2 * layer.query) / (eager if run.implementation == "eager" else fused)
+    weights = np.array([0.5, 1 - share, 1 - share])
+    return tuple((of_none + weights * (of_all - of_none)).tolist())
+
+
+def priced(run: Run, *, recomputes: bool) -> tuple[float, float, float]:
+    device, spec = load_device(run.device), spec_of(run.sizes)
+    num_devices = run.tp * run.pp * run.dp
+    cluster = ClusterConfig(
+        device="cuda",
+        num_nodes=max(1, num_devices // DEVICES_A_NODE),
+        devices_per_node=DEVICES_A_NODE,
+        memory_gib=device.memory_gib,
+        intra_node_gbps=device.link_bytes_per_s * 8 / 1e9,
+        inter_node_gbps=run.network_gbps or device.network_bytes_per_s * 8 / 1e9,
+        device_model=run.device,
+    )
+    grid = Grid(module="llm", num_ranks=num_devices, tp=run.tp, pp=run.pp, sharding=run.sharding)
+    plan = Plan(placement="monolithic", grids=(grid,), num_microbatches=run.num_microbatches, checkpointing=recomputes)
+    costs = costs_of(run.sizes, run.tp, run.device, run.implementation)
+    pricer = Pricer(plan, costs, spec, cluster, precision="bf16")
+    number = np.arange(run.dp * run.num_microbatches * run.microbatch_size)
+    nothing, tokens = np.zeros_like(number), np.full_like(number, run.seq_len)
+    shapes = SampleShapes(
+        encoders=(),
+        sample_id=number,
+        source=nothing,
+        row=number,
+        num_items=np.zeros((len(number), 0), dtype=np.int64),
+        kept_tokens=np.zeros((len(number), 0), dtype=np.int64),
+        llm_tokens=tokens,
+        target_tokens=tokens,
+    )
+    assignment = pricer.assign(shapes, number % run.dp, number // run.dp % run.num_microbatches)
+    step_s = pricer.timeline(pricer.stage_times(shapes, assignment), assignment.slots).step_s
+    fewer_bytes = (4 - run.gradient_bytes) / 4 * max(
+        pricer.stage_costs.resident_parts(stage).gradients for stage in pricer.stages
+    )  # fmt: skip
+    held_bytes = pricer.memory_bytes(shapes, assignment)["llm"]
+    tensor_bytes = (held_bytes - device.overhead_bytes) / (1 + device.allocator_share) - fewer_bytes
+    return step_s, tensor_bytes / 2**30, tensor_bytes * (1 + device.allocator_share) / 2**30
+
+
+@lru_cache
+def costs_of(sizes: str, tp: int, device: str, implementation: str) -> CostModel:
+    model, spec = load_device(device), spec_of(sizes)
+    points = points_of_work(work_of(spec, tp).by(implementation), "llm", tp, model)
+    fitted = fit_model(median_points(points.measurements), points.parameters, "analytic")
+    return replace(fitted, overhead_bytes=model.overhead_bytes, allocator_share=model.allocator_share)
+
+
+def spec_of(sizes: str) -> ModelSpec:
+    """The LLM alone."""
+    text = json.loads(sizes)
+    llm = ModuleSpec(
+        name="llm",
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        num_heads=text["num_attention_heads"],
+        num_kv_heads=text["num_key_value_heads"],
+    )
+    return ModelSpec(family="published", name="published", hf_config={"text_config": text}, modules=(llm,), rules=None)
+
+
+def work_of(spec: ModelSpec, tp: int) -> ModuleWork:
+    """As a Llama's, with MPT's own layers where it is one."""
+    if spec.hf_config["text_config"]["model_type"] != "mpt":
+        return llm_work(spec, tp, is_tied=False)
+    layer = layer_of(spec, tp).work(tp, "num_tokens", 1, ("sum_sq_tokens", 1), causal=False, num_kernels=16)
+    return replace(llm_work(spec, tp, is_tied=True, kind="llama"), layer=layer)
+
+
+def layer_of(spec: ModelSpec, tp: int) -> Layer:
+    llm, text = spec.module("llm"), spec.hf_config["text_config"]
+    is_mpt = text["model_type"] == "mpt"
+    return Layer(
+        hidden=llm.hidden_size,
+        query=llm.hidden_size,
+        key_value=llm.hidden_size // llm.num_heads * llm.num_kv_heads,
+        inner=text["intermediate_size"],
+        num_heads=llm.num_heads,
+        rms_norm=not is_mpt,
+        gated=not is_mpt,
+        rotary=not is_mpt,
+        stacked_qkv=is_mpt,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+    )
+
+
+if __name__ == "__main__":
+    main()
