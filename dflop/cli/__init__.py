@@ -1,7 +1,7 @@
 """The `dflop` command: one subcommand a stage, each reading files and writing files.
 
-A mistake of the user's is one line on stderr and exit code 2. Heavy imports stand inside the commands
-that need them, so that `dflop --help` answers at once.
+A mistake of the user's is one line on stderr and exit code 2; training that was asked to stop and goes on later ends
+with 75. Heavy imports stand inside the commands that need them, so that `dflop --help` answers at once.
 """
 
 import sys
@@ -66,7 +66,7 @@ def main() -> None:
         cli(standalone_mode=False)
     except UserError as error:
         click.echo(f"dflop: {error}", err=True)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         click.echo(f"dflop: {where}{error.strerror or error}", err=True)

@@ -1,17 +1,28 @@
 """The one error class whose message is meant for the person at the keyboard.
 
-Commands print it as one line on stderr and exit with code 2. Anything else that is raised is a bug and
+Commands print it as one line on stderr and exit with its code. Anything else that is raised is a bug and
 keeps its traceback.
 """
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["UserError", "way_out_of"]
+__all__ = ["ToBeContinued", "UserError", "way_out_of"]
 
 
 class UserError(ValueError):
     """A mistake the user can mend: the message names the thing, its value and the way out."""
+
+    exit_code = 2
+
+
+class ToBeContinued(UserError):
+    """No mistake: the command was asked to stop ahead of its job's end, got on, and goes on when it is started again.
+
+    The exit code is that of sysexits.h for what is to be tried again, EX_TEMPFAIL.
+    """
+
+    exit_code = 75
 
 
 def way_out_of(name: str, known: Iterable[str], prefix: str = "") -> str:

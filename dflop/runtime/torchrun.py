@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,13 +43,14 @@ def run_ranks(
     num_nodes: int,
     per_node: int,
     asks_first: bool = False,
-) -> tuple[int, bool]:
+) -> tuple[int, list[int]]:
     """Run `python -m module REQUEST` (JSON) on `per_node` ranks of each of `num_nodes` nodes, to its end.
 
     In a Slurm job this command runs on each node and starts the node's own ranks. Outside of one, several nodes of CPUs
-    are all of this machine's processes: handy for trying a cluster's layout. Returns torchrun's exit code, and whether
-    a SIGTERM, which is passed on, stopped it. With `asks_first` the ranks are asked to stop by a SIGUSR1 instead, also
-    where this command gets one, and torchrun ends when they have; they start with both signals blocked.
+    are all of this machine's processes: handy for trying a cluster's layout. Returns torchrun's exit code, and the
+    signals that stopped it: SIGTERM, which is passed on. With `asks_first` the ranks are asked to stop by a
+    SIGUSR1 instead, also where this command gets one, and torchrun ends when they have; they start with both signals
+    blocked.
 
     Raises:
         UserError: when there are several nodes of GPUs and this runs outside `srun`, or the port's variable holds none.
@@ -73,7 +75,7 @@ def run_ranks(
 
     previous = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS[: 2 if asks_first else 1]}
     try:
-        return _code_of_first_failure(agents), bool(stopped)
+        return _code_of_first_failure(agents), stopped
     finally:
         for agent in agents:
             if agent.poll() is None:
@@ -144,14 +146,28 @@ def rendezvous(num_nodes: int) -> list[str]:
             f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
             "profile does), or set `cluster.num_nodes: 1`"
         )
-    head = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    head = _of_slurm("hostnames", nodes).split()[0]
     step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     return [
         f"--nnodes={num_nodes}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={head.stdout.split()[0]}:{_port_of(step)}",
+        f"--rdzv-endpoint={_address_of(head)}:{_port_of(step)}",
         f"--rdzv-id={step}",
     ]
+
+
+def _of_slurm(kind: str, name: str) -> str:
+    return subprocess.run(["scontrol", "show", kind, name], capture_output=True, text=True, check=True).stdout
+
+
+def _address_of(node: str) -> str:
+    """A node's name, or, where that leads nowhere from here, the address by which Slurm reaches it."""
+    try:
+        socket.getaddrinfo(node, None)
+    except socket.gaierror:
+        found = re.search(r"NodeAddr=(\S+)", _of_slurm("node", node))
+        return found[1] if found else node
+    return node
 
 
 def _port_of(step: str) -> int:
@@ -171,6 +187,7 @@ def _main() -> int:
         _pass_on_what_asks()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args, run
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -180,6 +197,15 @@ def _main() -> int:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         print(f"dflop: rank {rank} of {socket.gethostname()} ended first, with {how}", file=sys.stderr, flush=True)
+        return 1
+    except RendezvousError as error:
+        where = next((text for text in arguments if text.startswith("--rdzv-endpoint=")), "").partition("=")[2]
+        print(
+            f"dflop: {socket.gethostname()} does not reach the other nodes at {where}, or has lost them: "
+            f"{str(error).splitlines()[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
         return 1
     except SignalException as error:
         print(f"dflop: the ranks of {socket.gethostname()} were stopped by {error.sigval.name}", file=sys.stderr)

@@ -3,13 +3,14 @@
 This file imports no torch. `python -m dflop.training.rank` is what torchrun starts on every rank.
 """
 
+import signal
 from pathlib import Path
 
 from dflop.config import Config, select_keys
 from dflop.models import ModelSpec, check_runnable, check_tp, load_model_spec
 from dflop.parallelism import Plan, load_plan
 from dflop.pipeline import why_not_runnable
-from dflop.runtime import UserError
+from dflop.runtime import ToBeContinued, UserError
 from dflop.runtime.commands import COMMANDS
 from dflop.runtime.torchrun import run_ranks
 from dflop.training.checkpoint_files import find_checkpoint
@@ -24,6 +25,7 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
     Raises:
         UserError: when the model's family or the plan cannot be trained, the plan is for other devices than the
             config's, a rank failed, or the run was asked to stop before its last step.
+        ToBeContinued: when this command was asked to by a SIGUSR1, as ahead of a time limit, and steps were made.
     """
     check_runnable(config.model.family)
     loaded = load_plan(plan)
@@ -32,6 +34,8 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
     per_node = config.cluster.devices_per_node
     if loaded.world_size < per_node:
         per_node = loaded.world_size
+    checkpoints = Path(arguments["out"]) / "checkpoints"
+    before = find_checkpoint(checkpoints)
     request = {"config": select_keys(config, COMMANDS["train"].reads), **arguments}
     code, stopped = run_ranks(
         "dflop.training.rank",
@@ -41,14 +45,17 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
         per_node=per_node,
         asks_first=True,
     )
-    found = find_checkpoint(Path(arguments["out"]) / "checkpoints")
+    found = find_checkpoint(checkpoints)
     onward = f"; the same command goes on from {found[0]}" if found else ""
     if code:
         after = " after it was asked to stop" if stopped else ""
         raise UserError(f"training ended early{after} (torchrun's exit code {code}); the reason stands above{onward}")
     if found and found[1]["step"] < config.train.steps:
-        # Ranks may have been asked that this command was not.
-        raise UserError(f"training stopped after step {found[1]['step']} of {config.train.steps}, as asked{onward}")
+        # Ranks may have been asked that this command was not. One that makes no step would be continued for ever.
+        goes_on = signal.SIGUSR1 in stopped and (before is None or before[1] != found[1])
+        raise (ToBeContinued if goes_on else UserError)(
+            f"training stopped after step {found[1]['step']} of {config.train.steps}, as asked{onward}"
+        )
 
 
 def check_plan(path: Path, plan: Plan, spec: ModelSpec) -> None:

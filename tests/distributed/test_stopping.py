@@ -26,6 +26,11 @@ def _to_the_command(pid: int, out: Path) -> None:
     os.kill(pid, signal.SIGTERM)
 
 
+def _ahead_of_a_time_limit(pid: int, out: Path) -> None:
+    """As Slurm does where a job asks for it; the job is to be continued, and the exit code says so."""
+    os.kill(pid, signal.SIGUSR1)
+
+
 def _to_a_rank(pid: int, out: Path) -> None:
     os.kill(process_of_rank(1, out), signal.SIGUSR1)
 
@@ -41,7 +46,7 @@ def _stop(folder: Path, config: dict, plan: Path, out: Path, ask: Callable[[int,
     process = start_run(folder, config | _ALIKE, plan, out, **_TRAINING, loader_workers=1)
     wait_for_steps(process, out, 3)
     ask(process.pid, out)
-    assert end_run(process, out) == 2
+    assert end_run(process, out) == (75 if ask is _ahead_of_a_time_limit else 2)
     log = (out / "log").read_text()
     said = re.search(r"training stopped after step (\d+) of 16, as asked; the same command goes on from (.*)", log)
     assert said, log
@@ -52,7 +57,7 @@ def _stop(folder: Path, config: dict, plan: Path, out: Path, ask: Callable[[int,
     return int(said[1])
 
 
-@pytest.mark.parametrize("ask", [_to_the_command, _to_a_rank], ids=lambda ask: ask.__name__[1:])
+@pytest.mark.parametrize("ask", [_to_the_command, _ahead_of_a_time_limit, _to_a_rank], ids=lambda ask: ask.__name__[1:])
 def test_whoever_is_asked_to_stop_all_ranks_stop_behind_the_same_step_which_is_saved(run, tmp_path, ask):
     folder, config = run
     num_steps = _stop(folder, config, plan_file(folder), tmp_path / "train", ask)
