@@ -5,6 +5,7 @@ keys, wrong types (`keys`) and impossible values (`values`) are refused with the
 be right.
 """
 
+from dflop.config.command_line import with_dotted_keys, with_texts_read
 from dflop.config.devices import excess_memory, most_memory_gib
 from dflop.config.load import load_config, restrict, select_keys, set_steps
 from dflop.config.schema import (
@@ -19,6 +20,8 @@ from dflop.config.schema import (
     ModuleTraining,
     PlanConfig,
     ScheduleConfig,
+    SlurmConfig,
+    SlurmStage,
     SourceConfig,
     TrainConfig,
     VideoConfig,
@@ -39,6 +42,8 @@ __all__ = [
     "ModuleTraining",
     "PlanConfig",
     "ScheduleConfig",
+    "SlurmConfig",
+    "SlurmStage",
     "SourceConfig",
     "TrainConfig",
     "VideoConfig",
@@ -48,4 +53,6 @@ __all__ = [
     "restrict",
     "select_keys",
     "set_steps",
+    "with_dotted_keys",
+    "with_texts_read",
 ]

@@ -27,11 +27,13 @@ def read_layer(layer: Layer) -> tuple[dict[str, Any], str]:
 
     A layer is a mapping, the path of a YAML file, the text of one in braces (`{train: {lr: 0.1}}`, JSON is such a
     text), or one key with its value (`train.lr=0.1`). A mapping's dotted keys (`{"train.lr": 0.1}`) go over its others.
+    Top-level keys that begin with `x-` are left out: they hold what anchors elsewhere in the file stand for.
 
     Raises:
         UserError: for a file that is not there, and for what is no mapping.
     """
     values, where = _read(layer)
+    values = {key: value for key, value in values.items() if not str(key).startswith("x-")}
     return _with_switch_named(_with_own_names(_without_dots(values, where), where)), where
 
 

@@ -15,6 +15,8 @@ __all__ = [
     "ModuleTraining",
     "PlanConfig",
     "ScheduleConfig",
+    "SlurmConfig",
+    "SlurmStage",
     "SourceConfig",
     "TrainConfig",
     "VideoConfig",
@@ -200,6 +202,35 @@ class TrainConfig:
 
 
 @_section
+class SlurmStage:
+    """What the jobs of one stage ask Slurm for; null leaves it to `SlurmConfig` and the stage's own default."""
+
+    partition: Optional[str] = None
+    time: Optional[str] = None
+    memory_gib: Optional[float] = None
+    cpus: Optional[int] = None
+    extra: Optional[str] = None
+
+
+@_section
+class SlurmConfig:
+    """How jobs are submitted. No command reads it, so that another partition or time limit reruns nothing."""
+
+    account: Optional[str] = None
+    partition: Optional[str] = None
+    cpu_partition: Optional[str] = None
+    qos: Optional[str] = None
+    constraint: Optional[str] = None
+    gpu_request: str = "gres"
+    gpu_type: Optional[str] = None
+    cpus_per_node: Optional[int] = None
+    memory_gib: Optional[float] = None
+    extra: Optional[str] = None
+    warn_s: int = 300
+    stages: dict[str, SlurmStage] = field(default_factory=dict)
+
+
+@_section
 class Config:
     run: str = "demo"
     seed: int = 0
@@ -210,3 +241,4 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)

@@ -29,6 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "train.resume": ("auto", "never"),
     "train.tensorboard": ("auto", "on", "off"),
     "train.lr_schedule": ("constant", "linear", "cosine"),
+    "slurm.gpu_request": ("gres", "gpus"),
 }
 
 _AT_LEAST_ONE = (
@@ -51,6 +52,7 @@ _AT_LEAST_ONE = (
     "train.steps",
     "train.checkpoint_every",
     "train.evaluate_every",
+    *("slurm.cpus_per_node", "slurm.stages.*.cpus"),
 )
 _ABOVE_ZERO = (
     "costs.time_budget_s",
@@ -65,6 +67,7 @@ _ABOVE_ZERO = (
     "train.grad_clip",
     "train.epochs",
     "train.peer_timeout_s",
+    *("slurm.memory_gib", "slurm.stages.*.memory_gib"),
 )
 _NOT_NEGATIVE = (
     "schedule.search_trials",
@@ -73,11 +76,13 @@ _NOT_NEGATIVE = (
     "train.modules.*.weight_decay",
     "train.warmup_steps",
     "train.loader_workers",
+    "slurm.warn_s",
 )
 _SHARES = ("train.min_lr_ratio", "data.evaluation_share")
 _NOT_EMPTY = ("costs.tp_sizes", "plan.placements", "plan.schedules", "plan.shardings")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SAMPLING = re.compile(r"all|(first|end|random):(?=[\d.]*[1-9])\d+(%|\.\d+%)?")
+_TIME = re.compile(r"\d*[1-9]\d*[mhd]?")
 SAMPLING_FORMS = "all, first:30%, first:1000, end:… or random:…, with a whole number above 0 or a percentage"
 
 
@@ -124,6 +129,12 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
             "no two runs share; set one of them to off (false)"
         )
     _check_sources(config.data.sources)
+    for stage, own in config.slurm.stages.items():
+        if own.time is not None and not _TIME.fullmatch(own.time):
+            raise UserError(
+                f"`slurm.stages.{stage}.time` is {own.time!r}; it must be a whole number of minutes, or "
+                "one with its unit: 90m, 24h, 2d"
+            )
     if config.train.steps is not None and config.train.epochs is not None:
         raise UserError(
             f"`train.steps` is {config.train.steps} and `train.epochs` is {config.train.epochs:g}; the one follows "
@@ -140,12 +151,12 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
 
 def _values_at(config: Config, key: str) -> list[tuple[str, Any]]:
     """The values at a dotted key: none where an optional section is null, several where it is a list; `*` stands for
-    every module that `plan.fixed` pins, or `train.modules` names."""
+    every module that `plan.fixed` pins, or every name in `train.modules` and `slurm.stages`."""
     if ".*." in key:
         fixed, names = config.plan.fixed, key.partition(".*.")
-        pinned = fixed.modules if fixed else {}
-        grids = config.train.modules if names[0] == "train.modules" else pinned
-        found = [(f"{names[0]}.{module}.{names[2]}", getattr(grid, names[2])) for module, grid in grids.items()]
+        sections = {"train.modules": config.train.modules, "slurm.stages": config.slurm.stages}
+        named = sections.get(names[0], fixed.modules if fixed else {})
+        found = [(f"{names[0]}.{name}.{names[2]}", getattr(own, names[2])) for name, own in named.items()]
         return [(name, value) for name, value in found if value is not None]
     value: Any = config
     for name in key.split("."):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflop.config import Config, FixedPlan, excess_memory, load_config, select_keys
+from dflop.config import Config, FixedPlan, SlurmConfig, excess_memory, load_config, select_keys
 from dflop.runtime import UserError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,13 +42,14 @@ def nested(key: str, value: object) -> dict:
 
 
 def leaf_keys(section: type, prefix: str = "") -> list[str]:
-    """Every dotted key; those of a list's entries have `[]` after the list's name, of every module's `<module>`."""
+    """Every dotted key; those of a list's entries have `[]` after the list's name, of every module's `<module>`, of
+    every rule's `<rule>`."""
     keys = []
     for name, hint in typing.get_type_hints(section).items():
         inner = [item for item in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(item)]
         # Modules that a plan pins stand beside its other keys.
-        of_module = "<module>" if section is FixedPlan else f"{name}.<module>"
-        below = {list: f"{name}[]", dict: of_module}.get(typing.get_origin(hint), name)
+        of_name = {FixedPlan: "<module>", SlurmConfig: f"{name}.<rule>"}.get(section, f"{name}.<module>")
+        below = {list: f"{name}[]", dict: of_name}.get(typing.get_origin(hint), name)
         keys += leaf_keys(inner[0], f"{prefix}{below}.") if inner else [f"{prefix}{name}"]
     return keys
 
@@ -344,6 +345,24 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert "cannot be read" in refusal(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"run: caf\xe9")
     assert "cannot be read" in refusal(tmp_path / "latin.yaml")
+
+
+def test_what_anchors_stand_for_may_be_held_beside_the_keys(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("x-rates: &rates {lr: 0.5}\ntrain: {<<: *rates, steps: 7}\n")
+    train = load_config(path).train
+    assert (train.lr, train.steps) == (0.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("time", "is_one"), [("90", True), ("24h", True), ("2d", True), ("0h", False), ("24:00", False)]
+)
+def test_a_time_limit_is_minutes_or_has_its_unit(time, is_one):
+    layer = {"slurm": {"stages": {"train": {"time": time}}}}
+    if is_one:
+        assert load_config(layer).slurm.stages["train"].time == time
+    else:
+        assert "`slurm.stages.train.time`" in refusal(layer)
 
 
 def test_an_empty_file_changes_nothing(tmp_path):
