@@ -1,5 +1,6 @@
 # make demo   creates .venv, installs, and runs the whole workflow on the CPU with the demo data
 # make test   creates .venv, installs, and runs the tests
+# make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make lint   checks the code's and the workflow's form
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-slurm lint clean
 
 setup: $(STAMP)
 
@@ -29,6 +30,10 @@ demo: setup
 test: setup
 	pytest -q -n $(CORES) --dist loadfile -m "not serial"
 	pytest -q -n 2 --dist loadfile -m serial tests/workflow tests/distributed
+
+test-slurm: setup
+	tests/slurm/install.sh
+	pytest -q tests/slurm
 
 lint: setup
 	ruff check

@@ -1,6 +1,7 @@
 """A copy of the repository in which workflow tests run Snakemake, as a user would in a clone."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -10,6 +11,25 @@ import pytest
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
+_JOB = re.compile(r"\d\d:\d\d:\d\d (?:rule|checkpoint) (\w+)")
+
+_STUB = """#!/bin/sh
+# Writes what the commands' options name; of profile-costs and schedule also what stands beside.
+while [ $# -gt 0 ]; do
+  case $1 in
+    --out | --candidates | --bounds)
+      case $2 in
+        */schedule.parquet) for part in stages steps rejects; do : > "${2%.parquet}_$part.parquet"; done ;;
+        */costs/*.tp*.parquet) : > "${2%.parquet}.parameters.parquet"; : > "${2%.parquet}.device.parquet" ;;
+        */train) mkdir -p "$2"; : > "$2/summary.json" ;;
+        */report) for plot in costs plans timeline training time_split; do : > "$2/$plot.svg"; done
+          : > "$2/summary.json" ;;
+      esac
+      [ -d "$2" ] || { case $2 in --*) ;; *) : > "$2" ;; esac; } ;;
+  esac
+  shift
+done
+"""
 
 
 class Checkout:
@@ -33,6 +53,15 @@ class Checkout:
         (self.folder / name).write_text(yaml.safe_dump(sections))
         return name
 
+    def path_with_stubs(self, **programs: str) -> str:
+        """A PATH with a `dflop` that does nothing but leave files, and other programs by their scripts."""
+        folder = self.folder / "bin"
+        folder.mkdir(exist_ok=True)
+        for name, script in {"dflop": _STUB, **programs}.items():
+            (folder / name).write_text(script)
+            (folder / name).chmod(0o755)
+        return f"{folder}:{os.environ['PATH']}"
+
     def jobs_of_dry_run(self, *arguments: str, **environment: str) -> list[str]:
         """Names of the rules that a dry run lists, one a job."""
         return self._jobs("-n", *arguments, **environment)
@@ -44,11 +73,8 @@ class Checkout:
     def _jobs(self, *arguments: str, **environment: str) -> list[str]:
         done = self.snakemake("--cores", "2", *arguments, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
-        return [
-            line.split()[1].rstrip(":")
-            for line in (done.stdout + done.stderr).splitlines()
-            if line.startswith(("rule ", "localrule ", "checkpoint "))
-        ]
+        found = (_JOB.match(line) for line in (done.stdout + done.stderr).splitlines())
+        return [match[1] for match in found if match]
 
 
 @pytest.fixture(scope="session")

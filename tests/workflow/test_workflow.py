@@ -3,9 +3,7 @@
 One whole run is shared by the tests, in a copy of the repository; Snakemake, torchrun and CBC are real.
 """
 
-import ast
 import json
-import shutil
 from pathlib import Path
 
 import polars as pl
@@ -184,16 +182,6 @@ def test_a_finished_run_has_nothing_to_do(finished):
     assert "Nothing to be done" in again.stdout + again.stderr
 
 
-def test_a_key_reruns_only_the_stages_that_read_it(finished):
-    checkout, config = finished
-    assert set(checkout.jobs_of_dry_run("--configfile", config, "--config", "schedule={lookahead_steps: 3}")) == {
-        *("preview_schedule", "train", "report", "all"),
-    }
-    assert set(checkout.jobs_of_dry_run("--configfile", config, "--config", "train={lr: 0.002}")) == {
-        *("train", "report", "all"),
-    }
-
-
 def test_a_changed_record_reruns_its_shard_and_what_depends_on_it(finished):
     checkout, config = finished
     manifest = checkout.folder / "data/train.json"
@@ -224,23 +212,6 @@ def test_the_range_of_loads_is_made_before_costs_are_measured_and_for_nothing_el
     assert jobs.index("merge_shapes") < jobs.index("profile_costs")
 
 
-@pytest.mark.parametrize(
-    ("sections", "measures"),
-    [
-        ({"model": {"preset": "llava_ov_7b"}}, True),
-        ({"train": {"precision": "bf16"}}, True),
-        ({"cluster": {"device_model": "another"}}, True),
-        ({"costs": {"repeats": 2}}, True),
-        ({"train": {"lr": 1.0, "global_batch_size": 4}, "data": {"max_llm_tokens": 300}}, False),
-    ],
-)
-def test_costs_are_measured_anew_after_what_they_depend_on_and_after_nothing_else(finished, sections, measures):
-    checkout, config = finished
-    changed = checkout.write_config("changed.yaml", **sections)
-    jobs = checkout.jobs_of_dry_run("results/small/costs.duckdb", "--configfile", config, changed)
-    assert ("profile_costs" in jobs) == measures
-
-
 def test_costs_are_measured_over_the_range_of_the_data(finished):
     checkout, _ = finished
     bounds = json.loads((checkout.folder / "results/small/load_bounds.json").read_text())
@@ -248,44 +219,6 @@ def test_costs_are_measured_over_the_range_of_the_data(finished):
         rows = pl.read_parquet(checkout.folder / f"results/small/costs/{module}.tp1.parquet")
         assert rows[load].min() == bounds[load][0]
         assert bounds[load][0] < rows[load].max() <= bounds[load][1]  # as far as the time reaches
-
-
-@pytest.fixture
-def jobs_after(finished):
-    """`jobs_after({file: function})`: what a dry run lists after a statement was put into these functions."""
-    checkout, config = finished
-    package = checkout.folder / "dflop"
-    shutil.copytree(REPOSITORY / "dflop", package, ignore=shutil.ignore_patterns("__pycache__"))
-
-    def jobs(changes: dict[str, str]) -> list[str]:
-        for name, function in changes.items():
-            shutil.copy(REPOSITORY / "dflop" / name, package / name)
-            text = (package / name).read_text()
-            (place,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == function)
-            lines = text.splitlines(keepends=True)
-            lines.insert(place.body[-1].lineno - 1, "    assert True\n")
-            (package / name).write_text("".join(lines))
-        try:
-            return checkout.jobs_of_dry_run("--configfile", config, PYTHONPATH=str(checkout.folder))
-        finally:
-            for name in changes:
-                shutil.copy(REPOSITORY / "dflop" / name, package / name)
-
-    yield jobs
-    shutil.rmtree(package)
-
-
-def test_a_change_of_code_reruns_the_rule_whose_command_uses_it_and_what_depends_on_it(jobs_after):
-    """Which definitions are behind which command, and which command's code a rule tracks, is shown for all of them by
-    unit tests of the commands. A dry run takes seconds, so that three changes stand here for what Snakemake does then.
-    """
-    assert jobs_after({"data/demo/dataset.py": "make_demo_data", "balancing/sampler.py": "_at_least"}) == []
-    assert set(jobs_after({"planning/search.py": "search_plans"})) == {
-        *("search_plan", "preview_schedule", "train", "report", "all"),
-    }
-    changed = jobs_after({"costs/profile_rank.py": "main", "data/profile.py": "profile_shard"})
-    assert {"profile_shapes", "profile_costs"} <= set(changed)
-    assert "profile_links" not in changed
 
 
 def test_links_are_measured_between_devices_that_are_at_hand(finished):

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import yaml
 from snakemake.exceptions import WorkflowError
+from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 
-from dflop.config import load_config, select_keys
+from dflop.config import load_config, select_keys, with_texts_read
 from dflop.data.manifests import list_shards, list_sources
 from dflop.data.profile import useful_workers
 from dflop.models import check_modules, check_runnable, load_model_spec, model_digest
 from dflop.runtime.commands import COMMANDS, code_digest
 from dflop.runtime.devices import load_device
-from dflop.runtime.errors import UserError
+from dflop.runtime.errors import UserError, way_out_of
 
 
 def stop_with(error):
@@ -27,6 +28,9 @@ def stop_with(error):
     print(f"dflop: {error}", file=sys.stderr, flush=True)
     sys.exit(2)
 
+
+# Only the main process looks at media files again; the processes of jobs use what it found.
+IS_MAIN = workflow.is_main_process
 
 # Where it is, manifests' indexes are kept in it, for this process and for the jobs.
 Path(".snakemake").mkdir(exist_ok=True)
@@ -38,10 +42,14 @@ def is_demo(source):
     return Path(source.path).as_posix().startswith(f"{DEMO_DATA}/")
 
 
+# What has to do with Snakemake itself.
+sys.path.insert(0, str(Path(workflow.current_basedir.get_path_or_uri(secret_free=False)).parent / "lib"))
+
 try:
-    CONFIG = load_config(dict(config))
+    given = with_texts_read(dict(config))
+    CONFIG = load_config(given)
     if CONFIG.run == "demo" and all(map(is_demo, CONFIG.data.sources)):
-        CONFIG = load_config("config/demo.yaml", dict(config))
+        CONFIG = load_config("config/demo.yaml", given)
     SOURCES = list_sources(CONFIG.data)
     if CONFIG.model.tokenizer and not Path(CONFIG.model.tokenizer, "tokenizer.json").is_file():
         raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")
@@ -65,9 +73,20 @@ def write_run_config():
 
 # Rules named by `--cache` (or a profile's `cache:`) keep their outputs here for all runs of this checkout.
 OUTPUT_CACHE = "SNAKEMAKE_OUTPUT_CACHE"
-Path(os.environ.setdefault(OUTPUT_CACHE, str(Path(".snakemake/output-cache").absolute()))).mkdir(
-    parents=True, exist_ok=True
-)
+
+
+def output_cache():
+    """The latest folder; a new one where rules are forced to run: Snakemake would take their outputs from the old one,
+    which other runs' results are links into."""
+    forcing = {"-f", "--force", "-F", "--forceall", "-R", "--forcerun"}
+    forced = IS_MAIN and not workflow.output_settings.dryrun and not forcing.isdisjoint(sys.argv)
+    folders = sorted(Path(".snakemake").glob("output-cache*"), key=lambda path: path.stat().st_mtime)
+    if forced or not folders:
+        return Path(".snakemake", f"output-cache-{len(folders) + 1}").absolute()
+    return folders[-1].absolute()
+
+
+Path(os.environ.setdefault(OUTPUT_CACHE, str(output_cache()))).mkdir(parents=True, exist_ok=True)
 
 
 def config_for(command, **replaced):
@@ -75,14 +94,10 @@ def config_for(command, **replaced):
     return json.dumps(select_keys(CONFIG, COMMANDS[command].reads) | replaced, sort_keys=True)
 
 
-# Only the main process looks at media files again; the processes of jobs use what it found.
-IS_MAIN = workflow.is_main_process
-
-
 @cache
 def shards_of(source):
     """The shards of a source; the demo's manifests are made first."""
-    if is_demo(source):
+    if is_demo(source) and IS_MAIN:  # a job only starts when they are there
         checkpoints.demo_data.get()
     data = CONFIG.data
     try:
@@ -100,9 +115,11 @@ def shards_by_name():
 
 
 def threads_for_shard(wildcards):
-    """As many as the shard's records can keep busy, so that small shards run side by side."""
+    """As many as the shard's records can keep busy, so that small shards run side by side; those of a group of jobs,
+    which run at once, share its cores."""
     _, shard = shards_by_name()[wildcards.shard]
-    return min(8, useful_workers(shard.num_records))
+    in_group = min(workflow.group_settings.group_components.get("shards", 0), len(shards_by_name()))
+    return min(max(1, cpus_of("profile_shapes") // in_group) if in_group else 8, useful_workers(shard.num_records))
 
 
 def config_for_shard(wildcards):
@@ -200,30 +217,6 @@ def measured_loading():
 for source in SOURCES:
     if not is_demo(source):
         shards_of(source)  # a missing manifest stops here, before any job
-
-
-def devices_of_tp():
-    """Resources of a job that measures at one tp: that many GPUs."""
-    if CONFIG.cluster.device == "cpu" or not is_measured():
-        return {}
-    return {"gres": lambda wildcards: f"gpu:{wildcards.tp}"}
-
-
-def all_devices():
-    """Resources of a job on the whole cluster, such as training: every node with all its devices."""
-    if CONFIG.cluster.device == "cpu" and CONFIG.cluster.num_nodes == 1:
-        return {}
-    per_node = {} if CONFIG.cluster.device == "cpu" else {"gres": f"gpu:{CONFIG.cluster.devices_per_node}"}
-    if CONFIG.cluster.num_nodes == 1:
-        return per_node
-    nodes = CONFIG.cluster.num_nodes
-    return per_node | {"nodes": nodes, "tasks": nodes, "tasks_per_gpu": 0, "mpi": "srun"}
-
-
-def launcher():
-    """What starts a command on every node of a Slurm job; nothing where there is one node, or no such job."""
-    nodes = CONFIG.cluster.num_nodes
-    return f"${{SLURM_JOB_ID:+srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1}}" if nodes > 1 else ""
 
 
 def all_cores():

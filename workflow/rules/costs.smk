@@ -36,7 +36,8 @@ rule profile_costs:
     # All cores, so that no other job disturbs the measurement.
     threads: all_cores() if is_measured() else 1
     resources:
-        **devices_of_tp(),
+        **jobs_of_tp(),
+        measuring=int(is_measured()),
     params:
         # Wildcards are no part of the between-workflow cache's key, params are.
         module="{module}",
@@ -44,7 +45,7 @@ rule profile_costs:
         bounds="--bounds" if load_bounds() else "",
     shell:
         "dflop profile-costs --config {input.settings} --module {wildcards.module} --tp {wildcards.tp}"
-        " {params.bounds} {input.bounds} --out {output.measurements} 2> {log} | tee -a {log}"
+        " {params.bounds} {input.bounds} --out {output.measurements} 2>&1 | tee {log}"
 
 
 rule profile_links:
@@ -55,13 +56,13 @@ rule profile_links:
     cache: "omit-software"
     threads: all_cores()
     resources:
-        **all_devices(),
+        **on_all_devices("profile_links"),
+        measuring=1,
     params:
         config=config_for("profile-links"),
         code=code_digest("profile-links"),
-        launcher=launcher(),
     shell:
-        "{params.launcher} dflop profile-links --config {params.config:q} --out {output} 2> {log} | tee -a {log}"
+        "{resources.launcher} dflop profile-links --config {params.config:q} --out {output} 2>&1 | tee {log}"
 
 
 rule fit_costs:
@@ -76,4 +77,4 @@ rule fit_costs:
         code=code_digest("fit-costs"),
         links="--links" if measured_links() else "",
     shell:
-        "dflop fit-costs {input.measurements} {params.links} {input.links} --out {output} 2> {log} | tee -a {log}"
+        "dflop fit-costs {input.measurements} {params.links} {input.links} --out {output} 2>&1 | tee {log}"

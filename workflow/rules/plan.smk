@@ -12,6 +12,8 @@ rule search_plan:
     log:
         f"{RESULTS}/logs/search_plan.log",
     cache: "omit-software"
+    resources:
+        **jobs_of_stage("search_plan"),
     params:
         config=config_for("plan"),
         code=code_digest("plan"),
@@ -19,7 +21,7 @@ rule search_plan:
     shell:
         "dflop plan --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
         " {params.loading} {input.loading}"
-        " --out {output.plan} --candidates {output.candidates} 2> {log} | tee -a {log}"
+        " --out {output.plan} --candidates {output.candidates} 2>&1 | tee {log}"
 
 
 rule preview_schedule:
@@ -39,7 +41,7 @@ rule preview_schedule:
         code=code_digest("schedule"),
     shell:
         "dflop schedule --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
-        " --plan {input.plan} --out {output.samples} 2> {log} | tee -a {log}"
+        " --plan {input.plan} --out {output.samples} 2>&1 | tee {log}"
 
 
 rule compare:
@@ -53,9 +55,11 @@ rule compare:
         figure=f"{RESULTS}/comparison.svg",
     log:
         f"{RESULTS}/logs/compare.log",
+    resources:
+        **jobs_of_stage("compare"),
     params:
         config=config_for("compare"),
         code=code_digest("compare"),
     shell:
         "dflop compare --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
-        " --out {output.table} 2> {log} | tee -a {log}"
+        " --out {output.table} 2>&1 | tee {log}"

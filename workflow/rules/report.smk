@@ -19,4 +19,4 @@ rule report:
         config=config_for("report"),
         code=code_digest("report"),
     shell:
-        "dflop report --config {params.config:q} --run $(dirname {input.schedule}) --out $(dirname {output.summary}) 2> {log} | tee -a {log}"
+        "dflop report --config {params.config:q} --run $(dirname {input.schedule}) --out $(dirname {output.summary}) 2>&1 | tee {log}"

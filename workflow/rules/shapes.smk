@@ -11,7 +11,7 @@ checkpoint demo_data:
     params:
         code=code_digest("demo-data"),
     shell:
-        "dflop demo-data --out $(dirname {output.train}) 2> {log} | tee -a {log}"
+        "dflop demo-data --out $(dirname {output.train}) 2>&1 | tee {log}"
 
 
 rule profile_shapes:
@@ -21,13 +21,20 @@ rule profile_shapes:
         f"{RESULTS}/logs/profile_shapes/{{shard}}.log",
     # Mistakes in the data show here within seconds, so these jobs go before others.
     priority: 10
+    # Under Slurm so many shards are one job; the profile says how many.
+    group:
+        "shards"
     threads: threads_for_shard
+    resources:
+        **jobs_of_stage("profile_shapes"),
+        # Of a group's jobs as many run at once as it has cores.
+        shard_slots=max(1, -(-SHARD_SLOTS // cpus_of("profile_shapes"))),
     params:
         config=config_for_shard,
         model=model_digest(CONFIG.model),
         code=code_digest("profile-shapes"),
     shell:
-        "dflop profile-shapes --config {params.config:q} --shard {wildcards.shard} --out {output} --workers {threads} 2> {log} | tee -a {log}"
+        "dflop profile-shapes --config {params.config:q} --shard {wildcards.shard} --out {output} --workers {threads} 2>&1 | tee {log}"
 
 
 rule merge_shapes:
@@ -45,7 +52,7 @@ rule merge_shapes:
         code=code_digest("merge-shapes"),
     shell:
         "dflop merge-shapes --config {params.config:q} --shapes $(dirname {output.shapes})/shapes --out {output.shapes}"
-        " --bounds {output.bounds} 2> {log} | tee -a {log}"
+        " --bounds {output.bounds} 2>&1 | tee {log}"
 
 
 rule profile_loading:
@@ -58,11 +65,14 @@ rule profile_loading:
         f"{RESULTS}/logs/profile_loading.log",
     # All cores, so that no other job disturbs the measurement.
     threads: all_cores()
+    resources:
+        **jobs_of_stage("profile_loading"),
+        measuring=1,
     params:
         config=config_for("profile-loading"),
         code=code_digest("profile-loading"),
     shell:
-        "dflop profile-loading --config {params.config:q} --shapes {input} --out {output} 2> {log} | tee -a {log}"
+        "dflop profile-loading --config {params.config:q} --shapes {input} --out {output} 2>&1 | tee {log}"
 
 
 rule plot_shapes:
@@ -75,4 +85,4 @@ rule plot_shapes:
     params:
         code=code_digest("plot-shapes"),
     shell:
-        "dflop plot-shapes --shapes {input} --out {output} 2> {log} | tee -a {log}"
+        "dflop plot-shapes --shapes {input} --out {output} 2>&1 | tee {log}"

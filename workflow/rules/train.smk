@@ -1,6 +1,8 @@
 """Train with the plan. Checkpoints are no declared outputs: Snakemake would delete them when a run is interrupted.
 
-A signal that asks all of a job's processes to stop must not end `tee` before training has saved and said so.
+A signal that asks all of a job's processes to stop must not end `tee` before training has saved and said so. Ahead of a
+Slurm job's time limit training is asked by a SIGUSR1, saves, and ends with exit code 75: the job is put back into the
+queue under its own number, and goes on from there. A retry would do the same, but there are few of them.
 """
 
 
@@ -15,12 +17,13 @@ rule train:
         f"{RESULTS}/logs/train.log",
     threads: all_cores()
     resources:
-        **all_devices(),
+        **on_all_devices("train", takes_signals=True),
     params:
         config=config_for("train"),
         code=code_digest("train"),
-        launcher=launcher(),
     shell:
-        "{params.launcher} dflop train --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
+        "{resources.launcher} dflop train --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"
         " --plan {input.plan} --out $(dirname {output}) 2>&1"
         " | (trap '' TERM USR1; exec tee {log})"
+        ' || {{ code=$?; if [ $code = 75 ] && [ -n "${{DFLOP_SLURM_JOB:-}}" ];'
+        " then scontrol requeue $SLURM_JOB_ID && sleep 60; fi; exit $code; }}"

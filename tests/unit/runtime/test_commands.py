@@ -97,7 +97,7 @@ def test_each_rule_tracks_the_code_of_the_command_that_it_runs():
     tracked = {}
     for path in sorted((PACKAGE.parent / "workflow" / "rules").glob("*.smk")):
         for rule in re.split(r"^(?:rule|checkpoint) ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-            commands = re.findall(r'"(?:\{params.launcher\} )?dflop ([a-z-]+) ', rule)
+            commands = re.findall(r'"(?:\{resources.launcher\} )?dflop ([a-z-]+) ', rule)
             tracked[rule.partition(":")[0]] = commands, re.findall(r'code_digest\("([a-z-]+)"\)', rule)
     # What measures costs is tracked through the file of settings, which another rule writes.
     by_settings = {"cost_settings": ([], ["profile-costs"]), "profile_costs": (["profile-costs"], [])}

@@ -1,0 +1,47 @@
+"""A private Slurm and a fresh clone, as a user of a cluster has them."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mini_slurm import PACKAGES, MiniSlurm, what_is_missing
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory) -> Iterator[MiniSlurm]:
+    """Two nodes of four CPUs each, without accounting."""
+    if missing := what_is_missing():
+        complaint = f"needs {', '.join(missing)} (Debian: apt-get install {' '.join(PACKAGES)}; or make test-slurm)"
+        if "CI" in os.environ:
+            pytest.fail(complaint)
+        pytest.skip(complaint)
+    folder = tmp_path_factory.mktemp("slurm", numbered=True)
+    for parent in (folder, folder.parent, folder.parent.parent):
+        parent.chmod(0o755)
+    with MiniSlurm(folder / "cluster") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory) -> Path:
+    """All that is in the repository, as it is now, and nothing else."""
+    folder = tmp_path_factory.mktemp("clone")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if not os.path.lexists(REPOSITORY / name):
+            continue
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
+    (folder / "home").mkdir()
+    return folder

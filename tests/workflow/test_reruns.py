@@ -1,0 +1,127 @@
+"""What a change reruns: exactly the rules that depend on it, as dry runs list them.
+
+The finished run is one in name: programs that write empty files stand in for the commands, since what reruns follows
+from files, params and code alone. The rules, the config and the digests of the code are the real ones.
+"""
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dflop.data.demo import make_demo_data
+
+pytestmark = pytest.mark.serial
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = {
+    "run": "small",
+    "data": {"sources": [{"path": "data/train.json"}, {"path": "data/audio.json"}], "samples_per_shard": 30},
+    "train": {"global_batch_size": 8},
+}
+AFTER_SHAPES = {"merge_shapes", "plot_shapes", "profile_loading"}
+AFTER_PLAN = {"preview_schedule", "train", "report", "all"}
+AFTER_COSTS = {"fit_costs", "search_plan"} | AFTER_PLAN
+MEASURED = {"cost_settings", "profile_costs"} | AFTER_COSTS
+
+
+@pytest.fixture(scope="module")
+def finished(make_checkout):
+    """A checkout with a run in which nothing is left to do, and the name of its config file."""
+    checkout = make_checkout()
+    make_demo_data(checkout.folder / "data", num_records=40)
+    manifest = checkout.folder / "data/train.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text())))
+    config = checkout.write_config("small.yaml", **CONFIG)
+    done = checkout.snakemake("--cores", "2", "--configfile", config, PATH=checkout.path_with_stubs())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return checkout, config
+
+
+def _rules(finished, *arguments: str, **environment: str) -> set[str]:
+    checkout, config = finished
+    return set(checkout.jobs_of_dry_run("--configfile", config, *arguments, **environment))
+
+
+@pytest.mark.parametrize(
+    ("keys", "rules"),
+    [
+        ([], set()),
+        (["train.lr=0.1"], {"train", "report", "all"}),
+        (["schedule.lookahead_steps=3"], AFTER_PLAN),
+        (["plan.search_batches=3", "cluster.memory_gib=8"], {"search_plan"} | AFTER_PLAN),
+        (["cluster.device_model=another"], {"profile_links"} | MEASURED),
+        (["costs.repeats=2"], {"profile_links"} | MEASURED),
+        (["model.preset=llava_ov_7b"], {"profile_shapes"} | AFTER_SHAPES | MEASURED),
+        (["data.max_llm_tokens=300"], {"profile_shapes", "search_plan"} | AFTER_SHAPES | AFTER_PLAN),
+        (["slurm.partition=gpu", "slurm.warn_s=60", "slurm.cpus_per_node=7"], set()),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, list) else "",
+)
+def test_a_key_reruns_what_reads_it(finished, keys, rules):
+    assert _rules(finished, *(["--config", *keys] if keys else [])) == rules
+
+
+@pytest.mark.parametrize(
+    ("change", "num_shards"),
+    [("a record", 1), ("a source more", 1), ("a source less", 0)],
+)
+def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change, num_shards):
+    checkout, config = finished
+    manifest, other = checkout.folder / "data/train.json", checkout.folder / "data/other.json"
+    before = manifest.read_text()
+    records = json.loads(before)
+    sources = list(CONFIG["data"]["sources"])
+    if change == "a record":
+        records[0]["conversations"][-1]["value"] += " Really."
+        manifest.write_text(json.dumps(records))
+    elif change == "a source more":
+        other.write_text(json.dumps(records[:5]))
+        sources.append({"path": "data/other.json"})
+    else:
+        sources.pop()
+    changed = checkout.write_config("changed.yaml", data={**CONFIG["data"], "sources": sources})
+    try:
+        jobs = checkout.jobs_of_dry_run("--configfile", config, changed)
+    finally:
+        manifest.write_text(before)
+    assert jobs.count("profile_shapes") == num_shards
+    # A load costs the same whatever data it comes from.
+    assert set(jobs) - {"profile_shapes"} == {"search_plan"} | AFTER_SHAPES | AFTER_PLAN
+
+
+@pytest.fixture
+def rules_after(finished):
+    """`rules_after({file: function})`: what a dry run lists after a statement was put into these functions."""
+    package = finished[0].folder / "dflop"
+    shutil.copytree(REPOSITORY / "dflop", package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def rules(changes: dict[str, str]) -> set[str]:
+        for name, function in changes.items():
+            text = (package / name).read_text()
+            (place,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == function)
+            lines = text.splitlines(keepends=True)
+            lines.insert(place.body[-1].lineno - 1, "    assert True\n")
+            (package / name).write_text("".join(lines))
+        try:
+            return _rules(finished, PYTHONPATH=str(finished[0].folder))
+        finally:
+            for name in changes:
+                shutil.copy(REPOSITORY / "dflop" / name, package / name)
+
+    yield rules
+    shutil.rmtree(package)
+
+
+def test_a_source_file_reruns_the_stages_whose_commands_use_it(rules_after):
+    """Which definitions are behind which command is shown for all of them by unit tests of the commands."""
+    assert rules_after({"data/demo/dataset.py": "make_demo_data", "balancing/sampler.py": "_at_least"}) == set()
+    assert rules_after({"data/profile.py": "profile_shard"}) == (
+        {"profile_shapes", "search_plan"} | AFTER_SHAPES | AFTER_PLAN
+    )
+    assert rules_after({"costs/profile_rank.py": "main"}) == MEASURED
+    assert rules_after({"planning/search.py": "search_plans"}) == {"search_plan"} | AFTER_PLAN
+    assert rules_after({"training/rank.py": "main"}) == {"train", "report", "all"}
+    assert rules_after({"reporting/report.py": "write_report"}) == {"report", "all"}
