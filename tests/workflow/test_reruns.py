@@ -92,6 +92,19 @@ def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change
     assert set(jobs) - {"profile_shapes"} == {"search_plan"} | AFTER_SHAPES | AFTER_PLAN
 
 
+def test_a_failure_is_told_in_its_own_words_and_not_with_the_whole_config(finished):
+    checkout, config = finished
+    failing = checkout.path_with_stubs(dflop="#!/bin/sh\necho noise; echo 'dflop: nothing fits' >&2; exit 2\n")
+    done = checkout.snakemake("--cores", "2", "--configfile", config, "--config", "train.lr=0.1", PATH=failing)
+    said = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 1
+    assert len([line for line in said if "FAILED train" in line]) == 1, said
+    assert said.count("    dflop: nothing fits") == 1, said
+    assert any("because train.lr was 0.0001 and is 0.1" in line for line in said), said
+    assert len(said) < 15, said
+    assert "warmup_steps" not in done.stdout + done.stderr  # of the config nothing else
+
+
 @pytest.fixture
 def rules_after(finished):
     """`rules_after({file: function})`: what a dry run lists after a statement was put into these functions."""

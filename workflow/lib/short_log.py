@@ -22,11 +22,14 @@ _NUM_READ, _NUM_OURS, _NUM_LINES = 200, 4, 12
 # Of no use to one who waits for a result.
 _NOISE = re.compile(
     r"host: |Using shell|Building DAG|Assuming unrestricted|Provided |Rules claiming|Select jobs|Execute \d+|Group jobs"
-    r"|Singularity|Conda env|Storing output|SLURM run ID|Cleaning up SLURM|DAG of jobs will be|Updating |Elapsed"
+    r"|Conda env|Storing output|SLURM run ID|Cleaning up SLURM|DAG of jobs will be|Updating |Elapsed"
     r"|Job \S+ has been submitted|Singularity|Touching output|Removing output|Finished jobid|Trying to restart"
-    r"|Exiting because a job|Reasons:|\s+\(check individual|\s*$|Waiting at most|Multiple includes|Output file "
-    r"|MinJobAge|Group job |Shutting down|Workflow defines that|Config file "
+    r"|Reasons:|\s+\(check individual|\s*$|Waiting at most|Multiple includes|Output file "
+    r"|MinJobAge|Group job |Shutting down|Workflow defines that|Config file \S+ is"
+    r"|Some jobs were|If you |Rules with prov"
 )
+# A failure is told by its job's line.
+_SAID = re.compile(r"RuleException:\s+CalledProcessError|Exiting because a job|WorkflowError:\s+At least one job")
 _CONFIGS = re.compile(r"'(\{.*?\})'(?=[,;}\]]|$| )")
 
 
@@ -59,12 +62,13 @@ class Formatter(DefaultFormatter):
 
     def format(self, record: logging.LogRecord) -> str:
         event = get_event(record)
-        if event in (None, LogEvent.JOB_STARTED):
-            is_noise = record.levelno < logging.ERROR and _NOISE.match(str(record.msg or "").lstrip("\n"))
+        if event in (None, LogEvent.JOB_STARTED, LogEvent.ERROR):
+            text = str(record.msg or "").lstrip("\n")
+            is_noise = _SAID.match(text) or (record.levelno < logging.ERROR and _NOISE.match(text))
             return "" if is_noise else super().format(record)
         own = {
             LogEvent.JOB_INFO: self._job,
-            LogEvent.GROUP_INFO: lambda said: f"{_now()} {said['msg']}",
+            LogEvent.GROUP_INFO: lambda said: "",
             LogEvent.JOB_FINISHED: self._finished,
             LogEvent.PROGRESS: self._progress,
             LogEvent.JOB_ERROR: self._error,
