@@ -10,11 +10,12 @@ from pathlib import Path
 
 from dflop.training.generation import Generation
 
-__all__ = ["OBSERVED", "RunFiles", "clear_start", "set_aside"]
+__all__ = ["LAST_SUMMARY", "OBSERVED", "RunFiles", "clear_start", "set_aside"]
 
+LAST_SUMMARY = "last_summary.json"
 # What is measured beside predictions, and all that a run leaves.
 OBSERVED = ("observations", "observations.duckdb", "trace.json")
-_OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", "tensorboard", *OBSERVED)
+_OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", LAST_SUMMARY, "tensorboard", *OBSERVED)
 _NUM_KEPT_ASIDE = 2
 _ASIDE = re.compile(r"old-(\d+)")
 
@@ -50,6 +51,9 @@ def set_aside(out: Path, names: tuple[str, ...] = _OUTPUTS) -> str:
     for name in names:
         if (out / name).exists():
             (out / name).rename(aside / name)
+    # The workflow deletes summary.json, which it declares, before it trains anew; what is kept beside takes its place.
+    if (aside / LAST_SUMMARY).exists():
+        (aside / LAST_SUMMARY).replace(aside / "summary.json")
     said = f"moved to {aside}"
     for number in earlier[: len(earlier) + 1 - _NUM_KEPT_ASIDE]:
         shutil.rmtree(out / f"old-{number}")

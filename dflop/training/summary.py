@@ -18,6 +18,7 @@ from dflop.training.checkpoint_files import find_checkpoint
 from dflop.training.generation import Generation
 from dflop.training.metrics import mend_metrics
 from dflop.training.observations import CORRECTIONS_FILE, NUM_WARMUP_STEPS, Merged
+from dflop.training.run_folder import LAST_SUMMARY
 
 __all__ = ["summarise", "what_to_rerun"]
 
@@ -82,8 +83,9 @@ def summarise(
             "rerun": what_to_rerun(learner) if trained.prices == generation.prices else None,
         },
     }
-    with written_whole(out / "summary.json") as path:
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    for name in (LAST_SUMMARY, "summary.json"):
+        with written_whole(out / name) as path:
+            path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
 
 

@@ -112,3 +112,9 @@ def test_the_last_two_earlier_runs_are_kept_and_it_is_said_what_is_removed(tmp_p
         assert ("was removed" in said) == (number > 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "old-3", "old-4"]
     assert (tmp_path / "old-4/metrics.jsonl").read_text() == "4"
+
+
+def test_a_run_that_is_set_aside_keeps_its_summary_though_the_workflow_deleted_it(tmp_path):
+    (tmp_path / "last_summary.json").write_text("its summary")
+    set_aside(tmp_path)
+    assert (tmp_path / "old-1/summary.json").read_text() == "its summary"
