@@ -196,21 +196,26 @@ def _main() -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        print(f"dflop: rank {rank} of {socket.gethostname()} ended first, with {how}", file=sys.stderr, flush=True)
+        print(f"dflop: rank {rank} of {_own_name()} ended first, with {how}", file=sys.stderr, flush=True)
         return 1
     except RendezvousError as error:
         where = next((text for text in arguments if text.startswith("--rdzv-endpoint=")), "").partition("=")[2]
         print(
-            f"dflop: {socket.gethostname()} does not reach the other nodes at {where}, or has lost them: "
+            f"dflop: {_own_name()} does not reach the other nodes at {where}, or has lost them: "
             f"{str(error).splitlines()[0]}",
             file=sys.stderr,
             flush=True,
         )
         return 1
     except SignalException as error:
-        print(f"dflop: the ranks of {socket.gethostname()} were stopped by {error.sigval.name}", file=sys.stderr)
+        print(f"dflop: the ranks of {_own_name()} were stopped by {error.sigval.name}", file=sys.stderr)
         return 1
     return 0
+
+
+def _own_name() -> str:
+    """What this node is called; Slurm may know it by another name than itself."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _pass_on_what_asks() -> None:

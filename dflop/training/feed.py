@@ -104,10 +104,10 @@ class SchedulePublisher(threading.Thread):
         why = self.service.why_none
         onward = step + self._config.schedule.lookahead_steps
         self._serves = self._num_restarts == 0 and onward < self._config.train.steps
-        until = f"up to step {onward}, where a restarted one goes on" if self._serves else "from here on"
+        until = f"up to step {onward + 1}, where a restarted one goes on" if self._serves else "from here on"
         policy = self._stand_in_config.schedule.policy
         print(
-            f"dflop: warning: the schedule service {why} before step {step}; policy {policy} decides {until}",
+            f"dflop: warning: the schedule service {why} before step {step + 1}; policy {policy} decides {until}",
             file=sys.stderr,
             flush=True,
         )
@@ -150,7 +150,7 @@ class ScheduleFeed:
             started = time.monotonic()
             message = self._store.get(f"schedule/{step}")
             if message.startswith(_FAILED):
-                raise UserError(f"step {step} could not be scheduled: {message.removeprefix(_FAILED).decode()}")
+                raise UserError(f"step {step + 1} could not be scheduled: {message.removeprefix(_FAILED).decode()}")
             self._schedules[step] = StepSchedule.from_bytes(message)
             self.waited_s[step] = time.monotonic() - started
         return self._schedules[step]

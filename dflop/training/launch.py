@@ -4,6 +4,7 @@ This file imports no torch. `python -m dflop.training.rank` is what torchrun sta
 """
 
 import signal
+import time
 from pathlib import Path
 
 from dflop.config import Config, select_keys
@@ -12,7 +13,7 @@ from dflop.parallelism import Plan, load_plan
 from dflop.pipeline import why_not_runnable
 from dflop.runtime import ToBeContinued, UserError
 from dflop.runtime.commands import COMMANDS
-from dflop.runtime.torchrun import run_ranks
+from dflop.runtime.torchrun import is_first_node, run_ranks
 from dflop.training.checkpoint_files import find_checkpoint
 from dflop.training.generation import Generation
 
@@ -37,6 +38,9 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
     checkpoints = Path(arguments["out"]) / "checkpoints"
     before = find_checkpoint(checkpoints)
     request = {"config": select_keys(config, COMMANDS["train"].reads), **arguments}
+    if is_first_node(config.cluster):
+        num_ranks = per_node * config.cluster.num_nodes
+        print(f"{time.strftime('%H:%M:%S')}  {num_ranks} ranks start: {loaded}", flush=True)
     code, stopped = run_ranks(
         "dflop.training.rank",
         request,

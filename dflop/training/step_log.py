@@ -59,8 +59,8 @@ class StepLog:
         if extrapolated and not self._said_extrapolated:
             self._said_extrapolated = True
             print(
-                f"dflop: warning: step {step}: {extrapolated:.1%} of the ranks' microbatches {BEYOND_MEASURED}; said "
-                "once, metrics.jsonl has the share of every step (`extrapolated`)",
+                f"dflop: warning: step {step + 1}: {extrapolated:.1%} of the ranks' microbatches {BEYOND_MEASURED}; "
+                "said once, metrics.jsonl has the share of every step (`extrapolated`)",
                 file=sys.stderr,
                 flush=True,
             )

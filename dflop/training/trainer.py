@@ -61,6 +61,7 @@ class Trainer:
         dtype = COMPUTES_IN[config.train.precision]
         self.topology = join_world(self.plan, program, config.cluster.device, dtype)
         self.watch = self._make_watch()
+        self._say(f"{self.topology.world_size} ranks have met; they build the model")
         self.model = build_rank_model(config, self.plan, self.topology, dtype)
         if self.topology.is_main:
             say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
@@ -79,6 +80,7 @@ class Trainer:
             num_nodes=len(program.nodes),
             num_microbatches=self.plan.num_microbatches,
         )
+        self._say("the model is built; the schedules and the loaders start")
         self.publisher = self._start_publisher() if self.topology.is_main else None
         self.instructions = StepInstructions(self.plan, program, config.model.freeze, self.topology.rank)
         stream = JobStream(
@@ -92,6 +94,7 @@ class Trainer:
         if config.data.has_evaluation:
             self.evaluation = Evaluation(config, files, self.plan, self.topology, self.model, self.works)
         dist.barrier()
+        self._say(f"all is ready; step {self.first_step + 1} of {config.train.steps} begins")
         # Until here everybody started up; from here on a wait is a wait.
         self.feed.waited_s.clear()
 
@@ -128,6 +131,11 @@ class Trainer:
                 self.publisher.close()
         dist.destroy_process_group()
 
+    def _say(self, what: str) -> None:
+        """How far a start has come, which may take a minute, on the first rank alone."""
+        if self.topology.is_main:
+            print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
+
     def _export(self) -> None:
         self.watch.begin("writing the model", self.config.train.peer_timeout_s, needs_silence=True)
         try:
@@ -143,12 +151,12 @@ class Trainer:
         if self.publisher:
             self.publisher.step_started(step, self.reports.take(step))
         config = self.config.train
-        self.watch.begin(f"step {step}, its schedule,", config.peer_timeout_s, needs_silence=True)
+        self.watch.begin(f"step {step + 1}, its schedule,", config.peer_timeout_s, needs_silence=True)
         with self.clock.part("schedule"):
             schedule = self.feed.get(step)
         # In its first steps a process compiles and fills caches.
         self.watch.begin(
-            f"step {step}",
+            f"step {step + 1}",
             longest_wait_s(config.peer_timeout_s, schedule.step_s, self.longest_step_s),
             needs_silence=step < self.first_step + NUM_WARMUP_STEPS,
         )
@@ -180,7 +188,7 @@ class Trainer:
 
     def _evaluate(self, step: int) -> tuple[float, float]:
         """The loss of the evaluation set, and the seconds that went into it, which are no part of any step."""
-        self.watch.begin(f"evaluating after step {step}", self.config.train.peer_timeout_s, needs_silence=True)
+        self.watch.begin(f"evaluating after step {step + 1}", self.config.train.peer_timeout_s, needs_silence=True)
         with self.clock.paused():
             return self.evaluation.run()
 
@@ -216,7 +224,7 @@ class Trainer:
             totals[wait] /= self.topology.world_size
         if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
             raise UserError(
-                f"step {step}: loss {totals['loss']} with gradient norm {totals['grad_norm']}; lower `train.lr` "
+                f"step {step + 1}: loss {totals['loss']} with gradient norm {totals['grad_norm']}; lower `train.lr` "
                 f"(now {config.lr}) or raise `train.warmup_steps`; the last checkpoint is intact"
             )
         scale = min(1.0, config.grad_clip / (totals["grad_norm"] + 1e-12))

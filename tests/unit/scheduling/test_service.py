@@ -110,7 +110,7 @@ def test_lpt_stands_in_for_a_service_that_died_or_hangs_until_a_second_one_is_re
     for step, schedule in enumerate(schedules):
         assert without_times(schedule) == (packed if policies[step] == "lpt" else searched)[step]
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
-    assert f"before step {first}; policy lpt decides up to step {first + LOOKAHEAD}" in line
+    assert f"before step {first + 1}; policy lpt decides up to step {first + 1 + LOOKAHEAD}" in line
     assert ("ended" if how == signal.SIGKILL else "was silent for ") in line
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)  # a stopped process, too, is gone

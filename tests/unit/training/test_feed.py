@@ -156,7 +156,7 @@ def test_a_schedule_without_sizes_of_media_says_what_to_run(case):
 def test_a_step_that_could_not_be_scheduled_tells_every_rank_why():
     store = dist.HashStore()
     store.set("schedule/0", "failed: UserError: too few samples")
-    with pytest.raises(UserError, match="step 0 could not be scheduled: UserError: too few samples"):
+    with pytest.raises(UserError, match="step 1 could not be scheduled: UserError: too few samples"):
         ScheduleFeed(store).get(0)
 
 
