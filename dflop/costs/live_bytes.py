@@ -22,7 +22,8 @@ class LiveBytes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         given = {_storage_key(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and _storage_key(tensor) not in given | self._known.keys():
+            is_held = isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"
+            if is_held and _storage_key(tensor) not in given | self._known.keys():
                 self._note(tensor.untyped_storage())
         return result
 

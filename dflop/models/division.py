@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 from dflop.runtime import UserError
 
-__all__ = ["Division", "check_kind", "llm_division"]
+__all__ = ["EMBEDDING", "HEAD", "Division", "check_kind", "llm_division"]
+
+# The names that an LLM's two ends have in all models.
+EMBEDDING, HEAD = "model.language_model.embed_tokens", "lm_head"
 
 # Language models whose layers have `self_attn` and `mlp` and, beside the matrices below, no parameters but norms: those
 # around a block, and Qwen3's of each head.
@@ -47,8 +50,8 @@ def llm_division(kind: str) -> Division:
         columns=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
         rows=("o_proj", "down_proj"),
         head_norms=("q_norm", "k_norm"),
-        embedding="model.language_model.embed_tokens",
-        head="lm_head",
+        embedding=EMBEDDING,
+        head=HEAD,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dflop.models.attention import PACKED
@@ -72,13 +73,16 @@ class FamilyRuntime:
         checkpointing: bool = False,
         draw_on: torch.device | str = "cpu",
         ranks: TensorGroup = ALONE,
+        share: Callable[[nn.Module], None] | None = None,
         is_empty: bool = False,
     ) -> EncoderStage | LlmStage:
         """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
 
         Weights are drawn on the CPU, so that every device has the same; `draw_on` the device itself is quicker. Of
-        several `ranks` each keeps its part of a block as soon as this is drawn, and reads that part alone. Nobody reads
-        the weights of a stage that `is_empty`: it may be made of fake tensors.
+        several `ranks` each keeps its part of a block as soon as this is drawn, and reads that part alone. Where
+        replicas share parameters, `share` leaves of each unit (`Stage.units`) their rows, as DTensors on the device, as
+        soon as the unit is drawn, and these are read alone. Nobody reads the weights of a stage that `is_empty`: it may
+        be made of fake tensors.
 
         Raises:
             UserError: for a checkpoint without this stage's weights, or a model that cannot be cut or divided so.
@@ -92,19 +96,30 @@ class FamilyRuntime:
             hf = self.architecture(config)
         names = set(hf.state_dict())
         stage = self.cut(hf, module, layers)
-        if ranks.group is None:
-            draw_weights(hf, seed, draw_on, is_empty=is_empty)
-        else:
-            draw_weights(hf, seed, draw_on, Divider(stage, ranks).divide, is_empty=is_empty)
+        divide = Divider(stage, ranks).divide if ranks.group is not None else None
+        units = stage.units if share else ()
+
+        def complete(name: str, drawn: nn.Module) -> None:
+            if divide:
+                divide(name, drawn)
+            if name in units:
+                unit = hf.get_submodule(name)  # a divided one may be another
+                share(unit if is_empty else _as_dtype(unit, dtype))
+
+        draw_weights(hf, seed, draw_on, complete, is_empty=is_empty)
         if stage.is_last and module == "llm" and config.tie_word_embeddings:
             hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
         if checkpoint is not None and not is_empty:
             load_weights(hf, checkpoint, self.weight_renamings, stage.shards, names)
         if checkpointing:
             stage.set_checkpointing(True)
-        if dtype == torch.float64:
-            norms_in_float64(hf)
-        return (stage if is_empty else stage.to(device=device, dtype=dtype)).train()
+        return (stage if is_empty else _as_dtype(stage, dtype).to(device)).train()
+
+
+def _as_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    if dtype == torch.float64:
+        norms_in_float64(module)
+    return module.to(dtype)
 
 
 def config_fields(spec: ModelSpec, vocab_size: int) -> dict[str, Any]:

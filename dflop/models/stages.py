@@ -15,17 +15,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from dflop.models.division import Division, llm_division
+from dflop.models.division import EMBEDDING, HEAD, Division, llm_division
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.tensor_group import Shard
 
 __all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "keep_layers"]
 
-_OF_A_LAYER = re.compile(r"\blayers?\.\d+\.")
-
 
 class Stage(nn.Module, ABC):
     """Common to all stages: the partial Hugging Face model `hf`, and which layers of the module it has."""
+
+    # A pattern of layers' names in `hf`.
+    layer_name = r"\blayers?\.\d+"
 
     def __init__(self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -43,6 +44,13 @@ class Stage(nn.Module, ABC):
     def is_trained(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters())
 
+    @property
+    def units(self) -> list[str]:
+        """Names in `hf` of what is gathered at a time where replicas share parameters: each layer, and an LLM's
+        embedding and its head, where these are two. What else there is belongs to the whole stage."""
+        layers = ((name, own) for name, own in self.hf.named_modules() if re.search(f"{self.layer_name}$", name))
+        return [name for name, own in layers if next(own.parameters(), None) is not None]
+
     @abstractmethod
     def division(self) -> Division:
         """What tensor-parallel ranks share of the stage.
@@ -53,7 +61,7 @@ class Stage(nn.Module, ABC):
 
     def part_of(self, name: str) -> str:
         """Which part of the module a parameter is of, by its name: `layer`, `first` or `last`."""
-        if _OF_A_LAYER.search(name):
+        if re.search(rf"{self.layer_name}\.", name):
             return "layer"
         return "first" if "embed" in name else "last"
 
@@ -117,6 +125,11 @@ class LlmStage(Stage):
     def reads_records(self) -> bool:
         """Positions with several axes (mRoPE) follow from where media lie in the text, on every stage."""
         return super().reads_records or hasattr(self.hf.model.language_model.rotary_emb, "mrope_section")
+
+    @property
+    def units(self) -> list[str]:
+        ends = () if self.hf.config.tie_word_embeddings else (EMBEDDING, HEAD)
+        return super().units + [name for name in ends if self.hf.get_submodule(name) is not None]
 
     def division(self) -> Division:
         return llm_division(self.kind)

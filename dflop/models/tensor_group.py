@@ -1,4 +1,8 @@
-"""Ranks that share tensors: who they are, and which part of a tensor each of them holds."""
+"""Ranks that share tensors: who they are, and which part of a tensor each of them holds.
+
+Tensor-parallel ranks each have a part of a parameter (`Shard`), as a plain tensor. Where replicas share parameters,
+each has some rows of it, or of this part, and the parameter is a DTensor over the replicas.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-__all__ = ["ALONE", "Shard", "TensorGroup"]
+__all__ = ["ALONE", "Shard", "TensorGroup", "rows_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +54,15 @@ class TensorGroup:
 
 
 ALONE = TensorGroup((0,), 0, None)
+
+
+def rows_of(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """The rows of a tensor that this replica holds, and the number of the first one; all where replicas share none.
+
+    The last axis of a DTensor's mesh are those that share: all but the last ones of them hold as many rows.
+    """
+    if not isinstance(tensor, DTensor):
+        return 0, tensor
+    mesh = tensor.device_mesh
+    (*_, place), num_shards, num_rows = mesh.get_coordinate(), mesh.size(mesh.ndim - 1), tensor.shape[0]
+    return min(place * math.ceil(num_rows / num_shards), num_rows), tensor.to_local()

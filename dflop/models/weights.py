@@ -14,12 +14,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from dflop.models.tensor_group import Shard
+from dflop.models.division import EMBEDDING, HEAD
+from dflop.models.tensor_group import Shard, rows_of
 from dflop.runtime import UserError
 
 __all__ = ["draw_weights", "load_weights", "norms_in_float64"]
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
+_HEAD, _EMBEDDING = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 # What old checkpoints hold beside weights, and what follows from the config.
 _OLD_BUFFERS = re.compile(r"\b(rotary_emb\.inv_freq|position_ids)$")
 
@@ -75,7 +76,8 @@ def load_weights(
     shards: Mapping[str, Shard],
     known: Collection[str],
 ) -> None:
-    """Load a stage's tensors from a checkpoint's safetensors files, and of those in `shards` the rank's parts alone.
+    """Load a stage's tensors from a checkpoint's safetensors files: of those in `shards` the rank's parts alone, and of
+    these or whole ones that replicas share (DTensors) the replica's own rows.
 
     `renamings` are pairs of a pattern and a replacement, applied in order: from names in checkpoints to the model's.
     `known` are the names of the whole model.
@@ -108,7 +110,9 @@ def load_weights(
                             f"`model.path` {checkpoint} holds {stored_name} of shape {list(found)}, its config says "
                             f"{list(shape)}"
                         )
-                    own.copy_(_part(stored, stored_name, own.shape, shard))
+                    first_row, rows = rows_of(own)
+                    if rows.numel():
+                        rows.copy_(_rows(stored, stored_name, own.shape, shard, first_row, rows))
     if wanted:
         raise UserError(f"`model.path` {checkpoint} lacks {len(wanted)} tensors of this model, e.g. {min(wanted)}")
     embedding = model.state_dict().get(_EMBEDDING)
@@ -122,16 +126,25 @@ def load_weights(
             )
 
 
-def _part(stored: safe_open, name: str, shape: torch.Size, shard: Shard | None) -> torch.Tensor:
-    if shard is None:
+def _rows(
+    stored: safe_open, name: str, shape: torch.Size, shard: Shard | None, first_row: int, rows: torch.Tensor
+) -> torch.Tensor:
+    """The values of `rows`, those from `first_row` on of a tensor, or of a part of it, of this shape."""
+    if shard is None and rows.shape == shape:
         return stored.get_tensor(name)
-    stacked_every, width = shard.whole[shard.dim] // shard.num_stacked, shape[shard.dim] // shard.num_stacked
-    parts = []
+    values, last_row = stored.get_slice(name), first_row + len(rows)
+    if shard is None:
+        return values[first_row:last_row]
+    if shard.dim == 1:
+        return values[first_row:last_row, shard.start : shard.start + shape[1]]
+    every, height = shard.whole[0] // shard.num_stacked, shape[0] // shard.num_stacked
+    found = []
     for number in range(shard.num_stacked):
-        first = number * stacked_every + shard.start
-        own = slice(first, first + width)
-        parts.append(stored.get_slice(name)[own] if shard.dim == 0 else stored.get_slice(name)[:, own])
-    return torch.cat(parts, shard.dim)
+        begin, end = max(first_row, number * height), min(last_row, (number + 1) * height)
+        onward = shard.start + number * (every - height)  # from rows of the part to rows of the tensor
+        if begin < end:
+            found.append(values[begin + onward : end + onward])
+    return torch.cat(found)
 
 
 def _renamed(name: str, renamings: Sequence[tuple[str, str]]) -> str:

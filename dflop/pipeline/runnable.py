@@ -17,10 +17,4 @@ def why_not_runnable(plan: Plan) -> str | None:
             f"the plan has {len(encoders)} encoders ({', '.join(encoders) or 'none'}), and training decodes for one, "
             "pictures and clips; use a model with one"
         )
-    for grid in plan.grids:
-        if grid.gathers and grid.tp > 1:
-            return (
-                f"{grid.module}: sharding={grid.sharding} with tp={grid.tp}, which together cannot be trained yet; use "
-                "tp: 1, or sharding: optimizer"
-            )
     return None

@@ -31,14 +31,13 @@ _BLOCK_BYTES = 32 * 2**20
 class Owned(Protocol):
     """An optimiser, or what is saved of one."""
 
-    def trains(self, parameter: torch.Tensor) -> bool: ...
-
     def pieces(self, parameter: torch.Tensor) -> list[Piece]: ...
 
 
 class Part(Protocol):
-    """Parameters by their names in the whole model, what of them this rank has, the optimiser that trains them, and
-    the names of those that another part has as well, which alone writes them."""
+    """Parameters by their names in the whole model, what of them this rank and its replicas have, the optimiser that
+    holds this replica's pieces of that, and the names of those that another part has as well, which alone writes
+    them."""
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]: ...
@@ -152,14 +151,11 @@ def _blocks(part: Part, names: Collection[str]) -> Iterator[_Block]:
         width = math.prod(parameter.shape[1:]) if parameter.ndim > 1 else None
         origins = [_start(shard, number, len(whole)) for number in range(shard.num_stacked)]
         num_values = parameter.numel() // shard.num_stacked
-        if part.optimizer.trains(parameter):
-            runs = [
-                (f"model/{name}" if kind is None else f"optimizer/{name}/{kind}", piece.start, values)
-                for piece in part.optimizer.pieces(parameter)
-                for kind, values in ((None, piece.masters), *piece.moments.items())
-            ]
-        else:
-            runs = [(f"model/{name}", 0, parameter.detach().flatten())]
+        runs = [
+            (f"model/{name}" if kind is None else f"optimizer/{name}/{kind}", piece.start, values)
+            for piece in part.optimizer.pieces(parameter)
+            for kind, values in ((None, piece.masters), *piece.moments.items())
+        ]
         for block, start, values in runs:
             for number, first, run in _of_each(values, start, num_values):
                 for place, own in _as_blocks(run, first, width):

@@ -75,17 +75,16 @@ def _own_weights(
     own: NodeModel, masters: dict[str, torch.Tensor], dtype: torch.dtype, *, is_tied: bool
 ) -> dict[str, torch.Tensor]:
     """The tensors of a stage that this rank writes: whole ones, of about as many bytes as each of the others does.
-    Of parameters that replicas share, the first one writes what all of them give."""
+    Of parameters that replicas share, the first one writes what all of them give, and the others nothing."""
     stage, ranks = own.stage, own.ranks
     weights, held_bytes = {}, [0] * ranks.size
     for name, values in stage.hf_state_dict().items():
         if is_tied and name == "lm_head.weight":  # checkpoints hold it once, under the embedding's name
             continue
         if isinstance(values, DTensor):
-            whole = values.full_tensor()
-            if own.node.dp_rank == 0:
-                weights[name] = whole.to("cpu", dtype)
-            continue
+            values = values.full_tensor()  # which all replicas take part in
+            if own.node.dp_rank:
+                continue
         tensor = masters.get(name, values).to(values.device, dtype)
         shard = stage.shards.get(name)
         writer = held_bytes.index(min(held_bytes))

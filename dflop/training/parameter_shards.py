@@ -1,47 +1,66 @@
 """A stage whose replicas share its parameters, with torch's FSDP2 (`fully_shard`), and AdamW on the shards.
 
-Each layer is a unit, as are an LLM's embedding and its head; what else there is belongs to the whole stage. A unit is
-gathered before its forward and again before its backward, and its gradients are summed into the shards behind every
-backward, so that all replicas must run as many passes, whether or not they have anything to compute.
+The stage is gathered by units (`Stage.units`): before a unit's forward and again before its backward. Its gradients are
+summed into the shards behind every backward, so that all replicas must run as many passes, whether or not they have
+anything to compute. Of a stage that tensor-parallel ranks divide, those in the same place of their groups share their
+part: plain tensors, as everywhere.
 """
 
-import re
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from dflop.models.precision import held_in
-from dflop.models.stages import LlmStage, Stage
-from dflop.models.tensor_group import Shard
+from dflop.models.precision import compute_in, held_in
+from dflop.models.stages import Stage
+from dflop.models.tensor_group import rows_of
 from dflop.training.sharded_optimizer import Piece
 from dflop.training.topology import Sharers
 
-__all__ = ["ParameterShards", "SharedPasses"]
+__all__ = ["ParameterShards", "SharedPasses", "Units"]
 
-_LAYER = re.compile(r"\blayers?\.\d+$")
+
+class Units:
+    """Shares a stage's units out among the replicas that share its parameters, in place and one at a time: whole, a
+    stage may be too large for a rank.
+
+    A unit's parameters are then this replica's shards, on the device. They are gathered as `dtype`, and their gradients
+    are summed as what parameters are held in. Those that are not trained are held in `dtype`, too.
+    """
+
+    def __init__(self, sharers: Sharers, dtype: torch.dtype, *, is_trained: bool) -> None:
+        self.has_copies, self._is_trained, self._dtype = len(sharers.ranks) > 1, is_trained, dtype
+        self._how: dict[str, Any] = {"mesh": sharers.mesh}
+        if dtype != (held := held_in(dtype)):
+            self._how["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=held, cast_forward_inputs=False
+            )
+
+    def share(self, unit: nn.Module) -> None:
+        """Share what of a unit is not shared out yet."""
+        unit.requires_grad_(self._is_trained)
+        if not self._is_trained:
+            compute_in(unit, self._dtype)
+        shared = fully_shard(unit, **self._how)
+        # Gradients are summed, where FSDP2 would take means; where a replica makes none, it adds zeros.
+        shared.set_gradient_divide_factor(1.0)
+        shared.set_force_sum_reduction_for_comms(True)
+        shared.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 class SharedPasses(nn.Module):
     """A stage's passes, each begun and ended together by the replicas that share a copy of its parameters.
 
-    On return, the stage's parameters are this replica's shards, on the device. They are gathered as `dtype`, whatever
-    they are held in, and their gradients are summed as what they are held in.
+    What of the stage is in none of its units becomes the last one.
     """
 
-    def __init__(self, stage: Stage, sharers: Sharers, dtype: torch.dtype) -> None:
+    def __init__(self, stage: Stage, units: Units) -> None:
         super().__init__()
-        self.stage = stage
-        self._has_copies = len(sharers.ranks) > 1
-        how: dict[str, Any] = {"mesh": sharers.mesh}
-        if dtype != (held := held_in(dtype)):
-            how["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=held, cast_forward_inputs=False)
-        for unit in _units(stage):
-            _with_sums(fully_shard(unit, **how))
-        _with_sums(fully_shard(self, **how))
+        self.stage, self._has_copies = stage, units.has_copies
+        units.share(self)
 
     def forward(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Run what computes with the stage."""
@@ -53,66 +72,53 @@ class SharedPasses(nn.Module):
             cast(FSDPModule, self).set_requires_all_reduce(on)
 
 
-def _units(stage: Stage) -> list[Any]:
-    """What is gathered at a time: modules, or lists of them that follow each other."""
-    units: list[Any] = [module for name, module in stage.named_modules() if _LAYER.search(name) and _has_own(module)]
-    if isinstance(stage, LlmStage) and not stage.hf.config.tie_word_embeddings:
-        units += [stage.hf.get_input_embeddings(), stage.hf.lm_head]
-    return units
-
-
-def _has_own(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _with_sums(unit: FSDPModule) -> None:
-    """Gradients are summed, where FSDP2 would take means; where a replica makes none, it adds zeros."""
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
-    unit.set_reduce_scatter_unused_params(True, recurse=False)
-
-
 class ParameterShards:
-    """AdamW on one replica's shards; norms, biases and other vectors do not decay.
+    """AdamW on one replica's shards of the stage's parameters; norms, biases and other vectors do not decay.
 
-    `parameters` are the shards by name, which the stage's parameters look at, and `shards` which part of each they
-    are. Of several copies of the parameters one is counted in the norm.
+    A shard is a run of a parameter's rows. Of several copies of the parameters one is counted in the norm; what other
+    ranks hold as well, apart from replicas, is `counted_elsewhere`.
     """
 
     def __init__(
-        self, named: dict[str, nn.Parameter], sharers: Sharers, rank: int, *, lr: float, weight_decay: float
+        self,
+        parameters: Sequence[nn.Parameter],
+        sharers: Sharers,
+        rank: int,
+        *,
+        lr: float,
+        weight_decay: float,
+        counted_elsewhere: Collection[nn.Parameter] = (),
     ) -> None:
-        self._whole, self._is_counted = named, rank in sharers.ranks[0]
-        (own_row,) = (row for row in sharers.ranks if rank in row)
-        place, num_shards = own_row.index(rank), len(own_row)
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.shards: dict[str, Shard] = {}
-        for name, parameter in named.items():
+        self._is_counted, self._elsewhere = rank in sharers.ranks[0], set(counted_elsewhere)
+        # What is updated: the shard that a parameter looks at.
+        self._trained: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in parameters:
             with torch.no_grad():
-                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-            self.parameters[name] = nn.Parameter(own.detach(), requires_grad=parameter.requires_grad)
-            # All but the last ones have as many rows.
-            num_rows = parameter.shape[0]
-            self.shards[name] = Shard(0, min(place * -(-num_rows // num_shards), num_rows), parameter.shape)
-        trained = [name for name, own in self.parameters.items() if own.requires_grad and own.numel()]
-        self._trained = {name: self.parameters[name] for name in trained}
+                _, own = rows_of(parameter)
+            if parameter.requires_grad and own.numel():
+                self._trained[parameter] = nn.Parameter(own)
+        self._whole = list(parameters)
         self._optimizer = _adamw(list(self._trained.values()), lr, weight_decay)
 
     def zero_grad(self) -> None:
-        for name, own in self._trained.items():
-            self._whole[name].grad = own.grad = None
-        for parameter in self._whole.values():
+        for parameter in self._whole:
             parameter.grad = None
+        for own in self._trained.values():
+            own.grad = None
 
     def sum_gradients(self) -> None:
         """Take the sums, which FSDP2 has made of each microbatch."""
-        for name, own in self._trained.items():
-            summed = self._whole[name].grad
-            own.grad = torch.zeros_like(own) if summed is None else summed.to_local().to(own.dtype)
+        for parameter, own in self._trained.items():
+            if parameter.grad is None:
+                own.grad = torch.zeros_like(own)
+            else:
+                _, summed = rows_of(parameter.grad)
+                own.grad = summed.to(own.dtype)
 
     def norm_squared(self) -> float:
         """Of this replica's shards; added up over all ranks of the stage it is the stage's."""
-        norms = [torch.linalg.vector_norm(own.grad) for own in self._trained.values() if self._is_counted]
+        counted = [own for parameter, own in self._trained.items() if parameter not in self._elsewhere]
+        norms = [torch.linalg.vector_norm(own.grad) for own in counted if self._is_counted]
         return float(torch.linalg.vector_norm(torch.stack(norms))) ** 2 if norms else 0.0
 
     def step(self, lr: float, scale: float) -> None:
@@ -125,17 +131,16 @@ class ParameterShards:
             group["lr"] = lr
         self._optimizer.step()
 
-    def trains(self, parameter: torch.Tensor) -> bool:
-        """Whether the shard is updated, and has any values."""
-        return self._optimizer is not None and parameter in self._optimizer.state
-
-    def pieces(self, parameter: torch.Tensor) -> list[Piece]:
-        """The values and moments of a shard; nothing of one that is not trained, or has no values."""
-        if not self.trains(parameter):
+    def pieces(self, parameter: nn.Parameter) -> list[Piece]:
+        """This replica's shard, where it has any values; with moments where it is trained."""
+        first_row, own = rows_of(parameter.detach())
+        if not own.numel():
             return []
-        state = self._optimizer.state[parameter]
-        moments = {name: state[name].flatten() for name in ("exp_avg", "exp_avg_sq")}
-        return [Piece(0, parameter.detach().flatten(), moments)]
+        moments = {}
+        if parameter in self._trained:
+            state = self._optimizer.state[self._trained[parameter]]
+            moments = {name: state[name].flatten() for name in ("exp_avg", "exp_avg_sq")}
+        return [Piece(first_row * math.prod(parameter.shape[1:]), own.flatten(), moments)]
 
     def go_on_from(self, num_steps: int) -> None:
         """Take up moments that were read from a checkpoint of so many steps."""

@@ -17,7 +17,7 @@ from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
 from dflop.pipeline import Instruction, Node, Op
-from dflop.training.parameter_shards import ParameterShards, SharedPasses
+from dflop.training.parameter_shards import ParameterShards, SharedPasses, Units
 from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.tied_embedding import TiedEmbedding
 from dflop.training.topology import Topology
@@ -29,11 +29,11 @@ __all__ = ["NodeModel", "RankModel", "build_rank_model", "forwards_that_read"]
 class NodeModel:
     """One node: its index in the program, its stage, the ranks that share it, and the optimiser over its replicas.
 
-    `parameters` are the stage's, under the names of the whole Hugging Face model, `shards` which part of each this
-    rank has where it has not all of it, and `lr` their module's learning rate. It computes in `dtype`. Parameters that
-    other nodes or ranks hold as well, replicas apart, are `written_elsewhere`. `tied` is the matrix that it shares with
-    the other end of the LLM's pipeline, where the head is the embedding. Where replicas share parameters, `shared` runs
-    the stage.
+    `parameters` are the stage's, under the names of the whole Hugging Face model, `shards` which part of each the rank
+    and its replicas have where they have not all of it, and `lr` their module's learning rate. It computes in `dtype`.
+    Parameters that other nodes or ranks hold as well, replicas apart, are `written_elsewhere`. `tied` is the matrix
+    that it shares with the other end of the LLM's pipeline, where the head is the embedding. Where replicas share
+    parameters, `shared` runs the stage, and `parameters` are DTensors over these replicas.
     """
 
     index: int
@@ -140,7 +140,10 @@ def _build_node(
 ) -> NodeModel:
     node, ranks = topology.program.nodes[index], topology.tensor[index]
     check_tp(spec, node.module, ranks.size)
-    gathers = plan.grid(node.module).gathers
+    is_trained = node.module not in config.model.freeze
+    units = None
+    if plan.grid(node.module).gathers:
+        units = Units(topology.sharers[index], dtype, is_trained=is_trained)
     stage = load_runtime(spec.family).build_stage(
         hf_config,
         node.module,
@@ -148,27 +151,42 @@ def _build_node(
         seed=config.seed,
         checkpoint=checkpoint,
         dtype=held_in(dtype),
-        device="cpu" if gathers else topology.device,
+        device=topology.device,
         checkpointing=plan.checkpointing,
         ranks=ranks,
+        share=units.share if units else None,
         is_empty=is_empty,
     )
-    stage.requires_grad_(node.module not in config.model.freeze)
+    stage.requires_grad_(is_trained)
     lr, weight_decay = config.train.of_module(node.module)
     common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
     if not stage.is_trained:
         compute_in(stage, dtype)  # what is never updated has no masters
-    if gathers:
-        sharers = topology.sharers[index]
-        shared = SharedPasses(stage, sharers, dtype)
-        own = ParameterShards(stage.named_hf_parameters(), sharers, topology.rank, lr=lr, weight_decay=weight_decay)
-        return NodeModel(**common, optimizer=own, parameters=own.parameters, shards=own.shards, shared=shared)
+    # What is whole on every tensor-parallel rank, the first one counts and writes.
+    of_first = [name for name in stage.named_hf_parameters() if not ranks.is_first and name not in stage.shards]
+    if units:
+        shared = SharedPasses(stage, units)
+        parameters = stage.named_hf_parameters()
+        own = ParameterShards(
+            list(parameters.values()),
+            topology.sharers[index],
+            topology.rank,
+            lr=lr,
+            weight_decay=weight_decay,
+            counted_elsewhere=[parameters[name] for name in of_first],
+        )
+        return NodeModel(
+            **common,
+            optimizer=own,
+            parameters=parameters,
+            shards=stage.shards,
+            shared=shared,
+            written_elsewhere=of_first,
+        )
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
     parameters = stage.named_hf_parameters()
     copy = embedding.weight if embedding and embedding.is_copy else None
-    # What is whole on every rank, the first one counts and writes.
-    of_first = [name for name in parameters if not ranks.is_first and name not in stage.shards]
     optimizer = ShardedAdamW(
         [own for own in parameters.values() if own is not copy],
         topology.replicas[index],

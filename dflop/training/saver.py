@@ -77,13 +77,10 @@ class CheckpointSaver:
         for name, parameter in part.parameters.items():
             if name in part.written_elsewhere:
                 continue
-            if part.optimizer.trains(parameter):
-                own = parameters[name] = parameter.detach()  # of which the shape is read, and no value
-                pieces[own] = [
-                    self._copied(piece, (number, f"{name}/{piece.start}")) for piece in part.optimizer.pieces(parameter)
-                ]
-            else:
-                parameters[name] = self._copy((number, name, ""), parameter.detach())
+            own = parameters[name] = parameter.detach()  # of which the shape is read, and no value
+            pieces[own] = [
+                self._copied(piece, (number, f"{name}/{piece.start}")) for piece in part.optimizer.pieces(parameter)
+            ]
         return _StagedPart(parameters, part.shards, _StagedPieces(pieces))
 
     def _copied(self, piece: Piece, key: tuple[int, str]) -> Piece:
@@ -99,12 +96,9 @@ class CheckpointSaver:
 
 @dataclass(frozen=True, slots=True)
 class _StagedPieces:
-    """What this replica owned of each parameter that is trained."""
+    """What this replica held of each parameter."""
 
     of_parameter: Mapping[torch.Tensor, list[Piece]]
-
-    def trains(self, parameter: torch.Tensor) -> bool:
-        return parameter in self.of_parameter
 
     def pieces(self, parameter: torch.Tensor) -> list[Piece]:
         return self.of_parameter[parameter]

@@ -26,9 +26,10 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a parameter's values that this replica owns, from `start` on in the flattened parameter.
+    """A run of a parameter's values that this replica holds, from `start` on in the flattened parameter.
 
-    `masters` are the values that are updated, `moments` AdamW's two, by name; each is [num_values].
+    `masters` are the values as they are updated, `moments` AdamW's two, by name, or none of a parameter that is not
+    trained; each is [num_values].
     """
 
     start: int
@@ -116,14 +117,10 @@ class ShardedAdamW:
         self._optimizer.step()
         self._give_values()
 
-    def trains(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is updated here, by one of the replicas."""
-        return parameter in self._places
-
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
-        """What this replica owns of a parameter; nothing of one that is not trained."""
-        if not self.trains(parameter):
-            return []
+        """What this replica updates of a parameter; one that is not trained is whole on every replica."""
+        if parameter not in self._places:
+            return [Piece(0, parameter.detach().flatten(), {})]
         number, begin = self._places[parameter]
         end = begin + parameter.numel()
         pieces = []

@@ -27,7 +27,10 @@ _TIMEOUT = timedelta(minutes=10)
 @dataclass(frozen=True, slots=True)
 class Sharers:
     """Replicas that share parameters: a row of `ranks` has one copy of them between it. `mesh` joins this rank's row,
-    and where there are several copies before it the ranks that hold the same of each."""
+    and where there are several copies before it the ranks that hold the same of each.
+
+    Where tensor-parallel ranks carry a replica together, these are the ones in this rank's place: each place has its
+    own part of the stage, and shares that out."""
 
     ranks: tuple[tuple[int, ...], ...]
     mesh: DeviceMesh
@@ -168,14 +171,14 @@ def _sharers(program: Program, ranks: Sequence[tuple[int, ...]], rank: int, devi
         nodes = [index for index, node in enumerate(program.nodes) if node.module == module]
         if num_shards == 1:
             continue
-        own = [ranks[node][0] for node in nodes]
-        rows = tuple(tuple(own[first : first + num_shards]) for first in range(0, len(own), num_shards))
-        shared = [groups.of(row) for row in rows]
-        copies = [groups.of(column) for column in zip(*rows, strict=True)] if len(rows) > 1 else [None] * num_shards
-        for place, node in enumerate(nodes):
-            row, column = divmod(place, num_shards)
-            if rank in ranks[node]:
-                found[node] = Sharers(rows, _mesh_of(rows, shared[row], copies[column], device))
+        for own in zip(*(ranks[node] for node in nodes), strict=True):  # of each place in a replica
+            rows = tuple(own[first : first + num_shards] for first in range(0, len(own), num_shards))
+            shared = [groups.of(row) for row in rows]
+            copies = [groups.of(column) for column in zip(*rows, strict=True)] if len(rows) > 1 else [None] * num_shards
+            for replica, node in enumerate(nodes):
+                row, column = divmod(replica, num_shards)
+                if rank == own[replica]:
+                    found[node] = Sharers(rows, _mesh_of(rows, shared[row], copies[column], device))
     return found
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import spawn
+from torch.distributed.tensor import DTensor
 from whole_model import build_whole_model, loss_of_batch, optimizer_of, part_of
 
 from dflop.config import ClusterConfig, ScheduleConfig, load_config
@@ -31,6 +32,7 @@ from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
 from dflop.training.feed import JobStream
 from dflop.training.loader import start_loading
 from dflop.training.rank_model import build_rank_model, forwards_that_read
+from dflop.training.sharded_optimizer import Piece
 from dflop.training.topology import place_in_world
 from dflop.training.work import make_works
 
@@ -123,10 +125,13 @@ PLANS |= {
     "parameters of the LLM": sharding(disjoint(ONE, TWO, checkpointing=True), "optimizer", "parameters"),
     "parameters 2x2": sharding(shared("monolithic", {"num_ranks": 4}, 2), "parameters", "hybrid"),
     "parameters 2x2 of both": sharding(shared("colocated", {"num_ranks": 4}, 2), "hybrid", "hybrid"),
+    "parameters 2, tp 2": sharding(shared("monolithic", SHARED_TWICE, 2, encoder_tp=2), "parameters", "parameters"),
+    "parameters 2 of the LLM, tp 2": sharding(shared("colocated", SHARED_TWICE, 2), "parameters", "parameters"),
     "parameters 2+2": sharding(disjoint(TWO, TWO, num_microbatches=2), "parameters", "parameters"),
 }
 FROZEN = (
     "parameters 2",
+    "parameters 2 of the LLM, tp 2",
     "parameters 2+2",
     "disjoint 1+1",
     "encoder pp 2",
@@ -137,6 +142,7 @@ FROZEN = (
 )
 TIED = (
     "parameters 2",
+    "parameters 2, tp 2",
     "parameters of the LLM",
     "disjoint 1+1",
     "disjoint 1+2, LLM pp 2",
@@ -153,7 +159,7 @@ INTERNVL = (
     "colocated zb_h1",
     "colocated encoder tp 2",
     "disjoint 1+2, LLM tp 2",
-    "parameters 2",  # of InternVL's class token, one row, the second replica has nothing
+    "parameters 2, tp 2",  # of InternVL's class token, one row, the second replica has nothing
 )
 QWEN = (
     *INTERNVL,
@@ -320,11 +326,17 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
         model.update(1.0, 1 / num_targets)
     for own in model.nodes:
         for parameter_name, parameter in own.parameters.items():
-            if not parameter.numel():  # of few rows, not every replica has one
-                continue
             theirs = part_of(expected["weights"][parameter_name], own.shards.get(parameter_name), parameter.shape)
-            apart = (parameter.detach() - theirs).abs().max()
+            ours = parameter.detach()
+            if isinstance(ours, DTensor):  # of which each replica has some rows
+                ours, theirs = ours.to_local().flatten(), _held_of(theirs.flatten(), own.optimizer.pieces(parameter))
+            apart = max((ours - theirs).abs().flatten().tolist(), default=0.0)
             assert apart < 1e-8, f"{name}, {variant}: {parameter_name} is off by {apart:.1e}"
+
+
+def _held_of(values: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:
+    """What of a flattened tensor is in a replica's pieces."""
+    return torch.cat([values[:0], *(values[piece.start :][: len(piece.masters)] for piece in pieces)])
 
 
 def _make_store() -> dist.Store:
@@ -340,16 +352,16 @@ def _compare_gradients(own, expected: dict[str, torch.Tensor], num_targets: int,
     largest of all: those of keys' biases are zero but for rounding."""
     floor = 1e-3 * max(float(gradient.abs().max()) for gradient in expected.values())
     for name, parameter in own.parameters.items():
-        for piece in own.optimizer.pieces(parameter):
-            values = slice(piece.start, piece.start + len(piece.moments["exp_avg"]))
-            ours = parameter.grad.flatten()[values] / num_targets
-            theirs = (
-                part_of(expected[name], own.shards.get(name), parameter.shape).flatten()[values]
-                if name in expected
-                else torch.zeros_like(ours)
-            )
-            scale = max(floor, float(expected[name].abs().max()) if name in expected else 0.0)
-            assert float((ours - theirs).abs().max()) <= tolerance * scale, f"{where}: {name}"
+        pieces = own.optimizer.pieces(parameter) if parameter.requires_grad else []
+        ours = torch.zeros(0) if parameter.grad is None else parameter.grad
+        ours = ours.to_local().flatten() if isinstance(ours, DTensor) else _held_of(ours.flatten(), pieces)
+        if name in expected:
+            theirs = _held_of(part_of(expected[name], own.shards.get(name), parameter.shape).flatten(), pieces)
+        else:
+            theirs = torch.zeros_like(ours)
+        scale = max(floor, float(expected[name].abs().max()) if name in expected else 0.0)
+        apart = max((ours / num_targets - theirs).abs().tolist(), default=0.0)
+        assert apart <= tolerance * scale, f"{where}: {name} is off by {apart / scale:.1e}"
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["tp 1", "tp 2 and 4"])

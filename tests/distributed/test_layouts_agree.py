@@ -35,8 +35,8 @@ def test_twenty_steps_in_single_precision_agree_between_layouts(run, tmp_path):
 
 IN_BF16 = {
     "pipelined, weights' gradients put off": {"llm_pp": 2, "schedule": "zb_h1"},
-    "parameters shared": {"placement": "colocated", "llm_dp": 2, "sharding": "parameters"},
     "tensor parallelism": {"placement": "colocated", "llm_tp": 2},
+    "that of shared parameters": {"placement": "colocated", "llm_dp": 2, "llm_tp": 2, "sharding": "parameters"},
 }
 
 

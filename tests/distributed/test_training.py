@@ -61,13 +61,13 @@ def reference(run):
     [
         None,
         {"vision_dp": 2, "llm_tp": 2},
-        {"placement": "colocated", "llm_dp": 2, "sharding": "parameters"},
+        {"placement": "colocated", "llm_dp": 2, "llm_tp": 2, "sharding": "parameters"},
         {"placement": "colocated", "llm_pp": 2, "sharding": "parameters"},
     ],
     ids=[
         "two ranks",
         "vision dp 2, llm tp 2",
-        "sharded parameters",
+        "sharded parameters, llm tp 2",
         "sharded encoder, llm pp 2",
     ],
 )
@@ -97,7 +97,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(
     another = plan_file(folder, placement="colocated", llm_pp=2)
     train(folder, config, another, tmp_path / "parts", steps=4)
     shutil.copytree(tmp_path / "parts", tmp_path / "shards")
-    in_shards = plan_file(folder, placement="colocated", llm_dp=2, sharding="parameters")
+    in_shards = plan_file(folder, placement="colocated", llm_dp=2, llm_tp=2, sharding="parameters")
     resumed = train(folder, config, in_shards, tmp_path / "shards", steps=5)
     back = train(folder, config, another, tmp_path / "shards", steps=6)
     assert [step["step"] for step in resumed] == [0, 1, 2, 3, 4]

@@ -58,15 +58,12 @@ class _Layout:
 class VisionStage(EncoderStage):
     """The vision transformer's layers and the merger. Between stages the patches are ordered by windows."""
 
+    layer_name = r"\bblocks\.\d+"
+
     @property
     def reads_records(self) -> bool:
         """Every layer needs to know where pictures and windows end."""
         return True
-
-    def part_of(self, name: str) -> str:
-        if ".blocks." in name:
-            return "layer"
-        return "first" if "patch_embed" in name else "last"
 
     def division(self) -> Division:
         check_kind(self.hf.config.vision_config.model_type, ("qwen2_5_vl_vision",))
