@@ -10,6 +10,7 @@ from dflop.parallelism.plan import Plan, split_layers
 from dflop.parallelism.plan_file import load_plan, plan_from_dict
 from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
 from dflop.parallelism.shardings import PLAIN_SHARDING, SHARDINGS, Sharding
+from dflop.parallelism.tables import modules_named
 
 __all__ = [
     "COLOCATED",
@@ -26,6 +27,7 @@ __all__ = [
     "Schedule",
     "Sharding",
     "load_plan",
+    "modules_named",
     "plan_from_dict",
     "split_layers",
     "tile_world",

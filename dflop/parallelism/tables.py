@@ -3,9 +3,11 @@
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-__all__ = ["each_named"]
+__all__ = ["each_named", "modules_named"]
 
 
 def each_named(pattern: str) -> Iterator[Any]:
@@ -13,8 +15,19 @@ def each_named(pattern: str) -> Iterator[Any]:
 
     Written so, they count as code behind a command that uses the table.
     """
-    package, name = pattern.split(".*.")
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        own = importlib.import_module(f"{package}.{module.name}")
+    name = pattern.rpartition(".")[2]
+    for own in modules_named(pattern):
+        yield getattr(own, name)
+
+
+def modules_named(pattern: str) -> Iterator[ModuleType]:
+    """The modules whose objects such a pattern names; those without are left out."""
+    modules, _, name = pattern.rpartition(".")
+    package, _, rest = modules.partition(".*")
+    for found in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        below = Path(found.module_finder.path, found.name, *rest.split(".")[1:])
+        if rest and not below.with_suffix(".py").is_file():
+            continue  # looked for as a file: folders without one are not imported
+        own = importlib.import_module(f"{package}.{found.name}{rest}")
         if hasattr(own, name):
-            yield getattr(own, name)
+            yield own

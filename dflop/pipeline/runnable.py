@@ -1,20 +1,23 @@
-"""Training can carry out less than a plan can say; what it cannot stands here, and nowhere else.
+"""Whether training can carry out a plan: what executors declare of themselves, gathered.
 
-Planning asks this without torch. Who teaches training more takes a limit away here, and plans that needed it are
-trained.
+A folder whose code carries out plans declares what it cannot do beside that code, in a file `limits.py` that needs no
+torch. This is the one place that asks them, by name: planning stands above training, and asks without importing it.
 """
 
-from dflop.parallelism.plan import Plan
+from functools import cache
+from types import ModuleType
+
+from dflop.parallelism import Plan, modules_named
 
 __all__ = ["why_not_runnable"]
 
 
 def why_not_runnable(plan: Plan) -> str | None:
     """A sentence on what keeps the plan from being trained, and the way out; None when nothing does."""
-    encoders = [grid.module for grid in plan.grids[:-1]]
-    if len(encoders) != 1:
-        return (
-            f"the plan has {len(encoders)} encoders ({', '.join(encoders) or 'none'}), and training decodes for one, "
-            "pictures and clips; use a model with one"
-        )
-    return None
+    said = (limit(plan) for own in _declared() for limit in own.LIMITS)
+    return next((why for why in said if why), None)
+
+
+@cache
+def _declared() -> tuple[ModuleType, ...]:
+    return tuple(modules_named("dflop.*.limits.LIMITS"))

@@ -18,8 +18,7 @@ from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.splits import balanced_splits
 
 ALL_PLACEMENTS = ["disjoint", "colocated", "monolithic"]
-# So much a device that, with `with_quick_tp_2`, tensor-parallel ranks with sharded parameters, which cannot be trained
-# yet, are the fastest that fit.
+# So much a device that, with `with_quick_tp_2`, tensor-parallel ranks with sharded parameters are the fastest that fit.
 LITTLE_GIB = 0.009
 ALL_SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
 ALL_SHARDINGS = ["optimizer", "parameters", "hybrid"]

@@ -70,7 +70,7 @@ def test_the_table_has_the_promised_columns_first_and_in_order(search):
     assert all(sum(own) == 4 for own in frame["llm_layers"].drop_nulls())
 
 
-def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(search, costs, tmp_path):
+def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(search, costs, no_tp_in_shards, tmp_path):
     config, costs = make_config(4, 8, memory_gib=LITTLE_GIB), with_quick_tp_2(costs)
     found = search(config, costs=costs)
     path = tmp_path / "plan.yaml"
@@ -104,7 +104,7 @@ def test_nothing_is_passed_over_where_the_fastest_can_be_trained(search, costs):
     assert "passed_over" not in yaml.safe_load(describe_choice(search(config), [], config, costs))
 
 
-def test_a_plan_that_nobody_can_train_is_not_called_chosen(explain, search, costs):
+def test_a_plan_that_nobody_can_train_is_not_called_chosen(explain, search, costs, no_tp_in_shards):
     config, costs = make_config(4, 8, fixed={"llm": {"sharding": "parameters", "tp": 2}}), with_quick_tp_2(costs)
     said = explain(config, costs=costs)
     assert "No plan of the space can be trained today: " in said
