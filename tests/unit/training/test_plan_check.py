@@ -37,6 +37,11 @@ PLANS = {
         grids=(Grid(module="vision", num_ranks=4, **SHARED), Grid(module="llm", num_ranks=4, **SHARED)),
         num_microbatches=2,
     ),
+    "parameters shared, tensor parallelism": Plan(
+        placement="colocated",
+        grids=(Grid(module="vision", num_ranks=4, **SHARED), Grid(module="llm", num_ranks=4, tp=2, **SHARED)),
+        num_microbatches=2,
+    ),
     "tensor parallelism, recomputing": Plan(
         placement="disjoint",
         grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, tp=2, rank_offset=2)),
