@@ -22,9 +22,10 @@ class LiveBytes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         given = {_storage_key(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         for tensor in tree_iter(result):
-            is_held = isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"
-            if is_held and _storage_key(tensor) not in given | self._known.keys():
-                self._note(tensor.untyped_storage())
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                key = _storage_key(tensor)
+                if key not in given and key not in self._known:
+                    self._note(tensor.untyped_storage())
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
