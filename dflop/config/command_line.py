@@ -4,28 +4,29 @@
 passed on to the processes of jobs as text.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dflop.config.layers import read_layer
 
 __all__ = ["with_dotted_keys", "with_texts_read"]
 
-_Parser = Callable[[Iterable[str] | None], dict[str, Any]]
+_Parser = Callable[[list[str] | None], dict[str, Any]]
 # What Python and YAML write where a text stands for no text.
 _NO_TEXTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
 
 def with_dotted_keys(parse: _Parser) -> _Parser:
-    """A parser of `key=value` entries that takes dotted keys, too, each put over what `parse` makes of the others."""
+    """A parser of `key=value` entries that takes dotted keys, too, by writing them in `parse`'s own form.
 
-    def parse_entries(entries: Iterable[str] | None) -> dict[str, Any]:
-        entries = list(entries or ())
-        dotted = [entry for entry in entries if "." in entry.partition("=")[0]]
-        values = parse([entry for entry in entries if entry not in dotted])
-        for entry in dotted:
-            values = _merged(values, read_layer(entry)[0])
-        return values
+    The list itself is changed: Snakemake hands it on to jobs, which know `parse` alone.
+    """
+
+    def parse_entries(entries: list[str] | None) -> dict[str, Any]:
+        if entries:
+            entries[:] = [_undotted(entry) for entry in entries]
+        return parse(entries)
 
     return parse_entries
 
@@ -39,9 +40,9 @@ def with_texts_read(values: Any) -> Any:
     return _NO_TEXTS.get(values, values) if isinstance(values, str) else values
 
 
-def _merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged
+def _undotted(entry: str) -> str:
+    """`train.lr=1e-3` as `train={"lr": "1e-3"}`."""
+    if "." not in entry.partition("=")[0]:
+        return entry
+    ((section, values),) = read_layer(entry)[0].items()
+    return f"{section}={json.dumps(values)}"

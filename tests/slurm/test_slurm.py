@@ -176,7 +176,9 @@ def test_a_whole_run_prints_a_line_or_two_a_job(finished, clone):
 def test_a_job_that_was_cancelled_is_not_submitted_again(finished, clone, cluster):
     before = len(cluster.ended_jobs())
     run = Run(clone, cluster, "results/again/costs/links.parquet", "--config", "run=again", "costs.repeats=3")
-    number = run.wait_for(lambda: _jobs(cluster, "profile_links"), 120)[0]
+    # Its log is there once the job has read the config, with what stands on the command line.
+    run.wait_for((clone / "results/again/logs/profile_links.log").exists, 120)
+    (number,) = _jobs(cluster, "profile_links")
     cluster.ask("scancel", number)
     assert run.end(180) == 1
     said = [line for line in run.lines if "ended as CANCELLED" in line]

@@ -105,8 +105,10 @@ class Formatter(DefaultFormatter):
         name = _name(said["rule_name"], said.get("wildcards"))
         own, _, _ = str(said["rule_msg"] or "").partition("For further error details")
         lines = [f"{_now()} FAILED {name}" + (f": {own}" if own else "")]
-        for log in said["log"][:1] if self.show_failed_logs else ():
-            if ended := last_lines(Path(log)):
+        _, began = self._started.get(said["jobid"], ("", 0.0))
+        logs = [Path(log) for log in said["log"] if _written_since(Path(log), time.time() - (time.monotonic() - began))]
+        for log in logs[:1] if self.show_failed_logs else ():
+            if ended := last_lines(log):
                 lines += [f"  {log} ends with:", *(f"    {line}" for line in ended)]
         return "\n".join(lines)
 
@@ -137,6 +139,11 @@ def last_lines(path: Path) -> list[str]:
         return []
     ended = lines[-_NUM_READ:]
     return [line for line in ended if line.startswith("dflop: ")][-_NUM_OURS:] or ended[-_NUM_LINES:]
+
+
+def _written_since(path: Path, when: float) -> bool:
+    """A job may have ended before it wrote into its log, which then is an earlier job's; clocks differ a little."""
+    return path.exists() and path.stat().st_mtime >= when - 30
 
 
 def _name(rule: str, wildcards: Mapping[str, str] | None) -> str:
