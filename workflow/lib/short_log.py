@@ -30,6 +30,7 @@ _NOISE = re.compile(
 )
 # A failure is told by its job's line.
 _SAID = re.compile(r"RuleException:\s+CalledProcessError|Exiting because a job|WorkflowError:\s+At least one job")
+_REASON = re.compile(r"dflop: (?!warning)")
 _CONFIGS = re.compile(r"'(\{.*?\})'(?=[,;}\]]|$| )")
 
 
@@ -138,7 +139,7 @@ def last_lines(path: Path) -> list[str]:
     except OSError:
         return []
     ended = lines[-_NUM_READ:]
-    return [line for line in ended if line.startswith("dflop: ")][-_NUM_OURS:] or ended[-_NUM_LINES:]
+    return [line for line in ended if _REASON.match(line)][-_NUM_OURS:] or ended[-_NUM_LINES:]
 
 
 def _written_since(path: Path, when: float) -> bool:
