@@ -11,16 +11,18 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from dflop.data.manifests.entries import DIGEST_BYTES, EntryReader, RecordSpan, UnreadableFile
 from dflop.data.manifests.formats import open_reader
 from dflop.data.records import RecordError
-from dflop.runtime import UserError, written_whole
+from dflop.runtime import UserError, progress_bar, written_whole
 from dflop.runtime.artifacts import cache_folder
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 __all__ = ["ManifestFile", "remove_outdated", "stamp_of"]
 
@@ -133,8 +135,8 @@ def _members(path: Path) -> Iterator[Path]:
         yield path
 
 
-def _progress(path: Path, size: int) -> tqdm:
+def _progress(path: Path, size: int) -> "tqdm":
     """A bar for files that take a while."""
-    return tqdm(
+    return progress_bar(
         total=size, desc=f"indexing {path.name}", unit="", unit_scale=True, delay=2, leave=False, file=sys.stderr
     )
