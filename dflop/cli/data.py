@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -47,7 +48,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
     config = load_for("profile-shapes", configs)
     data = config.data
     source, found = _find_shard(config, shard)
-    rules = load_model_spec(config.model).rules
+    spec = load_model_spec(config.model)
     folder = tokenizer_folder(config.model)
     ChatTokenizer(folder)  # a folder that is no tokenizer's is refused here, before processes start
     with progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
@@ -55,16 +56,23 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
             source,
             found,
             seed=config.seed,
-            reader=ShapeReader(rules, data),
+            reader=ShapeReader(spec.rules, data),
             tokenizer_folder=folder,
             max_llm_tokens=data.max_llm_tokens,
             num_workers=workers or len(os.sched_getaffinity(0)),
+            refused_media=_refused_media(data.without_encoder, spec.media),
             progress=bar.update,
         )
     with written_whole(out) as path:
         frame.write_parquet(path)
     num_rejected = frame["reason"].is_not_null().sum()
     click.echo(f"{out}: {len(frame) - num_rejected} samples, {num_rejected} rejected")
+
+
+def _refused_media(without_encoder: str, encoded: Sequence[str]) -> tuple[str, ...]:
+    from dflop.data.records import MEDIA_KINDS
+
+    return tuple(kind for kind in MEDIA_KINDS if without_encoder == "reject" and kind not in encoded)
 
 
 def _find_shard(config, name: str):
@@ -123,7 +131,8 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     _merge(config, shapes, out)
     if bounds:
         samples = read_table(out, "samples", made_by="merge-shapes")
-        loads = (samples[name].to_numpy() for name in ("num_items", "llm_tokens", "target_tokens"))
+        num_items = samples.select(pl.max_horizontal("num_items", "num_audio_windows")).to_series()  # of any encoder
+        loads = (own.to_numpy() for own in (num_items, samples["llm_tokens"], samples["target_tokens"]))
         with written_whole(bounds) as path:
             path.write_text(bounds_of_samples(*loads).to_json(), encoding="utf-8")
     shape_summary, reject_summary = (

@@ -55,6 +55,7 @@ class DataConfig:
     samples_per_shard: int = 50_000
     watch_media: bool = False
     duplicate_ids: str = "reject"
+    without_encoder: str = "drop"
     evaluation_share: float = 0.0
     max_llm_tokens: int = 8192
     max_text_bytes: int = 1_000_000

@@ -13,6 +13,7 @@ __all__ = ["SAMPLING", "SAMPLING_FORMS", "check_values"]
 # Keys with a closed list of values.
 _CHOICES: dict[str, tuple[str, ...]] = {
     "data.duplicate_ids": ("reject", "keep"),
+    "data.without_encoder": ("drop", "reject"),
     "cluster.device": ("cpu", "cuda"),
     "costs.source": ("measured", "analytic"),
     "costs.implementation": ("eager", "compiled", "fused"),

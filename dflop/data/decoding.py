@@ -2,7 +2,8 @@
 
 A medium that is no longer what was profiled does not stop a run, but it is said: one that cannot be decoded becomes
 blank items, and nothing is learned from its sample; a picture of another size is scaled, and a clip with fewer frames
-repeats its last one. A missing file does stop it, unless its size was trusted and nobody has looked for it before.
+repeats its last one; a sound of another length is cut, or goes on in silence. A missing file does stop it, unless its
+size was trusted and nobody has looked for it before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,14 @@ from dflop.config import VideoConfig
 from dflop.data.media import IMAGE_ERRORS, frame_indices, header_of_opened, open_clip, open_medium, open_picture
 from dflop.data.records import Embedded, Medium, RecordError, resolve_medium
 from dflop.data.shapes import MediumSize
+from dflop.data.sounds import read_sound
+from dflop.models import SOUND_RATE_HZ
 from dflop.models.microbatch import MediaProcessor
-from dflop.runtime import UserError
 
 __all__ = ["MediaDecoder"]
+
+# A tenth of a second: headers of compressed sound are not always right to the sample.
+_UNSAID_SAMPLES = SOUND_RATE_HZ // 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class MediaDecoder:
             elif medium.kind == "video":
                 items.append(self.processor.frames(self._frames(medium, resolve_medium(root, medium), size)))
             else:
-                raise UserError(f"{medium.file}: training cannot decode {medium.kind} yet; leave such records out")
+                items.append(self.processor.sound(self._sound(medium, resolve_medium(root, medium), size)))
         return items
 
     def _picture(self, medium: Medium, size: MediumSize, root: Path) -> Image.Image:
@@ -80,6 +85,18 @@ class MediaDecoder:
         who = "the record says" if is_trusted else "it was profiled with"
         self.unreadable.append(f"{medium.file}: {picture.size} pixels, {who} {tuple(size.pixels)}; it was scaled")
         return picture.resize(size.pixels)
+
+    def _sound(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> np.ndarray:
+        """As many samples as were profiled, float32 [num_samples]; more or fewer of them are said."""
+        try:
+            samples = read_sound(file)
+        except RecordError as error:
+            self._say_blank(medium, error.detail)
+            return np.zeros(size.num_samples, dtype=np.float32)
+        if abs(len(samples) - size.num_samples) > _UNSAID_SAMPLES:
+            profiled, found = (count / SOUND_RATE_HZ for count in (size.num_samples, len(samples)))
+            self.unreadable.append(f"{medium.file}: {found:.6g} s of sound, it was profiled with {profiled:.6g} s")
+        return np.pad(samples[: size.num_samples], (0, max(0, size.num_samples - len(samples))))
 
     def _say_blank(self, medium: Medium, why: str) -> None:
         self.unreadable.append(f"{medium.file}: {why}; nothing is learned from its sample")

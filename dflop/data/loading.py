@@ -24,7 +24,7 @@ from dflop.data.manifests import Source, SourceRecords
 from dflop.data.records import Medium, Record, RecordError, parse_record
 from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
 from dflop.data.text import ChatTokenizer
-from dflop.models import ModelSpec
+from dflop.models import SOUND_RATE_HZ, ModelSpec
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, TextBatch
 from dflop.runtime import UserError
 
@@ -219,7 +219,7 @@ class MicrobatchLoader(Dataset):
         except RecordError as error:
             raise UserError(_changed(ref, str(error))) from None
         for medium, now, profiled in zip(sample.record.media, found, sample.shapes, strict=True):
-            if now != profiled:
+            if now._replace(seconds=profiled.seconds, rate_hz=profiled.rate_hz) != profiled:
                 what = f"{medium.file} has {_said(now)}, it was profiled with {_said(profiled)}"
                 raise UserError(_changed(ref, what))
 
@@ -297,6 +297,8 @@ def _stacked(items: list[np.ndarray], item_shape: tuple[int, ...]) -> torch.Tens
 
 
 def _said(shape: MediumShape) -> str:
+    if shape.kind == "audio":
+        return f"{shape.num_samples / SOUND_RATE_HZ:.6g} s of sound"
     pixels = f"{shape.size.width}x{shape.size.height} pixels"
     if shape.kind != "video":
         return pixels

@@ -72,7 +72,7 @@ def _loaders(config: Config, samples: SampleShapes) -> dict[str, MicrobatchLoade
     spec = load_model_spec(config.model)
     records = TrainingRecords(list_sources(config.data), config.seed)
     checkpoint = Path(config.model.path) if config.model.path else None
-    processor = load_runtime(spec.family).make_processor(spec, checkpoint)
+    processors = load_runtime(spec.family).processors
     loaders = {
         module.name: microbatch_loader(
             config.data,
@@ -81,7 +81,7 @@ def _loaders(config: Config, samples: SampleShapes) -> dict[str, MicrobatchLoade
             tokenizer_folder=tokenizer_folder(config.model),
             module=module.name,
             num_replicas=[1] * len(spec.encoders),
-            processor=None if module.name == "llm" else processor,
+            processor=None if module.name == "llm" else processors[module.name](spec, checkpoint),
         )
         for module in spec.modules
     }

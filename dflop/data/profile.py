@@ -33,12 +33,14 @@ _LEAST_RECORDS_PER_WORKER = 2_000
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeProfiler:
-    """Makes rows of records: holds everything else that a row depends on."""
+    """Makes rows of records: holds everything else that a row depends on. Records with `refused_media`, kinds that the
+    model does not encode, are rejected."""
 
     source: Source
     reader: ShapeReader
     tokenizer: ChatTokenizer
     max_llm_tokens: int
+    refused_media: tuple[str, ...] = ()
 
     def profile(self, raw_records: Iterable[Any | RecordError], first_row: int = 0) -> pl.DataFrame:
         """Shapes of all records, in order, as a frame with the columns of `store.SHARD_SCHEMA`."""
@@ -61,6 +63,8 @@ class ShapeProfiler:
         sample_id = record_id(raw)
         try:
             record = parse_record(raw, trust_sizes=self.source.trust_sizes)
+            for kind in sorted({medium.kind for medium in record.media} & set(self.refused_media)):
+                raise RecordError("no_encoder", f"the model has no encoder for {kind} (`data.without_encoder: reject`)")
             shapes = self.reader.read_media(record, self.source.media_root)
             return _ReadRecord(sample_id, _media_columns(record, shapes), self.reader.place_media(record, shapes))
         except RecordError as error:
@@ -77,12 +81,13 @@ class ShapeProfiler:
         media_tokens = sum(placed.num_tokens)
         text_tokens = len(text.token_ids) - len(placed.num_tokens)
         whole, most = text_tokens + media_tokens, self.max_llm_tokens
-        kept_vision_tokens, target_tokens = media_tokens - audio_tokens, int(text.is_target.sum())
+        kept_vision_tokens, kept_audio_tokens = media_tokens - audio_tokens, audio_tokens
+        target_tokens = int(text.is_target.sum())
         if whole > most:
             token_ids, is_target = expand_text(text, placed.num_tokens, most)
             target_tokens = int(is_target.sum())
-            visual = [self.tokenizer.placeholder_ids[kind] for kind in ("image", "video")]
-            kept_vision_tokens = int(np.isin(token_ids, visual).sum())
+            kept_vision_tokens = self._num_placeholders(token_ids, "image", "video")
+            kept_audio_tokens = self._num_placeholders(token_ids, "audio")
         if not target_tokens:
             if whole > most:
                 detail = f"{whole} tokens, and the first {most} (data.max_llm_tokens) hold nothing to learn"
@@ -92,11 +97,15 @@ class ShapeProfiler:
             "vision_tokens": media_tokens - audio_tokens,
             "kept_vision_tokens": kept_vision_tokens,
             "audio_tokens": audio_tokens,
+            "kept_audio_tokens": kept_audio_tokens,
             "text_tokens": text_tokens,
             "target_tokens": target_tokens,
             "llm_tokens": min(whole, most),
             "truncated": whole > most,
         }
+
+    def _num_placeholders(self, token_ids: np.ndarray, *kinds: str) -> int:
+        return int(np.isin(token_ids, [self.tokenizer.placeholder_ids[kind] for kind in kinds]).sum())
 
 
 class _ReadRecord(NamedTuple):
@@ -121,6 +130,7 @@ class _Recipe:
     reader: ShapeReader
     tokenizer_folder: Path | None
     max_llm_tokens: int
+    refused_media: tuple[str, ...]
 
     def open(self) -> tuple[ShapeProfiler, SourceRecords]:
         profiler = ShapeProfiler(
@@ -128,6 +138,7 @@ class _Recipe:
             reader=self.reader,
             tokenizer=ChatTokenizer(self.tokenizer_folder, self.reader.rules),
             max_llm_tokens=self.max_llm_tokens,
+            refused_media=self.refused_media,
         )
         return profiler, SourceRecords(self.source, self.seed)
 
@@ -141,9 +152,12 @@ def profile_shard(
     tokenizer_folder: Path | None,
     max_llm_tokens: int,
     num_workers: int,
+    refused_media: tuple[str, ...] = (),
     progress: Callable[[int], None] = lambda count: None,
 ) -> pl.DataFrame:
     """Shapes of a shard's records, in order, as a frame with the columns of `store.SHARD_SCHEMA`.
+
+    Records with `refused_media`, kinds that the model does not encode, are rejected.
 
     Raises:
         UserError: when the tokenizer cannot be used, or a process dies.
@@ -155,6 +169,7 @@ def profile_shard(
         reader=reader,
         tokenizer_folder=tokenizer_folder,
         max_llm_tokens=max_llm_tokens,
+        refused_media=refused_media,
     )
     starts = range(0, shard.num_records, _BATCH)
     num_workers = min(num_workers, useful_workers(shard.num_records))
@@ -250,6 +265,7 @@ def _media_columns(record: Record, shapes: Sequence[MediumShape]) -> dict[str, A
         "media_height": [shape.size.height for shape in shapes],
         "media_frames": [shape.num_frames for shape in shapes],
         "media_frame_us": [shape.frame_us for shape in shapes],
+        "media_samples": [shape.num_samples for shape in shapes],
     }
 
 

@@ -18,19 +18,21 @@ from dflop.store import read_table
 __all__ = ["MEDIA_COLUMNS", "MediaSizes", "SampleShapes", "load_samples"]
 
 # For an encoder of these media, the columns of `samples` that hold its items and the tokens that the LLM sees of them.
-# What truncation leaves is known for visual tokens alone: of a truncated sample, all audio tokens count.
-_COLUMNS = {("image", "video"): ("num_items", "kept_vision_tokens"), ("audio",): ("num_audio_windows", "audio_tokens")}
+_COLUMNS = {
+    ("image", "video"): ("num_items", "kept_vision_tokens"),
+    ("audio",): ("num_audio_windows", "kept_audio_tokens"),
+}
 
 # Of `samples`: a list a sample, with a number a medium, as `MediaSizes` has them.
-MEDIA_COLUMNS = ("media_width", "media_height", "media_frames", "media_frame_us")
+MEDIA_COLUMNS = ("media_width", "media_height", "media_frames", "media_frame_us", "media_samples")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaSizes:
     """What the headers of samples' media said, sample after sample.
 
-    `values` is [num_media, 4]: width and height in pixels, the frames that are taken of a clip, 0 of a picture, and the
-    microseconds between two of them.
+    `values` is [num_media, 5]: width and height in pixels, the frames that are taken of a clip, 0 of a picture, the
+    microseconds between two of them, and a sound's samples at 16 kHz.
     `counts` [num_samples] says how many media each sample has.
     """
 
@@ -47,7 +49,7 @@ class MediaSizes:
         return MediaSizes(self.values[np.repeat(starts, counts) + within], counts)
 
     def of_each(self) -> list[np.ndarray]:
-        """Each sample's, [num_media of it, 4]."""
+        """Each sample's, [num_media of it, 5]."""
         return np.split(self.values, np.cumsum(self.counts)[:-1]) if len(self) else []
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from dflop.config import DataConfig
 from dflop.data.media import audio_header, frame_indices, image_size, too_many_pixels, video_header
 from dflop.data.records import MEDIA_KINDS, Embedded, ImageSize, Medium, Record, RecordError, Turn, resolve_medium
 from dflop.data.text import TokenizedText
-from dflop.models import ItemCount, ShapeRules
+from dflop.models import SOUND_RATE_HZ, ItemCount, ShapeRules
 
 __all__ = ["MediumShape", "MediumSize", "PlacedText", "ShapeReader", "expand_text", "place_positions"]
 
-# What a column of 32 bits holds, about half an hour.
-_MOST_FRAME_US = 2**31 - 1
+# What a column of 32 bits holds: half an hour of microseconds, 37 hours of sound.
+_MOST = 2**31 - 1
 
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
@@ -30,7 +30,8 @@ _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 class MediumShape(NamedTuple):
     """What one medium becomes, and what its header says: the size of its pictures in pixels, or its sound's length.
 
-    `frame_us` are the microseconds between two of the frames that are taken of a clip.
+    `frame_us` are the microseconds between two of the frames that are taken of a clip, `num_samples` a sound's samples
+    at 16 kHz. Its `seconds` and own rate are known where the header was read just now.
     """
 
     kind: str
@@ -38,18 +39,20 @@ class MediumShape(NamedTuple):
     size: ImageSize = ImageSize(0, 0)
     num_frames: int = 0
     frame_us: int = 0
+    num_samples: int = 0
     seconds: float = 0.0
     rate_hz: int | None = None
 
 
 class MediumSize(NamedTuple):
-    """What is kept of a profiled medium: `num_frames` frames, or a picture where that is 0, of so many pixels, and the
-    microseconds between two frames."""
+    """What is kept of a profiled medium: `num_frames` frames, or a picture where that is 0, of so many pixels, the
+    microseconds between two frames, and a sound's samples at 16 kHz."""
 
     width: int
     height: int
     num_frames: int
     frame_us: int = 0
+    num_samples: int = 0
 
     @property
     def pixels(self) -> ImageSize:
@@ -82,7 +85,7 @@ class ShapeReader:
         return [self._read_medium(medium, media_root, num_images) for medium in record.media]
 
     def stored_media(self, record: Record, sizes: Sequence[MediumSize]) -> list[MediumShape]:
-        """What `read_media` gave for a record when it was profiled, from the sizes that are known since; no sound.
+        """What `read_media` gave for a record when it was profiled, from the sizes that are known since.
 
         Raises:
             RecordError: when the record has another number of media now.
@@ -90,12 +93,7 @@ class ShapeReader:
         if len(sizes) != len(record.media):
             raise RecordError("bad_record", f"{len(record.media)} media, {len(sizes)} were profiled")
         num_images = sum(medium.kind == "image" for medium in record.media)
-        return [
-            self._image(size.pixels, num_images)
-            if medium.kind == "image"
-            else self._video(size.pixels, size.num_frames, size.frame_us)
-            for medium, size in zip(record.media, sizes, strict=True)
-        ]
+        return [self._stored(medium.kind, size, num_images) for medium, size in zip(record.media, sizes, strict=True)]
 
     def place_media(self, record: Record, shapes: Sequence[MediumShape]) -> PlacedText:
         """The record's text with its media in it.
@@ -141,10 +139,18 @@ class ShapeReader:
         if medium.kind == "video":
             header = video_header(file)
             num_frames = len(frame_indices(header, self.data.video))
-            frame_us = min(round(1e6 * header.num_frames / header.fps / num_frames), _MOST_FRAME_US)
+            frame_us = min(round(1e6 * header.num_frames / header.fps / num_frames), _MOST)
             return self._video(ImageSize(header.width, header.height), num_frames, frame_us)
         seconds, rate_hz = audio_header(file)
-        return MediumShape("audio", self.rules.audio(seconds, self.data.audio), seconds=seconds, rate_hz=rate_hz)
+        num_samples = -(-round(seconds * rate_hz) * SOUND_RATE_HZ // rate_hz)
+        return self._sound(min(num_samples, _MOST))._replace(seconds=seconds, rate_hz=rate_hz)
+
+    def _stored(self, kind: str, size: MediumSize, num_images: int) -> MediumShape:
+        if kind == "image":
+            return self._image(size.pixels, num_images)
+        if kind == "video":
+            return self._video(size.pixels, size.num_frames, size.frame_us)
+        return self._sound(size.num_samples)
 
     def _image(self, size: ImageSize, num_images: int) -> MediumShape:
         return MediumShape("image", self._count(self.rules.image, *size, num_images), size)
@@ -152,7 +158,11 @@ class ShapeReader:
     def _video(self, size: ImageSize, num_frames: int, frame_us: int) -> MediumShape:
         return MediumShape("video", self._count(self.rules.video, num_frames, *size), size, num_frames, frame_us)
 
-    def _count(self, rule: Callable[..., ItemCount], *sizes: int) -> ItemCount:
+    def _sound(self, num_samples: int) -> MediumShape:
+        count = self._count(self.rules.audio, num_samples / SOUND_RATE_HZ, self.data.audio)
+        return MediumShape("audio", count, num_samples=num_samples)
+
+    def _count(self, rule: Callable[..., ItemCount], *sizes: Any) -> ItemCount:
         try:
             return rule(*sizes)
         except ValueError as error:  # a size that the family cannot use

@@ -86,6 +86,7 @@ class ChatTokenizer:
         self._lacked = [token for token in needed if self._tokenizer.token_to_id(token) is None]
         self._tokenizer.add_special_tokens(self._lacked)
         self.placeholder_ids = {kind: self._tokenizer.token_to_id(token) for kind, token in self._placeholders.items()}
+        self.special_ids = {token: self._tokenizer.token_to_id(token) for token in self._special_tokens}
         self._template = _compile_template(_read_template(self.folder))
         self._wants_parts = self._template_wants_parts()
 

@@ -16,10 +16,20 @@ from dflop.models.family import (
     model_digest,
     why_family_cannot_run,
 )
-from dflop.models.spec import ItemCount, ModelSpec, ModuleSpec, ShapeRules, check_modules, check_tp, digest_of_spec
+from dflop.models.spec import (
+    SOUND_RATE_HZ,
+    ItemCount,
+    ModelSpec,
+    ModuleSpec,
+    ShapeRules,
+    check_modules,
+    check_tp,
+    digest_of_spec,
+)
 from dflop.models.work import ModuleWork
 
 __all__ = [
+    "SOUND_RATE_HZ",
     "Family",
     "ItemCount",
     "ModelSpec",

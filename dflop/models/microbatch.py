@@ -13,7 +13,8 @@ __all__ = ["EncoderBatch", "MediaProcessor", "MediumLayout", "TextBatch"]
 
 
 class MediaProcessor(Protocol):
-    """From decoded media to the items of their encoder, float32 [num_items, *item_shape]."""
+    """From decoded media of one encoder to its items, float32 [num_items, *item_shape]. Only what the encoder takes has
+    to be there."""
 
     item_shape: tuple[int, ...]
 
@@ -23,13 +24,17 @@ class MediaProcessor(Protocol):
     def frames(self, frames: list[Image.Image]) -> np.ndarray:
         """The items of a clip's frames."""
 
+    def sound(self, samples: np.ndarray) -> np.ndarray:
+        """The items of a sound, whose samples are float32 [num_samples] at 16 kHz."""
+
     def save(self, folder: Path) -> None:
-        """Write the processor's files of a Hugging Face checkpoint, beside the tokenizer's, which are there."""
+        """Write the processor's files of a Hugging Face checkpoint, or the encoder's part of them, beside those of the
+        tokenizer and of the encoders before it, which are there."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediumLayout:
-    """How the encoder's output for one picture or clip is put together: its items, its original size, and the `grid`
+    """How the encoder's output for one medium is put together: its items, its original size, and the `grid`
     that its items are laid out by (`models.ItemCount`); of a clip also the seconds between frames."""
 
     kind: str

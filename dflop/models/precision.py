@@ -5,6 +5,8 @@ compute in fp32 inside, and gradients are accumulated in fp32. The optimiser hol
 updates. Nothing is cast in a pass.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -19,11 +21,12 @@ def held_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Turn a module's parameters into `dtype`, in place; their gradients may be wider. Buffers, such as rotary
-    frequencies, stay as they are."""
+def compute_in(module: nn.Module, dtype: torch.dtype, but: Collection[nn.Parameter] = ()) -> None:
+    """Turn a module's parameters, `but` for these, into `dtype`, in place; their gradients may be wider. Buffers, such
+    as rotary frequencies, stay as they are."""
+    left = set(but)
     for parameter in module.parameters():
-        if parameter.dtype != dtype:
+        if parameter.dtype != dtype and parameter not in left:
             set_values(parameter, parameter.detach().to(dtype))
 
 

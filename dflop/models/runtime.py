@@ -38,13 +38,14 @@ class MadeUpMedia:
 class FamilyRuntime:
     """What a family gives to run its models.
 
-    `architecture` is the Hugging Face class of the whole model. `make_config(spec, placeholder_ids, vocab_size)` gives
-    its config for a tokenizer: the ids of the media's placeholders, and a vocabulary that holds all tokens.
+    `architecture` is the Hugging Face class of the whole model. `make_config(spec, token_ids, vocab_size)` gives its
+    config for a tokenizer: the ids of the media's placeholders by kind and of `special_tokens` by themselves, and a
+    vocabulary that holds all tokens.
     `cut(model, module, layers)` takes a model without weights, removes what is not of these layers of the module, and
     gives the stage. `weight_renamings` lead from the names in checkpoints to the model's (pattern, replacement; in
-    order). `make_processor(spec, checkpoint)` gives the media processor of a checkpoint or, without one, the usual
-    one. With `packs_media` the layers of encoders take the ends of segments, as the LLM's do (`attention.py`).
-    `with_depth(spec, module, num_layers)` is the same model with so many layers in one module, and
+    order). `processors` give, for each encoder by name, `(spec, checkpoint)`, the media processor of a checkpoint or,
+    without one, the usual one. With `packs_media` the layers of encoders take the ends of segments, as the LLM's do
+    (`attention.py`). `with_depth(spec, module, num_layers)` is the same model with so many layers in one module, and
     `make_up_media(spec, module, num_items)` gives an encoder something to do: both serve measuring.
     `plain_inputs(media, text)` is what `architecture.forward` takes of one sample's media beside its token ids, by the
     names of its parameters: it serves comparing stages with the unpacked model.
@@ -55,7 +56,7 @@ class FamilyRuntime:
     cut: Callable[[PreTrainedModel, str, range], Stage]
     weight_renamings: tuple[tuple[str, str], ...] = ()
     packs_media: bool = False
-    make_processor: Callable[[ModelSpec, Path | None], MediaProcessor]
+    processors: Mapping[str, Callable[[ModelSpec, Path | None], MediaProcessor]]
     with_depth: Callable[[ModelSpec, str, int], ModelSpec]
     make_up_media: Callable[[ModelSpec, str, int], MadeUpMedia]
     plain_inputs: Callable[[Mapping[str, EncoderBatch], TextBatch], dict[str, torch.Tensor]]

@@ -18,6 +18,7 @@ from dflop.config import AudioConfig
 from dflop.runtime import UserError
 
 __all__ = [
+    "SOUND_RATE_HZ",
     "ItemCount",
     "ModelSpec",
     "ModuleSpec",
@@ -30,12 +31,16 @@ __all__ = [
 ]
 
 
+# What sounds are resampled to, by all encoders of Whisper's kind.
+SOUND_RATE_HZ = 16_000
+
+
 class ItemCount(NamedTuple):
     """What one medium becomes: items for its encoder and tokens for the LLM.
 
     Where an encoder's items attend to each other in runs that differ in length, `sum_sq_items` is the sum of these
     runs' squared lengths, the mean of its layers. `grid` is what the items are laid out by where they are not pictures
-    of one size: steps in time, rows and columns of patches.
+    of one size: steps in time, rows and columns of patches; of a sound its frames.
     """
 
     num_items: int

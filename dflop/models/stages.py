@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Self
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ class Stage(nn.Module, ABC):
 
     # A pattern of layers' names in `hf`.
     layer_name = r"\blayers?\.\d+"
+    # Names in `hf` of parameters that no pass reads: they are never trained, as weight decay would wear them away.
+    unread: tuple[str, ...] = ()
 
     def __init__(self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -50,6 +53,14 @@ class Stage(nn.Module, ABC):
         embedding and its head, where these are two. What else there is belongs to the whole stage."""
         layers = ((name, own) for name, own in self.hf.named_modules() if re.search(f"{self.layer_name}$", name))
         return [name for name, own in layers if next(own.parameters(), None) is not None]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Whether it is trained, but for what no pass reads."""
+        super().requires_grad_(requires_grad)
+        for name, parameter in self.named_hf_parameters().items():
+            if name in self.unread:
+                parameter.requires_grad_(False)
+        return self
 
     @abstractmethod
     def division(self) -> Division:

@@ -28,7 +28,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "demo-data": Command("dflop.cli.data.demo_data", ()),
-    "profile-shapes": Command("dflop.cli.data.profile_shapes", (*_SHARDS, *_LIMITS, *_MODEL)),
+    "profile-shapes": Command("dflop.cli.data.profile_shapes", (*_SHARDS, "data.without_encoder", *_LIMITS, *_MODEL)),
     "merge-shapes": Command(
         "dflop.cli.data.merge_shapes",
         (*_SHARDS, "data.duplicate_ids", "data.evaluation_share", "model.path", "model.tokenizer"),

@@ -55,7 +55,8 @@ def export_model(folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype)
         model.hf_config.dtype = dtype
         model.hf_config.save_pretrained(part)
         model.tokenizer.save(part, model.spec.media)
-        model.processor.save(part)
+        for processor in model.processors.values():
+            processor.save(part)
         _generation_config(part).save_pretrained(part)
         if folder.exists():
             shutil.rmtree(folder)

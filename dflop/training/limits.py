@@ -12,15 +12,11 @@ from dflop.parallelism import SHARDINGS, Plan
 __all__ = ["LIMITS"]
 
 
-def _one_media_processor(plan: Plan) -> str | None:
-    """A rank has one media processor (`RankModel.processor`), which its loaders decode with."""
-    encoders = [grid.module for grid in plan.grids[:-1]]
-    if len(encoders) == 1:
+def _some_encoder(plan: Plan) -> str | None:
+    """The LLM's first stage takes encoders' features."""
+    if len(plan.grids) > 1:
         return None
-    return (
-        f"the plan has {len(encoders)} encoders ({', '.join(encoders) or 'none'}), and training decodes for one, "
-        "pictures and clips; use a model with one"
-    )
+    return "the plan has 0 encoders and training is for models that have some; use a model with one"
 
 
 def _whole_or_gathered(plan: Plan) -> str | None:
@@ -35,4 +31,4 @@ def _whole_or_gathered(plan: Plan) -> str | None:
     return None
 
 
-LIMITS: tuple[Callable[[Plan], str | None], ...] = (_one_media_processor, _whole_or_gathered)
+LIMITS: tuple[Callable[[Plan], str | None], ...] = (_some_encoder, _whole_or_gathered)

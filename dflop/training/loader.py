@@ -48,7 +48,7 @@ def make_loader(
         tokenizer_folder=model.tokenizer.folder,
         module=own.node.module,
         num_replicas=[plan.grid(encoder.name).dp for encoder in model.spec.encoders],
-        processor=model.processor if decodes else None,
+        processor=model.processors[own.node.module] if decodes else None,
     )
 
 

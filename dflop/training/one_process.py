@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -77,9 +78,10 @@ class Inputs:
         runtime, checkpoint = load_runtime(spec.family), Path(config.model.path) if config.model.path else None
         self._dtype, self._encoders = dtype, [own.name for own in spec.encoders]
         tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
-        self.hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
+        self.hf_config = runtime.make_config(
+            spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
+        )
         records = TrainingRecords(list_sources(config.data), config.seed)
-        processor = runtime.make_processor(spec, checkpoint)
         self._loaders = {
             module.name: microbatch_loader(
                 config.data,
@@ -88,7 +90,7 @@ class Inputs:
                 tokenizer_folder=tokenizer.folder,
                 module=module.name,
                 num_replicas=[1] * len(spec.encoders),
-                processor=None if module.name == "llm" else processor,
+                processor=None if module.name == "llm" else runtime.processors[module.name](spec, checkpoint),
             )
             for module in spec.modules
         }
@@ -172,18 +174,19 @@ def pass_plain(
     model: PreTrainedModel, spec: ModelSpec, samples: Sequence[PackedSamples]
 ) -> tuple[list[Pass], dict[str, torch.Tensor]]:
     """Of each sample, and the gradients of their summed losses by the names of parameters."""
-    passes = []
+    passes, keeps = [], "logits_to_keep" in signature(model.forward).parameters
     for sample in samples:
         text = sample.text
         try:
             given = load_runtime(spec.family).plain_inputs(sample.media, text)
         except ValueError as error:
             raise UserError(f"a drawn sample cannot be compared: {error}; draw others with another `seed`") from None
+        if keeps:
+            given["logits_to_keep"] = text.target_positions
         with _positions_of(model) as positions:
-            whole = model(
-                input_ids=text.token_ids[None], logits_to_keep=text.target_positions, use_cache=False, **given
-            )
-        made = Pass(whole.logits[0], text.target_ids, positions[0])
+            logits = model(input_ids=text.token_ids[None], use_cache=False, **given).logits[0]
+        at_targets = logits if keeps else logits[text.target_positions]
+        made = Pass(at_targets, text.target_ids, positions[0])
         made.loss.backward()
         passes.append(made.detached())
     return passes, {name: own.grad for name, own in model.named_parameters() if own.grad is not None}

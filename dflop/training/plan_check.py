@@ -101,18 +101,19 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
 
 def _samples(spec: ModelSpec, plan: Plan, load: MadeUpLoad) -> SampleShapes:
     """One sample a bucket."""
-    num_samples, (encoder,) = plan.num_buckets, spec.encoders
+    num_samples = plan.num_buckets
+    sees = np.array([["image" in encoder.media for encoder in spec.encoders]])
     each = spec.rules.image(load.picture_side, load.picture_side, load.num_pictures)
     items, tokens = load.num_pictures * each.num_items, load.num_pictures * each.num_tokens
     names = np.array([f"made up {number}" for number in range(num_samples)], dtype=object)
     return SampleShapes(
-        encoders=(encoder.name,),
+        encoders=tuple(encoder.name for encoder in spec.encoders),
         sample_id=names,
         source=names,
         row=np.arange(num_samples),
-        num_items=np.full((num_samples, 1), items),
-        sum_sq_items=np.full((num_samples, 1), load.num_pictures * each.sum_sq_items),
-        kept_tokens=np.full((num_samples, 1), tokens),
+        num_items=np.repeat(items * sees, num_samples, axis=0),
+        sum_sq_items=np.repeat(load.num_pictures * each.sum_sq_items * sees, num_samples, axis=0),
+        kept_tokens=np.repeat(tokens * sees, num_samples, axis=0),
         llm_tokens=np.full(num_samples, tokens + load.text_tokens),
         target_tokens=np.full(num_samples, load.text_tokens),
     )
@@ -195,8 +196,8 @@ def _inputs(
             yield _text(plan, schedule, chosen)
             continue
         num_samples = int(chosen.sum())
-        items = torch.zeros(num_samples * len(pictures) * each.num_items, *model.processor.item_shape)
-        kept = tuple(schedule.kept_tokens[chosen, 0].tolist())
+        items = torch.zeros(num_samples * len(pictures) * each.num_items, *model.processors[node.module].item_shape)
+        kept = tuple(schedule.kept_tokens[chosen, schedule.encoders.index(node.module)].tolist())
         yield LoadedMedia(
             batch=EncoderBatch(items=items if num_samples else None, media=(pictures,) * num_samples, kept_tokens=kept)
         )
@@ -205,9 +206,10 @@ def _inputs(
 def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray) -> TextBatch:
     """Features first, then text."""
     _, segment_ends = segments_of(schedule.llm_tokens[chosen].tolist())
-    features = [torch.zeros(0, dtype=torch.int64) for _ in range(plan.grids[0].dp)]
-    for rank, kept in zip(schedule.encoder_rank[chosen, 0], schedule.kept_tokens[chosen, 0], strict=True):
-        features[rank] = torch.arange(int(kept))
+    features = []
+    for place, encoder in enumerate(schedule.encoders):
+        ranks, kept = schedule.encoder_rank[chosen, place], schedule.kept_tokens[chosen, place]
+        features += [torch.arange(int(kept[ranks == rank].sum())) for rank in range(plan.grid(encoder).dp)]
     num_targets = int(schedule.target_tokens[chosen].sum())
     return TextBatch(
         token_ids=torch.zeros(segment_ends[-1], dtype=torch.int64),

@@ -67,12 +67,13 @@ class NodeModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankModel:
-    """The nodes of a rank, and what all nodes share: spec, config, media processor and tokenizer of the model."""
+    """The nodes of a rank, and what all nodes share: spec, config, each encoder's media processor, and tokenizer of
+    the model."""
 
     nodes: tuple[NodeModel, ...]
     spec: ModelSpec
     hf_config: PretrainedConfig
-    processor: MediaProcessor
+    processors: Mapping[str, MediaProcessor]
     tokenizer: ChatTokenizer
 
     def of(self, index: int) -> NodeModel:
@@ -112,7 +113,9 @@ def build_rank_model(
     spec = load_model_spec(config.model)
     tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
     runtime = load_runtime(spec.family)
-    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
+    hf_config = runtime.make_config(
+        spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
+    )
     checkpoint = Path(config.model.path) if config.model.path else None
     nodes: Sequence[NodeModel] = [
         _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
@@ -122,7 +125,7 @@ def build_rank_model(
         nodes=tuple(nodes),
         spec=spec,
         hf_config=hf_config,
-        processor=runtime.make_processor(spec, checkpoint),
+        processors={encoder.name: runtime.processors[encoder.name](spec, checkpoint) for encoder in spec.encoders},
         tokenizer=tokenizer,
     )
 
@@ -195,7 +198,8 @@ def _build_node(
         computed_in=dtype,
         counted_elsewhere=[parameters[name] for name in of_first],
     )
-    compute_in(stage, dtype)  # the copy, if there is one: it is no replica's to update
+    unread = [parameters[name] for name in stage.unread if name in parameters]  # written as they were read
+    compute_in(stage, dtype, but=unread)  # the copy, if there is one: it is no replica's to update
     return NodeModel(
         **common,
         optimizer=optimizer,

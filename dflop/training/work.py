@@ -334,5 +334,7 @@ def make_works(
         if own.node.module == "llm":
             works[own.index] = LlmWork(own, **common)
         else:
-            works[own.index] = EncoderWork(own, model.processor, _blank(model.spec, own.node.module), **common)
+            works[own.index] = EncoderWork(
+                own, model.processors[own.node.module], _blank(model.spec, own.node.module), **common
+            )
     return works

@@ -188,7 +188,7 @@ def draw_mix(tables: Path, rules) -> pl.DataFrame:
                 "llm_tokens": vision_tokens + text_tokens,
                 "truncated": False,
             }
-            | dict.fromkeys(("audio_s", "num_audio_windows", "audio_tokens"), 0)
+            | dict.fromkeys(("audio_s", "num_audio_windows", "audio_tokens", "kept_audio_tokens"), 0)
         )
     return pl.DataFrame(rows, schema=SHARD_SCHEMA)
 

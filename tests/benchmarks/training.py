@@ -336,7 +336,7 @@ def _ddp(
         for parameter in own.stage.parameters():
             parameter.data, parameter.grad = parameter.data.clone(), None
     stages = (own.stage for own in model.nodes)
-    whole = Whole(*stages, model.processor.item_shape, encodes_always=shards)
+    whole = Whole(*stages, model.processors["vision"].item_shape, encodes_always=shards)
     ddp = _in_shards(whole) if shards else DistributedDataParallel(whole, find_unused_parameters=True)
     decayed, others = ([own for own in ddp.parameters() if (own.ndim > 1) == decays] for decays in (True, False))
     optimizer = torch.optim.AdamW(

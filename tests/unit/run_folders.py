@@ -44,12 +44,13 @@ def make_run(tmp_path, draw_samples, write_made_up_costs) -> Callable[..., RunFo
                 num_items=pl.Series(np.rint(30 * drawn[0]).astype(int)),
                 llm_tokens=pl.Series(np.rint(3000 * drawn[1]).astype(int)),
             )
-        empty = {"num_frames": 0, "audio_s": 0.0, "audio_tokens": 0, "num_audio_windows": 0, "truncated": False}
+        empty = {"num_frames": 0, "audio_s": 0.0, "audio_tokens": 0, "kept_audio_tokens": 0, "num_audio_windows": 0}
         frame = frame.with_columns(
             modality=pl.lit("image"),
             num_images=1,
             vision_tokens="kept_vision_tokens",
             text_tokens="target_tokens",
+            truncated=False,
             **{name: pl.lit(value) for name, value in empty.items()},
         )
         missing = [pl.lit(None).alias(name) for name in SHARD_SCHEMA if name not in frame.columns]

@@ -65,6 +65,7 @@ def good(row: int, sample_id: str | None, **values) -> dict:
         "kept_vision_tokens": 100,
         "num_audio_windows": 0,
         "audio_tokens": 0,
+        "kept_audio_tokens": 0,
         "text_tokens": 20,
         "target_tokens": 8,
         "llm_tokens": 120,
@@ -134,10 +135,18 @@ def test_samples_and_rejects_have_the_promised_columns_in_order(merge):
 def test_columns_are_those_of_this_schema_version(merge):
     """Whoever changes the columns raises `SCHEMA_VERSION`, or older files would be misread."""
     path = merge(("train", 0, [good(0, "a")]))
-    behind = ["kept_vision_tokens", "target_tokens", "num_audio_windows", "audio_rate_hz"]
-    behind += ["media_width", "media_height", "media_frames", "media_frame_us", "sum_sq_items", "evaluation"]
+    behind = ["kept_vision_tokens", "kept_audio_tokens", "target_tokens", "num_audio_windows", "audio_rate_hz"]
+    behind += [
+        "media_width",
+        "media_height",
+        "media_frames",
+        "media_frame_us",
+        "media_samples",
+        "sum_sq_items",
+        "evaluation",
+    ]
     assert (SCHEMA_VERSION, [name for name, _ in columns_of(path, "samples")]) == (
-        6,
+        7,
         [*(name for name, _ in SAMPLES), *behind],
     )
 
@@ -176,6 +185,7 @@ def test_the_closed_lists_are_the_promised_ones():
         "unreadable_media",
         "bad_record",
         "placeholder_mismatch",
+        "no_encoder",
         "empty",
         "path_escape",
         "too_long",
@@ -503,7 +513,7 @@ def test_ratios_are_measured_over_predicted_time_without_the_warm_up(tmp_path):
 
 
 def test_samples_with_audio_are_counted_and_left_out_of_training(merge, tiny_spec):
-    path = merge(("train", 0, [good(0, "a"), good(1, "b", audio_tokens=50), good(2, "c", kept_vision_tokens=60)]))
+    path = merge(("train", 0, [good(0, "a"), good(1, "b", kept_audio_tokens=50), good(2, "c", kept_vision_tokens=60)]))
     samples, left_out = load_samples(path, tiny_spec.encoders)
     assert left_out == {"audio": 1}
     assert samples.sample_id.tolist() == ["a", "c"]
@@ -513,7 +523,7 @@ def test_samples_with_audio_are_counted_and_left_out_of_training(merge, tiny_spe
 
 def test_each_encoder_has_its_columns_and_without_encoders_texts_alone_are_left(merge, tiny_spec):
     text = {"num_items": 0, "vision_tokens": 0, "kept_vision_tokens": 0}
-    records = [good(0, "text", **text), good(1, "both", num_audio_windows=2, audio_tokens=50), good(2, "picture")]
+    records = [good(0, "text", **text), good(1, "both", num_audio_windows=2, kept_audio_tokens=50), good(2, "picture")]
     path = merge(("train", 0, records))
     (vision,) = tiny_spec.encoders
     samples, left_out = load_samples(path, (vision, replace(vision, name="audio", media=("audio",))))
@@ -528,7 +538,7 @@ def test_each_encoder_has_its_columns_and_without_encoders_texts_alone_are_left(
 
 def test_shapes_without_a_sample_to_train_on_point_to_the_rejects(merge, tiny_spec):
     with pytest.raises(UserError, match=r"no sample to train on \(1 with audio left out\); `from rejects`"):
-        load_samples(merge(("train", 0, [good(0, "b", audio_tokens=50), bad(1, "c")])), tiny_spec.encoders)
+        load_samples(merge(("train", 0, [good(0, "b", kept_audio_tokens=50), bad(1, "c")])), tiny_spec.encoders)
 
 
 def test_sources_whose_records_are_all_rejected_give_an_empty_table_of_samples(merge):

@@ -13,7 +13,7 @@ from dflop.models.qwen2_5_vl.shapes import PixelLimits, Qwen25VlShapes
 from dflop.models.spec import ModelSpec, vision_and_llm
 from dflop.runtime import UserError
 
-__all__ = ["PRESETS", "make_spec"]
+__all__ = ["FRAME", "PICTURE", "PRESETS", "QWEN_3B", "make_spec", "pixel_limits", "with_axes"]
 
 _VISION = {
     "model_type": "qwen2_5_vl_vision",
@@ -30,7 +30,7 @@ _VISION = {
 }
 
 
-def _with_axes(text: dict[str, Any], sections: list[int]) -> dict[str, Any]:
+def with_axes(text: dict[str, Any], sections: list[int]) -> dict[str, Any]:
     """An LLM of Qwen2's with three position axes; `sections` are how many frequencies each has."""
     fields = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": sections}
@@ -41,12 +41,12 @@ def _qwen(text: dict[str, Any], vision: dict[str, Any] | None = None, *, tied: b
     return {
         "model_type": "qwen2_5_vl",
         "vision_config": _VISION | {"out_hidden_size": text["hidden_size"]} | (vision or {}),
-        "text_config": _with_axes(text, [16, 24, 24]) | {"max_position_embeddings": 128_000, "rms_norm_eps": 1e-6},
+        "text_config": with_axes(text, [16, 24, 24]) | {"max_position_embeddings": 128_000, "rms_norm_eps": 1e-6},
         "tie_word_embeddings": tied,
     }
 
 
-_QWEN_3B = {
+QWEN_3B = {
     "hidden_size": 2048,
     "intermediate_size": 11008,
     "num_hidden_layers": 36,
@@ -68,10 +68,10 @@ PRESETS: dict[str, dict[str, Any]] = {
             "out_hidden_size": TINY_LLM["hidden_size"],
             "fullatt_block_indexes": [1, 3],
         },
-        "text_config": _with_axes(TINY_LLM, [4, 6, 6]) | {"bos_token_id": None, "eos_token_id": None},
+        "text_config": with_axes(TINY_LLM, [4, 6, 6]) | {"bos_token_id": None, "eos_token_id": None},
         "tie_word_embeddings": False,
     },
-    "qwen2_5_vl_3b": _qwen(_QWEN_3B, {"intermediate_size": 3420}, tied=True),
+    "qwen2_5_vl_3b": _qwen(QWEN_3B, {"intermediate_size": 3420}, tied=True),
     "qwen2_5_vl_7b": _qwen(LLMS["qwen2.5_7b"], {"intermediate_size": 3420}),
     "qwen2_5_vl_32b": _qwen(LLMS["qwen2.5_32b"]),
     "qwen2_5_vl_72b": _qwen(LLMS["qwen2.5_72b"]),
@@ -99,7 +99,7 @@ _TEXT_FIELDS = (
     *("rope_parameters", "rope_scaling", "rope_theta", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 # Of transformers' processors, where a checkpoint sets nothing.
-_PICTURE, _FRAME = PixelLimits(56 * 56, 28 * 28 * 1280), PixelLimits(128 * 28 * 28, 28 * 28 * 768)
+PICTURE, FRAME = PixelLimits(56 * 56, 28 * 28 * 1280), PixelLimits(128 * 28 * 28, 28 * 28 * 768)
 
 
 def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | None = None) -> ModelSpec:
@@ -122,8 +122,8 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
         tokens_per_second=vision["tokens_per_second"],
         num_layers=vision["depth"],
         num_full_layers=len(full_layers),
-        picture=_limits(processor, _PICTURE, name),
-        frame=_limits(processor.get("video_processor", {}), _FRAME, name),
+        picture=pixel_limits(processor, PICTURE, name),
+        frame=pixel_limits(processor.get("video_processor", {}), FRAME, name),
     )
     sizes = {"patch_size": rules.patch_size, "temporal_patch_size": rules.temporal_patch_size}
     check_processor(name, processor, sizes | {"merge_size": rules.merge_size})
@@ -157,7 +157,8 @@ def _in_sections(hf_config: dict[str, Any]) -> dict[str, Any]:
     return fields | {"vision_config": vision, "text_config": text, "tie_word_embeddings": is_tied}
 
 
-def _limits(processor: dict[str, Any], usual: PixelLimits, name: str) -> PixelLimits:
+def pixel_limits(processor: dict[str, Any], usual: PixelLimits, name: str) -> PixelLimits:
+    """What a processor's fields scale pictures to."""
     size = processor.get("size") or {}
     limits = [
         processor.get(pixels) or size.get(edge) or size.get(pixels) or default

@@ -4,6 +4,7 @@ Frames go through the same resize, rescale and normalise as `Qwen2VLVideoProcess
 torchvision.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,11 @@ _PLACEHOLDERS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 class Qwen25VlPatches:
     """From decoded pictures to the encoder's items, each the patches of one token."""
 
+    processor_class = "Qwen2_5_VLProcessor"
+    # What the processor asks the tokenizer for, and its chat template besides.
+    named_tokens: Mapping[str, str] = _NAMED_TOKENS
+    template_tokens: Mapping[str, str] = _PLACEHOLDERS
+
     def __init__(self, spec: ModelSpec, checkpoint: Path | None = None) -> None:
         self.rules, self.checkpoint = spec.rules, checkpoint
         rules = self.rules
@@ -43,12 +49,12 @@ class Qwen25VlPatches:
             folder,
             self.checkpoint,
             images=self.processor,
-            processor_class="Qwen2_5_VLProcessor",
+            processor_class=self.processor_class,
             video_processor_type="Qwen2VLVideoProcessor",
             fields={},
             of_videos={"size": _size(self.rules.frame)},
-            named_tokens=_NAMED_TOKENS,
-            template_tokens=_PLACEHOLDERS,
+            named_tokens=self.named_tokens,
+            template_tokens=self.template_tokens,
         )
 
     def images(self, images: list[Image.Image]) -> list[np.ndarray]:

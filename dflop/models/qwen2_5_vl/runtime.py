@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from copy import deepcopy
+from typing import Any
 
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -14,7 +15,7 @@ from dflop.models.qwen2_5_vl.stages import cut
 from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
 from dflop.models.spec import ModelSpec
 
-__all__ = ["RUNTIME", "make_config"]
+__all__ = ["RUNTIME", "fields_with_depth", "make_config", "make_up_media", "plain_inputs"]
 
 # The hub and `save_pretrained` keep the names that the family had first.
 _FIRST_NAMES = (
@@ -37,12 +38,17 @@ def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: in
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
     """The model with so many layers in one module. An encoder's then all attend beyond windows, so that any of them can
     be measured; small pictures stand for windows (`make_up_media`)."""
+    return make_spec(spec.name, fields_with_depth(spec, module, num_layers))
+
+
+def fields_with_depth(spec: ModelSpec, module: str, num_layers: int) -> dict[str, Any]:
+    """The config's fields, with so many layers in the vision encoder or the LLM."""
     fields = deepcopy(spec.hf_config)
     if module == "llm":
         fields["text_config"]["num_hidden_layers"] = num_layers
     else:
         fields["vision_config"] |= {"depth": num_layers, "fullatt_block_indexes": list(range(num_layers))}
-    return make_spec(spec.name, fields)
+    return fields
 
 
 def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
@@ -96,7 +102,7 @@ RUNTIME = FamilyRuntime(
     cut=cut,
     weight_renamings=_FIRST_NAMES,
     packs_media=True,
-    make_processor=Qwen25VlPatches,
+    processors={"vision": Qwen25VlPatches},
     with_depth=with_depth,
     make_up_media=make_up_media,
     plain_inputs=plain_inputs,

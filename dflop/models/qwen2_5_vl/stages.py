@@ -1,9 +1,10 @@
 """Qwen2.5-VL's encoder as a stage, and how the whole model is cut into stages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
@@ -11,13 +12,19 @@ from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
 from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
 
-__all__ = ["VisionStage", "cut"]
+__all__ = ["VisionStage", "cut", "cut_vision", "exact_in_float64"]
 
 
 def cut(hf: Qwen2_5_VLForConditionalGeneration, module: str, layers: range) -> EncoderStage | LlmStage:
     """The stage of these layers of a module, in place, from the whole model."""
     if module == "llm":
         return cut_llm(hf, layers, of_encoders=("visual",), kind="qwen2")
+    return VisionStage(hf, layers, **cut_vision(hf, layers))
+
+
+def cut_vision(hf: PreTrainedModel, layers: range) -> dict[str, bool]:
+    """Leave of a whole model these layers of its `visual` encoder, and what is around them; says at which ends they
+    are."""
     hf.model.language_model, hf.lm_head = None, None
     tower = hf.model.visual
     is_first, is_last = keep_layers(tower.blocks, layers)
@@ -25,23 +32,31 @@ def cut(hf: Qwen2_5_VLForConditionalGeneration, module: str, layers: range) -> E
         tower.patch_embed = None
     if not is_last:
         tower.merger = None
-    return VisionStage(hf, layers, is_first=is_first, is_last=is_last)
+    return {"is_first": is_first, "is_last": is_last}
 
 
-def _rotated(
-    query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary positions of the encoder, which transformers applies in float32 whatever it gets; in float64 exactly."""
-    if query.dtype != torch.float64:
-        return _rotated_in_float32(query, key, cosines, sines)
-    cosines, sines = cosines.unsqueeze(-2).double(), sines.unsqueeze(-2).double()
-    return tuple(own * cosines + modeling.rotate_half(own) * sines for own in (query, key))
+Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-# In place of transformers' own, as the norms that compute in float32 are exchanged in float64 (`weights.py`): what is
-# rounded to float32 differs between layouts, now and then, by far more than float64 does.
-_rotated_in_float32 = modeling.apply_rotary_pos_emb_vision
-modeling.apply_rotary_pos_emb_vision = _rotated
+def exact_in_float64(rotate: Rotation) -> Rotation:
+    """transformers' rotary positions of an encoder, which are applied in float32 whatever it gets, in float64 exactly.
+
+    Families put it in place of transformers' own, as the norms that compute in float32 are exchanged in float64
+    (`weights.py`): what is rounded to float32 differs between layouts, now and then, by far more than float64 does.
+    """
+
+    def rotated(
+        query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if query.dtype != torch.float64:
+            return rotate(query, key, cosines, sines)
+        cosines, sines = cosines.unsqueeze(-2).double(), sines.unsqueeze(-2).double()
+        return tuple(own * cosines + modeling.rotate_half(own) * sines for own in (query, key))
+
+    return rotated
+
+
+modeling.apply_rotary_pos_emb_vision = exact_in_float64(modeling.apply_rotary_pos_emb_vision)
 
 
 @dataclass(frozen=True, slots=True)

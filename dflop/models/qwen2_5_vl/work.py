@@ -8,7 +8,7 @@ from dflop.models.llm_work import llm_work
 from dflop.models.spec import ModelSpec
 from dflop.models.work import Layer, ModuleWork, PartWork, coefficients, size_of
 
-__all__ = ["count_work"]
+__all__ = ["count_work", "vision_work"]
 
 # Forward kernels of eager PyTorch, about: products, norms, rotary positions and pointwise operations.
 _NUM_KERNELS = {"layer": 40, "first": 6, "last": 15}
@@ -22,6 +22,11 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
     """
     if module == "llm":
         return llm_work(spec, tp, is_tied=bool(spec.hf_config["tie_word_embeddings"]), kind="qwen2")
+    return vision_work(spec, tp, stacked_qkv=True)
+
+
+def vision_work(spec: ModelSpec, tp: int, *, stacked_qkv: bool) -> ModuleWork:
+    """Counts of the vision encoder, whose queries, keys and values may come of one matrix."""
     sizes, patches = spec.module("vision"), spec.rules.merge_size**2
     layer = Layer(
         hidden=sizes.hidden_size,
@@ -32,7 +37,7 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
         rms_norm=True,
         gated=True,
         rotary=True,
-        stacked_qkv=True,
+        stacked_qkv=stacked_qkv,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,

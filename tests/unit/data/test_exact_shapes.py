@@ -190,7 +190,7 @@ def test_every_record_has_the_items_and_tokens_that_training_makes(family, data,
         "max_llm_tokens": MAX_LLM_TOKENS,
         "encoders": (EncoderFeed(("image", "video"), 1),),
     }
-    visual = MicrobatchLoader(**common, encoder=0, processor=load_runtime(family).make_processor(spec, None))
+    visual = MicrobatchLoader(**common, encoder=0, processor=load_runtime(family).processors["vision"](spec, None))
     text = MicrobatchLoader(**common, encoder=None)
     for row in frame.iter_rows(named=True):
         job = MicrobatchJob(

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 from click.testing import CliRunner, Result
 
 from dflop.cli import cli
-from dflop.config import DataConfig, SourceConfig
-from dflop.data import SourceRecords, list_sources
+from dflop.config import DataConfig, ModelConfig, SourceConfig
+from dflop.data import SourceRecords, list_sources, load_samples
+from dflop.models import load_model_spec
 from dflop.runtime import UserError
 from dflop.store import read_table
 
@@ -92,6 +95,24 @@ def test_the_config_says_what_becomes_of_duplicate_ids(duplicate_ids):
         assert names == ["x", "y", "b/y", "z"]
         assert tables["rejects"] == [("a", 2, "x", "duplicate_id"), ("a", 3, "x", "duplicate_id")]
         assert "a: 2 rejected as duplicate_id, e.g. x: an earlier record of the source has the same id" in output
+
+
+@pytest.mark.parametrize("without_encoder", ["drop", "reject"])
+def test_the_config_says_what_becomes_of_media_that_the_model_has_no_encoder_for(without_encoder):
+    soundfile.write("a.wav", np.zeros(16_000), 16_000)
+    heard = {"id": "heard", "audio": "a.wav", "conversations": talk("<audio>")}
+    write_records("a.json", [heard, {"id": "read", "conversations": talk("hello")}])
+    data = {"sources": [{"path": "a.json"}], "without_encoder": without_encoder}
+    tables, output = shapes_of(data)
+    samples, left_out = load_samples(Path("shapes.duckdb"), load_model_spec(ModelConfig()).encoders)
+    assert samples.sample_id.tolist() == ["read"]
+    if without_encoder == "drop":
+        assert left_out == {"audio": 1}
+        assert tables["rejects"] == []
+    else:
+        assert not left_out
+        assert tables["rejects"] == [("a", 0, "heard", "no_encoder")]
+        assert "the model has no encoder for audio (`data.without_encoder: reject`)" in output
 
 
 def test_a_source_that_is_named_twice_counts_twice_and_is_profiled_once():

@@ -25,19 +25,20 @@ def written(request, tmp_path):
     config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
     config.save_pretrained(tmp_path)
     tokenizer.save(tmp_path, spec.media)
-    runtime.make_processor(spec, None).save(tmp_path)
+    for make_processor in runtime.processors.values():
+        make_processor(spec, None).save(tmp_path)
     return family, tmp_path
 
 
 def test_transformers_reads_the_image_processor_that_training_used(written):
     family, folder = written
-    ours = load_runtime(family).make_processor(tiny(family), None).processor
+    ours = load_runtime(family).processors["vision"](tiny(family), None).processor
     assert AutoImageProcessor.from_pretrained(folder).to_dict() == ours.to_dict()
 
 
 def test_training_reads_what_it_wrote_itself(written):
     family, folder = written
-    again = load_runtime(family).make_processor(tiny(family), folder)
+    again = load_runtime(family).processors["vision"](tiny(family), folder)
     assert again.processor.to_dict() == AutoImageProcessor.from_pretrained(folder).to_dict()
 
 
@@ -85,7 +86,7 @@ def test_the_processor_makes_of_pictures_what_training_makes(written):
     (placeholder,) = {ChatTokenizer(None, spec.rules).placeholder_ids["image"]}
     assert int((made["input_ids"] == placeholder).sum()) == count.num_tokens
     assert made["pixel_values"].numel() == count.num_items * math.prod(
-        load_runtime(family).make_processor(spec, None).item_shape
+        load_runtime(family).processors["vision"](spec, None).item_shape
     )
 
 
@@ -100,7 +101,7 @@ def test_the_files_of_a_checkpoint_are_kept_as_they_are(tmp_path):
     tokenizer = {"start_image_token": "<img>", "extra_special_tokens": {}, "model_max_length": 5}
     tokenizer |= dict.fromkeys(("end_image_token", "context_image_token", "video_token"), "<a>")
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    pixels = load_runtime("internvl").make_processor(spec, checkpoint)
+    pixels = load_runtime("internvl").processors["vision"](spec, checkpoint)
     assert tuple(pixels.processor.image_mean) == (0.5,) * 3
     pixels.save(folder)
     for name in ("processor_config.json", "video_preprocessor_config.json"):

@@ -229,7 +229,7 @@ def draw_sample(case: Case, pixels, rules, rng, sizes=(), num_frames=0) -> Sampl
 
 @pytest.fixture(scope="module")
 def samples(case) -> list[Sample]:
-    pixels = case.runtime.make_processor(case.spec, None)
+    pixels = case.runtime.processors["vision"](case.spec, None)
     rng = np.random.default_rng(0)
 
     def draw(**content):

@@ -51,7 +51,7 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
     arguments = {"index": last, "node": program.nodes[last], "stage": stage, "parameters": parameters, "lr": 1e-3}
     arguments["dtype"] = torch.float32
     own = NodeModel(**arguments, ranks=ALONE, optimizer=optimizer, shards={})
-    model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processor=None, tokenizer=None)
+    model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processors={"vision": None}, tokenizer=None)
 
     cluster = ClusterConfig(devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
     pricer = Pricer(plan, costs, tiny_spec, cluster)
