@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,11 +74,16 @@ def costs() -> CostModel:
 
 @pytest.fixture(scope="session")
 def write_made_up_costs(costs) -> Callable[..., None]:
-    """`write_made_up_costs(path, noise=0, tp_sizes=(1,))`: a `costs.duckdb` as fitted to what such a device would show,
-    which takes as long for every tp."""
+    """`write_made_up_costs(path, noise=0, tp_sizes=(1,), modules=…)`: a `costs.duckdb` as fitted to what such a device
+    would show, which takes as long for every tp, and for every encoder."""
 
-    def write(path: Path, noise: float = 0.0, tp_sizes: Sequence[int] = (1,)) -> None:
-        frames = _measure_as(costs, noise=noise)
+    def write(
+        path: Path,
+        noise: float = 0.0,
+        tp_sizes: Sequence[int] = (1,),
+        modules: tuple[str, ...] = ("vision", "llm"),
+    ) -> None:
+        frames = _measure_as(_with_encoders(costs, modules), modules=modules, noise=noise)
         measurements, parameters = (
             pl.concat(frame.with_columns(tp=pl.lit(tp, frame.schema["tp"])) for tp in tp_sizes)
             for frame in (frames.measurements, frames.parameters)
@@ -86,6 +92,16 @@ def write_made_up_costs(costs) -> Callable[..., None]:
         frames.write(path, fit_costs(frames.measurements, frames.parameters))
 
     return write
+
+
+def _with_encoders(costs: CostModel, modules: Sequence[str]) -> CostModel:
+    """The costs, of every encoder those of the first one."""
+    tables = {name: dict(getattr(costs, name)) for name in ("times", "activations", "transients", "parameter_bytes")}
+    for table in tables.values():
+        table |= {
+            (module, *key[1:]): value for key, value in table.items() if key[0] == "vision" for module in modules[1:-1]
+        }
+    return replace(costs, **tables)
 
 
 class MadeUpFrames(NamedTuple):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import yaml
 from PIL import Image
 from training_runs import plan_file, train
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedModel
 
 from dflop.config import Config, load_config
 from dflop.data import ChatTokenizer
@@ -39,12 +39,14 @@ def save_checkpoint(folder: Path, config: Config, *, tied: bool) -> None:
     """A checkpoint in several files, as transformers writes one."""
     spec, runtime = load_model_spec(config.model), load_runtime(config.model.family)
     tokenizer = ChatTokenizer(None, spec.rules)
-    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
+    token_ids = tokenizer.placeholder_ids | tokenizer.special_ids
+    hf_config = runtime.make_config(spec, token_ids, tokenizer.vocab_size(spec.media))
     hf_config.tie_word_embeddings = tied
     torch.manual_seed(5)
     runtime.architecture(hf_config).save_pretrained(folder, max_shard_size="800KB")
     tokenizer.save(folder, spec.media)
-    runtime.make_processor(spec, None).save(folder)
+    for make_processor in runtime.processors.values():
+        make_processor(spec, None).save(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # computed in; masters are written
@@ -55,7 +57,7 @@ def test_a_model_that_was_not_trained_is_written_as_it_was_loaded(alone, family,
     save_checkpoint(loaded, load_config({"model": {"family": family}}), tied=tied)
     assert len(list(loaded.glob("*.safetensors"))) > 1
     config = load_config({"model": {"family": family, "path": str(loaded)}})
-    grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=1))
+    grids = tuple(Grid(module=module.name, num_ranks=1) for module in load_model_spec(config.model).modules)
     plan = Plan(placement="colocated", grids=grids, num_microbatches=1)
     topology = place_in_world(make_program(plan), torch.device("cpu"), torch.float32, dist.HashStore())
     export_model(written, plan, build_rank_model(config, plan, topology, dtype), torch.float32)
@@ -103,7 +105,7 @@ def test_a_familys_example_trains_and_what_it_leaves_generates_text_of_a_picture
     model, found = runtime.architecture.from_pretrained(written, output_loading_info=True)
     assert not any(found.values()), found
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 200, 3), dtype=np.uint8))
-    (items,) = runtime.make_processor(spec, written).images([picture])
+    (items,) = runtime.processors["vision"](spec, written).images([picture])
     count = spec.rules.image(200, 60, 1)
     assert len(items) == count.num_items > 1
     tokenizer = ChatTokenizer(written)  # which has all that the family's texts need by now
@@ -118,3 +120,37 @@ def test_a_familys_example_trains_and_what_it_leaves_generates_text_of_a_picture
         likeliest = model(input_ids=made, **inputs_of(model, items, count, made)).logits[0].argmax(dim=-1)
     num_asked = prompt.shape[1]
     assert made[0, num_asked:].tolist() == likeliest[num_asked - 1 : -1].tolist()
+
+
+def test_three_modules_train_and_what_they_leave_hears(omni_run, tmp_path):
+    folder, config = omni_run
+    family = "qwen2_5_omni_thinker"
+    example = yaml.safe_load((EXAMPLES / "qwen2_5_omni_cpu.yaml").read_text(encoding="utf-8"))
+    grids = (Grid(module=name, num_ranks=1, rank_offset=rank) for rank, name in enumerate(("vision", "audio", "llm")))
+    plan = tmp_path / "plan.yaml"
+    disjoint = Plan(placement="disjoint", grids=tuple(grids), num_microbatches=2)
+    plan.write_text(yaml.safe_dump({"plan": disjoint.to_dict()}))
+    chosen = {"steps": 2, "precision": "fp32", "lr": example["train"]["lr"]}
+    steps = train(folder, config | {"model": example["model"]}, plan, tmp_path / "train", **chosen)
+    assert [step["step"] for step in steps] == [0, 1]
+
+    spec, runtime = load_model_spec(load_config(example).model), load_runtime(family)
+    written = tmp_path / "train/model"
+    model, found = runtime.architecture.from_pretrained(written, output_loading_info=True)
+    assert not any(found.values()), found
+    tokenizer, sounds = ChatTokenizer(written, spec.rules), runtime.processors["audio"](spec, written)
+    extractor = AutoFeatureExtractor.from_pretrained(written)
+    assert extractor.to_dict() == sounds.processor.to_dict()
+    assert model.config.audio_start_token_id == AutoTokenizer.from_pretrained(written).audio_bos_token_id
+    samples = np.random.default_rng(0).normal(size=40_000).astype(np.float32)
+    heard = extractor(samples, sampling_rate=16_000, return_attention_mask=True, return_tensors="pt")
+    inputs = {"input_features": heard["input_features"], "feature_attention_mask": heard["attention_mask"]}
+    count = spec.rules.audio(2.5, None)
+    (text,) = tokenizer.encode([[Turn("user", spec.rules.in_text("audio", count)), Turn("assistant", "A")]])
+    ids, is_target = expand_text(text, [count.num_tokens], 10_000)
+    prompt = torch.from_numpy(ids[: is_target.argmax()])[None]
+    made = model.generate(input_ids=prompt, **inputs, max_new_tokens=3, do_sample=False)
+    with torch.no_grad():
+        logits = model(input_ids=made, attention_mask=torch.ones_like(made), **inputs).logits[0]
+    num_asked = prompt.shape[1]
+    assert made[0, num_asked:].tolist() == logits.argmax(dim=-1)[num_asked - 1 : -1].tolist()

@@ -29,6 +29,7 @@ from dflop.pipeline import StepInstructions, check_program, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.pricing import Pricer
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
+from dflop.store import read_table
 from dflop.training.feed import JobStream
 from dflop.training.loader import start_loading
 from dflop.training.rank_model import build_rank_model, forwards_that_read
@@ -38,7 +39,16 @@ from dflop.training.work import make_works
 
 pytestmark = pytest.mark.serial
 
-_NUM_STEPS = {"plain": 2, "tied": 2, "frozen vision": 1, "frozen llm": 1, "internvl": 1, "qwen": 1, "damaged": 1}
+_NUM_STEPS = {
+    "plain": 2,
+    "tied": 2,
+    "frozen vision": 1,
+    "frozen llm": 1,
+    "internvl": 1,
+    "qwen": 1,
+    "omni": 2,
+    "damaged": 1,
+}
 _LR = 1e-3
 
 
@@ -129,6 +139,33 @@ PLANS |= {
     "parameters 2 of the LLM, tp 2": sharding(shared("colocated", SHARED_TWICE, 2), "parameters", "parameters"),
     "parameters 2+2": sharding(disjoint(TWO, TWO, num_microbatches=2), "parameters", "parameters"),
 }
+
+
+def three(placement: str, vision: dict, audio: dict, llm: dict, num_microbatches: int = 3, **more) -> Plan:
+    """Two encoders and the LLM, on ranks of their own where the placement is disjoint."""
+    grids, offset = [], 0
+    for module, grid in (("vision", vision), ("audio", audio), ("llm", llm)):
+        grids.append(Grid(module=module, rank_offset=offset, **grid))
+        offset += grids[-1].num_ranks if placement == "disjoint" else 0
+    return Plan(placement=placement, grids=tuple(grids), num_microbatches=num_microbatches, **more)
+
+
+OMNI_PLANS = {
+    "three modules 1+1+1": three("disjoint", ONE, ONE, ONE),
+    "three modules 1+2+1, audio pp 2": three("disjoint", ONE, PIPELINE, ONE, num_microbatches=4),
+    "three modules 1+1+2, LLM pp 2": three("disjoint", ONE, ONE, PIPELINE, schedule="zb_h1"),
+    "three modules 1+1+2, LLM dp 2": three("disjoint", ONE, ONE, TWO, num_microbatches=2, checkpointing=True),
+    "three modules colocated 2": three("colocated", TWO, TWO, TWO, num_microbatches=2),
+    "three modules colocated pp 2": three("colocated", TWO, TWO, PIPELINE),
+    "three modules bubble-filled pp 2": three("bubble_filled", TWO, TWO, PIPELINE),
+    "three modules monolithic 2": three("monolithic", TWO, TWO, TWO),
+    "three modules 1+2+1, audio tp 2": three("disjoint", ONE, SHARED, ONE),
+    "three modules colocated, encoders tp 2, LLM tp 2": three("colocated", SHARED, SHARED, SHARED),
+}
+parameters = three("monolithic", TWO, TWO, TWO)
+OMNI_PLANS["three modules, parameters 2"] = sharding(parameters, "parameters", "parameters", "parameters")
+PLANS |= OMNI_PLANS
+OMNI_KINDS = {"text", "image", "multi_image", "video", "audio", "mixed"}
 FROZEN = (
     "parameters 2",
     "parameters 2 of the LLM, tp 2",
@@ -180,8 +217,9 @@ CASES = [
     *(
         (name, variant)
         for variant, names in (
-            *(("plain", PLANS), ("tied", TIED), ("internvl", INTERNVL)),
-            *(("qwen", QWEN), ("damaged", DAMAGED)),
+            ("plain", [name for name in PLANS if name not in OMNI_PLANS]),
+            *(("tied", TIED), ("internvl", INTERNVL)),
+            *(("qwen", QWEN), ("omni", OMNI_PLANS), ("damaged", DAMAGED)),
         )
         for name in names
     ),
@@ -190,11 +228,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def folder(dataset, run, internvl_run, qwen_run, tmp_path_factory) -> Path:
+def folder(dataset, run, internvl_run, qwen_run, omni_run, tmp_path_factory) -> Path:
     """What the ranks read: of each variant its config, and of each plan and variant the schedules; and what they must
     find: the losses and gradients of the whole model."""
     made, config = run
-    made_of = {"internvl": internvl_run[0], "qwen": qwen_run[0]}
+    made_of = {"internvl": internvl_run[0], "qwen": qwen_run[0], "omni": omni_run[0]}
     folder = tmp_path_factory.mktemp("layouts")
     configs = {
         "plain": config,
@@ -202,6 +240,7 @@ def folder(dataset, run, internvl_run, qwen_run, tmp_path_factory) -> Path:
         **{f"frozen {name}": config | {"model": config["model"] | {"freeze": [name]}} for name in ("vision", "llm")},
         "internvl": internvl_run[1],
         "qwen": qwen_run[1],
+        "omni": omni_run[1],
         "damaged": config | {"data": config["data"] | {"sources": [{"path": str(folder / "damaged" / "train.json")}]}},
     }
     configs["tied"]["model"].pop("preset")
@@ -212,6 +251,8 @@ def folder(dataset, run, internvl_run, qwen_run, tmp_path_factory) -> Path:
         specs[variant] = load_model_spec(loaded.model)
         samples[variant], _ = load_samples(made_of.get(variant, made) / "shapes.duckdb", specs[variant].encoders)
         batches[variant] = GlobalBatches(len(samples[variant]), 8, 0)
+        if variant == "omni":
+            batches[variant] = _batches_of_all_kinds(made_of[variant], samples[variant])
         chosen = [samples[variant].take(batches[variant][step]) for step in range(_NUM_STEPS[variant])]
         if variant == "damaged":
             chosen = [_without_one_damaged(chosen[0], dataset.parent, folder / "damaged")]
@@ -220,7 +261,8 @@ def folder(dataset, run, internvl_run, qwen_run, tmp_path_factory) -> Path:
     cluster = ClusterConfig(devices_per_node=8, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
     for name, variant in CASES:
         plan, freeze = PLANS[name], configs[variant]["model"].get("freeze", ())
-        pricer = Pricer(plan, costs, specs[variant], cluster, frozen=freeze)
+        own_costs = CostModel.load(omni_run[0] / "costs.duckdb") if variant == "omni" else costs
+        pricer = Pricer(plan, own_costs, specs[variant], cluster, frozen=freeze)
         # Random assignments: replicas without media, and splits of every kind.
         scheduler = BatchScheduler(samples[variant], pricer, batches[variant], ScheduleConfig(policy="random"), 3)
         path = folder / f"{name} {variant}".replace("/", "-")
@@ -228,6 +270,18 @@ def folder(dataset, run, internvl_run, qwen_run, tmp_path_factory) -> Path:
         for step in range(_NUM_STEPS[variant]):
             (path / str(step)).write_bytes(scheduler.schedule(step).to_bytes())
     return folder
+
+
+def _batches_of_all_kinds(run: Path, samples: SampleShapes) -> GlobalBatches:
+    """Batches whose first steps have samples of every kind."""
+    table = read_table(run / "shapes.duckdb", "samples", made_by="merge-shapes")
+    kind_of = dict(table.select("sample_id", "modality").iter_rows())
+    for seed in range(1000):
+        batches = GlobalBatches(len(samples), 8, seed)
+        chosen = np.concatenate([batches[step] for step in range(_NUM_STEPS["omni"])])
+        if {kind_of[name] for name in samples.sample_id[chosen]} == OMNI_KINDS:
+            return batches
+    raise AssertionError("no batch has samples of every kind")
 
 
 def _tied_checkpoint(path: Path, config: dict) -> Path:

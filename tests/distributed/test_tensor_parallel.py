@@ -106,6 +106,11 @@ CASES = {
     "qwen2_5_vl vision, checkpointing": Case(family="qwen2_5_vl", module="vision", checkpointing=True),
     "qwen2_5_vl vision in bf16": Case(family="qwen2_5_vl", module="vision", precision="bf16"),
     "qwen2_5_vl llm": Case(family="qwen2_5_vl"),
+    "qwen2_5_omni vision": Case(family="qwen2_5_omni_thinker", module="vision"),
+    "qwen2_5_omni audio": Case(family="qwen2_5_omni_thinker", module="audio"),
+    "qwen2_5_omni audio, checkpointing": Case(family="qwen2_5_omni_thinker", module="audio", checkpointing=True),
+    "qwen2_5_omni audio in bf16": Case(family="qwen2_5_omni_thinker", module="audio", precision="bf16"),
+    "qwen2_5_omni llm": Case(family="qwen2_5_omni_thinker"),
     "vision in bf16": Case(module="vision", precision="bf16"),
     "whole llm in bf16": Case(precision="bf16"),
     "whole llm in bf16, checkpointing": Case(precision="bf16", checkpointing=True),
@@ -156,7 +161,14 @@ def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
 
 def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Drawn inputs, and what the stage makes of them."""
-    if case.family == "qwen2_5_vl" and case.module == "vision":
+    if case.module == "audio":
+        num_mels, chunk = load_runtime(case.family).make_up_media(case.spec, "audio", 1).item_shape
+        items = draw(4, num_mels, chunk).requires_grad_()
+        sounds = tuple(
+            MediumLayout("audio", -(-frames // chunk), 0, 0, (frames, 1, 1)) for frames in (2 * chunk + 37, chunk - 90)
+        )
+        return items, stage(EncoderBatch(items=items, media=(sounds[:1], sounds[1:]), kept_tokens=(80, 1000)))
+    if case.family.startswith("qwen2_5") and case.module == "vision":
         made_up = load_runtime(case.family).make_up_media(case.spec, "vision", 30)
         items = draw(30, *made_up.item_shape).requires_grad_()
         media = tuple((medium,) for medium in made_up.media)
@@ -291,6 +303,8 @@ def test_a_divided_stage_computes_what_the_whole_one_does(divided, name):
         "internvl vision, as in 6B",
         "qwen2_5_vl vision",
         "qwen2_5_vl llm",
+        "qwen2_5_omni vision",
+        "qwen2_5_omni audio",
         "whole llm",
         "whole llm, tied",
         "whole llama with biases",

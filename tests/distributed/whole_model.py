@@ -25,14 +25,17 @@ def build_whole_model(config: Config) -> PreTrainedModel:
     """The model in float64, with the weights that the stages draw."""
     spec, runtime = load_model_spec(config.model), load_runtime(config.model.family)
     tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
-    hf_config = runtime.make_config(spec, tokenizer.placeholder_ids, tokenizer.vocab_size(spec.media))
+    hf_config = runtime.make_config(
+        spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
+    )
     checkpoint = Path(config.model.path) if config.model.path else None
     weights = {}
-    for module in ("vision", "llm"):
-        layers = range(spec.module(module).num_layers)
-        stage = runtime.build_stage(hf_config, module, layers=layers, seed=config.seed, checkpoint=checkpoint)
+    for module in spec.modules:
+        layers = range(module.num_layers)
+        stage = runtime.build_stage(hf_config, module.name, layers=layers, seed=config.seed, checkpoint=checkpoint)
         weights |= stage.hf_state_dict()
-    hf_config.text_config._attn_implementation = hf_config.vision_config._attn_implementation = "sdpa"
+    for part in hf_config.sub_configs:
+        getattr(hf_config, part)._attn_implementation = "sdpa"
     model = runtime.architecture(hf_config)
     model.load_state_dict(weights)
     norms_in_float64(model)
@@ -59,41 +62,48 @@ def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
 def loss_of_batch(model: PreTrainedModel, config: Config, batch: SampleShapes) -> float:
     """The mean loss over a global batch's target tokens; its gradients are added to the model's."""
     spec = load_model_spec(config.model)
-    visual, text = _loaders(config, spec)
+    media, text = _loaders(config, spec)
     num_targets, loss = int(batch.target_tokens.sum()), 0.0
     for index in range(len(batch)):
-        part = _loss_of_sample(model, visual, text, batch, index) / num_targets
+        part = _loss_of_sample(model, media, text, batch, index) / num_targets
         if part.requires_grad:  # not that of a text, where the LLM is frozen
             part.backward()
         loss += part.item()
     return loss
 
 
-def _loaders(config: Config, spec: ModelSpec) -> tuple[MicrobatchLoader, MicrobatchLoader]:
+def _loaders(config: Config, spec: ModelSpec) -> tuple[dict[str, MicrobatchLoader], MicrobatchLoader]:
+    """Of each encoder, and of the LLM."""
     common = {
         "records": TrainingRecords(list_sources(config.data), config.seed),
         "reader": reader_of(config),
         "tokenizer_folder": tokenizer_folder(config.model),
         "max_llm_tokens": config.data.max_llm_tokens,
-        "encoders": (EncoderFeed(("image", "video"), 1),),
+        "encoders": tuple(EncoderFeed(encoder.media, 1) for encoder in spec.encoders),
     }
-    processor = load_runtime(spec.family).make_processor(spec, None)
-    media = MicrobatchLoader(**common, encoder=0, processor=processor)
+    processors = load_runtime(spec.family).processors
+    media = {
+        encoder.name: MicrobatchLoader(**common, encoder=place, processor=processors[encoder.name](spec, None))
+        for place, encoder in enumerate(spec.encoders)
+    }
     return media, MicrobatchLoader(**common, encoder=None)
 
 
-def _loss_of_sample(model, visual, text, batch: SampleShapes, index: int) -> torch.Tensor:
+def _loss_of_sample(model, loaders, text, batch: SampleShapes, index: int) -> torch.Tensor:
     """Summed loss of one sample through the whole model's own `forward`, never packed."""
     job = MicrobatchJob(
         samples=(SampleRef(str(batch.source[index]), int(batch.row[index])),),
         media=tuple(tuple(MediumSize(*size) for size in sizes) for sizes in batch.media[[index]].of_each()),
-        kept_tokens=((int(batch.kept_tokens[index, 0]),),),
+        kept_tokens=(tuple(batch.kept_tokens[index].tolist()),),
         llm_tokens=(int(batch.llm_tokens[index]),),
-        encoder_rank=((0,),),
+        encoder_rank=((0,) * len(batch.encoders),),
     )
-    packed, inputs = text[job], {}
-    if batch.num_items[index, 0]:
-        loaded = visual[job].batch.to(torch.device("cpu"), torch.float64)
-        inputs = load_runtime(model.config.model_type).plain_inputs({"vision": loaded}, packed)
+    packed = text[job]
+    media = {
+        encoder: loaders[encoder][job].batch.to(torch.device("cpu"), torch.float64)
+        for encoder, num_items in zip(batch.encoders, batch.num_items[index], strict=True)
+        if num_items
+    }
+    inputs = load_runtime(model.config.model_type).plain_inputs(media, packed)
     logits = model(input_ids=packed.token_ids[None], **inputs).logits[0, packed.target_positions]
     return torch.nn.functional.cross_entropy(logits, packed.target_ids, reduction="sum")

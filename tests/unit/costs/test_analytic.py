@@ -52,6 +52,7 @@ VARIANTS = {
     ),
     "internvit_with_last_norm": ("internvl", {"use_mean_pooling": False, "use_mask_token": True}, {}),
     "windows_qwen2_5_vl": ("qwen2_5_vl", {}, {"vocab_size": 1000}),
+    "sounds_qwen2_5_omni": ("qwen2_5_omni_thinker", {}, {"vocab_size": 1000}),
 }
 
 
@@ -64,7 +65,14 @@ def variant(name: str, depth: int = 2, **top_level) -> ModelSpec:
     fields = deepcopy(FAMILIES[family].presets["tiny"]) | top_level
     fields["vision_config"] |= vision | {"num_hidden_layers": depth}
     fields["text_config"] |= text | {"num_hidden_layers": depth}
-    return make_spec(family, fields)
+    return make_spec(family, with_audio_layers(fields, depth))
+
+
+def with_audio_layers(fields: dict, depth: int) -> dict:
+    """The config with so many layers in its audio encoder, if it has one."""
+    if "audio_config" in fields:
+        fields["audio_config"]["encoder_layers"] = depth
+    return fields
 
 
 def shallow_preset(family: str, name: str) -> ModelSpec:
@@ -73,7 +81,7 @@ def shallow_preset(family: str, name: str) -> ModelSpec:
         fields[section]["num_hidden_layers"] = 2
     if "fullatt_block_indexes" in fields["vision_config"]:
         fields["vision_config"]["fullatt_block_indexes"] = [1]
-    return make_spec(family, fields)
+    return make_spec(family, with_audio_layers(fields, 2))
 
 
 def build(spec: ModelSpec, attention: str, device: str = "meta") -> PreTrainedModel:
@@ -83,6 +91,8 @@ def build(spec: ModelSpec, attention: str, device: str = "meta") -> PreTrainedMo
     with torch.device(device):
         model = AutoModelForImageTextToText.from_config(config)
     config.text_config._attn_implementation, config.vision_config._attn_implementation = attention, "sdpa"
+    if hasattr(config, "audio_config"):
+        config.audio_config._attn_implementation = "sdpa"
     return model.train()
 
 
@@ -108,7 +118,7 @@ def media_loads(spec: ModelSpec, num_items: int) -> Loads:
 def run_vision(model: PreTrainedModel, spec: ModelSpec, num_items: int) -> torch.Tensor:
     device = model.lm_head.weight.device
     dtype = model.lm_head.weight.dtype
-    if spec.family == "qwen2_5_vl":
+    if spec.family.startswith("qwen2_5"):
         made_up = load_runtime(spec.family).make_up_media(spec, "vision", num_items)
         patches = torch.randn(num_items, *made_up.item_shape, device=device, dtype=dtype, requires_grad=True).flatten(
             0, 1
@@ -124,6 +134,22 @@ def run_vision(model: PreTrainedModel, spec: ModelSpec, num_items: int) -> torch
     batch = EncoderBatch(items=items, media=media, kept_tokens=(1 << 30,) * num_items)
     layers = range(spec.module("vision").num_layers)
     return torch.cat(VisionStage(model, layers, is_first=True, is_last=True)(batch))
+
+
+def run_audio(model: PreTrainedModel, spec: ModelSpec, num_items: int) -> torch.Tensor:
+    """Whole chunks, through transformers' own encoder; what it would read of tensors' values is given."""
+    weight, made_up = model.lm_head.weight, load_runtime(spec.family).make_up_media(spec, "audio", num_items)
+    num_mels, chunk = made_up.item_shape
+    num_positions = num_items * chunk // 2
+    return model.model.audio_tower(
+        padded_feature=torch.randn(
+            num_items, num_mels, chunk, device=weight.device, dtype=weight.dtype, requires_grad=True
+        ),
+        chunk_lengths=torch.full((num_items,), chunk, device=weight.device),
+        valid_indices=torch.arange(num_positions, device=weight.device),
+        pool_indices=torch.arange(0, num_positions, 2, device=weight.device),
+        cu_seqlens=torch.arange(0, num_positions + 1, chunk // 2),
+    ).last_hidden_state
 
 
 def run_llm(model: PreTrainedModel, num_segments: int, length: int, num_targets: int) -> torch.Tensor:
@@ -176,6 +202,16 @@ def test_the_encoders_flops_are_those_that_torch_counts(name, num_items):
     assert backward == pytest.approx(2 * expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if len(spec.encoders) > 1])
+@pytest.mark.parametrize("num_items", [1, 7, 131])
+def test_the_audio_encoders_flops_are_those_that_torch_counts(name, num_items):
+    spec = SPECS[name]
+    forward, backward = counted_flops(lambda: run_audio(build(spec, "eager"), spec, num_items))
+    expected = square_flops(spec, "audio", make_loads(num_items))
+    assert forward == pytest.approx(expected, rel=1e-9)
+    assert backward == pytest.approx(2 * expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("num_segments", "length", "num_targets"), [(1, 640, 100), (5, 64, 320), (32, 8, 1)])
 def test_the_llms_flops_are_those_that_torch_counts(name, num_segments, length, num_targets):
@@ -206,7 +242,12 @@ def test_parameters_are_those_of_the_model(name, tied):
     spec = make_spec(spec.family, spec.hf_config | {"tie_word_embeddings": tied})
     model = build(spec, "eager")
     llm = {id(weight): weight for weight in (*model.model.language_model.parameters(), model.lm_head.weight)}
-    parts = {"vision": [weight for weight in model.parameters() if id(weight) not in llm], "llm": llm.values()}
+    heard = {name: weight for name, weight in model.named_parameters() if ".audio_tower." in name}
+    parts = {
+        "vision": [own for name, own in model.named_parameters() if id(own) not in llm and name not in heard],
+        "llm": llm.values(),
+    }
+    parts |= {"audio": heard.values()} if heard else {}
     for module, weights in parts.items():
         expected = 4 * sum(weight.numel() for weight in weights)
         frame = analytic_points(spec, module, 1, load_device("a100-80g")).parameters
@@ -246,7 +287,7 @@ def saved_bytes(model: PreTrainedModel, forward) -> int:
 def num_layer_norms(spec: ModelSpec) -> int:
     """How many positions of an item pass LayerNorms, each counted as often as it does."""
     module, vision = spec.module("vision"), spec.hf_config["vision_config"]
-    if spec.family == "qwen2_5_vl":
+    if spec.family.startswith("qwen2_5"):
         return 0  # it has root-mean-square norms
     if spec.family == "llava_onevision":
         return 2 * module.num_layers * spec.rules.tokens_per_item
@@ -264,11 +305,26 @@ def test_what_an_encoder_keeps_is_what_autograd_keeps(name):
         loads = media_loads(spec, num_items)
         expected = whole(spec, "vision", lambda part, loads=loads: part.saved_bytes(loads))
         expected += count_work(spec, "vision", 1).stage_bytes(loads)
-        if spec.family == "qwen2_5_vl":
+        if spec.family.startswith("qwen2_5"):
             # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well.
             found -= 2 * 2 * 4 * num_items * spec.module("vision").hidden_size
         # GPUs keep LayerNorms' mean and deviation in fp32, CPUs in bf16. A table of position ids is not counted.
         expected -= 4 * num_items * num_layer_norms(spec)
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_an_audio_encoder_keeps_is_what_autograd_keeps():
+    spec = variant("sounds_qwen2_5_omni")
+    model, width, positions = build(spec, "sdpa", "cpu"), spec.module("audio").hidden_size, spec.rules.chunk_frames // 2
+    for num_items in (2, 9):
+        found = saved_bytes(model, lambda num_items=num_items: run_audio(model, spec, num_items))
+        expected = whole(spec, "audio", lambda part, num_items=num_items: part.saved_bytes(make_loads(num_items)))
+        # Without a variable-length kernel the chunks' outputs are copied into one tensor, which is kept as well.
+        found -= 2 * 2 * positions * num_items * width
+        # transformers' mask of frames is wider than ours, and it keeps the places of positions.
+        found -= num_items * (7 * spec.rules.chunk_frames + 8 * positions)
+        # GPUs keep LayerNorms' mean and deviation in fp32, CPUs in bf16.
+        expected -= 4 * num_items * (2 * 2 * positions + positions // 2)
         assert found == pytest.approx(expected, rel=1e-3)
 
 
@@ -456,7 +512,7 @@ def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp,
 @pytest.mark.parametrize(("family", "name"), [entry for entry in PRESETS if entry[1] != "tiny"])
 def test_a_large_microbatch_runs_at_a_share_of_the_peak_that_training_is_known_to_reach(family, name, device):
     spec, model = SPECS[name], load_device(device)
-    items = 16_384 if spec.family == "qwen2_5_vl" else 55
+    items = 16_384 if spec.family.startswith("qwen2_5") else 55
     for module, wanted in (("vision", {"num_items": items}), ("llm", {"num_tokens": 8192})):
         points = analytic_points(spec, module, 1, model).measurements
         points = points.filter((pl.col("num_layers") == 4) & ~pl.col("checkpointing"))
@@ -469,7 +525,7 @@ def test_a_large_microbatch_runs_at_a_share_of_the_peak_that_training_is_known_t
                 times * (part.dense_flops(loads) + part.attention_flops(loads)) for part, times in ((work.layer, 4),)
             )
             # Qwen2.5-VL's encoder is narrow, and its gated layers move more bytes for what they compute.
-            least = 0.28 if (spec.family, module) == ("qwen2_5_vl", "vision") else 0.3
+            least = 0.28 if spec.family.startswith("qwen2_5") and module == "vision" else 0.3
             assert least < 3 * flops / one["seconds"].sum() / model.peak_flops_per_s < 0.67
 
 

@@ -38,7 +38,7 @@ def benches(tiny_spec, tokenizer):
 
 
 def point_of(module, piece, size, *, depth=1, checkpointing=False, segments=None):
-    if module == "vision":
+    if module != "llm":
         return Point(piece, depth, checkpointing, num_items=size)
     return Point(piece, depth, checkpointing, segments=segments or (size,), num_targets=size // 4)
 
@@ -176,8 +176,13 @@ def test_live_bytes_are_those_of_new_tensors_while_they_live():
     assert live.peak == 3 * 160
 
 
-@pytest.mark.parametrize("module", ["vision", "llm"])
-@pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        *((family, module) for family in ("internvl", "qwen2_5_vl") for module in ("vision", "llm")),
+        *(("qwen2_5_omni_thinker", module) for module in ("vision", "audio", "llm")),
+    ],
+)
 def test_a_family_is_measured_piece_by_piece_and_has_the_parameters_that_analytic_costs_count(
     tokenizer, family, module
 ):

@@ -87,6 +87,12 @@ def qwen_vision(inner: int, out: int) -> int:
     return 3 * 2 * 14 * 14 * 1280 + 32 * layer + 1280 + linear(5120, 5120) + linear(5120, out)
 
 
+def qwen_audio(out: int) -> int:
+    """Whisper's encoder over 128 mel bins, whose keys have no bias, the matrix to the LLM's width, and two vectors."""
+    layers = 32 * (vision_layer(1280, 5120) - 1280)
+    return linear(3 * 128, 1280) + linear(3 * 1280, 1280) + layers + 2 * 1280 + linear(1280, out) + 2 * out
+
+
 # By the formulas above, and the number that comes out.
 SIZES = {
     "llava_ov_7b": (siglip(3584) + qwen_7b(152_000), 8_029_890_080),
@@ -104,6 +110,13 @@ SIZES = {
         + llm(hidden=2048, inner=11008, num_layers=36, kv=2 * 128, vocab=151_936, bias=True, heads=1),
         3_754_622_976,
     ),
+    "qwen2_5_omni_3b": (
+        qwen_vision(3420, 2048)
+        + qwen_audio(2048)
+        + llm(hidden=2048, inner=11008, num_layers=36, kv=2 * 128, vocab=151_936, bias=True),
+        4_703_464_448,
+    ),
+    "qwen2_5_omni_7b": (qwen_vision(3420, 3584) + qwen_audio(3584) + qwen_7b(152_064), 8_931_813_888),
     "qwen2_5_vl_7b": (qwen_vision(3420, 3584) + qwen_7b(152_064), 8_292_166_656),
     "qwen2_5_vl_32b": (qwen_vision(3456, 5120) + qwen_32b(152_064), 33_452_718_336),
     "qwen2_5_vl_72b": (qwen_vision(3456, 8192) + qwen_72b(152_064), 73_410_777_344),
@@ -175,8 +188,9 @@ def test_the_spec_of_a_preset_has_the_sizes_of_its_config(family, name):
     spec = FAMILIES[family].make_spec(name, FAMILIES[family].presets[name], {})
     config = config_of(family, name)
     assert (spec.family, spec.name) == (family, name)
-    assert [module.name for module in spec.modules] == ["vision", "llm"]
-    for module, part in zip(spec.modules, (config.vision_config, config.text_config), strict=True):
+    assert [module.name for module in spec.modules] in (["vision", "llm"], ["vision", "audio", "llm"])
+    for module in spec.modules:
+        part = config.text_config if module.name == "llm" else getattr(config, f"{module.name}_config")
         assert (module.num_layers, module.hidden_size) == (part.num_hidden_layers, part.hidden_size)
         assert module.num_heads == part.num_attention_heads
         assert module.num_kv_heads == getattr(part, "num_key_value_heads", part.num_attention_heads)

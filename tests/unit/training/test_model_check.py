@@ -11,19 +11,22 @@ from click.testing import CliRunner
 from transformers import AttentionInterface
 
 from dflop.cli import cli
-from dflop.config import load_config
+from dflop.config import ModelConfig, load_config
 from dflop.data import loading
+from dflop.models import load_model_spec
 from dflop.models.attention import PACKED, packed_attention
 from dflop.models.qwen2_5_vl import Qwen25VlShapes
 from dflop.parallelism import Grid, Plan
 from dflop.training.model_check import CheckedModel, check_model
 
-FAMILIES = ("llava_onevision", "internvl", "qwen2_5_vl")
-PLAN = Plan(
-    placement="disjoint",
-    grids=(Grid(module="vision", num_ranks=2, pp=2), Grid(module="llm", num_ranks=2, pp=2, rank_offset=2)),
-    num_microbatches=2,
-)
+FAMILIES = ("llava_onevision", "internvl", "qwen2_5_vl", "qwen2_5_omni_thinker")
+
+
+def plan_of(family: str) -> Plan:
+    """Every module in two stages."""
+    names = [module.name for module in load_model_spec(ModelConfig(family=family)).modules]
+    grids = (Grid(module=name, num_ranks=2, pp=2, rank_offset=2 * place) for place, name in enumerate(names))
+    return Plan(placement="disjoint", grids=tuple(grids), num_microbatches=2)
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +36,22 @@ def run_of(demo_data, tmp_path_factory):
 
     def run(family: str) -> Path:
         if family not in made:
-            made[family] = _make_run(tmp_path_factory.mktemp(family), family, demo_data.train_manifest)
+            manifests = [demo_data.train_manifest, demo_data.audio_manifest]
+            made[family] = _make_run(tmp_path_factory.mktemp(family), family, manifests)
         return made[family]
 
     return run
 
 
-def _make_run(folder: Path, family: str, manifest: Path) -> Path:
+def _make_run(folder: Path, family: str, manifests: list[Path]) -> Path:
     config = {
         "run": "checked",
-        "data": {"sources": [{"path": str(manifest)}]},
+        "data": {"sources": [{"path": str(path)} for path in manifests]},
         "model": {"family": family, "preset": "tiny"},
     }
     text = json.dumps(config)
     (folder / "config.yaml").write_text(text)
-    (folder / "plan.yaml").write_text(yaml.safe_dump({"plan": PLAN.to_dict()}))
+    (folder / "plan.yaml").write_text(yaml.safe_dump({"plan": plan_of(family).to_dict()}))
     shards = CliRunner().invoke(cli, ["list-shards", "--config", text], catch_exceptions=False).stdout.splitlines()
     for shard in (line.split("\t")[0] for line in shards):
         out = str(folder / "shapes" / f"{shard}.parquet")
@@ -65,7 +69,7 @@ def checked(run_of):
     def check(family: str) -> CheckedModel:
         folder = run_of(family)
         config = load_config(str(folder / "config.yaml"))
-        return check_model(config, PLAN, folder / "shapes.duckdb", num_samples=5, precision="fp64")
+        return check_model(config, plan_of(family), folder / "shapes.duckdb", num_samples=5, precision="fp64")
 
     return check
 
@@ -74,9 +78,10 @@ def checked(run_of):
 def test_packed_samples_are_those_of_transformers_one_by_one(family, checked):
     found = checked(family)
     assert not found.faults
-    assert {"text", "image", "multi_image", "video"} <= {own.modality for own in found.samples}
+    kinds = {"text", "image", "multi_image", "video"} | ({"audio"} if "omni" in family else set())
+    assert {own.modality for own in found.samples} == kinds
     assert max(*found.alone[:3], *found.packed[:3]) < 1e-10
-    assert found.num_stages == {"vision": 2, "llm": 2}
+    assert set(found.num_stages.values()) == {2}
 
 
 def _sees_all(*args, segment_ends, **kwargs):
@@ -89,7 +94,7 @@ def test_attention_beyond_a_sample_is_found(family, checked, monkeypatch):
     found = checked(family)
     # Attention of the LLM is causal: the first sample sees none, and each other one all before it.
     names = [own.sample_id for own in found.samples]
-    if family != "qwen2_5_vl":  # whose pictures see each other as well
+    if "qwen" not in family:  # whose pictures see each other as well
         assert [own.sees for own in found.samples] == [tuple(names[:place]) for place in range(len(names))]
         assert max(found.alone[:3]) < 1e-10
     assert found.packed.loss > 1e-6

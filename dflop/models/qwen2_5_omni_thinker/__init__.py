@@ -1,0 +1,18 @@
+"""Qwen2.5-Omni's thinker: Qwen2.5-VL's vision encoder, an audio encoder of Whisper's kind, and an LLM that hears and
+sees."""
+
+from dflop.models.family import Family
+from dflop.models.qwen2_5_omni_thinker.presets import PRESETS, make_spec
+from dflop.models.qwen2_5_omni_thinker.shapes import Qwen25OmniShapes
+
+__all__ = ["FAMILY", "PRESETS", "Qwen25OmniShapes", "make_spec"]
+
+FAMILY = Family(
+    name="qwen2_5_omni_thinker",
+    presets=PRESETS,
+    make_spec=make_spec,
+    other_checkpoints={
+        "qwen2_5_omni": "its thinker is what is trained: save it, and its processor, in a folder of its own with "
+        "`Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(…).save_pretrained(folder)`"
+    },
+)
