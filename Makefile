@@ -1,6 +1,7 @@
 # make demo   creates .venv, installs, and runs the whole workflow on the CPU with the demo data
 # make test   creates .venv, installs, and runs the tests
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
+# make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
 # make lint   checks the code's and the workflow's form
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slurm lint clean
+.PHONY: setup demo test test-slurm screenshots lint clean
 
 setup: $(STAMP)
 
@@ -24,8 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	snakemake --cores $(CORES)
-	snakemake --cores $(CORES) --report results/demo/report.html
-	@echo "Done: open results/demo/report.html; README.md says what else lies in results/demo"
+	@echo "Done: open results/demo/report/index.html; README.md says what else lies in results/demo"
 
 test: setup
 	pytest -q -n $(CORES) --dist loadfile -m "not serial"
@@ -34,6 +34,9 @@ test: setup
 test-slurm: setup
 	tests/slurm/install.sh
 	pytest -q tests/slurm
+
+screenshots: setup
+	python tests/browser.py results/demo/report/index.html results/demo/screenshots
 
 lint: setup
 	ruff check

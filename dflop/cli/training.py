@@ -74,12 +74,13 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
 @click.command("report")
 @config_option
 @click.option("--run", "run_folder", type=FOLDER, help="results/<run>, with all earlier artifacts.")
-@click.option("--out", type=FOLDER, help="Folder for the plots and summary.json.")
+@click.option("--out", type=FOLDER, help="Folder for index.html, the plots and summary.json.")
 @run_argument(run_folder="", out="report")
 def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
-    """Draw what the run found: costs, plans, one step's timeline, loss and throughput.
+    """Write the page on a run, its plots, and its figures: data, costs, plan, memory, one step, training, savings.
 
-    RUN is a run of the workflow, by its name or folder; then the plots are written to its `report/`.
+    RUN is a run of the workflow, by its name or folder; then they are written to its `report/`. A run that was not
+    trained yet has a page without the training.
     """
     from dflop.reporting import write_report
 

@@ -89,6 +89,7 @@ class ClusterConfig:
     inter_node_gbps: Optional[float] = None
     device_model: str = "cpu"
     device_models: Optional[str] = None
+    gpu_hour_cost: Optional[float] = None
 
     @property
     def num_devices(self) -> int:

@@ -62,6 +62,7 @@ _ABOVE_ZERO = (
     "cluster.memory_gib",
     "cluster.intra_node_gbps",
     "cluster.inter_node_gbps",
+    "cluster.gpu_hour_cost",
     "schedule.time_limit_s",
     "train.lr",
     "train.modules.*.lr",

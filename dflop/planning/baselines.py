@@ -51,18 +51,24 @@ class Baseline:
 
     name: str
     plan: Plan | None
-    step_s: float
+    steps_s: tuple[float, ...]
     idle: float
     memory_bytes: float
 
-    def beside(self, step_s: float) -> dict[str, object]:
-        """What `plan.yaml` says of it, beside a chosen plan whose step takes `step_s`."""
+    @property
+    def step_s(self) -> float:
+        return float(np.mean(self.steps_s)) if self.plan else np.inf
+
+    def beside(self, best: Candidate) -> dict[str, object]:
+        """What `plan.yaml` says of it, beside the chosen plan; `over_batches` is how far batches are apart in that."""
         if self.plan is None:
             return {"name": self.name, "why_not": "nothing of the kind fits into memory"}
+        ratios = np.divide(self.steps_s, best.steps_s)
         return {
             "name": self.name,
             "step_s": float(f"{self.step_s:.6g}"),
-            "would_take": f"{self.step_s / step_s:.3f}x as long",
+            "would_take": f"{self.step_s / best.step_s:.3f}x as long",
+            "over_batches": [round(float(ratio), 4) for ratio in np.percentile(ratios, (0, 100))],
             "idle": round(self.idle, 4),
             "memory_bytes": round(self.memory_bytes),
             "plan": str(self.plan),
@@ -163,11 +169,11 @@ def _as_baseline(name: str, candidate: Candidate) -> Baseline:
     return Baseline(
         name=name,
         plan=candidate.plan,
-        step_s=candidate.step_s,
+        steps_s=candidate.steps_s,
         idle=candidate.idle,
         memory_bytes=max(candidate.memory_bytes.values()),
     )
 
 
 def _nothing(name: str) -> Baseline:
-    return Baseline(name=name, plan=None, step_s=np.inf, idle=np.nan, memory_bytes=np.nan)
+    return Baseline(name=name, plan=None, steps_s=(), idle=np.nan, memory_bytes=np.nan)

@@ -20,18 +20,23 @@ __all__ = ["Candidate", "PlanPricer"]
 class Candidate:
     """A priced plan; times are means over the batches, memory is the highest of them, or a single sample's.
 
-    `busy_s` is that of each module's busiest rank. `why_not_runnable` is None for a plan that can be trained today.
+    `steps_s` are the steps of each batch, `busy_s` is that of each module's busiest rank. `why_not_runnable` is None
+    for a plan that can be trained today.
     """
 
     plan: Plan
     num_batches: int
-    step_s: float
+    steps_s: tuple[float, ...]
     idle: float
     memory_bytes: dict[str, float]
     busy_s: dict[str, float]
     extrapolated: float
     bottleneck: str
     why_not_runnable: str | None
+
+    @property
+    def step_s(self) -> float:
+        return float(np.mean(self.steps_s))
 
 
 class PlanPricer:
@@ -87,7 +92,7 @@ class PlanPricer:
         return Candidate(
             plan=self.plan,
             num_batches=len(self._batches),
-            step_s=float(np.mean(steps)),
+            steps_s=tuple(steps),
             idle=float(np.mean(idles)),
             memory_bytes=memory_bytes,
             busy_s={module: float(np.mean(seconds)) for module, seconds in busy.items()},

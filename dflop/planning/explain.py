@@ -80,8 +80,11 @@ def describe_choice(
             "why_not": passed_over.why_not_runnable,
             "would_take": f"{passed_over.step_s / best.step_s:.3f}x as long",
         }
+    values["next"] = _next_constraint(result, config)
+    if larger := result.larger:
+        values["with_more_memory"] = {"plan": larger.plan.to_dict(), "predicted": _predicted(larger, config)}
     values |= {
-        "baselines": [baseline.beside(best.step_s) for baseline in baselines],
+        "baselines": [baseline.beside(best) for baseline in baselines],
         "num_plans": result.num_plans,
         "num_candidates": len(result.candidates),
         "costs": f"{config.cluster.device_model}, {costs.source}",
@@ -126,7 +129,7 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
                 f"    {baseline.step_s:.3f} s {baseline.step_s / best.step_s:5.2f}x {baseline.idle:6.1%}  "
                 f"{baseline.memory_bytes / 2**30:6.3g} GiB  {baseline.name}\n{'':42}{baseline.plan}"
             )
-    lines += ["", _next_constraint(result, config)]
+    lines += ["", f"next: {_next_constraint(result, config)}"]
     if note := uneven_note(result, config):
         lines.append(note)
     return "\n".join(lines)
@@ -179,14 +182,14 @@ def _next_constraint(result: SearchResult, config: Config) -> str:
     if larger := result.larger:
         needed_gib = max(larger.memory_bytes.values()) / 2**30
         more = f"{more_than(config.cluster.memory_gib, needed_gib)} memory per device ({needed_gib:.3g} GiB)"
-        return f"next: with {more}, {larger.plan} would take {larger.step_s / best.step_s:.2f}x as long"
+        return f"with {more}, {larger.plan} would take {larger.step_s / best.step_s:.2f}x as long"
     ways = {
         "bubble": "the pipeline's fill and drain; a larger `train.global_batch_size` gives it more microbatches",
         "bridge": "features on their way to the LLM; a faster `cluster.inter_node_gbps` or encoders nearby",
         "gradient sync": "gradients on their way; a faster network, or a larger `train.global_batch_size`",
         "memory": "memory: without activation checkpointing this plan would not fit, nor anything as fast",
     }
-    return f"next: bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
+    return f"bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
 
 
 def faster_baselines_note(result: SearchResult, baselines: Sequence[Baseline]) -> str:

@@ -1,14 +1,16 @@
 """What an assignment of samples costs a plan: stage times, transfers, memory, and what was learned of their errors.
 
 Planning and scheduling both ask here. Files: `assignment` (who computes what), `stage_costs` (computations),
-`transfers`, `memory` (what devices hold), `batch_problem` (what is to be balanced), `pricer` (a whole step),
-`memory_limit` (what fits), `sharing` (who waits in every layer), `correction` (measured against predicted).
+`transfers`, `memory` and `device_memory` (what devices hold), `batch_problem` (what is to be balanced), `pricer`
+(a whole step), `memory_limit` (what fits), `sharing` (who waits in every layer), `correction` (measured against
+predicted).
 """
 
 from dflop.pricing.assignment import Assignment
 from dflop.pricing.batch_problem import seconds_of_columns
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
 from dflop.pricing.correction_file import CorrectionFile, prices_digest, read_learned
+from dflop.pricing.device_memory import MEMORY_CATEGORIES, tensor_bytes
 from dflop.pricing.memory_limit import (
     MOST_LEFT_OUT,
     alone_bytes,
@@ -25,6 +27,7 @@ from dflop.pricing.transfers import find_link
 
 __all__ = [
     "BYTES_PER_VALUE",
+    "MEMORY_CATEGORIES",
     "MOST_LEFT_OUT",
     "NO_CORRECTIONS",
     "WEIGHT_SHARE",
@@ -47,5 +50,6 @@ __all__ = [
     "read_learned",
     "seconds_of_columns",
     "stale_share",
+    "tensor_bytes",
     "without",
 ]

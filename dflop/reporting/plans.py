@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
-from dflop.parallelism import Plan
+from dflop.parallelism import PLAIN_SHARDING, Plan
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
 
-__all__ = ["draw_plans", "plans_height_in"]
+__all__ = ["best_plans", "draw_plans", "is_plan", "plan_labels", "plans_finding", "plans_height_in"]
 
 _MOST_PLANS = 12
 _SAME = ("placement", "num_microbatches", "checkpointing", "schedule", "num_chunks")
@@ -23,9 +23,9 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
     """`candidates` is the table `candidates.parquet`; `memory_gib` what a device has."""
     candidates = candidates.sort("rank")
     modules = [name.removesuffix("_memory_bytes") for name in candidates.columns if name.endswith("_memory_bytes")]
-    shown = _shown(candidates, chosen, modules)
+    shown = best_plans(candidates, chosen, modules)
     places = np.arange(len(shown))
-    is_chosen = [_is(row, chosen, modules) for row in shown.iter_rows(named=True)]
+    is_chosen = [is_plan(row, chosen, modules) for row in shown.iter_rows(named=True)]
     steps, idle, memory = figure.subplots(1, 3, sharey=True, width_ratios=[3, 1.1, 1.5])
 
     bounds = shown["bottleneck"].to_list()
@@ -39,7 +39,7 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
                 bounds[place], (0, place), xytext=(5, 0), textcoords="offset points", va="center", color="white"
             )
     steps.set_xlim(0, 1.22 * seconds.max())
-    steps.set_yticks(places, _labels(candidates, shown, modules))
+    steps.set_yticks(places, plan_labels(candidates, shown, modules))
     for label, mark in zip(steps.get_yticklabels(), is_chosen, strict=True):
         label.set_fontweight("bold" if mark else "normal")
     steps.tick_params(axis="y", length=0)
@@ -76,12 +76,12 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
     legend_beside_title(memory, handles)
     for axes in (idle, memory):
         axes.tick_params(axis="y", length=0, labelleft=False)
-    heading(figure, _finding(candidates, shown, is_chosen), _note(candidates, shown))
+    heading(figure, plans_finding(candidates, chosen), _note(candidates, shown))
 
 
-def _shown(candidates: pl.DataFrame, chosen: Plan, modules: list[str]) -> pl.DataFrame:
+def best_plans(candidates: pl.DataFrame, chosen: Plan, modules: list[str]) -> pl.DataFrame:
     """The best plans, and among them the chosen one, wherever it stands."""
-    place = next((at for at, row in enumerate(candidates.iter_rows(named=True)) if _is(row, chosen, modules)), 0)
+    place = next((at for at, row in enumerate(candidates.iter_rows(named=True)) if is_plan(row, chosen, modules)), 0)
     if place < _MOST_PLANS:
         return candidates.head(_MOST_PLANS)
     return pl.concat([candidates.head(_MOST_PLANS - 1), candidates[place : place + 1]])
@@ -91,17 +91,21 @@ def _beside(axes: Axes, value: float, place: int, text: str, weight: str = "norm
     axes.annotate(text, (value, place), xytext=(4, 0), textcoords="offset points", va="center", fontweight=weight)
 
 
-def _is(row: dict, plan: Plan, modules: list[str]) -> bool:
+def is_plan(row: dict, plan: Plan, modules: list[str]) -> bool:
+    """Whether a row of `candidates.parquet` is this plan."""
     same_grids = all(
         (row[f"{module}_tp"], row[f"{module}_pp"], row[f"{module}_dp"])
         == (plan.grid(module).tp, plan.grid(module).pp, plan.grid(module).dp)
+        # Older tables know no sharding.
+        and row.get(f"{module}_sharding", plan.grid(module).sharding) == plan.grid(module).sharding
+        and row.get(f"{module}_shards", plan.grid(module).num_shards) == plan.grid(module).num_shards
         for module in modules
     )
     rest = (*(row[name] for name in _SAME), tuple(row["llm_layers"] or ()))
     return same_grids and rest == (*(getattr(plan, name) for name in _SAME), plan.grid("llm").layers)
 
 
-def _labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -> list[str]:
+def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -> list[str]:
     """Layouts in short: what is 1 everywhere, or the same in all plans, is left out."""
     labels = []
     for row in shown.iter_rows(named=True):
@@ -112,6 +116,8 @@ def _labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -
                 sizes.insert(0, f"pp{row[f'{module}_pp']}")
             if candidates[f"{module}_tp"].max() > 1:
                 sizes.insert(0, f"tp{row[f'{module}_tp']}")
+            if row.get(f"{module}_sharding", PLAIN_SHARDING) != PLAIN_SHARDING:
+                sizes.append(f"{row[f'{module}_sharding']}/{row[f'{module}_shards']}")
             parts.append(f"{module} {' '.join(sizes)}")
         parts.append(f"{row['num_microbatches']} mb")
         if row["checkpointing"]:
@@ -126,7 +132,12 @@ def _labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -
     return labels
 
 
-def _finding(candidates: pl.DataFrame, shown: pl.DataFrame, is_chosen: list[bool]) -> str:
+def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
+    """How the chosen plan stands among those that were priced, in a sentence."""
+    candidates = candidates.sort("rank")
+    modules = [name.removesuffix("_memory_bytes") for name in candidates.columns if name.endswith("_memory_bytes")]
+    shown = best_plans(candidates, chosen, modules)
+    is_chosen = [is_plan(row, chosen, modules) for row in shown.iter_rows(named=True)]
     if len(candidates) == 1:
         return f"One plan fits; its expected step takes {format_seconds(shown['step_s'][0])}"
     best = shown["step_s"][0]
@@ -141,6 +152,8 @@ def _finding(candidates: pl.DataFrame, shown: pl.DataFrame, is_chosen: list[bool
 
 def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:
     note = "dp, pp, tp: data-parallel replicas, pipeline stages, tensor-parallel ranks; mb: microbatches"
+    if any(name.endswith("_sharding") and (shown[name] != PLAIN_SHARDING).any() for name in shown.columns):
+        note += "; parameters/8: shared among 8 replicas"
     if shown["checkpointing"].any():
         note += "; ckpt: activation checkpointing"
     if not shown["runnable"].all():

@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 from dflop.reporting.style import INK, MODALITY_COLOURS, MUTED, PALE, format_count, heading, say_instead
 from dflop.store import MODALITIES
 
-__all__ = ["draw_shapes", "items_tokens_correlation", "shapes_height_in"]
+__all__ = ["draw_shapes", "items_tokens_correlation", "shapes_finding", "shapes_height_in"]
 
 _QUANTITIES = {
     "num_items": "encoder items",
@@ -46,7 +46,7 @@ def draw_shapes(figure: Figure, samples: pl.DataFrame, rejects: pl.DataFrame) ->
         _rejects(below.subplots(), rejects, len(samples))
     elif has_items:
         say_instead(below.subplots(), "No record was rejected.")
-    heading(figure, _finding(samples), _note(samples, rejects))
+    heading(figure, shapes_finding(samples), _note(samples, rejects))
 
 
 def _heights_in(samples: pl.DataFrame, rejects: pl.DataFrame) -> tuple[float, float]:
@@ -194,7 +194,8 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _finding(samples: pl.DataFrame) -> str:
+def shapes_finding(samples: pl.DataFrame) -> str:
+    """How much samples differ, in a sentence."""
     if not len(samples):
         return "No record can be used"
     middle, high = np.quantile(samples["llm_tokens"].to_numpy(), [0.5, 0.95])

@@ -19,7 +19,7 @@ from dflop.parallelism import Plan
 from dflop.pipeline import StageTimes, Timeline, nodes_of, stages_of, workers_of
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
 
-__all__ = ["StepPanel", "draw_timeline", "measured_boxes", "predicted_boxes", "timeline_height_in"]
+__all__ = ["StepPanel", "draw_timeline", "measured_boxes", "predicted_boxes", "shown_workers", "timeline_height_in"]
 
 _MOST_ROWS = 20
 _SYNC_COLOUR = "#CC79A7"
@@ -31,11 +31,12 @@ _DIGIT_SHARE = 0.0062
 
 @dataclass(frozen=True, slots=True)
 class StepPanel:
-    """One way the step went or would go; `step_s` ends it."""
+    """One way the step went or would go; `step_s` ends it. `title` says which, and the most important figures."""
 
     title: str
     boxes: pl.DataFrame
     step_s: float
+    is_measured: bool = False
 
 
 def predicted_boxes(plan: Plan, times: StageTimes, timeline: Timeline) -> pl.DataFrame:
@@ -72,12 +73,12 @@ def measured_boxes(plan: Plan, observations: pl.DataFrame) -> pl.DataFrame:
 
 
 def timeline_height_in(plan: Plan, num_panels: int) -> float:
-    return 1.6 + num_panels * (0.45 + _row_in(plan) * len(_shown(plan)))
+    return 1.6 + num_panels * (0.45 + _row_in(plan) * len(shown_workers(plan)))
 
 
 def draw_timeline(figure: Figure, panels: Sequence[StepPanel], plan: Plan, finding: str) -> None:
     """One panel below the other, in the order given."""
-    rows = _shown(plan)
+    rows = shown_workers(plan)
     longest_s = max(panel.step_s for panel in panels)
     for axes, panel in zip(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels, strict=True):
         _draw_panel(axes, panel, rows, longest_s, _row_in(plan) > 0.2, plan.num_chunks)
@@ -133,7 +134,7 @@ def _sync_is_visible(panel: StepPanel) -> bool:
     return len(sync) > 0 and (sync["end_s"] - sync["start_s"]).max() > panel.step_s / 1000
 
 
-def _shown(plan: Plan) -> dict[int, str]:
+def shown_workers(plan: Plan) -> dict[int, str]:
     """All workers with their labels, or as many of every stage's replicas as leave the rows readable."""
     nodes, workers = nodes_of(plan), workers_of(plan)
     owners = [[nodes[node] for node in worker.nodes] for worker in workers]
@@ -155,7 +156,7 @@ def _shown(plan: Plan) -> dict[int, str]:
 
 
 def _row_in(plan: Plan) -> float:
-    return min(0.42, max(0.2, 2.0 / len(_shown(plan))))
+    return min(0.42, max(0.2, 2.0 / len(shown_workers(plan))))
 
 
 def _shade(module: str, direction: str, chunk: int = 0, num_chunks: int = 1) -> tuple[float, float, float]:

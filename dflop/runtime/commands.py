@@ -15,6 +15,11 @@ __all__ = ["COMMANDS", "IN_PARAMS", "Command", "code_digest"]
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
 _LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video", "data.audio")
 _SHARDS = ("seed", "data.sources", "data.samples_per_shard", "data.watch_media")
+# What a device costs is read by the report alone: another price reruns nothing else.
+_CLUSTER = (
+    *("cluster.device", "cluster.num_nodes", "cluster.devices_per_node", "cluster.memory_gib"),
+    *("cluster.intra_node_gbps", "cluster.inter_node_gbps", "cluster.device_model", "cluster.device_models"),
+)
 _BATCH = ("seed", "train.global_batch_size", "train.precision")
 
 
@@ -64,17 +69,17 @@ COMMANDS: dict[str, Command] = {
         "dflop.cli.data.profile_loading", ("seed", "data.sources", "data.watch_media", *_LIMITS, *_MODEL)
     ),
     "fit-costs": Command("dflop.cli.costs.fit_costs_command", ()),
-    "plan": Command("dflop.cli.plans.plan_command", (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan")),
-    "schedule": Command("dflop.cli.plans.schedule_command", (*_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")),
+    "plan": Command("dflop.cli.plans.plan_command", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan")),
+    "schedule": Command("dflop.cli.plans.schedule_command", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "schedule")),
     "compare": Command(
         "dflop.cli.comparison.compare_command",
-        (*_BATCH, *_MODEL, "model.freeze", "cluster", "plan", "schedule"),
+        (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan", "schedule"),
     ),
     "train": Command(
         "dflop.cli.training.train_command",
         (
             *("seed", "data.sources", "data.watch_media", "data.evaluation_share", *_LIMITS),
-            *("model", "cluster", "schedule", "train"),
+            *("model", *_CLUSTER, "schedule", "train"),
         ),
     ),
     "report": Command(

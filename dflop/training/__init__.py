@@ -6,12 +6,13 @@ What is named here needs no torch; the ranks themselves run `dflop.training.rank
 from dflop.training.bounds import rank_names
 from dflop.training.generation import generation_of
 from dflop.training.launch import check_devices, check_plan, finished_at, launch_ranks
-from dflop.training.observations import NUM_WARMUP_STEPS, merge_observations
+from dflop.training.observations import NUM_WARMUP_STEPS, SCHEDULE_FILE, merge_observations
 from dflop.training.summary import summarise
 from dflop.training.trackers import check_trackers
 
 __all__ = [
     "NUM_WARMUP_STEPS",
+    "SCHEDULE_FILE",
     "check_devices",
     "check_plan",
     "check_trackers",

@@ -6,6 +6,7 @@ written over.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +20,21 @@ from dflop.scheduling import StepSchedule
 from dflop.store import CORRECTIONS_SCHEMA, STEP_SECONDS_SCHEMA, write_observations
 from dflop.training.step_seconds import seconds_frame
 
-__all__ = ["CORRECTIONS_FILE", "NUM_WARMUP_STEPS", "Observations", "merge_observations"]
+__all__ = [
+    "CORRECTIONS_FILE",
+    "NUM_WARMUP_STEPS",
+    "SCHEDULE_FILE",
+    "Observations",
+    "merge_observations",
+]
 
 # The first steps of a process load data and warm caches and allocators: they are kept and drawn, but no figure is
 # taken from them.
 NUM_WARMUP_STEPS = 2
 # Beside the parts: it goes when they go.
 CORRECTIONS_FILE = "corrections.json"
+# The schedule of one step, from the middle of the run, as it was carried out (`StepSchedule.to_bytes`).
+SCHEDULE_FILE = "schedule-of-a-step.bin"
 # The name of the first rank's parts with where the steps' seconds went.
 _SECONDS = "seconds"
 # A backward's prediction stands beside the whole of it, and beside neither part of one that is split.
@@ -104,6 +113,11 @@ class Observations:
     def add_seconds(self, step: int, parts: np.ndarray, step_s: float) -> None:
         """Note where the seconds of the step that was added last went on each rank (`StepSeconds.of_step`)."""
         self._seconds.append(seconds_frame(step, parts, step_s, warmup=self._num_steps <= NUM_WARMUP_STEPS))
+
+    def keep_schedule(self, schedule: StepSchedule) -> None:
+        """Keep the schedule of a step, so that a report can show what was carried out beside what it took."""
+        with suppress(OSError), written_whole(self._folder / SCHEDULE_FILE) as beside:
+            beside.write_bytes(schedule.to_bytes())
 
     def take(self) -> Taken:
         """What is buffered, to be given to `write`."""

@@ -27,7 +27,7 @@ from dflop.models.precision import COMPUTES_IN
 from dflop.parallelism import Plan
 from dflop.pipeline import Node, Op, Program, StepInstructions, make_program
 from dflop.pipeline.run import run_instructions
-from dflop.pricing import Assignment, Pricer
+from dflop.pricing import MEMORY_CATEGORIES, Assignment, Pricer, tensor_bytes
 from dflop.runtime import UserError
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of
@@ -35,9 +35,7 @@ from dflop.training.rank_model import RankModel, build_rank_model
 from dflop.training.topology import Topology, place_in_world
 from dflop.training.work import make_works
 
-__all__ = ["CATEGORIES", "CheckedRank", "MadeUpLoad", "check_rank"]
-
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
+__all__ = ["CheckedRank", "MadeUpLoad", "check_rank"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +50,7 @@ class MadeUpLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedRank:
-    """Bytes of a rank by `CATEGORIES`. Activations are what is held at the peak of a step beside all else."""
+    """Bytes of a rank by `MEMORY_CATEGORIES`. Activations are what is held at the peak of a step beside all else."""
 
     rank: int
     nodes: tuple[Node, ...]
@@ -74,7 +72,7 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
     pricer = Pricer(plan, costs, spec, config.cluster, frozen=frozen, precision=config.train.precision)
     shapes = _samples(spec, plan, load)
     assignment = pricer.assign(shapes, *np.divmod(np.arange(len(shapes)), plan.num_microbatches))
-    held = _predicted(pricer, shapes, assignment)
+    held = tensor_bytes(pricer, shapes, assignment)
     if rank is None:
         rank = program.workers[int(sum(held.values()).argmax())].first_rank
     elif not 0 <= rank < plan.world_size:
@@ -94,7 +92,7 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
     return CheckedRank(
         rank=rank,
         nodes=tuple(program.nodes[node] for node in program.workers[own].nodes),
-        predicted={category: float(held[category][own]) for category in CATEGORIES},
+        predicted={category: float(held[category][own]) for category in MEMORY_CATEGORIES},
         tracked=tracked,
     )
 
@@ -117,18 +115,6 @@ def _samples(spec: ModelSpec, plan: Plan, load: MadeUpLoad) -> SampleShapes:
         llm_tokens=np.full(num_samples, tokens + load.text_tokens),
         target_tokens=np.full(num_samples, load.text_tokens),
     )
-
-
-def _predicted(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> dict[str, np.ndarray]:
-    """By category, bytes of each worker's ranks."""
-    order = pricer.order(assignment.slots)
-    held = {category: np.zeros(pricer.compiled.num_workers) for category in CATEGORIES}
-    for stage in pricer.stages:
-        workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
-        for category, size in zip(CATEGORIES, pricer.stage_costs.resident_parts(stage), strict=False):
-            held[category][workers] += size
-    held["activations"] = pricer.activation_bytes(shapes, assignment, order)
-    return held
 
 
 def _run(

@@ -177,6 +177,8 @@ class Trainer:
             self.log.unsaved = self._unsaved(step + 1)
             parts = self.seconds.of_step(known, step_s, schedule.idle_of_worker)
             self.observations.add_seconds(step, parts, step_s)
+            if step == max(self.first_step + NUM_WARMUP_STEPS, config.steps // 2):
+                self.observations.keep_schedule(schedule)
             self.log.add(step, schedule, totals, step_s, ended_s - zero_s, parts, evaluated)
         self.feed.forget(step)
         return totals["asked_to_stop"] > 0

@@ -164,8 +164,12 @@ def test_a_run_leaves_its_config_and_its_name_stands_for_its_files(finished):
     assert (checkout.folder / "results/small/comparison.svg").read_text().lstrip().startswith("<?xml")
 
 
-def test_the_report_has_its_pictures(finished):
+def test_the_report_is_a_page_with_its_pictures(finished):
     folder = finished[0].folder / "results/small/report"
+    page = (folder / "index.html").read_text()
+    assert "What bounds this run, and what to change" in page
+    assert '"measured":true' in page  # a panel of the timeline
+    assert "not the assignment drawn above" not in page
     for name in ("shapes", "costs", "plans", "timeline", "training"):
         assert (folder / f"{name}.svg").read_text().lstrip().startswith("<?xml")
     summary = json.loads((folder / "summary.json").read_text())
@@ -287,6 +291,7 @@ def test_the_snakemake_report_is_one_page(finished):
     done = checkout.snakemake("--configfile", config, "--report", "report.html")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (checkout.folder / "report.html").stat().st_size > 100_000
+    assert "results/small/report/index.html" in (checkout.folder / "report.html").read_text()
 
 
 def test_real_pictures_and_a_real_clip_go_the_whole_way(finished, shared_data):

@@ -1,4 +1,4 @@
-"""Plots and figures of the run; `snakemake --report` binds them into one page."""
+"""The page on the run, its plots and figures; `snakemake --report` binds the page into one of its own."""
 
 
 rule report:
@@ -7,12 +7,9 @@ rule report:
         candidates=f"{RESULTS}/candidates.parquet",
         train=f"{RESULTS}/train/summary.json",
     output:
-        costs=report(f"{RESULTS}/report/costs.svg", category="Costs", caption="../report/costs.rst"),
-        plans=report(f"{RESULTS}/report/plans.svg", category="Plan", caption="../report/plans.rst"),
-        timeline=report(f"{RESULTS}/report/timeline.svg", category="Plan", caption="../report/timeline.rst"),
-        training=report(f"{RESULTS}/report/training.svg", category="Training", caption="../report/training.rst"),
-        time_split=report(f"{RESULTS}/report/time_split.svg", category="Training", caption="../report/time_split.rst"),
-        summary=report(f"{RESULTS}/report/summary.json", category="Summary", caption="../report/summary.rst"),
+        page=report(f"{RESULTS}/report/index.html", category="The run", labels={"what": "the whole report"}),
+        plots=expand(f"{RESULTS}/report/{{plot}}.svg", plot=["costs", "plans", "timeline", "training", "time_split"]),
+        summary=f"{RESULTS}/report/summary.json",
     log:
         f"{RESULTS}/logs/report.log",
     params:

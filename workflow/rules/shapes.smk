@@ -79,7 +79,7 @@ rule plot_shapes:
     input:
         f"{RESULTS}/shapes.duckdb",
     output:
-        report(f"{RESULTS}/report/shapes.svg", category="Data", caption="../report/shapes.rst"),
+        f"{RESULTS}/report/shapes.svg",
     log:
         f"{RESULTS}/logs/plot_shapes.log",
     params:

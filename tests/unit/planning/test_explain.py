@@ -138,8 +138,11 @@ def test_baselines_stand_beside_the_plan_and_the_faster_of_them_are_said(search,
     path.write_text(describe_choice(found, baselines, config, costs))
     said = read_baselines(path)
     assert said == {own.name: f"{own.step_s / found.best.step_s:.3f}x as long" for own in baselines}
+    for own, written in zip(baselines, yaml.safe_load(path.read_text())["baselines"], strict=True):
+        least, most = written["over_batches"]
+        assert least - 1e-3 <= own.step_s / found.best.step_s <= most + 1e-3
     slower, faster = (
-        [replace(own, step_s=factor * found.best.step_s) for own in baselines[:1]] for factor in (1.5, 0.5)
+        [replace(own, steps_s=(factor * found.best.step_s,)) for own in baselines[:1]] for factor in (1.5, 0.5)
     )
     assert faster_baselines_note(found, slower) == ""
     assert faster_baselines_note(found, faster).endswith(f"{baselines[0].name} 0.50x as long")

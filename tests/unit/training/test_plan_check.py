@@ -14,10 +14,11 @@ from dflop.config import load_config
 from dflop.costs import CostModel, analytic_points, fit_costs
 from dflop.models import digest_of_spec
 from dflop.parallelism import Grid, Plan
+from dflop.pricing import MEMORY_CATEGORIES
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
 from dflop.store import write_costs
-from dflop.training.plan_check import CATEGORIES, MadeUpLoad, check_rank
+from dflop.training.plan_check import MadeUpLoad, check_rank
 
 CONFIG = {
     "cluster": {"device_model": "h100-80g", "devices_per_node": 4},
@@ -68,8 +69,8 @@ def costs_file(tiny_spec, tmp_path_factory):
 def test_a_rank_holds_what_the_memory_model_says(name, costs_file):
     checked = check_rank(load_config(CONFIG), PLANS[name], CostModel.load(costs_file), LOAD, None)
     assert not dist.is_initialized()
-    assert tuple(checked.predicted) == tuple(checked.tracked) == CATEGORIES
-    for category in CATEGORIES[:3]:  # parameters begin at round places, which small ones fill with nothing
+    assert tuple(checked.predicted) == tuple(checked.tracked) == MEMORY_CATEGORIES
+    for category in MEMORY_CATEGORIES[:3]:  # parameters begin at round places, which small ones fill with nothing
         assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=5e-3), category
     assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1)
 
@@ -103,4 +104,4 @@ def test_the_command_prints_a_line_for_each_category(costs_file, tmp_path):
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines[1] == "rank 0: vision stage 0 replica 0 + llm stage 0 replica 0"
-    assert [line.split()[0] for line in lines[4:]] == [*CATEGORIES, "together"]
+    assert [line.split()[0] for line in lines[4:]] == [*MEMORY_CATEGORIES, "together"]

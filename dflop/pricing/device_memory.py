@@ -1,0 +1,22 @@
+"""What each of a plan's devices holds in a step, by category: for checks and for people."""
+
+import numpy as np
+
+from dflop.data import SampleShapes
+from dflop.pricing.assignment import Assignment
+from dflop.pricing.pricer import Pricer
+
+__all__ = ["MEMORY_CATEGORIES", "tensor_bytes"]
+
+MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
+
+
+def tensor_bytes(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> dict[str, np.ndarray]:
+    """By category, bytes of tensors on each worker's ranks, [num_workers]; activations are those of the step's peak."""
+    held = {category: np.zeros(pricer.compiled.num_workers) for category in MEMORY_CATEGORIES}
+    for stage in pricer.stages:
+        workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
+        for category, size in zip(MEMORY_CATEGORIES, pricer.stage_costs.resident_parts(stage), strict=False):
+            held[category][workers] += size
+    held["activations"] = pricer.activation_bytes(shapes, assignment, pricer.order(assignment.slots))
+    return held

@@ -1,0 +1,163 @@
+"""One page of all sections: what a run left is turned into records, and these are put into templates.
+
+The page is whole in itself: styles, scripts and numbers stand in it, and nothing is fetched.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from dflop.config import Config
+from dflop.models import ModelSpec
+from dflop.reporting.page.costs import CostsSection, costs_section
+from dflop.reporting.page.data import data_section
+from dflop.reporting.page.memory import memory_section
+from dflop.reporting.page.plans import plan_section
+from dflop.reporting.page.savings import SavingsSection, savings_section
+from dflop.reporting.page.step import timeline_numbers
+from dflop.reporting.page.training import TimeSection, step_spread, time_section, training_section
+from dflop.reporting.run import Run, TrainedRun
+from dflop.reporting.schedules import PreviewPrices
+from dflop.reporting.steps import StepShown
+from dflop.reporting.style import format_count, format_seconds
+from dflop.runtime import written_whole
+from dflop.scheduling import BatchScheduler
+
+__all__ = ["PageParts", "write_page"]
+
+_TEMPLATES = "templates"
+_TEMPLATE = "page.html.jinja"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PageParts:
+    """What a page is made from. `trained` is the training where it was done with this plan and these costs, and None
+    where there is none yet or it was done with others."""
+
+    config: Config
+    spec: ModelSpec
+    run: Run
+    trained: TrainedRun | None
+    shown: StepShown
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A figure at the head of the page; `mark` says whether it is measured or predicted."""
+
+    label: str
+    value: str
+    mark: str
+    note: str
+
+
+def write_page(parts: PageParts, scheduler: BatchScheduler, preview: PreviewPrices | None, out: Path) -> Path:
+    """Write the page and return its path. `preview` are the first batches' prices, where they were previewed."""
+    run, config, trained = parts.run, parts.config, parts.trained
+    plan = plan_section(run, parts.spec, config.cluster.memory_gib)
+    costs = costs_section(run)
+    time = time_section(trained) if trained else None
+    savings = savings_section(
+        run,
+        trained,
+        preview,
+        config.cluster,
+        num_samples=len(scheduler.samples),
+        batch_size=config.train.global_batch_size,
+    )
+    measured_bytes = trained.summary.get("peak_memory_bytes", {}) if trained else {}
+    page = _environment().get_template(_TEMPLATE)
+    text = page.render(
+        name=config.run,
+        model=config.model.path or f"{config.model.family}, {config.model.preset}",
+        cluster=config.cluster,
+        batch_size=config.train.global_batch_size,
+        precision=config.train.precision,
+        version=version("dflop"),
+        created=run.costs_meta.get("created", ""),
+        verdict=_verdict(plan.next, costs, trained, time),
+        tiles=_tiles(run, costs, trained, savings),
+        data=data_section(run.samples, run.rejects, scheduler.left_out),
+        costs=costs,
+        plan=plan,
+        memory=memory_section(
+            scheduler.pricer,
+            parts.shown.schedule,
+            run.plan_text.get("predicted", {}).get("memory_bytes", {}),
+            measured_bytes,
+        ),
+        shown=parts.shown,
+        timeline=timeline_numbers(run.plan, parts.shown),
+        is_foreign=run.trained is not None and trained is None,
+        training=training_section(trained) if trained else None,
+        time=time,
+        savings=savings,
+    )
+    with written_whole(out) as beside:
+        beside.write_text(text, encoding="utf-8")
+    return out
+
+
+def _environment() -> Environment:
+    templates = FileSystemLoader(Path(__file__).parent / _TEMPLATES)
+    environment = Environment(
+        loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.filters |= {
+        "seconds": format_seconds,
+        "count": format_count,
+        "percent": lambda share: f"{share:.0%}" if share == 0 or share >= 0.01 else f"{share:.1%}",
+        "times": lambda ratio: f"{ratio:.2f}x",
+        "code": _with_code,
+        "three": lambda value: f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}",
+        "width": lambda share: f"{100 * max(0.0, min(1.0, share)):.2f}%",
+    }
+    return environment
+
+
+def _with_code(text: str) -> Markup:
+    """A sentence with what stands in backticks as code."""
+    parts = str(escape(text)).split("`")
+    return Markup("".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts)))
+
+
+def _verdict(following: str, costs: CostsSection, trained: TrainedRun | None, time: TimeSection | None) -> str:
+    """What bounds this run and what to change, in one sentence."""
+    if time:
+        return time.verdict
+    if trained:
+        return "What bounds this run is not known: no step after the warm-up was observed; train more steps"
+    if not following:
+        return "This plan was written by hand and not trained yet: what bounds it is not known"
+    return (
+        f"Not trained yet; predicted{' from analytic costs' if costs.source == 'analytic' else ''}, it is: {following}"
+    )
+
+
+def _tiles(run: Run, costs: CostsSection, trained: TrainedRun | None, savings: SavingsSection | None) -> Sequence[Tile]:
+    predicted: dict[str, Any] = run.plan_text.get("predicted", {})
+    tiles = []
+    if trained and "step_s" in trained.summary:
+        tiles.append(Tile("Step", format_seconds(trained.summary["step_s"]), "measured", step_spread(trained)))
+        tiles.append(Tile("Idle", f"{trained.summary['idle']:.0%}", "measured", "of rank time"))
+    if predicted:
+        mark = "predicted" if costs.source == "measured" else f"predicted, {costs.source}"
+        tiles.append(Tile("Expected step", format_seconds(predicted["step_s"]), mark, "when the plan was chosen"))
+        tiles.append(Tile("Expected idle", f"{predicted['idle']:.1%}", mark, "of rank time"))
+    if savings:
+        for other in savings.others:
+            if other.why_not is None and "random" in other.name:
+                far = f"; single batches {other.least:.2f}x to {other.most:.2f}x" if other.least else ""
+                name, _, style = other.name.removesuffix(")").rpartition(" (")
+                tiles.append(Tile(f"{style} instead", f"{other.ratio:.2f}x", "predicted", f"as long; {name}{far}"))
+        cost = f", {savings.hours * savings.cost_of_hour:,.2f} in money" if savings.cost_of_hour else ""
+        tiles.append(Tile(f"{savings.hour}s", f"{savings.hours:,.3g}", savings.hours_are, f"{savings.horizon}{cost}"))
+    if costs.median_error is not None:
+        tiles.append(Tile("Cost error", f"{costs.median_error:.0%}", "measured", "median, on unseen stages"))
+    return tiles

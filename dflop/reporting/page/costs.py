@@ -1,0 +1,73 @@
+"""The page's section on costs: where they come from, and how far they are off on stages that no fit saw."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from dflop.reporting.costs import measured_points
+from dflop.reporting.run import Run
+
+__all__ = ["CostsSection", "costs_section"]
+
+# Median errors from which predictions are called rough, and poor.
+_ROUGH, _POOR = 0.1, 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostsSection:
+    """`errors` are the rows of `fit_error`; `dots` are [fitted, measured] seconds of whole stages."""
+
+    finding: str
+    source: str
+    device: str
+    precision: str
+    errors: tuple[dict[str, Any], ...]
+    dots: dict[str, list[list[float]]]
+    median_error: float | None
+    extrapolated: float
+
+
+def costs_section(run: Run) -> CostsSection:
+    seconds = run.fit_error.filter(pl.col("quantity") == "seconds")
+    is_measured = run.costs_source == "measured"
+    median = float(seconds["median_error"].median()) if len(seconds) else None
+    points = measured_points(run.measurements, run.costs).filter(pl.col("piece") == "whole") if is_measured else None
+    return CostsSection(
+        finding=_finding(run, seconds),
+        source=run.costs_source,
+        device=run.device_name,
+        precision=", ".join(run.device.get_column("precision", default=pl.Series(dtype=pl.String)).unique().sort()),
+        errors=tuple(run.fit_error.iter_rows(named=True)),
+        dots={
+            f"{module} {direction}": [[fitted, measured] for fitted, measured in frame.rows()]
+            for (module, direction), frame in (
+                points.select("module", "pass", "fitted_s", "seconds").partition_by(
+                    "module", "pass", as_dict=True, include_key=False
+                )
+                if points is not None
+                else {}
+            ).items()
+        },
+        median_error=median,
+        extrapolated=float(run.plan_text.get("predicted", {}).get("extrapolated") or 0.0),
+    )
+
+
+def _finding(run: Run, seconds: pl.DataFrame) -> str:
+    if run.costs_source != "measured":
+        return (
+            f"Costs are {run.costs_source}: computed from the model's structure and the data sheet of "
+            f"{run.device_name.removesuffix(' (analytic)')}, not measured; how far they are off is not known"
+        )
+    if seconds.is_empty():
+        return f"Costs were measured on {run.device_name}; no whole stage was kept to test the fit on"
+    least, most, median = (getattr(seconds["median_error"], how)() for how in ("min", "max", "median"))
+    verdict = "good" if median < _ROUGH else "rough" if median < _POOR else "poor"
+    finding = (
+        f"The costs are {verdict}: on whole stages that no fit saw, predicted seconds are off by {least:.0%} to "
+        f"{most:.0%} at the median"
+    )
+    if median >= _ROUGH:
+        finding += "; measure again with nothing else on the device (`snakemake --forcerun profile_costs`)"
+    return finding

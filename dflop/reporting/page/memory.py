@@ -1,0 +1,92 @@
+"""The page's section on memory: what the fullest device of each kind holds, by category, beside what a device has."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflop.pipeline import workers_of
+from dflop.pricing import Pricer, tensor_bytes
+from dflop.scheduling import StepSchedule
+
+__all__ = ["DeviceBar", "MemorySection", "memory_section"]
+
+_GIB = 2**30
+_PROCESS, _ALLOCATOR = "process", "allocator"
+# Devices that carry the same stages are drawn once; of more kinds than this the fullest are drawn.
+_MOST_KINDS = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceBar:
+    """The fullest of `num_devices` devices that carry the same stages; `parts` are GiB by category, `total_gib` all."""
+
+    label: str
+    num_devices: int
+    parts: dict[str, float]
+    total_gib: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySection:
+    """`measured_gib` is what training's fullest process has held, None where nothing was trained."""
+
+    finding: str
+    limit_gib: float
+    bars: tuple[DeviceBar, ...]
+    num_kinds: int
+    predicted_gib: float | None
+    measured_gib: float | None
+
+
+def memory_section(
+    pricer: Pricer, schedule: StepSchedule, predicted_bytes: dict[str, float], measured_bytes: dict[str, float]
+) -> MemorySection:
+    """Of one step as it was scheduled; beside it, by module, the plan's predicted peak and the measured one."""
+    held = tensor_bytes(pricer, schedule.shapes, schedule.assignment)
+    tensors = sum(held.values())
+    held |= {
+        _PROCESS: np.full_like(tensors, pricer.costs.overhead_bytes),
+        _ALLOCATOR: tensors * pricer.costs.allocator_share,
+    }
+    totals = sum(held.values())
+    kinds: dict[str, list[int]] = {}
+    workers = workers_of(pricer.plan)
+    for index, worker in enumerate(workers):
+        stages = dict.fromkeys((pricer.nodes[node].module, pricer.nodes[node].pp_stage) for node in worker.nodes)
+        several = {module for module, stage in stages if stage}
+        several |= {grid.module for grid in pricer.plan.grids if pricer.plan.num_stages(grid.module) > 1}
+        names = (f"{module} stage {stage}" if module in several else module for module, stage in stages)
+        kinds.setdefault(" + ".join(names), []).append(index)
+    bars = []
+    for label, own in kinds.items():
+        fullest = max(own, key=lambda index: totals[index])
+        bars.append(
+            DeviceBar(
+                label=label,
+                num_devices=sum(workers[index].num_ranks for index in own),
+                parts={name: float(sizes[fullest]) / _GIB for name, sizes in held.items()},
+                total_gib=float(totals[fullest]) / _GIB,
+            )
+        )
+    limit_gib = pricer.memory.limit_bytes / _GIB
+    fullest = max(bars, key=lambda bar: bar.total_gib)
+    shown = bars if len(bars) <= _MOST_KINDS else sorted(bars, key=lambda bar: -bar.total_gib)[:_MOST_KINDS]
+    most = max(fullest.parts, key=fullest.parts.__getitem__)
+    return MemorySection(
+        finding=(
+            f"In this step the fullest device ({fullest.label}) is predicted to hold {fullest.total_gib:.3g} of "
+            f"{limit_gib:.3g} GiB, most of it {_IN_WORDS.get(most, most)}"
+        ),
+        limit_gib=limit_gib,
+        bars=tuple(shown),
+        num_kinds=len(bars),
+        predicted_gib=max(predicted_bytes.values()) / _GIB if predicted_bytes else None,
+        measured_gib=max(measured_bytes.values()) / _GIB if measured_bytes else None,
+    )
+
+
+_IN_WORDS = {
+    "optimizer": "the optimiser's state",
+    _PROCESS: "what every process holds beside its tensors",
+    _ALLOCATOR: "what the allocator holds in vain",
+}

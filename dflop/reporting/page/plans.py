@@ -1,0 +1,151 @@
+"""The page's section on the plan: what was chosen and why, what else there was, and what more memory would bring."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dflop.models import ModelSpec
+from dflop.parallelism import Plan, plan_from_dict
+from dflop.reporting.plans import best_plans, is_plan, plan_labels, plans_finding
+from dflop.reporting.run import Run
+
+__all__ = ["PlanSection", "plan_section"]
+
+_GIB = 2**30
+_PLACEMENTS = {
+    "disjoint": "Encoder and LLM compute on devices of their own.",
+    "colocated": "Every device computes a share of the encoder and a share of the LLM.",
+    "monolithic": "The encoder is part of the LLM's first pipeline stage, on the LLM's grid.",
+    "bubble_filled": "Devices compute their share of the encoder while they would wait for the LLM's pipeline.",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridRow:
+    """One module's layout; `layers` are those of each pipeline stage."""
+
+    module: str
+    tp: int
+    pp: int
+    dp: int
+    num_devices: int
+    layers: str
+    sharding: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateRow:
+    label: str
+    step_s: float
+    ratio: float
+    idle: float
+    memory_gib: float
+    bottleneck: str
+    is_chosen: bool
+    is_runnable: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSection:
+    """`passed_over` and `with_more_memory` are a plan, its step and its memory; None where there is none."""
+
+    finding: str
+    plan: str
+    placement: str
+    why: str
+    next: str
+    grids: tuple[GridRow, ...]
+    facts: tuple[tuple[str, str], ...]
+    candidates: tuple[CandidateRow, ...]
+    num_candidates: int
+    num_plans: int
+    passed_over: dict[str, Any] | None
+    with_more_memory: dict[str, Any] | None
+
+
+def plan_section(run: Run, spec: ModelSpec, memory_gib: float) -> PlanSection:
+    text, plan = run.plan_text, run.plan
+    return PlanSection(
+        finding=plans_finding(run.candidates, plan),
+        plan=str(plan),
+        placement=_PLACEMENTS.get(plan.placement, plan.placement),
+        why=text.get("why") or "The plan was written by hand.",
+        next=text.get("next") or "",
+        grids=tuple(_grid(plan, spec, grid.module) for grid in plan.grids),
+        facts=_facts(plan, text, memory_gib),
+        candidates=_candidates(run),
+        num_candidates=len(run.candidates),
+        num_plans=text.get("num_plans") or len(run.candidates),
+        passed_over=_other(text.get("passed_over"), text),
+        with_more_memory=_other(text.get("with_more_memory"), text),
+    )
+
+
+def _grid(plan: Plan, spec: ModelSpec, module: str) -> GridRow:
+    grid = plan.grid(module)
+    layers = [len(part) for part in plan.layers_of(module, spec.module(module).num_layers)]
+    same = len(set(layers)) == 1
+    return GridRow(
+        module=module,
+        tp=grid.tp,
+        pp=grid.pp,
+        dp=grid.dp,
+        num_devices=grid.num_ranks,
+        layers=(f"{len(layers)} x {layers[0]}" if len(layers) > 1 else str(layers[0]))
+        if same
+        else " + ".join(map(str, layers)),
+        sharding=grid.sharding + (f" over {grid.num_shards}" if grid.gathers else ""),
+    )
+
+
+def _facts(plan: Plan, text: dict[str, Any], memory_gib: float) -> tuple[tuple[str, str], ...]:
+    predicted = text.get("predicted", {})
+    facts = [
+        ("microbatches", str(plan.num_microbatches)),
+        ("schedule", plan.schedule + (f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else "")),
+        ("checkpointing", "activations are recomputed" if plan.checkpointing else "none"),
+    ]
+    if predicted:
+        facts.append(("bound by", predicted["bottleneck"]))
+        held = max(predicted["memory_bytes"].values()) / _GIB
+        facts.append(("fullest device", f"{held:.3g} of {memory_gib:.3g} GiB (predicted)"))
+    if loading := text.get("loading"):
+        processes = loading["processes"]
+        facts.append(("loading", f"{processes} process{'es' * (processes != 1)} a rank"))
+    return tuple(facts)
+
+
+def _candidates(run: Run) -> tuple[CandidateRow, ...]:
+    frame = run.candidates.sort("rank")
+    modules = [name.removesuffix("_memory_bytes") for name in frame.columns if name.endswith("_memory_bytes")]
+    shown = best_plans(frame, run.plan, modules)
+    chosen = [is_plan(row, run.plan, modules) for row in shown.iter_rows(named=True)]
+    base_s = shown["step_s"][chosen.index(True)] if any(chosen) else shown["step_s"][0]
+    return tuple(
+        CandidateRow(
+            label=label.removesuffix(" *"),
+            step_s=row["step_s"],
+            ratio=row["step_s"] / base_s,
+            idle=row["idle"],
+            memory_gib=max(row[f"{module}_memory_bytes"] for module in modules) / _GIB,
+            bottleneck=row["bottleneck"],
+            is_chosen=mark,
+            is_runnable=row["runnable"],
+        )
+        for label, row, mark in zip(
+            plan_labels(frame, shown, modules), shown.iter_rows(named=True), chosen, strict=True
+        )
+    )
+
+
+def _other(said: dict[str, Any] | None, text: dict[str, Any]) -> dict[str, Any] | None:
+    """A plan that was not taken, beside the chosen one."""
+    if not said:
+        return None
+    predicted = said["predicted"]
+    return {
+        "plan": str(plan_from_dict(said["plan"])),
+        "step_s": predicted["step_s"],
+        "ratio": predicted["step_s"] / text["predicted"]["step_s"],
+        "memory_gib": max(predicted["memory_bytes"].values()) / _GIB,
+        "why_not": said.get("why_not"),
+    }

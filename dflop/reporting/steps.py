@@ -1,0 +1,125 @@
+"""One step as it was scheduled, as random batches would have it, and as it went: panels of one global batch.
+
+The scheduled step is the one that training carried out, where it kept its schedule; else the batch is scheduled anew.
+What is predicted is priced by the cost table alone, so that the two predictions can be compared.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from dflop.pipeline import Node
+from dflop.reporting.run import TrainedRun
+from dflop.reporting.schedules import replay
+from dflop.reporting.style import format_seconds
+from dflop.reporting.timeline import StepPanel, measured_boxes, predicted_boxes
+from dflop.runtime import UserError
+from dflop.scheduling import BatchScheduler, StepSchedule
+
+__all__ = ["StepShown", "show_step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepShown:
+    """`finding` says in a sentence what the panels show, `figures` in numbers. `schedule` is the first panel's."""
+
+    step: int
+    schedule: StepSchedule
+    panels: list[StepPanel]
+    figures: dict[str, Any]
+    finding: str
+
+
+def show_step(scheduler: BatchScheduler, policy: str, trained: TrainedRun | None) -> StepShown:
+    """A step from the middle of the training, or the first where `trained` is None.
+
+    `trained` must be of the scheduler's plan and costs.
+    """
+    kept = trained.schedule if trained and _is_observed(trained, trained.schedule) else None
+    step = kept.step if kept else _middle_step(trained) if trained else 0
+    ours, other = kept or scheduler.schedule(step), scheduler.schedule(step, "random")
+    replayed = replay(scheduler, ours), replay(scheduler, other)
+    (_, own), (_, at_random) = replayed
+    faster = at_random.step_s / own.step_s
+    policy = ours.policy if kept else policy
+    titles = (
+        f"{policy}, predicted: {format_seconds(own.step_s)}, idle {own.idle:.0%}",
+        f"random, predicted: {format_seconds(at_random.step_s)}, idle {at_random.idle:.0%}, {faster:.2f}x as long",
+    )
+    panels = [
+        StepPanel(title, predicted_boxes(scheduler.pricer.plan, times, timeline), timeline.step_s)
+        for title, (times, timeline) in zip(titles, replayed, strict=True)
+    ]
+    figures = {
+        "step": step,
+        f"predicted_s_{policy}": own.step_s,
+        "predicted_s_random": at_random.step_s,
+        "lower_bound_s": ours.lower_bound_s,
+    }
+    finding = f"Step {step}: {policy} is predicted {_faster(faster)} than random on the same samples"
+    if trained:
+        panel, measured = _measured(scheduler, trained, ours, is_kept=kept is not None, policy=policy)
+        panels.append(panel)
+        figures |= measured
+        finding += f"; measured, the step took {measured['measured_over_predicted']:.2f}x its prediction"
+    return StepShown(step=step, schedule=ours, panels=panels, figures=figures, finding=finding)
+
+
+def _is_observed(trained: TrainedRun, schedule: StepSchedule | None) -> bool:
+    """A run that was taken up again may have gone back behind the step that it had kept."""
+    return schedule is not None and all(
+        schedule.step in table["step"] for table in (trained.observations, trained.metrics)
+    )
+
+
+def _middle_step(trained: TrainedRun) -> int:
+    """The step in the middle of those that were observed warm."""
+    observed = trained.observations
+    if "warmup" in observed.columns and not observed["warmup"].all():
+        observed = observed.filter(~pl.col("warmup"))
+    steps = sorted(set(observed["step"]) & set(trained.metrics["step"]))
+    if not steps:
+        raise UserError("train/observations.duckdb and train/metrics.jsonl share no step; run `dflop train` again")
+    return steps[len(steps) // 2]
+
+
+def _measured(
+    scheduler: BatchScheduler, trained: TrainedRun, ours: StepSchedule, *, is_kept: bool, policy: str
+) -> tuple[StepPanel, dict[str, float]]:
+    """The step as it went, and figures of it."""
+    observed = trained.observations.filter(pl.col("step") == ours.step)
+    line = trained.metrics.filter(pl.col("step") == ours.step).row(0, named=True)
+    is_same = is_kept or _is_trained_as(observed, scheduler.pricer.nodes, ours.forward_s, ours.backward_s)
+    slower = line["pipeline_s"] / line["predicted_step_s"]
+    title = (
+        f"{line.get('policy', policy)}, measured: {format_seconds(line['pipeline_s'])}, "
+        f"idle {line['idle']:.0%}, {slower:.2f}x its prediction"
+        + ("" if is_same else f" of {format_seconds(line['predicted_step_s'])} (not the assignment drawn above)")
+    )
+    if is_kept and ours.corrections_version:
+        title += f" of {format_seconds(line['predicted_step_s'])}, made with what had been learned of the costs"
+    panel = StepPanel(title, measured_boxes(scheduler.pricer.plan, observed), line["pipeline_s"], is_measured=True)
+    return panel, {"measured_s": line["pipeline_s"], "measured_over_predicted": slower}
+
+
+def _faster(ratio: float) -> str:
+    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+
+
+def _is_trained_as(
+    observed: pl.DataFrame, nodes: tuple[Node, ...], forward_s: np.ndarray, backward_s: np.ndarray
+) -> bool:
+    """Whether the trainer's predictions are these: a time limit or a correction may have led it elsewhere."""
+    place = {(node.module, node.pp_stage, node.dp_rank): index for index, node in enumerate(nodes)}
+    computed = observed.filter(pl.col("predicted_s").is_not_null())
+    times = {"forward": forward_s, "backward": backward_s}
+    return all(
+        np.isclose(
+            row["predicted_s"],
+            times[row["pass"]][place[row["module"], row["pp_stage"], row["dp_rank"]], row["microbatch"]],
+            rtol=1e-3,
+        )
+        for row in computed.iter_rows(named=True)
+    )
