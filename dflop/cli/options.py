@@ -10,7 +10,7 @@ import click
 
 from dflop.runtime import UserError
 
-__all__ = ["FILE", "FOLDER", "config_digest", "config_option", "load_for", "meta_of", "run_argument"]
+__all__ = ["FILE", "FOLDER", "RUN_CONFIG", "config_digest", "config_option", "load_for", "meta_of", "run_argument"]
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)

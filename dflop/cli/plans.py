@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from dflop.cli.elsewhere import emit_option, from_manifest, print_in_words_of
 from dflop.cli.options import FILE, config_option, load_for, run_argument
 from dflop.runtime import progress_bar
 
@@ -18,6 +19,8 @@ __all__ = ["plan_command", "schedule_command"]
 @click.option("--out", type=FILE, help="plan.yaml to write.")
 @click.option("--candidates", type=FILE, help="Parquet file of all priced plans to write.")
 @click.option("--explain", is_flag=True, help="Print the ten best plans, what others would run, and what comes next.")
+@emit_option
+@from_manifest
 @run_argument(shapes="shapes.duckdb", costs="costs.duckdb")
 def plan_command(
     configs: tuple[str, ...],
@@ -27,11 +30,14 @@ def plan_command(
     out: Path | None,
     candidates: Path | None,
     explain: bool,
+    emit: str | None,
 ) -> None:
     """Search the layouts and choose the one with the shortest expected step.
 
     RUN is a run of the workflow, by its name or folder: `dflop plan RUN` explains the plan of its data and costs. What
-    is not asked for by --out or --candidates is not written.
+    is not asked for by --out or --candidates is not written. With --manifest the run is made first, from a manifest and
+    a Hugging Face config, with analytic costs: `dflop plan mine --manifest train.json --model FOLDER --config
+    cluster.num_nodes=8 --config train.global_batch_size=512` writes results/mine, its report included.
     """
     from dflop.config import excess_memory
     from dflop.costs import CostModel
@@ -71,6 +77,8 @@ def plan_command(
     if explain:
         click.echo(explain_choice(found, baselines, config, cost_model) + "\n")
     _echo_choice(out, best, cost_model, need)
+    if emit:
+        print_in_words_of(emit, best.plan, spec, config.train.global_batch_size)
     if not explain:  # which says the same in full
         _echo_notes(found, baselines, config)
 

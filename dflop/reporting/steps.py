@@ -100,7 +100,10 @@ def _measured(
     )
     if is_kept and ours.corrections_version:
         title += f" of {format_seconds(line['predicted_step_s'])}, made with what had been learned of the costs"
-    panel = StepPanel(title, measured_boxes(scheduler.pricer.plan, observed), line["pipeline_s"], is_measured=True)
+    boxes = measured_boxes(scheduler.pricer.plan, observed)
+    # The first rank's pipeline; one that began later may end later by its own clock.
+    ended_s = max(line["pipeline_s"], boxes["end_s"].max() or 0.0)
+    panel = StepPanel(title, boxes, ended_s, is_measured=True)
     return panel, {"measured_s": line["pipeline_s"], "measured_over_predicted": slower}
 
 

@@ -94,6 +94,7 @@ IN_PARAMS = frozenset(
         "dflop.config.load.load_config",
         "dflop.runtime.devices.find_device",
         "dflop.runtime.devices.load_device",
+        "dflop.cli.elsewhere",  # the workflow gives files, and needs nothing of it
     }
 )
 

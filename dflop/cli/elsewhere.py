@@ -1,0 +1,165 @@
+"""Planning for those who train elsewhere: a manifest and a Hugging Face config become a run's folder, without a GPU.
+
+The folder holds what the workflow would make of them with analytic costs, so that `dflop plan`, `dflop report` and
+`dflop compare` take it like any other run. The workflow never comes here.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dflop.cli.options import FILE, FOLDER, RUN_CONFIG
+from dflop.runtime import UserError, written_whole
+
+__all__ = ["emit_option", "from_manifest", "print_in_words_of"]
+
+# What the given config is merged over: eight H100s, and every tensor-parallel size that a node of them allows.
+_DEFAULTS: dict[str, Any] = {
+    "cluster": {"device": "cuda", "devices_per_node": 8, "device_model": "h100-80g"},
+    "costs": {"source": "analytic", "tp_sizes": [1, 2, 4, 8]},
+    "train": {"precision": "bf16", "global_batch_size": 64},
+}
+_SHAPES_KEY = "shapes/key"
+
+
+def from_manifest(function: Callable) -> Callable:
+    """A command on a run that makes the run first where a manifest is given, and its report at the end."""
+
+    @click.option(
+        "--manifest",
+        type=FILE,
+        help="Plan for this data on devices that are not at hand: no GPU and, where records hold the sizes of their "
+        "media, no media are needed. RUN names the folder that is made; without it, the manifest does.",
+    )
+    @click.option(
+        "--model", type=FOLDER, help="With --manifest: a folder with the config.json of a Hugging Face model."
+    )
+    @functools.wraps(function)
+    def command(
+        run: str | None, configs: tuple[str, ...], manifest: Path | None, model: Path | None, **given: Any
+    ) -> None:
+        if manifest is None:
+            if model:
+                raise UserError("--model goes with --manifest; elsewhere `model.path` of the config says it")
+            function(run=run, configs=configs, **given)
+            return
+        folder = _make_run(run or manifest.name.partition(".")[0], manifest, model, configs)
+        given |= {name: given[name] or folder / file for name, file in _WRITTEN.items()} | {"explain": True}
+        function(run=str(folder), configs=(), **given)
+        _report(folder)
+
+    return command
+
+
+_WRITTEN = {"out": "plan.yaml", "candidates": "candidates.parquet"}
+
+
+def emit_option(function: Callable) -> Callable:
+    return click.option(
+        "--emit", type=click.Choice(_FRAMEWORKS), help="Print the plan as flags of this framework, too."
+    )(function)
+
+
+# Those of `planning.emit`, which `dflop --help` need not load.
+_FRAMEWORKS = ("megatron", "torchtitan")
+
+
+def print_in_words_of(framework: str, plan: Any, spec: Any, global_batch_size: int) -> None:
+    from dflop.planning.emit import emit
+
+    click.echo("\n" + emit(framework, plan, spec, global_batch_size).to_text(framework, plan))
+
+
+def _make_run(name: str, manifest: Path, model: Path | None, configs: tuple[str, ...]) -> Path:
+    """Shapes, analytic costs and the config of a run; returns its folder."""
+    import yaml
+
+    from dflop.config import load_config, select_keys
+
+    layers: list[Any] = [_DEFAULTS, {"run": name, "data": {"sources": [_source(manifest)]}}]
+    config = load_config(*layers, *([_of_model(model)] if model else []), *configs)
+    if config.costs.source != "analytic":
+        raise UserError("`costs.source` is not 'analytic': costs are measured by the workflow, on the device")
+    folder = Path("results") / config.run
+    folder.mkdir(parents=True, exist_ok=True)
+    values = select_keys(config, [section.name for section in fields(config)])
+    with written_whole(folder / RUN_CONFIG) as path:
+        path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    text = json.dumps(values)
+    _make_shapes(config, text, folder, manifest)
+    _make_costs(config, text, folder)
+    return folder
+
+
+def _source(manifest: Path) -> dict[str, Any]:
+    if not manifest.is_file():
+        raise UserError(
+            f"{manifest} does not exist; name a manifest: JSON, JSONL, Parquet, a tar file or a list of them"
+        )
+    return {"path": str(manifest), "trust_sizes": True}
+
+
+def _of_model(folder: Path) -> Mapping[str, Any]:
+    """The config of a model by its `config.json`; without a tokenizer the small bundled one counts."""
+    from dflop.data.text import BUNDLED_TOKENIZER
+    from dflop.models.checkpoint import read_hf_config
+
+    model: dict[str, Any] = {"path": str(folder), "family": read_hf_config(folder).get("model_type")}
+    if not (folder / "tokenizer.json").is_file():
+        model["tokenizer"] = str(BUNDLED_TOKENIZER)
+    return {"model": model}
+
+
+def _make_shapes(config: Any, text: str, folder: Path, manifest: Path) -> None:
+    """`shapes.duckdb`, unless it was made of this manifest with these rules before."""
+    from dflop.cli.data import merge_shapes, profile_shapes
+    from dflop.config import select_keys
+    from dflop.data import list_shards, list_sources
+    from dflop.runtime.commands import COMMANDS, code_digest
+
+    commands = ("profile-shapes", "merge-shapes")
+    stat = manifest.stat()
+    behind = [select_keys(config, COMMANDS[name].reads) for name in commands]
+    known: list[Any] = [stat.st_size, stat.st_mtime_ns, *behind, *map(code_digest, commands)]
+    key, kept = hashlib.sha256(json.dumps(known).encode()).hexdigest(), folder / _SHAPES_KEY
+    if (folder / "shapes.duckdb").is_file() and kept.is_file() and kept.read_text(encoding="utf-8") == key:
+        return
+    for source in list_sources(config.data):
+        for shard in list_shards(source, config.data.samples_per_shard, config.seed):
+            out = folder / "shapes" / f"{shard.name}.parquet"
+            profile_shapes.callback(configs=(text,), shard=shard.name, out=out, workers=None)
+    merge_shapes.callback(configs=(text,), shapes=folder / "shapes", out=folder / "shapes.duckdb", bounds=None)
+    with written_whole(kept) as path:
+        path.write_text(key, encoding="utf-8")
+
+
+def _make_costs(config: Any, text: str, folder: Path) -> None:
+    """`costs.duckdb` at every tensor-parallel size of the config that divides a module's heads."""
+    from dflop.cli.costs import fit_costs_command, profile_costs
+    from dflop.models import check_tp, load_model_spec
+
+    spec, paths = load_model_spec(config.model), []
+    for module in spec.modules:
+        for tp in config.costs.tp_sizes:
+            try:
+                check_tp(spec, module.name, tp)
+            except UserError:
+                continue
+            paths.append(folder / "costs" / f"{module.name}.tp{tp}.parquet")
+            profile_costs.callback(configs=(text,), module=module.name, tp=tp, bounds=None, out=paths[-1])
+    fit_costs_command.callback(measurements=tuple(paths), links_path=None, out=folder / "costs.duckdb")
+
+
+def _report(folder: Path) -> None:
+    from dflop.cli.options import load_for
+    from dflop.reporting import write_report
+
+    config = load_for("report", (str(folder / RUN_CONFIG),))
+    page, *_ = write_report(config, folder, folder / "report")
+    click.echo(f"{page}: the plan as a page")
