@@ -11,12 +11,30 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations make, as long as they live."""
+    """Bytes of the tensors that operations make, as long as they live, or until their storages are resized: gathered
+    parameters come and go so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._known: dict[int, weakref.ref] = {}
+        self._sizes: dict[int, int] = {}
+
+    def __enter__(self) -> "LiveBytes":
+        resize = torch.UntypedStorage.resize_  # no operation, which a mode would see
+
+        def note_and_resize(storage: torch.UntypedStorage, size: int) -> Any:
+            if storage._cdata in self._known:
+                self._set_size(storage._cdata, size)
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = note_and_resize
+        self._resize = resize
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -29,14 +47,18 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
 
         def forget(_: object) -> None:
-            self.now -= size
-            del self._known[key]
+            self._set_size(key, 0)
+            del self._known[key], self._sizes[key]
 
         self._known[key] = weakref.ref(storage, forget)
-        self.now += size
+        self._set_size(key, storage.nbytes())
+
+    def _set_size(self, key: int, size: int) -> None:
+        self.now += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
         self.peak = max(self.peak, self.now)
 
 

@@ -231,8 +231,9 @@ def _tracked(model: RankModel, peak_bytes: int) -> dict[str, float]:
 
 def _bytes_of(tensors: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> int:
     """Of their storages, each counted once."""
-    sizes = {_storage(tensor)._cdata: _storage(tensor).nbytes() for tensor in tensors}
-    return sum(size for key, size in sizes.items() if key not in {_storage(tensor)._cdata for tensor in but})
+    sizes = {own._cdata: own.nbytes() for own in map(_storage, tensors)}
+    left_out = {_storage(tensor)._cdata for tensor in but}
+    return sum(size for key, size in sizes.items() if key not in left_out)
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -162,6 +162,21 @@ def test_what_ran_out_of_memory_is_given_back_before_the_next_point(benches, mon
     assert [output() for output in outputs] == [None]
 
 
+def test_a_storage_that_is_given_up_while_its_tensor_stays_is_not_counted():
+    with LiveBytes() as live:
+        gathered = torch.zeros(1000)
+        assert live.now == 4000
+        gathered.untyped_storage().resize_(0)
+        assert live.now == 0
+        gathered.untyped_storage().resize_(4000)
+        assert (live.now, live.peak) == (4000, 4000)
+        del gathered
+    assert live.now == 0
+    resized = torch.zeros(10)
+    resized.untyped_storage().resize_(0)  # outside, nothing is noted
+    assert live.peak == 4000
+
+
 def test_live_bytes_are_those_of_new_tensors_while_they_live():
     weight = torch.ones(8, 8, requires_grad=True)
     with LiveBytes() as live:
