@@ -56,7 +56,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
             source,
             found,
             seed=config.seed,
-            reader=ShapeReader(spec.rules, data),
+            reader=ShapeReader(spec.rules, _whole(data)),
             tokenizer_folder=folder,
             max_llm_tokens=data.max_llm_tokens,
             num_workers=workers or len(os.sched_getaffinity(0)),
@@ -73,6 +73,15 @@ def _refused_media(without_encoder: str, encoded: Sequence[str]) -> tuple[str, .
     from dflop.data.records import MEDIA_KINDS
 
     return tuple(kind for kind in MEDIA_KINDS if without_encoder == "reject" and kind not in encoded)
+
+
+def _whole(data):
+    """The limits and rates of a config without other keys, with these at their defaults: only so it can be sent to
+    processes."""
+    from dflop.config import DataConfig
+
+    read = ("max_llm_tokens", "max_text_bytes", "max_image_pixels", "video", "audio")
+    return DataConfig(**{name: getattr(data, name) for name in read})
 
 
 def _find_shard(config, name: str):
