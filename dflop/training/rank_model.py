@@ -169,6 +169,7 @@ def _build_node(
     of_first = [name for name in stage.named_hf_parameters() if not ranks.is_first and name not in stage.shards]
     if units:
         shared = SharedPasses(stage, units)
+        stage.requires_grad_(is_trained)  # what no pass reads stays as it is
         parameters = stage.named_hf_parameters()
         own = ParameterShards(
             list(parameters.values()),
