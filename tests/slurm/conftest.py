@@ -1,7 +1,9 @@
 """A private Slurm and a fresh clone, as a user of a cluster has them."""
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ def cluster(tmp_path_factory) -> Iterator[MiniSlurm]:
 
 
 @pytest.fixture(scope="session")
-def clone(tmp_path_factory) -> Path:
+def clone(tmp_path_factory) -> Iterator[Path]:
     """All that is in the repository, as it is now, and nothing else."""
     folder = tmp_path_factory.mktemp("clone")
     listed = subprocess.run(
@@ -44,4 +46,9 @@ def clone(tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
     (folder / "home").mkdir()
-    return folder
+    yield folder
+    # Without control groups, Slurm loses sight of what a job that was put back into the queue leaves.
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(path / "cwd") == str(folder):
+                os.kill(int(path.name), signal.SIGKILL)
