@@ -100,7 +100,7 @@ def _samples_to_plan(config, spec, cost_model, shapes: Path):
 
 def _search(config, spec, cost_model, samples, *, compares: bool):
     """What the search finds, with a bar of the plans priced so far."""
-    from dflop.planning import search_plans
+    from dflop.planning import search_plans, with_finalists_scheduled
 
     with progress_bar(unit=" plans", unit_scale=True) as bar:
 
@@ -108,7 +108,8 @@ def _search(config, spec, cost_model, samples, *, compares: bool):
             bar.total = total
             bar.update(done - bar.n)
 
-        return search_plans(config, spec, cost_model, samples, progress, compares=compares)
+        found = search_plans(config, spec, cost_model, samples, progress, compares=compares)
+        return with_finalists_scheduled(found, config, spec, cost_model, samples)
 
 
 def _echo_choice(out: Path | None, best, cost_model, need) -> None:

@@ -13,7 +13,7 @@ from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.parallelism import Plan
-from dflop.planning import GroupedBatches, search_plans
+from dflop.planning import GroupedBatches, search_plans, with_finalists_scheduled
 from dflop.pricing import Assignment, Pricer, fits, fitted
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches
@@ -144,7 +144,8 @@ def _our_row(
     shapes: Mapping[int, SampleShapes],
     steps: range,
 ) -> SystemRow:
-    plan = search_plans(config, spec, costs, samples).best.plan
+    found = search_plans(config, spec, costs, samples)
+    plan = with_finalists_scheduled(found, config, spec, costs, samples).best.plan
     pricer = _pricer(plan, config, spec, costs)
     found = []
     with BatchScheduler(samples, pricer, batches, config.schedule, config.seed).open() as scheduler:

@@ -10,6 +10,7 @@ from dflop.planning.baselines import (
 )
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
+from dflop.planning.finalists import with_finalists_scheduled
 from dflop.planning.grouped_batches import GroupedBatches, like_lengths
 from dflop.planning.holding import leave_out_what_no_plan_holds
 from dflop.planning.loading import LoadingNeed, loading_need, loading_note, planned_loaders
@@ -41,4 +42,5 @@ __all__ = [
     "search_plans",
     "uneven_note",
     "whole_on_every_device",
+    "with_finalists_scheduled",
 ]

@@ -113,6 +113,8 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
         lines.append("    * can be priced, but not trained yet")
     if best.why_not_runnable is None:
         lines += ["", f"chosen: {best.plan}"]
+        if result.num_finalists:
+            lines.append(f"  {_of_finalists(result)}")
     else:
         lines += ["", f"fastest: {best.plan}", f"No plan of the space can be trained today: {best.why_not_runnable}"]
     if passed_over := result.passed_over:
@@ -164,10 +166,16 @@ def _why(result: SearchResult, config: Config) -> str:
         f"Shortest expected step of {result.num_plans} plans{among}; bound by {_bound_by(best, config)} "
         f"(busiest rank: {busiest})."
     )
+    if result.num_finalists:
+        why += f" {_of_finalists(result)}."
     others = [own for own in result.candidates if own is not best and own.why_not_runnable is None]
     if others:
         why += f" The next, {others[0].plan}, takes {others[0].step_s / best.step_s:.2f}x as long."
     return why
+
+
+def _of_finalists(result: SearchResult) -> str:
+    return f"Of {result.num_finalists} plans within 1 % it is the fastest once batches are scheduled"
 
 
 def _bound_by(candidate: Candidate, config: Config) -> str:

@@ -62,10 +62,15 @@ class SearchResult:
     num_priced: int
     least_bound_s: float
     larger: Candidate | None
+    # Of plans priced alike, the one whose scheduled batches take least (`finalists`), and among how many.
+    chosen: Candidate | None = None
+    num_finalists: int = 0
 
     @property
     def best(self) -> Candidate:
-        """The fastest plan that can be trained today, or where there is none the fastest."""
+        """The chosen plan: the fastest that can be trained today, or where there is none the fastest."""
+        if self.chosen is not None:
+            return self.chosen
         return next((own for own in self.candidates if own.why_not_runnable is None), self.candidates[0])
 
     @property

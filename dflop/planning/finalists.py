@@ -1,0 +1,66 @@
+"""The last word between plans that are priced alike: what their batches take once they are scheduled.
+
+A plan is priced on batches that are regrouped in a simple way, which serves all plans alike. Training schedules each
+batch for its own plan, which shortens the steps of some plans more than those of others. Between plans whose prices are
+within a percent of each other, that decides.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from dflop.config import Config, ScheduleConfig
+from dflop.costs import CostModel
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec
+from dflop.planning.candidate import Candidate
+from dflop.planning.search import SearchResult
+from dflop.pricing import Pricer
+from dflop.runtime import UserError
+from dflop.scheduling import BatchScheduler, GlobalBatches
+
+__all__ = ["with_finalists_scheduled"]
+
+# How much longer than the fastest a finalist's price may be, and how many finalists there are at most.
+_CLOSE, _MOST_FINALISTS = 1.01, 4
+_NUM_BATCHES = 2
+# A batch of more samples takes seconds to schedule, for each of the finalists.
+_MOST_SAMPLES = 8192
+
+
+def with_finalists_scheduled(
+    found: SearchResult, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> SearchResult:
+    """The search's result with its choice made by scheduled batches, where several plans are priced within a percent.
+
+    The batches are the first that training will draw, scheduled without CBC, so that the choice is the same each time.
+    """
+    if config.train.global_batch_size > _MOST_SAMPLES:
+        return found
+    runnable = found.best.why_not_runnable is None
+    close = [
+        own
+        for own in found.candidates
+        if (own.why_not_runnable is None) == runnable and own.step_s <= _CLOSE * found.best.step_s
+    ][:_MOST_FINALISTS]
+    if len(close) < 2:
+        return found
+    scheduled_s = [_scheduled_s(own, config, spec, costs, samples) for own in close]
+    if not np.isfinite(scheduled_s).any():
+        return found
+    return replace(found, chosen=close[int(np.argmin(scheduled_s))], num_finalists=len(close))
+
+
+def _scheduled_s(
+    candidate: Candidate, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> float:
+    """The mean scheduled step; infinite where memory holds no schedule."""
+    pricer = Pricer(
+        candidate.plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
+    )
+    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    with BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).open() as scheduler:
+        try:
+            return float(np.mean([scheduler.schedule(step).step_s for step in range(_NUM_BATCHES)]))
+        except UserError:
+            return np.inf
