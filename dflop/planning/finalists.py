@@ -14,18 +14,18 @@ from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.planning.candidate import Candidate
-from dflop.planning.search import SearchResult
+from dflop.planning.search import NUM_FINALISTS, SearchResult
 from dflop.pricing import Pricer
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches
 
 __all__ = ["with_finalists_scheduled"]
 
-# How much longer than the fastest a finalist's price may be, and how many finalists there are at most.
-_CLOSE, _MOST_FINALISTS = 1.01, 4
+# How much longer than the fastest a finalist's price may be.
+_CLOSE = 1.01
 _NUM_BATCHES = 2
 # A batch of more samples takes seconds to schedule, for each of the finalists.
-_MOST_SAMPLES = 8192
+_MOST_SAMPLES = 2048
 
 
 def with_finalists_scheduled(
@@ -42,7 +42,7 @@ def with_finalists_scheduled(
         own
         for own in found.candidates
         if (own.why_not_runnable is None) == runnable and own.step_s <= _CLOSE * found.best.step_s
-    ][:_MOST_FINALISTS]
+    ][:NUM_FINALISTS]
     if len(close) < 2:
         return found
     scheduled_s = [_scheduled_s(own, config, spec, costs, samples) for own in close]

@@ -32,11 +32,12 @@ from dflop.planning.splits import balanced_splits
 from dflop.pricing import BYTES_PER_VALUE
 from dflop.runtime import UserError
 
-__all__ = ["SearchResult", "more_than", "search_plans"]
+__all__ = ["NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
 
 # How many of the fastest plans are found for certain where people compare them, and in spaces of at most `_FEW_PLANS`,
-# where that takes no time. In other searches it is the fastest alone.
+# where that takes no time. In other searches it is as many as `finalists` tells apart.
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
+NUM_FINALISTS = 3
 # To say what more memory would bring: of the plans that memory excludes, `_MOST_MISSES` are looked at and `_NUM_LARGER`
 # of them priced. Among few plans `_NUM_LARGER_OF_FEW` are priced, so that the one that needs least is rarely missed.
 _MOST_MISSES, _NUM_LARGER, _NUM_LARGER_OF_FEW = 4096, 64, 512
@@ -107,7 +108,7 @@ def search_plans(
     rows = enumerate_space(config, spec, costs.tp_sizes, splits, within)
     links = LeastLinks(costs, spec, config.cluster, config.model.freeze, BYTES_PER_VALUE[config.train.precision])
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, links)
-    num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
+    num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else NUM_FINALISTS
     search = _Search(config, spec, costs, batches, rows, splits, bounds, links, grouping, num_best)
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
