@@ -25,7 +25,7 @@ def close(search):
     found = search(make_config(4, 8))
     least_s = found.candidates[0].step_s
     alike = [
-        replace(own, step_s=least_s * (1 + number / 1000)) for number, own in enumerate(found.candidates[:5][::-1])
+        replace(own, steps_s=(least_s * (1 + number / 1000),)) for number, own in enumerate(found.candidates[:5][::-1])
     ]
     return replace(found, candidates=alike)
 
@@ -44,7 +44,7 @@ def test_of_plans_priced_alike_the_one_that_schedules_best_is_chosen(close, tiny
 def test_a_plan_that_is_priced_a_percent_longer_is_no_finalist(search, tiny_spec, costs, samples):
     found = search(make_config(4, 8))
     first, *others = found.candidates
-    apart = replace(found, candidates=[first, *(replace(own, step_s=1.02 * first.step_s) for own in others)])
+    apart = replace(found, candidates=[first, *(replace(own, steps_s=(1.02 * first.step_s,)) for own in others)])
     assert with_finalists_scheduled(apart, make_config(4, 8), tiny_spec, costs, samples) is apart
     assert apart.best is first
 
