@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import soundfile
 from click.testing import CliRunner, Result
@@ -33,6 +34,21 @@ def dflop(command: str, data: dict, *arguments: str) -> Result:
     result = CliRunner().invoke(cli, [command, "--config", config, *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result
+
+
+def test_the_command_shares_a_shard_among_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = [
+        {"id": n, "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+        for n in range(4000)
+    ]
+    Path("data.json").write_text(json.dumps(records))
+    data = {"sources": [{"path": "data.json"}], "samples_per_shard": 5000}
+    (line,) = dflop("list-shards", data).stdout.splitlines()
+    dflop("profile-shapes", data, "--shard", line.split("\t")[0], "--out", "shard.parquet", "--workers", "2")
+    shapes = pl.read_parquet("shard.parquet")
+    assert len(shapes) == 4000
+    assert shapes["reason"].is_null().all()
 
 
 def shapes_of(data: dict) -> tuple[dict[str, list[tuple]], str]:
