@@ -74,7 +74,7 @@ def test_every_command_is_one_of_the_program_and_its_function_is_found(name, rea
         ("costs.link_model.fit_links", {"fit-costs"}),
         ("pricing.transfers.find_link", {"plan", "compare", *AFTER_PLAN}),
         ("pricing.pricer.Pricer", {"plan", "compare", *AFTER_PLAN}),
-        ("balancing.cbc_process.main", {"compare", *AFTER_PLAN}),
+        ("balancing.cbc_process.main", {"plan", "compare", *AFTER_PLAN}),
         (
             "models.internvl.shapes.InternvlShapes",
             {"profile-shapes", "profile-loading", "profile-costs", "plan", "compare", *AFTER_PLAN},
