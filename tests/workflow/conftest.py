@@ -23,7 +23,7 @@ while [ $# -gt 0 ]; do
         */costs/*.tp*.parquet) : > "${2%.parquet}.parameters.parquet"; : > "${2%.parquet}.device.parquet" ;;
         */train) mkdir -p "$2"; : > "$2/summary.json" ;;
         */report) for plot in costs plans timeline training time_split; do : > "$2/$plot.svg"; done
-          : > "$2/summary.json" ;;
+          : > "$2/summary.json"; : > "$2/index.html" ;;
       esac
       [ -d "$2" ] || { case $2 in --*) ;; *) : > "$2" ;; esac; } ;;
   esac

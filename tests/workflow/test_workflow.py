@@ -6,6 +6,7 @@ One whole run is shared by the tests, in a copy of the repository; Snakemake, to
 import json
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 import yaml
@@ -112,8 +113,10 @@ def test_the_plan_is_the_best_of_the_candidates_that_can_be_trained(finished):
     assert candidates["step_s"].is_sorted()
     chosen = yaml.safe_load((folder / "plan.yaml").read_text())
     runnable = candidates.filter("runnable")
-    assert chosen["predicted"]["step_s"] == pytest.approx(runnable["step_s"][0], rel=1e-4)
-    assert chosen["plan"]["num_microbatches"] == runnable["num_microbatches"][0] == 4
+    # Of plans within a percent, the one whose batches take least once they are scheduled.
+    (place,) = np.flatnonzero(np.isclose(runnable["step_s"], chosen["predicted"]["step_s"], rtol=1e-5))[:1]
+    assert runnable["step_s"][place] <= 1.01 * runnable["step_s"][0]
+    assert chosen["plan"]["num_microbatches"] == runnable["num_microbatches"][place] == 4
     others = {own["name"]: own["would_take"] for own in chosen["baselines"]}
     assert len(others) == 5
     for name, read in (("train", lambda summary: summary), ("report", lambda summary: summary["plan"])):
