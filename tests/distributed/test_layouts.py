@@ -406,7 +406,7 @@ def _compare_gradients(own, expected: dict[str, torch.Tensor], num_targets: int,
     largest of all: those of keys' biases are zero but for rounding."""
     floor = 1e-3 * max(float(gradient.abs().max()) for gradient in expected.values())
     for name, parameter in own.parameters.items():
-        # Without moments is what is not trained here: a frozen module, or a tied embedding's copy, which gives its away.
+        # What is not trained here has no moments: a frozen module, or a tied embedding's copy.
         pieces = [piece for piece in own.optimizer.pieces(parameter) if piece.moments]
         ours = torch.zeros(0) if parameter.grad is None else parameter.grad
         ours = ours.to_local().flatten() if isinstance(ours, DTensor) else _held_of(ours.flatten(), pieces)

@@ -103,6 +103,8 @@ def test_a_failure_is_told_in_its_own_words_and_not_with_the_whole_config(finish
     assert any("because train.lr was 0.0001 and is 0.1" in line for line in said), said
     assert len(said) < 15, said
     assert "warmup_steps" not in done.stdout + done.stderr  # of the config nothing else
+    again = checkout.snakemake("--cores", "2", "--configfile", config, PATH=checkout.path_with_stubs())
+    assert again.returncode == 0, again.stderr  # nothing is left to do for the tests that follow
 
 
 @pytest.fixture

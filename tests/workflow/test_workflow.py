@@ -115,8 +115,8 @@ def test_the_plan_is_the_best_of_the_candidates_that_can_be_trained(finished):
     runnable = candidates.filter("runnable")
     # Of plans within a percent, the one whose batches take least once they are scheduled.
     (place,) = np.flatnonzero(np.isclose(runnable["step_s"], chosen["predicted"]["step_s"], rtol=1e-5))[:1]
-    assert runnable["step_s"][place] <= 1.01 * runnable["step_s"][0]
-    assert chosen["plan"]["num_microbatches"] == runnable["num_microbatches"][place] == 4
+    assert runnable["step_s"][int(place)] <= 1.01 * runnable["step_s"][0]
+    assert chosen["plan"]["num_microbatches"] == runnable["num_microbatches"][int(place)] == 4
     others = {own["name"]: own["would_take"] for own in chosen["baselines"]}
     assert len(others) == 5
     for name, read in (("train", lambda summary: summary), ("report", lambda summary: summary["plan"])):
