@@ -36,7 +36,7 @@ def test_twenty_steps_in_single_precision_agree_between_layouts(run, tmp_path):
 IN_BF16 = {
     "pipelined, weights' gradients put off": {"llm_pp": 2, "schedule": "zb_h1"},
     "tensor parallelism": {"placement": "colocated", "llm_tp": 2},
-    "that of shared parameters": {"placement": "colocated", "llm_dp": 2, "llm_tp": 2, "sharding": "parameters"},
+    "shared parameters": {"placement": "colocated", "llm_dp": 2, "sharding": "parameters"},
 }
 
 
