@@ -37,6 +37,10 @@ Splits = Mapping[tuple[int, int], tuple[int, ...]]
 _ENCODER_PP = (1, 2, 4)
 # In a cluster of more devices than this, modules get multiples of this fraction of them.
 _FINEST_SHARE = 64
+# On more devices than this, several encoders get less choice each than one alone would have, which would make nineteen
+# million plans of two encoders on 64 devices: 1, 2, 3, 4, 6, 8, 12, … such multiples, one stage, and one sharding for
+# all of them. What `plan.fixed` says of an encoder leaves that one every choice.
+_FEW_DEVICES = 16
 
 
 def enumerate_space(
@@ -50,8 +54,10 @@ def enumerate_space(
 
     `tp_sizes` are those that costs are known for.
 
-    Up to 64 devices any number of them may go to an encoder; of more, a multiple of a 64th. Microbatch counts are
-    1, 2, 3, 4, 6, 8, 12, … as far as every bucket can hold a sample.
+    Up to 64 devices any number of them may go to an encoder; of more, a multiple of a 64th. Several encoders on more
+    than 16 devices get 1, 2, 3, 4, 6, 8, 12, … of these each, one stage, and one sharding for all of them, but for
+    those that `plan.fixed` speaks of. Microbatch counts are 1, 2, 3, 4, 6, 8, 12, … as far as every bucket can hold a
+    sample.
 
     Raises:
         UserError: when the devices, the global batch and `plan.fixed` leave nothing.
@@ -74,11 +80,14 @@ def _rows(
     filling = [name for name, placement in PLACEMENTS.items() if placement.fills_bubbles]
     meet = [pl.lit(False), *(pl.col(sharding_columns(own.name)[0]).is_in(gathering) for own in spec.encoders)]
     grids = _pinned(
-        pl.concat([_of_placement(config, spec, tp_sizes, name) for name in _placements(within, spec)]), fixed
+        pl.concat([_of_placement(config, spec, tp_sizes, fixed, name) for name in _placements(within, spec)]), fixed
     )
     for module in spec.modules:
         how = _shardings(config, within, fixed, grids, module.name)
         grids = grids.join(how, on=layout_columns(module.name), maintain_order="left_right")
+    for one, other in itertools.combinations(_with_less_choice(config, spec, fixed), 2):
+        can_shard = [pl.col(f"{name}_dp") > 1 for name in (one, other)]
+        grids = grids.filter((pl.col(f"{one}_sharding") == pl.col(f"{other}_sharding")) | ~pl.all_horizontal(can_shard))
     return (
         grids.join(_pipelines(within, spec, grids), on="llm_pp")
         .join(_microbatches(config, fixed, grids), on="llm_dp")
@@ -160,22 +169,35 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(len(part) for part in split_layers(num_layers, num_stages))
 
 
-def _of_placement(config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], name: str) -> pl.DataFrame:
+def _of_placement(
+    config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], fixed: FixedPlan, name: str
+) -> pl.DataFrame:
     """Grids of all modules, one combination a row."""
     num_devices, per_node = config.cluster.num_devices, config.cluster.devices_per_node
     unit = max(1, num_devices // _FINEST_SHARE)
     tp_of = {module.name: [size for size in tp_sizes[module.name] if per_node % size == 0] for module in spec.modules}
     placement = PLACEMENTS[name]
-    rows = []
-    for shares in [(0,) * len(spec.encoders)] if placement.shares_ranks else _shares(num_devices, unit, spec.encoders):
+    num_units = -(-num_devices // unit) - 1
+    less = _with_less_choice(config, spec, fixed)
+    sizes = [
+        [unit * size for size in (_doublings(num_units) if encoder.name in less else range(1, num_units + 1))]
+        for encoder in spec.encoders
+    ]
+    pp_sizes = {
+        encoder.name: [
+            number for number in _ENCODER_PP if number <= (1 if encoder.name in less else encoder.num_layers)
+        ]
+        for encoder in spec.encoders
+    }
+    rows, nowhere = [], [(0,) * len(spec.encoders)]
+    for shares in nowhere if placement.shares_ranks else _shares(num_devices, sizes):
         starts = [0, *itertools.accumulate(shares)]
         for llm in _llm_layouts(num_devices - starts[-1], tp_of["llm"], spec.module("llm").num_layers):
             if starts[-1] % llm[0]:
                 continue  # a group would lie on two nodes
             layouts = []
             for encoder, num_ranks, start in zip(spec.encoders, shares, starts, strict=False):
-                pp_sizes = [stages for stages in _ENCODER_PP if stages <= encoder.num_layers]
-                able = placement.encoder_layouts(num_ranks, llm, tp_of[encoder.name], pp_sizes)
+                able = placement.encoder_layouts(num_ranks, llm, tp_of[encoder.name], pp_sizes[encoder.name])
                 layouts.append([layout for layout in able if start % layout[0] == 0])
             rows += [(name, *itertools.chain(*encoders), *llm) for encoders in itertools.product(*layouts)]
     columns = [column for module in spec.modules for column in layout_columns(module.name)]
@@ -183,14 +205,28 @@ def _of_placement(config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequen
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 
-def _shares(num_devices: int, unit: int, encoders: Sequence[object]) -> Iterator[tuple[int, ...]]:
-    """Numbers of devices for each of the encoders, multiples of the unit, that leave some for the LLM."""
-    if not encoders:
+def _with_less_choice(config: Config, spec: ModelSpec, fixed: FixedPlan) -> list[str]:
+    """The encoders that get less choice, so that the space does not explode (`_FEW_DEVICES`)."""
+    if len(spec.encoders) < 2 or config.cluster.num_devices <= _FEW_DEVICES:
+        return []
+    return [encoder.name for encoder in spec.encoders if encoder.name not in fixed.modules]
+
+
+def _shares(num_devices: int, sizes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Numbers of devices for each of the encoders, each of its sizes, that leave some for the LLM."""
+    if not sizes:
         yield ()
         return
-    for own in range(unit, num_devices, unit):
-        for others in _shares(num_devices - own, unit, encoders[1:]):
-            yield own, *others
+    for own in sizes[0]:
+        if own < num_devices:
+            for others in _shares(num_devices - own, sizes[1:]):
+                yield own, *others
+
+
+def _doublings(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, … up to `most`."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    return sorted(count for count in {*powers, *(3 * power for power in powers)} if count <= most)
 
 
 def _llm_layouts(num_ranks: int, tp_sizes: Sequence[int], num_layers: int) -> Iterator[tuple[int, int, int]]:
@@ -256,11 +292,8 @@ def _microbatches(config: Config, fixed: FixedPlan, grids: pl.DataFrame) -> pl.D
     rows = []
     for dp in grids["llm_dp"].unique().to_list():
         most = config.train.global_batch_size // dp
-        powers = [1 << exponent for exponent in range(most.bit_length())]
-        counts = {count for power in powers for count in (power, 3 * power)}
-        if fixed.num_microbatches:
-            counts = {fixed.num_microbatches}
-        rows += [(dp, count) for count in sorted(counts) if count <= most]
+        counts = [fixed.num_microbatches] if fixed.num_microbatches else _doublings(most)
+        rows += [(dp, count) for count in counts if count <= most]
     return pl.DataFrame(rows, schema={"llm_dp": pl.Int32, "num_microbatches": pl.Int32}, orient="row")
 
 

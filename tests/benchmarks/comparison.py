@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--batch", type=int, default=512)
     arguments = parser.parse_args()
-    planner.MODELS |= MODELS
+    planner.FAMILIES |= MODELS
     results = planner.REPOSITORY / "results/benchmarks"
     results.mkdir(parents=True, exist_ok=True)
     print(f"python {' '.join(sys.argv)}: {arguments.devices} H100s, batches of {arguments.batch}", flush=True)

@@ -28,7 +28,7 @@ import polars as pl
 import simulator
 import yaml
 
-from dflop.config import load_config
+from dflop.config import AudioConfig, load_config
 from dflop.costs import CostModel
 from dflop.data import load_samples
 from dflop.models import check_tp, load_model_spec
@@ -39,18 +39,28 @@ from dflop.runtime.memory import process_bytes
 from dflop.store import SHARD_SCHEMA, ShardFile, write_shapes
 
 REPOSITORY = Path(__file__).parents[2]
-# Devices, samples of a global batch, tries (others share the machine), and the most seconds that the search may take.
-SPEED = ((64, 512, 5, 3.0), (1024, 4096, 2, 15.0), (8192, 32768, 1, 90.0))
+# Devices, samples of a global batch, tries (others share the machine), and the most seconds that the search may take;
+# the last is of a model with two encoders.
+ONE_ENCODER, TWO_ENCODERS = "llava_ov_7b", "qwen2_5_omni_7b"
+SPEED = (
+    (ONE_ENCODER, 64, 512, 5, 3.0),
+    (ONE_ENCODER, 1024, 4096, 2, 15.0),
+    (ONE_ENCODER, 8192, 32768, 1, 90.0),
+    (TWO_ENCODERS, 64, 512, 3, 6.0),
+)
 MOST_BYTES, EVALUATIONS_PER_S = 3 * 2**30, 300_000
 # How much longer FSDP with random batches takes than ours, on a 7B.
 LEAST_GAIN, GAIN_MODEL, GAIN_DEVICES = 1.20, "llava_ov_7b", (8, 64, 512)
 # A SigLIP and a 7B LLM, and an InternViT-6B and a 72B LLM.
 MODELS = {"llava_ov_7b": "llava_onevision", "internvl_78b": "internvl"}
+FAMILIES = MODELS | {TWO_ENCODERS: "qwen2_5_omni_thinker"}
 SIZES = ((8, 64), (32, 256), (64, 512), (512, 4096))
 DEVICE = "h100-80g"
 NUM_SAMPLES = 65_536
 SHARES = {"image": 0.13, "multi_image": 0.43, "video": 0.44}
 FEWEST_PICTURES, MOST_PICTURES, LONGEST_S = 2, 8, 30.0
+# Of samples for a model that hears, this share is a clip's text with a sound of its length in place of its pictures.
+SOUND_SHARE = 0.25
 # A prompt's template and a question, where the tables only have an answer; of all text half is learned.
 ADDED_TEXT, TARGET_SHARE = 64, 0.5
 NAMES = {
@@ -77,7 +87,7 @@ def main() -> None:
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        for preset in MODELS if arguments.only != "speed" else ["llava_ov_7b"]:
+        for preset in {"speed": [ONE_ENCODER, TWO_ENCODERS], "plans": MODELS}.get(arguments.only, FAMILIES):
             write_artifacts(arguments.shapes, Path(folder), preset)
         if arguments.only != "plans":
             figures["speed"] = measure_speed(Path(folder))
@@ -108,7 +118,7 @@ def write_artifacts(tables: Path, folder: Path, preset: str) -> None:
     config = write_config(folder, preset, 8, 64)
     spec = load_model_spec(load_config(config).model)
     files = []
-    for module in ("vision", "llm"):
+    for module in (module.name for module in spec.modules):
         for tp in (1, 2, 4, 8):
             try:
                 check_tp(spec, module, tp)
@@ -118,7 +128,7 @@ def write_artifacts(tables: Path, folder: Path, preset: str) -> None:
             dflop("profile-costs", "--config", config, "--module", module, "--tp", tp, "--out", files[-1])
     dflop("fit-costs", *files, "--out", folder / f"{preset}.costs.duckdb")
     shard = folder / f"{preset}.mix.parquet"
-    draw_mix(tables, spec.rules).write_parquet(shard)
+    draw_mix(tables, spec.rules, hears=len(spec.encoders) > 1).write_parquet(shard)
     source = {"name": ["mix"], "path": [""], "media_root": [""], "sampling": ["all"], "digest": [""]}
     write_shapes(
         folder / f"{preset}.shapes.duckdb",
@@ -134,7 +144,7 @@ def write_config(folder: Path, preset: str, num_devices: int, batch_size: int) -
     path = folder / f"{preset}.{num_devices}.yaml"
     cluster = {"num_nodes": num_devices // 8, "devices_per_node": 8, "intra_node_gbps": 3600, "inter_node_gbps": 400}
     values = {
-        "model": {"family": MODELS[preset], "preset": preset},
+        "model": {"family": FAMILIES[preset], "preset": preset},
         "cluster": cluster | {"device": "cuda", "device_model": DEVICE, "memory_gib": None},
         "costs": {"source": "analytic"},
         "train": {"precision": "bf16", "global_batch_size": batch_size},
@@ -152,43 +162,52 @@ def dflop(*arguments: object) -> str:
     return done.stdout
 
 
-def draw_mix(tables: Path, rules) -> pl.DataFrame:
-    """Samples as a shard of profiling holds them, shaped by the rules of the model's family."""
+def draw_mix(tables: Path, rules, *, hears: bool) -> pl.DataFrame:
+    """Samples as a shard of profiling holds them, shaped by the rules of the model's family; some heard, if it can."""
     names = ("coco_val2017", "math_v", "nextqa_video")
     columns = ("width", "height", "seconds", "text_tokens_qwen25")
     coco, math_v, videos = (pl.read_csv(tables / f"{name}.csv", infer_schema_length=None)[columns] for name in names)
     pictures = pl.concat([coco, math_v], how="vertical_relaxed").rows()
     coco, videos = coco.rows(), videos.filter(pl.col("seconds") <= LONGEST_S).rows()
     rng = np.random.default_rng(0)
+    shares = {kind: share * (1 - SOUND_SHARE) for kind, share in SHARES.items()} if hears else SHARES
+    shares = shares | {"audio": SOUND_SHARE} if hears else shares
     rows = []
-    for number, kind in enumerate(rng.choice(list(SHARES), NUM_SAMPLES, p=list(SHARES.values()))):
+    for number, kind in enumerate(rng.choice(list(shares), NUM_SAMPLES, p=list(shares.values()))):
         among, count = (pictures, 1) if kind == "image" else (videos, 1)
         if kind == "multi_image":
             among, count = coco, int(rng.integers(FEWEST_PICTURES, MOST_PICTURES + 1))
         drawn = [among[index] for index in rng.integers(len(among), size=count)]
-        if kind == "video":
+        if kind == "audio":
+            media = [rules.audio(seconds, AudioConfig()) for _, _, seconds, _ in drawn]
+        elif kind == "video":
             # One frame a second, the first at 0 s.
             media = [rules.video(math.floor(seconds) + 1, 640, 480) for _, _, seconds, _ in drawn]
         else:
             media = [rules.image(width, height, count) for width, height, _, _ in drawn]
         text_tokens = ADDED_TEXT + sum(text for _, _, _, text in drawn)
-        num_items, vision_tokens = sum(own.num_items for own in media), sum(own.num_tokens for own in media)
+        num_items, num_tokens = sum(own.num_items for own in media), sum(own.num_tokens for own in media)
+        seen, heard = ((num_items, num_tokens), (0, 0)) if kind != "audio" else ((0, 0), (num_items, num_tokens))
         rows.append(
             {
                 "row": number,
                 "sample_id": str(number),
                 "modality": str(kind),
-                "num_images": 0 if kind == "video" else count,
+                "num_images": 0 if kind in ("video", "audio") else count,
                 "num_frames": num_items if kind == "video" else 0,
-                "num_items": num_items,
-                "vision_tokens": vision_tokens,
-                "kept_vision_tokens": vision_tokens,
+                "audio_s": sum(seconds for _, _, seconds, _ in drawn) if kind == "audio" else 0.0,
+                "num_items": seen[0],
+                "sum_sq_items": 0.0 if kind == "audio" else sum(own.sum_sq_items for own in media),
+                "vision_tokens": seen[1],
+                "kept_vision_tokens": seen[1],
+                "num_audio_windows": heard[0],
+                "audio_tokens": heard[1],
+                "kept_audio_tokens": heard[1],
                 "text_tokens": text_tokens,
                 "target_tokens": round(TARGET_SHARE * text_tokens),
-                "llm_tokens": vision_tokens + text_tokens,
+                "llm_tokens": num_tokens + text_tokens,
                 "truncated": False,
             }
-            | dict.fromkeys(("audio_s", "num_audio_windows", "audio_tokens", "kept_audio_tokens"), 0)
         )
     return pl.DataFrame(rows, schema=SHARD_SCHEMA)
 
@@ -198,10 +217,10 @@ def measure_speed(folder: Path) -> list[dict[str, object]]:
     return [alone(timed_search, folder, *size) | {"target_s": target_s} for *size, target_s in SPEED]
 
 
-def timed_search(folder: Path, num_devices: int, batch_size: int, num_tries: int) -> dict[str, object]:
+def timed_search(folder: Path, preset: str, num_devices: int, batch_size: int, num_tries: int) -> dict[str, object]:
     """The shortest of some tries, after a search for few devices, which loads and compiles all code."""
-    search_plans(*read_inputs(folder, "llava_ov_7b", 8, 64))
-    inputs = read_inputs(folder, "llava_ov_7b", num_devices, batch_size)
+    search_plans(*read_inputs(folder, preset, 8, 64))
+    inputs = read_inputs(folder, preset, num_devices, batch_size)
     tries = []
     for _ in range(num_tries):
         started, computed = time.perf_counter(), time.process_time()
@@ -209,6 +228,7 @@ def timed_search(folder: Path, num_devices: int, batch_size: int, num_tries: int
         tries.append((time.perf_counter() - started, time.process_time() - computed))
     search_s, cpu_s = min(tries)
     return {
+        "model": preset,
         "devices": num_devices,
         "batch_size": batch_size,
         "num_plans": found.num_plans,
@@ -229,11 +249,11 @@ def read_inputs(folder: Path, preset: str, num_devices: int, batch_size: int):
 
 def seconds_of_command(folder: Path) -> float:
     """`dflop plan` as a user waits for it, for the smallest of `SPEED`."""
-    num_devices, batch_size, *_ = SPEED[0]
-    config = write_config(folder, "llava_ov_7b", num_devices, batch_size)
+    preset, num_devices, batch_size, *_ = SPEED[0]
+    config = write_config(folder, preset, num_devices, batch_size)
     started = time.perf_counter()
-    dflop("plan", "--config", config, "--shapes", folder / "llava_ov_7b.shapes.duckdb",
-          "--costs", folder / "llava_ov_7b.costs.duckdb", "--out", folder / "plan.yaml",
+    dflop("plan", "--config", config, "--shapes", folder / f"{preset}.shapes.duckdb",
+          "--costs", folder / f"{preset}.costs.duckdb", "--out", folder / "plan.yaml",
           "--candidates", folder / "candidates.parquet")  # fmt: skip
     return time.perf_counter() - started
 
@@ -275,11 +295,12 @@ def print_speed(figures: dict) -> None:
         target = f"{row['target_s']:.0f} s, {MOST_BYTES / 2**30:.0f} GiB"
         met = row["search_s"] <= row["target_s"] and row["peak_bytes"] <= MOST_BYTES
         print(
-            f"{row['devices']:>5} devices, batches of {row['batch_size']:>5}: {row['num_plans']:>9,} plans in "
+            f"{row['model']:<15} {row['devices']:>5} devices, batches of {row['batch_size']:>5}: "
+            f"{row['num_plans']:>9,} plans in "
             f"{row['search_s']:5.1f} s ({row['cpu_s']:.1f} s of a core), {row['num_priced']:>3} priced to the end, "
             f"peak {row['peak_bytes'] / 2**30:.2f} GiB{verdict(met, target)}"
         )
-    print(f"`dflop plan` for {SPEED[0][0]}: {figures['command_s']:.1f} s")
+    print(f"`dflop plan` for {SPEED[0][1]}: {figures['command_s']:.1f} s")
     slowest = figures["simulator"]
     print(
         f"simulator at its slowest ({slowest['size']}, {slowest['placement']}, {slowest['schedule']}): "

@@ -117,6 +117,29 @@ def test_each_of_several_encoders_has_devices_of_its_own(tiny_spec):
     assert {(vision.tp, audio.tp) for vision, audio in sharing} == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
 
+def test_on_many_devices_several_encoders_get_less_choice_and_a_pinned_one_gets_all(tiny_spec):
+    spec = spec_with(tiny_spec, ("vision", "audio"))
+    limits = {"schedules": ["1f1b"], "shardings": ["optimizer", "parameters"], "placements": ["disjoint", "colocated"]}
+    free = {"num_microbatches": 1, "checkpointing": False}
+
+    def plans(**modules):
+        config = make_config(24, 48, fixed=free | modules, **limits)
+        return [plan.grids for plan in plans_of(config, spec, {name: [1] for name in ("vision", "audio", "llm")})]
+
+    unpinned = plans()
+    few = {1, 2, 3, 4, 6, 8, 12, 16, 24}
+    assert {grid.num_ranks for vision, audio, _ in unpinned for grid in (vision, audio)} == few
+    assert {grid.pp for vision, audio, _ in unpinned for grid in (vision, audio)} == {1}
+    assert all(one.sharding == other.sharding for one, other, _ in unpinned if min(one.dp, other.dp) > 1)
+    assert {one.sharding for one, _, _ in unpinned} == {"optimizer", "parameters"}
+    pinned = plans(vision={"pp": 2})
+    assert {vision.num_ranks for vision, _, _ in pinned} == set(range(2, 23, 2))
+    assert {(vision.sharding, audio.sharding) for vision, audio, _ in pinned} == {
+        ("optimizer", "optimizer"),
+        ("optimizer", "parameters"),
+    }
+
+
 def test_without_encoders_all_placements_are_one(tiny_spec):
     rows = enumerate_space(make_config(4, 8), spec_with(tiny_spec, ()), {"llm": [1, 2]}, {})
     assert rows["placement"].n_unique() == 1
