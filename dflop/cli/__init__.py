@@ -20,6 +20,7 @@ from dflop.cli.data import (
     profile_shapes,
 )
 from dflop.cli.plans import plan_command, schedule_command
+from dflop.cli.start import init_command
 from dflop.cli.training import report_command, train_command
 from dflop.runtime import UserError
 
@@ -35,11 +36,12 @@ def cli() -> None:
     plot-shapes, profile-loading, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also
     be run by hand; so can compare, which prices published systems beside a plan of ours, check-plan, which holds a
     plan's predicted memory against what a rank's step takes, and check-model, which runs samples in a plan's stages and
-    in plain transformers.
+    in plain transformers. init begins a folder to run the workflow in.
     """
 
 
 for command in (
+    init_command,
     demo_data,
     profile_shapes,
     list_shards_command,

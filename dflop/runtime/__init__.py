@@ -1,7 +1,17 @@
-"""What any process of dflop needs: errors for users, whole files, progress, devices, memory, torchrun."""
+"""What any process of dflop needs: errors for users, whole files, progress, devices, memory, torchrun, its workflow."""
 
 from dflop.runtime.artifacts import set_torn_aside, written_whole
 from dflop.runtime.errors import ToBeContinued, UserError, way_out_of
 from dflop.runtime.progress import progress_bar
+from dflop.runtime.shipped import shipped_folder, start_folder
 
-__all__ = ["ToBeContinued", "UserError", "progress_bar", "set_torn_aside", "way_out_of", "written_whole"]
+__all__ = [
+    "ToBeContinued",
+    "UserError",
+    "progress_bar",
+    "set_torn_aside",
+    "shipped_folder",
+    "start_folder",
+    "way_out_of",
+    "written_whole",
+]

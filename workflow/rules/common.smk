@@ -42,14 +42,15 @@ def is_demo(source):
     return Path(source.path).as_posix().startswith(f"{DEMO_DATA}/")
 
 
+WORKFLOW = Path(workflow.current_basedir.get_path_or_uri(secret_free=False)).parent
 # What has to do with Snakemake itself.
-sys.path.insert(0, str(Path(workflow.current_basedir.get_path_or_uri(secret_free=False)).parent / "lib"))
+sys.path.insert(0, str(WORKFLOW / "lib"))
 
 try:
     given = with_texts_read(dict(config))
     CONFIG = load_config(given)
     if CONFIG.run == "demo" and all(map(is_demo, CONFIG.data.sources)):
-        CONFIG = load_config("config/demo.yaml", given)
+        CONFIG = load_config(WORKFLOW.parent / "config/demo.yaml", given)
     SOURCES = list_sources(CONFIG.data)
     if CONFIG.model.tokenizer and not Path(CONFIG.model.tokenizer, "tokenizer.json").is_file():
         raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")

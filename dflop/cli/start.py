@@ -1,0 +1,30 @@
+"""The command that begins a folder to work in, where dflop is installed and no checkout is at hand."""
+
+from pathlib import Path
+
+import click
+
+from dflop.cli.options import FOLDER
+from dflop.runtime import start_folder
+
+__all__ = ["init_command"]
+
+
+@click.command("init")
+@click.argument("folder", type=FOLDER)
+def init_command(folder: Path) -> None:
+    """Begin a new folder to run the workflow in: a Snakefile, configs, and a profile for Slurm.
+
+    The Snakefile uses the workflow that is installed with dflop. A folder that holds anything is left as it is.
+    """
+    written = start_folder(folder)
+    click.echo(f"{folder}: wrote {', '.join(written)}")
+    click.echo(
+        "Next:\n"
+        f"  cd {folder}\n"
+        "  snakemake --cores 2                      # the demo, about four minutes\n"
+        "  snakemake --cores 2 --configfile config/examples/own_data_cpu.yaml           "
+        "# your data; put your paths into it first\n"
+        "  snakemake --profile slurm --configfile config/examples/slurm_one_node.yaml   "
+        "# on a Slurm cluster; needs dflop[slurm]"
+    )

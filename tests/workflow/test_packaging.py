@@ -1,0 +1,119 @@
+"""A wheel holds all that a folder away from any checkout needs: `dflop init` begins one, and Snakemake runs there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.serial
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The folder that a wheel of this checkout is installed into, without what it depends on, which is here."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder / "dist", cwd=REPOSITORY)
+    (wheel,) = (folder / "dist").glob("dflop-*.whl")
+    site = folder / "site"
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=folder)
+    return site
+
+
+@pytest.fixture(scope="module")
+def started(installed, tmp_path_factory) -> Path:
+    """A folder begun by the installed package."""
+    parent = tmp_path_factory.mktemp("work")
+    said = run(sys.executable, "-m", "dflop.cli", "init", "my-run", cwd=parent, PYTHONPATH=str(installed))
+    assert "cd my-run" in said
+    assert "--configfile config/examples/own_data_cpu.yaml" in said
+    return parent / "my-run"
+
+
+def test_the_wheel_holds_the_files_of_the_checkout(installed):
+    for folder in ("workflow", "config"):
+        ours = {path.relative_to(REPOSITORY) for path in (REPOSITORY / folder).rglob("*") if path.is_file()}
+        ours = {path for path in ours if "__pycache__" not in path.parts}
+        there = installed / "dflop/shipped"
+        assert {path for path in ours if (REPOSITORY / path).read_bytes() != (there / path).read_bytes()} == set()
+
+
+def test_snakemake_lists_and_runs_the_demos_jobs_where_only_the_wheel_is(installed, started):
+    environment = {"PYTHONPATH": str(installed), "PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+    where = run(sys.executable, "-c", "import dflop; print(dflop.__file__)", cwd=started, **environment)
+    assert Path(where.strip()).is_relative_to(installed)
+    listed = run("snakemake", "--cores", "2", "-n", cwd=started, **environment)
+    for rule in ("demo_data", "profile_costs: module=llm tp=1", "search_plan", "train", "report"):
+        assert f"{rule}\n" in listed
+    # The demo's data are drawn, so that its shards are known; its own config is found beside the workflow.
+    run("snakemake", "--cores", "2", "results/demo-data/train.json", cwd=started, **environment)
+    listed = run("snakemake", "--cores", "2", "-n", "--config", "train.lr=1e-3", cwd=started, **environment)
+    assert "profile_shapes: shard=demo-data-train" in listed
+    assert "steps: 50" in (started / "results/demo/config.yaml").read_text()
+
+
+def test_the_slurm_profile_is_found_by_its_name_with_an_empty_home(installed, started, tmp_path):
+    listed = run(
+        *("snakemake", "--profile", "slurm", "-n", "--configfile", "config/examples/plan_without_gpus.yaml"),
+        *("--config", "data.sources=[{path: results/demo-data/train.json}]"),
+        cwd=started,
+        PYTHONPATH=str(installed),
+        HOME=str(tmp_path),
+    )
+    assert "search_plan" in listed
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(installed, started):
+    before = sorted(path for path in started.rglob("*") if "results" not in path.parts)
+    done = subprocess.run(
+        [sys.executable, "-m", "dflop.cli", "init", str(started)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"dflop: {started} is not empty")
+    assert sorted(path for path in started.rglob("*") if "results" not in path.parts) == before
+
+
+def test_the_sampler_needs_nothing_of_dflops_dependencies_but_numpy_numba_and_torch(installed, tmp_path):
+    """What `pip install --no-deps dflop` promises: everything else that dflop depends on cannot be imported here."""
+    script = """
+import importlib.abc, sys
+from importlib.metadata import packages_distributions, requires
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name as canonical
+
+wanted = {canonical(r.name) for r in map(Requirement, requires("dflop")) if r.marker is None}
+hidden = wanted - {"numpy", "numba", "torch"}
+modules = {name for name, owners in packages_distributions().items() if hidden & set(map(canonical, owners))}
+assert {"snakemake", "mip", "transformers"} <= modules
+
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in modules:
+            raise ModuleNotFoundError(f"{name} is hidden")
+
+sys.meta_path.insert(0, Hidden())
+from dflop import BalancedBatchSampler, pads_batches
+
+sampler = BalancedBatchSampler([3.0, 1.0, 2.0, 4.0] * 8, 2, num_replicas=2, rank=0, padded=False)
+assert sum(len(batch) for batch in sampler) == 16
+"""
+    run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=str(installed))
