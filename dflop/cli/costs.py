@@ -165,7 +165,7 @@ def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, o
         },
     )
     if source == "analytic":
-        click.echo(f"{out}: analytic, not measured; tests/benchmarks/published.py shows how far such costs are off on published runs")
+        click.echo(f"{out}: analytic; README.md says how far such costs were off on published runs")
     else:
         click.echo(f"{out}: error on whole stages, which no fit saw")
     for row in tables["fit_error"].iter_rows(named=True):
