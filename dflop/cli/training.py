@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from dflop.cli.emulation import may_emulate
 from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of, run_argument
 
 __all__ = ["report_command", "train_command"]
@@ -13,9 +14,10 @@ __all__ = ["report_command", "train_command"]
 @click.command("train")
 @config_option
 @click.option("--shapes", type=FILE, required=True)
-@click.option("--costs", type=FILE, required=True)
+@click.option("--costs", type=FILE)
 @click.option("--plan", "plan_path", type=FILE, required=True)
 @click.option("--out", type=FOLDER, required=True, help="Folder for metrics, checkpoints, the model and summary.json.")
+@may_emulate
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
     from dflop.config import set_steps

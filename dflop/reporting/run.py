@@ -17,6 +17,7 @@ from dflop.runtime import UserError
 from dflop.scheduling import StepSchedule
 from dflop.store import read_meta, read_table
 from dflop.training import NUM_WARMUP_STEPS, SCHEDULE_FILE
+from dflop.training.emulation import is_emulated
 
 __all__ = ["Run", "TrainedRun", "read_run"]
 
@@ -71,8 +72,14 @@ def read_run(folder: Path) -> Run:
     """Read the folder of a run.
 
     Raises:
-        UserError: when the data, the costs or the plan are missing, naming the command that makes them.
+        UserError: when the data, the costs or the plan are missing, naming the command that makes them; or an emulated
+            run lies where a training should.
     """
+    if is_emulated(folder / "train"):
+        raise UserError(
+            f"{folder / 'train'} holds an emulated run (`dflop train --emulate`), in which nothing was trained; move "
+            "it away, or `dflop report` would take it for the training"
+        )
     shapes, costs = folder / "shapes.duckdb", folder / "costs.duckdb"
     if not (folder / "candidates.parquet").is_file():
         raise UserError(f"{folder / 'candidates.parquet'} does not exist; make it with `dflop plan`")

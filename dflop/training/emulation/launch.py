@@ -1,0 +1,165 @@
+"""An emulated run from its command: what may not be emulated is said in a line, then ranks start, then results follow.
+
+This file imports no torch. The folder of an emulated run is its own: `summary.json`, every line of `metrics.jsonl` and
+the `meta` of `observations.duckdb` say `emulated`, and no training run is found or continued there.
+"""
+
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from dflop.config import ClusterConfig, Config, select_keys, set_steps
+from dflop.models import load_model_spec
+from dflop.parallelism import load_plan
+from dflop.runtime import UserError, torchrun, written_whole
+from dflop.runtime.commands import COMMANDS
+from dflop.scheduling import BatchScheduler
+from dflop.scheduling.service import open_scheduler
+from dflop.store import read_meta
+from dflop.training.launch import check_devices, check_plan
+from dflop.training.observations import NUM_WARMUP_STEPS, Merged, merge_observations
+from dflop.training.run_folder import clear_start
+
+__all__ = ["MOST_RANKS", "emulate", "emulation_text", "is_emulated"]
+
+# What a machine of few cores can carry: ranks sleep, but all of them send, and each takes a third of a GiB.
+MOST_RANKS = 16
+_RANKS_PER_CORE = 8
+_SECONDS = ("step_s", "pipeline_s", "predicted_step_s")
+
+
+def emulate(
+    config: Config, *, shapes: Path, costs: Path, plan: Path, out: Path, scale: float, meta: dict[str, str]
+) -> tuple[dict[str, Any], Merged]:
+    """Run the plan's ranks to the end of `train.steps`; returns what `summary.json` holds, and what was observed.
+
+    All predicted seconds are multiplied by `scale`. Nothing is to be learned from them: `schedule.correction` must be
+    off. Whatever an earlier emulation left in `out` is replaced.
+
+    Raises:
+        UserError: when the plan has more ranks than this machine can emulate, `out` holds a training run, the plan,
+            the costs and the data do not fit together, or a rank failed.
+    """
+    assert config.schedule.correction == "off"
+    loaded = load_plan(plan)
+    check_plan(plan, loaded, load_model_spec(config.model))
+    check_devices(config, loaded)
+    _check_size(loaded.world_size)
+    _check_folder(out)
+    artifacts = {"shapes": shapes, "costs": costs, "plan": plan}
+    scheduler = open_scheduler(config, **artifacts)
+    if config.train.epochs is not None:
+        set_steps(config, scheduler.batches.steps_in(config.train.epochs))
+    with scheduler.open():
+        scheduler.check(config.train.steps)
+        sync_s = _sync_s(scheduler)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("summary.json", "observations.duckdb", "trace.json"):
+        (out / name).unlink(missing_ok=True)
+    clear_start(out)
+    request = {name: str(path) for name, path in artifacts.items()}
+    request |= {"config": select_keys(config, COMMANDS["train"].reads), "out": str(out)}
+    request |= {"scale": scale, "sync_s": sync_s}
+    print(f"{time.strftime('%H:%M:%S')}  {loaded.world_size} ranks start, none of which computes: {loaded}", flush=True)
+    here = ClusterConfig(devices_per_node=loaded.world_size)  # whatever cluster it is that is emulated
+    code, _ = torchrun.run_ranks(
+        "dflop.training.emulation.rank", request, here, num_nodes=1, per_node=loaded.world_size
+    )
+    if code:
+        raise UserError(f"the emulation ended early (torchrun's exit code {code}); the reason stands above")
+    merged = merge_observations(
+        out / "observations", out / "observations.duckdb", scheduler.left_out, meta | {"emulated": "true"}
+    )
+    about = {
+        "emulated": True,
+        "plan": str(loaded),
+        "num_ranks": loaded.world_size,
+        "policy": config.schedule.policy,
+        "global_batch_size": config.train.global_batch_size,
+        "scale": scale,
+        "costs": read_meta(costs, made_by="fit-costs").get("source", "measured"),
+        "num_left_out": len(scheduler.left_out),
+    }
+    return _summarise(out, about), merged
+
+
+def is_emulated(folder: Path) -> bool:
+    """Whether a folder holds an emulated run, finished or not."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        return False
+    with metrics.open(encoding="utf-8") as file:
+        return '"emulated": true' in file.readline()
+
+
+def emulation_text(summary: dict[str, Any]) -> str:
+    """Measured beside predicted, in a few lines."""
+    step, pipeline = summary["measured_over_predicted"], summary["pipeline_over_predicted"]
+    slowed = "" if summary["scale"] == 1.0 else f" (all seconds times {summary['scale']:g})"
+    return (
+        f"emulated, {summary['costs']} costs, policy {summary['policy']}: {summary['num_compared']} steps of "
+        f"{summary['num_ranks']} ranks that sleep{slowed}\n"
+        f"step: measured {summary['step_s']:.3f} s, predicted {summary['predicted_step_s']:.3f} s; measured over "
+        f"predicted: median {step['median']:.3f}, from {step['least']:.3f} to {step['most']:.3f}; of the pipeline "
+        f"alone {pipeline['median']:.3f}\n"
+        f"idle: measured {summary['idle']:.1%}, predicted {summary['predicted_idle']:.1%}; wait for schedules "
+        f"{summary['wait_s'] * 1e3:.1f} ms a step"
+    )
+
+
+def _check_size(num_ranks: int) -> None:
+    cores = len(os.sched_getaffinity(0))
+    most = max(MOST_RANKS, _RANKS_PER_CORE * cores)
+    if num_ranks > most:
+        raise UserError(
+            f"the plan has {num_ranks} ranks, and this machine's {cores} cores emulate {most} at most; plan for a "
+            "smaller cluster (`cluster.num_nodes`, `cluster.devices_per_node`)"
+        )
+
+
+def _check_folder(out: Path) -> None:
+    """A folder in which something was trained is no place for what was not."""
+    trained = [name for name in ("checkpoints", "model", "last_summary.json") if (out / name).exists()]
+    if (out / "metrics.jsonl").exists() and not is_emulated(out):
+        trained.append("metrics.jsonl")
+    if trained:
+        raise UserError(
+            f"{out} holds a training run ({trained[0]}), which is not mixed with an emulated one; give --out a folder "
+            "of its own"
+        )
+
+
+def _sync_s(scheduler: BatchScheduler) -> list[float]:
+    """The seconds of each node's gradient sync, [num_nodes], which no batch changes."""
+    schedule = scheduler.schedule(0, "lpt")
+    return scheduler.pricer.stage_times(schedule.shapes, schedule.assignment).sync_s.tolist()
+
+
+def _summarise(out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Write `summary.json`. What is compared are the steps after the warm-up, or all where there are no others."""
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steady = steps[NUM_WARMUP_STEPS:] or steps
+    summary = about | {
+        "num_steps": len(steps),
+        "num_compared": len(steady),
+        **{
+            name: statistics.median(own[name] for own in steady)
+            for name in ("step_s", "pipeline_s", "predicted_step_s")
+        },
+        "measured_over_predicted": _spread([own["step_s"] / own["predicted_step_s"] for own in steady]),
+        "pipeline_over_predicted": _spread([own["pipeline_s"] / own["predicted_step_s"] for own in steady]),
+        **{name: statistics.fmean(own[name] for own in steady) for name in ("idle", "predicted_idle", "wait_s")},
+        "num_steps_by_policy": {
+            policy: sum(own["policy"] == policy for own in steps) for policy in sorted({own["policy"] for own in steps})
+        },
+    }
+    with written_whole(out / "summary.json") as path:
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}

@@ -1,0 +1,193 @@
+"""What torchrun starts on each rank that is emulated: `python -m dflop.training.emulation.rank REQUEST` (JSON)."""
+
+import gc
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dflop.config import Config, load_config
+from dflop.parallelism import load_plan
+from dflop.pipeline import Op, StepInstructions, check_program, make_program
+from dflop.pipeline.run import Waits, run_instructions
+from dflop.runtime import UserError
+from dflop.scheduling import StepSchedule
+from dflop.training.emulation.work import EmulatedWork
+from dflop.training.feed import ScheduleFeed, SchedulePublisher
+from dflop.training.observations import NUM_WARMUP_STEPS, Observations
+from dflop.training.peers import PeerWatch, longest_wait_s
+from dflop.training.rank_clock import RankClock
+from dflop.training.step_seconds import StepSeconds, split_line
+from dflop.training.step_sums import sum_over_ranks
+from dflop.training.topology import Topology, join_world
+
+__all__ = ["EmulatedRank"]
+
+# Steps between two looks for garbage in cycles, as the trainer has it.
+_COLLECT_EVERY = 20
+
+
+class EmulatedRank:
+    """One rank. Build it on every rank, then `run()`: a step as `Trainer` has it, without what a model would do.
+
+    All predicted seconds are multiplied by `scale`. `sync_s` [num_nodes] are those of each node's gradient sync.
+    """
+
+    def __init__(
+        self, config: Config, artifacts: dict[str, Path], out: Path, scale: float, sync_s: list[float]
+    ) -> None:
+        self.config, self.out, self.scale = config, out, scale
+        plan = load_plan(artifacts["plan"])
+        program = make_program(plan, config.model.freeze)
+        check_program(plan, program, config.model.freeze)
+        self.topology = join_world(plan, program, "cpu", torch.float32)
+        self.watch = _make_watch(self.topology, config.train.peer_timeout_s)
+        self.observations = Observations(out / "observations", self.topology.rank, program.nodes)
+        self.clock, self.seconds = RankClock(), StepSeconds(program, self.topology.world_size)
+        self.feed = ScheduleFeed(self.topology.store)
+        self.publisher = None
+        if self.topology.is_main:
+            corrections = self.observations.corrections_path
+            self.publisher = SchedulePublisher(
+                self.topology.store.clone(), config, **artifacts, corrections=corrections, first_step=0
+            )
+            self.publisher.start()
+        self.instructions = StepInstructions(plan, program, config.model.freeze, self.topology.rank)
+        last_stage = plan.num_stages("llm") - 1
+        self.works = {
+            index: EmulatedWork(
+                program=program,
+                index=index,
+                sync_s=sync_s[index] * scale,
+                replicas=self.topology.replicas[index],
+                counts=program.nodes[index].module == "llm"
+                and program.nodes[index].pp_stage == last_stage
+                and self.topology.tensor[index].is_first,
+            )
+            for index in self.topology.nodes
+        }
+        self.longest_step_s = 0.0
+        self.feed.get(0)  # deciding goes on beside the steps, and begins before them
+        dist.barrier()
+        self.feed.waited_s.clear()
+
+    def run(self) -> None:
+        """Every step of the run, then what was observed of them."""
+        self.watch.start()
+        try:
+            gc.collect()
+            gc.disable()
+            self.clock.restart()
+            for step in range(self.config.train.steps):
+                self._step(step)
+                if step % _COLLECT_EVERY == 0:
+                    gc.collect(1)
+            self.observations.write(self.observations.take(), self.config.train.steps)
+        finally:
+            self.watch.close()
+            gc.enable()
+            if self.publisher:
+                self.publisher.close()
+        dist.destroy_process_group()
+
+    def _step(self, step: int) -> None:
+        if self.publisher:
+            self.publisher.step_started(step, None)
+        timeout_s = self.config.train.peer_timeout_s
+        self.watch.begin(f"step {step + 1}, its schedule,", timeout_s, needs_silence=True)
+        with self.clock.part("schedule"):
+            schedule = _slowed(self.feed.get(step), self.scale)
+        longest_s = longest_wait_s(timeout_s, schedule.step_s, self.longest_step_s)
+        self.watch.begin(f"step {step + 1}", longest_s, needs_silence=step < NUM_WARMUP_STEPS)
+        for work in self.works.values():
+            work.begin_step(schedule)
+        zero_s, waits = time.monotonic(), Waits()
+        spans = run_instructions(self.instructions.of(schedule.slots), self.works, self.topology.links, waits)
+        ended_s = time.monotonic()
+        self.clock.add_pipeline(spans, waits, zero_s, ended_s)
+        totals, known = sum_over_ranks(
+            {
+                "num_samples": sum(work.num_samples for work in self.works.values()),
+                "busy_s": sum(span.seconds for span in spans if span.op is not Op.SYNC_GRADIENTS),
+                "wait_s": self.feed.waited_s.get(step, 0.0),
+            },
+            self.clock.row(),
+            self.topology.device,
+        )
+        step_s = self.clock.end()
+        self.longest_step_s = max(self.longest_step_s, step_s)
+        self.observations.add(step, schedule, spans, zero_s)
+        if self.topology.is_main:
+            parts = self.seconds.of_step(known, step_s, schedule.idle_of_worker)
+            self.observations.add_seconds(step, parts, step_s)
+            self._log(step, schedule, totals, step_s, ended_s - zero_s, split_line(parts))
+        self.feed.forget(step)
+
+    def _log(
+        self,
+        step: int,
+        schedule: StepSchedule,
+        totals: dict[str, float],
+        step_s: float,
+        pipeline_s: float,
+        parts: dict[str, Any],
+    ) -> None:
+        """A line of `metrics.jsonl`, with the names that training has for the same, and a line on the screen."""
+        world_size = self.topology.world_size
+        line = {
+            "step": step,
+            "emulated": True,
+            "num_samples": round(totals["num_samples"]),
+            "num_tokens": int(schedule.llm_tokens.sum()),
+            "step_s": step_s,
+            "pipeline_s": pipeline_s,
+            "predicted_step_s": schedule.step_s,
+            "idle": 1 - totals["busy_s"] / (world_size * step_s),
+            "predicted_idle": schedule.idle,
+            "wait_s": totals["wait_s"] / world_size,
+            "seconds": parts,
+            "policy": schedule.policy,
+            "policy_status": schedule.status,
+            "deciding_s": schedule.deciding_s,
+        }
+        with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(
+            f"{time.strftime('%H:%M:%S')}  emulated step {step + 1}/{self.config.train.steps}  {step_s:.3f} s, "
+            f"predicted {schedule.step_s:.3f} s  idle {line['idle']:.0%}  schedule wait {line['wait_s'] * 1e3:.1f} ms",
+            flush=True,
+        )
+
+
+def _slowed(schedule: StepSchedule, scale: float) -> StepSchedule:
+    """The schedule with all of its predicted seconds multiplied."""
+    names = ("forward_s", "backward_s", "step_s", "lower_bound_s")
+    return replace(schedule, **{name: getattr(schedule, name) * scale for name in names})
+
+
+def _make_watch(topology: Topology, timeout_s: float) -> PeerWatch:
+    nodes = (topology.program.nodes[index] for index in topology.nodes)
+    carried = ", ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in nodes)
+    return PeerWatch(topology.store, topology.rank, carried, topology.world_size, timeout_s)
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    artifacts = {name: Path(request[name]) for name in ("shapes", "costs", "plan")}
+    try:
+        config = load_config(request["config"])
+        EmulatedRank(config, artifacts, Path(request["out"]), request["scale"], request["sync_s"]).run()
+    except UserError as error:
+        print(f"dflop: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""A stage of an emulated cluster: it sleeps where it would compute, and what it sends is real."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dflop.pipeline import Program
+from dflop.pricing import WEIGHT_SHARE
+from dflop.scheduling import StepSchedule
+from dflop.training.feed import samples_of
+
+__all__ = ["EmulatedWork"]
+
+
+@dataclass
+class EmulatedWork:
+    """A node whose passes take the schedule's seconds, and its gradient sync, with `replicas`, `sync_s` of them.
+
+    Tensors have one number for each token, or for each item inside an encoder. A last stage counts the samples that it
+    has had, on one of its ranks: that which `counts`.
+    """
+
+    program: Program
+    index: int
+    sync_s: float
+    replicas: dist.ProcessGroup
+    counts: bool
+
+    def begin_step(self, schedule: StepSchedule) -> None:
+        self.schedule, self.num_samples = schedule, 0
+
+    def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
+        ends = self.program.edges[edge]
+        source, target = self.program.nodes[ends.source], self.program.nodes[ends.target]
+        chosen = samples_of(self.schedule, source, microbatch)
+        if source.module == "llm":
+            sizes = self.schedule.llm_tokens
+        elif source.module == target.module:
+            sizes = self.schedule.num_items[:, self.schedule.encoders.index(source.module)]
+        else:
+            chosen &= self.schedule.llm_dp_rank == target.dp_rank
+            sizes = self.schedule.kept_tokens[:, self.schedule.encoders.index(source.module)]
+        size = int(sizes[chosen].sum())
+        return (size, 1) if size else None
+
+    def prepare(self, microbatch: int) -> None:
+        """Nothing is loaded."""
+
+    def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if self.counts:
+            self.num_samples += int(samples_of(self.schedule, self.program.nodes[self.index], microbatch).sum())
+        _sleep(self.schedule.forward_s[self.index, microbatch])
+        return self._tensors(microbatch, forward=True)
+
+    def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        _sleep(self.schedule.backward_s[self.index, microbatch])
+        return self._tensors(microbatch, forward=False)
+
+    def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        _sleep(self.schedule.backward_s[self.index, microbatch] * (1 - WEIGHT_SHARE))
+        return self._tensors(microbatch, forward=False)
+
+    def backward_weight(self, microbatch: int) -> None:
+        _sleep(self.schedule.backward_s[self.index, microbatch] * WEIGHT_SHARE)
+
+    def sync_gradients(self) -> None:
+        dist.barrier(self.replicas)
+        _sleep(self.sync_s)
+
+    def _tensors(self, microbatch: int, *, forward: bool) -> dict[int, torch.Tensor]:
+        """What goes out: over each edge that begins here, or back over each that ends here."""
+        tensors = {}
+        for number, edge in enumerate(self.program.edges):
+            if (edge.source if forward else edge.target) != self.index:
+                continue
+            if (shape := self.edge_shape(microbatch, number)) is not None:
+                tensors[number] = torch.zeros(shape)
+        return tensors
+
+
+def _sleep(seconds: float) -> None:
+    """As exactly as the system can: where it wakes early, it sleeps again."""
+    until = time.monotonic() + float(seconds)
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(left)
