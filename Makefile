@@ -2,6 +2,7 @@
 # make test   creates .venv, installs, and runs the tests
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
+# make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
 # make lint   checks the code's and the workflow's form
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slurm screenshots lint clean
+.PHONY: setup demo test test-slurm screenshots docs lint clean
 
 setup: $(STAMP)
 
@@ -20,12 +21,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "dflop needs Python 3.11 or newer; name one with: make PYTHON=python3.11 …" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,slurm]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,slurm]'
 	touch $@
 
 demo: setup
 	snakemake --cores $(CORES)
-	@echo "Done: open results/demo/report/index.html; README.md says what else lies in results/demo"
+	@echo "Done: open results/demo/report/index.html; docs/reference/files.md says what else lies in results/demo"
 
 test: setup
 	pytest -q -n $(CORES) --dist loadfile -m "not serial"
@@ -38,6 +39,9 @@ test-slurm: setup
 screenshots: setup
 	python tests/browser.py results/demo/report/index.html results/demo/screenshots
 
+docs: setup
+	sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
+
 lint: setup
 	ruff check
 	ruff format --check
@@ -45,4 +49,4 @@ lint: setup
 	snakemake --lint
 
 clean:
-	rm -rf $(VENV) .snakemake results/demo results/demo-data
+	rm -rf $(VENV) .snakemake docs/_build docs/generated results/demo results/demo-data

@@ -23,6 +23,7 @@ from dflop.training.step_seconds import seconds_frame
 __all__ = [
     "CORRECTIONS_FILE",
     "NUM_WARMUP_STEPS",
+    "OBSERVATIONS_SCHEMA",
     "SCHEDULE_FILE",
     "Observations",
     "merge_observations",
@@ -45,7 +46,7 @@ _PASS = {
     Op.BACKWARD_WEIGHT: "backward_weight",
     Op.SYNC_GRADIENTS: "sync",
 }
-_SCHEMA = {
+OBSERVATIONS_SCHEMA = {
     "step": pl.Int64,
     "rank": pl.Int64,
     "module": pl.String,
@@ -128,7 +129,7 @@ class Observations:
         """Write what was taken as the parts that end at `num_steps`. Where that fails it is kept for the next."""
         try:
             for name, schema, frames in (
-                (f"rank-{self._rank:05d}", _SCHEMA, [_frame(taken.rows)] if taken.rows else []),
+                (f"rank-{self._rank:05d}", OBSERVATIONS_SCHEMA, [_frame(taken.rows)] if taken.rows else []),
                 (_SECONDS, STEP_SECONDS_SCHEMA, taken.seconds),
             ):
                 if frames:
@@ -154,7 +155,7 @@ def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: di
     """All ranks' parts into `observations.duckdb`, with the corrections, and the samples that were `left_out`."""
     frame, seconds = (
         pl.concat([pl.DataFrame(schema=schema), *map(_read, sorted(parts.glob(f"{name}.parquet")))])
-        for name, schema in (("rank-*", _SCHEMA), (f"{_SECONDS}.*", STEP_SECONDS_SCHEMA))
+        for name, schema in (("rank-*", OBSERVATIONS_SCHEMA), (f"{_SECONDS}.*", STEP_SECONDS_SCHEMA))
     )
     frame, seconds = frame.sort("step", "rank", "start_s"), seconds.sort("step", "rank")
     corrections = pl.DataFrame(read_learned(parts / CORRECTIONS_FILE).table(), schema=CORRECTIONS_SCHEMA)
@@ -163,12 +164,12 @@ def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: di
 
 
 def _frame(rows: list[dict[str, object]]) -> pl.DataFrame:
-    return pl.DataFrame(rows, schema=_SCHEMA)
+    return pl.DataFrame(rows, schema=OBSERVATIONS_SCHEMA)
 
 
 def _read(part: Path) -> pl.DataFrame:
     """A part's rows; none of one that cannot be read, which is moved aside, and said."""
-    schema = STEP_SECONDS_SCHEMA if part.name.startswith(_SECONDS) else _SCHEMA
+    schema = STEP_SECONDS_SCHEMA if part.name.startswith(_SECONDS) else OBSERVATIONS_SCHEMA
     try:
         return pl.read_parquet(part).match_to_schema(schema)
     except (pl.exceptions.PolarsError, OSError) as error:

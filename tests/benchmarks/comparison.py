@@ -1,4 +1,6 @@
-"""Published systems beside ours, on the paper's mix and 64 H100s, by the same simulator: README's table.
+"""Published systems beside ours, on the paper's mix and 64 H100s, by the same simulator.
+
+Its table is in docs/explanation/measurements.md.
 
     python tests/benchmarks/comparison.py --shapes FOLDER [--devices 64] [--batch 512]
 

@@ -1,4 +1,4 @@
-"""README's Trainer, run as it stands there by two processes that average their gradients over gloo."""
+"""The Trainer of the sampler's page, run as it stands there by two processes that average their gradients over gloo."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 pytestmark = pytest.mark.serial
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/sampler.md"
 
 NUM_RANKS, NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, EPOCHS = 2, 45, 2, 2, 2
 
@@ -59,7 +59,7 @@ with open(f"{{folder}}/rank{{arguments.process_index}}.json", "w") as file:
 
 
 def example() -> str:
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "Trainer" in block]
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "Trainer" in block]
     return code
 
 

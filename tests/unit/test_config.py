@@ -500,7 +500,8 @@ def test_every_key_is_documented():
 
 
 def test_the_documentation_names_no_key_that_does_not_exist():
-    text = (REPOSITORY / "config" / "README.md").read_text(encoding="utf-8")
+    pages = [REPOSITORY / "config" / "README.md", REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     sections = "|".join(item.name for item in dataclasses.fields(Config) if item.name not in ("run", "seed"))
     named = set(re.findall(rf"`((?:{sections})\.[a-z_.\[\]]+)`", text))
     known = set(leaf_keys(Config))

@@ -255,7 +255,7 @@ def test_the_conda_environment_is_python_and_the_package_with_its_extras():
     assert Requirement(f"dflop{extras}").extras == {"dev", "slurm"} <= set(project["optional-dependencies"])
 
 
-@pytest.mark.parametrize("group", ["dependencies", "dev", "slurm", "tensorboard"])
+@pytest.mark.parametrize("group", ["dependencies", "dev", "docs", "slurm", "tensorboard"])
 def test_every_direct_dependency_is_pinned_to_a_version_in_its_range(group):
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {}
