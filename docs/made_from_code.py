@@ -1,6 +1,7 @@
 """What pages take from the code: the tables of a run with their columns, as the code has just written them.
 
-A small run without training is made of the demo's data, with analytic costs of an H100. It takes a few seconds.
+A small run without training is made of the demo's data, with analytic costs of H100s: a few seconds. A figure shows one
+of its steps.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import polars as pl
@@ -17,6 +19,10 @@ import yaml
 from dflop.cli import cli
 from dflop.config import load_config
 from dflop.data.manifests import list_shards, list_sources
+from dflop.reporting.schedules import replay
+from dflop.reporting.style import drawing
+from dflop.reporting.timeline import StepPanel, draw_timeline, predicted_boxes, timeline_height_in
+from dflop.scheduling.service import open_scheduler
 from dflop.store import (
     CORRECTIONS_SCHEMA,
     LEFT_OUT_SCHEMA,
@@ -29,56 +35,96 @@ from dflop.training.observations import OBSERVATIONS_SCHEMA
 
 __all__ = ["make"]
 
+# One rank of the encoder before an LLM of four stages.
 CONFIG = {
     "run": "docs",
     "data": {"sources": [{"path": "data/train.json"}]},
     "model": {"preset": "llava_ov_7b"},
-    "cluster": {"device": "cuda", "device_model": "h100-80g", "devices_per_node": 8},
+    "cluster": {"device": "cuda", "device_model": "h100-80g", "devices_per_node": 5},
     "costs": {"source": "analytic"},
     "plan": {
         "search_batches": 2,
-        "fixed": {"placement": "disjoint", "vision": {"dp": 4}, "llm": {"pp": 4, "dp": 1}, "num_microbatches": 16},
+        "fixed": {
+            "placement": "disjoint",
+            "vision": {"dp": 1},
+            "llm": {"pp": 4, "dp": 1},
+            "num_microbatches": 16,
+            "schedule": "1f1b",
+        },
     },
     "train": {"precision": "bf16", "global_batch_size": 64},
+}
+POLICIES = {
+    "random": "as it comes (random)",
+    "lpt": "even microbatches (lpt)",
+    "search": "unequal microbatches (search)",
 }
 
 
 def make(folder: Path) -> None:
-    """Write `tables.md` into a folder."""
+    """Write `tables.md` and `unequal-microbatches.svg` into a folder."""
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
             run_without_training()
+            draw_unequal_microbatches(folder / "unequal-microbatches.svg")
         (folder / "tables.md").write_text("\n".join(table_lines()) + "\n", encoding="utf-8")
+
+
+def dflop(*arguments: object) -> None:
+    """One command, in this process."""
+    cli([str(part) for part in arguments], standalone_mode=False)
+
+
+def shapes_and_costs(config: dict[str, Any]) -> None:
+    """Leave `shapes.duckdb` and analytic `costs.duckdb` of the data that a config names in the current folder."""
+    text = json.dumps(config)
+    loaded = load_config(text)
+    for source in list_sources(loaded.data):
+        for shard in list_shards(source, loaded.data.samples_per_shard, 0):
+            out = f"shapes/{shard.name}.parquet"
+            dflop("profile-shapes", "--config", text, "--shard", shard.name, "--out", out, "--workers", 1)
+    dflop("merge-shapes", "--config", text, "--shapes", "shapes", "--out", "shapes.duckdb", "--bounds", "bounds.json")
+    measurements = []
+    for module in ("vision", "llm"):
+        for tp in loaded.costs.tp_sizes:
+            measurements.append(f"costs/{module}.tp{tp}.parquet")
+            dflop("profile-costs", "--config", text, "--module", module, "--tp", tp, "--out", measurements[-1])
+    dflop("fit-costs", *measurements, "--out", "costs.duckdb")
 
 
 def run_without_training() -> None:
     """Leave the files of a run, as far as a plan's schedule, in the current folder; those of training are empty."""
-    text = json.dumps(CONFIG)
-
-    def dflop(*arguments: object) -> None:
-        cli([str(part) for part in arguments], standalone_mode=False)
-
     dflop("demo-data", "--out", "data", "--records", 100)
-    data = load_config(text).data
-    for source in list_sources(data):
-        for shard in list_shards(source, data.samples_per_shard, 0):
-            out = f"shapes/{shard.name}.parquet"
-            dflop("profile-shapes", "--config", text, "--shard", shard.name, "--out", out, "--workers", 1)
-    dflop("merge-shapes", "--config", text, "--shapes", "shapes", "--out", "shapes.duckdb", "--bounds", "bounds.json")
-    measurements = [f"costs/{module}.tp1.parquet" for module in ("vision", "llm")]
-    for module, out in zip(("vision", "llm"), measurements, strict=True):
-        dflop("profile-costs", "--config", text, "--module", module, "--tp", 1, "--out", out)
-    dflop("fit-costs", *measurements, "--out", "costs.duckdb")
-    inputs = ("--config", text, "--shapes", "shapes.duckdb", "--costs", "costs.duckdb")
+    shapes_and_costs(CONFIG)
+    inputs = ("--config", json.dumps(CONFIG), "--shapes", "shapes.duckdb", "--costs", "costs.duckdb")
     dflop("plan", *inputs, "--out", "plan.yaml", "--candidates", "candidates.parquet")
     dflop("schedule", *inputs, "--plan", "plan.yaml", "--out", "schedule.parquet")
 
-    empty = {"links": LINKS_SCHEMA, "loading": LOADING_SCHEMA}
-    for name, schema in empty.items():
+    for name, schema in {"links": LINKS_SCHEMA, "loading": LOADING_SCHEMA}.items():
         pl.DataFrame(schema=schema).write_parquet(f"{name}.parquet")
     observed = (OBSERVATIONS_SCHEMA, CORRECTIONS_SCHEMA, LEFT_OUT_SCHEMA, STEP_SECONDS_SCHEMA)
     write_observations(Path("observations.duckdb"), *(pl.DataFrame(schema=schema) for schema in observed), {})
+
+
+def draw_unequal_microbatches(path: Path) -> None:
+    """One global batch as it comes, in even buckets, and as the search makes it, on the plan of the current folder."""
+    files = {
+        name: Path(f"{name}.{ending}") for name, ending in (("shapes", "duckdb"), ("costs", "duckdb"), ("plan", "yaml"))
+    }
+    with open_scheduler(load_config(json.dumps(CONFIG)), **files).open() as scheduler:
+        panels = []
+        for policy, what in POLICIES.items():
+            schedule = scheduler.schedule(0, policy)
+            times, timeline = replay(scheduler, schedule)
+            over = timeline.step_s / schedule.lower_bound_s
+            title = f"{what}: {timeline.step_s:.2f} s, {over:.2f}x the lower bound, idle {timeline.idle:.0%}"
+            panels.append(StepPanel(title, predicted_boxes(scheduler.pricer.plan, times, timeline), timeline.step_s))
+        plan = scheduler.pricer.plan
+    with drawing(path, timeline_height_in(plan, len(panels))) as figure:
+        draw_timeline(
+            figure, panels, plan, "One global batch, the same samples and the same plan, grouped in three ways"
+        )
 
 
 def table_lines() -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import operator
 import re
 import typing
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -497,6 +499,28 @@ def test_every_key_is_documented():
         return any(f"`{key}`" in line or (f"`{section}`" in line and f"{name}: " in line) for line in lines)
 
     assert [key for key in leaf_keys(Config) if not is_documented(key)] == []
+
+
+def default_of(key: str) -> object:
+    """What the code gives a key that is not in a list."""
+    section, (*sections, name) = Config, key.split(".")
+    for inner in sections:
+        hint = typing.get_type_hints(section)[inner]
+        section = next(kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind))
+    (field,) = (field for field in dataclasses.fields(section) if field.name == name)
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def test_the_documented_defaults_are_those_of_the_code():
+    """A default stands in backticks, or as null; cells in words say what is found out instead."""
+    text = (REPOSITORY / "config" / "README.md").read_text(encoding="utf-8")
+    documented = dict(re.findall(r"^\| `([a-z_.]+)` \| (?:`([^`]+)`|null) \|", text, re.MULTILINE))
+    assert len(documented) > 70
+    for key, cell in documented.items():
+        # What is null may be filled in while the config is loaded; what is not may be null until then.
+        default = operator.attrgetter(key)(load_config()) if cell else default_of(key)
+        read = float if isinstance(default, float) else yaml.safe_load  # YAML takes 1e-4 for a text
+        assert (read(cell) if cell else None) == default, key
 
 
 def test_the_documentation_names_no_key_that_does_not_exist():
