@@ -1,11 +1,13 @@
 """The command that compares: what others would run, and we, on the same data, costs and cluster."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+from dflop.cli.measuring import may_measure
 from dflop.cli.options import FILE, config_option, load_for, run_argument
-from dflop.runtime import progress_bar
+from dflop.runtime import UserError, progress_bar
 
 __all__ = ["compare_command"]
 
@@ -16,21 +18,59 @@ __all__ = ["compare_command"]
 @click.option("--costs", type=FILE)
 @click.option("--batches", type=click.IntRange(min=1), default=4, show_default=True, help="Global batches to price.")
 @click.option("--out", type=FILE, help="Parquet file to write; beside it the same as *.json and a figure, *.svg.")
+@click.option(
+    "--ablate",
+    is_flag=True,
+    help="In place of other systems, ours taken apart: plan, balance, order, schedule, sharding, one at a time.",
+)
+@click.option(
+    "--scale",
+    metavar="N,N,...",
+    help="At each of these numbers of devices, with batches that grow with them: 8,64,512. Writes *-scale.parquet.",
+)
+@may_measure
 @run_argument(shapes="shapes.duckdb", costs="costs.duckdb", out="comparison.parquet")
-def compare_command(configs: tuple[str, ...], shapes: Path, costs: Path, batches: int, out: Path) -> None:
+def compare_command(
+    configs: tuple[str, ...], shapes: Path, costs: Path, batches: int, out: Path, ablate: bool, scale: str | None
+) -> None:
     """Price published ways to train beside ours: the same batches, costs and cluster, one simulator.
 
     RUN is a run of the workflow, by its name or folder; then the files are the run's.
     """
-    from dflop.comparison import SYSTEMS, compare_systems, comparison_frame, comparison_json, comparison_text
+    from dflop.comparison import ABLATION, SYSTEMS, keys_of_size, scaling_frame, scaling_text
+    from dflop.runtime import written_whole
+
+    config, systems = load_for("compare", configs), ABLATION if ablate else SYSTEMS
+    if ablate:
+        out = out.with_stem(f"{out.stem}-ablation")
+    if scale is None:
+        _write(_rows(config, shapes, costs, batches, systems), config, costs, out)
+        return
+    sizes = {size: load_for("compare", (*configs, *keys_of_size(config, size))) for size in _sizes(scale)}
+    found = {}
+    for size, sized in sizes.items():
+        click.echo(f"{size} devices", err=True)
+        found[size] = _rows(sized, shapes, costs, batches, systems)
+    with written_whole(out.with_stem(f"{out.stem}-scale")) as path:
+        scaling_frame(found).write_parquet(path)
+    click.echo(scaling_text(found))
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(own) for own in text.split(",")]
+    except ValueError:
+        raise UserError(f"--scale is {text!r}; give numbers of devices with commas between them: 8,64,512") from None
+
+
+def _rows(config: Any, shapes: Path, costs: Path, batches: int, systems: tuple) -> list:
+    """What was found of each system; samples that no plan holds are left out, and said."""
+    from dflop.comparison import compare_systems
     from dflop.costs import CostModel
     from dflop.data import load_samples
     from dflop.models import digest_of_spec, load_model_spec
     from dflop.planning import leave_out_what_no_plan_holds
-    from dflop.reporting.comparison import plot_comparison
-    from dflop.runtime import written_whole
 
-    config = load_for("compare", configs)
     spec = load_model_spec(config.model)
     samples, _ = load_samples(shapes, spec.encoders)
     cost_model = CostModel.load(costs)
@@ -40,16 +80,27 @@ def compare_command(configs: tuple[str, ...], shapes: Path, costs: Path, batches
     samples, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
     if len(left_out):
         click.echo(f"{len(left_out)} samples are left out: no plan holds them", err=True)
-    with progress_bar(unit=" systems", total=len(SYSTEMS) + 1) as bar:
+    with progress_bar(unit=" systems", total=len(systems) + 1) as bar:
 
         def progress(name: str) -> None:
             bar.set_postfix_str(name)
             bar.update(1)
 
-        rows = compare_systems(config, spec, cost_model, samples, num_batches=batches, progress=progress)
+        return compare_systems(
+            config, spec, cost_model, samples, num_batches=batches, systems=systems, progress=progress
+        )
+
+
+def _write(rows: list, config: Any, costs: Path, out: Path) -> None:
+    """The table, as Parquet, JSON and a figure, and as text on the screen."""
+    from dflop.comparison import comparison_frame, comparison_json, comparison_text
+    from dflop.costs import CostModel
+    from dflop.reporting.comparison import plot_comparison
+    from dflop.runtime import written_whole
+
     with written_whole(out) as path:
         comparison_frame(rows).write_parquet(path)
     with written_whole(out.with_suffix(".json")) as path:
-        path.write_text(comparison_json(rows, config, cost_model), encoding="utf-8")
+        path.write_text(comparison_json(rows, config, CostModel.load(costs)), encoding="utf-8")
     plot_comparison(rows, out.with_suffix(".svg"))
     click.echo(comparison_text(rows))

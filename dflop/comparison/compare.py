@@ -1,7 +1,7 @@
 """What each system's step takes on the same batches, costs and cluster, by the same simulator."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -18,11 +18,21 @@ from dflop.pricing import Assignment, Pricer, fits, fitted
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches
 
-__all__ = ["OURS", "SystemRow", "compare_systems"]
+__all__ = [
+    "NUM_TRIED",
+    "OURS",
+    "SystemRow",
+    "compare_systems",
+    "decided_by",
+    "fastest_plan",
+    "priced",
+    "pricer_of",
+    "row_of_steps",
+]
 
 OURS = "dflop"
 # Batches on which a system's plan is chosen, of those that plans are searched on.
-_NUM_TRIED = 2
+NUM_TRIED = 2
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,8 +62,8 @@ class SystemRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One batch of one system."""
+class PricedStep:
+    """What the simulator says of one batch of one system."""
 
     step_s: float
     idle: float
@@ -71,6 +81,7 @@ def compare_systems(
     samples: SampleShapes,
     *,
     num_batches: int,
+    systems: Sequence[System] = SYSTEMS,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[SystemRow]:
     """A row for each system, ours last, on batches that no plan was chosen on; `progress` is told who is next.
@@ -81,9 +92,9 @@ def compare_systems(
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
     num_searched = len(GroupedBatches(config, spec, costs, samples))
     steps = range(num_searched, num_searched + num_batches)
-    shapes = {step: samples.take(batches[step]) for step in (*range(_NUM_TRIED), *steps)}
+    shapes = {step: samples.take(batches[step]) for step in (*range(NUM_TRIED), *steps)}
     rows = []
-    for system in SYSTEMS:
+    for system in systems:
         progress(system.name)
         rows.append(_row_of(system, config, spec, costs, samples, shapes, steps))
     progress(OURS)
@@ -99,40 +110,63 @@ def _row_of(
     shapes: Mapping[int, SampleShapes],
     steps: range,
 ) -> SystemRow:
-    plans = system.plans(config, spec, costs, samples)
-    pricers = [_pricer(plan, config, spec, costs) for plan in plans]
+    pricer, why_not = fastest_plan(system, config, spec, costs, samples, shapes)
+    if pricer is None:
+        return SystemRow(name=system.name, why_not=why_not)
+    try:
+        found = [_step_of(system, pricer, shapes[step], config.seed, step) for step in steps]
+    except UserError as error:
+        return SystemRow(name=system.name, plan=str(pricer.plan), why_not=str(error))
+    return row_of_steps(system.name, pricer.plan, found)
+
+
+def fastest_plan(
+    system: System,
+    config: Config,
+    spec: ModelSpec,
+    costs: CostModel,
+    samples: SampleShapes,
+    shapes: Mapping[int, SampleShapes],
+) -> tuple[Pricer | None, str | None]:
+    """Of the plans that a system may have, the pricer of the one that is fastest with what it decides for the first
+    batches of `shapes`; none, and why, where none fits."""
     best: tuple[float, Pricer] | None = None
     why_not = "no plan of the kind fits into memory"
-    for pricer in pricers:
+    for pricer in [pricer_of(plan, config, spec, costs) for plan in system.plans(config, spec, costs, samples)]:
         try:
-            tried = [_step_of(system, pricer, shapes[step], config.seed, step) for step in range(_NUM_TRIED)]
+            tried = [_step_of(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
         except UserError as error:
             why_not = str(error)
             continue
         step_s = float(np.mean([own.step_s for own in tried]))
         if best is None or step_s < best[0]:
             best = step_s, pricer
-    if best is None:
-        return SystemRow(name=system.name, why_not=why_not)
-    try:
-        return _as_row(
-            system.name, best[1].plan, [_step_of(system, best[1], shapes[step], config.seed, step) for step in steps]
-        )
-    except UserError as error:
-        return SystemRow(name=system.name, plan=str(best[1].plan), why_not=str(error))
+    return (best[1], None) if best else (None, why_not)
 
 
-def _step_of(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> _Step:
+def decided_by(
+    system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int
+) -> tuple[Assignment, float, bool]:
+    """What a system makes of a batch, the seconds that it took, and whether samples had to change places, since memory
+    would not have held what it decided.
+
+    Raises:
+        UserError: when memory holds the batch in no way.
+    """
     rng = np.random.default_rng([seed, step])
     batch = Batch(pricer=pricer, shapes=shapes, rng=rng)
     _ = batch.problem  # every system is given it
     started = time.perf_counter()
     assignment = system.decide(batch)
     deciding_s = time.perf_counter() - started
-    was_fitted = not fits(pricer, shapes, assignment)
-    if was_fitted:
-        assignment = fitted(pricer, shapes, [assignment], rng)
-    return _measured(pricer, shapes, assignment, deciding_s, was_fitted=was_fitted)
+    if fits(pricer, shapes, assignment):
+        return assignment, deciding_s, False
+    return fitted(pricer, shapes, [assignment], rng), deciding_s, True
+
+
+def _step_of(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> PricedStep:
+    assignment, deciding_s, was_fitted = decided_by(system, pricer, shapes, seed, step)
+    return priced(pricer, shapes, assignment, deciding_s, was_fitted=was_fitted)
 
 
 def _our_row(
@@ -146,28 +180,28 @@ def _our_row(
 ) -> SystemRow:
     found = search_plans(config, spec, costs, samples)
     plan = with_finalists_scheduled(found, config, spec, costs, samples).best.plan
-    pricer = _pricer(plan, config, spec, costs)
+    pricer = pricer_of(plan, config, spec, costs)
     found = []
     with BatchScheduler(samples, pricer, batches, config.schedule, config.seed).open() as scheduler:
         scheduler.schedule(0)  # what is worked out once a run
         for step in steps:
             decided = scheduler.schedule(step)
-            own = _measured(pricer, decided.shapes, decided.assignment, decided.deciding_s, was_fitted=False)
+            own = priced(pricer, decided.shapes, decided.assignment, decided.deciding_s, was_fitted=False)
             assert abs(own.step_s / decided.step_s - 1) < 1e-9
             found.append(own)
-    return _as_row(OURS, plan, found)
+    return row_of_steps(OURS, plan, found)
 
 
-def _pricer(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel) -> Pricer:
+def pricer_of(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel) -> Pricer:
     return Pricer(plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision)
 
 
-def _measured(
+def priced(
     pricer: Pricer, shapes: SampleShapes, assignment: Assignment, deciding_s: float, *, was_fitted: bool
-) -> _Step:
+) -> PricedStep:
     times = pricer.stage_times(shapes, assignment)
     timeline = pricer.timeline(times, assignment.slots)
-    return _Step(
+    return PricedStep(
         step_s=timeline.step_s,
         idle=timeline.idle,
         variation=max(_variations(pricer, times.forward_s + times.backward_s)),
@@ -185,7 +219,7 @@ def _variations(pricer: Pricer, seconds: np.ndarray) -> Iterator[float]:
         yield float(own.std() / own.mean()) if own.any() else 0.0
 
 
-def _as_row(name: str, plan: Plan, steps: list[_Step]) -> SystemRow:
+def row_of_steps(name: str, plan: Plan, steps: list[PricedStep]) -> SystemRow:
     def mean(column: str) -> float:
         return float(np.mean([getattr(own, column) for own in steps]))
 

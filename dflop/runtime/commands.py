@@ -96,6 +96,7 @@ IN_PARAMS = frozenset(
         "dflop.runtime.devices.load_device",
         "dflop.cli.elsewhere",  # the workflow gives files, and needs nothing of it
         "dflop.cli.emulation",  # the workflow trains
+        "dflop.cli.measuring",  # the workflow compares predictions
     }
 )
 

@@ -7,7 +7,7 @@ from dflop.scheduling.correction_loop import REPORT_LAG_STEPS, CorrectionLoop, M
 from dflop.scheduling.global_batches import GlobalBatches
 from dflop.scheduling.preview import preview_frames, rank_columns
 from dflop.scheduling.scheduler import BatchScheduler
-from dflop.scheduling.step_schedule import StepSchedule
+from dflop.scheduling.step_schedule import StepSchedule, schedule_of
 from dflop.scheduling.step_search import StepSearch
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "StepSearch",
     "preview_frames",
     "rank_columns",
+    "schedule_of",
 ]

@@ -32,11 +32,11 @@ from dflop.balancing import (
 )
 from dflop.config import ScheduleConfig
 from dflop.data import SampleShapes
-from dflop.pricing import Assignment, Pricer, fits, fitted, lasting_s
+from dflop.pricing import Assignment, Pricer, fits, fitted
 from dflop.runtime import UserError
 from dflop.scheduling.global_batches import EvaluationBatches, GlobalBatches
 from dflop.scheduling.shares import ideal_shares
-from dflop.scheduling.step_schedule import StepSchedule
+from dflop.scheduling.step_schedule import StepSchedule, schedule_of
 from dflop.scheduling.step_search import StepSearch
 from dflop.store import LEFT_OUT_SCHEMA
 
@@ -74,40 +74,15 @@ class BatchScheduler:
         policy = policy or self._config.policy
         shapes = self.samples.take(self.batches[step])
         assignment, status, num_beyond_memory = self._decide(shapes, self.pricer.problem(shapes), step, policy)
-        times = self.pricer.stage_times(shapes, assignment)
-        timeline = self.pricer.timeline(times, assignment.slots)
-        order = np.lexsort((np.arange(len(shapes)), assignment.microbatch, assignment.llm_dp_rank))
-        sorted_shapes = shapes.take(order)
-        cell = (assignment.llm_dp_rank * self.pricer.plan.num_microbatches + assignment.microbatch)[order]
-        return StepSchedule(
+        return schedule_of(
+            self.pricer,
+            shapes,
+            assignment,
             step=step,
-            encoders=shapes.encoders,
-            sample_id=sorted_shapes.sample_id,
-            source=sorted_shapes.source,
-            row=sorted_shapes.row,
-            llm_dp_rank=assignment.llm_dp_rank[order],
-            microbatch=assignment.microbatch[order],
-            position=np.arange(len(cell)) - np.searchsorted(cell, cell),
-            encoder_rank=assignment.encoder_rank[order],
-            slots=assignment.slots,
-            num_items=sorted_shapes.num_items,
-            sum_sq_items=sorted_shapes.sum_sq_items,
-            kept_tokens=sorted_shapes.kept_tokens,
-            llm_tokens=sorted_shapes.llm_tokens,
-            target_tokens=sorted_shapes.target_tokens,
-            media=sorted_shapes.media,
-            forward_s=lasting_s(self.pricer.plan, times.forward_s),
-            backward_s=lasting_s(self.pricer.plan, times.backward_s),
-            extrapolated=self.pricer.extrapolated(shapes, assignment),
-            step_s=timeline.step_s,
-            idle=timeline.idle,
-            idle_of_worker=timeline.idle_of_worker,
-            lower_bound_s=self.pricer.lower_bound_s(shapes),
             policy=policy,
             status=status,
             num_beyond_memory=num_beyond_memory,
             deciding_s=time.perf_counter() - started,
-            corrections_version=self.pricer.corrections.version,
         )
 
     def priced_by(self, pricer: Pricer) -> "BatchScheduler":

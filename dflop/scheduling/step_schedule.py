@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from dflop.data import MediaSizes, SampleShapes
-from dflop.pricing import Assignment
+from dflop.pricing import Assignment, Pricer, lasting_s
 
-__all__ = ["StepSchedule"]
+__all__ = ["StepSchedule", "schedule_of"]
 
 _HEAD = b"dflop"
 # Of the stream's length in bytes, which stands before it: to be decompressed at once it must be known.
@@ -124,3 +124,52 @@ class StepSchedule:
         if self.media is not None:
             values |= {"media_values": self.media.values, "media_counts": self.media.counts, "media": None}
         return values
+
+
+def schedule_of(
+    pricer: Pricer,
+    shapes: SampleShapes,
+    assignment: Assignment,
+    *,
+    step: int,
+    policy: str,
+    status: str,
+    deciding_s: float,
+    num_beyond_memory: int = 0,
+) -> StepSchedule:
+    """The schedule of a global batch that was assigned so."""
+    times = pricer.stage_times(shapes, assignment)
+    timeline = pricer.timeline(times, assignment.slots)
+    order = np.lexsort((np.arange(len(shapes)), assignment.microbatch, assignment.llm_dp_rank))
+    sorted_shapes = shapes.take(order)
+    cell = (assignment.llm_dp_rank * pricer.plan.num_microbatches + assignment.microbatch)[order]
+    return StepSchedule(
+        step=step,
+        encoders=shapes.encoders,
+        sample_id=sorted_shapes.sample_id,
+        source=sorted_shapes.source,
+        row=sorted_shapes.row,
+        llm_dp_rank=assignment.llm_dp_rank[order],
+        microbatch=assignment.microbatch[order],
+        position=np.arange(len(cell)) - np.searchsorted(cell, cell),
+        encoder_rank=assignment.encoder_rank[order],
+        slots=assignment.slots,
+        num_items=sorted_shapes.num_items,
+        sum_sq_items=sorted_shapes.sum_sq_items,
+        kept_tokens=sorted_shapes.kept_tokens,
+        llm_tokens=sorted_shapes.llm_tokens,
+        target_tokens=sorted_shapes.target_tokens,
+        media=sorted_shapes.media,
+        forward_s=lasting_s(pricer.plan, times.forward_s),
+        backward_s=lasting_s(pricer.plan, times.backward_s),
+        extrapolated=pricer.extrapolated(shapes, assignment),
+        step_s=timeline.step_s,
+        idle=timeline.idle,
+        idle_of_worker=timeline.idle_of_worker,
+        lower_bound_s=pricer.lower_bound_s(shapes),
+        policy=policy,
+        status=status,
+        num_beyond_memory=num_beyond_memory,
+        deciding_s=deciding_s,
+        corrections_version=pricer.corrections.version,
+    )

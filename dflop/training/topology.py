@@ -19,7 +19,7 @@ from dflop.runtime.local_device import local_device
 from dflop.training.tied_embedding import Ends
 from dflop.training.wires import make_links
 
-__all__ = ["Sharers", "Topology", "join_world", "place_in_world"]
+__all__ = ["Sharers", "Topology", "join_group", "join_world", "place_in_world"]
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -70,8 +70,14 @@ class Topology:
 
 def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtype) -> Topology:
     """Join the process group that torchrun's environment describes; every rank must call this."""
+    device, store = join_group(device_kind)
+    assert dist.get_world_size() == plan.world_size, f"{dist.get_world_size()} processes for {plan.world_size} ranks"
+    return place_in_world(program, device, dtype, store)
+
+
+def join_group(device_kind: str) -> tuple[torch.device, dist.Store]:
+    """This rank's device, and the store of the process group that torchrun's environment describes."""
     store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
-    assert world_size == plan.world_size, f"{world_size} processes for a plan of {plan.world_size} ranks"
     device = local_device(device_kind)
     dist.init_process_group(
         "nccl" if device_kind == "cuda" else "gloo",
@@ -81,7 +87,7 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
         timeout=_TIMEOUT,
         device_id=device if device_kind == "cuda" else None,
     )
-    return place_in_world(program, device, dtype, dist.PrefixStore("dflop", store))
+    return device, dist.PrefixStore("dflop", store)
 
 
 def place_in_world(

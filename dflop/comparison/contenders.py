@@ -1,0 +1,117 @@
+"""Rows that can be carried out: the plan of each, its schedules of the first global batches, and what is predicted.
+
+Beside ours stand its plan with random groups, and the systems that are compared, each with the fastest plan of its
+kind. A system whose plan cannot run, or needs another number of devices, stays with why.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dflop.comparison.compare import (
+    NUM_TRIED,
+    OURS,
+    SystemRow,
+    decided_by,
+    fastest_plan,
+    priced,
+    pricer_of,
+    row_of_steps,
+)
+from dflop.comparison.system import System
+from dflop.config import Config
+from dflop.costs import CostModel
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec
+from dflop.parallelism import Plan
+from dflop.pipeline import why_not_runnable
+from dflop.pricing import Pricer
+from dflop.runtime import UserError
+from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule, schedule_of
+
+__all__ = ["OURS_AT_RANDOM", "Contender", "contenders"]
+
+OURS_AT_RANDOM = "dflop's plan, random groups"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """`row` is what is predicted, of the counted steps; without a plan that can run, it says why."""
+
+    row: SystemRow
+    plan: Plan | None = None
+    schedules: Sequence[StepSchedule] = ()
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+
+def contenders(
+    config: Config,
+    spec: ModelSpec,
+    costs: CostModel,
+    samples: SampleShapes,
+    plan: Plan,
+    *,
+    systems: Sequence[System],
+    num_steps: int,
+    counted: range,
+    progress: Callable[[str], None] = lambda name: None,
+) -> list[Contender]:
+    """Ours by this plan, the same with random groups, and these systems, with schedules of the first steps.
+
+    Raises:
+        UserError: when memory does not hold a batch of ours.
+    """
+    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    shapes = {step: samples.take(batches[step]) for step in range(max(num_steps, NUM_TRIED))}
+    pricer = pricer_of(plan, config, spec, costs)
+    found = []
+    for name, policy in ((OURS, config.schedule.policy), (OURS_AT_RANDOM, "random")):
+        progress(name)
+        with BatchScheduler(samples, pricer, batches, config.schedule, config.seed).open() as scheduler:
+            schedules = [scheduler.schedule(step, policy) for step in range(num_steps)]
+        found.append(_contender(name, pricer, schedules, counted))
+    for system in systems:
+        progress(system.name)
+        found.append(_of_system(system, config, spec, costs, samples, shapes, plan.world_size, num_steps, counted))
+    return found
+
+
+def _of_system(
+    system: System,
+    config: Config,
+    spec: ModelSpec,
+    costs: CostModel,
+    samples: SampleShapes,
+    shapes: Mapping[int, SampleShapes],
+    num_ranks: int,
+    num_steps: int,
+    counted: range,
+) -> Contender:
+    pricer, why_not = fastest_plan(system, config, spec, costs, samples, shapes)
+    if pricer is not None:
+        why_not = why_not_runnable(pricer.plan)
+        if pricer.plan.world_size != num_ranks:
+            why_not = f"its plan has {pricer.plan.world_size} ranks, and ours {num_ranks}"
+    if pricer is None or why_not:
+        return Contender(SystemRow(name=system.name, why_not=why_not))
+    try:
+        schedules = [_schedule(system, pricer, shapes[step], config.seed, step) for step in range(num_steps)]
+    except UserError as error:
+        return Contender(SystemRow(name=system.name, why_not=str(error)))
+    return _contender(system.name, pricer, schedules, counted)
+
+
+def _schedule(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:
+    assignment, deciding_s, was_fitted = decided_by(system, pricer, shapes, seed, step)
+    status = "made to fit" if was_fitted else ""
+    return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status=status, deciding_s=deciding_s)
+
+
+def _contender(name: str, pricer: Pricer, schedules: Sequence[StepSchedule], counted: range) -> Contender:
+    steps = [
+        priced(pricer, own.shapes, own.assignment, own.deciding_s, was_fitted="made to fit" in own.status)
+        for own in schedules[counted.start : counted.stop]
+    ]
+    return Contender(row_of_steps(name, pricer.plan, steps), pricer.plan, schedules)

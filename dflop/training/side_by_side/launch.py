@@ -1,0 +1,88 @@
+"""Measuring from the command: which rows there are, the ranks' request, and what they found.
+
+This file imports no torch.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import yaml
+
+from dflop.comparison import Clocked, Contender
+from dflop.config import Config, select_keys
+from dflop.runtime import UserError, torchrun
+
+__all__ = ["PLAIN_ROWS", "counted_steps", "measure_rows", "num_scheduled"]
+
+# What users would write themselves: plain PyTorch, in as many microbatches as ours where it accumulates.
+PLAIN_ROWS = ("DDP", "DDP, accumulated", "DDP, padded", "FSDP2")
+# Steps that are not counted; with loaders that read ahead, until what they had ready at the start is used up.
+_NUM_WARMUP, _NUM_WARMUP_ON_THE_FLY = 3, 12
+# The most steps that a side's loaders are ahead.
+_NUM_AHEAD = 8
+
+
+def counted_steps(num_steps: int, *, on_the_fly: bool) -> range:
+    """The steps that count when so many are asked for."""
+    first = _NUM_WARMUP_ON_THE_FLY if on_the_fly else _NUM_WARMUP
+    return range(first, first + num_steps)
+
+
+def num_scheduled(num_steps: int, *, on_the_fly: bool) -> int:
+    """Steps that need a schedule: loaders are to have as much to do in the last ones."""
+    return counted_steps(num_steps, on_the_fly=on_the_fly).stop + (_NUM_AHEAD if on_the_fly else 0)
+
+
+def measure_rows(
+    config: Config,
+    planned: Sequence[Contender],
+    plain: Sequence[str],
+    *,
+    num_steps: int,
+    on_the_fly: bool = False,
+) -> dict[str, Clocked]:
+    """Train all rows, ours first, step by step in turns on as many ranks as their plans have; returns each one's clock.
+
+    `plain` are names of `PLAIN_ROWS`, which accumulate as often as our plan has microbatches.
+
+    Raises:
+        UserError: when a rank failed.
+    """
+    counted = counted_steps(num_steps, on_the_fly=on_the_fly)
+    workers = config.train.loader_workers if on_the_fly else 0
+    steps = num_scheduled(num_steps, on_the_fly=on_the_fly)
+    config = replace(config, train=replace(config.train, steps=steps, epochs=None, loader_workers=workers))
+    world_size, num_microbatches = planned[0].plan.world_size, planned[0].plan.num_microbatches
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, row in enumerate(planned):
+            (folder / f"{number}.yaml").write_text(yaml.safe_dump({"plan": row.plan.to_dict()}), encoding="utf-8")
+            for step, schedule in enumerate(row.schedules):
+                (folder / f"{number}-{step}").write_bytes(schedule.to_bytes())
+        ways = {
+            "DDP": {"num_microbatches": 1},
+            "DDP, accumulated": {"num_microbatches": num_microbatches},
+            "DDP, padded": {"num_microbatches": 1, "padded": True},
+            "FSDP2": {"num_microbatches": num_microbatches, "shards": True},
+        }
+        request = {
+            "config": select_keys(config, [section.name for section in fields(config)]),
+            "folder": str(folder),
+            "planned": [row.name for row in planned],
+            "plain": {name: ways[name] for name in plain},
+            "on_the_fly": on_the_fly,
+            "num_timed": counted.stop,
+        }
+        code, _ = torchrun.run_ranks(
+            "dflop.training.side_by_side.rank", request, config.cluster, num_nodes=1, per_node=world_size
+        )
+        if code:
+            raise UserError(f"measuring ended early (torchrun's exit code {code}); the reason stands above")
+        found = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    return {
+        name: Clocked(*(own[counted.start : counted.stop] for own in (seconds, found["cpu_seconds"][name])))
+        for name, seconds in found["seconds"].items()
+    }

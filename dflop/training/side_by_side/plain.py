@@ -1,0 +1,238 @@
+"""What a user would write herself: torch's DDP or FSDP2 around the same stages, with the same loaders and AdamW."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from dflop.config import Config
+from dflop.data import SampleShapes, list_sources
+from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.shapes import MediumSize
+from dflop.models import load_model_spec
+from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.precision import COMPUTES_IN
+from dflop.models.tensor_group import ALONE
+from dflop.parallelism import Grid, Plan
+from dflop.pipeline import make_program
+from dflop.scheduling import StepSchedule
+from dflop.training.loader import make_loader
+from dflop.training.rank_model import RankModel, build_rank_model
+from dflop.training.side_by_side.sides import Side
+
+__all__ = ["plain_side"]
+
+
+def plain_side(
+    config: Config,
+    schedules: Sequence[StepSchedule],
+    num_microbatches: int,
+    device: torch.device,
+    *,
+    on_the_fly: bool,
+    padded: bool = False,
+    shards: bool = False,
+) -> Side:
+    """Plain data parallelism over the samples of these steps, dealt out by torch's DistributedSampler, each rank's
+    share in so many microbatches; every rank must call this.
+
+    DDP looks for unused parameters, as it must where a rank may have texts alone. With `shards`, FSDP2 around each
+    layer and the whole: there such a rank encodes a blank item, since all have to gather the same. `padded` makes each
+    sample as long as the longest of its microbatch. The model has one encoder.
+    """
+    model, plan = _whole_model(config, device)
+    (encoder,) = model.spec.encoders
+    whole = _Whole(
+        *(own.stage for own in model.nodes),
+        model.processors[encoder.name].item_shape,
+        model.spec.module("llm").hidden_size,
+        encodes_always=shards,
+    )
+    ddp = _in_shards(whole, device) if shards else DistributedDataParallel(whole, find_unused_parameters=True)
+    optimizer = _adamw(ddp, config)
+    jobs = _Jobs(schedules, num_microbatches)
+    records = TrainingRecords(list_sources(config.data), config.seed)
+    dataset = _MediaAndText(*(make_loader(config, model, plan, own, records) for own in model.nodes), padded)
+    loader = iter(_data_loader(dataset, jobs, config)) if on_the_fly else map(dataset.__getitem__, jobs)
+    dtype = COMPUTES_IN[config.train.precision]
+
+    def load(step: int) -> Iterator:
+        return loader if on_the_fly else iter([next(loader) for _ in range(num_microbatches)])
+
+    def train(loaded: Iterator) -> None:
+        optimizer.zero_grad()
+        num_targets = torch.zeros((), device=device)
+        for number in range(num_microbatches):
+            media, text = next(loaded)
+            num_targets += len(text.target_ids)
+            with nullcontext() if shards or number + 1 == num_microbatches else ddp.no_sync():
+                ddp(media.to(device, dtype), text.to(device)).backward()
+        dist.all_reduce(num_targets)
+        for own in ddp.parameters():
+            if own.grad is not None:
+                own.grad.mul_(dist.get_world_size() / num_targets)
+        nn.utils.clip_grad_norm_(ddp.parameters(), config.train.grad_clip)
+        optimizer.step()
+
+    return Side(load, train)
+
+
+def _whole_model(config: Config, device: torch.device) -> tuple[RankModel, Plan]:
+    """The encoder's and the LLM's one stage of a rank that has both whole, and the plan of that."""
+    grids = tuple(Grid(module=module.name, num_ranks=1) for module in load_model_spec(config.model).modules)
+    plan = Plan(placement="monolithic", grids=grids, num_microbatches=1)
+    alone = dist.new_subgroups(group_size=1)[0]
+    nodes = range(len(grids))
+    place = SimpleNamespace(
+        nodes=tuple(nodes),
+        program=make_program(plan),
+        device=device,
+        tensor=dict.fromkeys(nodes, ALONE),
+        replicas=dict.fromkeys(nodes, alone),
+        tied={},
+    )
+    model = build_rank_model(config, plan, place, COMPUTES_IN[config.train.precision])
+    for own in model.nodes:  # its parameters are views into the flat buckets of an optimiser that is not used here
+        for parameter in own.stage.parameters():
+            parameter.data, parameter.grad = parameter.data.clone(), None
+    return model, plan
+
+
+class _Whole(nn.Module):
+    """The encoder's and the LLM's one stage, as a user would call them: one loss of a rank's packed samples. Where it
+    `encodes_always`, texts alone come with a blank item, which nothing is made of."""
+
+    def __init__(
+        self, encoder: nn.Module, llm: nn.Module, item_shape: tuple[int, ...], hidden_size: int, *, encodes_always: bool
+    ) -> None:
+        super().__init__()
+        self.encoder, self.llm, self.encodes_always = encoder, llm, encodes_always
+        self.item_shape, self.hidden_size = item_shape, hidden_size
+
+    def forward(self, media: EncoderBatch, text: TextBatch) -> torch.Tensor:
+        like = next(self.encoder.parameters())
+        features, unused = [], 0.0
+        if len(media.items):
+            features = self.encoder(media)
+        elif self.encodes_always:
+            blank = replace(media, items=like.new_zeros((1, *self.item_shape)))
+            unused = 0.0 * self.encoder.encode(self.encoder.embed(blank), blank)[-1].sum()
+        nothing = like.new_zeros((0, self.hidden_size))
+        return self.llm(self.llm.embed(text, [torch.cat([nothing, *features])]), text) + unused
+
+
+def _in_shards(whole: _Whole, device: torch.device) -> nn.Module:
+    """Each layer, the embedding and the head, and the rest, as FSDP2's tutorials have it."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    layers = [module for name, module in whole.named_modules() if re.search(r"layers?\.\d+$", name)]
+    for unit in (*layers, whole.llm.hf.get_input_embeddings(), whole.llm.hf.lm_head):
+        fully_shard(unit, mesh=mesh)
+    fully_shard(whole, mesh=mesh).set_reduce_scatter_unused_params(True)
+    return whole
+
+
+def _adamw(module: nn.Module, config: Config) -> torch.optim.AdamW:
+    decayed, others = ([own for own in module.parameters() if (own.ndim > 1) == decays] for decays in (True, False))
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": config.train.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=config.train.lr,
+        fused=True,
+    )
+
+
+@dataclass
+class _Jobs:
+    """This rank's microbatches, step after step: what media and what text they are made of."""
+
+    schedules: Sequence[StepSchedule]
+    num_microbatches: int
+
+    def __iter__(self) -> Iterator[MicrobatchJob]:
+        for step, schedule in enumerate(self.schedules):
+            batch = schedule.shapes
+            own = np.array(list(DistributedSampler(range(len(batch)), shuffle=True, seed=step)))
+            for part in np.array_split(own, self.num_microbatches):
+                yield _job_of(batch.take(part))
+
+
+def _job_of(batch: SampleShapes) -> MicrobatchJob:
+    return MicrobatchJob(
+        samples=tuple(SampleRef(str(source), int(row)) for source, row in zip(batch.source, batch.row, strict=True)),
+        media=tuple(tuple(MediumSize(*size) for size in sizes.tolist()) for sizes in batch.media.of_each()),
+        kept_tokens=tuple(map(tuple, batch.kept_tokens.tolist())),
+        llm_tokens=tuple(batch.llm_tokens.tolist()),
+        encoder_rank=((0,),) * len(batch),
+    )
+
+
+@dataclass
+class _MediaAndText(Dataset):
+    """A rank's media and text of one microbatch."""
+
+    media: MicrobatchLoader
+    text: MicrobatchLoader
+    padded: bool
+
+    def __getitem__(self, job: MicrobatchJob) -> tuple[EncoderBatch, TextBatch]:
+        with_media = [place for place, sizes in enumerate(job.media) if sizes]
+        loaded = self.media[_only(job, with_media)].batch
+        # Nothing but its samples' order is known of a microbatch of media: samples without any have no features.
+        text = self.text[job]
+        return loaded, _padded(text) if self.padded else text
+
+
+def _only(job: MicrobatchJob, places: list[int]) -> MicrobatchJob:
+    return MicrobatchJob(
+        **{field.name: tuple(getattr(job, field.name)[place] for place in places) for field in fields(MicrobatchJob)}
+    )
+
+
+def _padded(text: TextBatch) -> TextBatch:
+    """Each sample as long as the longest; nothing is learned of the padding."""
+    starts = [0, *text.segment_ends[:-1]]
+    lengths = [end - start for start, end in zip(starts, text.segment_ends, strict=True)]
+    longest = max(lengths)
+    place = torch.cat([number * longest + torch.arange(length) for number, length in enumerate(lengths)])
+    token_ids = torch.zeros(longest * len(lengths), dtype=torch.int64)
+    token_ids[place] = text.token_ids
+    return replace(
+        text,
+        token_ids=token_ids,
+        position_ids=torch.arange(longest).repeat(len(lengths)),
+        segment_ends=[longest * (number + 1) for number in range(len(lengths))],
+        feature_positions=tuple(place[own] for own in text.feature_positions),
+        target_positions=place[text.target_positions],
+    )
+
+
+def _data_loader(dataset: Dataset, jobs: _Jobs, config: Config) -> DataLoader:
+    """As training has it: one process a rank that reads ahead and gives way."""
+    return DataLoader(
+        dataset,
+        sampler=jobs,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=max(1, config.train.loader_workers or 1),
+        multiprocessing_context="spawn",
+        prefetch_factor=8,
+        worker_init_fn=_give_way,
+    )
+
+
+def _give_way(_: int) -> None:
+    os.nice(19)
+
+
+def _as_it_is(batch: object) -> object:
+    return batch

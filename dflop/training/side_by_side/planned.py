@@ -1,0 +1,64 @@
+"""A plan and its schedules, carried out by the runtime of training, as one of several ways that take turns."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from dflop.config import Config
+from dflop.models.precision import COMPUTES_IN
+from dflop.parallelism import Plan
+from dflop.pipeline import StepInstructions, make_program
+from dflop.pipeline.run import run_instructions
+from dflop.scheduling import StepSchedule
+from dflop.training.feed import JobStream
+from dflop.training.loader import start_loading
+from dflop.training.rank_model import build_rank_model, forwards_that_read
+from dflop.training.side_by_side.sides import Side
+from dflop.training.topology import place_in_world
+from dflop.training.work import make_works
+
+__all__ = ["planned_side"]
+
+
+def planned_side(config: Config, plan: Plan, schedules: Sequence[StepSchedule], device: torch.device) -> Side:
+    """Training as the trainer has it, from schedules that are known; every rank must call this.
+
+    Without loader processes (`train.loader_workers`: 0) a step's batches are loaded by `load`.
+    """
+    dtype = COMPUTES_IN[config.train.precision]
+    program = make_program(plan, config.model.freeze)
+    topology = place_in_world(program, device, dtype, dist.HashStore())
+    model = build_rank_model(config, plan, topology, dtype)
+    instructions = StepInstructions(plan, program, config.model.freeze, topology.rank)
+    stream = JobStream(
+        SimpleNamespace(get=schedules.__getitem__),
+        lambda slots: forwards_that_read(instructions.of(slots), topology, model),
+        range(len(schedules)),
+    )
+    loader = start_loading(config, plan, model, stream)
+    given: list[object] = []
+    is_preloaded = config.train.loader_workers == 0
+    inputs = iter(lambda: given.pop(0), None) if is_preloaded else loader
+    works = make_works(config, plan, model, program, inputs, topology.store)
+
+    def load(step: int) -> int:
+        if is_preloaded:
+            given[:] = [next(loader) for _ in range(stream.num_forwards)]
+        return step
+
+    def train(step: int) -> None:
+        schedule = schedules[step]
+        for work in works.values():
+            work.begin_step(schedule)
+        run_instructions(instructions.of(schedule.slots), works, topology.links)
+        num_targets = int(schedule.target_tokens.sum())
+        totals = torch.tensor(
+            [sum(float(work.loss) for work in works.values()), model.norm_squared() / num_targets**2], device=device
+        )
+        dist.all_reduce(totals)
+        scale = min(1.0, config.train.grad_clip / (float(totals[1]) ** 0.5 + 1e-12))
+        model.update(1.0, scale / num_targets)
+
+    return Side(load, train)

@@ -1,0 +1,74 @@
+"""What torchrun starts on every rank that measures: `python -m dflop.training.side_by_side.rank REQUEST` (JSON)."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging
+
+from dflop.config import Config, load_config
+from dflop.parallelism import load_plan
+from dflop.runtime import UserError
+from dflop.scheduling import StepSchedule
+from dflop.training.side_by_side.plain import plain_side
+from dflop.training.side_by_side.planned import planned_side
+from dflop.training.side_by_side.sides import Side, paused, timed
+from dflop.training.stopping import end_loaders
+from dflop.training.topology import join_group
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    logging.set_verbosity_error()
+    try:
+        _measure(load_config(request["config"]), request)
+    except UserError as error:
+        print(f"dflop: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        end_loaders()
+    return 0
+
+
+def _measure(config: Config, request: dict) -> None:
+    device, _ = join_group(config.cluster.device)
+    on_the_fly = request["on_the_fly"]
+    sides = {}
+    for name, make in _makers(config, request, device).items():
+        if dist.get_rank() == 0:
+            print(f"dflop: {name} is built", flush=True)
+        sides[name] = paused(make)
+    try:
+        seconds, cpu_seconds = timed(sides, request["num_timed"], device, on_the_fly=on_the_fly)
+    finally:
+        for side in sides.values():
+            side.go_on()
+    if dist.get_rank() == 0:
+        figures = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        (Path(request["folder"]) / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _makers(config: Config, request: dict, device: torch.device) -> dict[str, Callable[[], Side]]:
+    """How each row is made, those of plans first; each rank makes all of them in this order."""
+    folder, makers, of_all = Path(request["folder"]), {}, []
+    for number, name in enumerate(request["planned"]):
+        files = (folder / f"{number}-{step}" for step in range(config.train.steps))
+        schedules = [StepSchedule.from_bytes(path.read_bytes()) for path in files]
+        makers[name] = partial(planned_side, config, load_plan(folder / f"{number}.yaml"), schedules, device)
+        of_all = of_all or schedules  # the same samples in all of them
+    for name, how in request["plain"].items():
+        makers[name] = partial(plain_side, config, of_all, device=device, on_the_fly=request["on_the_fly"], **how)
+    return makers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

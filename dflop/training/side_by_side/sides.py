@@ -1,0 +1,101 @@
+"""A way to train as one of several that take turns, and the clock over all of them."""
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dflop.runtime.signals import children_of
+
+__all__ = ["Side", "paused", "timed"]
+
+# With loaders that read ahead, sides have turns of so many steps.
+_RUN = 6
+
+
+@dataclass
+class Side:
+    """One way to train: `load(step)` gives what `train` takes. `loaders` are processes that read ahead for it."""
+
+    load: Callable[[int], object]
+    train: Callable[[object], None]
+    loaders: list[int] = field(default_factory=list)
+
+    def pause(self) -> None:
+        self._tell(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._tell(signal.SIGCONT)
+
+    def _tell(self, number: signal.Signals) -> None:
+        for process in self.loaders:
+            os.kill(process, number)
+
+
+def paused(make: Callable[[], Side]) -> Side:
+    """A side whose loaders, which are the processes that making it starts, stand still until it has its turn."""
+    before = set(children_of(os.getpid()))
+    side = make()
+    started = [child for child in children_of(os.getpid()) if child not in before]
+    # torch's resource tracker is everybody's.
+    side.loaders = [
+        child for child in started if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    side.pause()
+    return side
+
+
+def _is_resource_tracker(process: int) -> bool:
+    """Whether a child is the one that cleans up behind all others, who wait for it."""
+    return b"resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def timed(
+    sides: Mapping[str, Side], num_steps: int, device: torch.device, *, on_the_fly: bool
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Of each side, each step's seconds, and those that the busiest rank's core was busy; every rank must call this.
+
+    Batches are loaded before a step's clock starts, or `on_the_fly` by the sides' loaders, in runs of several steps.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()  # as the trainer has it, for all sides
+    length = _RUN if on_the_fly else 1
+    for name, step in _turns(list(sides), num_steps, length):
+        side = sides[name]
+        loaded = None if on_the_fly else side.load(step)
+        _meet(device)
+        if step % length == 0:
+            side.go_on()
+        started, cpu_started = time.monotonic(), time.process_time()
+        side.train(side.load(step) if on_the_fly else loaded)
+        cpu = torch.tensor(time.process_time() - cpu_started, device=device)
+        _meet(device)
+        seconds[name].append(time.monotonic() - started)
+        if step % length == length - 1:
+            side.pause()
+        dist.all_reduce(cpu, dist.ReduceOp.MAX)
+        cpu_seconds[name].append(float(cpu))
+    return seconds, cpu_seconds
+
+
+def _turns(names: Sequence[str], num_steps: int, length: int) -> Iterator[tuple[str, int]]:
+    """Each side's steps in runs of so many, the sides in turns."""
+    for first in range(0, num_steps, length):
+        for name in names:
+            for step in range(first, min(first + length, num_steps)):
+                yield name, step
+
+
+def _meet(device: torch.device) -> None:
+    """When all ranks have come so far, with what their devices do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()

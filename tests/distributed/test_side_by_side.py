@@ -1,0 +1,55 @@
+"""Rows of a comparison that train in turns on two processes: ours, plain PyTorch, and a system by its own plan."""
+
+import json
+
+import polars as pl
+import pytest
+from processes import run_command
+from training_runs import plan_file
+
+from dflop.comparison import OURS, OURS_AT_RANDOM
+
+pytestmark = pytest.mark.serial
+
+NUM_STEPS = 2
+PLAIN = ("DDP", "DDP, accumulated", "DDP, padded", "FSDP2")
+SYSTEM = "FSDP, balanced by our sampler"
+
+
+@pytest.fixture(scope="module")
+def measured(run, tmp_path_factory):
+    """The table by name of the row, and what was printed."""
+    folder, config = run
+    out = tmp_path_factory.mktemp("measured") / "comparison.parquet"
+    config = config | {"cluster": {"devices_per_node": 2}, "plan": {"schedules": ["1f1b"], "search_batches": 2}}
+    arguments = ["compare", "--measure", "--config", json.dumps(config), "--shapes", str(folder / "shapes.duckdb")]
+    arguments += ["--costs", str(folder / "costs.duckdb"), "--plan", str(plan_file(folder)), "--out", str(out)]
+    arguments += ["--steps", str(NUM_STEPS)]
+    for name in (OURS_AT_RANDOM, *PLAIN, SYSTEM):
+        arguments += ["--row", name]
+    code = run_command(arguments, out.parent / "log")
+    log = (out.parent / "log").read_text()
+    assert code == 0, log
+    table = pl.read_parquet(out.with_name("comparison-measured.parquet"))
+    return {row["name"]: row for row in table.to_dicts()}, log
+
+
+def test_every_chosen_row_is_timed_in_every_counted_step(measured):
+    rows, log = measured
+    assert set(rows) == {OURS, OURS_AT_RANDOM, SYSTEM, *PLAIN}
+    for name, row in rows.items():
+        assert len(row["measured_steps_s"]) == NUM_STEPS, name
+        assert min(row["measured_steps_s"]) > 0
+        assert name in log
+    assert rows[OURS]["measured_over_ours"] == 1.0
+
+
+def test_rows_of_plans_have_their_prediction_beside_the_clock_and_plain_ones_have_none(measured):
+    rows, _ = measured
+    for name in (OURS, OURS_AT_RANDOM, SYSTEM):
+        row = rows[name]
+        assert len(row["steps_s"]) == NUM_STEPS
+        ratios = [real / said for real, said in zip(row["measured_steps_s"], row["steps_s"], strict=True)]
+        assert min(ratios) <= row["measured_over_predicted"] <= max(ratios)
+    assert rows[OURS]["plan"] == rows[OURS_AT_RANDOM]["plan"] != rows[SYSTEM]["plan"]
+    assert all(rows[name]["measured_over_predicted"] is None for name in PLAIN)
