@@ -28,8 +28,8 @@ __all__ = ["compare_command"]
     metavar="N,N,...",
     help="At each of these numbers of devices, with batches that grow with them: 8,64,512. Writes *-scale.parquet.",
 )
-@may_measure
 @run_argument(shapes="shapes.duckdb", costs="costs.duckdb", out="comparison.parquet")
+@may_measure
 def compare_command(
     configs: tuple[str, ...], shapes: Path, costs: Path, batches: int, out: Path, ablate: bool, scale: str | None
 ) -> None:

@@ -138,3 +138,9 @@ def test_what_cannot_be_compared_is_one_line(options, said, tmp_path):
     base += ["--config", "cluster.devices_per_node=8", "--config", "cluster.num_nodes=1"]
     with pytest.raises(UserError, match=said):
         CliRunner().invoke(cli, ["compare", *files, *base, *options], catch_exceptions=False, standalone_mode=False)
+
+
+def test_a_run_is_measured_by_the_plan_in_its_folder(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: mine")
+    with pytest.raises(UserError, match=str(tmp_path / "plan.yaml")):
+        CliRunner().invoke(cli, ["compare", str(tmp_path), "--measure"], catch_exceptions=False, standalone_mode=False)
