@@ -266,6 +266,7 @@ def _media_columns(record: Record, shapes: Sequence[MediumShape]) -> dict[str, A
         "media_frames": [shape.num_frames for shape in shapes],
         "media_frame_us": [shape.frame_us for shape in shapes],
         "media_samples": [shape.num_samples for shape in shapes],
+        "media_rate_uhz": [shape.rate_uhz for shape in shapes],
     }
 
 

@@ -24,15 +24,15 @@ _COLUMNS = {
 }
 
 # Of `samples`: a list a sample, with a number a medium, as `MediaSizes` has them.
-MEDIA_COLUMNS = ("media_width", "media_height", "media_frames", "media_frame_us", "media_samples")
+MEDIA_COLUMNS = ("media_width", "media_height", "media_frames", "media_frame_us", "media_samples", "media_rate_uhz")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaSizes:
     """What the headers of samples' media said, sample after sample.
 
-    `values` is [num_media, 5]: width and height in pixels, the frames that are taken of a clip, 0 of a picture, the
-    microseconds between two of them, and a sound's samples at 16 kHz.
+    `values` is [num_media, 6]: width and height in pixels, the frames that are taken of a clip, 0 of a picture, the
+    microseconds between two of them, a sound's samples at 16 kHz, and a clip's frames in a million seconds.
     `counts` [num_samples] says how many media each sample has.
     """
 
@@ -49,7 +49,7 @@ class MediaSizes:
         return MediaSizes(self.values[np.repeat(starts, counts) + within], counts)
 
     def of_each(self) -> list[np.ndarray]:
-        """Each sample's, [num_media of it, 5]."""
+        """Each sample's, [num_media of it, 6]."""
         return np.split(self.values, np.cumsum(self.counts)[:-1]) if len(self) else []
 
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflop.config import DataConfig
-from dflop.data.media import audio_header, frame_indices, image_size, too_many_pixels, video_header
+from dflop.data.media import VideoHeader, audio_header, frame_indices, image_size, too_many_pixels, video_header
 from dflop.data.records import MEDIA_KINDS, Embedded, ImageSize, Medium, Record, RecordError, Turn, resolve_medium
 from dflop.data.text import TokenizedText
 from dflop.models import SOUND_RATE_HZ, ItemCount, ShapeRules
 
 __all__ = ["MediumShape", "MediumSize", "PlacedText", "ShapeReader", "expand_text", "place_positions"]
 
-# What a column of 32 bits holds: half an hour of microseconds, 37 hours of sound.
+# What a column of 32 bits holds: half an hour of microseconds, 37 hours of sound, 2,147 frames a second.
 _MOST = 2**31 - 1
 
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
@@ -30,8 +30,9 @@ _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 class MediumShape(NamedTuple):
     """What one medium becomes, and what its header says: the size of its pictures in pixels, or its sound's length.
 
-    `frame_us` are the microseconds between two of the frames that are taken of a clip, `num_samples` a sound's samples
-    at 16 kHz. Its `seconds` and own rate are known where the header was read just now.
+    `frame_us` are the microseconds between two of the frames that are taken of a clip, the mean of its length,
+    `rate_uhz` all frames that it has in a million seconds, and `num_samples` a sound's samples at 16 kHz. A sound's
+    `seconds` and own rate are known where the header was read just now.
     """
 
     kind: str
@@ -40,19 +41,21 @@ class MediumShape(NamedTuple):
     num_frames: int = 0
     frame_us: int = 0
     num_samples: int = 0
+    rate_uhz: int = 0
     seconds: float = 0.0
     rate_hz: int | None = None
 
 
 class MediumSize(NamedTuple):
     """What is kept of a profiled medium: `num_frames` frames, or a picture where that is 0, of so many pixels, the
-    microseconds between two frames, and a sound's samples at 16 kHz."""
+    microseconds between two frames, a sound's samples at 16 kHz, and a clip's frames in a million seconds."""
 
     width: int
     height: int
     num_frames: int
     frame_us: int = 0
     num_samples: int = 0
+    rate_uhz: int = 0
 
     @property
     def pixels(self) -> ImageSize:
@@ -118,7 +121,7 @@ class ShapeReader:
 
         def in_text(_: re.Match) -> str:
             shape = next(remaining)
-            text = self.rules.in_text(shape.kind, shape.count)
+            text = self.rules.in_text(shape.kind, shape.count, self._times_s(shape))
             num_placeholders = text.count(self.rules.placeholder(shape.kind))
             media.extend([shape] * num_placeholders)
             num_tokens.extend([shape.count.num_tokens // num_placeholders] * num_placeholders)
@@ -140,7 +143,8 @@ class ShapeReader:
             header = video_header(file)
             num_frames = len(frame_indices(header, self.data.video))
             frame_us = min(round(1e6 * header.num_frames / header.fps / num_frames), _MOST)
-            return self._video(ImageSize(header.width, header.height), num_frames, frame_us)
+            rate_uhz = min(round(1e6 * header.fps), _MOST)
+            return self._video(ImageSize(header.width, header.height), num_frames, frame_us, rate_uhz)
         seconds, rate_hz = audio_header(file)
         num_samples = -(-round(seconds * rate_hz) * SOUND_RATE_HZ // rate_hz)
         return self._sound(min(num_samples, _MOST))._replace(seconds=seconds, rate_hz=rate_hz)
@@ -149,18 +153,28 @@ class ShapeReader:
         if kind == "image":
             return self._image(size.pixels, num_images)
         if kind == "video":
-            return self._video(size.pixels, size.num_frames, size.frame_us)
+            return self._video(size.pixels, size.num_frames, size.frame_us, size.rate_uhz)
         return self._sound(size.num_samples)
 
     def _image(self, size: ImageSize, num_images: int) -> MediumShape:
         return MediumShape("image", self._count(self.rules.image, *size, num_images), size)
 
-    def _video(self, size: ImageSize, num_frames: int, frame_us: int) -> MediumShape:
-        return MediumShape("video", self._count(self.rules.video, num_frames, *size), size, num_frames, frame_us)
+    def _video(self, size: ImageSize, num_frames: int, frame_us: int, rate_uhz: int) -> MediumShape:
+        count = self._count(self.rules.video, num_frames, *size)
+        return MediumShape("video", count, size, num_frames, frame_us, rate_uhz=rate_uhz)
 
     def _sound(self, num_samples: int) -> MediumShape:
         count = self._count(self.rules.audio, num_samples / SOUND_RATE_HZ, self.data.audio)
         return MediumShape("audio", count, num_samples=num_samples)
+
+    def _times_s(self, shape: MediumShape) -> list[float]:
+        """Seconds into a clip at which the frames stand that are taken of it; nothing where its rate is not known."""
+        if not shape.rate_uhz:
+            return []
+        rate_hz = shape.rate_uhz / 1e6
+        length_s = shape.num_frames * shape.frame_us / 1e6
+        header = VideoHeader(round(length_s * rate_hz), rate_hz, *shape.size)
+        return [index / rate_hz for index in frame_indices(header, self.data.video)]
 
     def _count(self, rule: Callable[..., ItemCount], *sizes: Any) -> ItemCount:
         try:

@@ -7,7 +7,7 @@ nor transformers is imported for it.
 import difflib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
@@ -73,10 +73,11 @@ class ShapeRules(Protocol):
     def placeholder(self, kind: str) -> str:
         """The token that stands for media of this kind in tokenised text; kinds of one encoder may share it."""
 
-    def in_text(self, kind: str, count: ItemCount) -> str:
+    def in_text(self, kind: str, count: ItemCount, times_s: Sequence[float] = ()) -> str:
         """What the `<kind>` of one medium in a record becomes in the text before it is tokenised.
 
         Each `placeholder(kind)` in it stands for `num_tokens` over the number of them: an equal share of the tokens.
+        `times_s` are the seconds into a clip at which the frames stand that are taken of it.
         """
 
     def run_positions(self, kind: str, count: ItemCount, frame_s: float) -> tuple[np.ndarray, int]:

@@ -31,8 +31,9 @@ REJECT_REASONS = (
 # One row a record of a shard. `row` counts inside the shard, so that a shard's file stays valid when
 # records are inserted before it; `reason` and `detail` are null unless the record is rejected. The lists hold a number
 # a medium, in the record's order: width and height in pixels of a picture or of a clip's frames, how many frames are
-# taken of a clip, the microseconds between two of them (0 of a picture), and a sound's samples at 16 kHz. Training lays
-# out its text by them, without opening a medium. `sum_sq_items` is 0 where all items are of one size.
+# taken of a clip, the microseconds between two of them (0 of a picture), a sound's samples at 16 kHz, and the frames
+# that a clip has in a million seconds. Training lays out its text by them, without opening a medium. `sum_sq_items` is
+# 0 where all items are of one size.
 SHARD_SCHEMA = pl.Schema(
     {
         "row": pl.Int64,
@@ -58,6 +59,7 @@ SHARD_SCHEMA = pl.Schema(
         "media_frames": pl.List(pl.Int32),
         "media_frame_us": pl.List(pl.Int32),
         "media_samples": pl.List(pl.Int32),
+        "media_rate_uhz": pl.List(pl.Int32),
         "reason": pl.String,
         "detail": pl.String,
     }

@@ -48,7 +48,7 @@ CREATE TABLE samples AS
            source, manifest_row AS row, shard, modality, num_images, num_frames, audio_s, num_items, vision_tokens,
            audio_tokens, text_tokens, llm_tokens, truncated, kept_vision_tokens, kept_audio_tokens, target_tokens,
            num_audio_windows, audio_rate_hz, media_width, media_height, media_frames, media_frame_us, media_samples,
-           sum_sq_items,
+           media_rate_uhz, sum_sq_items,
            -- Which are held out follows from their ids: a record that comes or goes moves few others.
            of_evaluation
                OR row_number() OVER (PARTITION BY of_evaluation ORDER BY md5($seed || '/' || given_id), number)

@@ -39,7 +39,7 @@ class Rules(ShapeRules):
     def placeholder(self, kind):
         return f"<{kind}>"
 
-    def in_text(self, kind, count):
+    def in_text(self, kind, count, times_s=()):
         return f"<sound><{kind}>" if kind == "audio" else f"<{kind}>"
 
 

@@ -142,11 +142,12 @@ def test_columns_are_those_of_this_schema_version(merge):
         "media_frames",
         "media_frame_us",
         "media_samples",
+        "media_rate_uhz",
         "sum_sq_items",
         "evaluation",
     ]
     assert (SCHEMA_VERSION, [name for name, _ in columns_of(path, "samples")]) == (
-        7,
+        8,
         [*(name for name, _ in SAMPLES), *behind],
     )
 

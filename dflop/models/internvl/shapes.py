@@ -6,6 +6,7 @@ the largest number of tiles. A frame is one tile, and every tile takes the same 
 compare every number with transformers' own processor and model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -57,7 +58,7 @@ class InternvlShapes(ShapeRules):
     def placeholder(self, kind: str) -> str:
         return f"<{kind}>" if kind == "audio" else "<IMG_CONTEXT>"
 
-    def in_text(self, kind: str, count: ItemCount) -> str:
+    def in_text(self, kind: str, count: ItemCount, times_s: Sequence[float] = ()) -> str:
         if kind == "audio":
             return self.placeholder(kind)
         tile = f"<img>{self.placeholder(kind)}</img>"

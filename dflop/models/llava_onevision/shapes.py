@@ -7,6 +7,7 @@ The tests compare every number with transformers' own processor and model.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,7 +55,7 @@ class LlavaOnevisionShapes(ShapeRules):
     def placeholder(self, kind: str) -> str:
         return f"<{kind}>"
 
-    def in_text(self, kind: str, count: ItemCount) -> str:
+    def in_text(self, kind: str, count: ItemCount, times_s: Sequence[float] = ()) -> str:
         return self.placeholder(kind)
 
 

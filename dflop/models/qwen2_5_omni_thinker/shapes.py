@@ -6,6 +6,7 @@ compare every number with transformers' own processor and model.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +49,7 @@ class Qwen25OmniShapes(Qwen25VlShapes):
     def placeholder(self, kind: str) -> str:
         return _PLACEHOLDERS[kind]
 
-    def in_text(self, kind: str, count: ItemCount) -> str:
+    def in_text(self, kind: str, count: ItemCount, times_s: Sequence[float] = ()) -> str:
         before, behind = _AROUND[kind]
         return f"{before}{self.placeholder(kind)}{behind}"
 

@@ -7,6 +7,7 @@ every number with transformers' own processor and model.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,7 +71,7 @@ class Qwen25VlShapes(ShapeRules):
     def placeholder(self, kind: str) -> str:
         return {"image": "<|image_pad|>", "video": "<|video_pad|>"}.get(kind, f"<{kind}>")
 
-    def in_text(self, kind: str, count: ItemCount) -> str:
+    def in_text(self, kind: str, count: ItemCount, times_s: Sequence[float] = ()) -> str:
         placeholder = self.placeholder(kind)
         return placeholder if kind == "audio" else f"<|vision_start|>{placeholder}<|vision_end|>"
 
