@@ -55,7 +55,8 @@ class MadeUpRuns:
             return Run(lambda: encoder.embed(batch), [])
         if point.piece == "whole":
             return Run(lambda: torch.cat(encoder(batch)), [])
-        leaf = self._random(*encoder.hidden_shape(point.num_items)).requires_grad_()
+        layer = encoder.layers.start if point.piece == "layers" else encoder.layers.stop
+        leaf = self._random(*encoder.hidden_shape(point.num_items, layer)).requires_grad_()
         if point.piece == "layers":
             return Run(lambda: encoder.encode(leaf, batch)[-1], [leaf])
         return Run(lambda: torch.cat(encoder.finish([leaf], batch)), [leaf])
@@ -74,14 +75,15 @@ class MadeUpRuns:
             target_positions=targets,
             target_ids=ids[targets],
         )
-        features = self._random(num_tokens // 2, config.hidden_size).requires_grad_()
+        features = self._random(num_tokens // 2, self._spec.feature_size).requires_grad_()
         if point.piece == "first":
             return Run(lambda: llm.embed(batch, [features]), [features])
         if point.piece == "whole":
             return Run(lambda: llm.finish(llm.encode(llm.embed(batch, [features]), batch), batch), [features])
-        leaf = self._random(1, num_tokens, config.hidden_size).requires_grad_()
         if point.piece == "layers":
+            leaf = self._random(*llm.hidden_shape(num_tokens, llm.layers.start)).requires_grad_()
             return Run(lambda: llm.encode(leaf, batch), [leaf])
+        leaf = self._random(1, num_tokens, config.hidden_size).requires_grad_()
         return Run(lambda: llm.finish(leaf, batch), [leaf])
 
     def _random(self, *shape: int) -> torch.Tensor:

@@ -106,7 +106,8 @@ class ModelSpec:
     """A model of one family.
 
     `hf_config` holds the fields of its Hugging Face config. `modules` are its encoders, any number of them, and then
-    the LLM, whose name is `llm`; no two encoders take the same kind of medium.
+    the LLM, whose name is `llm`; no two encoders take the same kind of medium. Behind each of the LLM's first
+    `num_deepstack` layers further features of the media are added to those of their tokens (DeepStack).
     """
 
     family: str
@@ -114,6 +115,7 @@ class ModelSpec:
     hf_config: dict[str, Any]
     modules: tuple[ModuleSpec, ...]
     rules: ShapeRules
+    num_deepstack: int = 0
 
     def __post_init__(self) -> None:
         assert [module.name == "llm" for module in self.modules] == [False] * (len(self.modules) - 1) + [True]
@@ -124,6 +126,12 @@ class ModelSpec:
     def encoders(self) -> tuple[ModuleSpec, ...]:
         """The modules before the LLM, which is the last."""
         return self.modules[:-1]
+
+    @property
+    def feature_size(self) -> int:
+        """How wide the features are that encoders give for a token: what the embedding has, and for each layer that
+        takes further ones as much again."""
+        return self.module("llm").hidden_size * (1 + self.num_deepstack)
 
     @property
     def media(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 
 from dflop.models.division import EMBEDDING, HEAD, Division, llm_division
@@ -96,8 +96,9 @@ class EncoderStage(Stage):
     """A run of an encoder's layers, with what comes before the first and the projector behind the last."""
 
     @abstractmethod
-    def hidden_shape(self, num_items: int) -> tuple[int, ...]:
-        """Shape of what one stage gives the next one: [num_items, num_positions, hidden_size]."""
+    def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
+        """Shape of what a stage whose first layer this is gets from the one before: [num_items, num_positions,
+        hidden_size], wherever it does not say another."""
 
     @abstractmethod
     def embed(self, batch: EncoderBatch) -> torch.Tensor:
@@ -107,27 +108,41 @@ class EncoderStage(Stage):
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """What comes in, and the output of each of this stage's layers."""
 
+    def onward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """What the next stage gets of what `encode` gave."""
+        return outputs[-1]
+
     @abstractmethod
     def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
-        """Features of each sample, [kept_tokens, hidden_size of the LLM]."""
+        """Features of each sample, [kept_tokens, feature_size] (`ModelSpec.feature_size`)."""
 
     def forward(self, batch: EncoderBatch, hidden: torch.Tensor | None = None) -> torch.Tensor | list[torch.Tensor]:
         """Hidden states in and out; the first stage takes the batch's items instead, and the last one gives each
         sample's features."""
         outputs = self.encode(self.embed(batch) if self.is_first else hidden, batch)
-        return self.finish(outputs, batch) if self.is_last else outputs[-1]
+        return self.finish(outputs, batch) if self.is_last else self.onward(outputs)
 
 
 class LlmStage(Stage):
     """A run of the LLM's layers, with the embedding if it is the first and the head and loss if it is the last.
 
-    `kind` is the LLM whose layers it has (`division.py`): by default the `model_type` of its config.
+    `kind` is the LLM whose layers it has (`division.py`): by default the `model_type` of its config. Behind each of the
+    first `num_deepstack` layers further features of the encoders are added. Until then they go along behind the hidden
+    states, [1, num_tokens, hidden_size a time], zeros for tokens of text: so any layer can be a stage's first.
     """
 
     def __init__(
-        self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool, kind: str | None = None
+        self,
+        hf: PreTrainedModel,
+        layers: range,
+        *,
+        is_first: bool,
+        is_last: bool,
+        kind: str | None = None,
+        num_deepstack: int = 0,
     ) -> None:
         super().__init__(hf, layers, is_first=is_first, is_last=is_last)
+        self.num_deepstack = num_deepstack
         self.kind = kind or hf.config.get_text_config().model_type
         # Of logits [num_targets, vocab_size] and ids; where ranks share the vocabulary, their shards' own.
         self.summed_loss: Callable[..., torch.Tensor] = partial(cross_entropy, reduction="sum")
@@ -152,23 +167,34 @@ class LlmStage(Stage):
             weights.pop("model.language_model.embed_tokens.weight", None)
         return weights
 
+    def hidden_shape(self, num_tokens: int, layer: int) -> tuple[int, ...]:
+        """Shape of what a stage whose first layer this is gets from the one before, or from `embed`."""
+        num_carried = max(0, self.num_deepstack - layer)
+        return (1, num_tokens, self.hf.config.get_text_config().hidden_size * (1 + num_carried))
+
     def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
-        """Token embeddings [1, num_tokens, hidden_size] with the encoders' features put in their places."""
+        """Token embeddings [1, num_tokens, feature_size] with the encoders' features put in their places."""
         hidden = self.hf.model.language_model.embed_tokens(batch.token_ids)
+        if self.num_deepstack:
+            hidden = pad(hidden, (0, self.num_deepstack * hidden.shape[-1]))
         for positions, values in zip(batch.feature_positions, features, strict=True):
             if len(positions):
                 hidden = hidden.index_copy(0, positions, values.to(hidden.dtype))
         return hidden.unsqueeze(0)
 
     def encode(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
-        """Hidden states [1, num_tokens, hidden_size] behind this stage's layers."""
+        """Hidden states [1, num_tokens, hidden_size] behind this stage's layers, and further features that are still
+        to be added."""
         language_model = self.hf.model.language_model
+        hidden, *further = hidden.split(self.hf.config.get_text_config().hidden_size, dim=-1)
         rotary = language_model.rotary_emb(hidden, batch.position_ids.unsqueeze(-2))
         for index in self.layers:
             hidden = language_model.layers[index](
                 hidden, attention_mask=None, position_embeddings=rotary, segment_ends=batch.segment_ends
             )
-        return hidden
+            if further:
+                hidden = hidden + further.pop(0)
+        return hidden if self.is_last or not further else torch.cat([hidden, *further], dim=-1)
 
     def finish(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
         """The summed loss over all target tokens."""
@@ -182,12 +208,19 @@ class LlmStage(Stage):
         return self.finish(hidden, batch) if self.is_last else hidden
 
 
-def cut_llm(hf: PreTrainedModel, layers: range, *, of_encoders: Sequence[str], kind: str | None = None) -> LlmStage:
+def cut_llm(
+    hf: PreTrainedModel,
+    layers: range,
+    *,
+    of_encoders: Sequence[str],
+    kind: str | None = None,
+    num_deepstack: int = 0,
+) -> LlmStage:
     """The LLM's stage of these layers, in place, from a whole model with `model.language_model` and `lm_head`.
 
-    `of_encoders` names the submodules and parameters of `hf.model` that are not the LLM's, and `kind` the LLM whose
-    layers it has where its config calls it otherwise. Where the head is the embedding (tied), the last stage has a copy
-    of it under the embedding's name.
+    `of_encoders` names the submodules and parameters of `hf.model` that are not the LLM's, `kind` the LLM whose layers
+    it has where its config calls it otherwise, and `num_deepstack` how many layers of the whole LLM take further
+    features. Where the head is the embedding (tied), the last stage has a copy of it under the embedding's name.
     """
     language_model = hf.model.language_model
     for name in of_encoders:
@@ -197,7 +230,7 @@ def cut_llm(hf: PreTrainedModel, layers: range, *, of_encoders: Sequence[str], k
         language_model.embed_tokens = None
     if not is_last:
         language_model.norm, hf.lm_head = None, None
-    return LlmStage(hf, layers, is_first=is_first, is_last=is_last, kind=kind)
+    return LlmStage(hf, layers, is_first=is_first, is_last=is_last, kind=kind, num_deepstack=num_deepstack)
 
 
 def keep_layers(stack: nn.ModuleList, layers: range) -> tuple[bool, bool]:

@@ -28,10 +28,11 @@ class PlanMemory:
     """Bytes of one plan's devices."""
 
     def __init__(
-        self, stage_costs: StageCosts, compiled: CompiledPlan, cluster: ClusterConfig, bytes_per_token: int
+        self, stage_costs: StageCosts, compiled: CompiledPlan, cluster: ClusterConfig, edge_bytes: Mapping[str, int]
     ) -> None:
+        """`edge_bytes` are of one of each module's `edge_tokens`."""
         self._stage_costs, self._compiled, self._cluster = stage_costs, compiled, cluster
-        self._plan, self._costs, self._bytes_per_token = stage_costs.plan, stage_costs.costs, bytes_per_token
+        self._plan, self._costs, self._edge_bytes = stage_costs.plan, stage_costs.costs, edge_bytes
 
     @property
     def limit_bytes(self) -> float:
@@ -78,7 +79,7 @@ class PlanMemory:
         """
         of_stages = []
         for grid in self._plan.grids:
-            at_edges = 2.0 * cells[grid.module].edge_tokens * self._bytes_per_token
+            at_edges = 2.0 * cells[grid.module].edge_tokens * self._edge_bytes[grid.module]
             goes_back = self._stage_costs.has_backward(grid.module)
             of_kind = {}
             for memory in self._stage_costs.memories(grid.module, cells[grid.module].loads):

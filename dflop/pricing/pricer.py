@@ -64,8 +64,11 @@ class Pricer:
         )
         self.compiled = compile_plan(plan, frozen)
         self._with_slots = lru_cache(maxsize=16)(lambda slots: compile_plan(plan, frozen, self._unpacked(slots)))
-        self.bytes_per_token = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]
-        self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.bytes_per_token)
+        self.feature_bytes = spec.feature_size * BYTES_PER_VALUE[precision]
+        self.edge_bytes = dict.fromkeys((grid.module for grid in plan.grids), self.feature_bytes)
+        if plan.num_stages("llm") > 1:
+            self.edge_bytes["llm"] = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]
+        self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.edge_bytes)
         self.stages = self.stage_costs.stages
 
     @property
@@ -158,7 +161,7 @@ class Pricer:
 
     def _times(self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells]) -> StageTimes:
         forward_s, backward_s = self.stage_costs.stage_times({name: own.loads for name, own in cells.items()})
-        sent_bytes = {module: own.edge_tokens * self.bytes_per_token for module, own in cells.items()}
+        sent_bytes = {module: own.edge_tokens * self.edge_bytes[module] for module, own in cells.items()}
         splits = SCHEDULES[self.plan.schedule].splits_backward
         return StageTimes(
             forward_s=forward_s,
@@ -169,7 +172,7 @@ class Pricer:
                 assignment.encoder_rank,
                 assignment.llm_dp_rank,
                 assignment.microbatch,
-                shapes.kept_tokens * self.bytes_per_token,
+                shapes.kept_tokens * self.feature_bytes,
             ),
             sync_s=self.sync_s,
         )

@@ -19,7 +19,7 @@ class StepMemory(NamedTuple):
     order: np.ndarray  # as in `CompiledPlan`
     kept: np.ndarray  # [num_stages, 5]: a constant, and bytes a unit of each load
     passing: np.ndarray  # [num_stages, num_forms, 5]: the largest counts
-    edge_bytes: float  # of a token that comes over an edge, and of its gradient
+    edge_bytes: np.ndarray  # [num_stages], of a token that comes over an edge, and of its gradient
     room_bytes: np.ndarray  # [num_workers], beside what is resident
     kept_bytes: np.ndarray  # [num_nodes, num_microbatches], written by `excess_bytes`
     passing_bytes: np.ndarray
@@ -41,7 +41,7 @@ def step_memory(pricer: Pricer) -> StepMemory:
         order=compiled.order,
         kept=np.array(kept),
         passing=padded,
-        edge_bytes=2.0 * pricer.bytes_per_token,
+        edge_bytes=np.array([2.0 * pricer.edge_bytes[stage.module] for stage in pricer.stages]),
         room_bytes=pricer.memory.tensor_limit_bytes - pricer.memory.resident_bytes,
         kept_bytes=np.zeros(cells),
         passing_bytes=np.zeros(cells),
@@ -71,7 +71,8 @@ def excess_bytes(memory, forms, state):
                 passing = 0.0
                 for form in memory.passing[stage]:
                     passing = max(passing, line_at(form, loads))
-                memory.kept_bytes[node, microbatch] = line_at(memory.kept[stage], loads) + memory.edge_bytes * tokens
+                at_edges = memory.edge_bytes[stage] * tokens
+                memory.kept_bytes[node, microbatch] = line_at(memory.kept[stage], loads) + at_edges
                 memory.passing_bytes[node, microbatch] = passing
     held = peak_bytes_of(memory.order, stages, memory.kept_bytes, memory.passing_bytes, len(memory.room_bytes))
     held -= memory.room_bytes

@@ -143,13 +143,13 @@ def build_plain(
 
 def pass_stages(stages: Mapping[str, list], sample: PackedSamples) -> Pass:
     """What the stages make of a microbatch, encoders first."""
-    hidden_size = stages["llm"][0].hf.config.get_text_config().hidden_size
+    feature_size = stages["llm"][0].hidden_shape(1, 0)[-1]
     items, features = {}, []
     for encoder, own in stages.items():
         if encoder == "llm":
             continue
         if encoder not in sample.media:
-            features.append(torch.zeros(0, hidden_size))
+            features.append(torch.zeros(0, feature_size))
             continue
         items[encoder] = sample.media[encoder].items.detach().clone().requires_grad_()
         batch, made = replace(sample.media[encoder], items=items[encoder]), None

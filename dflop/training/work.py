@@ -47,13 +47,13 @@ class _Work(ABC):
         own: NodeModel,
         program: Program,
         loader: Iterator,
-        hidden_size: int,
+        feature_size: int,
         frozen: Collection[str],
         splits_backward: bool,
         undecodable: Undecodable,
     ) -> None:
         self.stage, self.program, self.node_index, self.node = own.stage, program, own.index, own.node
-        self._loader, self._hidden_size = loader, hidden_size
+        self._loader, self._feature_size = loader, feature_size
         self._undecodable = undecodable
         self._own = own
         self.device = next(own.stage.parameters()).device
@@ -106,10 +106,11 @@ class _Work(ABC):
         target = self.program.nodes[self.program.edges[edge].target]
         chosen = samples_of(self.schedule, source, microbatch)
         if source.module == target.module:
-            return self._hidden_shape(chosen)
+            layers = self.stage.layers
+            return self._hidden_shape(chosen, layers.stop if edge in self._outgoing else layers.start)
         chosen &= self.schedule.llm_dp_rank == target.dp_rank
         tokens = int(self.schedule.kept_tokens[chosen, self.schedule.encoders.index(source.module)].sum())
-        return (tokens, self._hidden_size) if tokens else None
+        return (tokens, self._feature_size) if tokens else None
 
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         leaves = {
@@ -165,8 +166,9 @@ class _Work(ABC):
         """What a stage in the middle knows of a microbatch from the schedule alone."""
 
     @abstractmethod
-    def _hidden_shape(self, chosen: np.ndarray) -> tuple[int, ...] | None:
-        """Shape of the hidden states between two stages of these samples; None where there are none."""
+    def _hidden_shape(self, chosen: np.ndarray, layer: int) -> tuple[int, ...] | None:
+        """Shape of these samples' hidden states between two stages, of which the second begins with this layer; None
+        where there are none."""
 
     @abstractmethod
     def _compute(
@@ -208,9 +210,9 @@ class EncoderWork(_Work):
     def _runs(self, microbatch: int) -> bool:
         return any(samples_of(self.schedule, node, microbatch).any() for node in self._together)
 
-    def _hidden_shape(self, chosen: np.ndarray) -> tuple[int, ...] | None:
+    def _hidden_shape(self, chosen: np.ndarray, layer: int) -> tuple[int, ...] | None:
         num_items = int(self.schedule.num_items[chosen, self.schedule.encoders.index(self.node.module)].sum())
-        return self.stage.hidden_shape(num_items) if num_items else None
+        return self.stage.hidden_shape(num_items, layer) if num_items else None
 
     def _compute(
         self, microbatch: int, batch: EncoderBatch, leaves: dict[int, torch.Tensor]
@@ -264,8 +266,8 @@ class LlmWork(_Work):
             target_ids=nothing,
         ).to(self.device)
 
-    def _hidden_shape(self, chosen: np.ndarray) -> tuple[int, ...] | None:
-        return (1, int(self.schedule.llm_tokens[chosen].sum()), self._hidden_size)
+    def _hidden_shape(self, chosen: np.ndarray, layer: int) -> tuple[int, ...] | None:
+        return self.stage.hidden_shape(int(self.schedule.llm_tokens[chosen].sum()), layer)
 
     def _compute(self, microbatch: int, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         if self.stage.is_first:
@@ -305,7 +307,7 @@ class LlmWork(_Work):
         for edge, leaf in leaves.items():
             source = self.program.nodes[self.program.edges[edge].source]
             sent[source.module, source.dp_rank] = leaf
-        nothing = torch.zeros(0, self._hidden_size, device=self.device)
+        nothing = torch.zeros(0, self._feature_size, device=self.device)
         features = [
             sent.get((encoder, replica), nothing)
             for encoder in self.schedule.encoders
@@ -326,7 +328,7 @@ def make_works(
         common: dict[str, Any] = {
             "program": program,
             "loader": loader,
-            "hidden_size": model.spec.module("llm").hidden_size,
+            "feature_size": model.spec.feature_size,
             "frozen": config.model.freeze,
             "undecodable": undecodable,
             "splits_backward": splits_backward(plan, own.node.module),

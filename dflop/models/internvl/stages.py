@@ -41,7 +41,7 @@ class VisionStage(EncoderStage):
             sizes=("num_heads", "embed_dim"),
         )
 
-    def hidden_shape(self, num_items: int) -> tuple[int, ...]:
+    def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
         """[num_items, 1 + num_patches, hidden_size]: the class token comes first."""
         config = self.hf.config.vision_config
         (height, width), (patch_height, patch_width) = config.image_size, config.patch_size

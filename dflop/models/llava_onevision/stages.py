@@ -60,7 +60,7 @@ class VisionStage(EncoderStage):
             rows=("out_proj", "fc2", "linear_2"),
         )
 
-    def hidden_shape(self, num_items: int) -> tuple[int, ...]:
+    def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
         """[num_items, num_patches, hidden_size]."""
         config = self.hf.config.vision_config
         return (num_items, (config.image_size // config.patch_size) ** 2, config.hidden_size)

@@ -71,7 +71,7 @@ class AudioStage(EncoderStage):
             sizes=("num_heads",),
         )
 
-    def hidden_shape(self, num_items: int) -> tuple[int, ...]:
+    def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
         """[num_positions, hidden_size]."""
         return (num_items * self._positions, self.hf.config.audio_config.d_model)
 

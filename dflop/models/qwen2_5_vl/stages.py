@@ -90,7 +90,7 @@ class VisionStage(EncoderStage):
             sizes=("num_heads",),
         )
 
-    def hidden_shape(self, num_items: int) -> tuple[int, ...]:
+    def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
         """[num_patches, hidden_size]."""
         config = self.hf.config.vision_config
         return (num_items * config.spatial_merge_size**2, config.hidden_size)

@@ -56,7 +56,7 @@ def plain_side(
     whole = _Whole(
         *(own.stage for own in model.nodes),
         model.processors[encoder.name].item_shape,
-        model.spec.module("llm").hidden_size,
+        model.spec.feature_size,
         encodes_always=shards,
     )
     ddp = _in_shards(whole, device) if shards else DistributedDataParallel(whole, find_unused_parameters=True)
@@ -114,11 +114,17 @@ class _Whole(nn.Module):
     `encodes_always`, texts alone come with a blank item, which nothing is made of."""
 
     def __init__(
-        self, encoder: nn.Module, llm: nn.Module, item_shape: tuple[int, ...], hidden_size: int, *, encodes_always: bool
+        self,
+        encoder: nn.Module,
+        llm: nn.Module,
+        item_shape: tuple[int, ...],
+        feature_size: int,
+        *,
+        encodes_always: bool,
     ) -> None:
         super().__init__()
         self.encoder, self.llm, self.encodes_always = encoder, llm, encodes_always
-        self.item_shape, self.hidden_size = item_shape, hidden_size
+        self.item_shape, self.feature_size = item_shape, feature_size
 
     def forward(self, media: EncoderBatch, text: TextBatch) -> torch.Tensor:
         like = next(self.encoder.parameters())
@@ -128,7 +134,7 @@ class _Whole(nn.Module):
         elif self.encodes_always:
             blank = replace(media, items=like.new_zeros((1, *self.item_shape)))
             unused = 0.0 * self.encoder.encode(self.encoder.embed(blank), blank)[-1].sum()
-        nothing = like.new_zeros((0, self.hidden_size))
+        nothing = like.new_zeros((0, self.feature_size))
         return self.llm(self.llm.embed(text, [torch.cat([nothing, *features])]), text) + unused
 
 
