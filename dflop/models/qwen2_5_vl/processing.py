@@ -6,9 +6,12 @@ torchvision.
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from PIL import Image
+from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -16,7 +19,7 @@ from dflop.models.processor_files import read_image_processor, write_processor
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
 from dflop.models.spec import ModelSpec
 
-__all__ = ["Qwen25VlPatches"]
+__all__ = ["Qwen25VlPatches", "size_within"]
 
 _NAMED_TOKENS = {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
 _PLACEHOLDERS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
@@ -26,6 +29,9 @@ class Qwen25VlPatches:
     """From decoded pictures to the encoder's items, each the patches of one token."""
 
     processor_class = "Qwen2_5_VLProcessor"
+    video_processor_type = "Qwen2VLVideoProcessor"
+    # Mean and deviation of colours, where a checkpoint does not say others than transformers'.
+    colours: Mapping[str, list[float]] = MappingProxyType({})
     # What the processor asks the tokenizer for, and its chat template besides.
     named_tokens: Mapping[str, str] = _NAMED_TOKENS
     template_tokens: Mapping[str, str] = _PLACEHOLDERS
@@ -36,10 +42,11 @@ class Qwen25VlPatches:
         self.patch_values = 3 * rules.temporal_patch_size * rules.patch_size**2
         self.item_shape = (rules.merge_size**2, self.patch_values)
         usual = Qwen2VLImageProcessorPil(
-            size=_size(rules.picture),
+            size=size_within(rules.picture),
             patch_size=rules.patch_size,
             temporal_patch_size=rules.temporal_patch_size,
             merge_size=rules.merge_size,
+            **self.colours,
         )
         self.processor = read_image_processor(checkpoint, usual)
 
@@ -50,9 +57,9 @@ class Qwen25VlPatches:
             self.checkpoint,
             images=self.processor,
             processor_class=self.processor_class,
-            video_processor_type="Qwen2VLVideoProcessor",
+            video_processor_type=self.video_processor_type,
             fields={},
-            of_videos={"size": _size(self.rules.frame)},
+            of_videos=self.of_videos(),
             named_tokens=self.named_tokens,
             template_tokens=self.template_tokens,
         )
@@ -67,18 +74,25 @@ class Qwen25VlPatches:
     def frames(self, frames: list[Image.Image]) -> np.ndarray:
         """Items of a clip, step after step in time; the last frame is repeated where one is missing."""
         rules, processor = self.rules, self.processor
+        rows, columns = self.patches_of_frame(len(frames), *frames[0].size)
+        size = SizeDict(height=rows * rules.patch_size, width=columns * rules.patch_size)
         made = []
         for frame in frames:
-            pixels = processor.resize(
-                np.asarray(frame).transpose(2, 0, 1),
-                size=SizeDict(**_size(rules.frame)),
-                resample=processor.resample,
-                factor=rules.token_size,
-            )
+            # To that size: the image processor's own `resize` takes limits for a picture.
+            pixels = np.asarray(frame).transpose(2, 0, 1)
+            pixels = PilBackend.resize(processor, pixels, size=size, resample=processor.resample)
             pixels = processor.rescale(pixels, scale=processor.rescale_factor)
             made.append(processor.normalize(pixels, mean=processor.image_mean, std=processor.image_std))
         made += [made[-1]] * (-len(made) % rules.temporal_patch_size)
         return self._patches(np.stack(made).astype(np.float32))
+
+    def patches_of_frame(self, num_frames: int, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of patches of each of a clip's frames."""
+        return self.rules.patches_of(width, height, self.rules.frame)
+
+    def of_videos(self) -> dict[str, Any]:
+        """What the video processor's settings have beside the image processor's."""
+        return {"size": size_within(self.rules.frame)}
 
     def _patches(self, pixels: np.ndarray) -> np.ndarray:
         """Frames [num_frames, 3, height, width] as items."""
@@ -97,5 +111,6 @@ class Qwen25VlPatches:
         return parts.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, *self.item_shape)
 
 
-def _size(limits: PixelLimits) -> dict[str, int]:
+def size_within(limits: PixelLimits) -> dict[str, int]:
+    """Limits as the processors' settings have them."""
     return {"shortest_edge": limits.least, "longest_edge": limits.most}

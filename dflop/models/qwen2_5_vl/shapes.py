@@ -16,7 +16,7 @@ from dflop.config import AudioConfig
 from dflop.models.audio import whisper_audio
 from dflop.models.spec import ItemCount, ShapeRules
 
-__all__ = ["PixelLimits", "Qwen25VlShapes"]
+__all__ = ["PixelLimits", "Qwen25VlShapes", "whole_tokens"]
 
 _MOST_ASPECT = 200
 
@@ -92,16 +92,7 @@ class Qwen25VlShapes(ShapeRules):
         Raises:
             ValueError: when it is more than 200 times as long as wide.
         """
-        if max(width, height) > _MOST_ASPECT * min(width, height):
-            raise ValueError(f"{width} x {height} pixels: one side is more than {_MOST_ASPECT} times the other")
-        side = self.token_size
-        rows, columns = round(height / side), round(width / side)
-        if rows * columns * side**2 > limits.most:
-            shrink = math.sqrt(height * width / limits.most)
-            rows, columns = (max(1, math.floor(length / shrink / side)) for length in (height, width))
-        elif rows * columns * side**2 < limits.least:
-            grow = math.sqrt(limits.least / (height * width))
-            rows, columns = (math.ceil(length * grow / side) for length in (height, width))
+        rows, columns = whole_tokens(width, height, self.token_size, limits)
         return rows * self.merge_size, columns * self.merge_size
 
     def _of_grid(self, grid: tuple[int, int, int]) -> ItemCount:
@@ -116,6 +107,27 @@ class Qwen25VlShapes(ShapeRules):
         of_layers = self.num_full_layers * (rows * columns) ** 2
         of_layers += (self.num_layers - self.num_full_layers) * in_windows
         return num_steps * of_layers / self.num_layers
+
+
+def whole_tokens(
+    width: int, height: int, side: int, limits: PixelLimits, num_frames: int = 1, num_counted: int = 1
+) -> tuple[int, int]:
+    """Rows and columns of tokens of this side in pixels that a picture is scaled to. Limits that are for a clip of
+    `num_frames` frames hold it against `num_counted` of them.
+
+    Raises:
+        ValueError: when it is more than 200 times as long as wide.
+    """
+    if max(width, height) > _MOST_ASPECT * min(width, height):
+        raise ValueError(f"{width} x {height} pixels: one side is more than {_MOST_ASPECT} times the other")
+    rows, columns = round(height / side), round(width / side)
+    if num_counted * rows * columns * side**2 > limits.most:
+        shrink = math.sqrt(num_frames * height * width / limits.most)
+        rows, columns = (max(1, math.floor(length / shrink / side)) for length in (height, width))
+    elif num_counted * rows * columns * side**2 < limits.least:
+        grow = math.sqrt(limits.least / (num_frames * height * width))
+        rows, columns = (math.ceil(length * grow / side) for length in (height, width))
+    return rows, columns
 
 
 def _sum_sq_parts(length: int, part: int) -> int:
