@@ -14,10 +14,11 @@ _NUM_KERNELS = {"layer": 40, "first": 6, "last": 15}
 _TEXT_TYPES = ("llama", "qwen2", "qwen3")
 
 
-def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool, kind: str | None = None) -> ModuleWork:
+def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool, kind: str | None = None, num_deepstack: int = 0) -> ModuleWork:
     """Counts of the LLM in `text_config` on each of `tp` ranks; `is_tied` where its head is its embedding.
 
-    `kind` is the LLM whose layers it has, where its own `model_type` names it otherwise.
+    `kind` is the LLM whose layers it has, where its own `model_type` names it otherwise. Adding further features behind
+    `num_deepstack` layers is counted where they come in.
 
     Raises:
         UserError: for an LLM of another kind, or a size that the config lacks.
@@ -49,7 +50,7 @@ def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool, kind: str | None = None
     vocabulary = size_of(spec, "text_config", "vocab_size") / tp
     return ModuleWork(
         layer=layer.work(tp, "num_tokens", 1, ("sum_sq_tokens", 1), causal=True, num_kernels=_NUM_KERNELS["layer"]),
-        first=_embedding(sizes.hidden_size, vocabulary),
+        first=_embedding(sizes.hidden_size, vocabulary, num_deepstack),
         last=_head(sizes.hidden_size, vocabulary, tp, is_tied=is_tied),
         input_bytes=coefficients(num_tokens=2.0 * sizes.hidden_size),
         # Rotary cosines and sines.
@@ -57,17 +58,18 @@ def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool, kind: str | None = None
     )
 
 
-def _embedding(hidden: int, vocabulary: float) -> PartWork:
-    """The embedding, of which this rank holds `vocabulary` ids, and putting the encoders' features in."""
+def _embedding(hidden: int, vocabulary: float, num_deepstack: int) -> PartWork:
+    """The embedding, of which this rank holds `vocabulary` ids, and putting the encoders' features in: those of the
+    tokens' own places, and those that wait for a layer."""
     return PartWork(
         dense_flops=coefficients(),
         square_flops=coefficients(),
         causal=True,
         matmul_bytes=coefficients(),
-        pointwise_bytes=coefficients(num_tokens=12.0 * hidden),
+        pointwise_bytes=coefficients(num_tokens=12.0 * hidden * (1 + num_deepstack)),
         reduced_bytes=(coefficients(num_tokens=2.0 * hidden), coefficients()),
         # Ids, and features as if every token came from an encoder.
-        saved_bytes=coefficients(num_tokens=16.0 + 2.0 * hidden),
+        saved_bytes=coefficients(num_tokens=16.0 + 2.0 * hidden * (1 + num_deepstack)),
         size=coefficients(),
         num_parameters=vocabulary * hidden,
         num_matrix_parameters=0.0,

@@ -47,6 +47,12 @@ def qwen_run(dataset, write_made_up_costs, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def qwen3_run(dataset, write_made_up_costs, tmp_path_factory):
+    """The same for Qwen3-VL."""
+    return _prepare(tmp_path_factory.mktemp("qwen3-run"), [dataset], "qwen3_vl", write_made_up_costs)
+
+
+@pytest.fixture(scope="session")
 def omni_run(dataset, write_made_up_costs, tmp_path_factory):
     """The same for Qwen2.5-Omni's thinker: sounds, too, and records of several kinds of media."""
     entries = {name: json.loads((dataset.parent / name).read_text()) for name in ("train.json", "audio.json")}

@@ -24,7 +24,7 @@ from dflop.runtime.torchrun import threads_per_rank
 __all__ = ["preload", "print_to", "run_command", "spawn"]
 
 _CONTEXT = get_context("forkserver")
-_FAMILIES = ("internvl", "llava_onevision", "qwen2_5_omni_thinker", "qwen2_5_vl")
+_FAMILIES = ("internvl", "llava_onevision", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen3_vl")
 _PRELOADED = ("cli", "costs.profile_rank", *(f"models.{family}.runtime" for family in _FAMILIES), "reporting")
 _LONGEST_RUN_S = 400
 

@@ -91,7 +91,9 @@ def inputs_of(
     return {"pixel_values": pixels.flatten(0, 1), "image_grid_thw": grid, "mm_token_type_ids": of_picture}
 
 
-@pytest.mark.parametrize(("family", "of"), [("internvl", "internvl_run"), ("qwen2_5_vl", "qwen_run")])
+@pytest.mark.parametrize(
+    ("family", "of"), [("internvl", "internvl_run"), ("qwen2_5_vl", "qwen_run"), ("qwen3_vl", "qwen3_run")]
+)
 def test_a_familys_example_trains_and_what_it_leaves_generates_text_of_a_picture(family, of, request, tmp_path):
     folder, config = request.getfixturevalue(of)
     example = yaml.safe_load((EXAMPLES / f"{family}_cpu.yaml").read_text(encoding="utf-8"))

@@ -46,6 +46,7 @@ _NUM_STEPS = {
     "frozen llm": 1,
     "internvl": 1,
     "qwen": 1,
+    "qwen3": 1,
     "omni": 2,
     "damaged": 1,
 }
@@ -204,6 +205,14 @@ QWEN = (
     "colocated pp 2 dp 2",
     "bubble-filled pp 2",
 )
+QWEN3 = (
+    "disjoint 2+1",
+    "zb_h1, encoder pp 2",  # features go along between stages of the encoder, and between stages of the LLM
+    "colocated pp 2 dp 2",
+    "colocated encoder tp 2",
+    "disjoint 1+2, LLM tp 2",
+    "parameters 2, tp 2",
+)
 DAMAGED = (
     "disjoint 3+2",
     "disjoint 1+2, LLM pp 2",
@@ -219,7 +228,7 @@ CASES = [
         for variant, names in (
             ("plain", [name for name in PLANS if name not in OMNI_PLANS]),
             *(("tied", TIED), ("internvl", INTERNVL)),
-            *(("qwen", QWEN), ("omni", OMNI_PLANS), ("damaged", DAMAGED)),
+            *(("qwen", QWEN), ("qwen3", QWEN3), ("omni", OMNI_PLANS), ("damaged", DAMAGED)),
         )
         for name in names
     ),
@@ -228,11 +237,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def folder(dataset, run, internvl_run, qwen_run, omni_run, tmp_path_factory) -> Path:
+def folder(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_factory) -> Path:
     """What the ranks read: of each variant its config, and of each plan and variant the schedules; and what they must
     find: the losses and gradients of the whole model."""
     made, config = run
-    made_of = {"internvl": internvl_run[0], "qwen": qwen_run[0], "omni": omni_run[0]}
+    made_of = {"internvl": internvl_run[0], "qwen": qwen_run[0], "qwen3": qwen3_run[0], "omni": omni_run[0]}
     folder = tmp_path_factory.mktemp("layouts")
     configs = {
         "plain": config,
@@ -240,6 +249,7 @@ def folder(dataset, run, internvl_run, qwen_run, omni_run, tmp_path_factory) -> 
         **{f"frozen {name}": config | {"model": config["model"] | {"freeze": [name]}} for name in ("vision", "llm")},
         "internvl": internvl_run[1],
         "qwen": qwen_run[1],
+        "qwen3": qwen3_run[1],
         "omni": omni_run[1],
         "damaged": config | {"data": config["data"] | {"sources": [{"path": str(folder / "damaged" / "train.json")}]}},
     }

@@ -106,6 +106,10 @@ CASES = {
     "qwen2_5_vl vision, checkpointing": Case(family="qwen2_5_vl", module="vision", checkpointing=True),
     "qwen2_5_vl vision in bf16": Case(family="qwen2_5_vl", module="vision", precision="bf16"),
     "qwen2_5_vl llm": Case(family="qwen2_5_vl"),
+    "qwen3_vl vision": Case(family="qwen3_vl", module="vision"),
+    "qwen3_vl vision, checkpointing": Case(family="qwen3_vl", module="vision", checkpointing=True),
+    "qwen3_vl llm": Case(family="qwen3_vl"),
+    "qwen3_vl llm, features go on": Case(family="qwen3_vl", layers=range(1, 2)),
     "qwen2_5_omni vision": Case(family="qwen2_5_omni_thinker", module="vision"),
     "qwen2_5_omni audio": Case(family="qwen2_5_omni_thinker", module="audio"),
     "qwen2_5_omni audio, checkpointing": Case(family="qwen2_5_omni_thinker", module="audio", checkpointing=True),
@@ -168,7 +172,7 @@ def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tupl
             MediumLayout("audio", -(-frames // chunk), 0, 0, (frames, 1, 1)) for frames in (2 * chunk + 37, chunk - 90)
         )
         return items, stage(EncoderBatch(items=items, media=(sounds[:1], sounds[1:]), kept_tokens=(80, 1000)))
-    if case.family.startswith("qwen2_5") and case.module == "vision":
+    if case.family.startswith("qwen") and case.module == "vision":
         made_up = load_runtime(case.family).make_up_media(case.spec, "vision", 30)
         items = draw(30, *made_up.item_shape).requires_grad_()
         media = tuple((medium,) for medium in made_up.media)
@@ -191,9 +195,9 @@ def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tupl
         target_ids=torch.cat([ids[:6], ids[19:]]),
     )
     if stage.is_first:
-        features = draw(7, 128).requires_grad_()
+        features = draw(7, case.spec.feature_size).requires_grad_()
         return features, [stage(stage.embed(batch, [features]), batch)]
-    hidden = draw(1, 40, 128).requires_grad_()
+    hidden = draw(*stage.hidden_shape(40, stage.layers.start)).requires_grad_()
     return hidden, [stage(hidden, batch)]
 
 
@@ -303,6 +307,8 @@ def test_a_divided_stage_computes_what_the_whole_one_does(divided, name):
         "internvl vision, as in 6B",
         "qwen2_5_vl vision",
         "qwen2_5_vl llm",
+        "qwen3_vl vision",
+        "qwen3_vl llm",
         "qwen2_5_omni vision",
         "qwen2_5_omni audio",
         "whole llm",

@@ -194,7 +194,7 @@ def test_live_bytes_are_those_of_new_tensors_while_they_live():
 @pytest.mark.parametrize(
     ("family", "module"),
     [
-        *((family, module) for family in ("internvl", "qwen2_5_vl") for module in ("vision", "llm")),
+        *((family, module) for family in ("internvl", "qwen2_5_vl", "qwen3_vl") for module in ("vision", "llm")),
         *(("qwen2_5_omni_thinker", module) for module in ("vision", "audio", "llm")),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_family_is_measured_piece_by_piece_and_has_the_parameters_that_analyti
     for piece in PIECES:
         rows = bench.measure(point_of(module, piece, 6, depth=1 if piece == "layers" else 2), 0)
         assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
-        if (family, module) == ("qwen2_5_vl", "vision"):
+        if family in ("qwen2_5_vl", "qwen3_vl") and module == "vision":
             assert [row["sum_sq_tokens"] for row in rows] == [36, 36]  # one picture of 2 x 3 items
     work = count_work(spec, module, 1)
     sizes = dict(bench.parameter_sizes().select("part", "parameter_bytes").rows())

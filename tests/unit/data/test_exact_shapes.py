@@ -1,8 +1,9 @@
 """Profiled shapes are to the token what transformers' processors and the training path make of the same records.
 
-The oracles are `LlavaOnevisionProcessor`, `InternVLProcessor` and `Qwen2_5_VLProcessor` with their image processors for
-Pillow, given the decoded pictures and the whole conversation. Their video processors need torchvision; a stand-in hands
-the frames on, and for Qwen2.5-VL gives the grid of patches that its image processor gives with a video's limits.
+The oracles are `LlavaOnevisionProcessor`, `InternVLProcessor`, `Qwen2_5_VLProcessor` and `Qwen3VLProcessor` with their
+image processors for Pillow, given the decoded pictures and the whole conversation. Their video processors need
+torchvision; a stand-in hands the frames on. For Qwen2.5-VL it gives the grid of patches that its image processor gives
+with a video's limits, for Qwen3-VL that to which its video processor scales the frames.
 """
 
 import re
@@ -21,14 +22,17 @@ from transformers import (
     LlavaOnevisionProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
+    Qwen3VLProcessor,
 )
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from dflop.config import ModelConfig, load_config
 from dflop.data import ChatTokenizer, ShapeProfiler, ShapeReader, Source, SourceRecords
 from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.data.media import frame_indices, video_header
 from dflop.data.records import Record, parse_record
 from dflop.data.samples import MEDIA_COLUMNS
 from dflop.data.shapes import MediumSize
@@ -38,7 +42,8 @@ from dflop.models import load_model_spec, load_runtime
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 MAX_LLM_TOKENS = 100_000
-PRESETS = {"llava_onevision": "llava_ov_7b", "internvl": "internvl_8b", "qwen2_5_vl": "qwen2_5_vl_7b"}
+PRESETS = {"llava_onevision": "llava_ov_7b", "internvl": "internvl_8b"}
+PRESETS |= {"qwen2_5_vl": "qwen2_5_vl_7b", "qwen3_vl": "qwen3_vl_4b"}
 
 
 class Frames:
@@ -73,18 +78,25 @@ def processors(monkeypatch) -> dict[str, Callable]:
         setattr(tokenizer, name, token)
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     tiles = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True, max_patches=12)
-    # Built without its video processor, which would need torchvision.
-    qwen = object.__new__(Qwen2_5_VLProcessor)
-    qwen.image_processor, qwen.video_processor = Qwen2VLImageProcessorPil(), SimpleNamespace(merge_size=2)
-    qwen.image_token, qwen.video_token = "<|image_pad|>", "<|video_pad|>"
-    qwen.tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_TOKENIZER)
-    added = ["<|vision_start|>", "<|vision_end|>", qwen.image_token, qwen.video_token]
-    qwen.tokenizer.add_special_tokens({"additional_special_tokens": added})
+    released = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
     return {
         "llava_onevision": llava,
         "internvl": InternVLProcessor(tiles, tokenizer, Frames(), image_seq_length=256),
-        "qwen2_5_vl": qwen,
+        "qwen2_5_vl": qwen_processor(Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil()),
+        "qwen3_vl": qwen_processor(Qwen3VLProcessor, Qwen2VLImageProcessorPil(size=released, patch_size=16)),
     }
+
+
+def qwen_processor(kind: type, pictures: Qwen2VLImageProcessorPil):
+    """A Qwen's processor without its video processor, which would need torchvision."""
+    qwen = object.__new__(kind)
+    qwen.image_processor, qwen.video_processor = pictures, SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    qwen.image_token, qwen.video_token = "<|image_pad|>", "<|video_pad|>"
+    qwen.vision_start_token, qwen.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    qwen.tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_TOKENIZER)
+    added = [qwen.vision_start_token, qwen.vision_end_token, qwen.image_token, qwen.video_token]
+    qwen.tokenizer.add_special_tokens({"additional_special_tokens": added})
+    return qwen
 
 
 def processed_by_qwen(processor, record: Record, root: Path, row: dict) -> tuple[int, int]:
@@ -97,6 +109,13 @@ def processed_by_qwen(processor, record: Record, root: Path, row: dict) -> tuple
             made = processor.image_processor([_decode(root / medium.file)], return_tensors=None)
             grids.append(made["image_grid_thw"][0])
             text = processor.replace_image_token({"image_grid_thw": made["image_grid_thw"]}, 0)
+        elif isinstance(processor, Qwen3VLProcessor):
+            header = video_header(root / medium.file)
+            indices = frame_indices(header, load_config().data.video)
+            side = smart_resize(len(indices), height, width, 2, 32, 64 * 64, 24 * 1024 * 1024)
+            grids.append(np.array([-(-len(indices) // 2), side[0] // 16, side[1] // 16]))
+            about = SimpleNamespace(fps=header.fps, frames_indices=np.array(indices))
+            text = processor.replace_video_token({"video_grid_thw": [grids[-1]], "video_metadata": [about]}, 0)
         else:
             of_video = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
             made = processor.image_processor([Image.new("RGB", (width, height))], size=of_video, return_tensors=None)
@@ -113,7 +132,7 @@ def processed_by_qwen(processor, record: Record, root: Path, row: dict) -> tuple
 
 def processed(processor, record: Record, root: Path, row: dict) -> tuple[int, int]:
     """Items and tokens of a record as the processor makes them."""
-    if isinstance(processor, Qwen2_5_VLProcessor):
+    if isinstance(processor, (Qwen2_5_VLProcessor, Qwen3VLProcessor)):
         return processed_by_qwen(processor, record, root, row)
     num_frames = row["num_frames"]
     pictures = [_decode(root / medium.file) for medium in record.media if medium.kind == "image"]

@@ -87,6 +87,20 @@ def qwen_vision(inner: int, out: int) -> int:
     return 3 * 2 * 14 * 14 * 1280 + 32 * layer + 1280 + linear(5120, 5120) + linear(5120, out)
 
 
+def qwen3_vision(hidden: int, inner: int, num_layers: int, out: int) -> int:
+    """The vision transformer of Qwen3-VL over a grid of 48 x 48 positions, and four mergers of 2 x 2 patches: the norm
+    of one is over a patch, those of the others over what is merged."""
+    mergers = 4 * (linear(4 * hidden, 4 * hidden) + linear(4 * hidden, out)) + 2 * hidden + 3 * 8 * hidden
+    return linear(3 * 2 * 16 * 16, hidden) + 48 * 48 * hidden + num_layers * vision_layer(hidden, inner) + mergers
+
+
+def qwen3(*, hidden: int, inner: int, num_layers: int, num_heads: int, heads: int = 2) -> int:
+    """Queries are wider than the hidden states or as wide; each head's queries and keys have a norm of their own."""
+    query, kv = num_heads * 128, 8 * 128
+    layer = 2 * hidden * (query + kv) + 2 * 128 + 3 * hidden * inner + 2 * hidden
+    return heads * 151_936 * hidden + num_layers * layer + hidden
+
+
 def qwen_audio(out: int) -> int:
     """Whisper's encoder over 128 mel bins, whose keys have no bias, the matrix to the LLM's width, and two vectors."""
     layers = 32 * (vision_layer(1280, 5120) - 1280)
@@ -117,6 +131,22 @@ SIZES = {
         4_703_464_448,
     ),
     "qwen2_5_omni_7b": (qwen_vision(3420, 3584) + qwen_audio(3584) + qwen_7b(152_064), 8_931_813_888),
+    "qwen3_vl_2b": (
+        qwen3_vision(1024, 4096, 24, 2048) + qwen3(hidden=2048, inner=6144, num_layers=28, num_heads=16, heads=1),
+        2_127_532_032,
+    ),
+    "qwen3_vl_4b": (
+        qwen3_vision(1024, 4096, 24, 2560) + qwen3(hidden=2560, inner=9728, num_layers=36, num_heads=32, heads=1),
+        4_437_815_808,
+    ),
+    "qwen3_vl_8b": (
+        qwen3_vision(1152, 4304, 27, 4096) + qwen3(hidden=4096, inner=12288, num_layers=36, num_heads=32),
+        8_767_123_696,
+    ),
+    "qwen3_vl_32b": (
+        qwen3_vision(1152, 4304, 27, 5120) + qwen3(hidden=5120, inner=25600, num_layers=64, num_heads=64),
+        33_357_390_064,
+    ),
     "qwen2_5_vl_7b": (qwen_vision(3420, 3584) + qwen_7b(152_064), 8_292_166_656),
     "qwen2_5_vl_32b": (qwen_vision(3456, 5120) + qwen_32b(152_064), 33_452_718_336),
     "qwen2_5_vl_72b": (qwen_vision(3456, 8192) + qwen_72b(152_064), 73_410_777_344),

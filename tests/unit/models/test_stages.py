@@ -108,6 +108,13 @@ def inputs_of_qwen(
     return {"pixel_values": patches, "image_grid_thw": grids}
 
 
+def inputs_of_qwen3(
+    kind: str, items: list[np.ndarray], sizes: list[tuple[int, int]], counts: list[ItemCount]
+) -> dict[str, torch.Tensor]:
+    inputs = inputs_of_qwen(kind, items, sizes, counts)
+    return {name: value for name, value in inputs.items() if name != "second_per_grid_ts"}
+
+
 LLAVA_ONEVISION = Case(
     family="llava_onevision",
     hf_inputs=inputs_of_llava,
@@ -142,15 +149,24 @@ QWEN2_5_VL = Case(
     hub_parts=frozenset({"model", "visual", "lm_head"}),
     hub_prefix="",
 )
+QWEN3_VL = Case(
+    family="qwen3_vl",
+    hf_inputs=inputs_of_qwen3,
+    placeholders={"image": 1001, "video": 1002, "audio": 1003, "<|vision_start|>": 1004, "<|vision_end|>": 1005},
+    hub_names=(),
+    hub_parts=frozenset({"model", "lm_head"}),
+    hub_prefix="",
+)
 CASES = {
     "llava_onevision": LLAVA_ONEVISION,
     "internvl": INTERNVL,
     "internvl 6b qwen3": INTERNVL_6B,
     "qwen2_5_vl": QWEN2_5_VL,
+    "qwen3_vl": QWEN3_VL,
 }
 
 
-@pytest.fixture(scope="module", params=["llava_onevision", "internvl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["llava_onevision", "internvl", "qwen2_5_vl", "qwen3_vl"])
 def case(request) -> Case:
     return CASES[request.param]
 
@@ -206,13 +222,15 @@ def draw_sample(case: Case, pixels, rules, rng, sizes=(), num_frames=0) -> Sampl
         for count, (width, height) in zip(counts, sizes, strict=True)
     ]
     text, placeholder = rng.integers(0, 1000, 24), case.placeholders[kind]
-    pieces = [text[:9], *(np.array([placeholder, text[0]]) for _ in counts), text[9:]]
+    # Of a clip each step may stand alone, behind its time.
+    num_runs = counts[0].grid[0] if num_frames and case.family == "qwen3_vl" else 1
+    pieces = [text[:9], *(np.array([placeholder, text[0]]) for _ in range(num_runs * len(counts))), text[9:]]
     of_text = np.concatenate(pieces)
     tokenized = TokenizedText(of_text, np.zeros(len(of_text), dtype=bool), np.flatnonzero(of_text == placeholder))
     placed = PlacedText(
         (),
-        [MediumShape(kind, count, frame_us=round(FRAME_S * 1e6)) for count in counts],
-        [count.num_tokens for count in counts],
+        [MediumShape(kind, count, frame_us=round(FRAME_S * 1e6)) for count in counts for _ in range(num_runs)],
+        [count.num_tokens // num_runs for count in counts for _ in range(num_runs)],
     )
     token_ids = torch.from_numpy(expand_text(tokenized, placed.num_tokens, 1 << 20)[0])
     targets = len(token_ids) - 1 - torch.from_numpy(np.sort(rng.choice(12, size=7, replace=False))).flip(0)
@@ -221,7 +239,7 @@ def draw_sample(case: Case, pixels, rules, rng, sizes=(), num_frames=0) -> Sampl
         positions = torch.from_numpy(place_positions(tokenized, placed, rules, 1 << 20))
     if counts:
         hf_inputs = case.hf_inputs(kind, items, list(sizes), counts)
-    if case.family == "qwen2_5_vl":
+    if case.family.startswith("qwen"):
         of_image, of_video = (token_ids == case.placeholders[own] for own in ("image", "video"))
         hf_inputs["mm_token_type_ids"] = (of_image + 2 * of_video)[None]
     return Sample(token_ids, targets, positions, np.concatenate(items), tuple(media), hf_inputs)
@@ -376,6 +394,32 @@ def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(c
     assert num_compared > 100
 
 
+@pytest.mark.parametrize("pp", [2, 4])
+def test_what_goes_from_stage_to_stage_has_the_shape_they_say_and_the_result_is_the_whole_models(case, samples, pp):
+    """Also where features of the encoder's layers go along, and those that the LLM's next layers take."""
+    config = case.config()
+    whole, llm = case.stages(config, 1)
+    parts = split_layers(NUM_LAYERS, pp)
+    encoder = [case.stage(config, "vision", layers=layers) for layers in parts]
+    batch, made = visual_batch([samples[0], samples[3]]), None
+    for stage in encoder:
+        if made is not None:
+            expected = stage.hidden_shape(len(batch.items), stage.layers.start)
+            assert made.shape == expected == encoder[0].hidden_shape(len(batch.items), stage.layers.start)
+        made = stage(batch, made)
+    with torch.no_grad():
+        for own, features in zip(made, whole(batch), strict=True):
+            assert own.shape[1] == case.spec.feature_size
+            torch.testing.assert_close(own, features, rtol=1e-12, atol=1e-12)
+    stages, text = case.stages(config, pp)[1], packed_text([samples[0], samples[3]], [0, 0])
+    features = [torch.cat(made), torch.zeros(0, case.spec.feature_size, dtype=torch.float64)]
+    hidden = stages[0].embed(text, features)
+    for stage in stages:
+        assert hidden.shape == stage.hidden_shape(len(text.token_ids), stage.layers.start)
+        hidden = stage(hidden, text)
+    assert hidden.item() == pytest.approx(llm[0](llm[0].embed(text, features), text).item(), rel=1e-12)
+
+
 def test_checkpointing_keeps_less_between_forward_and_backward(case, samples):
     kept = {}
     for checkpointing in (False, True):
@@ -389,7 +433,8 @@ def test_checkpointing_keeps_less_between_forward_and_backward(case, samples):
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             run_stages(vision, llm, samples)
         kept[checkpointing] = sum(sizes.values())
-    assert kept[True] < kept[False] / 2.5
+    # Mergers of several layers' features are behind the layers, and keep as much either way.
+    assert kept[True] < kept[False] / (2 if case.spec.num_deepstack else 2.5)
 
 
 def test_a_truncated_sample_keeps_the_first_of_its_visual_tokens(case, samples):

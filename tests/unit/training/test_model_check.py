@@ -19,7 +19,7 @@ from dflop.models.qwen2_5_vl import Qwen25VlShapes
 from dflop.parallelism import Grid, Plan
 from dflop.training.model_check import CheckedModel, check_model
 
-FAMILIES = ("llava_onevision", "internvl", "qwen2_5_vl", "qwen2_5_omni_thinker")
+FAMILIES = ("llava_onevision", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker")
 
 
 def plan_of(family: str) -> Plan:

@@ -1,0 +1,28 @@
+"""Patches for Qwen3-VL's encoder, through transformers' own image processor, as Qwen2.5-VL's are made.
+
+A clip's frames are scaled to what `Qwen3VLVideoProcessor` scales them to, which itself needs torchvision.
+"""
+
+from types import MappingProxyType
+from typing import Any
+
+from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches, size_within
+
+__all__ = ["Qwen3VlPatches"]
+
+
+class Qwen3VlPatches(Qwen25VlPatches):
+    """From decoded pictures to the encoder's items, each the patches of one token."""
+
+    processor_class = "Qwen3VLProcessor"
+    video_processor_type = "Qwen3VLVideoProcessor"
+    colours = MappingProxyType({"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]})
+
+    def patches_of_frame(self, num_frames: int, width: int, height: int) -> tuple[int, int]:
+        return self.rules.patches_of_frame(num_frames, width, height)
+
+    def of_videos(self) -> dict[str, Any]:
+        return {
+            "size": size_within(self.rules.clip),
+            "cap_pixels_per_frame": self.rules.max_frame_tokens is not None,
+        }

@@ -1,0 +1,60 @@
+"""Qwen3-VL to be run: its Hugging Face config for a tokenizer, its stages, its patches."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.qwen2_5_vl.runtime import make_up_media
+from dflop.models.qwen2_5_vl.runtime import plain_inputs as plain_patches
+from dflop.models.qwen3_vl.presets import spec_of
+from dflop.models.qwen3_vl.processing import Qwen3VlPatches
+from dflop.models.qwen3_vl.stages import cut
+from dflop.models.runtime import FamilyRuntime, config_fields
+from dflop.models.spec import ModelSpec
+
+__all__ = ["RUNTIME"]
+
+
+def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> Qwen3VLConfig:
+    """The Hugging Face config for a tokenizer: its placeholders' ids, and a vocabulary that holds all its tokens."""
+    config = Qwen3VLConfig(**deepcopy(config_fields(spec, vocab_size)))
+    config.image_token_id = placeholder_ids["image"]
+    config.video_token_id = placeholder_ids["video"]
+    # Who only measures leaves out the tokens around media.
+    config.vision_start_token_id = placeholder_ids.get("<|vision_start|>", config.vision_start_token_id)
+    config.vision_end_token_id = placeholder_ids.get("<|vision_end|>", config.vision_end_token_id)
+    return config
+
+
+def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
+    """The model with so many layers in one module. All of an encoder's features are then those of its last layer: as
+    many mergers have as much to do."""
+    fields = deepcopy(spec.hf_config)
+    if module == "llm":
+        fields["text_config"]["num_hidden_layers"] = num_layers
+    else:
+        last = [num_layers - 1] * spec.num_deepstack
+        fields["vision_config"] |= {"depth": num_layers, "deepstack_visual_indexes": last}
+    return spec_of(spec.name, fields, {})
+
+
+def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str, torch.Tensor]:
+    """Patches of pictures and clips apart, their grids, and which tokens are of which. Times stand in the text."""
+    given = plain_patches(media, text)
+    given.pop("second_per_grid_ts", None)
+    return given
+
+
+RUNTIME = FamilyRuntime(
+    architecture=Qwen3VLForConditionalGeneration,
+    make_config=make_config,
+    cut=cut,
+    packs_media=True,
+    processors={"vision": Qwen3VlPatches},
+    with_depth=with_depth,
+    make_up_media=make_up_media,
+    plain_inputs=plain_inputs,
+)

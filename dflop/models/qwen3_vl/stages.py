@@ -1,0 +1,139 @@
+"""Qwen3-VL's encoder as a stage, and how the whole model is cut into stages.
+
+Behind some of its layers the encoder's hidden states are features, too. They go on with the hidden states, along the
+hidden dimension, to the last stage, whose mergers make of each what an early layer of the LLM takes (`LlmStage`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import Qwen3VLForConditionalGeneration
+from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
+
+from dflop.models.division import Division, check_kind
+from dflop.models.microbatch import EncoderBatch
+from dflop.models.qwen2_5_vl.stages import exact_in_float64
+from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
+
+__all__ = ["VisionStage", "cut"]
+
+modeling.apply_rotary_pos_emb_vision = exact_in_float64(modeling.apply_rotary_pos_emb_vision)
+
+
+def cut(hf: Qwen3VLForConditionalGeneration, module: str, layers: range) -> EncoderStage | LlmStage:
+    """The stage of these layers of a module, in place, from the whole model."""
+    num_deepstack = len(hf.config.vision_config.deepstack_visual_indexes)
+    if module == "llm":
+        return cut_llm(hf, layers, of_encoders=("visual",), kind="qwen3", num_deepstack=num_deepstack)
+    hf.model.language_model, hf.lm_head = None, None
+    tower = hf.model.visual
+    is_first, is_last = keep_layers(tower.blocks, layers)
+    if not is_first:
+        tower.patch_embed, tower.pos_embed = None, None
+    if not is_last:
+        tower.merger, tower.deepstack_merger_list = None, None
+    return VisionStage(hf, layers, is_first=is_first, is_last=is_last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where a microbatch's pictures and steps end in its patches, and rotary cosines and sines,
+    [num_patches, head_dim]."""
+
+    ends: list[int]
+    rotary: tuple[torch.Tensor, torch.Tensor]
+
+
+class VisionStage(EncoderStage):
+    """The vision transformer's layers and the mergers."""
+
+    layer_name = r"\bblocks\.\d+"
+
+    @property
+    def reads_records(self) -> bool:
+        """Every layer needs to know where pictures end."""
+        return True
+
+    def division(self) -> Division:
+        check_kind(self.hf.config.vision_config.model_type, ("qwen3_vl_vision",))
+        layers, mergers = "model.visual.blocks.*", ("model.visual.merger", "model.visual.deepstack_merger_list.*")
+        return Division(
+            blocks=(f"{layers}.attn", f"{layers}.mlp", *mergers),
+            columns=("qkv", "linear_fc1"),
+            rows=("proj", "linear_fc2"),
+            stacked={"qkv": 3},
+            sizes=("num_heads",),
+        )
+
+    def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
+        """[num_patches, hidden_size of each of the hidden states that go along]."""
+        config = self.hf.config.vision_config
+        num_carried = sum(index < layer for index in config.deepstack_visual_indexes)
+        return (num_items * config.spatial_merge_size**2, config.hidden_size * (1 + num_carried))
+
+    def embed(self, batch: EncoderBatch) -> torch.Tensor:
+        """Embedded patches [num_patches, hidden_size], to which the learned positions are added: those of a square
+        grid, interpolated to each picture's."""
+        tower = self.hf.model.visual
+        patches = tower.patch_embed(batch.items)
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            _grids(batch),
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=tower.spatial_merge_size,
+        )
+        positions = tower.pos_embed(indices.to(patches.device)) * weights.to(patches.device)[:, :, None]
+        return patches + positions.sum(1).to(patches.dtype)
+
+    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
+        """What comes in, and the output of each of this stage's layers."""
+        layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
+        # One segment for Hugging Face's own loop over segments, which launches kernels for each of them.
+        whole = torch.tensor([0, len(hidden)])
+        outputs, last = [hidden], self._parts([hidden])[0]
+        for index in self.layers:
+            last = tower.blocks[index](
+                last, cu_seqlens=whole, position_embeddings=layout.rotary, segment_ends=layout.ends
+            )
+            outputs.append(last)
+        return outputs
+
+    def onward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """The last hidden states, and behind them those that are features."""
+        return torch.cat(self._parts(outputs), dim=-1)
+
+    def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
+        """Features of each sample, [kept_tokens, feature_size]: those of the last layer, and behind them those of
+        the others."""
+        tower, (last, *further) = self.hf.model.visual, self._parts(outputs)
+        made = [tower.merger(last)]
+        made += [merger(own.contiguous()) for merger, own in zip(tower.deepstack_merger_list, further, strict=True)]
+        of_samples = torch.cat(made, dim=-1).split([sum(own.num_items for own in media) for media in batch.media])
+        return [own[:kept] for own, kept in zip(of_samples, batch.kept_tokens, strict=True)]
+
+    def _parts(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of what `encode` gave the last hidden states, and those so far that are features, in the order of layers."""
+        config = self.hf.config.vision_config
+        last, *further = outputs[0].split(config.hidden_size, dim=-1)
+        for index in config.deepstack_visual_indexes[len(further) :]:
+            if index - self.layers.start + 1 < len(outputs):
+                further.append(outputs[index - self.layers.start + 1])
+        return [outputs[-1] if len(outputs) > 1 else last, *further]
+
+    def _layout(self, batch: EncoderBatch, device: torch.device) -> _Layout:
+        tower, grids = self.hf.model.visual, _grids(batch)
+        positions = get_vision_position_ids(grids, tower.spatial_merge_size).to(device)
+        return _Layout(
+            ends=get_vision_cu_seqlens(grids).tolist()[1:], rotary=tower.rotary_pos_emb(positions, positions)
+        )
+
+
+def _grids(batch: EncoderBatch) -> torch.Tensor:
+    """Steps, rows and columns of patches of each medium, [num_media, 3]."""
+    return torch.tensor([medium.grid for media in batch.media for medium in media])
