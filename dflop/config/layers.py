@@ -140,7 +140,7 @@ def _with_own_names(values: dict[str, Any], where: str) -> dict[str, Any]:
 def _with_switch_named(values: dict[str, Any]) -> dict[str, Any]:
     """`on` and `off`, which YAML reads as true and false, by their names, for the keys that know them."""
     named = dict(values)
-    for section, key in (("schedule", "correction"), ("train", "tensorboard")):
+    for section, key in (("schedule", "correction"), ("train", "tensorboard"), ("train", "compile")):
         own = named.get(section)
         if isinstance(own, dict) and isinstance(own.get(key), bool):
             named[section] = {**own, key: "on" if own[key] else "off"}

@@ -186,6 +186,7 @@ class TrainConfig:
     min_lr_ratio: float = 0.0
     modules: dict[str, ModuleTraining] = field(default_factory=dict)
     precision: str = "fp32"
+    compile: str = "auto"
     export_precision: Optional[str] = None
     checkpoint_every: int = 10
     resume: str = "auto"

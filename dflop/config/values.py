@@ -27,6 +27,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.correction": ("off", "on", "auto"),
     "train.precision": ("fp32", "bf16", "fp64"),
     "train.export_precision": ("fp32", "bf16", "fp64"),
+    "train.compile": ("auto", "on", "off"),
     "train.resume": ("auto", "never"),
     "train.tensorboard": ("auto", "on", "off"),
     "train.lr_schedule": ("constant", "linear", "cosine"),

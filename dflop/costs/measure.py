@@ -20,6 +20,7 @@ from dflop.costs.design import Point
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.made_up import MadeUpRuns, Run
 from dflop.models import ModelSpec, check_tp, load_runtime
+from dflop.models.compilation import compile_layers
 from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.runtime.memory import available_bytes, process_bytes
@@ -53,6 +54,7 @@ class Bench:
         vocab_size: int,
         device: torch.device,
         precision: str,
+        is_compiled: bool = False,
         ranks: TensorGroup = ALONE,
     ) -> None:
         self.module, self.device, self.depth = module, device, depth
@@ -71,6 +73,8 @@ class Bench:
             draw_on=device,
             ranks=ranks,
         )
+        if is_compiled:
+            compile_layers(self.stage)
         compute_in(self.stage, dtype)
         self._runs = MadeUpRuns(spec, module, self.stage, dtype)
         for parameter in self.stage.parameters():

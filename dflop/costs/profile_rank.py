@@ -23,6 +23,7 @@ from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS, Measured, write_measured
 from dflop.data import ChatTokenizer
 from dflop.models import digest_of_spec, load_model_spec
+from dflop.models.compilation import compiles_layers
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.runtime import UserError, progress_bar
 from dflop.runtime.local_device import device_name, local_device
@@ -63,6 +64,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         vocab_size=tokenizer.vocab_size(spec.media),
         device=device,
         precision=config.train.precision,
+        is_compiled=compiles_layers(config.train.compile, device)[0],
         ranks=ranks,
     )
     design = Design(

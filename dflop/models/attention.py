@@ -15,9 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-__all__ = ["PACKED", "packed_attention"]
+__all__ = ["PACKED", "SegmentEnds", "packed_attention"]
 
 PACKED = "dflop_packed"
+
+
+class SegmentEnds:
+    """Where segments end, as an object that torch.compile does not look into."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self.ends = ends
 
 
 def packed_attention(
@@ -27,7 +34,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    segment_ends: list[int],
+    segment_ends: list[int] | SegmentEnds,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool = True,
@@ -38,6 +45,8 @@ def packed_attention(
     `query` is [1, num_heads, num_tokens, head_dim], `key` and `value` [1, num_kv_heads, …]; returns
     [1, num_tokens, num_heads, head_dim].
     """
+    if isinstance(segment_ends, SegmentEnds):
+        segment_ends = segment_ends.ends
     assert attention_mask is None, "packed sequences carry no mask: the segments are the mask"
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         assert not dropout, "the variable-length kernels have no dropout"

@@ -48,11 +48,16 @@ class Stage(nn.Module, ABC):
         return any(parameter.requires_grad for parameter in self.parameters())
 
     @property
+    def layer_names(self) -> list[str]:
+        """Names in `hf` of the layers."""
+        layers = ((name, own) for name, own in self.hf.named_modules() if re.search(f"{self.layer_name}$", name))
+        return [name for name, own in layers if next(own.parameters(), None) is not None]
+
+    @property
     def units(self) -> list[str]:
         """Names in `hf` of what is gathered at a time where replicas share parameters: each layer, and an LLM's
         embedding and its head, where these are two. What else there is belongs to the whole stage."""
-        layers = ((name, own) for name, own in self.hf.named_modules() if re.search(f"{self.layer_name}$", name))
-        return [name for name, own in layers if next(own.parameters(), None) is not None]
+        return self.layer_names
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Whether it is trained, but for what no pass reads."""

@@ -53,6 +53,7 @@ COMMANDS: dict[str, Command] = {
             "costs.time_budget_s",
             "costs.target_error",
             "train.precision",
+            "train.compile",
         ),
     ),
     "profile-links": Command(

@@ -26,6 +26,7 @@ _FREE = (
     "train.epochs",
     "train.checkpoint_every",
     "train.export_precision",
+    "train.compile",
     "train.evaluate_every",
     "train.resume",
     "train.loader_workers",

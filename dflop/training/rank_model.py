@@ -11,12 +11,14 @@ from transformers import PretrainedConfig
 from dflop.config import Config
 from dflop.data.text import ChatTokenizer, tokenizer_folder
 from dflop.models import ModelSpec, check_tp, load_model_spec, load_runtime
+from dflop.models.compilation import compile_layers, compiles_layers
 from dflop.models.microbatch import MediaProcessor
 from dflop.models.precision import compute_in, held_in
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
 from dflop.pipeline import Instruction, Node, Op
+from dflop.pipeline.orders import splits_backward
 from dflop.training.parameter_shards import ParameterShards, SharedPasses, Units
 from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.tied_embedding import TiedEmbedding
@@ -160,6 +162,9 @@ def _build_node(
         share=units.share if units else None,
         is_empty=is_empty,
     )
+    can_compile = not is_empty and not splits_backward(plan, node.module)
+    if can_compile and compiles_layers(config.train.compile, topology.device)[0]:
+        compile_layers(stage)
     stage.requires_grad_(is_trained)
     lr, weight_decay = config.train.of_module(node.module)
     common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from dflop.config import Config
+from dflop.models.compilation import compiles_layers
 from dflop.models.precision import COMPUTES_IN
 from dflop.parallelism import load_plan
 from dflop.pipeline import Op, Span, StepInstructions, check_program, make_program
@@ -62,6 +63,8 @@ class Trainer:
         self.topology = join_world(self.plan, program, config.cluster.device, dtype)
         self.watch = self._make_watch()
         self._say(f"{self.topology.world_size} ranks have met; they build the model")
+        if why_eager := compiles_layers(config.train.compile, self.topology.device)[1]:
+            self._say(why_eager)
         self.model = build_rank_model(config, self.plan, self.topology, dtype)
         if self.topology.is_main:
             say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))

@@ -1,0 +1,96 @@
+"""Compiled layers compute what eager ones do, and are compiled once for any number of tokens and samples."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import pytest
+import torch
+
+from dflop.models import family_of, load_runtime
+from dflop.models.compilation import compile_layers, compiles_layers
+from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.stages import Stage
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+NUM_LAYERS = 2
+
+
+def build(module: str, **settings: object) -> Stage:
+    family = family_of("llava_onevision")
+    runtime = load_runtime(family.name)
+    spec = family.make_spec("tiny", deepcopy(family.presets["tiny"]), {})
+    spec = runtime.with_depth(spec, module, NUM_LAYERS)
+    config = runtime.make_config(spec, {"image": 1001, "video": 1002, "audio": 1003}, 1024)
+    return runtime.build_stage(config, module, layers=range(NUM_LAYERS), seed=2, dtype=torch.float64, **settings)
+
+
+def text_of(lengths: Sequence[int]) -> TextBatch:
+    num_tokens, starts = sum(lengths), [sum(lengths[:place]) for place in range(len(lengths))]
+    ids = torch.randint(1000, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
+    return TextBatch(
+        token_ids=ids,
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        segment_ends=[*starts[1:], num_tokens],
+        feature_positions=(),
+        target_positions=torch.arange(0, num_tokens - 1, 2),
+        target_ids=ids[1::2],
+    )
+
+
+def passed(stage: Stage, size: Sequence[int]) -> list[torch.Tensor]:
+    """What comes out of a stage, and all of its gradients."""
+    stage.zero_grad()
+    if hasattr(stage, "summed_loss"):
+        text = text_of(size)
+        output = stage(stage.embed(text, []), text)
+    else:
+        side = stage.hf.config.vision_config.image_size
+        items = torch.randn(sum(size), 3, side, side, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        media = tuple((MediumLayout("video", count, side, side),) for count in size)
+        output = (
+            torch.cat(stage(EncoderBatch(items=items, media=media, kept_tokens=(1000,) * len(size)))).square().sum()
+        )
+    output.backward()
+    return [output, *(parameter.grad for parameter in stage.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("module", "checkpointing", "sizes"),
+    [
+        ("llm", False, [[30, 11], [9, 50, 3], [64]]),
+        ("llm", True, [[30, 11], [9, 50, 3], [64]]),
+        ("vision", False, [[2, 1], [5], [1, 1, 2]]),
+    ],
+)
+def test_compiled_layers_have_the_gradients_of_eager_ones_whatever_the_size(module, checkpointing, sizes):
+    eager, compiled = (build(module, checkpointing=checkpointing) for _ in range(2))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layers(compiled)
+    num_graphs = []
+    for size in sizes:
+        for theirs, ours in zip(passed(eager, size), passed(compiled, size), strict=True):
+            scale = max(float(theirs.detach().abs().max()), 1e-6)
+            assert float((ours - theirs).detach().abs().max()) < 1e-10 * scale
+        num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert num_graphs[0] > 0
+    assert num_graphs == [num_graphs[0]] * len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "expected"),
+    [("off", GPU, False), ("auto", CPU, False), ("on", CPU, True), ("off", CPU, False)],
+)
+def test_layers_are_compiled_where_the_config_has_it(wanted, device, expected):
+    assert compiles_layers(wanted, device) == (expected, None)
+
+
+def test_without_a_compiler_layers_stay_eager_and_it_is_said(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    is_compiled, why_not = compiles_layers("on", CPU)
+    assert not is_compiled
+    assert why_not == (
+        "`train.compile` is 'on', and torch.compile finds no C++ compiler (no-such-compiler): layers stay eager"
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "no package triton" in compiles_layers("auto", GPU)[1]
