@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from dflop.config import Config, load_config
 from dflop.parallelism import load_plan
-from dflop.runtime import UserError
+from dflop.runtime import UserError, progress_bar
 from dflop.scheduling import StepSchedule
 from dflop.training.side_by_side.plain import plain_side
 from dflop.training.side_by_side.planned import planned_side
@@ -40,18 +40,19 @@ def main() -> int:
 
 def _measure(config: Config, request: dict) -> None:
     device, _ = join_group(config.cluster.device)
-    on_the_fly = request["on_the_fly"]
+    on_the_fly, num_steps, is_main = request["on_the_fly"], request["num_timed"], dist.get_rank() == 0
     sides = {}
     for name, make in _makers(config, request, device).items():
-        if dist.get_rank() == 0:
-            print(f"dflop: {name} is built", flush=True)
+        if is_main:
+            print(f"dflop: building {name}", flush=True)
         sides[name] = paused(make)
     try:
-        seconds, cpu_seconds = timed(sides, request["num_timed"], device, on_the_fly=on_the_fly)
+        with progress_bar(unit=" steps", total=len(sides) * num_steps, disable=not is_main) as bar:
+            seconds, cpu_seconds = timed(sides, num_steps, device, on_the_fly=on_the_fly, progress=bar.update)
     finally:
         for side in sides.values():
             side.go_on()
-    if dist.get_rank() == 0:
+    if is_main:
         figures = {"seconds": seconds, "cpu_seconds": cpu_seconds}
         (Path(request["folder"]) / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
     dist.destroy_process_group()

@@ -57,11 +57,17 @@ def _is_resource_tracker(process: int) -> bool:
 
 
 def timed(
-    sides: Mapping[str, Side], num_steps: int, device: torch.device, *, on_the_fly: bool
+    sides: Mapping[str, Side],
+    num_steps: int,
+    device: torch.device,
+    *,
+    on_the_fly: bool,
+    progress: Callable[[], object],
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Of each side, each step's seconds, and those that the busiest rank's core was busy; every rank must call this.
 
     Batches are loaded before a step's clock starts, or `on_the_fly` by the sides' loaders, in runs of several steps.
+    `progress` is called between steps.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -83,6 +89,7 @@ def timed(
             side.pause()
         dist.all_reduce(cpu, dist.ReduceOp.MAX)
         cpu_seconds[name].append(float(cpu))
+        progress()
     return seconds, cpu_seconds
 
 
