@@ -116,16 +116,17 @@ class EmulatedRank:
                 "busy_s": sum(span.seconds for span in spans if span.op is not Op.SYNC_GRADIENTS),
                 "wait_s": self.feed.waited_s.get(step, 0.0),
             },
-            self.clock.row(),
+            [*self.clock.row(), ended_s - zero_s],
             self.topology.device,
         )
         step_s = self.clock.end()
         self.longest_step_s = max(self.longest_step_s, step_s)
         self.observations.add(step, schedule, spans, zero_s)
         if self.topology.is_main:
-            parts = self.seconds.of_step(known, step_s, schedule.idle_of_worker)
+            parts = self.seconds.of_step(known[:, :-1], step_s, schedule.idle_of_worker)
             self.observations.add_seconds(step, parts, step_s)
-            self._log(step, schedule, totals, step_s, ended_s - zero_s, split_line(parts))
+            # The pipeline of the rank that takes longest.
+            self._log(step, schedule, totals, step_s, float(known[:, -1].max()), split_line(parts))
         self.feed.forget(step)
 
     def _log(
