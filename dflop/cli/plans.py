@@ -169,7 +169,7 @@ def schedule_command(
     check_devices(config, load_plan(plan_path))
     with open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).open() as scheduler:
         schedules = [scheduler.schedule(step) for step in range(batches)]
-        random_s = [scheduler.schedule(step, "random").step_s for step in range(batches)]
+        random_s = [scheduler.at_random(step).step_s for step in range(batches)]
         samples, stages, steps = preview_frames(schedules, scheduler.pricer.nodes)
     for ending, frame in (("", samples), ("_stages", stages), ("_steps", steps), ("_rejects", scheduler.left_out)):
         with written_whole(out.with_name(f"{out.stem}{ending}.parquet")) as beside:

@@ -64,7 +64,7 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
         times = scheduler.pricer.stage_times(shapes, assignment)
         scheduled.append(scheduler.pricer.timeline(times, assignment.slots))
         bounds.append(scheduler.pricer.lower_bound_s(shapes))
-        randoms.append(scheduler.schedule(step, "random"))
+        randoms.append(scheduler.at_random(step))
     return PreviewPrices(
         num_batches=len(steps),
         step_s=statistics.fmean(timeline.step_s for timeline in scheduled),

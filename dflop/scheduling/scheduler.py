@@ -69,11 +69,25 @@ class BatchScheduler:
         self._cbc: CbcProcess | None = None
 
     def schedule(self, step: int, policy: str | None = None) -> StepSchedule:
-        """Decide one step, by the configured policy or the named one."""
+        """Decide one step, by the configured policy or the named one.
+
+        Raises:
+            UserError: when memory does not hold the batch.
+        """
+        return self._schedule(step, policy or self._config.policy, self._decide)
+
+    def at_random(self, step: int) -> StepSchedule:
+        """The step in random groups, to compare with: as they were drawn where memory holds none that are made to
+        fit."""
+        try:
+            return self.schedule(step, "random")
+        except UserError:
+            return self._schedule(step, "random", self._draw)
+
+    def _schedule(self, step: int, policy: str, decide: Callable[..., tuple[Assignment, str, int]]) -> StepSchedule:
         started = time.perf_counter()
-        policy = policy or self._config.policy
         shapes = self.samples.take(self.batches[step])
-        assignment, status, num_beyond_memory = self._decide(shapes, self.pricer.problem(shapes), step, policy)
+        assignment, status, num_beyond_memory = decide(shapes, self.pricer.problem(shapes), step, policy)
         return schedule_of(
             self.pricer,
             shapes,
@@ -121,6 +135,12 @@ class BatchScheduler:
             yield self
         finally:
             self.close()
+
+    def _draw(self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str) -> tuple[Assignment, str, int]:
+        """Random groups, whatever memory holds."""
+        rng = np.random.default_rng([self._seed, step])
+        problem, buckets = _packed(problem, lambda own: random_buckets(own, rng))
+        return self._split(shapes, problem, buckets), "random, beyond memory", 1
 
     def _decide(
         self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str

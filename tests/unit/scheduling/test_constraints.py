@@ -118,6 +118,9 @@ def test_every_schedule_keeps_every_limit_or_says_that_none_does(
             UserError, match=r"no assignment of the batch was found that fits into `cluster\.memory_gib`"
         ):
             tight.schedule(0, policy)
+        compared = tight.at_random(0)  # is there all the same, since nobody trains on it
+        assert compared.step_s > 0
+        assert policy != "random" or compared.status == "random, beyond memory"
 
 
 @settings(max_examples=40)
