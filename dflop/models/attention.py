@@ -10,12 +10,13 @@ import functools
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-__all__ = ["PACKED", "SegmentEnds", "packed_attention"]
+__all__ = ["PACKED", "SegmentEnds", "one_segment", "packed_attention"]
 
 PACKED = "dflop_packed"
 
@@ -25,6 +26,12 @@ class SegmentEnds:
 
     def __init__(self, ends: list[int]) -> None:
         self.ends = ends
+
+
+def one_segment(hidden: torch.Tensor) -> torch.Tensor | np.ndarray:
+    """Where segments begin and end for Hugging Face's own loop over them, which launches kernels for each: all of the
+    positions in one, since `segment_ends` has them. For fake tensors an array, of which the values can be read."""
+    return np.array([0, len(hidden)]) if isinstance(hidden, FakeTensor) else torch.tensor([0, len(hidden)])
 
 
 def packed_attention(

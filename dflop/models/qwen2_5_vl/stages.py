@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
+from dflop.models.attention import one_segment
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
 from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
@@ -103,8 +105,7 @@ class VisionStage(EncoderStage):
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """What comes in, and the output of each of this stage's layers."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
-        # One segment for Hugging Face's own loop over segments, which launches kernels for each of them.
-        whole = torch.tensor([0, len(hidden)])
+        whole = one_segment(hidden)
         outputs = [hidden]
         for index in self.layers:
             is_full = index in tower.fullatt_block_indexes
@@ -127,17 +128,19 @@ class VisionStage(EncoderStage):
 
     def _layout(self, batch: EncoderBatch, device: torch.device) -> _Layout:
         tower = self.hf.model.visual
-        grids = torch.tensor([medium.grid for media in batch.media for medium in media])
-        order, window_ends = get_vision_window_index(
-            grids, tower.spatial_merge_size, window_size=tower.window_size, patch_size=tower.patch_size
-        )
-        positions = get_vision_position_ids(grids, tower.spatial_merge_size).to(device)
-        order = order.to(device)
+        with unset_fake_temporarily():  # these are values, whatever the patches are
+            grids = torch.tensor([medium.grid for media in batch.media for medium in media])
+            order, window_ends = get_vision_window_index(
+                grids, tower.spatial_merge_size, window_size=tower.window_size, patch_size=tower.patch_size
+            )
+            positions = get_vision_position_ids(grids, tower.spatial_merge_size)
+            picture_ends = get_vision_cu_seqlens(grids)
+        order, positions = order.to(device), positions.to(device)
         cosines, sines = (self._ordered(own, order) for own in tower.rotary_pos_emb(positions, positions))
         return _Layout(
             order=order,
             window_ends=window_ends.tolist()[1:],
-            picture_ends=get_vision_cu_seqlens(grids).tolist()[1:],
+            picture_ends=picture_ends.tolist()[1:],
             rotary=(cosines, sines),
         )
 

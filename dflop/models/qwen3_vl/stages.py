@@ -7,6 +7,7 @@ hidden dimension, to the last stage, whose mergers make of each what an early la
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
 from transformers.vision_utils import (
@@ -15,6 +16,7 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
+from dflop.models.attention import one_segment
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
 from dflop.models.qwen2_5_vl.stages import exact_in_float64
@@ -81,21 +83,21 @@ class VisionStage(EncoderStage):
         grid, interpolated to each picture's."""
         tower = self.hf.model.visual
         patches = tower.patch_embed(batch.items)
-        indices, weights = get_vision_interpolation_indices_and_weights(
-            _grids(batch),
-            num_grid_per_side=tower.num_grid_per_side,
-            mode=tower.interpolation_mode,
-            align_corners=tower.interpolation_align_corners,
-            spatial_merge_size=tower.spatial_merge_size,
-        )
+        with unset_fake_temporarily():  # these are values, whatever the patches are
+            indices, weights = get_vision_interpolation_indices_and_weights(
+                _grids(batch),
+                num_grid_per_side=tower.num_grid_per_side,
+                mode=tower.interpolation_mode,
+                align_corners=tower.interpolation_align_corners,
+                spatial_merge_size=tower.spatial_merge_size,
+            )
         positions = tower.pos_embed(indices.to(patches.device)) * weights.to(patches.device)[:, :, None]
         return patches + positions.sum(1).to(patches.dtype)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """What comes in, and the output of each of this stage's layers."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
-        # One segment for Hugging Face's own loop over segments, which launches kernels for each of them.
-        whole = torch.tensor([0, len(hidden)])
+        whole = one_segment(hidden)
         outputs, last = [hidden], self._parts([hidden])[0]
         for index in self.layers:
             last = tower.blocks[index](
@@ -127,11 +129,13 @@ class VisionStage(EncoderStage):
         return [outputs[-1] if len(outputs) > 1 else last, *further]
 
     def _layout(self, batch: EncoderBatch, device: torch.device) -> _Layout:
-        tower, grids = self.hf.model.visual, _grids(batch)
-        positions = get_vision_position_ids(grids, tower.spatial_merge_size).to(device)
-        return _Layout(
-            ends=get_vision_cu_seqlens(grids).tolist()[1:], rotary=tower.rotary_pos_emb(positions, positions)
-        )
+        tower = self.hf.model.visual
+        with unset_fake_temporarily():
+            grids = _grids(batch)
+            positions = get_vision_position_ids(grids, tower.spatial_merge_size)
+            ends = get_vision_cu_seqlens(grids).tolist()[1:]
+        positions = positions.to(device)
+        return _Layout(ends=ends, rotary=tower.rotary_pos_emb(positions, positions))
 
 
 def _grids(batch: EncoderBatch) -> torch.Tensor:

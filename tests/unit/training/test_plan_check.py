@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -12,7 +14,7 @@ from click.testing import CliRunner
 from dflop.cli import cli
 from dflop.config import load_config
 from dflop.costs import CostModel, analytic_points, fit_costs
-from dflop.models import digest_of_spec
+from dflop.models import ModelSpec, digest_of_spec, family_names, load_model_spec
 from dflop.parallelism import Grid, Plan
 from dflop.pricing import MEMORY_CATEGORIES
 from dflop.runtime import UserError
@@ -54,13 +56,16 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def costs_file(tiny_spec, tmp_path_factory):
+    return write_costs_of(tiny_spec, tmp_path_factory.mktemp("costs") / "costs.duckdb", (1, 2))
+
+
+def write_costs_of(spec: ModelSpec, path: Path, tp_sizes: Sequence[int]) -> Path:
     points = [
-        analytic_points(tiny_spec, module, tp, load_device("h100-80g")) for module in ("vision", "llm") for tp in (1, 2)
+        analytic_points(spec, module.name, tp, load_device("h100-80g")) for module in spec.modules for tp in tp_sizes
     ]
     measurements = pl.concat([own.measurements for own in points])
     tables = fit_costs(measurements, pl.concat([own.parameters for own in points]))
-    device = {"device": "a card", "overhead_bytes": 0, "allocator_share": 0.0, "model": digest_of_spec(tiny_spec)}
-    path = tmp_path_factory.mktemp("costs") / "costs.duckdb"
+    device = {"device": "a card", "overhead_bytes": 0, "allocator_share": 0.0, "model": digest_of_spec(spec)}
     write_costs(path, {"measurements": measurements, "device": pl.DataFrame([device]), **tables}, {})
     return path
 
@@ -73,6 +78,24 @@ def test_a_rank_holds_what_the_memory_model_says(name, costs_file):
     for category in MEMORY_CATEGORIES[:3]:  # parameters begin at round places, which small ones fill with nothing
         assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=5e-3), category
     assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1)
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_every_module_of_every_family_can_be_checked(family, tmp_path):
+    config = load_config(CONFIG | {"model": {"family": family, "preset": "tiny"}})
+    spec = load_model_spec(config.model)
+    costs = CostModel.load(write_costs_of(spec, tmp_path / "costs.duckdb", (1,)))
+    grids = tuple(Grid(module=own.name, num_ranks=1, rank_offset=place) for place, own in enumerate(spec.modules))
+    plan = Plan(placement="disjoint", grids=grids, num_microbatches=2)
+    for rank in range(plan.world_size):
+        checked = check_rank(config, plan, costs, LOAD, rank)
+        for category in MEMORY_CATEGORIES[:3]:
+            assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=0.02), (rank, category)
+        if spec.modules[rank].media and "image" not in spec.modules[rank].media:
+            continue  # what is made up are pictures
+        # Pictures, which are no activations, are large beside those of so small a model.
+        assert 0.6 * checked.tracked["activations"] < checked.predicted["activations"]
+        assert checked.predicted["activations"] < 1.1 * checked.tracked["activations"]
 
 
 def test_a_rank_may_be_chosen_and_one_that_is_not_there_is_refused(costs_file):
