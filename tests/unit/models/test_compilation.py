@@ -5,14 +5,25 @@ from copy import deepcopy
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from dflop.models import family_of, load_runtime
+from dflop.models.attention import PACKED, packed_attention
 from dflop.models.compilation import compile_layers, compiles_layers
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.stages import Stage
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NUM_LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """What compiling sets for the whole process is what it was for the tests that follow."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, PACKED, packed_attention)
+    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
+    yield
+    torch._dynamo.reset()
 
 
 def build(module: str, **settings: object) -> Stage:
@@ -64,7 +75,6 @@ def passed(stage: Stage, size: Sequence[int]) -> list[torch.Tensor]:
 )
 def test_compiled_layers_have_the_gradients_of_eager_ones_whatever_the_size(module, checkpointing, sizes):
     eager, compiled = (build(module, checkpointing=checkpointing) for _ in range(2))
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compile_layers(compiled)
     num_graphs = []
