@@ -21,8 +21,8 @@ NUM_LAYERS = 2
 def as_it_was(monkeypatch):
     """What compiling sets for the whole process is what it was for the tests that follow."""
     monkeypatch.setitem(AttentionInterface._global_mapping, PACKED, packed_attention)
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
-    yield
+    with torch._dynamo.config.patch(suppress_errors=False):
+        yield
     torch._dynamo.reset()
 
 
