@@ -24,6 +24,7 @@ from dflop.balancing import (
     BatchProblem,
     CbcProcess,
     IlpResult,
+    balanced_cells,
     check_assignment,
     lpt_buckets,
     quick_buckets,
@@ -157,11 +158,15 @@ class BatchScheduler:
         problem, packed = _packed(problem, lambda own: [lpt_buckets(own, share) for share in shares.values()])
         of_name = dict(zip(shares, packed, strict=True))
         starts = [own for name, buckets in of_name.items() for own in self._ordered(shapes, problem, buckets, name)]
+        even = [] if policy == "lpt" else self._even_numbers(shapes, problem)
         if policy == "ilp":
             name = min(starts, key=lambda own: own.step_s).name
             solved = self._solve(problem, of_name[name], shares[name])
             starts += self._ordered(shapes, problem, solved.bucket, f"{name}, kept")
-            starts = [own._replace(name=_with_ilp(own.name, solved.status)) for own in starts]
+            starts, even = (
+                [own._replace(name=_with_ilp(own.name, solved.status)) for own in some] for some in (starts, even)
+            )
+        starts += even
         fitting = self._fastest_that_fits(shapes, problem, starts)
         num_beyond = sum(fitting is None or own.step_s < fitting.step_s for own in starts)
         if policy in ("search", "ilp"):
@@ -194,6 +199,17 @@ class BatchScheduler:
             return fitted(self.pricer, shapes, [start.assignment], rng), f"{start.name}, made to fit"
         assert self._holds(shapes, problem, found)
         return found, f"{start.name}, search {found_s / start.step_s - 1:+.1%}"
+
+    def _even_numbers(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
+        """Each microbatch balanced by itself, of as many samples on every replica: for replicas of the LLM that share
+        parameters, and so meet in every microbatch."""
+        dp, num_microbatches = self.pricer.plan.grid("llm").dp, problem.num_microbatches
+        size, rest = divmod(len(shapes), dp * num_microbatches)
+        if rest or not self.pricer.plan.grid("llm").gathers:
+            return []
+        microbatch, rank = np.divmod(balanced_cells(problem.loads_s, dp, size), dp)
+        assignment = self._split(shapes, problem, rank * num_microbatches + microbatch)
+        return [_Start(self.pricer.step_s(shapes, assignment), "even numbers", assignment)]
 
     def _with_flatter_ends(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
         """Packings between ideal shares and equal ones, the flatter the less the fullest device holds, until one

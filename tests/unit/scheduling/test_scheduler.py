@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dflop.balancing import lpt_buckets
+from dflop.balancing import balanced_cells, lpt_buckets
 from dflop.config import ClusterConfig, ScheduleConfig
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import nodes_of
@@ -97,6 +97,26 @@ def test_every_replica_has_something_to_do_in_every_microbatch(schedules, policy
 def test_ilp_is_never_priced_above_lpt(schedules):
     for ilp, lpt in zip(schedules["ilp"], schedules["lpt"], strict=True):
         assert ilp.step_s <= lpt.step_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("policy", ["search", "ilp"])
+def test_replicas_that_meet_in_every_microbatch_are_never_worse_off_than_with_the_samplers_batches(
+    make_scheduler, policy
+):
+    grid = {"num_ranks": 4, "sharding": "parameters"}
+    plan = Plan(
+        placement="monolithic",
+        grids=(Grid(module="vision", **grid), Grid(module="llm", **grid)),
+        num_microbatches=2,
+    )
+    scheduler = make_scheduler(plan, policy, search_trials=20)
+    with scheduler.open():
+        for step in range(NUM_STEPS):
+            batch = scheduler.samples.take(scheduler.batches[step])
+            cells = balanced_cells(scheduler.pricer.problem(batch).loads_s, 4, len(batch) // 8)
+            microbatch, rank = np.divmod(cells, 4)
+            of_sampler = scheduler.pricer.step_s(batch, scheduler.pricer.assign(batch, rank, microbatch))
+            assert scheduler.schedule(step).step_s <= of_sampler * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("policy", ["lpt", "ilp"])
