@@ -87,7 +87,7 @@ def _make_run(name: str, manifest: Path, model: Path | None, configs: tuple[str,
     if config.costs.source != "analytic":
         raise UserError("`costs.source` is not 'analytic': costs are measured by the workflow, on the device")
     folder = Path("results") / config.run
-    folder.mkdir(parents=True, exist_ok=True)
+    _take(folder)
     values = select_keys(config, [section.name for section in fields(config)])
     with written_whole(folder / RUN_CONFIG) as path:
         path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -95,6 +95,20 @@ def _make_run(name: str, manifest: Path, model: Path | None, configs: tuple[str,
     _make_shapes(config, text, folder, manifest)
     _make_costs(config, text, folder)
     return folder
+
+
+def _take(folder: Path) -> None:
+    """Make a folder this command's, which a file in it says; that of another run is never written over."""
+    own = folder / _SHAPES_KEY
+    if own.is_file():
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(
+            f"{folder} holds a run that the workflow made, and planning from a manifest would replace its files; give "
+            "it a name of its own, such as `dflop plan what-if --manifest …`"
+        )
+    own.parent.mkdir(parents=True, exist_ok=True)
+    own.touch()
 
 
 def _source(manifest: Path) -> dict[str, Any]:
@@ -142,17 +156,13 @@ def _make_shapes(config: Any, text: str, folder: Path, manifest: Path) -> None:
 def _make_costs(config: Any, text: str, folder: Path) -> None:
     """`costs.duckdb` at every tensor-parallel size of the config that divides a module's heads."""
     from dflop.cli.costs import fit_costs_command, profile_costs
-    from dflop.models import check_tp, load_model_spec
+    from dflop.models import able_tp_sizes, load_model_spec
 
-    spec, paths = load_model_spec(config.model), []
-    for module in spec.modules:
-        for tp in config.costs.tp_sizes:
-            try:
-                check_tp(spec, module.name, tp)
-            except UserError:
-                continue
-            paths.append(folder / "costs" / f"{module.name}.tp{tp}.parquet")
-            profile_costs.callback(configs=(text,), module=module.name, tp=tp, bounds=None, out=paths[-1])
+    paths = []
+    for module, tp_sizes in able_tp_sizes(load_model_spec(config.model), config.costs.tp_sizes).items():
+        for tp in tp_sizes:
+            paths.append(folder / "costs" / f"{module}.tp{tp}.parquet")
+            profile_costs.callback(configs=(text,), module=module, tp=tp, bounds=None, out=paths[-1])
     fit_costs_command.callback(measurements=tuple(paths), links_path=None, out=folder / "costs.duckdb")
 
 

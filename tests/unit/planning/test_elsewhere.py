@@ -85,3 +85,14 @@ def test_a_manifest_that_is_not_there_is_named(place, monkeypatch):
     monkeypatch.chdir(place)
     with pytest.raises(UserError, match=r"nowhere\.json does not exist; name a manifest"):
         plan("mine", "--manifest", "nowhere.json")
+
+
+def test_a_run_of_the_workflow_is_never_written_over(place, monkeypatch):
+    monkeypatch.chdir(place)
+    kept = place / "results/trained/costs.duckdb"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("measured")
+    with pytest.raises(UserError, match=r"results/trained holds a run that the workflow made.*a name of its own"):
+        plan("trained", "--manifest", "train.json", "--model", "model")
+    assert kept.read_text() == "measured"
+    assert [path.name for path in kept.parent.iterdir()] == ["costs.duckdb"]
