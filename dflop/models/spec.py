@@ -176,6 +176,21 @@ def check_tp(spec: ModelSpec, module: str, tp: int) -> None:
         )
 
 
+def able_tp_sizes(spec: ModelSpec, tp_sizes: Sequence[int]) -> dict[str, list[int]]:
+    """Of these tensor-parallel sizes those that can divide each module, by its name.
+
+    Raises:
+        UserError: for a module that none of them can divide, naming the sizes that can.
+    """
+    able = {}
+    for module in spec.modules:
+        shareable = math.gcd(module.num_heads, module.num_kv_heads)
+        able[module.name] = [tp for tp in tp_sizes if tp >= 1 and shareable % tp == 0]
+        if not able[module.name]:
+            check_tp(spec, module.name, tp_sizes[0])
+    return able
+
+
 def digest_of_spec(spec: ModelSpec) -> str:
     """What the costs of a model depend on: its family and the fields of its config."""
     return sha256(json.dumps([spec.family, spec.hf_config], sort_keys=True).encode()).hexdigest()[:16]

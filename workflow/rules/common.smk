@@ -17,7 +17,7 @@ from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 from dflop.config import load_config, select_keys, with_texts_read
 from dflop.data.manifests import list_shards, list_sources
 from dflop.data.profile import useful_workers
-from dflop.models import check_modules, check_runnable, load_model_spec, model_digest
+from dflop.models import able_tp_sizes, check_modules, check_runnable, load_model_spec, model_digest
 from dflop.runtime.commands import COMMANDS, code_digest
 from dflop.runtime.devices import load_device
 from dflop.runtime.errors import UserError, way_out_of
@@ -58,6 +58,8 @@ try:
     check_modules(SPEC, CONFIG.plan.fixed.modules if CONFIG.plan.fixed else (), "plan.fixed")
     check_modules(SPEC, CONFIG.train.modules, "train.modules")
     MODULES = [module.name for module in SPEC.modules]
+    # Some models have modules that not every size can divide.
+    TP_SIZES = able_tp_sizes(SPEC, CONFIG.costs.tp_sizes)
 except UserError as error:
     stop_with(error)
 
@@ -189,7 +191,7 @@ def all_measurements(wildcards):
     """The measurements that costs are fitted to, a file for each module and tp."""
     if is_measured():
         check_model()
-    return [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in CONFIG.costs.tp_sizes]
+    return [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in TP_SIZES[module]]
 
 
 def data_sheet():

@@ -1,6 +1,7 @@
 """A spec comes from a preset or a checkpoint of any family; what cannot be loaded or run says so, with the way out."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from dflop.config import ModelConfig
-from dflop.models import check_runnable, family_names, family_of, load_model_spec
+from dflop.models import able_tp_sizes, check_runnable, family_names, family_of, load_model_spec
 from dflop.runtime import UserError
 
 FAMILIES = {name: family_of(name) for name in family_names()}
@@ -192,3 +193,13 @@ def test_a_family_of_which_only_the_shapes_are_known_says_what_can_be_run(made_u
     folder = str(checkpoint("config.json", {"model_type": made_up}))
     limits = "(for shapes, analytic costs and plans: no training yet)"
     assert refusal(path=folder).endswith(f"use `model.family: made_up` {limits}")
+
+
+def test_each_module_has_the_tensor_parallel_sizes_that_divide_its_heads(tiny_spec):
+    vision, llm = tiny_spec.modules
+    spec = replace(
+        tiny_spec, modules=(replace(vision, num_heads=9, num_kv_heads=9), replace(llm, num_heads=16, num_kv_heads=4))
+    )
+    assert able_tp_sizes(spec, [1, 2, 3, 8]) == {"vision": [1, 3], "llm": [1, 2]}
+    with pytest.raises(UserError, match=r"tp=2 does not divide vision's 9 attention heads.*use one of 1, 3, 9"):
+        able_tp_sizes(spec, [2, 4])
