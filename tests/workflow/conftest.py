@@ -72,6 +72,7 @@ class Checkout:
 
     def _jobs(self, *arguments: str, **environment: str) -> list[str]:
         done = self.snakemake("--cores", "2", *arguments, **environment)
+        print(done.stdout, done.stderr)  # why each is listed, for the reader of a failure
         assert done.returncode == 0, done.stdout + done.stderr
         found = (_JOB.match(line) for line in (done.stdout + done.stderr).splitlines())
         return [match[1] for match in found if match]
