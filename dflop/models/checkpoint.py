@@ -46,6 +46,19 @@ def read_processor(folder: Path) -> dict[str, Any]:
     return own | images | {"video_processor": videos}
 
 
+def check_output_width(name: str, field: str, width: int, text_config: Mapping[str, Any]) -> None:
+    """Whether what leaves an encoder, `width` numbers a token by this field of the config, is what the LLM takes.
+
+    Raises:
+        UserError: naming both fields.
+    """
+    if text_config.get("hidden_size", width) != width:
+        raise UserError(
+            f"the config of {name} has `{field}` {width}, but its LLM has `hidden_size` {text_config['hidden_size']}; "
+            "they must be equal"
+        )
+
+
 def check_processor(name: str, processor: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Whether what a checkpoint's processor sets is what the model's config makes it.
 

@@ -167,9 +167,9 @@ def check_tp(spec: ModelSpec, module: str, tp: int) -> None:
         UserError: naming the sizes that can.
     """
     sizes = spec.module(module)
-    shareable = math.gcd(sizes.num_heads, sizes.num_kv_heads)
-    if tp < 1 or shareable % tp:
-        able = ", ".join(str(size) for size in range(1, shareable + 1) if shareable % size == 0)
+    most = math.gcd(sizes.num_heads, sizes.num_kv_heads)
+    if not _divides(sizes, tp):
+        able = ", ".join(str(size) for size in range(1, most + 1) if _divides(sizes, size))
         raise UserError(
             f"tp={tp} does not divide {module}'s {sizes.num_heads} attention heads and {sizes.num_kv_heads} key-value "
             f"heads of {spec.name}; use one of {able}"
@@ -184,11 +184,15 @@ def able_tp_sizes(spec: ModelSpec, tp_sizes: Sequence[int]) -> dict[str, list[in
     """
     able = {}
     for module in spec.modules:
-        shareable = math.gcd(module.num_heads, module.num_kv_heads)
-        able[module.name] = [tp for tp in tp_sizes if tp >= 1 and shareable % tp == 0]
+        able[module.name] = [tp for tp in tp_sizes if _divides(module, tp)]
         if not able[module.name]:
             check_tp(spec, module.name, tp_sizes[0])
     return able
+
+
+def _divides(sizes: "ModuleSpec", tp: int) -> bool:
+    """Whether each of `tp` ranks gets as many attention heads, and as many key-value heads."""
+    return tp >= 1 and sizes.num_heads % tp == 0 and sizes.num_kv_heads % tp == 0
 
 
 def digest_of_spec(spec: ModelSpec) -> str:

@@ -83,7 +83,7 @@ class BatchScheduler:
         try:
             return self.schedule(step, "random")
         except UserError:
-            return self._schedule(step, "random", self._draw)
+            return self._schedule(step, "random", self._beyond_memory)
 
     def _schedule(self, step: int, policy: str, decide: Callable[..., tuple[Assignment, str, int]]) -> StepSchedule:
         started = time.perf_counter()
@@ -137,11 +137,19 @@ class BatchScheduler:
         finally:
             self.close()
 
-    def _draw(self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str) -> tuple[Assignment, str, int]:
-        """Random groups, whatever memory holds."""
-        rng = np.random.default_rng([self._seed, step])
+    def _beyond_memory(
+        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
+    ) -> tuple[Assignment, str, int]:
+        """Random groups as they are drawn, which memory does not hold."""
+        _, drawn = self._drawn(shapes, problem, np.random.default_rng([self._seed, step]))
+        return drawn, "random, beyond memory", 1
+
+    def _drawn(
+        self, shapes: SampleShapes, problem: BatchProblem, rng: np.random.Generator
+    ) -> tuple[BatchProblem, Assignment]:
+        """Random groups, and the problem that they solve."""
         problem, buckets = _packed(problem, lambda own: random_buckets(own, rng))
-        return self._split(shapes, problem, buckets), "random, beyond memory", 1
+        return problem, self._split(shapes, problem, buckets)
 
     def _decide(
         self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
@@ -149,8 +157,7 @@ class BatchScheduler:
         """The assignment, how it came about, and how many were not taken since memory would not hold them."""
         rng = np.random.default_rng([self._seed, step])
         if policy == "random":
-            problem, buckets = _packed(problem, lambda own: random_buckets(own, rng))
-            drawn = self._split(shapes, problem, buckets)
+            problem, drawn = self._drawn(shapes, problem, rng)
             if self._holds(shapes, problem, drawn):
                 return drawn, "random", 0
             return fitted(self.pricer, shapes, [drawn], rng), "random, made to fit", 1

@@ -144,27 +144,8 @@ def _build_node(
     is_empty: bool,
 ) -> NodeModel:
     node, ranks = topology.program.nodes[index], topology.tensor[index]
-    check_tp(spec, node.module, ranks.size)
     is_trained = node.module not in config.model.freeze
-    units = None
-    if plan.grid(node.module).gathers:
-        units = Units(topology.sharers[index], dtype, is_trained=is_trained)
-    stage = load_runtime(spec.family).build_stage(
-        hf_config,
-        node.module,
-        layers=plan.layers_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
-        seed=config.seed,
-        checkpoint=checkpoint,
-        dtype=held_in(dtype),
-        device=topology.device,
-        checkpointing=plan.checkpointing,
-        ranks=ranks,
-        share=units.share if units else None,
-        is_empty=is_empty,
-    )
-    can_compile = not is_empty and not splits_backward(plan, node.module)
-    if can_compile and compiles_layers(config.train.compile, topology.device)[0]:
-        compile_layers(stage)
+    stage, units = _build_stage(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
     stage.requires_grad_(is_trained)
     lr, weight_decay = config.train.of_module(node.module)
     common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
@@ -214,3 +195,39 @@ def _build_node(
         tied=embedding,
         written_elsewhere={*of_first, *(name for name, own in parameters.items() if own is copy)},
     )
+
+
+def _build_stage(
+    config: Config,
+    plan: Plan,
+    topology: Topology,
+    dtype: torch.dtype,
+    index: int,
+    spec: ModelSpec,
+    hf_config: PretrainedConfig,
+    checkpoint: Path | None,
+    is_empty: bool,
+) -> tuple[Stage, Units | None]:
+    """A node's stage, compiled where that is wanted, and the units that replicas share, where they share parameters."""
+    node, ranks = topology.program.nodes[index], topology.tensor[index]
+    check_tp(spec, node.module, ranks.size)
+    units = None
+    if plan.grid(node.module).gathers:
+        units = Units(topology.sharers[index], dtype, is_trained=node.module not in config.model.freeze)
+    stage = load_runtime(spec.family).build_stage(
+        hf_config,
+        node.module,
+        layers=plan.layers_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
+        seed=config.seed,
+        checkpoint=checkpoint,
+        dtype=held_in(dtype),
+        device=topology.device,
+        checkpointing=plan.checkpointing,
+        ranks=ranks,
+        share=units.share if units else None,
+        is_empty=is_empty,
+    )
+    can_compile = not is_empty and not splits_backward(plan, node.module)
+    if can_compile and compiles_layers(config.train.compile, topology.device)[0]:
+        compile_layers(stage)
+    return stage, units

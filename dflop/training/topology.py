@@ -67,6 +67,12 @@ class Topology:
         """The indices of this rank's nodes."""
         return tuple(self.replicas)
 
+    @property
+    def carried(self) -> str:
+        """This rank's nodes in words."""
+        nodes = (self.program.nodes[index] for index in self.nodes)
+        return ", ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in nodes)
+
 
 def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtype) -> Topology:
     """Join the process group that torchrun's environment describes; every rank must call this."""

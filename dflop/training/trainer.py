@@ -61,7 +61,8 @@ class Trainer:
         check_program(self.plan, program, config.model.freeze)
         dtype = COMPUTES_IN[config.train.precision]
         self.topology = join_world(self.plan, program, config.cluster.device, dtype)
-        self.watch = self._make_watch()
+        world = self.topology
+        self.watch = PeerWatch(world.store, world.rank, world.carried, world.world_size, config.train.peer_timeout_s)
         self._say(f"{self.topology.world_size} ranks have met; they build the model")
         if why_eager := compiles_layers(config.train.compile, self.topology.device)[1]:
             self._say(why_eager)
@@ -280,13 +281,6 @@ class Trainer:
             peaks[modules.index(own.node.module)] = held
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return {module: int(peak) for module, peak in zip(modules, peaks.tolist(), strict=True)}
-
-    def _make_watch(self) -> PeerWatch:
-        nodes = (self.topology.program.nodes[index] for index in self.topology.nodes)
-        carried = ", ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in nodes)
-        return PeerWatch(
-            self.topology.store, self.topology.rank, carried, self.topology.world_size, self.config.train.peer_timeout_s
-        )
 
     def _start_publisher(self) -> SchedulePublisher:
         publisher = SchedulePublisher(

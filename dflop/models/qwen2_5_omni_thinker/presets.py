@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from dflop.models.checkpoint import check_processor
+from dflop.models.checkpoint import check_output_width, check_processor
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.qwen2_5_omni_thinker.shapes import SAMPLES_A_FRAME, Qwen25OmniShapes
 from dflop.models.qwen2_5_vl.presets import FRAME, PICTURE, QWEN_3B, pixel_limits, with_axes
@@ -109,15 +109,8 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
     vision, audio = _VISION_DEFAULTS | own_vision, _AUDIO_DEFAULTS | own_audio
     if text.get("use_sliding_window"):
         raise UserError(f"the config of {name} has `use_sliding_window`: true; only attention to all tokens is known")
-    for field, width in (
-        ("vision_config.out_hidden_size", vision["out_hidden_size"]),
-        ("audio_config.output_dim", audio["output_dim"]),
-    ):
-        if "hidden_size" in text and width != text["hidden_size"]:
-            raise UserError(
-                f"the config of {name} has `{field}` {width}, but its LLM has `hidden_size` {text['hidden_size']}; "
-                "they must be equal"
-            )
+    check_output_width(name, "vision_config.out_hidden_size", vision["out_hidden_size"], text)
+    check_output_width(name, "audio_config.output_dim", audio["output_dim"], text)
     sounds = processor.get("feature_extractor", processor)
     rules = Qwen25OmniShapes(
         patch_size=vision["patch_size"],

@@ -7,7 +7,7 @@ window attention with full attention between, three position axes. The others ha
 
 from typing import Any
 
-from dflop.models.checkpoint import check_processor
+from dflop.models.checkpoint import check_output_width, check_processor
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.qwen2_5_vl.shapes import PixelLimits, Qwen25VlShapes
 from dflop.models.spec import ModelSpec, vision_and_llm
@@ -127,11 +127,7 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
     )
     sizes = {"patch_size": rules.patch_size, "temporal_patch_size": rules.temporal_patch_size}
     check_processor(name, processor, sizes | {"merge_size": rules.merge_size})
-    if "hidden_size" in text and vision["out_hidden_size"] != text["hidden_size"]:
-        raise UserError(
-            f"the config of {name} has `vision_config.out_hidden_size` {vision['out_hidden_size']}, but its LLM has "
-            f"`hidden_size` {text['hidden_size']}; they must be equal"
-        )
+    check_output_width(name, "vision_config.out_hidden_size", vision["out_hidden_size"], text)
     layers = {"num_hidden_layers": vision["depth"], "num_attention_heads": vision["num_heads"]}
     return ModelSpec(
         family="qwen2_5_vl",

@@ -7,7 +7,7 @@ axes, and features of several of the encoder's layers that enter several of the 
 
 from typing import Any
 
-from dflop.models.checkpoint import check_processor
+from dflop.models.checkpoint import check_output_width, check_processor
 from dflop.models.presets import TINY_LLM
 from dflop.models.qwen2_5_vl.presets import pixel_limits
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
@@ -143,11 +143,7 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
             f"the config of {name} has {len(indexes)} `vision_config.deepstack_visual_indexes`, but its LLM has "
             f"`num_hidden_layers` {text['num_hidden_layers']} to take their features"
         )
-    if vision["out_hidden_size"] != text["hidden_size"]:
-        raise UserError(
-            f"the config of {name} has `vision_config.out_hidden_size` {vision['out_hidden_size']}, but its LLM has "
-            f"`hidden_size` {text['hidden_size']}; they must be equal"
-        )
+    check_output_width(name, "vision_config.out_hidden_size", vision["out_hidden_size"], text)
     return spec
 
 

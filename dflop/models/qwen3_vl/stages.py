@@ -19,8 +19,8 @@ from transformers.vision_utils import (
 from dflop.models.attention import one_segment
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
-from dflop.models.qwen2_5_vl.stages import exact_in_float64
-from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
+from dflop.models.qwen2_5_vl.stages import cut_vision, exact_in_float64
+from dflop.models.stages import EncoderStage, LlmStage, cut_llm
 
 __all__ = ["VisionStage", "cut"]
 
@@ -32,14 +32,12 @@ def cut(hf: Qwen3VLForConditionalGeneration, module: str, layers: range) -> Enco
     num_deepstack = len(hf.config.vision_config.deepstack_visual_indexes)
     if module == "llm":
         return cut_llm(hf, layers, of_encoders=("visual",), kind="qwen3", num_deepstack=num_deepstack)
-    hf.model.language_model, hf.lm_head = None, None
-    tower = hf.model.visual
-    is_first, is_last = keep_layers(tower.blocks, layers)
-    if not is_first:
-        tower.patch_embed, tower.pos_embed = None, None
-    if not is_last:
-        tower.merger, tower.deepstack_merger_list = None, None
-    return VisionStage(hf, layers, is_first=is_first, is_last=is_last)
+    ends = cut_vision(hf, layers)
+    if not ends["is_first"]:
+        hf.model.visual.pos_embed = None
+    if not ends["is_last"]:
+        hf.model.visual.deepstack_merger_list = None
+    return VisionStage(hf, layers, **ends)
 
 
 @dataclass(frozen=True, slots=True)

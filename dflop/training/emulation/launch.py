@@ -145,10 +145,7 @@ def _summarise(out: Path, about: dict[str, Any]) -> dict[str, Any]:
     summary = about | {
         "num_steps": len(steps),
         "num_compared": len(steady),
-        **{
-            name: statistics.median(own[name] for own in steady)
-            for name in ("step_s", "pipeline_s", "predicted_step_s")
-        },
+        **{name: statistics.median(own[name] for own in steady) for name in _SECONDS},
         "measured_over_predicted": _spread([own["step_s"] / own["predicted_step_s"] for own in steady]),
         "pipeline_over_predicted": _spread([own["pipeline_s"] / own["predicted_step_s"] for own in steady]),
         **{name: statistics.fmean(own[name] for own in steady) for name in ("idle", "predicted_idle", "wait_s")},

@@ -24,7 +24,7 @@ from dflop.training.peers import PeerWatch, longest_wait_s
 from dflop.training.rank_clock import RankClock
 from dflop.training.step_seconds import StepSeconds, split_line
 from dflop.training.step_sums import sum_over_ranks
-from dflop.training.topology import Topology, join_world
+from dflop.training.topology import join_world
 
 __all__ = ["EmulatedRank"]
 
@@ -46,7 +46,8 @@ class EmulatedRank:
         program = make_program(plan, config.model.freeze)
         check_program(plan, program, config.model.freeze)
         self.topology = join_world(plan, program, "cpu", torch.float32)
-        self.watch = _make_watch(self.topology, config.train.peer_timeout_s)
+        world = self.topology
+        self.watch = PeerWatch(world.store, world.rank, world.carried, world.world_size, config.train.peer_timeout_s)
         self.observations = Observations(out / "observations", self.topology.rank, program.nodes)
         self.clock, self.seconds = RankClock(), StepSeconds(program, self.topology.world_size)
         self.feed = ScheduleFeed(self.topology.store)
@@ -169,12 +170,6 @@ def _slowed(schedule: StepSchedule, scale: float) -> StepSchedule:
     """The schedule with all of its predicted seconds multiplied."""
     names = ("forward_s", "backward_s", "step_s", "lower_bound_s")
     return replace(schedule, **{name: getattr(schedule, name) * scale for name in names})
-
-
-def _make_watch(topology: Topology, timeout_s: float) -> PeerWatch:
-    nodes = (topology.program.nodes[index] for index in topology.nodes)
-    carried = ", ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in nodes)
-    return PeerWatch(topology.store, topology.rank, carried, topology.world_size, timeout_s)
 
 
 def main() -> int:

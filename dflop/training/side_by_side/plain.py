@@ -1,7 +1,6 @@
 """What a user would write herself: torch's DDP or FSDP2 around the same stages, with the same loaders and AdamW."""
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -23,6 +22,7 @@ from dflop.data.shapes import MediumSize
 from dflop.models import load_model_spec
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.precision import COMPUTES_IN
+from dflop.models.stages import EncoderStage, LlmStage
 from dflop.models.tensor_group import ALONE
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import make_program
@@ -115,8 +115,8 @@ class _Whole(nn.Module):
 
     def __init__(
         self,
-        encoder: nn.Module,
-        llm: nn.Module,
+        encoder: EncoderStage,
+        llm: LlmStage,
         item_shape: tuple[int, ...],
         feature_size: int,
         *,
@@ -141,9 +141,9 @@ class _Whole(nn.Module):
 def _in_shards(whole: _Whole, device: torch.device) -> nn.Module:
     """Each layer, the embedding and the head, and the rest, as FSDP2's tutorials have it."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layers = [module for name, module in whole.named_modules() if re.search(r"layers?\.\d+$", name)]
-    for unit in (*layers, whole.llm.hf.get_input_embeddings(), whole.llm.hf.lm_head):
-        fully_shard(unit, mesh=mesh)
+    for stage in (whole.encoder, whole.llm):
+        for name in stage.units:
+            fully_shard(stage.hf.get_submodule(name), mesh=mesh)
     fully_shard(whole, mesh=mesh).set_reduce_scatter_unused_params(True)
     return whole
 

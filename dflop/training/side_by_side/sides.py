@@ -43,10 +43,7 @@ def paused(make: Callable[[], Side]) -> Side:
     before = set(children_of(os.getpid()))
     side = make()
     started = [child for child in children_of(os.getpid()) if child not in before]
-    # torch's resource tracker is everybody's.
-    side.loaders = [
-        child for child in started if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    side.loaders = [child for child in started if not _is_resource_tracker(child)]
     side.pause()
     return side
 
