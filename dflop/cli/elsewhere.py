@@ -19,8 +19,10 @@ from dflop.runtime import UserError, written_whole
 
 __all__ = ["emit_option", "from_manifest", "print_in_words_of"]
 
-# What the given config is merged over: eight H100s, and every tensor-parallel size that a node of them allows.
+# What the given config is merged over: eight H100s, and every tensor-parallel size that a node of them allows. Shards
+# are large, because processes are started for each of them, and nothing is made again in parts.
 _DEFAULTS: dict[str, Any] = {
+    "data": {"samples_per_shard": 250_000},
     "cluster": {"device": "cuda", "devices_per_node": 8, "device_model": "h100-80g"},
     "costs": {"source": "analytic", "tp_sizes": [1, 2, 4, 8]},
     "train": {"precision": "bf16", "global_batch_size": 64},

@@ -19,7 +19,8 @@ import polars as pl
 from dflop.data.manifests import Shard, Source, SourceRecords
 from dflop.data.records import Medium, Record, RecordError, parse_record, record_id
 from dflop.data.shapes import MediumShape, PlacedText, ShapeReader, expand_text
-from dflop.data.text import ChatTokenizer, TokenizedText
+from dflop.data.text import ChatTokenizer
+from dflop.data.token_counts import TextCounts
 from dflop.runtime import UserError
 from dflop.store import SHARD_SCHEMA
 
@@ -46,18 +47,19 @@ class ShapeProfiler:
         """Shapes of all records, in order, as a frame with the columns of `store.SHARD_SCHEMA`."""
         rows: list[dict[str, Any]] = []
         for batch in _batches(map(self._read, raw_records)):
-            texts = iter(_encode([each.placed.turns for each in batch if each.is_placed], self.tokenizer))
+            counts = iter(_count([each.placed.turns for each in batch if each.is_placed], self.tokenizer))
             for sample_id, columns, placed in batch:
                 row = {"row": first_row + len(rows), "sample_id": sample_id}
-                outcome = placed if isinstance(placed, RecordError) else next(texts)
-                if isinstance(outcome, TokenizedText):
+                outcome = placed if isinstance(placed, RecordError) else next(counts)
+                if isinstance(outcome, TextCounts):
                     outcome = self._token_columns(placed, outcome)
                 if isinstance(outcome, RecordError):
                     row |= {"reason": outcome.reason, "detail": outcome.detail}
                 else:
                     row |= columns | outcome
                 rows.append(row)
-        return pl.DataFrame(rows, schema=SHARD_SCHEMA, orient="row")
+        columns = {name: [row.get(name) for row in rows] for name in SHARD_SCHEMA}  # faster by far than rows
+        return pl.DataFrame(columns, schema=SHARD_SCHEMA)
 
     def _read(self, raw: Any | RecordError) -> "_ReadRecord":
         sample_id = record_id(raw)
@@ -71,19 +73,20 @@ class ShapeProfiler:
             # A copy, because the error's traceback would keep the media in memory.
             return _ReadRecord(sample_id, {}, RecordError(error.reason, error.detail))
 
-    def _token_columns(self, placed: PlacedText, text: TokenizedText) -> dict[str, Any] | RecordError:
-        if len(text.placeholders) != len(placed.num_tokens):
+    def _token_columns(self, placed: PlacedText, counts: TextCounts) -> dict[str, Any] | RecordError:
+        if counts.num_placeholders != len(placed.num_tokens):
             detail = "the tokenizer's chat template drops or repeats media placeholders of this record"
             return RecordError("placeholder_mismatch", detail)
         audio_tokens = sum(
             tokens for tokens, medium in zip(placed.num_tokens, placed.media, strict=True) if medium.kind == "audio"
         )
         media_tokens = sum(placed.num_tokens)
-        text_tokens = len(text.token_ids) - len(placed.num_tokens)
+        text_tokens = counts.num_tokens - len(placed.num_tokens)
         whole, most = text_tokens + media_tokens, self.max_llm_tokens
         kept_vision_tokens, kept_audio_tokens = media_tokens - audio_tokens, audio_tokens
-        target_tokens = int(text.is_target.sum())
+        target_tokens = counts.num_targets
         if whole > most:
+            (text,) = self.tokenizer.encode([placed.turns])
             token_ids, is_target = expand_text(text, placed.num_tokens, most)
             target_tokens = int(is_target.sum())
             kept_vision_tokens = self._num_placeholders(token_ids, "image", "video")
@@ -135,7 +138,7 @@ class _Recipe:
     def open(self) -> tuple[ShapeProfiler, SourceRecords]:
         profiler = ShapeProfiler(
             source=self.source,
-            reader=self.reader,
+            reader=self.reader.remembering(),
             tokenizer=ChatTokenizer(self.tokenizer_folder, self.reader.rules),
             max_llm_tokens=self.max_llm_tokens,
             refused_media=self.refused_media,
@@ -241,14 +244,14 @@ def _batches(records: Iterable[_ReadRecord]) -> Iterator[list[_ReadRecord]]:
         yield batch
 
 
-def _encode(conversations: Sequence[Sequence[Any]], tokenizer: ChatTokenizer) -> list[TokenizedText | RecordError]:
-    """Tokens of each conversation, or why it cannot be used. If a batch fails, its texts are encoded one by one."""
+def _count(conversations: Sequence[Sequence[Any]], tokenizer: ChatTokenizer) -> list[TextCounts | RecordError]:
+    """Tokens of each conversation, or why it cannot be used. If a batch fails, its texts are taken one by one."""
     try:
-        return list(tokenizer.encode(conversations))
+        return list(tokenizer.count(conversations))
     except RecordError as error:
         if len(conversations) == 1:
             return [error]
-    return [text for turns in conversations for text in _encode([turns], tokenizer)]
+    return [counts for turns in conversations for counts in _count([turns], tokenizer)]
 
 
 def _media_columns(record: Record, shapes: Sequence[MediumShape]) -> dict[str, Any]:

@@ -7,14 +7,23 @@ reads the media's headers; training takes their sizes from what profiling stored
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dflop.config import DataConfig
-from dflop.data.media import VideoHeader, audio_header, frame_indices, image_size, too_many_pixels, video_header
+from dflop.data.media import (
+    AudioHeader,
+    VideoHeader,
+    audio_header,
+    frame_indices,
+    image_size,
+    too_many_pixels,
+    video_header,
+)
 from dflop.data.records import MEDIA_KINDS, Embedded, ImageSize, Medium, Record, RecordError, Turn, resolve_medium
 from dflop.data.text import TokenizedText
 from dflop.models import SOUND_RATE_HZ, ItemCount, ShapeRules
@@ -23,6 +32,9 @@ __all__ = ["MediumShape", "MediumSize", "PlacedText", "ShapeReader", "expand_tex
 
 # What a column of 32 bits holds: half an hour of microseconds, 37 hours of sound, 2,147 frames a second.
 _MOST = 2**31 - 1
+
+# Headers that `remembering` keeps: of so many files, 20 MB in all.
+_MOST_HEADERS = 1 << 16
 
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
@@ -71,12 +83,33 @@ class PlacedText(NamedTuple):
     num_tokens: list[int]
 
 
+_Header = ImageSize | VideoHeader | AudioHeader
+
+
+def _header_of(medium: Medium, media_root: Path, max_pixels: int) -> _Header:
+    file = resolve_medium(media_root, medium)
+    if medium.kind == "image":
+        return image_size(file, max_pixels)
+    return video_header(file) if medium.kind == "video" else audio_header(file)
+
+
 @dataclass(frozen=True)
 class ShapeReader:
     """A model's rules, and the config's limits and rates."""
 
     rules: ShapeRules
     data: DataConfig
+    read_header: Callable[[Medium, Path, int], _Header] = _header_of
+
+    def remembering(self) -> "ShapeReader":
+        """The same, for one pass over records: a file that many of them name is opened once."""
+        kept = lru_cache(_MOST_HEADERS)(_header_of)
+
+        def read_header(medium: Medium, media_root: Path, max_pixels: int) -> _Header:
+            is_file = isinstance(medium.file, str)
+            return (kept if is_file else _header_of)(medium, media_root, max_pixels)
+
+        return replace(self, read_header=read_header)
 
     def read_media(self, record: Record, media_root: Path) -> list[MediumShape]:
         """The shape of each of a record's media, in order.
@@ -136,16 +169,15 @@ class ShapeReader:
             if medium.size.width * medium.size.height > self.data.max_image_pixels:
                 raise too_many_pixels(str(medium.file), *medium.size, self.data.max_image_pixels)
             return self._image(medium.size, num_images)
-        file = resolve_medium(media_root, medium)
-        if medium.kind == "image":
-            return self._image(image_size(file, self.data.max_image_pixels), num_images)
-        if medium.kind == "video":
-            header = video_header(file)
+        header = self.read_header(medium, media_root, self.data.max_image_pixels)
+        if isinstance(header, ImageSize):
+            return self._image(header, num_images)
+        if isinstance(header, VideoHeader):
             num_frames = len(frame_indices(header, self.data.video))
             frame_us = min(round(1e6 * header.num_frames / header.fps / num_frames), _MOST)
             rate_uhz = min(round(1e6 * header.fps), _MOST)
             return self._video(ImageSize(header.width, header.height), num_frames, frame_us, rate_uhz)
-        seconds, rate_hz = audio_header(file)
+        seconds, rate_hz = header
         num_samples = -(-round(seconds * rate_hz) * SOUND_RATE_HZ // rate_hz)
         return self._sound(min(num_samples, _MOST))._replace(seconds=seconds, rate_hz=rate_hz)
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from dflop.config import ModelConfig
 from dflop.data.records import MEDIA_KINDS, RecordError, Turn
+from dflop.data.token_counts import TextCounts, WordCounter
 from dflop.models import ShapeRules
 from dflop.runtime import UserError
 
@@ -52,6 +53,10 @@ class TokenizedText:
     token_ids: np.ndarray
     is_target: np.ndarray
     placeholders: np.ndarray
+
+
+# A conversation as one text, and the spans of its characters that are learned.
+_Rendered = tuple[str, list[tuple[int, int]]]
 
 
 class ChatTokenizer:
@@ -89,6 +94,9 @@ class ChatTokenizer:
         self.special_ids = {token: self._tokenizer.token_to_id(token) for token in self._special_tokens}
         self._template = _compile_template(_read_template(self.folder))
         self._wants_parts = self._template_wants_parts()
+        self._media_ids = list(self.placeholder_ids.values())
+        is_countable = WordCounter.able(self._tokenizer)
+        self._counter = WordCounter(self._tokenizer, self._media_ids) if is_countable else None
 
     def vocab_size(self, kinds: Iterable[str] = MEDIA_KINDS) -> int:
         """How many ids a model needs whose texts have media of these kinds: up to the largest that can occur."""
@@ -115,9 +123,22 @@ class ChatTokenizer:
             RecordError: when the chat template refuses a conversation, or rewrites it so that its learned tokens
                 cannot be told.
         """
+        return self._encode([self._render_with_targets(turns) for turns in conversations])
+
+    def count(self, conversations: Sequence[Sequence[Turn]]) -> list[TextCounts]:
+        """How many tokens `encode` makes of each, without making them where the tokenizer is of a kind that allows it.
+
+        Raises:
+            RecordError: as `encode`.
+        """
         rendered = [self._render_with_targets(turns) for turns in conversations]
+        counts = self._counter.count(rendered) if self._counter else [None] * len(rendered)
+        uncounted = [each for each, found in zip(rendered, counts, strict=True) if found is None]
+        encoded = iter(self._encode(uncounted))
+        return [_counts_of(next(encoded)) if found is None else found for found in counts]
+
+    def _encode(self, rendered: Sequence[_Rendered]) -> list[TokenizedText]:
         encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        media_ids = list(self.placeholder_ids.values())
         texts = []
         for (text, spans), encoding in zip(rendered, encodings, strict=True):
             token_ids = np.asarray(encoding.ids, dtype=np.int64)
@@ -126,7 +147,7 @@ class ChatTokenizer:
                 first = _token_at(encoding, text, start)
                 last = _token_at(encoding, text, end)
                 is_target[first:last] = True
-            placeholders = np.flatnonzero(np.isin(token_ids, media_ids))
+            placeholders = np.flatnonzero(np.isin(token_ids, self._media_ids))
             texts.append(TokenizedText(token_ids, is_target, placeholders))
         return texts
 
@@ -140,7 +161,7 @@ class ChatTokenizer:
         except TemplateError as error:
             raise RecordError("bad_record", f"the tokenizer's chat template refuses it: {error}") from None
 
-    def _render_with_targets(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
+    def _render_with_targets(self, turns: Sequence[Turn]) -> _Rendered:
         """The whole text and the character spans that are learned: each answer with its end-of-turn token."""
         whole = self._render(turns, prompt=False)
         spans = []
@@ -148,7 +169,7 @@ class ChatTokenizer:
             if turn.role != "assistant":
                 continue
             before = self._render(turns[:index], prompt=True)
-            until = self._render(turns[: index + 1], prompt=False)
+            until = whole if index == len(turns) - 1 else self._render(turns[: index + 1], prompt=False)
             if not (whole.startswith(before) and whole.startswith(until.rstrip())):
                 detail = (
                     f"the tokenizer's chat template changes turn {index + 1} when others follow, so that the learned "
@@ -166,6 +187,10 @@ class ChatTokenizer:
             )
         except TemplateError:
             return True
+
+
+def _counts_of(text: TokenizedText) -> TextCounts:
+    return TextCounts(len(text.token_ids), int(text.is_target.sum()), len(text.placeholders))
 
 
 def _as_part(content: str) -> list[dict[str, str]]:

@@ -224,10 +224,10 @@ class ListeningTokenizer(ChatTokenizer):
 
     longest = 0
 
-    def encode(self, conversations):
+    def count(self, conversations):
         sizes = [len(turn.content) for turns in conversations for turn in turns]
         self.longest = max([self.longest, *sizes])
-        return super().encode(conversations)
+        return super().count(conversations)
 
 
 def test_a_text_of_ten_megabytes_is_rejected_before_it_is_tokenised(root, profile_records):

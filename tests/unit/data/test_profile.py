@@ -18,7 +18,7 @@ from PIL import Image
 from dflop.config import AudioConfig, DataConfig, SourceConfig
 from dflop.data import ChatTokenizer, Source, list_shards, list_sources, profile_shard
 from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
-from dflop.data.records import EmbeddedBytes
+from dflop.data.records import EmbeddedBytes, RecordError, parse_record
 from dflop.data.samples import MEDIA_COLUMNS
 from dflop.data.shapes import MediumSize
 from dflop.data.text import BUNDLED_TOKENIZER
@@ -385,3 +385,16 @@ def test_progress_is_told_record_by_record_and_adds_up(reader, few):
     assert len(told) > 1
     assert sum(told) == len(frame) == 1100
     assert frame["row"].to_list() == list(range(1100))
+
+
+def test_a_file_that_many_records_name_is_opened_once_in_a_pass(tmp_path, reader):
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    record = parse_record(
+        {"image": "a.png", "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A."}]}
+    )
+    kept = reader.remembering()
+    (shape,) = kept.read_media(record, tmp_path)
+    (tmp_path / "a.png").unlink()
+    assert kept.read_media(record, tmp_path) == [shape]
+    with pytest.raises(RecordError, match="not a file"):  # another pass looks again
+        reader.remembering().read_media(record, tmp_path)

@@ -100,6 +100,68 @@ def test_many_conversations_at_once_are_those_one_by_one(tokenizer):
     assert tokenizer.encode([]) == []
 
 
+# Words, white space, line ends and special tokens, side by side in any order.
+signs = ["the", "The", "don't", "I'LL", "12345", "...", "<image>", "<video>", "<|im_end|>", "<"]
+characters = ["e\u0301", "\u0301", "雪", "한국", "\U0001f600"]
+white_space = [" ", "  ", "\n", "\n\n", "\r\n", "\t", " \n", "\u00a0", "\u3000", "\x1c"]
+scraps = st.lists(st.sampled_from([*signs, *characters, *white_space]) | st.text(max_size=3), min_size=1).map("".join)
+
+
+def with_digits_in_threes(made: dict) -> None:
+    """As Llama 3 cuts numbers."""
+    cut = made["pre_tokenizer"]["pretokenizers"][0]["pattern"]
+    cut["Regex"] = cut["Regex"].replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+
+def with_nfc(made: dict) -> None:
+    """As Qwen's."""
+    made["normalizer"] = {"type": "NFC"}
+
+
+def with_spaces_of_their_own(made: dict) -> None:
+    """A pattern that nothing is known of."""
+    made["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r" |[^ ]+"
+
+
+def with_greedy_placeholders(made: dict) -> None:
+    """Special tokens that take the white space behind them."""
+    for token in made["added_tokens"]:
+        token["rstrip"] = True
+
+
+def changed(folder, change) -> ChatTokenizer:
+    make_folder(folder)
+    file = folder / "tokenizer.json"
+    made = json.loads(file.read_text(encoding="utf-8"))
+    change(made)
+    file.write_text(json.dumps(made), encoding="utf-8")
+    return ChatTokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def of_each_kind(tmp_path_factory, tokenizer):
+    changes = (with_digits_in_threes, with_nfc, with_spaces_of_their_own, with_greedy_placeholders)
+    return [tokenizer, *(changed(tmp_path_factory.mktemp(change.__name__), change) for change in changes)]
+
+
+@settings(max_examples=300)
+@given(contents=st.lists(scraps, min_size=2, max_size=6))
+def test_tokens_are_counted_as_they_are_made(of_each_kind, contents):
+    turns = [Turn(("user", "assistant")[number % 2], content) for number, content in enumerate(contents)]
+    for each in of_each_kind:
+        (text,), (counts,) = each.encode([turns]), each.count([turns])
+        made = (len(text.token_ids), text.is_target.sum(), len(text.placeholders))
+        assert (counts.num_tokens, counts.num_targets, counts.num_placeholders) == made
+
+
+def test_words_that_were_counted_before_count_alike_and_long_ones_too(tokenizer):
+    words = " ".join(f"{'long' * number} word{number}" for number in range(30))
+    turns = [Turn("user", f"<image> {words}"), Turn("assistant", f"\n {words} {words}")]
+    again = [tokenizer.count([turns, turns[:2]]) for _ in range(2)]
+    assert len({*again[0], *again[1]}) == 1
+    assert again[0][0].num_tokens == len(tokenizer.encode([turns])[0].token_ids)
+
+
 @settings(max_examples=40)
 @given(turns=dialogues())
 def test_a_template_over_parts_gives_the_same_tokens(tmp_path_factory, tokenizer, turns):
