@@ -74,7 +74,7 @@ def _refuse_entries(value: Any, where: str, section: type, name: str) -> None:
 def _hints_of(section: type) -> tuple[dict[str, Any], type | None]:
     """The types of a section's keys, and the section that any other key of it holds, where it takes others."""
     hints = typing.get_type_hints(section)
-    # Of `plan.fixed` alone: modules stand beside the other keys.
+    # Of `plan.fixed` and `plan.today` alone: modules stand beside the other keys.
     mappings = [name for name, hint in hints.items() if typing.get_origin(hint) is dict and section is FixedPlan]
     others = [typing.get_args(hints.pop(name))[1] for name in mappings]
     return hints, others[0] if others else None
@@ -93,7 +93,7 @@ def _nested_section(hint: Any) -> tuple[type | None, bool]:
 
 def type_message(error: OmegaConfBaseException, values: Mapping[str, Any], where: str) -> str:
     """What to say of a value that OmegaConf refused."""
-    key = (getattr(error, "full_key", None) or "?").replace("plan.fixed.modules.", "plan.fixed.")
+    key = re.sub(r"^plan\.(fixed|today)\.modules\.", r"plan.\1.", getattr(error, "full_key", None) or "?")
     value: Any = values
     for name in key.replace("[", ".").replace("]", "").split("."):
         try:

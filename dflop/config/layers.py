@@ -38,16 +38,22 @@ def read_layer(layer: Layer) -> tuple[dict[str, Any], str]:
 
 
 def with_pins_by_module(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a layer with the grids that `plan.fixed` pins apart from its other keys, as `FixedPlan` has them."""
+    """The keys of a layer with the grids that `plan.fixed` and `plan.today` pin apart from their other keys, as
+    `FixedPlan` has them."""
     plan = values.get("plan")
-    fixed = plan.get("fixed") if isinstance(plan, Mapping) else None
-    if not isinstance(fixed, Mapping):
+    if not isinstance(plan, Mapping):
         return values
+    apart = {name: _by_module(pins) if name in ("fixed", "today") else pins for name, pins in plan.items()}
+    return {**values, "plan": apart}
+
+
+def _by_module(pins: Any) -> Any:
+    if not isinstance(pins, Mapping):
+        return pins
     keys = {item.name for item in dataclasses.fields(FixedPlan)} - {"modules"}
     # A pin of null is none: the defaults pin nothing that it could take away.
-    modules = {name: grid for name, grid in fixed.items() if name not in keys and grid is not None}
-    own = {name: value for name, value in fixed.items() if name in keys}
-    return {**values, "plan": {**plan, "fixed": {**own, "modules": modules}}}
+    modules = {name: grid for name, grid in pins.items() if name not in keys and grid is not None}
+    return {name: value for name, value in pins.items() if name in keys} | {"modules": modules}
 
 
 def _read(layer: Layer) -> tuple[dict[str, Any], str]:

@@ -128,7 +128,7 @@ class FixedGrid:
 
 @_section
 class FixedPlan:
-    """Pinned parts of the plan; null leaves one to the search.
+    """Pinned parts of a plan; null leaves one to the search.
 
     In a file each module's grid stands beside the other keys, under the module's name: `{placement: disjoint, vision:
     {tp: 1}}`. Which modules there are is the model's to say (`models.check_modules`).
@@ -148,6 +148,7 @@ class PlanConfig:
     shardings: list[str] = field(default_factory=lambda: ["optimizer", "parameters", "hybrid"])
     search_batches: Optional[int] = None
     fixed: Optional[FixedPlan] = None
+    today: Optional[FixedPlan] = None
 
 
 @_section

@@ -4,12 +4,14 @@ import math
 import re
 from typing import Any
 
-from dflop.config.schema import Config, SourceConfig
-from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.config.schema import Config, FixedPlan, SourceConfig
+from dflop.parallelism import MONOLITHIC, PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.runtime import UserError
 
 __all__ = ["SAMPLING", "SAMPLING_FORMS", "check_values"]
 
+# Keys that hold parts of a plan.
+_PINS = ("plan.fixed", "plan.today")
 # Keys with a closed list of values.
 _CHOICES: dict[str, tuple[str, ...]] = {
     "data.duplicate_ids": ("reject", "keep"),
@@ -20,9 +22,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "plan.placements": tuple(PLACEMENTS),
     "plan.schedules": tuple(SCHEDULES),
     "plan.shardings": tuple(SHARDINGS),
-    "plan.fixed.placement": tuple(PLACEMENTS),
-    "plan.fixed.*.sharding": tuple(SHARDINGS),
-    "plan.fixed.schedule": tuple(SCHEDULES),
+    **{f"{pins}.placement": tuple(PLACEMENTS) for pins in _PINS},
+    **{f"{pins}.*.sharding": tuple(SHARDINGS) for pins in _PINS},
+    **{f"{pins}.schedule": tuple(SCHEDULES) for pins in _PINS},
     "schedule.policy": ("random", "lpt", "search", "ilp"),
     "schedule.correction": ("off", "on", "auto"),
     "train.precision": ("fp32", "bf16", "fp64"),
@@ -47,8 +49,8 @@ _AT_LEAST_ONE = (
     "costs.tp_sizes",
     "costs.repeats",
     "plan.search_batches",
-    *("plan.fixed.*.tp", "plan.fixed.*.pp", "plan.fixed.*.dp"),
-    "plan.fixed.num_microbatches",
+    *(f"{pins}.*.{size}" for pins in _PINS for size in ("tp", "pp", "dp")),
+    *(f"{pins}.num_microbatches" for pins in _PINS),
     "schedule.lookahead_steps",
     "train.global_batch_size",
     "train.steps",
@@ -154,11 +156,12 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
 
 def _values_at(config: Config, key: str) -> list[tuple[str, Any]]:
     """The values at a dotted key: none where an optional section is null, several where it is a list; `*` stands for
-    every module that `plan.fixed` pins, or every name in `train.modules` and `slurm.stages`."""
+    every module that `plan.fixed` or `plan.today` pins, or every name in `train.modules` and `slurm.stages`."""
     if ".*." in key:
-        fixed, names = config.plan.fixed, key.partition(".*.")
+        names = key.partition(".*.")
         sections = {"train.modules": config.train.modules, "slurm.stages": config.slurm.stages}
-        named = sections.get(names[0], fixed.modules if fixed else {})
+        sections |= {name: pins.modules for name, pins in _pins(config).items()}
+        named = sections.get(names[0], {})
         found = [(f"{names[0]}.{name}.{names[2]}", getattr(own, names[2])) for name, own in named.items()]
         return [(name, value) for name, value in found if value is not None]
     value: Any = config
@@ -192,22 +195,33 @@ def _check_devices(config: Config) -> None:
             "LLM have devices of their own; set `cluster.devices_per_node` to at least 2 (on CPUs: processes), "
             "or use `plan.placements: [colocated]`"
         )
-    if fixed is None:
-        return
-    least_ranks = {"llm": 1} | {module: grid.least_ranks for module, grid in fixed.modules.items()}
+    for name, pins in _pins(config).items():
+        # Of today's layout what is not said is as frameworks do it, with modules on shared ranks.
+        own = [pins.placement or MONOLITHIC.name] if name == "plan.today" else placements
+        _check_pins(config, name, pins, own)
+
+
+def _pins(config: Config) -> dict[str, FixedPlan]:
+    both = dict(zip(_PINS, (config.plan.fixed, config.plan.today), strict=True))
+    return {name: pins for name, pins in both.items() if pins is not None}
+
+
+def _check_pins(config: Config, name: str, pins: FixedPlan, placements: list[str]) -> None:
+    cluster = config.cluster
+    least_ranks = {"llm": 1} | {module: grid.least_ranks for module, grid in pins.modules.items()}
     is_apart = not any(PLACEMENTS[name].shares_ranks for name in placements)
     # An encoder that nothing is said of needs one as well.
     needed = max(2, sum(least_ranks.values()), least_ranks["llm"] + 1) if is_apart else least_ranks["llm"]
     if needed > cluster.num_devices:
         own = " (each module its own)" if is_apart else ""
         raise UserError(
-            f"`plan.fixed` needs {needed} devices{own}, but `cluster` has {cluster.num_devices} "
+            f"`{name}` needs {needed} devices{own}, but `cluster` has {cluster.num_devices} "
             f"({cluster.num_nodes} x {cluster.devices_per_node}); "
             "ask for fewer ranks or raise `cluster.devices_per_node`"
         )
-    microbatches = fixed.num_microbatches
+    microbatches = pins.num_microbatches
     if microbatches and microbatches > config.train.global_batch_size:
         raise UserError(
-            f"`plan.fixed.num_microbatches` is {microbatches}, more than the {config.train.global_batch_size} samples "
+            f"`{name}.num_microbatches` is {microbatches}, more than the {config.train.global_batch_size} samples "
             "of `train.global_batch_size`; every microbatch needs at least one sample"
         )

@@ -2,6 +2,7 @@
 
 from dflop.planning.baselines import (
     PIPELINES,
+    TODAY,
     Baseline,
     plan_by_published_rule,
     price_baselines,
@@ -19,6 +20,7 @@ from dflop.planning.space import enumerate_space, plan_of
 
 __all__ = [
     "PIPELINES",
+    "TODAY",
     "Baseline",
     "Candidate",
     "GroupedBatches",

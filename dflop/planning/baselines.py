@@ -5,12 +5,14 @@
 - FSDP-style: every device computes the whole model on its own samples; parameters, gradients and moments are sharded
   over all of them, or inside each node where that is faster (`costs.sharded`). Batches are as they are drawn, grouped
   by length, or balanced as ours are; the best such plan of each that fits.
+- Today's layout, where `plan.today` names one, with batches as they are drawn. What it leaves open is as frameworks do
+  it: the encoder in the LLM's first stage, 1F1B, a sharded optimiser, and of all else the fastest that fits.
 - The published rule (DFLOP, arXiv 2603.25120): `(m + pp_v + pp_l - 1) * max(stage)` at mean shapes over disjoint grids,
   with balanced batches; of several encoders, the stages of all count. The plan of its least value is taken: what the
   rule itself asks for, whatever it accepts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,7 @@ from dflop.runtime import UserError
 
 __all__ = [
     "PIPELINES",
+    "TODAY",
     "Baseline",
     "plan_by_published_rule",
     "price_baselines",
@@ -41,19 +44,23 @@ __all__ = [
 
 # Megatron-style plans.
 PIPELINES = PlanConfig(placements=[MONOLITHIC.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
+TODAY = "today's layout, random batches (plan.today)"
+# Of the plans that `plan.today` leaves open, where none fits, so many are asked what they need.
+_MOST_NEEDS = 64
 # How FSDP-style training groups its batches, in code and in words.
 _GROUPINGS = (("random", "random"), ("by_length", "length-grouped"), ("balanced", "balanced"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """One way to train without our planner; `plan` is None where nothing of the kind fits into memory."""
+    """One way to train without our planner; `plan` is None where it cannot be, which `why_not` says."""
 
     name: str
     plan: Plan | None
     steps_s: tuple[float, ...]
     idle: float
     memory_bytes: float
+    why_not: str = "nothing of the kind fits into memory"
 
     @property
     def step_s(self) -> float:
@@ -62,7 +69,7 @@ class Baseline:
     def beside(self, best: Candidate) -> dict[str, object]:
         """What `plan.yaml` says of it, beside the chosen plan; `over_batches` is how far batches are apart in that."""
         if self.plan is None:
-            return {"name": self.name, "why_not": "nothing of the kind fits into memory"}
+            return {"name": self.name, "why_not": self.why_not}
         ratios = np.divide(self.steps_s, best.steps_s)
         return {
             "name": self.name,
@@ -82,13 +89,51 @@ def read_baselines(plan: Path) -> dict[str, str]:
 
 
 def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Baseline]:
-    """All of them, on the batches that plans are priced on; `plan.fixed` does not bind them."""
+    """All of them, on the batches that plans are priced on; `plan.fixed` does not bind them.
+
+    Raises:
+        UserError: when no plan for the devices is as `plan.today` says.
+    """
     batches = GroupedBatches(config, spec, costs, samples)
     return [
+        *([_todays_layout(config, spec, costs, samples, batches)] if config.plan.today else []),
         _published_rule(config, spec, costs, batches),
         _megatron_style(config, spec, costs, samples),
         *(_fsdp_style(config, spec, costs, samples, *how) for how in _GROUPINGS),
     ]
+
+
+def _todays_layout(
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, batches: GroupedBatches
+) -> Baseline:
+    """What a user trains with today; one that does not fit is said to not fit, with the bytes that it needs."""
+    today = config.plan.today
+    within = replace(PIPELINES, fixed=replace(today, placement=today.placement or MONOLITHIC.name))
+    rows = enumerate_space(config, spec, costs.tp_sizes, {}, within, "plan.today")
+    try:
+        found = search_plans(config, spec, costs, samples, grouping="random", within=within, splits_evenly=True)
+    except UserError:  # the space is not empty, so nothing in it fits
+        plan, needed_bytes = _nearest(rows, config, spec, costs, batches)
+        why_not = (
+            f"does not fit: {plan} needs {needed_bytes / 2**30:.3g} GiB a device ({needed_bytes:,.0f} bytes) of "
+            f"`cluster.memory_gib` = {config.cluster.memory_gib:.4g}"
+        )
+        return replace(_nothing(TODAY), memory_bytes=needed_bytes, why_not=why_not)
+    return _as_baseline(TODAY, found.candidates[0])
+
+
+def _nearest(
+    rows: pl.DataFrame, config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches
+) -> tuple[Plan, float]:
+    """Of the rows, the plan that needs least memory, and its bytes; of many, those of most microbatches are asked."""
+    needs = []
+    fullest = rows.sort("num_microbatches", "checkpointing", descending=True, maintain_order=True)
+    for row in fullest.head(_MOST_NEEDS).iter_rows(named=True):
+        pricer = PlanPricer(plan_of(row, {}), config, spec, costs, batches, "random")
+        each = (max(pricer.memory_bytes(batch).values()) for batch in range(len(batches)))
+        needs.append((max(pricer.alone_bytes(), *each), pricer.plan))
+    needed_bytes, plan = min(needs, key=lambda need: need[0])
+    return plan, needed_bytes
 
 
 def _megatron_style(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Baseline:

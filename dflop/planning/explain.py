@@ -7,7 +7,7 @@ import yaml
 
 from dflop.config import Config
 from dflop.costs import CostModel
-from dflop.planning.baselines import Baseline
+from dflop.planning.baselines import TODAY, Baseline
 from dflop.planning.candidate import Candidate
 from dflop.planning.loading import LoadingNeed
 from dflop.planning.search import SearchResult, more_than
@@ -126,6 +126,8 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
     for baseline in baselines:
         if baseline.plan is None:
             lines.append(f"    nothing fits     {baseline.name}")
+            if baseline.name == TODAY:
+                lines.append(f"{'':42}{baseline.why_not}")
         else:
             lines.append(
                 f"    {baseline.step_s:.3f} s {baseline.step_s / best.step_s:5.2f}x {baseline.idle:6.1%}  "

@@ -49,10 +49,11 @@ def enumerate_space(
     tp_sizes: Mapping[str, Sequence[int]],
     splits: Splits,
     within: PlanConfig | None = None,
+    pins_are: str = "plan.fixed",
 ) -> pl.DataFrame:
     """All layouts that use every device, `within` other limits than those of `config.plan` if given.
 
-    `tp_sizes` are those that costs are known for.
+    `tp_sizes` are those that costs are known for; `pins_are` the key of the config whose pins `within` has.
 
     Up to 64 devices any number of them may go to an encoder; of more, a multiple of a 64th. Several encoders on more
     than 16 devices get 1, 2, 3, 4, 6, 8, 12, … of these each, one stage, and one sharding for all of them, but for
@@ -60,13 +61,13 @@ def enumerate_space(
     sample.
 
     Raises:
-        UserError: when the devices, the global batch and `plan.fixed` leave nothing.
+        UserError: when the devices, the global batch and the pins leave nothing.
     """
     within = within or config.plan
-    check_modules(spec, within.fixed.modules if within.fixed else (), "plan.fixed")
+    check_modules(spec, within.fixed.modules if within.fixed else (), pins_are)
     rows = _rows(config, spec, tp_sizes, splits, within)
     if rows.is_empty():
-        raise UserError(_why_nothing(config, within, spec, tp_sizes))
+        raise UserError(_why_nothing(config, within, spec, tp_sizes, pins_are))
     return rows
 
 
@@ -308,11 +309,13 @@ def _checkpointing(fixed: FixedPlan) -> pl.DataFrame:
     return pl.DataFrame({"checkpointing": [False, True] if fixed.checkpointing is None else [fixed.checkpointing]})
 
 
-def _why_nothing(config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]]) -> str:
+def _why_nothing(
+    config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], pins_are: str
+) -> str:
     cluster, fixed = config.cluster, within.fixed
     what = f"no plan uses all {cluster.num_devices} devices of `cluster`"
     if fixed:
-        what += f" with `plan.fixed` ({', '.join(pins_of(fixed))})"
+        what += f" with `{pins_are}` ({', '.join(pins_of(fixed))})"
     known = ", ".join(f"{module} {'/'.join(map(str, sizes))}" for module, sizes in tp_sizes.items())
     what += (
         f": placements {', '.join(_placements(within, spec))}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
@@ -324,7 +327,7 @@ def _why_nothing(config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: 
             for pin, without in _without_each(fixed).items()
         }
         ways = [f"without {pin} there are {number:,} plans" for pin, number in left.items() if number]
-        return f"{what}; loosen `plan.fixed`: {', '.join(ways) or 'more than one pin is to blame'}"
+        return f"{what}; loosen `{pins_are}`: {', '.join(ways) or 'more than one pin is to blame'}"
     alone = [name for name in within.placements if not PLACEMENTS[name].shares_ranks]
     if cluster.num_devices == 1 and alone == within.placements:
         return f"{what}; {' and '.join(alone)} modules need at least 2 devices"

@@ -66,6 +66,7 @@ def leaf_keys(section: type, prefix: str = "") -> list[str]:
         ({"plan": {"fixed": {"num_microbatch": 2}}}, "`plan.fixed.num_microbatch`", "did you mean `plan.fixed.num_mic"),
         ({"plan": {"fixed": {"modules": 2}}}, "`plan.fixed.modules`", "known here: placement, num_microbatches"),
         ({"plan": {"fixed": {"llm": {"ranks": 2}}}}, "`plan.fixed.llm.ranks`", "known here: tp, pp, dp"),
+        ({"plan": {"today": {"llm": {"ranks": 2}}}}, "`plan.today.llm.ranks`", "known here: tp, pp, dp"),
         (
             {"data": {"sources": [{"path": "a.json"}, {"pth": "b.json"}]}},
             "`data.sources[1].pth`",
@@ -97,6 +98,7 @@ def test_an_unknown_key_is_reported_with_the_file_that_holds_it(tmp_path):
         ("train.lr", {"a": 1}, "a number"),
         ("plan.fixed.checkpointing", "maybe", "true or false"),
         ("plan.fixed.vision.tp", "x", "a whole number"),
+        ("plan.today.vision.tp", "x", "a whole number"),
         ("run", ["a"], "a text"),
         ("model.path", ["a"], "a text"),
         ("model.freeze", "vision", "a list"),
@@ -128,6 +130,7 @@ def test_null_where_something_must_stand_says_so(key, wanted):
         ("train.steps", 0, "at least 1"),
         ("data.max_llm_tokens", -5, "at least 1"),
         ("plan.fixed.llm.dp", 0, "at least 1"),
+        ("plan.today.llm.dp", 0, "at least 1"),
         ("train.lr", 0.0, "above 0"),
         ("train.lr", float("nan"), "above 0"),
         ("train.lr", float("inf"), "above 0 and finite"),
@@ -182,6 +185,7 @@ def test_a_source_without_a_path_is_refused():
         ("schedule.policy", "lptt", "random, lpt, search, ilp"),
         ("plan.fixed.schedule", "zb", "gpipe, interleaved_1f1b, 1f1b, zb_h1"),
         ("plan.fixed.placement", "apart", "bubble_filled, colocated, disjoint, monolithic"),
+        ("plan.today.placement", "apart", "bubble_filled, colocated, disjoint, monolithic"),
         ("train.precision", "fp8", "fp32, bf16, fp64"),
         ("cluster.device", "tpu", "cpu, cuda"),
     ],
@@ -235,6 +239,17 @@ def test_a_fixed_plan_may_not_need_more_devices_than_there_are():
     assert "`plan.fixed` needs 6 devices (each module its own)" in message
     assert "`cluster` has 4 (1 x 4)" in message
     load_config({"plan": {"fixed": fixed}, "cluster": {"num_nodes": 3, "devices_per_node": 2}})
+
+
+def test_todays_layout_may_not_need_more_devices_than_there_are():
+    cluster = {"cluster": {"devices_per_node": 4}}
+    load_config({"plan": {"today": {"vision": {"tp": 2, "dp": 2}, "llm": {"tp": 2, "dp": 2}}}, **cluster})
+    message = refusal({"plan": {"today": {"llm": {"tp": 2, "dp": 4}}}, **cluster})
+    assert "`plan.today` needs 8 devices, but `cluster` has 4" in message
+    apart = {"placement": "disjoint", "vision": {"dp": 1}, "llm": {"dp": 4}}
+    assert "`plan.today` needs 5 devices (each module its own)" in refusal({"plan": {"today": apart}, **cluster})
+    many = {"num_microbatches": 99}
+    assert "`plan.today.num_microbatches` is 99, more than the" in refusal({"plan": {"today": many}})
 
 
 def test_modules_that_may_share_devices_need_no_more_than_the_llm():

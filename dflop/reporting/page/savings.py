@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflop.config import ClusterConfig
+from dflop.planning import TODAY
 from dflop.reporting.run import Run, TrainedRun
 from dflop.reporting.schedules import PreviewPrices
 
@@ -114,6 +115,10 @@ def _finding(others: tuple[Other, ...], source: str) -> str:
         return "Nothing that others would run fits into memory"
     nearest, furthest = able[0], able[-1]
     of_costs = "" if source == "measured" else f" (from {source} costs)"
+    for own in able:
+        if own.name == TODAY:
+            so_less = ", so less" if own.ratio < 1 else ""
+            return f"Predicted{of_costs}: today's layout would take {own.ratio:.2f}x as long as this plan{so_less}"
     if nearest.ratio < 1:
         return f"Predicted{of_costs}: {_short(nearest)} would take {nearest.ratio:.2f}x as long as this plan, so less"
     finding = f"Predicted{of_costs}: without this plan a step takes {nearest.ratio:.2f}x as long ({_short(nearest)})"

@@ -33,6 +33,7 @@ def make_config(
     schedules: Sequence[str] = ALL_SCHEDULES,
     shardings: Sequence[str] = ALL_SHARDINGS,
     fixed: dict | None = None,
+    today: dict | None = None,
     search_batches: int = 3,
     freeze: Sequence[str] = (),
     memory_gib: float = 64.0,
@@ -55,6 +56,7 @@ def make_config(
                 "shardings": list(shardings),
                 "search_batches": search_batches,
                 "fixed": fixed,
+                "today": today,
             },
         }
     )

@@ -6,9 +6,10 @@ from spaces import bent_costs, make_config, price_all, uneven_samples
 
 from dflop.config import PlanConfig
 from dflop.costs import Loads, StageKind
-from dflop.planning import PlanPricer, enumerate_space, plan_of, price_baselines, search_plans
+from dflop.planning import TODAY, PlanPricer, enumerate_space, plan_of, price_baselines, search_plans
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import loads_of
+from dflop.runtime import UserError
 
 RULE, MEGATRON, FSDP = "published rule", "monolithic, random batches", "every device the whole model, random batches"
 BY_LENGTH, BALANCED = (FSDP.replace("random", how) for how in ("length-grouped", "balanced"))
@@ -152,6 +153,59 @@ def test_a_baseline_that_fits_stays_within_memory(price, costs, samples):
     assert all(own.memory_bytes <= limit for own in tight.values() if own.plan)
     assert tight[MEGATRON].plan
     assert tight[MEGATRON].step_s > roomy[MEGATRON].step_s
+
+
+@pytest.fixture
+def price_today(tiny_spec, costs, samples):
+    """What is said of a layout of today's; of a batch of eight on four devices."""
+
+    def run(today: dict, **cluster):
+        config = make_config(4, 8, today=today, **cluster)
+        first, *others = price_baselines(config, tiny_spec, costs, samples)
+        assert first.name == TODAY
+        assert TODAY not in [own.name for own in others]
+        return first
+
+    return run
+
+
+def test_todays_layout_is_priced_as_it_stands_with_random_batches(price_today, tiny_spec, costs, samples):
+    today = {"placement": "disjoint", "vision": {"dp": 2}, "llm": {"pp": 2, "dp": 1}, "num_microbatches": 4}
+    own = price_today(today | {"schedule": "gpipe", "checkpointing": True})
+    assert str(own.plan) == "disjoint: vision tp1 pp1 dp2 + llm tp1 pp2 dp1, 4 microbatches, gpipe, checkpointing"
+    config = make_config(4, 8)
+    batches = GroupedBatches(config, tiny_spec, costs, samples)
+    pricer = PlanPricer(own.plan, config, tiny_spec, costs, batches, "random")
+    assert own.steps_s == pytest.approx([pricer.step_s(batch) for batch in range(len(batches))], rel=1e-9)
+
+
+def test_what_todays_layout_leaves_open_is_the_fastest_of_the_usual_kind(price_today, price, costs, samples):
+    assert price_today({"num_microbatches": None}).plan == price(make_config(4, 8), costs, samples)[MEGATRON].plan
+    sharded = price_today({"llm": {"pp": 1, "sharding": "parameters"}}).plan
+    assert (sharded.placement, sharded.grid("llm").sharding) == ("monolithic", "parameters")
+
+
+def test_todays_layout_that_does_not_fit_is_said_to_with_its_bytes(price_today):
+    layout = {"placement": "disjoint", "vision": {"dp": 2}, "llm": {"dp": 2}, "num_microbatches": 2}
+    needed_bytes = price_today(layout | {"checkpointing": False}).memory_bytes
+    little = price_today(layout | {"checkpointing": False}, memory_gib=0.9 * needed_bytes / 2**30)
+    assert little.plan is None
+    assert little.memory_bytes == pytest.approx(needed_bytes)
+    assert f"llm tp1 pp1 dp2, 2 microbatches, 1f1b needs {needed_bytes / 2**30:.3g} GiB" in little.why_not
+    assert f"({needed_bytes:,.0f} bytes)" in little.why_not
+
+
+@pytest.mark.parametrize(
+    ("today", "message"),
+    [
+        ({"sound": {"tp": 1}}, "`plan.today.sound` is of no module of"),
+        ({"llm": {"dp": 2, "pp": 1}}, r"no plan uses all 4 devices of `cluster` with `plan.today` \(.*llm dp=2"),
+        ({"llm": {"tp": 4}}, "loosen `plan.today`: without llm tp=4 there are"),
+    ],
+)
+def test_todays_layout_that_cannot_be_is_refused(price_today, today, message):
+    with pytest.raises(UserError, match=message):
+        price_today(today)
 
 
 def test_pins_do_not_bind_baselines_and_few_samples_do_not_fail_them(price, costs, samples):

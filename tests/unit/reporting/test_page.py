@@ -9,6 +9,8 @@ import yaml
 from browser import LAPTOP, PHONE, SCHEMES, browser, find_chromium, overflow
 from reported_runs import SMALL, SUMMARY, make_run, report_of
 
+from dflop.planning import TODAY
+
 SECTIONS = ["data", "costs", "plan", "memory", "step", "training", "time", "savings", "made"]
 
 
@@ -78,6 +80,21 @@ def test_savings_are_predicted_ratios_of_measured_hours_with_their_range(usual):
     assert "a rule nothing of the kind fits into memory" in said
     assert "Set cluster.gpu_hour_cost to see money" in said
     assert "Megatron-style instead predicted 1.50x as long" in words(page)
+
+
+def test_todays_layout_comes_first_in_what_is_saved(usual, tmp_path):
+    folder = shutil.copytree(usual.folder, tmp_path / "run")
+    plan = yaml.safe_load((folder / "plan.yaml").read_text())
+    plan["baselines"].insert(0, plan["baselines"][0] | {"name": TODAY, "step_s": 0.6})
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
+    said = words_of(page_of(report_of(folder, SMALL, gpu_hour_cost=2.5)), "savings")
+    assert "today's layout would take 1.20x as long as this plan" in said
+    assert f"{TODAY} monolithic: all 0.600 s 1.20x" in said
+    plan["baselines"][0] = {"name": TODAY, "why_not": "does not fit: it needs 90 GiB a device"}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
+    said = words_of(page_of(report_of(folder, SMALL)), "savings")
+    assert f"{TODAY} does not fit: it needs 90 GiB a device" in said
+    assert "without this plan a step takes 1.50x as long" in said
 
 
 def test_money_is_hours_times_what_an_hour_costs(usual, tmp_path):
