@@ -9,7 +9,7 @@ from dflop.costs.fit import fit_costs
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
 from dflop.costs.memory import Resident, StageMemory, resident_bytes, resident_parts, sync_bytes
-from dflop.costs.model import CostModel
+from dflop.costs.model import NO_WORKING_BYTES, CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
 from dflop.costs.stage_kind import PARTS, StageKind, stage_kinds
 from dflop.models.loads import Loads
@@ -23,6 +23,7 @@ BEYOND_MEASURED = (
 
 __all__ = [
     "BEYOND_MEASURED",
+    "NO_WORKING_BYTES",
     "PARTS",
     "AnalyticPoints",
     "CostModel",

@@ -75,8 +75,10 @@ def points_of_work(work: ModuleWork, module: str, tp: int, device: DeviceModel) 
         for piece, depth, checkpointing in _PIECES:
             layer_s = depth * (seconds["layer"] + checkpointing * again_s)
             saved = depth * (work.input_bytes(loads) if checkpointing else kept["layer"])
-            # One layer at a time is computed again in full.
-            transient = kept["layer"] if checkpointing else nothing
+            # One layer at a time is computed again in full, and goes back.
+            transient = work.layer.most_passing_bytes(loads) + (kept["layer"] if checkpointing else nothing)
+            if piece in ("first", "last"):
+                transient = nothing
             if piece == "whole" and module == "llm":
                 transient = np.maximum(transient - kept["last"], 0.0)  # the head has given that up by then
             if piece in ("last", "whole"):

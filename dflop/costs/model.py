@@ -4,7 +4,7 @@ A stage is made of parts (`StageKind`). Every part's time and memory never fall 
 Methods raise `UserError` when there are no costs of a stage's module at its tp.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 
 import numpy as np
@@ -14,10 +14,12 @@ from dflop.costs.memory import StageMemory, memory_of_parts
 from dflop.costs.stage_kind import PARTS, StageKind
 from dflop.models.loads import FEATURES, Coefficients, Loads
 
-__all__ = ["CostModel"]
+__all__ = ["NO_WORKING_BYTES", "CostModel"]
 
 # Parts whose costs are others when their layers are recomputed in the backward pass.
 _CHECKPOINTED = ("stage", "layer")
+# Where replicas share no parameters.
+NO_WORKING_BYTES = dict.fromkeys(PARTS, 0.0)
 
 
 class CostModel(FittedCosts):
@@ -85,9 +87,11 @@ class CostModel(FittedCosts):
             {part: self.times[*key, direction] for part, key in keys.items()} for direction in ("forward", "backward")
         )
 
-    def stage_memory(self, kind: StageKind, loads: Loads) -> StageMemory:
-        """Bytes of each microbatch."""
-        kept, passing = self._memory_of_parts(kind)
+    def stage_memory(
+        self, kind: StageKind, loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
+    ) -> StageMemory:
+        """Bytes of each microbatch; `working_bytes` are needed on top while a part is at work."""
+        kept, passing = self._memory_of_parts(kind, working_bytes)
         total, each = memory_of_parts(
             kind,
             {part: form(loads) for part, form in kept.items()},
@@ -95,12 +99,14 @@ class CostModel(FittedCosts):
         )
         return StageMemory(total, reduce(np.maximum, each, 0.0))
 
-    def stage_memory_forms(self, kind: StageKind) -> tuple[np.ndarray, np.ndarray]:
+    def stage_memory_forms(
+        self, kind: StageKind, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
+    ) -> tuple[np.ndarray, np.ndarray]:
         """`stage_memory` of a microbatch as linear forms: a constant, and bytes a unit of each of `FEATURES`.
 
         Activations are one form [5], the transient is the largest of several [num_forms, 5].
         """
-        kept, passing = self._memory_of_parts(kind)
+        kept, passing = self._memory_of_parts(kind, working_bytes)
         total, each = memory_of_parts(
             kind,
             {part: form.lines[0] for part, form in kept.items()},
@@ -113,13 +119,15 @@ class CostModel(FittedCosts):
         self.require(kind.module, kind.tp)
         return kind.total({part: self.parameter_bytes[kind.module, kind.tp, part] for part, _ in kind.parts})
 
-    def _memory_of_parts(self, kind: StageKind) -> tuple[dict[str, Coefficients], dict[str, Coefficients]]:
+    def _memory_of_parts(
+        self, kind: StageKind, working_bytes: Mapping[str, float]
+    ) -> tuple[dict[str, Coefficients], dict[str, Coefficients]]:
         """What each part keeps of a microbatch, and what it needs on top while it computes."""
         self.require(kind.module, kind.tp)
         keys = {part: _key(kind.module, kind.tp, part, kind.checkpointing) for part, _ in kind.parts}
         return (
             {part: self.activations[key] for part, key in keys.items()},
-            {part: self.transients[key] for part, key in keys.items()},
+            {part: self.transients[key].raised_by(working_bytes[part]) for part, key in keys.items()},
         )
 
 

@@ -111,10 +111,30 @@ def _grouped(units: list[tuple[str, float | np.ndarray]]) -> list[PassTerm]:
     return terms
 
 
-def working_bytes(parameter_bytes: Mapping[str, float], *, value_bytes: int, is_frozen: bool) -> float:
-    """What a pass needs beside its activations: the largest unit as it is gathered and the one on its way; in backward
-    that unit's gradients, too, as they are computed and as they are summed, in fp32 at least."""
-    counts = {part: parameter_bytes[part] / 4 for part in _UNITS}
-    largest = max(counts.values())
-    gathered = value_bytes * (largest + counts["layer"])
-    return gathered if is_frozen else gathered + (value_bytes + max(4, value_bytes)) * largest
+def working_bytes(
+    module: str, parameter_bytes: Mapping[str, float], *, value_bytes: int, is_frozen: bool
+) -> dict[str, float]:
+    """What passes need beside their activations, while each of `PARTS` is at work: under `stage` what does not lie
+    beside the workspace of any other.
+
+    A layer's backward has it and the layer before it gathered, its gradients as they are computed, and those of the
+    unit behind it on their way into the shards, in fp32 at least. When a unit's backward is done it is let go, and its
+    gradients are there in both forms. An LLM's embedding and head are units of their own where they are two
+    (`Stage.units`); what else stands at a module's ends stays gathered from forward to backward.
+    """
+    layer, first, last = (parameter_bytes[part] / 4 for part in ("layer", "first", "last"))
+    are_units = module == "llm" and last >= first
+    kept = 0.0 if are_units else first + last
+    behind = last if are_units else 0.0
+    held_bytes = max(4, value_bytes)
+    gathered = value_bytes * (kept + layer + max(layer, behind))
+    if is_frozen:
+        return {"stage": gathered, "layer": gathered, "first": value_bytes * first, "last": value_bytes * last}
+    gradients = value_bytes * (layer + (0.0 if are_units else last)) + held_bytes * max(layer, behind)
+    ends = max(first, last) if are_units else kept
+    return {
+        "stage": max(gathered, (value_bytes + held_bytes) * ends),
+        "layer": value_bytes * (kept + 2 * layer) + gradients,
+        "first": value_bytes * (kept or first),
+        "last": value_bytes * (kept or last),
+    }

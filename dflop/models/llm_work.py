@@ -68,8 +68,8 @@ def _embedding(hidden: int, vocabulary: float, num_deepstack: int) -> PartWork:
         matmul_bytes=coefficients(),
         pointwise_bytes=coefficients(num_tokens=12.0 * hidden * (1 + num_deepstack)),
         reduced_bytes=(coefficients(num_tokens=2.0 * hidden), coefficients()),
-        # Ids, and features as if every token came from an encoder.
-        saved_bytes=coefficients(num_tokens=16.0 + 2.0 * hidden * (1 + num_deepstack)),
+        # Ids; features are held as they came (`pricing.edge_bytes`).
+        saved_bytes=coefficients(num_tokens=16.0),
         size=coefficients(),
         num_parameters=vocabulary * hidden,
         num_matrix_parameters=0.0,

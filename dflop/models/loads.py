@@ -85,6 +85,10 @@ class Coefficients:
         hinges = tuple(Hinge(load, at, factor * slope) for load, at, slope in self.hinges)
         return Coefficients(factor * self.const, tuple(factor * value for value in self.per_load), hinges)
 
+    def raised_by(self, const: float) -> "Coefficients":
+        """The same function, and a number more."""
+        return Coefficients(self.const + const, self.per_load, self.hinges)
+
     @property
     def lines(self) -> np.ndarray:
         """The linear functions whose largest this is, [1 + num_hinges, 1 + num_features]: constants, and units of each

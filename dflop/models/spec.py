@@ -131,7 +131,12 @@ class ModelSpec:
     def feature_size(self) -> int:
         """How wide the features are that encoders give for a token: what the embedding has, and for each layer that
         takes further ones as much again."""
-        return self.module("llm").hidden_size * (1 + self.num_deepstack)
+        return self.hidden_size_before(0)
+
+    def hidden_size_before(self, layer: int) -> int:
+        """How wide the hidden states of a token are that come to a layer of the LLM, with the further features that
+        wait for it or for a later one: before the first layer `feature_size`."""
+        return self.module("llm").hidden_size * (1 + max(0, self.num_deepstack - layer))
 
     @property
     def media(self) -> tuple[str, ...]:

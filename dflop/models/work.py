@@ -6,8 +6,8 @@ encoder; a family calls them with its own widths, or counts for itself.
 
 Counted is what `dflop profile-costs` would see with `train.precision: bf16` on a GPU: Hugging Face's layers in eager
 PyTorch, weights and residual stream in bf16, norms and the loss in fp32 inside, FlashAttention on packed segments. Not
-counted: the optimiser, gradient sync, workspace inside a pass other than the head's, and the kernels' padding. Backward
-does twice the matrix products of forward.
+counted: the optimiser, gradient sync, workspace inside a pass other than the MLP's and the head's, and the kernels'
+padding. Backward does twice the matrix products of forward.
 
 The same is counted for layers whose pointwise operations are fused (`IMPLEMENTATIONS`): a norm with the sum before it,
 the rotary positions of queries and keys, and the gated activation are one kernel each. What these keep for backward are
@@ -31,6 +31,7 @@ __all__ = ["IMPLEMENTATIONS", "Layer", "ModuleWork", "PartWork", "coefficients",
 # Each pointwise operation is a kernel of its own (`eager`); those of layers are fused, as torch.compile does it
 # (`compiled`); those of layers and of the loss are, as in Megatron (`fused`).
 IMPLEMENTATIONS = ("eager", "compiled", "fused")
+_NOTHING = Coefficients(0.0, (0.0,) * len(FEATURES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +41,9 @@ class PartWork:
     `square_flops` is attention over the whole square of every segment, which is what torch's FlopCounterMode
     counts; the variable-length kernels skip the half above the diagonal where the module is `causal`.
     `num_matrix_parameters` are those that products read. The most of `passing_bytes` lives for a moment beside what is
-    saved. `reduced_bytes` go through all-reduces, in forward and in backward. `size` is what the speed of matrix
-    products depends on. `fused` is the same part with fused pointwise operations, None where these change nothing.
+    saved; `put_off_bytes` are kept of a layer whose matrices' gradients are put off. `reduced_bytes` go through
+    all-reduces, in forward and in backward. `size` is what the speed of matrix products depends on. `fused` is the same
+    part with fused pointwise operations, None where these change nothing.
     """
 
     dense_flops: Coefficients
@@ -56,6 +58,7 @@ class PartWork:
     num_matrix_parameters: float
     num_kernels: int
     passing_bytes: tuple[Coefficients, ...] = ()
+    put_off_bytes: Coefficients = _NOTHING
     fused: "PartWork | None" = None
 
     def most_passing_bytes(self, loads: Loads) -> np.ndarray:
@@ -154,6 +157,29 @@ class Layer:
         mlp = (6 if self.gated else 4) * self.inner
         return norms + inputs + scales + (attention + mlp) / tp
 
+    def put_off_bytes(self, tp: int) -> float:
+        """What the gradients of the matrices are made from, in bf16: their inputs, which those that read the same one
+        share, and the gradients of what they give."""
+        inputs = 2 * self.hidden + (self.query + self.inner) / tp
+        gradients = 2 * self.hidden + (self.qkv + self.num_ups * self.inner) / tp
+        return 2.0 * (inputs + gradients)
+
+    def passing_bytes(self, tp: int, *, is_fused: bool = False) -> tuple[tuple[float, float], ...]:
+        """What backward holds at most beside what is saved, a constant and bytes a position.
+
+        The gradient of the layer's output is there throughout. At the MLP's last matrix come the gradient of its input
+        and its own, in bf16; at a gated product those of both factors, when that input has been given up. A
+        root-mean-square norm of several kernels makes the gradients of its steps in fp32, 16 bytes, beside that of what
+        it gives; by then the MLP has given up what it kept, and what the norm gave is gone."""
+        inner = 2.0 * self.inner / tp
+        at_matrix = 2.0 * self.hidden * self.inner / tp, 2.0 * self.hidden + inner
+        forms = [at_matrix]
+        if self.gated:
+            forms.append((0.0, 2.0 * self.hidden + 2.0 * inner))
+        if self.rms_norm and not is_fused:
+            forms.append((0.0, 18.0 * self.hidden - (8 if self.gated else 4) * self.inner / tp))
+        return tuple(forms)
+
     def matmul_bytes(self, tp: int) -> float:
         """Operands and results of the products and of attention, in bf16."""
         whole = (5 + self.num_ups) * self.hidden
@@ -182,6 +208,9 @@ class Layer:
         def per_load(count: float) -> Coefficients:
             return coefficients(**{load: positions * count})
 
+        def passing(forms: tuple[tuple[float, float], ...]) -> tuple[Coefficients, ...]:
+            return tuple(coefficients(const, **{load: positions * count}) for const, count in forms)
+
         matrices = self.num_matrix_parameters(tp)
         reduced_bytes = per_load(2 * 2.0 * self.hidden)
         eager = PartWork(
@@ -196,11 +225,14 @@ class Layer:
             num_parameters=self.num_parameters(tp),
             num_matrix_parameters=matrices,
             num_kernels=num_kernels,
+            put_off_bytes=per_load(self.put_off_bytes(tp)),
+            passing_bytes=passing(self.passing_bytes(tp)),
         )
         fused = replace(
             eager,
             pointwise_bytes=per_load(self.fused_pointwise_bytes(tp)),
             saved_bytes=per_load(self.fused_saved_bytes(tp)),
+            passing_bytes=passing(self.passing_bytes(tp, is_fused=True)),
             # The matrices, attention, two norms, rotary positions and the activation.
             num_kernels=min(num_kernels, 5 + self.num_ups + 2 + self.rotary),
         )

@@ -20,7 +20,6 @@ from dflop.pipeline.walk import (
     PARTS,
     SPAN,
     SPLIT_BACKWARD,
-    WHOLE_BACKWARD,
     Messages,
     walk,
 )
@@ -121,14 +120,18 @@ def simulate_step_s(plan: CompiledPlan, times: StageTimes) -> float | np.ndarray
     return step_s if times.forward_s.ndim == 3 else float(step_s[0])
 
 
-def peak_bytes(plan: CompiledPlan, activation_bytes: np.ndarray, transient_bytes: np.ndarray) -> np.ndarray:
+def peak_bytes(
+    plan: CompiledPlan, activation_bytes: np.ndarray, transient_bytes: np.ndarray, put_off: np.ndarray | None = None
+) -> np.ndarray:
     """The most that each worker holds at a time for microbatches in flight, [num_workers], on each of its ranks.
 
     Both arrays are [num_nodes, num_microbatches]: what a microbatch keeps from its forward to the end of its
-    backward (to its weight part, where that is apart), and what comes on top while it is computed. Only the order
-    matters, not how long anything takes.
+    backward, and what comes on top while it is computed. Where the weights' part of the backward is apart, `put_off`
+    [num_stages] is the share of the first that is kept until then, by default all of it. Only the order matters, not
+    how long anything takes.
     """
-    return peak_bytes_of(plan.order, plan.stages, activation_bytes, transient_bytes, plan.num_workers)
+    shares = np.ones(len(plan.stages)) if put_off is None else put_off
+    return peak_bytes_of(plan.order, plan.stages, activation_bytes, transient_bytes, shares, plan.num_workers)
 
 
 def _by_node(plan: CompiledPlan, cells: np.ndarray) -> np.ndarray:
@@ -277,14 +280,16 @@ def per_worker(stages, values, num_workers):
 
 
 @kernel
-def peak_bytes_of(order, stages, kept, transient, num_workers):
+def peak_bytes_of(order, stages, kept, transient, put_off, num_workers):
     """`peak_bytes` for kernels: `order` and `stages` as in `CompiledPlan`."""
     held, peak = np.zeros(num_workers), np.zeros(num_workers)
     for item in range(len(order)):
         which, stage, microbatch, part = order[item]
         kind = stages[stage, KIND]
-        # What ends here: the whole backward or its last part; a forward that no backward follows.
-        is_end = which == (FORWARD if kind == NO_BACKWARD else BACKWARD if kind == WHOLE_BACKWARD else WEIGHT)
+        # The share that is let go here, behind a backward or a part of it, or a forward that no backward follows.
+        freed = 1.0 if which == (FORWARD if kind == NO_BACKWARD else BACKWARD) else 0.0
+        if kind == SPLIT_BACKWARD and which != FORWARD:
+            freed = put_off[stage] if which == WEIGHT else 1.0 - put_off[stage]
         num_replicas = stages[stage, DP] // stages[stage, PARTS]
         for replica in range(part * num_replicas, (part + 1) * num_replicas):
             node = stages[stage, FIRST_NODE] + replica
@@ -293,6 +298,5 @@ def peak_bytes_of(order, stages, kept, transient, num_workers):
                 if which == FORWARD:
                     held[worker] += kept[node, microbatch]
                 peak[worker] = max(peak[worker], held[worker] + transient[node, microbatch])
-                if is_end:
-                    held[worker] -= kept[node, microbatch]
+                held[worker] -= freed * kept[node, microbatch]
     return peak

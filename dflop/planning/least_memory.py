@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflop.costs import PARTS, CostModel, resident_bytes, stage_kinds, working_bytes
+from dflop.costs import NO_WORKING_BYTES, PARTS, CostModel, resident_bytes, stage_kinds, working_bytes
 from dflop.costs.forms import line_at
 from dflop.models import ModelSpec
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
@@ -138,23 +138,27 @@ class LeastMemory:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each stage its parameters' bytes [num_stages], and the forms (`CostModel.stage_memory_forms`) of what a
         microbatch keeps [num_stages, 5] and of what comes on top [num_stages, num_forms, 5]."""
-        num_stages = len(layers)
+        num_stages, working = len(layers), NO_WORKING_BYTES
+        if gathers:
+            sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
+            how = {"value_bytes": self._value_bytes, "is_frozen": module in self._frozen}
+            working = working_bytes(module, sizes, **how)
         parameters, kept = np.zeros(num_stages), np.zeros((num_stages, 5))
         of_stages = []
         asked = {}  # stages of as many layers between the ends are alike
         for stage, kind in enumerate(stage_kinds(module, tp, layers, checkpointing=checkpointing)):
             if kind not in asked:
-                asked[kind] = self._costs.stage_parameter_bytes(kind), *self._costs.stage_memory_forms(kind)
+                forms = self._costs.stage_memory_forms(kind, working)
+                asked[kind] = self._costs.stage_parameter_bytes(kind), *forms
             parameters[stage], kept[stage], forms = asked[kind]
             of_stages.append(forms)
             if num_stages > 1:
-                kept[stage, 2] += 2.0 * self._token_bytes  # what comes over an edge and goes back
+                # What came in, which layers that are recomputed keep anyway, and what went out.
+                num_held = (stage == 0 or not checkpointing) + (stage < num_stages - 1)
+                kept[stage, 2] += num_held * self._token_bytes
         passing = np.zeros((num_stages, max(map(len, of_stages)), 5))
         for stage, forms in enumerate(of_stages):
             passing[stage, : len(forms)] = forms
-        if gathers:
-            sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
-            passing[:, :, 0] += working_bytes(sizes, value_bytes=self._value_bytes, is_frozen=module in self._frozen)
         return parameters, kept, passing
 
     def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from dflop.costs import Loads
 from dflop.parallelism import PLACEMENTS
 from dflop.pipeline import CompiledPlan, peak_bytes
 from dflop.pricing.assignment import Cells
+from dflop.pricing.edge_bytes import EdgeBytes
 from dflop.pricing.stage_costs import StageCosts
 from dflop.runtime import UserError
 
@@ -28,9 +29,8 @@ class PlanMemory:
     """Bytes of one plan's devices."""
 
     def __init__(
-        self, stage_costs: StageCosts, compiled: CompiledPlan, cluster: ClusterConfig, edge_bytes: Mapping[str, int]
+        self, stage_costs: StageCosts, compiled: CompiledPlan, cluster: ClusterConfig, edge_bytes: EdgeBytes
     ) -> None:
-        """`edge_bytes` are of one of each module's `edge_tokens`."""
         self._stage_costs, self._compiled, self._cluster = stage_costs, compiled, cluster
         self._plan, self._costs, self._edge_bytes = stage_costs.plan, stage_costs.costs, edge_bytes
 
@@ -51,16 +51,16 @@ class PlanMemory:
     def of_modules(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, float]:
         """Predicted peak of each module's fullest rank in this order of the plan. Where modules share ranks, a rank
         holds both, and counts for both."""
-        held = self.held_bytes(self.resident_bytes + _peak_bytes(self.of_stages(cells), order))
+        held = self.held_bytes(self.resident_bytes + self.peak_bytes(cells, order))
         return {grid.module: float(held[self._workers(grid.module)].max()) for grid in self._plan.grids}
 
     def fullest(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> float:
         """Bytes of the fullest device, whose microbatches need so much (`of_stages`), in this order of the plan."""
-        return float(self.held_bytes(self.resident_bytes + _peak_bytes(of_stages, order)).max())
+        return float(self.held_bytes(self.resident_bytes + self._peak_bytes(of_stages, order)).max())
 
     def peak_bytes(self, cells: Mapping[str, Cells], order: CompiledPlan) -> np.ndarray:
         """Of microbatches alone, the most that each worker's ranks hold in this order of the plan, [num_workers]."""
-        return _peak_bytes(self.of_stages(cells), order)
+        return self._peak_bytes(self.of_stages(cells), order)
 
     @cached_property
     def resident_bytes(self) -> np.ndarray:
@@ -75,18 +75,20 @@ class PlanMemory:
         """Of each stage what a microbatch with such loads keeps until its backward, and what comes on top while it is
         computed; arrays shaped as the cells'.
 
-        An edge's tokens are held as they came or wait to leave, once forward and once backward.
+        What came over an edge, or went, is held as well (`EdgeBytes.held`).
         """
         of_stages = []
         for grid in self._plan.grids:
-            at_edges = 2.0 * cells[grid.module].edge_tokens * self._edge_bytes[grid.module]
             goes_back = self._stage_costs.has_backward(grid.module)
             of_kind = {}
-            for memory in self._stage_costs.memories(grid.module, cells[grid.module].loads):
-                if id(memory) not in of_kind:
+            memories = self._stage_costs.memories(grid.module, cells[grid.module].loads)
+            for memory, token_bytes in zip(memories, self._edge_bytes.held[grid.module].tolist(), strict=True):
+                key = id(memory), token_bytes
+                if key not in of_kind:
+                    at_edges = cells[grid.module].edge_tokens * token_bytes
                     kept = at_edges + (memory.activation_bytes if goes_back else 0.0)
-                    of_kind[id(memory)] = kept, memory.transient_bytes
-                of_stages.append(of_kind[id(memory)])
+                    of_kind[key] = kept, memory.transient_bytes
+                of_stages.append(of_kind[key])
         return of_stages
 
     def max_bucket_tokens(
@@ -104,7 +106,7 @@ class PlanMemory:
         own = self._workers("llm")
         room = self.require_room()
         nothing, much = (
-            _peak_bytes(self.of_stages(self._alike(tokens, items_per_token or {}, target_share)), self._compiled)[own]
+            self.peak_bytes(self._alike(tokens, items_per_token or {}, target_share), self._compiled)[own]
             for tokens in (0.0, 1000.0)
         )
         room = room - self.resident_bytes[own] - nothing
@@ -144,13 +146,12 @@ class PlanMemory:
             cells[grid.module] = Cells(loads, full if has_bridges else nothing)
         return cells
 
+    def _peak_bytes(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> np.ndarray:
+        """What each worker's ranks hold of microbatches at most, [num_workers]."""
+        kept, transient = zip(*of_stages, strict=True)
+        return peak_bytes(order, np.concatenate(kept), np.concatenate(transient), self._stage_costs.put_off)
+
     def _workers(self, module: str) -> slice:
         """The workers that carry a module: they lie side by side, those of its first stage first."""
         own = [stage for stage in self._stage_costs.stages if stage.module == module]
         return slice(own[0].first_worker, max(stage.first_worker + stage.dp * stage.span for stage in own))
-
-
-def _peak_bytes(of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> np.ndarray:
-    """What each worker's ranks hold of microbatches at most, [num_workers]."""
-    kept, transient = zip(*of_stages, strict=True)
-    return peak_bytes(order, np.concatenate(kept), np.concatenate(transient))

@@ -31,6 +31,7 @@ from dflop.pipeline import (
 from dflop.pricing.assignment import Assignment, Cells, cells_of, deal_media
 from dflop.pricing.batch_problem import least_step_s, pose_problem
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
+from dflop.pricing.edge_bytes import edge_bytes_of
 from dflop.pricing.memory import PlanMemory
 from dflop.pricing.stage_costs import StageCosts
 from dflop.pricing.transfers import Transfers
@@ -65,9 +66,7 @@ class Pricer:
         self.compiled = compile_plan(plan, frozen)
         self._with_slots = lru_cache(maxsize=16)(lambda slots: compile_plan(plan, frozen, self._unpacked(slots)))
         self.feature_bytes = spec.feature_size * BYTES_PER_VALUE[precision]
-        self.edge_bytes = dict.fromkeys((grid.module for grid in plan.grids), self.feature_bytes)
-        if plan.num_stages("llm") > 1:
-            self.edge_bytes["llm"] = spec.module("llm").hidden_size * BYTES_PER_VALUE[precision]
+        self.edge_bytes = edge_bytes_of(plan, spec, BYTES_PER_VALUE[precision])
         self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.edge_bytes)
         self.stages = self.stage_costs.stages
 
@@ -161,13 +160,12 @@ class Pricer:
 
     def _times(self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells]) -> StageTimes:
         forward_s, backward_s = self.stage_costs.stage_times({name: own.loads for name, own in cells.items()})
-        sent_bytes = {module: own.edge_tokens * self.edge_bytes[module] for module, own in cells.items()}
         splits = SCHEDULES[self.plan.schedule].splits_backward
         return StageTimes(
             forward_s=forward_s,
             backward_s=backward_s,
             weight_s=WEIGHT_SHARE * backward_s * self.trains[:, None] if splits else None,
-            chain_s=self.transfers.chain_s(sent_bytes),
+            chain_s=self.transfers.chain_s({name: own.edge_tokens for name, own in cells.items()}, self.edge_bytes),
             bridges=self.transfers.bridges(
                 assignment.encoder_rank,
                 assignment.llm_dp_rank,

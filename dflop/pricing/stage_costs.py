@@ -6,11 +6,13 @@ parameters is one stage, and its passes are those of `costs.sharded`.
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from dflop.costs import (
+    NO_WORKING_BYTES,
     PARTS,
     CostModel,
     Link,
@@ -27,11 +29,13 @@ from dflop.costs import (
     working_bytes,
 )
 from dflop.data import SampleShapes
-from dflop.models import ModelSpec
+from dflop.models import ModelSpec, count_work
 from dflop.models.loads import Coefficients
-from dflop.parallelism import Plan
+from dflop.parallelism import Grid, Plan
 from dflop.pipeline import StageReplicas, has_backward, stages_of
+from dflop.pipeline.orders import splits_backward
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
+from dflop.runtime import UserError
 
 __all__ = ["StageCosts", "TimeForm", "loads_of"]
 
@@ -85,14 +89,18 @@ class StageCosts:
             self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
         # Of the modules whose replicas share parameters, forward and backward, and what a pass works with.
         self._sharded: dict[str, tuple[ShardedPass, ShardedPass]] = {}
-        self._working_bytes: dict[str, float] = {}
+        self._working_bytes = {grid.module: NO_WORKING_BYTES for grid in plan.grids}
         for module, link in sharing_links.items():
             sizes = {part: costs.parameter_bytes[module, plan.grid(module).tp, part] for part in PARTS}
             how = {"value_bytes": value_bytes, "is_frozen": module in self.frozen}
             moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
             num_layers = self._kinds[module][0].num_layers
             self._sharded[module] = sharded_passes(num_layers, moving, is_hidden=is_hidden)
-            self._working_bytes[module] = working_bytes(sizes, **how)
+            self._working_bytes[module] = working_bytes(module, sizes, **how)
+        self._put_off = {
+            grid.module: _put_off_share(spec, grid, value_bytes) if splits_backward(plan, grid.module) else 1.0
+            for grid in plan.grids
+        }
 
     def corrected(self, corrections: Corrections) -> "StageCosts":
         """The same stages, with these corrections and no others."""
@@ -156,19 +164,18 @@ class StageCosts:
     def memories(self, module: str, loads: Loads) -> list[StageMemory]:
         """Of each of the module's stages, without gradients and what the optimiser holds; those of one kind share one
         object."""
-        memories = [self.costs.stage_memory(kind, loads) for kind in self._kinds[module]]
-        if module in self._sharded:
-            (memory,) = memories
-            memories = [memory._replace(transient_bytes=memory.transient_bytes + self._working_bytes[module])]
+        memories = [self.costs.stage_memory(kind, loads, self._working_bytes[module]) for kind in self._kinds[module]]
         return self._of_stages(module, memories)
 
     def memory_forms(self, stage: StageReplicas) -> tuple[np.ndarray, np.ndarray]:
         """What `memories` gives, as linear functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
-        kept, passing = self.costs.stage_memory_forms(self.kind(stage))
-        if stage.module in self._sharded:
-            passing = passing.copy()
-            passing[:, 0] += self._working_bytes[stage.module]
-        return kept, passing
+        return self.costs.stage_memory_forms(self.kind(stage), self._working_bytes[stage.module])
+
+    @cached_property
+    def put_off(self) -> np.ndarray:
+        """Of what each stage keeps of a microbatch, the share that it keeps on from the input part of a backward that
+        is split to the weights' part, [num_stages]."""
+        return np.array([self._put_off[stage.module] for stage in self.stages])
 
     def parameter_bytes(self, stage: StageReplicas) -> float:
         return self.costs.stage_parameter_bytes(self.kind(stage))
@@ -218,3 +225,15 @@ class StageCosts:
     def _of_stages(self, module: str, of_kinds: Sequence[T]) -> list[T]:
         """What is known of each kind of stage, for each of the module's stages in order."""
         return [of_kinds[place] for place in self._places[module]]
+
+
+def _put_off_share(spec: ModelSpec, grid: Grid, value_bytes: int) -> float:
+    """By what a layer of the module keeps and what its matrices' gradients are made from, both in bf16 and eager, as
+    layers are whose backward is split. Wider values keep more of it, and of some layers nothing is known: all."""
+    if value_bytes != 2:
+        return 1.0
+    try:
+        layer = count_work(spec, grid.module, grid.tp).layer
+    except UserError:
+        return 1.0
+    return sum(layer.put_off_bytes.per_load) / sum(layer.saved_bytes.per_load)

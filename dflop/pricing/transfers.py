@@ -1,6 +1,7 @@
 """What moves between ranks in a step, and how long it takes: hidden states, features over bridges, gradient sums."""
 
 import itertools
+from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from dflop.config import ClusterConfig
 from dflop.costs import Link, LinkModel
 from dflop.parallelism import PLACEMENTS, Plan
 from dflop.pipeline import Bridges, StageReplicas, stages_of
+from dflop.pricing.edge_bytes import EdgeBytes
 
 __all__ = ["TransferForms", "Transfers", "find_link"]
 
@@ -31,19 +33,22 @@ class Transfers:
         self.plan, self._links, self._cluster = plan, links, cluster
         self._stages = stages_of(plan)
 
-    def chain_s(self, num_bytes: dict[str, np.ndarray]) -> np.ndarray:
+    def chain_s(self, edge_tokens: Mapping[str, np.ndarray], edge_bytes: EdgeBytes) -> np.ndarray:
         """What it takes to the module's next stage, 0 without one, [num_nodes, num_microbatches].
 
-        Given are each module's bytes, [dp, num_microbatches].
+        Given are each module's tokens, [dp, num_microbatches].
         """
         seconds = []
-        for module, own in num_bytes.items():
-            intra_s, inter_s = (
-                find_link(self._links, self._cluster, "p2p", is_intra).seconds(own) for is_intra in (True, False)
-            )
-            for stays in self._stays_in_node[module]:
-                seconds.append(np.where(stays[:, None], intra_s, inter_s))
-            seconds.append(np.zeros_like(own))
+        for module, tokens in edge_tokens.items():
+            of_size = {}
+            for stays, size in zip(self._stays_in_node[module], edge_bytes.onward[module].tolist(), strict=False):
+                if size not in of_size:  # many boundaries are alike
+                    of_size[size] = [
+                        find_link(self._links, self._cluster, "p2p", is_intra).seconds(tokens * size)
+                        for is_intra in (True, False)
+                    ]
+                seconds.append(np.where(stays[:, None], *of_size[size]))
+            seconds.append(np.zeros(np.shape(tokens)))
         return np.concatenate(seconds)
 
     @cached_property

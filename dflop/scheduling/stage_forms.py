@@ -50,6 +50,7 @@ def stage_forms(pricer: Pricer) -> StageForms:
     forward_terms, backward_terms = (pack_terms([own.terms for own in of_pass]) for of_pass in forms)
     gathers = any(grid.gathers for grid in plan.grids)
     links, corrections = pricer.transfers.forms(), pricer.corrections
+    onward = pricer.edge_bytes.onward
     num_stages = [plan.num_stages(grid.module) for grid in plan.grids]
     return StageForms(
         stages=pricer.compiled.stages,
@@ -63,7 +64,7 @@ def stage_forms(pricer: Pricer) -> StageForms:
         factors=np.stack([corrections.table(grid.module) for grid in plan.grids]) if corrections.factors else None,
         weight_share=WEIGHT_SHARE * pricer.trains * SCHEDULES[plan.schedule].splits_backward,
         chain_latency_s=links.chain_latency_s,
-        chain_token_s=links.chain_byte_s * np.array([pricer.edge_bytes[node.module] for node in pricer.nodes]),
+        chain_token_s=links.chain_byte_s * np.array([onward[own.module][own.pp_stage] for own in pricer.nodes]),
         bridge_latency_s=links.bridge_latency_s,
         bridge_token_s=links.bridge_byte_s * pricer.feature_bytes,
         num_parts=int(pricer.compiled.stages[:, PARTS].max()),

@@ -19,7 +19,8 @@ class StepMemory(NamedTuple):
     order: np.ndarray  # as in `CompiledPlan`
     kept: np.ndarray  # [num_stages, 5]: a constant, and bytes a unit of each load
     passing: np.ndarray  # [num_stages, num_forms, 5]: the largest counts
-    edge_bytes: np.ndarray  # [num_stages], of a token that comes over an edge, and of its gradient
+    edge_bytes: np.ndarray  # [num_stages], of a token at an edge (`EdgeBytes.held`)
+    put_off: np.ndarray  # [num_stages], `StageCosts.put_off`
     room_bytes: np.ndarray  # [num_workers], beside what is resident
     kept_bytes: np.ndarray  # [num_nodes, num_microbatches], written by `excess_bytes`
     passing_bytes: np.ndarray
@@ -41,7 +42,8 @@ def step_memory(pricer: Pricer) -> StepMemory:
         order=compiled.order,
         kept=np.array(kept),
         passing=padded,
-        edge_bytes=np.array([2.0 * pricer.edge_bytes[stage.module] for stage in pricer.stages]),
+        edge_bytes=np.array([pricer.edge_bytes.held[stage.module][stage.pp_stage] for stage in pricer.stages]),
+        put_off=pricer.stage_costs.put_off,
         room_bytes=pricer.memory.tensor_limit_bytes - pricer.memory.resident_bytes,
         kept_bytes=np.zeros(cells),
         passing_bytes=np.zeros(cells),
@@ -74,7 +76,9 @@ def excess_bytes(memory, forms, state):
                 at_edges = memory.edge_bytes[stage] * tokens
                 memory.kept_bytes[node, microbatch] = line_at(memory.kept[stage], loads) + at_edges
                 memory.passing_bytes[node, microbatch] = passing
-    held = peak_bytes_of(memory.order, stages, memory.kept_bytes, memory.passing_bytes, len(memory.room_bytes))
+    held = peak_bytes_of(
+        memory.order, stages, memory.kept_bytes, memory.passing_bytes, memory.put_off, len(memory.room_bytes)
+    )
     held -= memory.room_bytes
     fullest = held.argmax()
     return held[fullest], fullest

@@ -87,8 +87,19 @@ def test_a_rank_holds_its_share_and_while_it_computes_the_units_at_hand():
     assert resident_bytes(400.0, 8, num_shards=8, **trained) == 4 * 400 / 8
     assert resident_bytes(400.0, 8, num_shards=4, **trained) == 4 * 400 / 4  # each node has a copy of it all
     assert resident_bytes(400.0, 8, num_shards=8, value_bytes=4, is_frozen=True) == 50
-    sizes = {"stage": 0.0, "first": 400.0, "layer": 40.0, "last": 4.0}
-    assert working_bytes(sizes, value_bytes=2, is_frozen=True) == 2 * (100 + 10)
-    # Beside the gathered units the gradients of the largest one, in bf16 as computed and in fp32 as summed.
-    assert working_bytes(sizes, value_bytes=2, is_frozen=False) == 2 * (100 + 10) + 6 * 100
-    assert working_bytes(sizes, value_bytes=4, is_frozen=False) == 4 * (100 + 10) + 8 * 100
+
+
+def test_passes_need_the_units_at_hand_and_the_gradients_on_their_way():
+    def of(module: str, last: float, **how) -> dict[str, float]:
+        sizes = {"stage": 0.0, "first": 400.0, "layer": 40.0, "last": last}
+        return working_bytes(module, sizes, **{"value_bytes": 2, "is_frozen": False} | how)
+
+    # An embedding of 100 values and a head of 101 are units of their own beside layers of 10.
+    assert of("llm", 404.0) == {"stage": 6 * 101, "layer": 2 * 3 * 10 + 4 * 101, "first": 2 * 100, "last": 2 * 101}
+    assert of("llm", 404.0, value_bytes=4)["stage"] == 8 * 101
+    assert of("llm", 404.0, is_frozen=True)["layer"] == 2 * (10 + 101)
+    # A tied embedding stays gathered from forward to backward, as what stands at an encoder's ends does.
+    assert of("llm", 4.0) == of("vision", 4.0)
+    assert of("llm", 4.0)["stage"] == 6 * 101
+    assert of("llm", 4.0)["layer"] == 2 * (101 + 3 * 10 + 1) + 4 * 10
+    assert of("llm", 4.0)["first"] == of("llm", 4.0)["last"] == 2 * 101

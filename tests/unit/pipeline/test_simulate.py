@@ -394,6 +394,15 @@ def test_1f1b_holds_a_pipelines_depth_and_gpipe_all_microbatches():
     assert peak_bytes(compile_plan(llm_alone(4, 12, "gpipe")), ones, nothing).tolist() == [12] * 4
 
 
+def test_between_the_parts_of_a_backward_a_share_of_what_a_microbatch_keeps_is_held():
+    compiled, ones, nothing = compile_plan(llm_alone(4, 12, "zb_h1")), np.ones((4, 12)), np.zeros((4, 12))
+    held = [peak_bytes(compiled, ones, nothing, np.full(4, share)).tolist() for share in (1.0, 0.5, 0.0)]
+    # The stage at this place puts off as many weights' parts, and the others are as many as with 1F1B.
+    assert held == [[4, 4, 4, 4], [4, 3.5, 3, 2.5], [4, 3, 2, 1]]
+    plain = compile_plan(llm_alone(4, 12))
+    assert peak_bytes(plain, ones, nothing, np.full(4, 0.5)).tolist() == [4, 3, 2, 1]
+
+
 def test_a_plan_of_thousands_of_ranks_compiles_without_looking_at_each():
     """The order is of stages, however many replicas they have."""
     few, many = (

@@ -45,6 +45,12 @@ PLANS = {
         grids=(Grid(module="vision", num_ranks=4, **SHARED), Grid(module="llm", num_ranks=4, tp=2, **SHARED)),
         num_microbatches=2,
     ),
+    "weights' gradients put off": Plan(
+        placement="disjoint",
+        grids=(Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=2, pp=2, rank_offset=1)),
+        num_microbatches=4,
+        schedule="zb_h1",
+    ),
     "tensor parallelism, recomputing": Plan(
         placement="disjoint",
         grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, tp=2, rank_offset=2)),

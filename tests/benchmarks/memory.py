@@ -1,0 +1,146 @@
+"""What ranks of plans hold by the memory model, beside what `dflop check-plan` finds on tensors without values.
+
+    python tests/benchmarks/memory.py [--only NAME ...]
+
+Eight plans of a 7B model and of a 78B one (6B + 72B), which differ in what memory depends on: placement, tensor and
+pipeline parallelism, schedule, checkpointing and sharding. Of each the rank that is predicted to hold most is checked,
+and the fullest of each of its modules' first and last stages; one rank stands for all that carry the same stages.
+Four pictures of 768 pixels and 2,048 tokens of text go through each microbatch. No memory and no GPU is needed; a rank
+takes half a minute to three. A table is printed as Markdown and `results/benchmarks/memory.json` written, which holds
+what earlier calls with `--only` found as well.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import polars as pl
+
+from dflop.config import load_config
+from dflop.config.schema import Config
+from dflop.costs import CostModel
+from dflop.costs.analytic import analytic_points
+from dflop.costs.fit import fit_model, median_points
+from dflop.models import load_model_spec
+from dflop.parallelism import Grid, Plan
+from dflop.pricing import MEMORY_CATEGORIES
+from dflop.runtime.devices import load_device
+from dflop.training.plan_check import CheckedRank, MadeUpLoad, check_rank
+
+REPOSITORY = Path(__file__).parents[2]
+LOAD = MadeUpLoad(num_pictures=4, picture_side=768, text_tokens=2048)
+DEVICE = "h100-80g"
+FAMILIES = {"llava_ov_7b": "llava_onevision", "internvl_78b": "internvl"}
+# Of activations; everything else is exact.
+MOST_OFF = 0.05
+SHARED = {"sharding": "parameters"}
+
+
+def plan(placement: str, vision: Grid, llm: Grid, num_microbatches: int, **how) -> Plan:
+    return Plan(placement=placement, grids=(vision, llm), num_microbatches=num_microbatches, **how)
+
+
+def vision(num_ranks: int, **how) -> Grid:
+    return Grid(module="vision", num_ranks=num_ranks, **how)
+
+
+def llm(num_ranks: int, **how) -> Grid:
+    return Grid(module="llm", num_ranks=num_ranks, **how)
+
+
+PLANS = {
+    "7b-shared": ("llava_ov_7b", plan("colocated", vision(8, **SHARED), llm(8, **SHARED), 2)),
+    "7b-monolithic": ("llava_ov_7b", plan("monolithic", vision(4, tp=2), llm(8, tp=2, pp=2), 4, checkpointing=True)),
+    "7b-zero-bubble": (
+        "llava_ov_7b",
+        plan("disjoint", vision(2), llm(8, tp=2, pp=4, rank_offset=2), 8, schedule="zb_h1"),
+    ),
+    "7b-interleaved": (
+        "llava_ov_7b",
+        plan("colocated", vision(8), llm(8, tp=2, pp=2), 4, schedule="interleaved_1f1b", num_chunks=2),
+    ),
+    "7b-filled": ("llava_ov_7b", plan("bubble_filled", vision(8), llm(8, tp=2, pp=4), 8)),
+    "78b-shared": ("internvl_78b", plan("colocated", vision(32, **SHARED), llm(32, **SHARED), 2, checkpointing=True)),
+    "78b-disjoint": (
+        "internvl_78b",
+        plan("disjoint", vision(8, **SHARED), llm(32, tp=8, pp=4, rank_offset=8), 8, checkpointing=True),
+    ),
+    "78b-zero-bubble": (
+        "internvl_78b",
+        plan("disjoint", vision(8, pp=2), llm(64, tp=8, pp=8, rank_offset=8), 8, schedule="zb_h1"),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=PLANS, default=list(PLANS), help="some of the plans")
+    arguments = parser.parse_args()
+    out = REPOSITORY / "results/benchmarks/memory.json"
+    found = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+    print("| plan | rank | GiB | " + " | ".join(MEMORY_CATEGORIES) + " |")
+    print("|---" * (3 + len(MEMORY_CATEGORIES)) + "|")
+    for name in arguments.only:
+        found[name] = []
+        for checked, seconds in checked_ranks(*PLANS[name]):
+            found[name].append(
+                {"rank": checked.rank, "nodes": list(map(str, checked.nodes)), "predicted": checked.predicted}
+                | {"tracked": checked.tracked, "seconds": seconds}
+            )
+            print_rank(name, checked)
+    off = max(
+        abs(rank["predicted"]["activations"] / rank["tracked"]["activations"] - 1)
+        for ranks in found.values()
+        for rank in ranks
+    )
+    print(f"\nactivations are off by {off:.1%} at most (target {MOST_OFF:.0%})")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def checked_ranks(preset: str, plan: Plan) -> Iterator[tuple[CheckedRank, float]]:
+    costs = costs_of(preset, tuple((own.module, own.tp) for own in plan.grids))
+    for rank in ranks_that_differ(plan):
+        started = time.perf_counter()
+        yield check_rank(config_of(preset), plan, costs, LOAD, rank), time.perf_counter() - started
+
+
+def config_of(preset: str) -> Config:
+    return load_config(
+        {
+            "model": {"family": FAMILIES[preset], "preset": preset},
+            "cluster": {"device_model": DEVICE, "devices_per_node": 8},
+            "costs": {"source": "analytic"},
+            "train": {"precision": "bf16"},
+        }
+    )
+
+
+def ranks_that_differ(plan: Plan) -> list[int]:
+    """The first rank of each module's first and last pipeline rank."""
+    return sorted({grid.first_rank(place, 0) for grid in plan.grids for place in {0, grid.pp - 1}})
+
+
+@lru_cache
+def costs_of(preset: str, tp_sizes: tuple[tuple[str, int], ...]) -> CostModel:
+    spec, device = load_model_spec(config_of(preset).model), load_device(DEVICE)
+    points = [analytic_points(spec, module, tp, device) for module, tp in tp_sizes]
+    measurements = median_points(pl.concat([own.measurements for own in points]))
+    return fit_model(measurements, pl.concat([own.parameters for own in points]), "analytic")
+
+
+def print_rank(name: str, checked: CheckedRank) -> None:
+    held = " + ".join(f"{node.module} {node.pp_stage}" for node in checked.nodes)
+    for what, of in (("predicted", checked.predicted), ("tracked", checked.tracked)):
+        cells = [f"{of[category] / 2**30:.2f}" for category in MEMORY_CATEGORIES]
+        print(f"| {name} | {checked.rank}: {held} | {what} | " + " | ".join(cells) + " |", flush=True)
+    both = [(checked.predicted[category], checked.tracked[category]) for category in MEMORY_CATEGORIES]
+    ratios = [f"{predicted / tracked:.3f}" if tracked else "" for predicted, tracked in both]
+    print("| | | ratio | " + " | ".join(ratios) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
