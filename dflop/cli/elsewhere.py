@@ -51,7 +51,7 @@ def from_manifest(function: Callable) -> Callable:
                 raise UserError("--model goes with --manifest; elsewhere `model.path` of the config says it")
             function(run=run, configs=configs, **given)
             return
-        folder = _make_run(run or manifest.name.partition(".")[0], manifest, model, configs)
+        folder = _make_run(run, manifest, model, configs)
         given |= {name: given[name] or folder / file for name, file in _WRITTEN.items()} | {"explain": True}
         function(run=str(folder), configs=(), **given)
         _report(folder)
@@ -78,14 +78,18 @@ def print_in_words_of(framework: str, plan: Any, spec: Any, global_batch_size: i
     click.echo("\n" + emit(framework, plan, spec, global_batch_size).to_text(framework, plan))
 
 
-def _make_run(name: str, manifest: Path, model: Path | None, configs: tuple[str, ...]) -> Path:
+def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tuple[str, ...]) -> Path:
     """Shapes, analytic costs and the config of a run; returns its folder."""
     import yaml
 
     from dflop.config import load_config, select_keys
 
-    layers: list[Any] = [_DEFAULTS, {"run": name, "data": {"sources": [_source(manifest)]}}]
-    config = load_config(*layers, *([_of_model(model)] if model else []), *configs)
+    sources = {"data": {"sources": [_source(manifest)]}}
+    layers: list[Any] = [_DEFAULTS, {"run": manifest.name.partition(".")[0]}, sources]
+    layers += [*([_of_model(model)] if model else []), *configs, *([{"run": run}] if run else [])]
+    config = load_config(*layers)
+    if str(manifest) not in [source.path for source in config.data.sources]:  # a config of a run has its own
+        config = load_config(*layers, sources)
     if config.costs.source != "analytic":
         raise UserError("`costs.source` is not 'analytic': costs are measured by the workflow, on the device")
     folder = Path("results") / config.run

@@ -26,5 +26,6 @@ def init_command(folder: Path) -> None:
         "  snakemake --cores 2 --configfile config/examples/own_data_cpu.yaml           "
         "# your data; put your paths into it first\n"
         "  snakemake --profile slurm --configfile config/examples/slurm_one_node.yaml   "
-        "# on a Slurm cluster; needs dflop[slurm]"
+        "# on a Slurm cluster; needs dflop[slurm]\n"
+        "  config/examples/slurm_eight_nodes.yaml is a cluster of 64 GPUs, with what you train with today beside it"
     )

@@ -68,10 +68,11 @@ def test_snakemake_lists_and_runs_the_demos_jobs_where_only_the_wheel_is(install
     assert "steps: 50" in (started / "results/demo/config.yaml").read_text()
 
 
-def test_the_slurm_profile_is_found_by_its_name_with_an_empty_home(installed, started, tmp_path):
+@pytest.mark.parametrize("example", ["plan_without_gpus", "slurm_one_node", "slurm_eight_nodes"])
+def test_the_slurm_profile_is_found_by_its_name_with_an_empty_home(installed, started, tmp_path, example):
     listed = run(
-        *("snakemake", "--profile", "slurm", "-n", "--configfile", "config/examples/plan_without_gpus.yaml"),
-        *("--config", "data.sources=[{path: results/demo-data/train.json}]"),
+        *("snakemake", "--profile", "slurm", "-n", "--configfile", f"config/examples/{example}.yaml"),
+        *("--config", "data.sources=[{path: results/demo-data/train.json}]", "model.path=null"),
         cwd=started,
         PYTHONPATH=str(installed),
         HOME=str(tmp_path),

@@ -8,8 +8,10 @@ import yaml
 
 from dflop.cli import cli
 from dflop.models.llava_onevision.presets import PRESETS
+from dflop.planning import TODAY
 from dflop.runtime import UserError
 
+EIGHT_NODES = Path(__file__).parents[3] / "config/examples/slurm_eight_nodes.yaml"
 SMALL = ("cluster.devices_per_node=2", "costs.tp_sizes=[1]", "train.global_batch_size=8", "plan.search_batches=2")
 
 
@@ -53,6 +55,27 @@ def test_a_manifest_and_a_config_are_enough_for_a_plan_and_its_page(planned):
     assert "Costs are analytic: computed from the model&#39;s structure and the data sheet of h100-80g" in page
     assert "Not trained yet; predicted from analytic costs, it is: " in page
     assert "how far these analytic costs are off is not known" in page
+
+
+def test_the_example_of_eight_nodes_says_what_it_saves_beside_todays_layout(tmp_path, monkeypatch, capsys):
+    turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A picture."}]
+    records = [
+        {"id": str(number), "image": f"{number}.jpg", "width": 100 + number, "height": 300, "conversations": turns}
+        for number in range(600)
+    ]
+    monkeypatch.chdir(tmp_path)
+    Path("train.json").write_text(json.dumps(records))
+    options = ("costs.source=analytic", "model={path: null, preset: llava_ov_7b}", "plan.search_batches=2")
+    given = [part for option in (str(EIGHT_NODES), *options) for part in ("--config", option)]
+    cli.main(["plan", "what-if", "--manifest", "train.json", *given], standalone_mode=False)
+    said = yaml.safe_load(Path("results/what-if/plan.yaml").read_text())
+    today = said["baselines"][0]
+    assert today["name"] == TODAY
+    assert today["plan"].endswith("vision tp2 pp1 dp32 + llm tp2 pp1 dp32, 8 microbatches, 1f1b, checkpointing")
+    assert f"{today['step_s']:.3f} s" in capsys.readouterr().out
+    page = Path("results/what-if/report/index.html").read_text()
+    assert "today&#39;s layout would take" in page
+    assert "at 2.50 an hour" in page
 
 
 def test_what_was_made_is_a_run_like_any_other(planned, monkeypatch, capsys):
