@@ -19,6 +19,9 @@ import polars as pl
 import pytest
 import yaml
 
+from dflop.data.demo import make_demo_data
+from dflop.runtime import start_folder
+
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(1500)]
 
 NUM_STEPS = 24
@@ -34,6 +37,18 @@ CONFIG = {
         "memory_gib": 3,
         "stages": {"profile_shapes": {"cpus": 2, "memory_gib": 1}, "search_plan": {"cpus": 2, "memory_gib": 2}},
     },
+}
+
+
+# In a folder of one's own, for GPUs that are not there.
+WHAT_IF = {
+    "run": "mine",
+    "data": {"sources": [{"path": "data/train.json"}]},
+    "cluster": {"num_nodes": 2, "devices_per_node": 2, "device_model": "h100-80g"},
+    "costs": {"source": "analytic"},
+    "plan": {"search_batches": 1, "today": {"llm": {"tp": 1, "pp": 1, "dp": 4}}},
+    "train": {"precision": "bf16", "global_batch_size": 8},
+    "slurm": CONFIG["slurm"],
 }
 
 
@@ -195,3 +210,18 @@ def test_a_partition_that_is_not_there_is_one_line(finished, clone, cluster):
     assert len(said) == 1, run.lines
     assert "invalid partition" in said[0]
     assert len(run.lines) < 15, run.lines
+
+
+def test_a_folder_that_init_began_is_planned_by_the_clusters_jobs(cluster, tmp_path):
+    folder = tmp_path / "mine"
+    start_folder(folder)
+    (folder / "home").mkdir()
+    make_demo_data(folder / "data", num_records=60)
+    (folder / "mine.yaml").write_text(yaml.safe_dump(WHAT_IF))
+    before = len(cluster.ended_jobs())
+    run = Run(folder, cluster, "results/mine/plan.yaml", "--configfile", "mine.yaml")
+    assert run.end(300) == 0, "\n".join(run.lines)
+    plan = yaml.safe_load((folder / "results/mine/plan.yaml").read_text())
+    assert plan["costs"] == "h100-80g, analytic"
+    assert plan["baselines"][0]["plan"].startswith("monolithic: vision tp1 pp1 dp4 + llm tp1 pp1 dp4")
+    assert [job["Name"] for job in cluster.ended_jobs()[before:]] == ["shards.1_jobs", "search_plan"]
