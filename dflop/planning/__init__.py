@@ -11,7 +11,7 @@ from dflop.planning.baselines import (
 )
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
-from dflop.planning.finalists import with_finalists_scheduled
+from dflop.planning.finalists import FINALISTS_WITHIN, with_finalists_scheduled
 from dflop.planning.grouped_batches import GroupedBatches, like_lengths
 from dflop.planning.holding import leave_out_what_no_plan_holds
 from dflop.planning.loading import LoadingNeed, loading_need, loading_note, planned_loaders
@@ -19,6 +19,7 @@ from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
 
 __all__ = [
+    "FINALISTS_WITHIN",
     "PIPELINES",
     "TODAY",
     "Baseline",

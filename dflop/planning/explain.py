@@ -164,15 +164,19 @@ def _why(result: SearchResult, config: Config) -> str:
     best = result.best
     busiest = ", ".join(f"{module} {seconds:.3g} s" for module, seconds in best.busy_s.items())
     among = "" if result.passed_over is None else " among those that can be trained"
+    others = [own for own in result.candidates if own is not best and own.why_not_runnable is None]
+    is_shortest = not others or best.step_s <= others[0].step_s
+    opening = "Shortest" if is_shortest else "Within 1 % of the shortest"
     why = (
-        f"Shortest expected step of {result.num_plans} plans{among}; bound by {_bound_by(best, config)} "
+        f"{opening} expected step of {result.num_plans} plans{among}; bound by {_bound_by(best, config)} "
         f"(busiest rank: {busiest})."
     )
     if result.num_finalists:
         why += f" {_of_finalists(result)}."
-    others = [own for own in result.candidates if own is not best and own.why_not_runnable is None]
-    if others:
+    if others and is_shortest:
         why += f" The next, {others[0].plan}, takes {others[0].step_s / best.step_s:.2f}x as long."
+    elif others:
+        why += f" Priced shortest was {others[0].plan}, {others[0].step_s / best.step_s:.3f}x of it."
     return why
 
 

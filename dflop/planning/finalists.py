@@ -19,10 +19,10 @@ from dflop.pricing import Pricer
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches
 
-__all__ = ["with_finalists_scheduled"]
+__all__ = ["FINALISTS_WITHIN", "with_finalists_scheduled"]
 
 # How much longer than the fastest a finalist's price may be.
-_CLOSE = 1.01
+FINALISTS_WITHIN = 1.01
 _NUM_BATCHES = 2
 # A batch of more samples takes seconds to schedule, for each of the finalists.
 _MOST_SAMPLES = 2048
@@ -41,7 +41,7 @@ def with_finalists_scheduled(
     close = [
         own
         for own in found.candidates
-        if (own.why_not_runnable is None) == runnable and own.step_s <= _CLOSE * found.best.step_s
+        if (own.why_not_runnable is None) == runnable and own.step_s <= FINALISTS_WITHIN * found.best.step_s
     ][:NUM_FINALISTS]
     if len(close) < 2:
         return found

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from dflop.parallelism import PLAIN_SHARDING, Plan
+from dflop.planning import FINALISTS_WITHIN
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
 
 __all__ = ["best_plans", "draw_plans", "is_plan", "plan_labels", "plans_finding", "plans_height_in"]
@@ -142,12 +143,24 @@ def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
         return f"One plan fits; its expected step takes {format_seconds(shown['step_s'][0])}"
     best = shown["step_s"][0]
     if not is_chosen[0] and any(is_chosen):
-        chosen_s = shown["step_s"].to_list()[is_chosen.index(True)]
-        ratio = f"{chosen_s / best:.2f}x as long as the fastest"
-        return f"The chosen plan is predicted to take {ratio}, which cannot be trained yet"
+        row = shown.row(is_chosen.index(True), named=True)
+        return (
+            f"The chosen plan is predicted to take {row['step_s'] / best:.2f}x as long as the fastest"
+            + _why_not_first(candidates.filter(pl.col("rank") < row["rank"]), row["step_s"])
+        )
     to_next, to_slowest = candidates["step_s"][1] / best, candidates["step_s"].max() / best
     finding = f"Of {len(candidates)} plans that were priced the {'chosen' if is_chosen[0] else 'best'} one is predicted"
     return f"{finding} {to_next:.2f}x faster than the next and {to_slowest:.2f}x than the slowest"
+
+
+def _why_not_first(faster: pl.DataFrame, chosen_s: float) -> str:
+    """Why the chosen plan is not the first of its list; `faster` are the plans before it."""
+    could_be_trained = faster.filter(pl.col("runnable"))
+    if could_be_trained.is_empty():
+        return ", which cannot be trained yet"
+    if chosen_s <= FINALISTS_WITHIN * could_be_trained["step_s"].min():
+        return "; of those priced within 1 % it is the one whose batches, once they are scheduled, take least"
+    return ""
 
 
 def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:

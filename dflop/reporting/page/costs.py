@@ -58,7 +58,8 @@ def _finding(run: Run, seconds: pl.DataFrame) -> str:
     if run.costs_source != "measured":
         return (
             f"Costs are {run.costs_source}: computed from the model's structure and the data sheet of "
-            f"{run.device_name.removesuffix(' (analytic)')}, not measured; how far they are off is not known"
+            f"{run.device_name.removesuffix(' (analytic)')}, not measured on it. How far such costs were off "
+            "for published runs stands in the documentation, under What it brings"
         )
     if seconds.is_empty():
         return f"Costs were measured on {run.device_name}; no whole stage was kept to test the fit on"

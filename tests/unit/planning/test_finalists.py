@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 from spaces import make_config
 
 from dflop.config import ScheduleConfig
-from dflop.planning import with_finalists_scheduled
+from dflop.planning import describe_choice, with_finalists_scheduled
 from dflop.pricing import Pricer
 from dflop.scheduling import BatchScheduler, GlobalBatches
 
@@ -39,6 +40,14 @@ def test_of_plans_priced_alike_the_one_that_schedules_best_is_chosen(close, tiny
     assert chosen.best is close.candidates[int(np.argmin(steps_s))]
     assert chosen.candidates == close.candidates
     assert chosen.passed_over is None
+
+
+def test_why_says_that_the_choice_is_not_the_one_priced_shortest(close, costs):
+    chosen = replace(close, chosen=close.candidates[1], num_finalists=3)
+    why = yaml.safe_load(describe_choice(chosen, [], make_config(4, 8), costs))["why"]
+    assert why.startswith("Within 1 % of the shortest expected step of ")
+    ratio = close.candidates[0].step_s / close.candidates[1].step_s
+    assert f"Priced shortest was {close.candidates[0].plan}, {ratio:.3f}x of it." in why
 
 
 def test_a_plan_that_is_priced_a_percent_longer_is_no_finalist(search, tiny_spec, costs, samples):

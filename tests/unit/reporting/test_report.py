@@ -26,7 +26,7 @@ from reported_runs import (
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import workers_of
 from dflop.reporting import plot_shapes, write_report
-from dflop.reporting.plans import draw_plans
+from dflop.reporting.plans import draw_plans, plans_finding
 from dflop.reporting.schedules import price_preview, replay
 from dflop.reporting.shapes import draw_shapes
 from dflop.reporting.time_split import draw_time_split
@@ -186,6 +186,24 @@ def test_a_chosen_plan_far_behind_the_best_is_drawn_last_and_marked():
     assert said.count("· chosen") == 1
     assert "The chosen plan is predicted to take 30.00x as long as the fastest" in said
     assert "The chosen plan stands last" in said
+
+
+@pytest.mark.parametrize(
+    ("shortest_s", "is_trainable", "said"),
+    [
+        (0.995, True, "; of those priced within 1 % it is the one whose batches, once they are scheduled, take least"),
+        (0.995, False, "as the fastest, which cannot be trained yet"),
+        (0.5, True, "2.00x as long as the fastest"),
+    ],
+)
+def test_a_chosen_plan_that_is_not_the_fastest_is_said_to_be_so_for_the_reason_that_holds(
+    shortest_s, is_trainable, said
+):
+    chosen, *others = make_candidates(SMALL, 3).sort("rank").iter_slices(1)
+    first = others[0].with_columns(step_s=pl.lit(shortest_s), runnable=pl.lit(is_trainable))
+    listed = pl.concat([first, chosen.with_columns(step_s=pl.lit(1.0)), others[1].with_columns(step_s=pl.lit(3.0))])
+    finding = plans_finding(listed.with_columns(rank=pl.int_range(1, 4)), SMALL)
+    assert finding.endswith(said)
 
 
 def test_a_plan_of_hundreds_of_workers_shows_some_replicas_of_every_stage():
