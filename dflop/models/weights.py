@@ -61,11 +61,19 @@ def _draw(
     for child_name, child in list(module.named_children()):
         child_owner = child if isinstance(child, PreTrainedModel) else owner
         _draw(child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then, is_empty)
-    torch.manual_seed(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF))
     own = list(module._parameters.values())
     if not is_empty and (not own or any(parameter is not None for parameter in own)):  # else they are another stage's
+        _seed_generator(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF), device)
         owner._init_weights(module)
     then(name, module)
+
+
+def _seed_generator(seed: int, device: torch.device | str) -> None:
+    """Seed the device's generator alone: `torch.manual_seed` takes stock of the stack for each kind of device that is
+    not in use, which costs more than to draw a small module."""
+    torch.default_generator.manual_seed(seed)
+    if torch.device(device).type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 @torch.no_grad()
