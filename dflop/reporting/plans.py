@@ -13,6 +13,8 @@ from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, hea
 __all__ = ["best_plans", "draw_plans", "is_plan", "plan_labels", "plans_finding", "plans_height_in"]
 
 _MOST_PLANS = 12
+# Steps that differ by less are told as the same.
+_ALIKE = 1.005
 _SAME = ("placement", "num_microbatches", "checkpointing", "schedule", "num_chunks")
 
 
@@ -150,7 +152,8 @@ def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
         )
     to_next, to_slowest = candidates["step_s"][1] / best, candidates["step_s"].max() / best
     finding = f"Of {len(candidates)} plans that were priced the {'chosen' if is_chosen[0] else 'best'} one is predicted"
-    return f"{finding} {to_next:.2f}x faster than the next and {to_slowest:.2f}x than the slowest"
+    to_next = "as fast as the next" if to_next < _ALIKE else f"{to_next:.2f}x faster than the next"
+    return f"{finding} {to_next} and {to_slowest:.2f}x faster than the slowest"
 
 
 def _why_not_first(faster: pl.DataFrame, chosen_s: float) -> str:
