@@ -117,10 +117,11 @@ def working_bytes(
     """What passes need beside their activations, while each of `PARTS` is at work: under `stage` what does not lie
     beside the workspace of any other.
 
-    A layer's backward has it and the layer before it gathered, its gradients as they are computed, and those of the
-    unit behind it on their way into the shards, in fp32 at least. When a unit's backward is done it is let go, and its
-    gradients are there in both forms. An LLM's embedding and head are units of their own where they are two
-    (`Stage.units`); what else stands at a module's ends stays gathered from forward to backward.
+    A layer's backward has it and the layer before it gathered, and the gradients of the unit behind it on their way
+    into the shards, in fp32 at least. Its own are there as they are computed, all of them when its workspace is gone.
+    When a unit's backward is done it is let go, and its gradients are there in both forms. An LLM's embedding and head
+    are units of their own where they are two (`Stage.units`); what else stands at a module's ends stays gathered from
+    forward to backward.
     """
     layer, first, last = (parameter_bytes[part] / 4 for part in ("layer", "first", "last"))
     are_units = module == "llm" and last >= first
@@ -130,11 +131,12 @@ def working_bytes(
     gathered = value_bytes * (kept + layer + max(layer, behind))
     if is_frozen:
         return {"stage": gathered, "layer": gathered, "first": value_bytes * first, "last": value_bytes * last}
-    gradients = value_bytes * (layer + (0.0 if are_units else last)) + held_bytes * max(layer, behind)
+    others_gradients = value_bytes * (0.0 if are_units else last) + held_bytes * max(layer, behind)
+    at_layer = value_bytes * (kept + 2 * layer) + others_gradients
     ends = max(first, last) if are_units else kept
     return {
-        "stage": max(gathered, (value_bytes + held_bytes) * ends),
-        "layer": value_bytes * (kept + 2 * layer) + gradients,
+        "stage": max(gathered, at_layer + value_bytes * layer, (value_bytes + held_bytes) * ends),
+        "layer": at_layer,
         "first": value_bytes * (kept or first),
         "last": value_bytes * (kept or last),
     }

@@ -99,6 +99,7 @@ def _schedule_figures(prices: PreviewPrices, policy: str) -> dict[str, Any]:
         "times_the_lower_bound": prices.step_s / prices.lower_bound_s,
         "predicted_idle": prices.idle,
         "predicted_idle_random": prices.random_idle,
+        "predicted_memory_bytes": prices.memory_bytes,
     }
 
 

@@ -22,7 +22,7 @@ _MOST_BATCHES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreviewPrices:
-    """Means over the preview's batches; all are predictions."""
+    """Means over the preview's batches, and what their fullest device holds; all are predictions."""
 
     num_batches: int
     step_s: float
@@ -30,6 +30,7 @@ class PreviewPrices:
     random_step_s: float
     random_idle: float
     lower_bound_s: float
+    memory_bytes: float
 
 
 def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) -> PreviewPrices:
@@ -47,7 +48,7 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
             f"{path} schedules sample {strangers['sample_id'][0]!r}, which is not in shapes.duckdb; "
             "make it again with `dflop schedule`"
         )
-    scheduled, randoms, bounds = [], [], []
+    scheduled, randoms, bounds, held_bytes = [], [], [], []
     for step in steps:
         rows = preview.filter(pl.col("step") == step)
         shapes = scheduler.samples.take(rows["place"].to_numpy())
@@ -63,6 +64,7 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
             assignment = scheduler.pricer.assign(shapes, *cells)
         times = scheduler.pricer.stage_times(shapes, assignment)
         scheduled.append(scheduler.pricer.timeline(times, assignment.slots))
+        held_bytes.append(max(scheduler.pricer.memory_bytes(shapes, assignment).values()))
         bounds.append(scheduler.pricer.lower_bound_s(shapes))
         randoms.append(scheduler.at_random(step))
     return PreviewPrices(
@@ -72,6 +74,7 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
         random_step_s=statistics.fmean(schedule.step_s for schedule in randoms),
         random_idle=statistics.fmean(schedule.idle for schedule in randoms),
         lower_bound_s=statistics.fmean(bounds),
+        memory_bytes=max(held_bytes),
     )
 
 

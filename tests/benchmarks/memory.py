@@ -3,11 +3,11 @@
     python tests/benchmarks/memory.py [--only NAME ...]
 
 Eight plans of a 7B model and of a 78B one (6B + 72B), which differ in what memory depends on: placement, tensor and
-pipeline parallelism, schedule, checkpointing and sharding. Of each the rank that is predicted to hold most is checked,
-and the fullest of each of its modules' first and last stages; one rank stands for all that carry the same stages.
-Four pictures of 768 pixels and 2,048 tokens of text go through each microbatch. No memory and no GPU is needed; a rank
-takes half a minute to three. A table is printed as Markdown and `results/benchmarks/memory.json` written, which holds
-what earlier calls with `--only` found as well.
+pipeline parallelism, schedule, checkpointing and sharding. Checked is the first rank of each module's first and last
+pipeline stage; one rank stands for all that carry the same stages. Four pictures of 768 pixels and 2,048 tokens of
+text go through each microbatch. No memory and no GPU is needed; a rank takes a quarter of a minute to one. A table is
+printed as Markdown and `results/benchmarks/memory.json` written, which holds what earlier calls with `--only` found as
+well. The summary is in docs/explanation/measurements.md.
 """
 
 import argparse

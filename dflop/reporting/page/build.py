@@ -88,6 +88,7 @@ def write_page(parts: PageParts, scheduler: BatchScheduler, preview: PreviewPric
         memory=memory_section(
             scheduler.pricer,
             parts.shown.schedule,
+            preview or None,
             run.plan_text.get("predicted", {}).get("memory_bytes", {}),
             measured_bytes,
         ),

@@ -6,6 +6,7 @@ import numpy as np
 
 from dflop.pipeline import workers_of
 from dflop.pricing import Pricer, tensor_bytes
+from dflop.reporting.schedules import PreviewPrices
 from dflop.scheduling import StepSchedule
 
 __all__ = ["DeviceBar", "MemorySection", "memory_section"]
@@ -28,20 +29,29 @@ class DeviceBar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySection:
-    """`measured_gib` is what training's fullest process has held, None where nothing was trained."""
+    """`measured_gib` is what training's fullest process has held, None where nothing was trained. `scheduled_gib` was
+    predicted for the fullest device of the `num_scheduled` batches that were looked at as they are scheduled, and
+    `predicted_gib` over the batches that the plan was priced on, whose grouping is a simpler one."""
 
     finding: str
     limit_gib: float
     bars: tuple[DeviceBar, ...]
     num_kinds: int
+    scheduled_gib: float
+    num_scheduled: int
     predicted_gib: float | None
     measured_gib: float | None
 
 
 def memory_section(
-    pricer: Pricer, schedule: StepSchedule, predicted_bytes: dict[str, float], measured_bytes: dict[str, float]
+    pricer: Pricer,
+    schedule: StepSchedule,
+    preview: PreviewPrices | None,
+    predicted_bytes: dict[str, float],
+    measured_bytes: dict[str, float],
 ) -> MemorySection:
-    """Of one step as it was scheduled; beside it, by module, the plan's predicted peak and the measured one."""
+    """Of one step as it was scheduled; beside it, by module, the plan's predicted peak and the measured one, and what
+    was predicted of the batches that were previewed."""
     held = tensor_bytes(pricer, schedule.shapes, schedule.assignment)
     tensors = sum(held.values())
     held |= {
@@ -80,6 +90,8 @@ def memory_section(
         limit_gib=limit_gib,
         bars=tuple(shown),
         num_kinds=len(bars),
+        scheduled_gib=max(fullest.total_gib, preview.memory_bytes / _GIB if preview else 0.0),
+        num_scheduled=preview.num_batches if preview else 1,
         predicted_gib=max(predicted_bytes.values()) / _GIB if predicted_bytes else None,
         measured_gib=max(measured_bytes.values()) / _GIB if measured_bytes else None,
     )

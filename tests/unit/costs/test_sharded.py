@@ -95,11 +95,14 @@ def test_passes_need_the_units_at_hand_and_the_gradients_on_their_way():
         return working_bytes(module, sizes, **{"value_bytes": 2, "is_frozen": False} | how)
 
     # An embedding of 100 values and a head of 101 are units of their own beside layers of 10.
-    assert of("llm", 404.0) == {"stage": 6 * 101, "layer": 2 * 3 * 10 + 4 * 101, "first": 2 * 100, "last": 2 * 101}
+    assert of("llm", 404.0) == {"stage": 6 * 101, "layer": 2 * 2 * 10 + 4 * 101, "first": 2 * 100, "last": 2 * 101}
     assert of("llm", 404.0, value_bytes=4)["stage"] == 8 * 101
     assert of("llm", 404.0, is_frozen=True)["layer"] == 2 * (10 + 101)
+    # Large layers have all of their gradients beside those of the one behind.
+    sizes = {"stage": 0.0, "first": 4.0, "layer": 400.0, "last": 4.0}
+    assert working_bytes("vision", sizes, value_bytes=2, is_frozen=False)["stage"] == 2 * (2 + 3 * 100 + 1) + 4 * 100
     # A tied embedding stays gathered from forward to backward, as what stands at an encoder's ends does.
     assert of("llm", 4.0) == of("vision", 4.0)
     assert of("llm", 4.0)["stage"] == 6 * 101
-    assert of("llm", 4.0)["layer"] == 2 * (101 + 3 * 10 + 1) + 4 * 10
+    assert of("llm", 4.0)["layer"] == 2 * (101 + 2 * 10 + 1) + 4 * 10
     assert of("llm", 4.0)["first"] == of("llm", 4.0)["last"] == 2 * 101
