@@ -1,5 +1,6 @@
 """What all tests share: how Hypothesis draws, where the data beside the checkout lies, costs that nobody measured."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -168,7 +169,7 @@ def _measure_as(
                     for repeat in range(repeats)
                 ]
     parameters = [
-        {"module": module, "tp": tp, "part": part, "parameter_bytes": size}
+        {"module": module, "tp": tp, "part": part, "parameter_bytes": size, "targets_at_once": math.inf}
         for (module, tp, part), size in model.parameter_bytes.items()
         if module in modules and part != "stage"
     ]

@@ -39,7 +39,8 @@ _TEXT_FORMS = ((16_384, 0.5), (2_048, 0.05), (2_048, 0.5), (256, 0.1))
 
 @dataclass(frozen=True, slots=True)
 class AnalyticPoints:
-    """What measuring gives: the rows of `measurements`, and the sizes of the parts' parameters."""
+    """What measuring gives: the rows of `measurements`, and the sizes of the parts' parameters, with the number of
+    targets of which logits stand at a time (endless in other parts)."""
 
     measurements: pl.DataFrame
     parameters: pl.DataFrame
@@ -72,6 +73,10 @@ def points_of_work(work: ModuleWork, module: str, tp: int, device: DeviceModel) 
             part: _part_s(getattr(work, part), device, loads, direction, tp) for part in ("layer", "first", "last")
         }
         again_s = _part_s(work.layer, device, loads, "forward", tp) if direction == "backward" else nothing
+        if direction == "backward" and work.last.again:
+            beyond = work.last.loads_again(loads)
+            of_beyond_s = _part_s(work.last.again, device, beyond, "forward", tp)
+            seconds["last"] = seconds["last"] + np.where(beyond.num_targets > 0, of_beyond_s, 0.0)
         for piece, depth, checkpointing in _PIECES:
             layer_s = depth * (seconds["layer"] + checkpointing * again_s)
             saved = depth * (work.input_bytes(loads) if checkpointing else kept["layer"])
@@ -104,7 +109,13 @@ def points_of_work(work: ModuleWork, module: str, tp: int, device: DeviceModel) 
                 )
             )
     sizes = [
-        {"module": module, "tp": tp, "part": part, "parameter_bytes": 4.0 * getattr(work, part).num_parameters}
+        {
+            "module": module,
+            "tp": tp,
+            "part": part,
+            "parameter_bytes": 4.0 * getattr(work, part).num_parameters,
+            "targets_at_once": getattr(work, part).num_kept,
+        }
         for part in ("layer", "first", "last")
     ]
     return AnalyticPoints(pl.concat(frames), pl.DataFrame(sizes))

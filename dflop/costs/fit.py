@@ -2,11 +2,13 @@
 
 Each piece that was measured alone (`layers` at two depths, `first`, `last`) is one non-negative least-squares
 problem a pass: columns for a constant, for each load, and for load beyond a few hinges, so that time never falls
-as load grows and may rise faster where caches are full or kernels no longer wait for their launch. Rows are
+as load grows and may rise faster where caches are full or kernels no longer wait for their launch; bytes of a head
+that computes a chunk of logits at a time rise more slowly beyond it. Rows are
 weighted by 1/seconds, so that relative errors count, and once more so that outliers of a noisy machine do not.
 Whole stages (`whole`: embedding to loss, at depths between) are kept out of every fit and give `fit_error`.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +18,7 @@ from dflop.costs.fitted import LoadRange, column_of
 from dflop.costs.measured import POINT_KEYS
 from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import StageKind
-from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads, loads_behind, main_load
+from dflop.models.loads import FEATURES, Coefficients, Loads, loads_behind, main_load, ramp
 from dflop.runtime import UserError
 
 __all__ = [
@@ -42,18 +44,19 @@ _REWEIGHTINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """One part's columns: the loads that it depends on, how often each row has it, and its hinges."""
+    """One part's columns: the loads that it depends on, how often each row has it, and where a unit of the load
+    `along` adds more: from one number of them to another, or from one on."""
 
     part: str
     along: int
     features: tuple[int, ...]
     times: np.ndarray
-    hinges: tuple[float, ...]
+    ramps: tuple[tuple[float, float], ...]
 
     def design(self, loads: np.ndarray) -> np.ndarray:
-        """[num_points, 1 + num_loads + num_hinges]"""
+        """[num_points, 1 + num_loads + num_ramps]"""
         columns = [np.ones(len(loads)), *(loads[:, index] for index in self.features)]
-        columns += [np.maximum(loads[:, self.along] - at, 0.0) for at in self.hinges]
+        columns += [np.clip(loads[:, self.along], start, end) - start for start, end in self.ramps]
         return np.column_stack(columns) * self.times[:, None]
 
     def coefficients(self, solution: np.ndarray) -> Coefficients:
@@ -61,9 +64,11 @@ class _Columns:
         for place, index in enumerate(self.features, start=1):
             per_load[index] = float(solution[place])
         slopes = solution[1 + len(self.features) :]
-        bends = zip(self.hinges, slopes, strict=True)
-        hinges = tuple(Hinge(self.along, at, float(slope)) for at, slope in bends if slope > 0)
-        return Coefficients(float(solution[0]), tuple(per_load), hinges)
+        own = Coefficients(float(solution[0]), tuple(per_load))
+        for (start, end), slope in zip(self.ramps, slopes, strict=True):
+            if slope > 0:
+                own += ramp(FEATURES[self.along], start, end, float(slope))
+        return own
 
 
 def median_points(measurements: pl.DataFrame) -> pl.DataFrame:
@@ -82,6 +87,11 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         UserError: when a module has too few points to fit.
     """
     times, activations, transients, ranges = {}, {}, {}, {}
+    at_once = {
+        (row["module"], row["tp"]): row.get("targets_at_once", math.inf)
+        for row in parameters.iter_rows(named=True)
+        if row["part"] == "last"
+    }
     for (module, tp, piece, checkpointing, direction), frame in points.filter(pl.col("piece") != "whole").group_by(
         "module", "tp", "piece", "checkpointing", "pass", maintain_order=True
     ):
@@ -92,15 +102,17 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
                 "fit; raise `costs.time_budget_s` and run `dflop profile-costs` again"
             )
         keys = [(module, tp, part, checkpointing) for part in PIECES[piece]]
-        fitted = fit_piece(frame, module, piece, "seconds")
+        chunk = at_once.get((module, tp), math.inf) if piece == "last" else math.inf
+        fitted = fit_piece(frame, module, piece, "seconds", chunk=chunk)
         times |= {(*key, direction): fit for key, fit in zip(keys, fitted, strict=True)}
         if direction == "forward":
-            activations |= dict(zip(keys, fit_piece(frame, module, piece, "saved_bytes"), strict=True))
+            activations |= dict(zip(keys, fit_piece(frame, module, piece, "saved_bytes", chunk=chunk), strict=True))
             passing = frame.with_columns(transient=(pl.col("peak_bytes") - pl.col("saved_bytes")).clip(0))
             # Layers run one after the other: however many there are, one of them is at work.
             nothing = Coefficients(0.0, (0.0,) * len(FEATURES))
             transients |= dict.fromkeys(keys, nothing)
-            transients[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=PIECES[piece][-1:])[0]
+            only = PIECES[piece][-1:]
+            transients[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=only, chunk=chunk)[0]
     for (module, tp, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
         "module", "tp", "checkpointing"
     ):
@@ -216,14 +228,22 @@ def _error_summary(errors: pl.DataFrame, quantity: str, predicted: str, *, by: t
 
 
 def fit_piece(
-    frame: pl.DataFrame, module: str, piece: str, target: str, parts: tuple[str, ...] | None = None
+    frame: pl.DataFrame,
+    module: str,
+    piece: str,
+    target: str,
+    parts: tuple[str, ...] | None = None,
+    chunk: float = math.inf,
 ) -> list[Coefficients]:
-    """Coefficients of each of the piece's parts, or of these as if the piece had each once, from one pass's points."""
+    """Coefficients of each of the piece's parts, or of these as if the piece had each once, from one pass's points.
+
+    Of so many targets at a time, a `chunk`, logits stand: another one makes bytes grow more slowly, and takes longer.
+    """
     loads = np.column_stack(measured_loads(frame))
     once = np.ones(len(frame))
     layers = frame["num_layers"].to_numpy().astype(float) if parts is None else once
     columns = [
-        _columns(module, part, loads, layers if part == "layer" else once, hinged=target != "saved_bytes")
+        _columns(module, part, loads, layers if part == "layer" else once, target, chunk)
         for part in parts or PIECES[piece]
     ]
     designs = [own.design(loads) for own in columns]
@@ -232,14 +252,20 @@ def fit_piece(
     return [own.coefficients(solved) for own, solved in zip(columns, np.split(solution, ends), strict=True)]
 
 
-def _columns(module: str, part: str, loads: np.ndarray, times: np.ndarray, *, hinged: bool) -> _Columns:
+def _columns(
+    module: str, part: str, loads: np.ndarray, times: np.ndarray, target: str, chunk: float = math.inf
+) -> _Columns:
     along = FEATURES.index(main_load(module, part))
-    hinges: tuple[float, ...] = ()
-    if hinged and part != "stage":
-        sizes = np.unique(loads[:, along])
-        if len(sizes) >= 2 * _NUM_HINGES:
-            hinges = tuple(float(at) for at in np.unique(np.quantile(sizes, np.linspace(0, 1, _NUM_HINGES + 2)[1:-1])))
-    return _Columns(part, along, tuple(FEATURES.index(load) for load in loads_behind(module, part)), times, hinges)
+    sizes, ramps = np.unique(loads[:, along]), set()
+    is_beyond = sizes.max() > chunk
+    if target != "saved_bytes" and part != "stage" and len(sizes) >= 2 * _NUM_HINGES:
+        hinges = np.quantile(sizes, np.linspace(0, 1, _NUM_HINGES + 2)[1:-1])
+        ramps = {(float(at), math.inf) for at in hinges if target == "seconds" or not is_beyond}
+    if is_beyond:
+        ramps |= {(chunk, math.inf)} if target == "seconds" else {(0.0, chunk)}
+        ramps |= {(chunk, 2 * chunk)} if target == "transient" else set()
+    features = tuple(FEATURES.index(load) for load in loads_behind(module, part))
+    return _Columns(part, along, features, times, tuple(sorted(ramps)))
 
 
 def _non_negative(design: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from dflop.models.loads import Coefficients
 from dflop.runtime.kernels import kernel
 
-__all__ = ["PackedForms", "PackedTerms", "form_at", "line_at", "pack_forms", "pack_terms", "terms_at"]
+__all__ = ["PackedForms", "PackedTerms", "form_at", "largest_at", "pack_forms", "pack_terms", "terms_at"]
 
 
 class PackedForms(NamedTuple):
@@ -50,7 +50,9 @@ def pack_forms(forms: Sequence[Coefficients]) -> PackedForms:
 @kernel(inline="always")
 def form_at(forms, stage, loads):
     """A stage's function at a microbatch's loads [4]."""
-    total = line_at(forms.lines[stage], loads)
+    total = forms.lines[stage, 0]
+    for load in range(4):
+        total += forms.lines[stage, 1 + load] * loads[load]
     hinges = forms.hinges[stage]
     for hinge in range(len(hinges)):
         total += hinges[hinge, 2] * max(0.0, loads[int(hinges[hinge, 0])] - hinges[hinge, 1])
@@ -68,10 +70,10 @@ def terms_at(terms, stage, loads):
     return total
 
 
-@kernel(inline="always")
-def line_at(line, loads):
-    """A linear function [5] at a microbatch's loads [4]."""
-    total = line[0]
-    for load in range(4):
-        total += line[1 + load] * loads[load]
-    return total
+@kernel
+def largest_at(terms, stage, loads):
+    """The largest of a stage's functions at a microbatch's loads [4], and of the least that each counts as."""
+    largest = 0.0
+    for number in range(terms.first[stage], terms.first[stage + 1]):
+        largest = max(largest, form_at(terms.forms, number, loads), terms.least[number])
+    return largest

@@ -6,6 +6,7 @@ layers, its head, or all of them together. Microbatches are made up, but packed 
 
 import ctypes
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from dflop.costs.made_up import MadeUpRuns, Run
 from dflop.models import ModelSpec, check_tp, load_runtime
 from dflop.models.compilation import compile_layers
 from dflop.models.precision import COMPUTES_IN, compute_in, held_in
+from dflop.models.stages import LlmStage
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.runtime.memory import available_bytes, process_bytes
 
@@ -120,14 +122,19 @@ class Bench:
         ]
 
     def parameter_sizes(self) -> pl.DataFrame:
-        """fp32 bytes of a layer's, the first and the last part's parameters on one rank."""
+        """fp32 bytes of a layer's, the first and the last part's parameters on one rank, and of how many targets
+        logits stand at a time (endless in other parts)."""
         sizes = dict.fromkeys(("layer", "first", "last"), 0.0)
         for name, parameter in self.stage.named_hf_parameters().items():
             part = self.stage.part_of(name)
             sizes[part] += 4.0 * parameter.numel() / (self.depth if part == "layer" else 1)
+        at_once = dict.fromkeys(sizes, math.inf)
+        if isinstance(self.stage, LlmStage):
+            at_once["last"] = float(self.stage.hf.lm_head.num_at_once)
+        of_all = {"module": self.module, "tp": self.tp}
         return pl.DataFrame(
             [
-                {"module": self.module, "tp": self.tp, "part": part, "parameter_bytes": size}
+                of_all | {"part": part, "parameter_bytes": size, "targets_at_once": at_once[part]}
                 for part, size in sizes.items()
             ]
         )

@@ -16,7 +16,7 @@ POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
 _SUFFIXES = (".parquet", ".parameters.parquet", ".device.parquet")
 _COLUMNS = (
     (*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"),
-    ("module", "tp", "part", "parameter_bytes"),
+    ("module", "tp", "part", "parameter_bytes", "targets_at_once"),
     (
         *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
         *("overhead_bytes", "allocator_share", "seconds", "config_digest"),

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from dflop.costs.stage_kind import StageKind
+from dflop.models.loads import Coefficients
 
 __all__ = ["Resident", "StageMemory", "memory_of_parts", "resident_bytes", "resident_parts", "sync_bytes"]
 
@@ -19,6 +20,7 @@ class StageMemory(NamedTuple):
 
 
 Bytes = TypeVar("Bytes", float, np.ndarray)
+Form = TypeVar("Form", np.ndarray, Coefficients)
 
 
 class Resident(NamedTuple):
@@ -61,15 +63,13 @@ def sync_bytes(parameter_bytes: Bytes, *, value_bytes: int, num_shards: int | np
     return parameter_bytes / 4 * ((max(4, value_bytes) + back_bytes) / 2)
 
 
-def memory_of_parts(
-    kind: StageKind, kept: Mapping[str, np.ndarray], passing: Mapping[str, np.ndarray]
-) -> tuple[np.ndarray, list[np.ndarray]]:
+def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[str, Form]) -> tuple[Form, list[Form]]:
     """What a stage's microbatch keeps, and what each of its parts in turn needs on top of that.
 
-    `kept` and `passing` are of each part once: bytes at some loads, or lines [..., 5] (`Coefficients.lines`).
+    `kept` and `passing` are of each part once: bytes at some loads, or functions of the loads.
     """
-    freed: np.ndarray | float = 0.0
+    each = {part: passing[part] for part, _ in kind.parts}
     if kind.module == "llm" and kind.is_last:
         # Backward comes to the layers when the head has given up what it kept (an encoder's output stays).
-        freed = kept["last"]
-    return kind.total(kept), [passing[part] - (0.0 if part == "last" else freed) for part, _ in kind.parts]
+        each |= {part: own + -1.0 * kept["last"] for part, own in each.items() if part != "last"}
+    return kind.total(kept), list(each.values())

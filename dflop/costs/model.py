@@ -12,7 +12,7 @@ import numpy as np
 from dflop.costs.fitted import FittedCosts
 from dflop.costs.memory import StageMemory, memory_of_parts
 from dflop.costs.stage_kind import PARTS, StageKind
-from dflop.models.loads import FEATURES, Coefficients, Loads
+from dflop.models.loads import Coefficients, Loads
 
 __all__ = ["NO_WORKING_BYTES", "CostModel"]
 
@@ -101,18 +101,9 @@ class CostModel(FittedCosts):
 
     def stage_memory_forms(
         self, kind: StageKind, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """`stage_memory` of a microbatch as linear forms: a constant, and bytes a unit of each of `FEATURES`.
-
-        Activations are one form [5], the transient is the largest of several [num_forms, 5].
-        """
-        kept, passing = self._memory_of_parts(kind, working_bytes)
-        total, each = memory_of_parts(
-            kind,
-            {part: form.lines[0] for part, form in kept.items()},
-            {part: form.lines for part, form in passing.items()},
-        )
-        return total, np.concatenate([*each, np.zeros((1, 1 + len(FEATURES)))])
+    ) -> tuple[Coefficients, list[Coefficients]]:
+        """`stage_memory` as functions of a microbatch's loads: the transient is the largest of several, and of 0."""
+        return memory_of_parts(kind, *self._memory_of_parts(kind, working_bytes))
 
     def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""

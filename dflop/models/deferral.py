@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dflop.models.loss_head import LossHead
 from dflop.models.tensor_parallel import RowLinear
 
 __all__ = ["Deferral"]
@@ -36,7 +37,9 @@ class Deferral:
     def __init__(self, stage: nn.Module) -> None:
         self._pending: list[_Pending] | None = None
         for module in stage.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, LossHead):
+                module.put_off = self.put_off
+            elif isinstance(module, nn.Linear):
                 module.forward = partial(_product, self, module, module.bias)
             elif isinstance(module, RowLinear):
                 # Its bias comes behind the sum over ranks, and is no part of the product.

@@ -2,16 +2,26 @@
 
 from dataclasses import replace
 
-from dflop.models.loads import Coefficients
+from dflop.models.loads import Coefficients, ramp
 from dflop.models.spec import ModelSpec
 from dflop.models.work import Layer, ModuleWork, PartWork, coefficients, size_of
 from dflop.runtime import UserError
 
-__all__ = ["llm_work"]
+__all__ = ["llm_work", "targets_at_once"]
 
 # Forward kernels of eager PyTorch, about: products, norms, rotary positions and pointwise operations.
 _NUM_KERNELS = {"layer": 40, "first": 6, "last": 15}
 _TEXT_TYPES = ("llama", "qwen2", "qwen3")
+# Logits that stand at a time, in fp32. Products of so many rows and a vocabulary are as fast as larger ones.
+_LOGITS_BYTES = 512 * 2**20
+# Numbers of rows that matrix products are good at.
+_ROWS = 128
+
+
+def targets_at_once(vocabulary: float) -> int:
+    """Of how many targets logits stand at a time on a rank that holds so much of the vocabulary: those of 512 MiB in
+    fp32, or a few less."""
+    return max(1, int(_LOGITS_BYTES / (4 * vocabulary * _ROWS))) * _ROWS
 
 
 def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool, kind: str | None = None, num_deepstack: int = 0) -> ModuleWork:
@@ -78,8 +88,12 @@ def _embedding(hidden: int, vocabulary: float, num_deepstack: int) -> PartWork:
 
 
 def _head(hidden: int, vocabulary: float, tp: int, *, is_tied: bool) -> PartWork:
-    """The last norm, the head on target positions only, and the loss."""
-    matrix = vocabulary * hidden
+    """The last norm, the head on target positions only, and the loss, of a chunk of targets at a time."""
+    matrix, num_kept = vocabulary * hidden, targets_at_once(vocabulary)
+
+    def chunk(number: int, bytes_of_logit: float) -> Coefficients:
+        return ramp("num_targets", number * num_kept, (number + 1) * num_kept, bytes_of_logit * vocabulary)
+
     eager = PartWork(
         dense_flops=coefficients(num_targets=2.0 * matrix),
         square_flops=coefficients(),
@@ -89,35 +103,31 @@ def _head(hidden: int, vocabulary: float, tp: int, *, is_tied: bool) -> PartWork
         pointwise_bytes=coefficients(num_targets=40.0 * hidden + 14.0 * vocabulary),
         # Two all-reduces of the loss's three numbers a target.
         reduced_bytes=(coefficients(num_targets=12.0), coefficients(num_targets=2.0 * hidden)),
-        # The norm's two, what it gives, and the log-probabilities in fp32.
-        saved_bytes=coefficients(num_targets=20.0 + 8.0 * hidden + 4.0 * vocabulary),
+        # The norm's two, what it gives, and a chunk's log-probabilities in fp32.
+        saved_bytes=coefficients(num_targets=24.0 + 8.0 * hidden) + chunk(0, 4.0),
         size=coefficients(num_targets=hidden / tp),
         num_parameters=(0 if is_tied else matrix) + hidden,
         num_matrix_parameters=matrix,
         num_kernels=_NUM_KERNELS["last"],
-        passing_bytes=_passing_bytes(vocabulary, matrix, tp),
+        # In forward the logits beside them. In backward, when they are gone, their gradient and that of the matrix,
+        # both in bf16; then this beside the next chunk and its gradient.
+        passing_bytes=(
+            chunk(0, 4.0),
+            coefficients(2.0 * matrix) + chunk(0, -2.0),
+            coefficients(2.0 * matrix) + chunk(0, -4.0) + chunk(1, 6.0),
+        ),
+    )
+    # The logits in fp32 and what is taken from them; the matrix's gradient is added to that of the chunks before.
+    again = replace(
+        eager, pointwise_bytes=coefficients(num_targets=14.0 * vocabulary + 4.0 * matrix / num_kept), passing_bytes=()
     )
     fused = replace(
         eager,
         # The norm in one kernel; the loss reads the logits once for their sum, and once for the loss.
         pointwise_bytes=coefficients(num_targets=4.0 * hidden + 4.0 * vocabulary),
-        # The norm's input and what it gives, and the logits in bf16, whose place their gradient takes.
+        # The norm's input and what it gives, and all logits in bf16, whose place their gradient takes.
         saved_bytes=coefficients(num_targets=20.0 + 4.0 * hidden + 2.0 * vocabulary),
         num_kernels=3,
         passing_bytes=(coefficients(2.0 * matrix),),
     )
-    return replace(eager, fused=fused)
-
-
-def _passing_bytes(vocabulary: float, matrix: float, tp: int) -> tuple[Coefficients, ...]:
-    """What the head's pass holds at most beside what it saves: 4 bytes a logit, the log-probabilities in fp32.
-
-    Backward of the loss makes the gradient of the log-probabilities and that of the logits, both in fp32, before it
-    lets go of any: 8 bytes a logit. Where ranks share the vocabulary, the gradient of the logits is made at once: 4
-    bytes. Of few targets, the head's own gradient in bf16 takes more; by then the log-probabilities are gone, and the
-    logits' gradient is in bf16.
-    """
-    return (
-        coefficients(num_targets=(8.0 if tp == 1 else 4.0) * vocabulary),
-        coefficients(2.0 * matrix, num_targets=-2.0 * vocabulary),
-    )
+    return replace(eager, fused=fused, num_kept=num_kept, again=again)

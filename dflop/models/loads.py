@@ -1,11 +1,12 @@
 """Loads of a microbatch, and linear functions of them: what a module's work and its cost are written in."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FEATURES", "Coefficients", "Hinge", "Loads", "loads_behind", "main_load"]
+__all__ = ["FEATURES", "Coefficients", "Hinge", "Loads", "loads_behind", "main_load", "ramp"]
 
 # The loads that a module's cost depends on; encoders see items, the LLM sees packed text. `sum_sq_tokens` are the
 # squared lengths of what attends to itself: of the LLM's segments in tokens, of an encoder's runs in items (0 where
@@ -43,7 +44,7 @@ def main_load(module: str, part: str = "layer") -> str:
 
 
 class Hinge(NamedTuple):
-    """From `at` on, a unit of the load adds `slope` more; `load` is its place in `FEATURES`."""
+    """From `at` on, a unit of the load adds `slope` more, or less; `load` is its place in `FEATURES`."""
 
     load: int
     at: float
@@ -54,8 +55,9 @@ class Hinge(NamedTuple):
 class Coefficients:
     """A function of a microbatch's loads: `const + sum(per_load * load) + sum(slope * max(0, load - at))`.
 
-    `per_load` follows `FEATURES`. With hinges a unit costs less in a small microbatch than in a large one. Functions
-    can be added, and multiplied by a number.
+    `per_load` follows `FEATURES`. With hinges a unit costs less in a small microbatch than in a large one, or, of
+    memory that is needed for a part of the microbatch at a time, more. Functions can be added, and multiplied by a
+    number.
     """
 
     const: float
@@ -89,18 +91,6 @@ class Coefficients:
         """The same function, and a number more."""
         return Coefficients(self.const + const, self.per_load, self.hinges)
 
-    @property
-    def lines(self) -> np.ndarray:
-        """The linear functions whose largest this is, [1 + num_hinges, 1 + num_features]: constants, and units of each
-        load. All hinges have to be along one load, in ascending order."""
-        lines = [np.array([self.const, *self.per_load])]
-        for load, at, slope in self.hinges:
-            line = lines[-1].copy()
-            line[0] -= slope * at
-            line[1 + load] += slope
-            lines.append(line)
-        return np.array(lines)
-
     def without_const(self, *, least: bool) -> "Coefficients":
         """What a unit of load adds: at `least`, or as the last hinge sees it (the mean slope up to twice there). All
         hinges have to be along one load, in ascending order."""
@@ -110,3 +100,11 @@ class Coefficients:
             end = 2 * last
             per_load[along] += sum(slope * (end - at) for _, at, slope in self.hinges) / end
         return Coefficients(0.0, tuple(per_load))
+
+
+def ramp(feature: str, start: float, end: float, slope: float) -> Coefficients:
+    """`slope` for each unit of the load between `start` and `end`."""
+    load = FEATURES.index(feature)
+    per_load = tuple(slope if start == 0 and place == load else 0.0 for place in range(len(FEATURES)))
+    hinges = ((start, slope), (end, -slope))
+    return Coefficients(0.0, per_load, tuple(Hinge(load, at, own) for at, own in hinges if 0 < at < math.inf))

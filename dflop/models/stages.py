@@ -7,16 +7,16 @@ Llama's layout; a family's encoders are subclasses of `EncoderStage`.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from dflop.models.division import EMBEDDING, HEAD, Division, llm_division
+from dflop.models.loss_head import LossHead
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.tensor_group import Shard
 
@@ -149,8 +149,6 @@ class LlmStage(Stage):
         super().__init__(hf, layers, is_first=is_first, is_last=is_last)
         self.num_deepstack = num_deepstack
         self.kind = kind or hf.config.get_text_config().model_type
-        # Of logits [num_targets, vocab_size] and ids; where ranks share the vocabulary, their shards' own.
-        self.summed_loss: Callable[..., torch.Tensor] = partial(cross_entropy, reduction="sum")
 
     @property
     def reads_records(self) -> bool:
@@ -204,8 +202,7 @@ class LlmStage(Stage):
     def finish(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
         """The summed loss over all target tokens."""
         at_targets = self.hf.model.language_model.norm(hidden[0, batch.target_positions])
-        logits = self.hf.lm_head(at_targets)
-        return self.summed_loss(logits if logits.dtype == torch.float64 else logits.float(), batch.target_ids)
+        return self.hf.lm_head(at_targets, batch.target_ids)
 
     def forward(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
         """Hidden states in and out; on the last stage the loss comes out."""
@@ -233,7 +230,9 @@ def cut_llm(
     is_first, is_last = keep_layers(language_model.layers, layers)
     if not (is_first or (is_last and hf.config.tie_word_embeddings)):
         language_model.embed_tokens = None
-    if not is_last:
+    if is_last:
+        hf.lm_head = LossHead.of(hf.lm_head, hf.lm_head.out_features)
+    else:
         language_model.norm, hf.lm_head = None, None
     return LlmStage(hf, layers, is_first=is_first, is_last=is_last, kind=kind, num_deepstack=num_deepstack)
 

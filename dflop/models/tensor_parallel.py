@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from dflop.models.stages import LlmStage, Stage
+from dflop.models.loss_head import LossHead
+from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 
 __all__ = ["Divider", "RowLinear"]
@@ -44,11 +45,12 @@ class Divider:
         elif name == self._division.embedding:
             self._replace(name, _Embedding(module, self._ranks))
         elif name == self._division.head:
-            assert isinstance(self._stage, LlmStage), "only an LLM has a head over a vocabulary"
-            first_id, group = self._ranks.part(module.out_features).start, self._ranks.group
-            self._replace(name, head := _columns(module, self._ranks, 1))
-            _reduce_input_gradient(head, group)
-            self._stage.summed_loss = lambda logits, ids: _SummedLoss.apply(logits, ids, first_id, group)
+            assert isinstance(module, LossHead), "only an LLM has a head over a vocabulary"
+            # All ranks have as many chunks, although the last ones may have fewer ids.
+            vocabulary, first_id = module.out_features / self._ranks.size, self._ranks.part(module.out_features).start
+            own = _columns(module, self._ranks, 1)
+            self._replace(name, head := LossHead.of(own, vocabulary, first_id=first_id, group=self._ranks.group))
+            _reduce_input_gradient(head, self._ranks.group)
 
     def _divide_block(self, name: str, block: nn.Module) -> None:
         division, readers = self._division, []
@@ -204,32 +206,3 @@ class _SumGradient(torch.autograd.Function):
         gradient = partial.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
-
-
-class _SummedLoss(torch.autograd.Function):
-    """Summed cross entropy from logits [num_targets, local vocabulary]: two small all-reduces, none in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target_ids: torch.Tensor, first_id: int, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        local_ids = target_ids - first_id
-        is_here = (local_ids >= 0) & (local_ids < logits.shape[1])
-        columns = local_ids.clamp(0, logits.shape[1] - 1).unsqueeze(1)
-        at_target = logits.gather(1, columns).squeeze(1).masked_fill(~is_here, 0.0)
-        local = logits.logsumexp(1)
-        highest = local.clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-        sums = torch.stack([(local - highest).exp(), at_target])
-        dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-        whole = highest + sums[0].log()
-        ctx.save_for_backward(logits, whole, columns, is_here)
-        return (whole - sums[1]).sum()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, whole, columns, is_here = ctx.saved_tensors
-        at_logits = (logits - whole.unsqueeze(1)).exp_()
-        at_logits.scatter_add_(1, columns, -is_here.to(logits.dtype).unsqueeze(1))
-        return at_logits.mul_(gradient), None, None, None

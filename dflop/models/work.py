@@ -7,7 +7,7 @@ encoder; a family calls them with its own widths, or counts for itself.
 Counted is what `dflop profile-costs` would see with `train.precision: bf16` on a GPU: Hugging Face's layers in eager
 PyTorch, weights and residual stream in bf16, norms and the loss in fp32 inside, FlashAttention on packed segments. Not
 counted: the optimiser, gradient sync, workspace inside a pass other than the MLP's and the head's, and the kernels'
-padding. Backward does twice the matrix products of forward.
+padding. Backward does twice the matrix products of forward, and those of logits that were not kept once more.
 
 The same is counted for layers whose pointwise operations are fused (`IMPLEMENTATIONS`): a norm with the sum before it,
 the rotary positions of queries and keys, and the gated activation are one kernel each. What these keep for backward are
@@ -18,6 +18,7 @@ Norms, the residual stream, the patch embedding and biases after a reduction are
 sequence parallelism), for two all-reduces of the hidden states a layer in forward and two in backward.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,7 +44,8 @@ class PartWork:
     `num_matrix_parameters` are those that products read. The most of `passing_bytes` lives for a moment beside what is
     saved; `put_off_bytes` are kept of a layer whose matrices' gradients are put off. `reduced_bytes` go through
     all-reduces, in forward and in backward. `size` is what the speed of matrix products depends on. `fused` is the same
-    part with fused pointwise operations, None where these change nothing.
+    part with fused pointwise operations, None where these change nothing. Backward does the work of `again` once more
+    for the targets that are more than `num_kept`.
     """
 
     dense_flops: Coefficients
@@ -60,10 +62,16 @@ class PartWork:
     passing_bytes: tuple[Coefficients, ...] = ()
     put_off_bytes: Coefficients = _NOTHING
     fused: "PartWork | None" = None
+    num_kept: float = math.inf
+    again: "PartWork | None" = None
 
     def most_passing_bytes(self, loads: Loads) -> np.ndarray:
         nothing = np.zeros(np.shape(loads.num_items))
         return np.max([nothing, *(passing(loads) for passing in self.passing_bytes)], axis=0)
+
+    def loads_again(self, loads: Loads) -> Loads:
+        """Those of what `again` is done for."""
+        return loads._replace(num_targets=np.maximum(loads.num_targets - self.num_kept, 0.0))
 
     def attention_flops(self, loads: Loads) -> np.ndarray:
         return self.square_flops(loads) * (0.5 if self.causal else 1.0)

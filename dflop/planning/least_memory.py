@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from dflop.costs import NO_WORKING_BYTES, PARTS, CostModel, resident_bytes, stage_kinds, working_bytes
-from dflop.costs.forms import line_at
+from dflop.costs.forms import PackedForms, PackedTerms, form_at, largest_at, pack_forms, pack_terms
 from dflop.models import ModelSpec
+from dflop.models.work import coefficients
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers, llm_layers
@@ -73,7 +74,7 @@ class LeastMemory:
                 fullest = max(fullest, self._apart(row, encoder.name, parameters, *stages[1:], each))
                 continue
             resident += parameters[0]
-            per_item = stages[1][0, 1]  # constants are not certain, since a replica may have no item
+            per_item = stages[1].lines[0, 1]  # constants are not certain, since a replica may have no item
             # Items are dealt to the least loaded: no rank has less than the mean and the largest sample's.
             of_mean += per_item * each.sum()
             of_any += per_item * max(0.0, each.sum() - most)
@@ -90,8 +91,8 @@ class LeastMemory:
         row: Mapping[str, Any],
         encoder: str,
         resident: np.ndarray,
-        kept: np.ndarray,
-        passing: np.ndarray,
+        kept: PackedForms,
+        passing: PackedTerms,
         items: np.ndarray,
     ) -> float:
         """Bytes of the fullest stage of an encoder on ranks of its own, for the mean replica's items
@@ -101,8 +102,8 @@ class LeastMemory:
         return max(
             resident[stage]
             + _fullest(
-                kept[stage, 1] * items,
-                (np.minimum(passing[stage, :, :1], 0.0) + passing[stage, :, 1:2] * items).max(axis=0),
+                kept.lines[stage, 1] * items,
+                _without_consts(passing, stage, items),
                 # As far as the LLM's first stage runs ahead, and the stages between.
                 min(count, ahead + num_stages - stage),
             )
@@ -135,35 +136,41 @@ class LeastMemory:
 
     def _stage_bytes(
         self, module: str, tp: int, layers: tuple[int, ...], checkpointing: bool, gathers: bool
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each stage its parameters' bytes [num_stages], and the forms (`CostModel.stage_memory_forms`) of what a
-        microbatch keeps [num_stages, 5] and of what comes on top [num_stages, num_forms, 5]."""
-        num_stages, working = len(layers), NO_WORKING_BYTES
+    ) -> tuple[np.ndarray, PackedForms, PackedTerms]:
+        """Of each stage its parameters' bytes [num_stages], and functions (`CostModel.stage_memory_forms`) of what a
+        microbatch keeps and of what comes on top."""
+        working, last = NO_WORKING_BYTES, len(layers) - 1
         if gathers:
             sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
             how = {"value_bytes": self._value_bytes, "is_frozen": module in self._frozen}
             working = working_bytes(module, sizes, **how)
-        parameters, kept = np.zeros(num_stages), np.zeros((num_stages, 5))
-        of_stages = []
+        parameters, kept, passing = [], [], []
         asked = {}  # stages of as many layers between the ends are alike
         for stage, kind in enumerate(stage_kinds(module, tp, layers, checkpointing=checkpointing)):
             if kind not in asked:
-                forms = self._costs.stage_memory_forms(kind, working)
-                asked[kind] = self._costs.stage_parameter_bytes(kind), *forms
-            parameters[stage], kept[stage], forms = asked[kind]
-            of_stages.append(forms)
-            if num_stages > 1:
+                own, on_top = self._costs.stage_memory_forms(kind, working)
+                asked[kind] = self._costs.stage_parameter_bytes(kind), own, [(form, 0.0) for form in on_top]
+            size, own, on_top = asked[kind]
+            if last:
                 # What came in, which layers that are recomputed keep anyway, and what went out.
-                num_held = (stage == 0 or not checkpointing) + (stage < num_stages - 1)
-                kept[stage, 2] += num_held * self._token_bytes
-        passing = np.zeros((num_stages, max(map(len, of_stages)), 5))
-        for stage, forms in enumerate(of_stages):
-            passing[stage, : len(forms)] = forms
-        return parameters, kept, passing
+                num_held = (stage == 0 or not checkpointing) + (stage < last)
+                own = own + coefficients(num_tokens=num_held * self._token_bytes)
+            parameters.append(size)
+            kept.append(own)
+            passing.append(on_top)
+        return np.array(parameters), pack_forms(kept), pack_terms(passing)
 
     def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
         how = {"value_bytes": self._value_bytes, "is_frozen": module in self._frozen}
         return resident_bytes(parameter_bytes, dp, num_shards=shards, **how)
+
+
+def _without_consts(passing: PackedTerms, stage: int, items: np.ndarray) -> np.ndarray:
+    """What microbatches with so many items need on top, [num_microbatches], without constants."""
+    own = slice(passing.first[stage], passing.first[stage + 1])
+    at, slope = (passing.forms.hinges[own, :, place, None] for place in (1, 2))  # [num_forms, num_hinges, 1]
+    beyond = (slope * np.maximum(items - at, 0.0)).sum(axis=1)
+    return (passing.forms.lines[own, 1:2] * items + beyond).max(axis=0)
 
 
 @kernel
@@ -174,7 +181,11 @@ def _held(resident, kept_forms, passing_forms, replicas, in_flight):
     """
     held = np.zeros((len(replicas), len(in_flight)))
     for replica in range(len(replicas)):
-        held[replica] = _held_by_one(resident, kept_forms, passing_forms, replicas[replica], in_flight)
+        loads = replicas[replica].copy()
+        if replica == 0:
+            # Of the mean it is certain what tokens take: that of targets grows more slowly beyond a chunk of them.
+            loads[3] = 0.0
+        held[replica] = _held_by_one(resident, kept_forms, passing_forms, loads, in_flight)
     return held
 
 
@@ -187,10 +198,8 @@ def _held_by_one(resident, kept_forms, passing_forms, loads, in_flight):
         rank = stage % pp
         held[rank] += resident[stage]
         for microbatch in range(num_microbatches):
-            kept[microbatch] = line_at(kept_forms[stage], loads[:, microbatch])
-            passing[microbatch] = 0.0
-            for form in passing_forms[stage]:
-                passing[microbatch] = max(passing[microbatch], line_at(form, loads[:, microbatch]))
+            kept[microbatch] = form_at(kept_forms, stage, loads[:, microbatch])
+            passing[microbatch] = largest_at(passing_forms, stage, loads[:, microbatch])
         if num_stages == pp:
             most[rank] = _fullest(kept, passing, min(num_microbatches, in_flight[rank]))
         elif stage < num_stages - pp:  # of the last chunk nothing is certain

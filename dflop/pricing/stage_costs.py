@@ -167,8 +167,8 @@ class StageCosts:
         memories = [self.costs.stage_memory(kind, loads, self._working_bytes[module]) for kind in self._kinds[module]]
         return self._of_stages(module, memories)
 
-    def memory_forms(self, stage: StageReplicas) -> tuple[np.ndarray, np.ndarray]:
-        """What `memories` gives, as linear functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
+    def memory_forms(self, stage: StageReplicas) -> tuple[Coefficients, list[Coefficients]]:
+        """What `memories` gives, as functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
         return self.costs.stage_memory_forms(self.kind(stage), self._working_bytes[stage.module])
 
     @cached_property

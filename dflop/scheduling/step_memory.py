@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.costs.forms import line_at
+from dflop.costs.forms import PackedForms, PackedTerms, form_at, largest_at, pack_forms, pack_terms
 from dflop.pipeline import peak_bytes_of
 from dflop.pipeline.walk import DP, FIRST_NODE
 from dflop.pricing import Pricer
@@ -17,8 +17,8 @@ class StepMemory(NamedTuple):
     """Bytes of a microbatch in each stage as functions of its loads, and the room that workers have for them."""
 
     order: np.ndarray  # as in `CompiledPlan`
-    kept: np.ndarray  # [num_stages, 5]: a constant, and bytes a unit of each load
-    passing: np.ndarray  # [num_stages, num_forms, 5]: the largest counts
+    kept: PackedForms
+    passing: PackedTerms  # the largest counts
     edge_bytes: np.ndarray  # [num_stages], of a token at an edge (`EdgeBytes.held`)
     put_off: np.ndarray  # [num_stages], `StageCosts.put_off`
     room_bytes: np.ndarray  # [num_workers], beside what is resident
@@ -31,17 +31,14 @@ def step_memory(pricer: Pricer) -> StepMemory:
     kept, passing = [], []
     for stage in pricer.stages:
         own, forms = pricer.stage_costs.memory_forms(stage)
-        kept.append(own * pricer.stage_costs.has_backward(stage.module))
-        passing.append(forms)
-    padded = np.zeros((len(passing), max(map(len, passing)), kept[0].size))
-    for stage, forms in enumerate(passing):
-        padded[stage, : len(forms)] = forms
+        kept.append(float(pricer.stage_costs.has_backward(stage.module)) * own)
+        passing.append([(form, 0.0) for form in forms])
     compiled = pricer.compiled
     cells = compiled.num_nodes, compiled.num_microbatches
     return StepMemory(
         order=compiled.order,
-        kept=np.array(kept),
-        passing=padded,
+        kept=pack_forms(kept),
+        passing=pack_terms(passing),
         edge_bytes=np.array([pricer.edge_bytes.held[stage.module][stage.pp_stage] for stage in pricer.stages]),
         put_off=pricer.stage_costs.put_off,
         room_bytes=pricer.memory.tensor_limit_bytes - pricer.memory.resident_bytes,
@@ -70,12 +67,9 @@ def excess_bytes(memory, forms, state):
                     loads, tokens = state.media[own, microbatch], 0.0
                     if forms.has_bridges:
                         tokens = state.features[microbatch, own].sum()
-                passing = 0.0
-                for form in memory.passing[stage]:
-                    passing = max(passing, line_at(form, loads))
                 at_edges = memory.edge_bytes[stage] * tokens
-                memory.kept_bytes[node, microbatch] = line_at(memory.kept[stage], loads) + at_edges
-                memory.passing_bytes[node, microbatch] = passing
+                memory.kept_bytes[node, microbatch] = form_at(memory.kept, stage, loads) + at_edges
+                memory.passing_bytes[node, microbatch] = largest_at(memory.passing, stage, loads)
     held = peak_bytes_of(
         memory.order, stages, memory.kept_bytes, memory.passing_bytes, memory.put_off, len(memory.room_bytes)
     )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dflop.config import Config
@@ -158,15 +158,13 @@ def pass_stages(stages: Mapping[str, list], sample: PackedSamples) -> Pass:
         features.append(torch.cat(made))
     text, llm, logits = sample.text, stages["llm"], []
 
-    def keep(found: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-        logits.append(found)
-        return cross_entropy(found, target_ids, reduction="sum")
-
-    llm[-1].summed_loss = keep
+    head = llm[-1].hf.lm_head
+    hook = head.register_forward_pre_hook(lambda _, given: logits.append(linear(given[0], head.weight)))
     hidden = embedded = llm[0].embed(text, features)
     with _positions_of(llm[-1].hf) as positions:
         for stage in llm:
             hidden = stage(hidden, text)
+    hook.remove()
     return Pass(logits[0], text.target_ids, positions[-1], embedded, items)
 
 

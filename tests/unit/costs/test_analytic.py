@@ -12,7 +12,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
@@ -24,6 +23,7 @@ from dflop.models import ModelSpec, count_work, family_names, family_of, load_ru
 from dflop.models.attention import PACKED
 from dflop.models.llava_onevision.stages import VisionStage
 from dflop.models.loads import FEATURES, Coefficients
+from dflop.models.loss_head import LossHead
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.precision import compute_in
 from dflop.models.stages import LlmStage
@@ -96,6 +96,7 @@ def build(spec: ModelSpec, attention: str, device: str = "meta") -> PreTrainedMo
     config.text_config._attn_implementation, config.vision_config._attn_implementation = attention, "sdpa"
     if hasattr(config, "audio_config"):
         config.audio_config._attn_implementation = "sdpa"
+    model.lm_head = LossHead.of(model.lm_head, model.lm_head.out_features)
     return model.train()
 
 
@@ -193,8 +194,8 @@ def run_llm(model: PreTrainedModel, num_segments: int, length: int, num_targets:
     rotary = language_model.rotary_emb(hidden, torch.arange(length, device=device)[None])
     for layer in language_model.layers:
         hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
-    logits = model.lm_head(language_model.norm(hidden.flatten(0, 1)[targets]))
-    return cross_entropy(logits.float(), torch.zeros(num_targets, dtype=torch.long, device=device), reduction="sum")
+    at_targets = language_model.norm(hidden.flatten(0, 1)[targets])
+    return model.lm_head(at_targets, torch.zeros(num_targets, dtype=torch.long, device=device))
 
 
 def counted_flops(forward) -> tuple[int, int]:
@@ -239,6 +240,24 @@ def test_the_llms_flops_are_those_that_torch_counts(name, num_segments, length, 
     expected = square_flops(spec, "llm", loads)
     assert forward == pytest.approx(expected, rel=1e-9)
     assert backward == pytest.approx(2 * expected, rel=1e-9)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Logits of as few targets stand at a time as there can be, 128, whatever the vocabulary."""
+    monkeypatch.setattr("dflop.models.llm_work._LOGITS_BYTES", 1)
+
+
+@pytest.mark.parametrize("name", ["siglip_qwen2", "llava_ov_7b"])
+@pytest.mark.parametrize("num_targets", [128, 129, 600])
+def test_backward_computes_the_logits_again_that_are_more_than_a_chunk(name, num_targets, small_chunks):
+    spec, loads = SPECS[name], make_loads(0, 640, 2 * 320**2, num_targets)
+    forward, backward = counted_flops(lambda: run_llm(build(spec, "eager"), 2, 320, num_targets))
+    expected, head = square_flops(spec, "llm", loads), count_work(spec, "llm", 1).last
+    again = head.again.dense_flops(head.loads_again(loads))
+    assert forward == pytest.approx(expected, rel=1e-9)
+    assert backward == pytest.approx(2 * expected + again, rel=1e-9)
+    assert (again > 0) == (num_targets > 128)
 
 
 def test_packed_attention_computes_half_of_what_torch_counts_for_it():
@@ -362,6 +381,8 @@ def test_what_an_llm_keeps_is_what_autograd_keeps(name):
         copies += 2 * num_tokens * spec.feature_size  # features came over an edge, and are counted there
         loads = make_loads(0, num_tokens, num_segments * length**2, num_targets)
         expected = whole(spec, "llm", lambda part, loads=loads: part.saved_bytes(loads))
+        # A chunk of log-probabilities is kept by the head itself, of which autograd knows nothing.
+        expected -= 4 * num_targets * spec.hf_config["text_config"]["vocab_size"]
         expected += count_work(spec, "llm", 1).stage_bytes(loads)
         assert found - copies == pytest.approx(expected, rel=1e-5)  # nor the loss's weight
 
@@ -388,10 +409,12 @@ def test_the_more_is_fused_the_less_time_it_takes_and_the_less_it_keeps(h100):
             analytic_points(SPECS["internvl_8b"], module, 1, h100, implementation).measurements
             for implementation in IMPLEMENTATIONS
         )
+        layers, last = pl.col("piece") == "layers", pl.col("piece") == "last"
         for column in ("seconds", "peak_bytes"):
             assert (compiled[column] <= eager[column]).all()
-            assert (fused[column] <= compiled[column]).all()
-        layers, last = pl.col("piece") == "layers", pl.col("piece") == "last"
+        assert (fused["seconds"] <= compiled["seconds"]).all()
+        # A fused loss keeps all logits, and not a chunk of them.
+        assert (fused.filter(layers)["peak_bytes"] <= compiled.filter(layers)["peak_bytes"]).all()
         assert (compiled.filter(layers)["seconds"] < eager.filter(layers)["seconds"]).all()
         assert compiled.filter(last).equals(eager.filter(last))
         assert fused.filter(last).equals(eager.filter(last)) == (module == "vision")
@@ -435,6 +458,17 @@ def test_the_heads_passing_memory_is_what_is_measured(num_targets, tokenizer):
     spec, bench = head_bench(tokenizer, 4000)
     expected = count_work(spec, "llm", 1).last.most_passing_bytes(make_loads(0, 2048, 2048**2, num_targets))
     assert passing_bytes_of_head(bench, num_targets) == pytest.approx(float(expected), rel=0.04)
+
+
+@pytest.mark.parametrize("num_targets", [100, 128, 150, 256, 300, 2000])
+def test_no_more_than_a_chunk_of_logits_takes_memory(num_targets, tokenizer, small_chunks):
+    spec, bench = head_bench(tokenizer, 8000)
+    row = bench.measure(Point("last", 0, False, segments=(2048,), num_targets=num_targets), 0)[0]
+    head, loads = count_work(spec, "llm", 1).last, make_loads(0, 2048, 2048**2, num_targets)
+    assert row["saved_bytes"] == pytest.approx(float(head.saved_bytes(loads)), rel=0.03)
+    passing_bytes = float(head.most_passing_bytes(loads))
+    of_hidden = 2 * 2 * 128 * num_targets  # which is not counted
+    assert row["peak_bytes"] - row["saved_bytes"] == pytest.approx(passing_bytes, rel=0.05, abs=of_hidden)
 
 
 @pytest.mark.parametrize("num_targets", [2, 30, 512, 2000])

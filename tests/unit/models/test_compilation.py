@@ -11,7 +11,7 @@ from dflop.models import family_of, load_runtime
 from dflop.models.attention import PACKED, packed_attention
 from dflop.models.compilation import compile_layers, compiles_layers
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
-from dflop.models.stages import Stage
+from dflop.models.stages import LlmStage, Stage
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NUM_LAYERS = 2
@@ -51,7 +51,7 @@ def text_of(lengths: Sequence[int]) -> TextBatch:
 def passed(stage: Stage, size: Sequence[int]) -> list[torch.Tensor]:
     """What comes out of a stage, and all of its gradients."""
     stage.zero_grad()
-    if hasattr(stage, "summed_loss"):
+    if isinstance(stage, LlmStage):
         text = text_of(size)
         output = stage(stage.embed(text, []), text)
     else:
