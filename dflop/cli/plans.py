@@ -43,7 +43,14 @@ def plan_command(
     from dflop.costs import CostModel
     from dflop.data import read_loading_times
     from dflop.models import digest_of_spec, load_model_spec
-    from dflop.planning import candidates_frame, describe_choice, explain_choice, loading_need, price_baselines
+    from dflop.planning import (
+        beyond_device,
+        candidates_frame,
+        describe_choice,
+        explain_choice,
+        loading_need,
+        price_baselines,
+    )
     from dflop.runtime import written_whole
 
     explain = explain or out is None
@@ -55,7 +62,7 @@ def plan_command(
     cost_model.require_made_for(
         model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
     )
-    samples, num_left_out = _samples_to_plan(config, spec, cost_model, shapes)
+    all_samples, samples = _samples_to_plan(config, spec, cost_model, shapes)
     found = _search(config, spec, cost_model, samples, compares=explain)
     baselines = price_baselines(config, spec, cost_model, samples)
     best = found.best
@@ -72,10 +79,12 @@ def plan_command(
             candidates_frame(found).write_parquet(path)
     if out:
         with written_whole(out) as path:
+            num_left_out = len(all_samples) - len(samples)
             text = describe_choice(found, baselines, config, cost_model, num_left_out=num_left_out, loading=need)
             path.write_text(text, encoding="utf-8")
     if explain:
-        click.echo(explain_choice(found, baselines, config, cost_model) + "\n")
+        beyond = beyond_device(best.plan, config, spec, cost_model, all_samples)
+        click.echo(explain_choice(found, baselines, config, cost_model, beyond) + "\n")
     _echo_choice(out, best, cost_model, need)
     if emit:
         print_in_words_of(emit, best.plan, spec, config.train.global_batch_size)
@@ -84,7 +93,7 @@ def plan_command(
 
 
 def _samples_to_plan(config, spec, cost_model, shapes: Path):
-    """The samples that some plan can hold, and how many none can; what is left out, and why, is printed."""
+    """All samples of the model's media, and those that some plan can hold; what is left out, and why, is printed."""
     from dflop.data import load_samples
     from dflop.planning import leave_out_what_no_plan_holds
     from dflop.pricing import describe_left_out
@@ -92,10 +101,10 @@ def _samples_to_plan(config, spec, cost_model, shapes: Path):
     samples, without_encoder = load_samples(shapes, spec.encoders)
     for media, count in without_encoder.items():
         click.echo(f"{count} samples with {media} are left out: the model has no {media} encoder")
-    samples, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
+    held, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
     for line in describe_left_out(left_out):
         click.echo(f"by no plan held, so {line}", err=True)
-    return samples, len(left_out)
+    return samples, held
 
 
 def _search(config, spec, cost_model, samples, *, compares: bool):

@@ -13,7 +13,7 @@ from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
 from dflop.planning.finalists import FINALISTS_WITHIN, with_finalists_scheduled
 from dflop.planning.grouped_batches import GroupedBatches, like_lengths
-from dflop.planning.holding import leave_out_what_no_plan_holds
+from dflop.planning.holding import BeyondDevice, beyond_device, leave_out_what_no_plan_holds
 from dflop.planning.loading import LoadingNeed, loading_need, loading_note, planned_loaders
 from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
@@ -23,11 +23,13 @@ __all__ = [
     "PIPELINES",
     "TODAY",
     "Baseline",
+    "BeyondDevice",
     "Candidate",
     "GroupedBatches",
     "LoadingNeed",
     "PlanPricer",
     "SearchResult",
+    "beyond_device",
     "candidates_frame",
     "describe_choice",
     "enumerate_space",

@@ -9,6 +9,7 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.planning.baselines import TODAY, Baseline
 from dflop.planning.candidate import Candidate
+from dflop.planning.holding import BeyondDevice
 from dflop.planning.loading import LoadingNeed
 from dflop.planning.search import SearchResult, more_than
 
@@ -94,8 +95,10 @@ def describe_choice(
     return yaml.safe_dump(values, sort_keys=False, width=110)
 
 
-def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel) -> str:
-    """What `dflop plan --explain` prints."""
+def explain_choice(
+    result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel, beyond: BeyondDevice
+) -> str:
+    """What `dflop plan --explain` prints; `beyond` is of the best plan."""
     best = result.best
     cluster = config.cluster
     lines = [
@@ -136,6 +139,7 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
     lines += ["", f"next: {_next_constraint(result, config)}"]
     if note := uneven_note(result, config):
         lines.append(note)
+    lines.append(str(beyond))
     return "\n".join(lines)
 
 

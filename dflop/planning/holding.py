@@ -1,6 +1,8 @@
-"""Which samples no plan can hold: a single huge sample must not leave a cluster without a plan."""
+"""Which samples no plan can hold, as a single huge one must not leave a cluster without a plan, and how many one plan
+cannot."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -9,7 +11,7 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.parallelism import SHARDINGS
+from dflop.parallelism import SHARDINGS, Plan
 from dflop.planning.space import enumerate_space, modules_of, plan_of
 from dflop.pricing import (
     MOST_LEFT_OUT,
@@ -18,10 +20,34 @@ from dflop.pricing import (
     without,
 )
 
-__all__ = ["leave_out_what_no_plan_holds"]
+__all__ = ["BeyondDevice", "beyond_device", "leave_out_what_no_plan_holds"]
 
 # So many kinds of layouts are asked, those that split the model furthest first.
 _MOST_KINDS = 256
+
+
+class BeyondDevice(NamedTuple):
+    """Of all samples and of all their LLM tokens the share that is of samples which a plan's devices cannot hold, even
+    alone in a microbatch: those that context parallelism would concern."""
+
+    of_samples: float
+    of_tokens: float
+
+    def __str__(self) -> str:
+        if not self.of_samples:
+            return "context parallelism would concern no sample"
+        return (
+            f"context parallelism would concern {_percent(self.of_samples)} of the samples, with "
+            f"{_percent(self.of_tokens)} of the LLM tokens: this plan's devices cannot hold them even alone"
+        )
+
+
+def beyond_device(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BeyondDevice:
+    """Of `samples`, also those that were left out before."""
+    pricer = Pricer(plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision)
+    is_beyond = alone_bytes(pricer, samples) > pricer.memory.limit_bytes
+    tokens = samples.llm_tokens.astype(float)
+    return BeyondDevice(float(is_beyond.mean()), float(tokens[is_beyond].sum() / max(1.0, tokens.sum())))
 
 
 def leave_out_what_no_plan_holds(
@@ -70,3 +96,8 @@ def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
         .unique(["placement", *tp, *pp, *sharding], keep="first", maintain_order=True)
         .head(_MOST_KINDS)
     )
+
+
+def _percent(share: float) -> str:
+    """In words that never say 0 of what there is."""
+    return f"{share:.2%}" if share >= 5e-5 else "less than 0.01%"

@@ -14,6 +14,7 @@ from dflop.data import SampleShapes
 from dflop.models import load_model_spec
 from dflop.parallelism import load_plan
 from dflop.planning import (
+    beyond_device,
     candidates_frame,
     describe_choice,
     explain_choice,
@@ -35,7 +36,8 @@ CONTRACT = [
 def explain(tiny_spec, costs, samples, search):
     def run(config, recorded=samples, costs=costs) -> str:
         found = search(config, costs=costs, samples=recorded, compares=True)
-        return explain_choice(found, price_baselines(config, tiny_spec, costs, recorded), config, costs)
+        beyond = beyond_device(found.best.plan, config, tiny_spec, costs, recorded)
+        return explain_choice(found, price_baselines(config, tiny_spec, costs, recorded), config, costs, beyond)
 
     return run
 
