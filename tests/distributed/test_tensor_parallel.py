@@ -336,8 +336,8 @@ def test_ranks_keep_and_reduce_what_analytic_costs_count_and_gather_nothing(divi
         return int((DEPTH * count(work.layer) + count(work.first) + count(work.last)).item())
 
     # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well;
-    # features are counted as if all 40 tokens were visual, and 7 are.
-    uncounted = DEPTH * 2 * 40 * 128 // TP - 33 * 2 * 128
+    # features, of 7 tokens here, are counted where they came in.
+    uncounted = DEPTH * 2 * 40 * 128 // TP + 7 * 2 * 128
     # The head itself keeps log-probabilities, and autograd knows nothing of them.
     uncounted -= 4 * 27 * case.spec.hf_config["text_config"]["vocab_size"] // TP
     if case.module == "vision":  # GPUs keep LayerNorms' mean and deviation in fp32, CPUs in bf16
