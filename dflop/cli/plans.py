@@ -48,7 +48,6 @@ def plan_command(
         candidates_frame,
         describe_choice,
         explain_choice,
-        loading_need,
         price_baselines,
     )
     from dflop.runtime import written_whole
@@ -66,14 +65,7 @@ def plan_command(
     found = _search(config, spec, cost_model, samples, compares=explain)
     baselines = price_baselines(config, spec, cost_model, samples)
     best = found.best
-    need = loading_times and loading_need(
-        best.plan,
-        loading_times,
-        config.cluster,
-        global_batch_size=config.train.global_batch_size,
-        step_s=best.step_s,
-        idle=best.idle,
-    )
+    need = loading_times and _loading_need(best, loading_times, config)
     if candidates:
         with written_whole(candidates) as path:
             candidates_frame(found).write_parquet(path)
@@ -90,6 +82,20 @@ def plan_command(
         print_in_words_of(emit, best.plan, spec, config.train.global_batch_size)
     if not explain:  # which says the same in full
         _echo_notes(found, baselines, config)
+
+
+def _loading_need(best, loading_times, config):
+    """What loading takes of the hosts under this plan."""
+    from dflop.planning import loading_need
+
+    return loading_need(
+        best.plan,
+        loading_times,
+        config.cluster,
+        global_batch_size=config.train.global_batch_size,
+        step_s=best.step_s,
+        idle=best.idle,
+    )
 
 
 def _samples_to_plan(config, spec, cost_model, shapes: Path):

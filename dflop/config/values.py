@@ -97,6 +97,15 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
     Raises:
         UserError: naming the key, its value and what would be right.
     """
+    _check_each(config)
+    _check_together(config)
+    _check_sources(config.data.sources)
+    if has_cluster:
+        _check_devices(config)
+
+
+def _check_each(config: Config) -> None:
+    """Each value by itself."""
     for key, choices in _CHOICES.items():
         for name, value in _values_at(config, key):
             if value not in choices:
@@ -118,6 +127,16 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
         raise UserError(
             f"`run` is {config.run!r}; it names a folder under results/: use letters, digits, dot, dash and underscore"
         )
+    for stage, own in config.slurm.stages.items():
+        if own.time is not None and not _TIME.fullmatch(own.time):
+            raise UserError(
+                f"`slurm.stages.{stage}.time` is {own.time!r}; it must be a whole number of minutes, or "
+                "one with its unit: 90m, 24h, 2d"
+            )
+
+
+def _check_together(config: Config) -> None:
+    """Values that contradict each other."""
     if config.costs.source == "analytic" and config.train.precision != "bf16":
         raise UserError(
             f"`costs.source` is 'analytic', which knows bf16 alone, and `train.precision` is "
@@ -133,13 +152,6 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
             "`schedule.correction` is 'on' and `schedule.deterministic` true: corrections follow measured times, which "
             "no two runs share; set one of them to off (false)"
         )
-    _check_sources(config.data.sources)
-    for stage, own in config.slurm.stages.items():
-        if own.time is not None and not _TIME.fullmatch(own.time):
-            raise UserError(
-                f"`slurm.stages.{stage}.time` is {own.time!r}; it must be a whole number of minutes, or "
-                "one with its unit: 90m, 24h, 2d"
-            )
     if config.train.steps is not None and config.train.epochs is not None:
         raise UserError(
             f"`train.steps` is {config.train.steps} and `train.epochs` is {config.train.epochs:g}; the one follows "
@@ -150,8 +162,6 @@ def check_values(config: Config, *, has_cluster: bool = True) -> None:
             f"`train.evaluate_every` is {config.train.evaluate_every}, but there is nothing to evaluate on; hold a "
             "share of the samples out with `data.evaluation_share`, or give a source `evaluation: true`"
         )
-    if has_cluster:
-        _check_devices(config)
 
 
 def _values_at(config: Config, key: str) -> list[tuple[str, Any]]:

@@ -130,6 +130,8 @@ def _fill(
 
     The rank that is free first decides what it does next. One that has nothing to do is passed over until what it may
     wait for has begun somewhere else.
+
+    One long function: it is a loop over events whose whole state is in its variables.
     """
     num_ranks, num_microbatches = forward_s.shape
     slots = np.zeros((2, num_ranks, num_microbatches), dtype=np.int64)

@@ -151,7 +151,8 @@ def _llm_bounds(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the LLM alone, and what it adds to the encoders' work on ranks that carry both, [num_keys].
 
-    Both bound the mean over the batches, by Jensen once more, and no single batch.
+    Both bound the mean over the batches, by Jensen once more, and no single batch. One long function: what is computed
+    once for a kind of rows stays beside the loop that needs it.
     """
     texts = [loads_of("llm", shapes) for shapes in batches]
     total, least = (

@@ -18,17 +18,18 @@ import polars as pl
 from dflop.config import Config, PlanConfig, most_memory_gib
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
-from dflop.models import ModelSpec, why_family_cannot_run
+from dflop.models import ModelSpec
 from dflop.parallelism import Plan
-from dflop.pipeline import why_not_runnable
 from dflop.planning.bounds import LowerBounds, lower_bounds
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.least_links import LeastLinks
 from dflop.planning.least_memory import LeastMemory
+from dflop.planning.pins import pins_of
 from dflop.planning.pipelines import MeanPipelines
-from dflop.planning.space import Splits, enumerate_space, modules_of, pins_of, plan_of
+from dflop.planning.space import Splits, enumerate_space, plan_of
 from dflop.planning.splits import balanced_splits
+from dflop.planning.trainable import trainable_rows
 from dflop.pricing import BYTES_PER_VALUE
 from dflop.runtime import UserError
 
@@ -169,7 +170,7 @@ class _Search:
         self._llm_each_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._pipelines = MeanPipelines(config, spec, costs, batches, splits, links, grouping)
         self._memory = LeastMemory(spec, costs, batches, splits, grouping, config.model.freeze, links.value_bytes)
-        self._is_runnable = _runnable(spec.family, rows, splits).tolist()
+        self._is_runnable = trainable_rows(spec.family, rows, splits).tolist()
         self._kinds = {False, *self._is_runnable}
         # The slowest of the fastest, by kind; whose bound is not below the higher cannot be among those asked for.
         self._slowest_s = dict.fromkeys((False, True), np.inf)
@@ -344,23 +345,3 @@ def _rounded_up(value: float) -> float:
     """To four digits: what a message names is enough."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 3)
     return math.ceil(value / unit) * unit
-
-
-def _runnable(family: str, rows: pl.DataFrame, splits: Splits) -> np.ndarray:
-    """Which rows can be trained today, [num_rows]; asked of one row of each kind, since plans are many."""
-    if why_family_cannot_run(family):
-        return np.zeros(len(rows), dtype=bool)
-    modules = modules_of(rows.columns)
-    sizes = [f"{module}_{size}" for module in modules for size in ("tp", "pp")]
-    kinds = {
-        "placement": pl.col("placement"),
-        "schedule": pl.col("schedule"),
-        "has_chunks": pl.col("num_chunks") > 1,
-        **{f"has_{name}": pl.col(name) > 1 for name in sizes},
-        **{f"{module}_sharding": pl.col(f"{module}_sharding") for module in modules},
-    }
-    of_kind = rows.select(**kinds).with_row_index("row")
-    firsts = of_kind.group_by(*kinds).agg(pl.col("row").first())
-    said = [why_not_runnable(plan_of(rows.row(row, named=True), splits)) is None for row in firsts["row"]]
-    named = firsts.drop("row").with_columns(runnable=pl.Series(said, dtype=pl.Boolean))
-    return of_kind.join(named, on=list(kinds), how="left", maintain_order="left")["runnable"].to_numpy()

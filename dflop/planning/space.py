@@ -16,6 +16,7 @@ import polars as pl
 from dflop.config import Config, FixedPlan, PlanConfig
 from dflop.models import ModelSpec, check_modules
 from dflop.parallelism import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, SHARDINGS, Grid, Plan, split_layers
+from dflop.planning.pins import pins_of, without_each
 from dflop.runtime import UserError
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "layout_columns",
     "llm_layers",
     "modules_of",
-    "pins_of",
     "plan_of",
     "sharding_columns",
 ]
@@ -324,7 +324,7 @@ def _why_nothing(
     if fixed:
         left = {
             pin: _rows(config, spec, tp_sizes, {}, replace(within, fixed=without)).height
-            for pin, without in _without_each(fixed).items()
+            for pin, without in without_each(fixed).items()
         }
         ways = [f"without {pin} there are {number:,} plans" for pin, number in left.items() if number]
         return f"{what}; loosen `{pins_are}`: {', '.join(ways) or 'more than one pin is to blame'}"
@@ -332,22 +332,3 @@ def _why_nothing(
     if cluster.num_devices == 1 and alone == within.placements:
         return f"{what}; {' and '.join(alone)} modules need at least 2 devices"
     return f"{what}; raise `train.global_batch_size` or change the number of devices"
-
-
-def pins_of(fixed: FixedPlan) -> list[str]:
-    """What is pinned, in words."""
-    return list(_without_each(fixed))
-
-
-def _without_each(fixed: FixedPlan) -> dict[str, FixedPlan]:
-    """Every pin in words, and what is pinned without it."""
-    without = {}
-    for module, grid in fixed.modules.items():
-        for size in ("tp", "pp", "dp", "sharding"):
-            if value := getattr(grid, size):
-                modules = fixed.modules | {module: replace(grid, **{size: None})}
-                without[f"{module} {size}={value}"] = replace(fixed, modules=modules)
-    for key in ("placement", "num_microbatches", "checkpointing", "schedule"):
-        if (value := getattr(fixed, key)) is not None:
-            without[f"{key}={value}"] = replace(fixed, **{key: None})
-    return without

@@ -151,15 +151,8 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
             if length != longest
             else both.filter(pl.col("length") == pl.min_horizontal("num_tokens", pl.lit(longest)))
         )
-        smooth = np.geomspace(frame[load].min(), frame[load].max(), 60)
-        squares = smooth * np.minimum(smooth, length)
-        if module != "llm":
-            squares = np.interp(smooth, frame[load], frame["sum_sq_tokens"])
-        of_form = {load: smooth, "sum_sq_tokens": squares}
-        behind = loads_behind(module)
-        loads = Loads(*(of_form[name] if name in behind else np.zeros(60) for name in FEATURES))
         kind = StageKind(module=module, tp=tp, num_layers=depth, is_first=False, is_last=False)
-        rate = smooth / sum(costs.stage_time(kind, loads))
+        smooth, rate = _fitted_rates(costs, kind, frame, length)
         colour = _shades(module)[1]
         label = "" if len(forms) == 1 else f"segments of {'up to ' * (index == 0)}{length:,}"
         fill = colour if index == 0 else "white"
@@ -184,6 +177,19 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
     axes.plot([], [], "-", color=INK, linewidth=1.3, label="fitted")
     axes.plot([], [], "o", color=INK, markersize=4.5, label="measured")
     axes.legend(loc="lower right", ncols=2 if len(forms) > 1 else 1, handletextpad=0.4, columnspacing=1.2)
+
+
+def _fitted_rates(costs: CostModel, kind: StageKind, frame: pl.DataFrame, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of one form of microbatch, sizes over the measured range and the units a second that the fit has for them."""
+    load = main_load(kind.module)
+    smooth = np.geomspace(frame[load].min(), frame[load].max(), 60)
+    squares = smooth * np.minimum(smooth, length)
+    if kind.module != "llm":
+        squares = np.interp(smooth, frame[load], frame["sum_sq_tokens"])
+    of_form = {load: smooth, "sum_sq_tokens": squares}
+    behind = loads_behind(kind.module)
+    loads = Loads(*(of_form[name] if name in behind else np.zeros(60) for name in FEATURES))
+    return smooth, smooth / sum(costs.stage_time(kind, loads))
 
 
 def _plain_seconds(axis: Axis) -> None:

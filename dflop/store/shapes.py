@@ -137,30 +137,13 @@ def write_shapes(
 
     if not shards:
         raise UserError("no manifest of `data.sources` holds any record (after its `sampling`); add data")
-    positions = {name: position for position, name in enumerate(sources["name"])}
-    shard_frame = pl.DataFrame(
-        [
-            (index, str(shard.path), shard.name, shard.source, positions[shard.source], shard.start, shard.first_row)
-            for index, shard in enumerate(shards)
-        ],
-        schema={
-            "position": pl.Int64,
-            "path": pl.String,
-            "name": pl.String,
-            "source": pl.String,
-            "source_position": pl.Int64,
-            "start": pl.Int64,
-            "first_row": pl.Int64,
-        },
-        orient="row",
-    )
     sampled_schema = {"source": pl.String, "position": pl.Int64, "row": pl.Int64}
     sampled_frames = [
         pl.DataFrame({"source": source, "position": np.arange(len(rows)), "row": rows}, schema=sampled_schema)
         for source, rows in sampled_rows.items()
     ]
     frames = {
-        "shard_frame": shard_frame,
+        "shard_frame": _shard_frame(shards, sources),
         "source_frame": sources.with_row_index("position"),
         "sampled_frame": pl.concat([pl.DataFrame(schema=sampled_schema), *sampled_frames]),
     }
@@ -179,3 +162,24 @@ def write_shapes(
             f"the shards in {shards[0].path.parent} are not as this dflop writes them ({str(error).splitlines()[0]}); "
             "make them again with `dflop profile-shapes`"
         ) from None
+
+
+def _shard_frame(shards: Sequence[ShardFile], sources: pl.DataFrame) -> pl.DataFrame:
+    """One row a shard."""
+    positions = {name: position for position, name in enumerate(sources["name"])}
+    return pl.DataFrame(
+        [
+            (index, str(shard.path), shard.name, shard.source, positions[shard.source], shard.start, shard.first_row)
+            for index, shard in enumerate(shards)
+        ],
+        schema={
+            "position": pl.Int64,
+            "path": pl.String,
+            "name": pl.String,
+            "source": pl.String,
+            "source_position": pl.Int64,
+            "start": pl.Int64,
+            "first_row": pl.Int64,
+        },
+        orient="row",
+    )

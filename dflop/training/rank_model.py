@@ -143,6 +143,7 @@ def _build_node(
     checkpoint: Path | None,
     is_empty: bool,
 ) -> NodeModel:
+    """One long function: whether replicas share its parameters decides of each part in turn."""
     node, ranks = topology.program.nodes[index], topology.tensor[index]
     is_trained = node.module not in config.model.freeze
     stage, units = _build_stage(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)

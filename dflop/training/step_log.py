@@ -66,7 +66,24 @@ class StepLog:
             )
         # A rank's step is its computations plus its waits; ranks end the step together, at the all-reduce.
         idle = 1 - totals["busy_s"] / (self._world_size * step_s)
-        line: dict[str, Any] = {
+        measured = {"step_s": step_s, "pipeline_s": pipeline_s, "idle": idle, "seconds": split_line(parts)}
+        line = self._line(step, schedule, totals, measured, evaluated)
+        self._recent_s.append(step_s)
+        trouble = self._write(json.dumps(line) + "\n")
+        if self._trackers:
+            self._trackers.add(line)
+        self._print(line, trouble)
+
+    def _line(
+        self,
+        step: int,
+        schedule: StepSchedule,
+        totals: dict[str, float],
+        measured: dict[str, Any],
+        evaluated: tuple[float, float] | None,
+    ) -> dict[str, Any]:
+        """A step's line of metrics.jsonl."""
+        return {
             "step": step,
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "loss": totals["loss"],
@@ -74,15 +91,15 @@ class StepLog:
             "num_samples": len(schedule.sample_id),
             "num_tokens": int(schedule.llm_tokens.sum()),
             "num_items": int(schedule.num_items.sum()),
-            "step_s": step_s,
-            "pipeline_s": pipeline_s,
+            "step_s": measured["step_s"],
+            "pipeline_s": measured["pipeline_s"],
             "predicted_step_s": schedule.step_s,
-            "idle": idle,
+            "idle": measured["idle"],
             "predicted_idle": schedule.idle,
             "wait_s": totals["wait_s"],
             "data_wait_s": totals["data_wait_s"],
             "evaluation_s": evaluated[1] if evaluated else None,
-            "seconds": split_line(parts),
+            "seconds": measured["seconds"],
             "grad_norm": totals["grad_norm"],
             "lr": totals["lr"],
             "policy": schedule.policy,
@@ -91,22 +108,22 @@ class StepLog:
             "deciding_s": schedule.deciding_s,
             "num_unreadable": int(totals["unreadable"]),
             "num_undecodable": int(totals["undecodable"]),
-            "extrapolated": extrapolated,
+            "extrapolated": float(schedule.extrapolated.mean()),
             "corrections_version": schedule.corrections_version,
             "measures": schedule.measures,
             "generation": self._prices,
         }
-        self._recent_s.append(step_s)
+
+    def _print(self, line: dict[str, Any], trouble: str | None) -> None:
+        """A step's line on the terminal; `trouble` is why metrics.jsonl could not be written."""
+        step, step_s = line["step"], line["step_s"]
         to_go = timedelta(seconds=round(statistics.median(self._recent_s) * (self._num_steps - step - 1)))
-        trouble = self._write(json.dumps(line) + "\n")
-        if self._trackers:
-            self._trackers.add(line)
         with contextlib.suppress(OSError):  # what is printed may go to a file on a full disk as well
             print(
-                f"{datetime.now():%H:%M:%S}  step {step + 1}/{self._num_steps}  loss {totals['loss']:.3f}  "
-                f"lr {totals['lr']:.2e}  {step_s:.2f} s  {line['num_tokens'] / step_s:,.0f} tokens/s  idle {idle:.0%}  "
-                f"schedule wait {totals['wait_s'] * 1e3:.1f} ms  to go {to_go}"
-                + (f"  evaluation loss {evaluated[0]:.3f}" if evaluated else "")
+                f"{datetime.now():%H:%M:%S}  step {step + 1}/{self._num_steps}  loss {line['loss']:.3f}  "
+                f"lr {line['lr']:.2e}  {step_s:.2f} s  {line['num_tokens'] / step_s:,.0f} tokens/s  "
+                f"idle {line['idle']:.0%}  schedule wait {line['wait_s'] * 1e3:.1f} ms  to go {to_go}"
+                + (f"  evaluation loss {line['evaluation_loss']:.3f}" if line["evaluation_loss"] is not None else "")
                 + (f"  NOT SAVED: {self.unsaved}" if self.unsaved else "")
                 + (f"  metrics.jsonl not written: {trouble}" if trouble else ""),
                 flush=True,

@@ -75,18 +75,22 @@ def summarise(
         # By `lpt` beside another policy went those that the schedule service had no answer to.
         "num_steps_by_policy": dict(Counter(step["policy"] for step in steps)),
         "num_steps_without_cbc": sum(without_cbc(step["policy_status"]) for step in steps),
-        "correction": {
-            "mode": config.schedule.correction,
-            "num_learned_steps": learner.num_steps,
-            "stale_share": stale_share(learner.bins),
-            # Steps that were trained with other costs say nothing of those there are now.
-            "rerun": what_to_rerun(learner) if trained.prices == generation.prices else None,
-        },
+        # Steps that were trained with other costs say nothing of those there are now.
+        "correction": _correction(config, learner, is_of_now=trained.prices == generation.prices),
     }
     for name in (LAST_SUMMARY, "summary.json"):
         with written_whole(out / name) as path:
             path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
+
+
+def _correction(config: Config, learner: Learner, *, is_of_now: bool) -> dict[str, Any]:
+    return {
+        "mode": config.schedule.correction,
+        "num_learned_steps": learner.num_steps,
+        "stale_share": stale_share(learner.bins),
+        "rerun": what_to_rerun(learner) if is_of_now else None,
+    }
 
 
 def _losses(steps: list[dict[str, Any]]) -> dict[str, float]:

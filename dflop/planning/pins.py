@@ -1,0 +1,26 @@
+"""What `plan.fixed`, or `plan.today`, pins, in words."""
+
+from dataclasses import replace
+
+from dflop.config import FixedPlan
+
+__all__ = ["pins_of", "without_each"]
+
+
+def pins_of(fixed: FixedPlan) -> list[str]:
+    """What is pinned, in words."""
+    return list(without_each(fixed))
+
+
+def without_each(fixed: FixedPlan) -> dict[str, FixedPlan]:
+    """Every pin in words, and what is pinned without it."""
+    without = {}
+    for module, grid in fixed.modules.items():
+        for size in ("tp", "pp", "dp", "sharding"):
+            if value := getattr(grid, size):
+                modules = fixed.modules | {module: replace(grid, **{size: None})}
+                without[f"{module} {size}={value}"] = replace(fixed, modules=modules)
+    for key in ("placement", "num_microbatches", "checkpointing", "schedule"):
+        if (value := getattr(fixed, key)) is not None:
+            without[f"{key}={value}"] = replace(fixed, **{key: None})
+    return without
