@@ -53,8 +53,12 @@ class _SummedLoss(torch.autograd.Function):
 
     Log-probabilities of the last chunk are kept for it. Logits of the others are computed again: gradients made in
     forward would save that, and hold one more of the whole matrix for each microbatch in flight. The gradient of logits
-    takes their place, and that of the matrix is summed in its own: torch's checkpointing and cross entropy need twice
-    the memory, and torch's `linear_cross_entropy` knows no vocabulary that ranks share.
+    takes their place: torch's checkpointing and cross entropy need twice the memory, and torch's
+    `linear_cross_entropy` knows no vocabulary that ranks share.
+
+    Gradients of the matrix, of one chunk each, are added up in the parameter's `grad` where that is wider than the
+    weights (fp32 beside bf16). Where there is none, as where replicas share parameters, they are added up in the
+    weights' dtype and given to autograd.
     """
 
     @staticmethod
@@ -65,7 +69,7 @@ class _SummedLoss(torch.autograd.Function):
         for own in _chunks(len(target_ids), head.num_at_once):
             kept = None  # one at a time
             of_targets, log_sum, kept = _log_probabilities(_wide(linear(hidden[own], weight)), target_ids[own], head)
-            loss += log_sum.sum() - of_targets.sum()
+            loss += (log_sum - of_targets).sum()
             log_sums.append(log_sum)
         ctx.save_for_backward(hidden, weight, target_ids, torch.cat(log_sums))
         ctx.kept, ctx.head = kept, head
@@ -80,6 +84,7 @@ class _SummedLoss(torch.autograd.Function):
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = of_logits = None
+        wide = head.weight.grad if needs_weight and _is_wider(head.weight.grad, weight) else None
         *others, last = _chunks(len(target_ids), head.num_at_once)
         for own in (last, *reversed(others)):
             if kept is None:
@@ -94,7 +99,9 @@ class _SummedLoss(torch.autograd.Function):
             # One chunk's alone: what is put off holds the gradient of its logits until then.
             if own == last and head.put_off and head.put_off(head.weight, None, hidden[own], of_logits):
                 continue
-            if of_weight is None:
+            if wide is not None:
+                wide.add_(of_logits.T @ hidden[own])
+            elif of_weight is None:
                 of_weight = of_logits.T @ hidden[own]
             else:
                 torch.addmm(of_weight, of_logits.T, hidden[own], out=of_weight)
@@ -105,6 +112,10 @@ def _chunks(num_targets: int, num_at_once: int) -> list[slice]:
     """What is left over comes first, so that the last one, which is kept, is whole."""
     ends = [*range(num_targets, 0, -num_at_once), 0]
     return [slice(start, end) for start, end in itertools.pairwise(reversed(ends))] or [slice(0, 0)]
+
+
+def _is_wider(gradient: torch.Tensor | None, weight: torch.Tensor) -> bool:
+    return gradient is not None and gradient.dtype != weight.dtype
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
@@ -119,7 +130,8 @@ def _log_probabilities(
     columns, is_here = _places(target_ids, head)
     at_targets = logits.gather(1, columns).squeeze(1).masked_fill(~is_here, 0.0)
     found = logits.log_softmax(1)
-    local = logits[:, 0] - found[:, 0]
+    largest = logits.argmax(1, keepdim=True)  # where the difference loses no digits
+    local = (logits.gather(1, largest) - found.gather(1, largest)).squeeze(1)
     if head.group is None:
         return at_targets, local, found
     highest = local.clone()

@@ -81,6 +81,34 @@ def test_a_frozen_head_gives_the_hidden_states_their_gradient(is_first_frozen):
         torch.testing.assert_close(hidden.grad, plain(make_head(10), hidden, target_ids)[1])
 
 
+@pytest.mark.parametrize("num_at_once", CHUNKS)
+def test_in_half_precision_gradients_of_chunks_are_added_up_in_full(num_at_once):
+    """In bf16 a sum of 37 chunks would be off by some of its 2^-9s; each chunk's own product is rounded once."""
+    head, (hidden, target_ids) = make_head(num_at_once, torch.float32), make_targets(torch.bfloat16)
+    compute_in(head, torch.bfloat16)
+    head.weight.grad = torch.ones_like(head.weight, dtype=torch.float32)  # what an earlier microbatch left
+    head(hidden, target_ids).backward()
+    weight, inputs = head.weight.detach().double().requires_grad_(), hidden.detach().double()
+    logits = nn.functional.linear(inputs, weight).bfloat16().double()  # as the product rounds them
+    probabilities = logits.softmax(1)
+    of_logits = (probabilities - nn.functional.one_hot(target_ids, VOCABULARY)).bfloat16().double()
+    expected = 1 + of_logits.T @ inputs
+    size = 1 + of_logits.abs().T @ inputs.abs()
+    assert ((head.weight.grad - expected).abs() <= 2**-8 * size).all()
+    assert ((head.weight.grad - expected).abs() / size).mean() < 2**-11
+
+
+def test_large_logits_lose_no_digits_of_the_loss():
+    head, (hidden, target_ids) = make_head(10, torch.float32), make_targets(torch.float32)
+    with torch.no_grad():
+        hidden[:, 0] = 1.0
+        head.weight[:, 0] += 1000.0  # which changes no probability
+    loss = head(hidden, target_ids)
+    logits = nn.functional.linear(hidden, head.weight).detach()
+    expected = cross_entropy(logits.double(), target_ids, reduction="sum")
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=5e-6)
+
+
 def test_in_half_precision_the_loss_is_summed_in_full():
     head, (hidden, target_ids) = make_head(10, torch.float32), make_targets(torch.bfloat16)
     compute_in(head, torch.bfloat16)
