@@ -89,14 +89,16 @@ class WordCounter:
     def _stretches(self, text: str, spans: Sequence[tuple[int, int]]) -> list[list[str]] | None:
         """The words of each stretch of text between the edges of the spans; every second stretch is learned."""
         edges = [edge for span in spans for edge in span]
-        if not all(self._is_cut(text, edge) for edge in edges):
-            return None
+        if edges != sorted(edges) or not all(self._is_cut(text, edge) for edge in edges):
+            return None  # a span may end before it begins: an empty answer, of a template without a sign for its end
         return [
             _SPACE_TO_CUT_AT.split(text[start:end]) for start, end in zip([0, *edges], [*edges, len(text)], strict=True)
         ]
 
     def _is_cut(self, text: str, edge: int) -> bool:
         """Whether no token can lie on both sides of an edge."""
+        if edge in (0, len(text)):
+            return True
         if text.startswith(self._special, edge) or text.endswith(self._special, 0, edge):
             return True
         return text[edge - 1 : edge] == "\n" and not text[edge : edge + 1].isspace()
