@@ -88,7 +88,9 @@ def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tupl
     layers: list[Any] = [_DEFAULTS, {"run": manifest.name.partition(".")[0]}, sources]
     layers += [*([_of_model(model)] if model else []), *configs, *([{"run": run}] if run else [])]
     config = load_config(*layers)
-    if str(manifest) not in [source.path for source in config.data.sources]:  # a config of a run has its own
+    named = {Path(source.path).resolve() for source in config.data.sources}
+    if manifest.resolve() not in named:  # a config of a run has its own
+        click.echo(f"`data.sources` of the config are set aside: the plan is for {manifest}", err=True)
         config = load_config(*layers, sources)
     if config.costs.source != "analytic":
         raise UserError("`costs.source` is not 'analytic': costs are measured by the workflow, on the device")

@@ -49,6 +49,7 @@ def plan_command(
         describe_choice,
         explain_choice,
         price_baselines,
+        require_todays_layout,
     )
     from dflop.runtime import written_whole
 
@@ -62,6 +63,7 @@ def plan_command(
         model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
     )
     all_samples, samples = _samples_to_plan(config, spec, cost_model, shapes)
+    require_todays_layout(config, spec, cost_model)
     found = _search(config, spec, cost_model, samples, compares=explain)
     baselines = price_baselines(config, spec, cost_model, samples)
     best = found.best

@@ -7,6 +7,7 @@ from dflop.planning.baselines import (
     plan_by_published_rule,
     price_baselines,
     read_baselines,
+    require_todays_layout,
     whole_on_every_device,
 )
 from dflop.planning.candidate import Candidate, PlanPricer
@@ -44,6 +45,7 @@ __all__ = [
     "planned_loaders",
     "price_baselines",
     "read_baselines",
+    "require_todays_layout",
     "search_plans",
     "uneven_note",
     "whole_on_every_device",

@@ -38,6 +38,7 @@ __all__ = [
     "plan_by_published_rule",
     "price_baselines",
     "read_baselines",
+    "require_todays_layout",
     "whole_on_every_device",
 ]
 
@@ -88,6 +89,19 @@ def read_baselines(plan: Path) -> dict[str, str]:
     return {own["name"]: own.get("would_take") or own["why_not"] for own in said}
 
 
+def require_todays_layout(config: Config, spec: ModelSpec, costs: CostModel) -> None:
+    """Raise `UserError` when no plan for the devices is as `plan.today` says, whether it fits into memory or not."""
+    if config.plan.today:
+        _todays_rows(config, spec, costs)
+
+
+def _todays_rows(config: Config, spec: ModelSpec, costs: CostModel) -> tuple[PlanConfig, pl.DataFrame]:
+    """The limits that `plan.today` sets, and the rows of the space within them."""
+    today = config.plan.today
+    within = replace(PIPELINES, fixed=replace(today, placement=today.placement or MONOLITHIC.name))
+    return within, enumerate_space(config, spec, costs.tp_sizes, {}, within, "plan.today")
+
+
 def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Baseline]:
     """All of them, on the batches that plans are priced on; `plan.fixed` does not bind them.
 
@@ -107,9 +121,7 @@ def _todays_layout(
     config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, batches: GroupedBatches
 ) -> Baseline:
     """What a user trains with today; one that does not fit is said to not fit, with the bytes that it needs."""
-    today = config.plan.today
-    within = replace(PIPELINES, fixed=replace(today, placement=today.placement or MONOLITHIC.name))
-    rows = enumerate_space(config, spec, costs.tp_sizes, {}, within, "plan.today")
+    within, rows = _todays_rows(config, spec, costs)
     try:
         found = search_plans(config, spec, costs, samples, grouping="random", within=within, splits_evenly=True)
     except UserError:  # the space is not empty, so nothing in it fits
