@@ -128,7 +128,8 @@ def explain_choice(
     lines += ["", "instead, on the same batches:"]
     for baseline in baselines:
         if baseline.plan is None:
-            lines.append(f"    nothing fits     {baseline.name}")
+            says = "does not fit    " if baseline.name == TODAY else "nothing fits    "
+            lines.append(f"    {says} {baseline.name}")
             if baseline.name == TODAY:
                 lines.append(f"{'':42}{baseline.why_not}")
         else:
@@ -180,7 +181,8 @@ def _why(result: SearchResult, config: Config) -> str:
     if others and is_shortest:
         why += f" The next, {others[0].plan}, takes {others[0].step_s / best.step_s:.2f}x as long."
     elif others:
-        why += f" Priced shortest was {others[0].plan}, {others[0].step_s / best.step_s:.3f}x of it."
+        ratio = others[0].step_s / best.step_s
+        why += f" By price alone {others[0].plan} would be chosen, which takes {ratio:.3f}x as long."
     return why
 
 

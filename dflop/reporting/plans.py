@@ -152,7 +152,7 @@ def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
         )
     to_next, to_slowest = candidates["step_s"][1] / best, candidates["step_s"].max() / best
     finding = f"Of {len(candidates)} plans that were priced the {'chosen' if is_chosen[0] else 'best'} one is predicted"
-    to_next = "as fast as the next" if to_next < _ALIKE else f"{to_next:.2f}x faster than the next"
+    to_next = "to be as fast as the next" if to_next < _ALIKE else f"to be {to_next:.2f}x faster than the next"
     return f"{finding} {to_next} and {to_slowest:.2f}x faster than the slowest"
 
 
@@ -162,7 +162,7 @@ def _why_not_first(faster: pl.DataFrame, chosen_s: float) -> str:
     if could_be_trained.is_empty():
         return ", which cannot be trained yet"
     if chosen_s <= FINALISTS_WITHIN * could_be_trained["step_s"].min():
-        return "; of those priced within 1 % it is the one whose batches, once they are scheduled, take least"
+        return "; of the plans priced within 1 % of that, it takes least once batches are scheduled"
     return ""
 
 

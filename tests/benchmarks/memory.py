@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).parents[2]
 LOAD = MadeUpLoad(num_pictures=4, picture_side=768, text_tokens=2048)
 DEVICE = "h100-80g"
 FAMILIES = {"llava_ov_7b": "llava_onevision", "internvl_78b": "internvl"}
-# Of activations; everything else is exact.
+# Of activations; everything else is exact, or within 0.4 % where torch fills shards up to equal sizes.
 MOST_OFF = 0.05
 SHARED = {"sharding": "parameters"}
 

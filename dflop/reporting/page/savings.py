@@ -117,8 +117,10 @@ def _finding(others: tuple[Other, ...], source: str) -> str:
     of_costs = "" if source == "measured" else f" (from {source} costs)"
     for own in able:
         if own.name == TODAY:
-            so_less = ", so less" if own.ratio < 1 else ""
-            return f"Predicted{of_costs}: today's layout would take {own.ratio:.2f}x as long as this plan{so_less}"
+            finding = f"Predicted{of_costs}: today's layout would take {own.ratio:.2f}x as long as this plan"
+            if nearest.ratio >= 1 or own.ratio == nearest.ratio:
+                return f"{finding}, so less" if own.ratio < 1 else finding
+            return f"{finding}, and {_short(nearest)} {nearest.ratio:.2f}x, so less"
     if nearest.ratio < 1:
         return f"Predicted{of_costs}: {_short(nearest)} would take {nearest.ratio:.2f}x as long as this plan, so less"
     finding = f"Predicted{of_costs}: without this plan a step takes {nearest.ratio:.2f}x as long ({_short(nearest)})"

@@ -47,7 +47,7 @@ def test_why_says_that_the_choice_is_not_the_one_priced_shortest(close, costs):
     why = yaml.safe_load(describe_choice(chosen, [], make_config(4, 8), costs))["why"]
     assert why.startswith("Within 1 % of the shortest expected step of ")
     ratio = close.candidates[0].step_s / close.candidates[1].step_s
-    assert f"Priced shortest was {close.candidates[0].plan}, {ratio:.3f}x of it." in why
+    assert f"By price alone {close.candidates[0].plan} would be chosen, which takes {ratio:.3f}x as long." in why
 
 
 def test_a_plan_that_is_priced_a_percent_longer_is_no_finalist(search, tiny_spec, costs, samples):

@@ -191,7 +191,7 @@ def test_a_chosen_plan_far_behind_the_best_is_drawn_last_and_marked():
 @pytest.mark.parametrize(
     ("shortest_s", "is_trainable", "said"),
     [
-        (0.995, True, "; of those priced within 1 % it is the one whose batches, once they are scheduled, take least"),
+        (0.995, True, "; of the plans priced within 1 % of that, it takes least once batches are scheduled"),
         (0.995, False, "as the fastest, which cannot be trained yet"),
         (0.5, True, "2.00x as long as the fastest"),
     ],
