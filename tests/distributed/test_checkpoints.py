@@ -133,6 +133,7 @@ def _check_limited(rank: int, folder: Path, store: Path) -> None:
     dist.barrier()  # the first rank has cleared up
     names = [path.name for path in folder.iterdir()]
     assert names == ["step-000002"], (rank, names, trouble)
+    dist.barrier()  # both have looked: what the other one writes next is not there yet
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert save_checkpoint(folder, 6, [_part(6.0)], RUN) is None
