@@ -11,7 +11,7 @@ __all__ = ["BalancedBatchSampler", "pads_batches"]
 
 
 def __getattr__(name: str) -> Any:
-    # Torch is loaded when one of these is asked for, not whenever a command of the workflow starts.
+    # Torch is imported when one of these names is first used, not whenever a command of the workflow starts.
     modules = {"BalancedBatchSampler": "dflop.balancing.sampler", "pads_batches": "dflop.balancing.collators"}
     if name in modules:
         return getattr(import_module(modules[name]), name)

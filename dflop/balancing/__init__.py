@@ -1,7 +1,7 @@
-"""Which sample goes where, by costs alone: nothing here knows plans, files or devices.
+"""Assigning samples to buckets by their costs alone: nothing here knows plans, files or devices.
 
-`problem` states the question, `policies`, `ilp` and `replicas` answer it. `sampler` offers the answers to other
-people's training loops; it needs torch, and is imported where it is asked for.
+`problem` states the problem; `policies`, `ilp` and `replicas` solve it. `sampler` makes the solutions usable in other
+people's training loops. It needs torch, so it is only imported on demand.
 """
 
 from dflop.balancing.ilp import WORK_TIMEOUT_S, CbcProcess, IlpResult, without_cbc

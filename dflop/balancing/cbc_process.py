@@ -1,13 +1,14 @@
 """The child process that runs CBC: reads one problem a line on stdin, writes one answer a line on stdout, both JSON.
 
 It is run as a file, not imported: nothing but NumPy and python-mip is loaded, so it starts in a fraction of a second.
-CBC prints from C and may overrun its time limit; the first goes to /dev/null, the second is for the parent, who kills
-this process. When stdin closes, because the parent closed it or is gone, the process ends, even amid a solve.
+CBC prints from C code, so the original stdout is redirected to /dev/null. CBC may overrun its time limit; then the
+parent kills this process. When stdin closes, because the parent closed it or is gone, the process ends, even during a
+solve.
 
-A min-max model of hundreds of samples and tens of buckets is beyond CBC in a second: warm-started, it returns the
-start. So CBC searches a neighbourhood at a time: it redistributes the samples of the largest bucket and a few others,
-exactly, then takes the next few, and takes more buckets at once where that goes fast. Small problems are one
-neighbourhood, and their optimum is proven.
+CBC cannot solve a min-max model of hundreds of samples and tens of buckets in a second: warm-started, it returns the
+start. So CBC searches one neighbourhood at a time. It redistributes the samples of the largest bucket and a few others
+exactly, then those of the largest bucket and the next few. Where this is fast, it takes more buckets at once. A small
+problem is a single neighbourhood, and its optimum is proven.
 """
 
 import gc
@@ -25,10 +26,10 @@ import numpy as np
 # Neighbourhoods that CBC usually solves within a few hundredths of a second.
 FIRST_VARIABLES = 40
 MIN_SOLVE_S = 0.005
-# The longest that one neighbourhood may take, as a part of the whole limit.
+# The longest that one neighbourhood may take, as a share of the time limit.
 SLICE = 1 / 8
 MIN_GAIN = 1e-9
-# Where work is counted and not seconds, so many nodes of a neighbourhood's tree are looked at.
+# Where work is limited instead of time: the most branch-and-bound nodes for one neighbourhood.
 MOST_NODES = 50
 
 
@@ -52,18 +53,20 @@ def main() -> None:
             gc.collect()
             bucket, proven = improve(**request)
             _answer(answers, {"bucket": bucket.tolist(), "proven": proven})
-        except Exception as error:  # The parent counts it and says it; the next problem may be fine.
+        except Exception as error:  # The parent counts and reports it; the next problem may be fine.
             _answer(answers, {"error": f"{type(error).__name__}: {error}"})
 
 
 def improve(loads, filled, tokens, kind, bucket, num_buckets, max_bucket_tokens, time_limit_s, num_solves):
-    """Lower the largest bucket until it is at most 1, no assignment is better, or the time is over; or, where
-    `num_solves` is not None, so many neighbourhoods were solved, whatever the time.
+    """Lower the largest bucket until it is at most 1, it is proven that no assignment is better, or the limit is met.
+
+    The limit is `time_limit_s`, or, where `num_solves` is not None, this number of neighbourhoods and no time.
 
     Args:
-        loads: `[num_samples][num_modules]` in units of a largest bucket that is small enough; equal within a kind.
+        loads: `[num_samples][num_modules]` in units of the goal for the largest bucket; equal within a kind.
         filled: `[num_buckets][num_modules]` in the same units, what buckets hold beside their samples.
-        kind: equal for samples that may stand for each other, `[num_samples]`.
+        tokens: LLM tokens, `[num_samples]`; a bucket holds at most `max_bucket_tokens` (None for no limit).
+        kind: equal for interchangeable samples, `[num_samples]`.
         bucket: the start, `[num_samples]`.
 
     Returns:
@@ -114,9 +117,9 @@ def improve(loads, filled, tokens, kind, bucket, num_buckets, max_bucket_tokens,
 def _redistribute(loads, filled, tokens, kind, bucket, max_bucket_tokens, limit):
     """Solve the buckets of these samples as one integer program, started from `bucket`.
 
-    Samples of a kind are one row of integer counts. Where buckets are interchangeable, they are renamed in the order in
-    which they first appear among the samples, large ones first; the samples up to a kind then need no more buckets
-    than there are samples, and the other variables are left out.
+    The variables are integer counts, one row a kind of samples and one column a bucket. Where buckets are
+    interchangeable, they are renumbered in the order in which they first appear among the samples, large ones first.
+    The first n samples are then in the first n buckets at most, and the variables of later buckets are left out.
 
     Returns:
         (bucket, whether it is the optimum)

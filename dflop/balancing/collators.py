@@ -1,4 +1,4 @@
-"""Whether a collator pads: what a batch costs depends on it, and collators do not say so of themselves."""
+"""Whether a collator pads batches: the cost of a batch depends on it, and collators have no attribute that tells it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,12 +13,12 @@ __all__ = ["pads_batches"]
 def pads_batches(collator: Callable[[list[Any]], Any], dataset: Any) -> bool:
     """Whether a collator pads each batch to its longest sample.
 
-    It is found out by giving it the dataset's first sample twice: two rows of `input_ids` are a padded batch,
-    one row is a packed one (`DataCollatorWithFlattening`). Torch's random numbers are afterwards what they were before,
-    so that a collator that masks at random does not change the training.
+    The collator is called with the dataset's first sample twice: two rows of `input_ids` are a padded batch, one row
+    is a packed one (`DataCollatorWithFlattening`). The state of torch's random numbers is restored, so that a collator
+    that masks at random does not change the training.
 
     Raises:
-        UserError: the batch has no `input_ids` that show it.
+        UserError: the batch has no `input_ids` of either shape.
     """
     samples = [dataset[0], dataset[0]]
     with torch.random.fork_rng(devices=[]):

@@ -19,9 +19,10 @@ MAX_COMPARISONS = 20_000_000
 
 @kernel
 def exchange_samples(loads_s, weight, llm_tokens, bucket, filled_s, cap, goal):
-    """Lower (max of largest bucket and goal, then the sum of squared weighted loads), in place, by moves and swaps.
+    """Change `bucket` in place by moves and swaps, to lower the larger of largest bucket and goal, and then the sum of
+    squared weighted loads.
 
-    Evening out comes first: buckets that are level in the busiest module to the last digit can hardly trade any more.
+    Evening out comes first: once buckets are exactly level in the busiest module, hardly any exchange is possible.
     """
     num_samples, num_modules = loads_s.shape
     num_buckets = len(filled_s)
@@ -37,7 +38,7 @@ def exchange_samples(loads_s, weight, llm_tokens, bucket, filled_s, cap, goal):
     stamps = clock, np.zeros(num_buckets, dtype=np.int64), np.full(num_samples, -1)
     left = MAX_COMPARISONS
     while left > 0:
-        # Half of what is left, so that a huge batch, too, has its largest bucket relieved.
+        # Half of the remaining comparisons, so that some are left to relieve the largest bucket of a huge batch, too.
         spent, evened = _even_out(
             loads_s, weight, llm_tokens, bucket, load, tokens, count, stamps, cap, goal, left // 2
         )
@@ -91,7 +92,7 @@ def _even_out(loads_s, weight, llm_tokens, bucket, load, tokens, count, stamps, 
     """Take the exchanges that lower the squares and stay below goal or largest bucket, until a sweep finds none.
 
     An exchange that did not help does not help later either, unless one of its two buckets has changed since. So a
-    sweep looks again only at those, which makes late sweeps short; what it finds is the same.
+    sweep only tries exchanges with such a bucket again. Late sweeps are short, and the result is the same.
     """
     clock, changed_at, seen_at = stamps
     num_samples, num_buckets = len(bucket), len(load)

@@ -1,11 +1,12 @@
 """The integer-programming policy: improves an assignment with CBC, in a process that can be killed.
 
-Takes a `BatchProblem` and a valid assignment; gives back one whose largest bucket is strictly smaller, or that same
-assignment with a status that says why. It pays where buckets hold two or three samples; with more, packing meets the
-goal.
-CBC may overrun its time limit, crash or be missing; none of this raises here. The model and the search are in
-`cbc_process.py`. A search that the time limit ends may give another answer next time: decide in one place and hand the
-result to every rank, or have the work counted instead.
+It takes a `BatchProblem` and a valid assignment. It returns an assignment with a strictly smaller largest bucket, or
+the given one with a status that says why. It pays where buckets hold two or three samples; with more, packing meets
+the goal.
+
+CBC may overrun its time limit, crash or be missing; none of this raises an error here. The model and the search are in
+`cbc_process.py`. A search that the time limit ends may give another answer next time. So solve in one place and send
+the result to every rank, or limit the work instead of the time (`counts_work`).
 """
 
 import json
@@ -36,7 +37,7 @@ MAX_VARIABLES = 40_000
 # that share at most.
 KIND_TOLERANCE = 1e-3
 START_TIMEOUT_S = 30.0
-# Where work is counted instead of time: how many neighbourhoods stand for a second of the time limit. CBC's process is
+# Where work is limited instead of time: how many neighbourhoods count as a second of the time limit. CBC's process is
 # killed where it takes longer than `WORK_TIMEOUT_S` to start, or to answer.
 SOLVES_A_SECOND = 20
 WORK_TIMEOUT_S = 120.0
@@ -48,7 +49,7 @@ class IlpResult:
 
     Args:
         bucket: int64 `[num_samples]`; `start` itself unless something better was found.
-        objective_s: seconds of the largest bucket over all modules, with what counts as filled.
+        objective_s: seconds of the largest bucket over all modules, including what counts as filled (`filled_s`).
         status: `good_enough` (the start meets `goal_s`, CBC was not asked), `optimal` (nothing is better, to within
             `KIND_TOLERANCE`), `improved` (better than the start, not proven best), `no_gain` (the limit ended without
             a better one), `too_large` (not tried), `timeout` (CBC overran and was killed), `died` (the process ended
@@ -93,14 +94,17 @@ class CbcProcess:
         share: np.ndarray | None = None,
         counts_work: bool = False,
     ) -> IlpResult:
-        """Search `time_limit_s` for a smaller largest bucket; back after 1.5 of it plus half a second at the latest.
+        """Search for a smaller largest bucket for `time_limit_s`; return after at most 1.5 times that plus 0.5 s.
 
-        With `counts_work` as much work is done as usually fits into that time, however long it takes: then equal
-        questions have equal answers, unless a process that has not answered after `WORK_TIMEOUT_S` is killed.
+        With `counts_work`, do as much work as usually fits into that time, however long it takes. Equal problems then
+        have equal answers, unless the child is killed because it has not answered after `WORK_TIMEOUT_S`.
 
-        With `share` [num_microbatches, num_modules], each microbatch's wanted size as a part of the mean one, buckets
-        count as filled by what they shall not be given: the largest is then the one that is furthest above its target.
-        The first solve, and the one after a kill, also wait for the child to start.
+        `share` [num_microbatches, num_modules] gives each microbatch's wanted size as a multiple of the mean size.
+        Buckets then count as filled by their difference to the largest share, so that the largest bucket is the one
+        furthest above its wanted size. The first solve, and the first after a kill, also wait for the child to start.
+
+        Raises:
+            ValueError: `start` is not a valid assignment.
         """
         check_assignment(problem, start)
         filled = filled_s(problem, share)
@@ -175,7 +179,7 @@ class CbcProcess:
             raise _ChildError("unavailable", self._unavailable)
 
     def _exchange(self, request: bytes, timeout_s: float) -> dict:
-        """Write the request and read one line, both within the timeout: a stopped child does not drain its pipe."""
+        """Write the request and read one line, both within the timeout: a stopped child does not read its pipe."""
         try:
             message = json.loads(self._converse(request, time.monotonic() + timeout_s))
         except BaseException:
@@ -222,9 +226,9 @@ class _ChildError(Exception):
 
 
 def _kinds(problem: BatchProblem) -> tuple[np.ndarray, np.ndarray]:
-    """Which samples are interchangeable: their kind `[num_samples]`, counted from 0, and the mean loads of their kind.
+    """Each sample's kind `[num_samples]`, counted from 0, and the mean loads of its kind `[num_samples, num_modules]`.
 
-    Samples of a kind have equal LLM tokens where those are capped.
+    Samples of a kind are interchangeable. They have equal LLM tokens where buckets have a token limit.
     """
     grain_s = problem.loads_s.mean() * KIND_TOLERANCE
     rounded = np.rint(problem.loads_s / grain_s)

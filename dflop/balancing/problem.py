@@ -13,8 +13,8 @@ from dflop.runtime import UserError
 
 __all__ = ["BatchProblem", "bucket_loads", "check_assignment", "goal_s", "least_bucket_s"]
 
-# Predicted costs are coarser than this, and to chase the rest locks the samples in place: with 512 samples in 64
-# buckets the lighter module's largest bucket would end up to 30 % above its mean instead of 1 %.
+# Predicted costs are less exact than this. A tighter goal leaves samples hardly any freedom: with 512 samples in 64
+# buckets, the lighter module's largest bucket would end up to 30 % above its mean instead of 1 %.
 GOAL_SLACK = 0.01
 
 
@@ -115,13 +115,13 @@ def bucket_loads(problem: BatchProblem, bucket: np.ndarray) -> np.ndarray:
 
 
 def least_bucket_s(problem: BatchProblem) -> float:
-    """No assignment has a largest bucket below this: a module's mean bucket, or its largest sample."""
+    """A lower bound of any assignment's largest bucket, in seconds: a module's mean bucket or its largest sample."""
     mean_s = problem.loads_s.sum(axis=0) / problem.num_buckets
     return float(np.maximum(mean_s, problem.loads_s.max(axis=0)).max())
 
 
 def goal_s(problem: BatchProblem) -> float:
-    """A largest bucket this small is small enough: the lower bound and a percent."""
+    """Seconds of a largest bucket that is small enough: 1 % above the lower bound."""
     return least_bucket_s(problem) * (1 + GOAL_SLACK)
 
 

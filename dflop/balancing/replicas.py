@@ -102,7 +102,7 @@ def balanced_cells(
 
 
 def cell_loads(costs: np.ndarray, cell: np.ndarray, num_replicas: int, *, padded: bool = False) -> np.ndarray:
-    """What each cell costs, `[num_microbatches, num_replicas, num_columns]`."""
+    """The cost of each cell, `[num_microbatches, num_replicas, num_columns]`."""
     loads = np.zeros((int(cell.max()) + 1, costs.shape[1]))
     if padded:
         np.maximum.at(loads, cell, costs)
@@ -113,7 +113,7 @@ def cell_loads(costs: np.ndarray, cell: np.ndarray, num_replicas: int, *, padded
 
 
 def waiting_loads(loads: np.ndarray, sync: Sync) -> float:
-    """What a step costs, waiting included, of cells that cost `[num_microbatches, num_replicas, num_columns]`.
+    """The cost of a step, including waits, for cells that cost `[num_microbatches, num_replicas, num_columns]`.
 
     Columns are waited for one by one, so they are added.
     """
@@ -254,14 +254,15 @@ def _padded_steps(shares: np.ndarray, num_replicas: int, batch_size: int) -> lis
 def _even_cells(
     shares: np.ndarray, members: np.ndarray, num_cells: int, size: int, limit: ByteLimit | None = None
 ) -> np.ndarray:
-    """These samples in cells of even cost, `[num_cells, size]`, in no particular order.
+    """The samples `members` in cells of even cost, `[num_cells, size]`, in no particular order.
 
     Raises:
         DoesNotFit: no cells were found that are all within the limit.
     """
     members = np.sort(members)
-    # The only bound that the policy knows is one on tokens. With one token a sample, `size` tokens a cell leave exactly
-    # that many samples to each. A byte limit joins them: a sample weighs more than all bytes of a cell, plus its bytes.
+    # The only limit of the policy is one on tokens. With one token a sample and at most `size` tokens a cell, each cell
+    # gets exactly `size` samples. A byte limit is added to this: a sample then counts as one token more than the most
+    # bytes of a cell, plus its own bytes.
     tokens, most = np.ones(len(members), dtype=np.int64), size
     if limit is not None:
         tokens = tokens * (limit.max_bytes + 1) + limit.sample_bytes[members]
@@ -281,7 +282,7 @@ def _even_cells(
 
 
 def _cell_weights(shares: np.ndarray, padded: bool) -> np.ndarray:
-    """One number for what each cell costs, `[num_replicas]` from `[num_replicas, size, num_columns]`."""
+    """One cost for each cell, summed over columns: `[num_replicas]` from `[num_replicas, size, num_columns]`."""
     return (shares.max(axis=1) * shares.shape[1] if padded else shares.sum(axis=1)).sum(axis=1)
 
 

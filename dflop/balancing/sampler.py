@@ -126,16 +126,16 @@ class BalancedBatchSampler(BatchSampler):
         return self._batches_from(start, order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle as torch's DistributedSampler does in this epoch; one that is not the current begins anew."""
+        """Shuffle as torch's DistributedSampler does in this epoch. Another epoch than the current one starts anew."""
         epoch = _at_least(0, "epoch", epoch)
         if epoch != self.epoch:
             self.epoch, self._start, self._num_yielded = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler is, the same on every rank; made of numbers alone.
+        """The sampler's position in the epoch, the same on every rank, as plain values.
 
-        It counts what was handed out, which is ahead of what was trained on where a loader prefetches: torchdata's
-        StatefulDataLoader keeps the two apart and calls this at the right moments.
+        It counts the batches handed out. A loader that prefetches has been handed more batches than were trained on;
+        torchdata's StatefulDataLoader keeps the two apart and calls this at the right moments.
         """
         whole, part = divmod(self._num_yielded, self.num_accumulation_steps)
         if self._num_yielded == self._num_batches:
@@ -149,13 +149,14 @@ class BalancedBatchSampler(BatchSampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on, at the next `iter`, where the state was taken.
+        """Continue, at the next `iter`, where the state was taken.
 
-        On other numbers of ranks and accumulation steps, too, as long as their product with `batch_size` is the same
-        and the state was taken between two steps.
+        The numbers of ranks and accumulation steps and `batch_size` may differ from those of the state, as long as
+        their product is the same and the state was taken between two steps.
 
         Raises:
-            UserError: the state is of another stream of samples, or of none.
+            UserError: the state belongs to another stream of samples, is no state of this class, or was taken inside a
+                step that was divided otherwise.
         """
         position = {"epoch", "num_steps", "num_batches_of_step"}
         missing = sorted((position | self._stream().keys()) - set(state or ()))
@@ -185,7 +186,7 @@ class BalancedBatchSampler(BatchSampler):
         self._num_yielded = self._start
 
     def _stream(self) -> dict[str, Any]:
-        """What decides which samples make up which step."""
+        """The settings that decide which samples make up which step."""
         size = self.batch_size * self.num_replicas * self.num_accumulation_steps
         return {
             "num_samples": len(self._costs),
@@ -196,7 +197,7 @@ class BalancedBatchSampler(BatchSampler):
         }
 
     def _division(self) -> dict[str, Any]:
-        """What decides, with the costs, who computes which of them."""
+        """The settings that, with the costs, decide which rank computes which samples of a step."""
         names = ("batch_size", "num_replicas", "num_accumulation_steps", "padded", "sync", "max_batch_bytes")
         return {name: getattr(self, name) for name in names}
 
@@ -287,7 +288,7 @@ def _checked_numbers(name: str, values: Any) -> np.ndarray:
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
     elif isinstance(values, Sequence):
-        values = values[:]  # A column of a Hugging Face dataset is read at once so, and else row by row.
+        values = values[:]  # This reads a column of a Hugging Face dataset at once, and not row by row.
     try:
         values = np.asarray(values)
     except ValueError as error:

@@ -1,7 +1,8 @@
 """The `dflop` command: one subcommand a stage, each reading files and writing files.
 
-A mistake of the user's is one line on stderr and exit code 2; training that was asked to stop and goes on later ends
-with 75. Heavy imports stand inside the commands that need them, so that `dflop --help` answers at once.
+A user's mistake is reported in one line on stderr, with exit code 2. Training that was asked to stop, and can be
+resumed, ends with exit code 75. Heavy imports stand inside the commands that need them, so that `dflop --help` answers
+at once.
 """
 
 import sys
@@ -34,9 +35,9 @@ def cli() -> None:
 
     The workflow runs these commands in this order: demo-data (for the demo), profile-shapes, merge-shapes,
     plot-shapes, profile-loading, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also
-    be run by hand; so can compare, which prices published systems beside a plan of ours, check-plan, which holds a
-    plan's predicted memory against what a rank's step takes, and check-model, which runs samples in a plan's stages and
-    in plain transformers. init begins a folder to run the workflow in.
+    be run by hand. The workflow does not need the others: compare prices published systems beside a plan of ours,
+    check-plan compares a plan's predicted memory with the memory of a rank's step, check-model compares samples in a
+    plan's stages with plain transformers, and init makes a folder to run the workflow in.
     """
 
 

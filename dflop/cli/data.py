@@ -1,4 +1,4 @@
-"""The commands on data: drawing the demo's, shapes of a shard, merging and drawing them."""
+"""The commands on data: making the demo's, reading shapes shard by shard, merging and plotting them, timing loaders."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ __all__ = [
 @click.option("--records", type=click.IntRange(min=10), default=400, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 def demo_data(out: Path, records: int, seed: int) -> None:
-    """Draw a small LLaVA-style dataset: pictures, clips, texts and sounds, with questions and answers."""
+    """Make a small LLaVA-style dataset: pictures, clips, texts and sounds, with questions and answers."""
     from dflop.data.demo import make_demo_data
 
     with progress_bar(total=records, unit="record") as bar:
@@ -50,7 +50,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
     source, found = _find_shard(config, shard)
     spec = load_model_spec(config.model)
     folder = tokenizer_folder(config.model)
-    ChatTokenizer(folder)  # a folder that is no tokenizer's is refused here, before processes start
+    ChatTokenizer(folder)  # a folder without a tokenizer is refused here, before processes start
     with progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
         frame = profile_shard(
             source,
@@ -76,8 +76,10 @@ def _refused_media(without_encoder: str, encoded: Sequence[str]) -> tuple[str, .
 
 
 def _whole(data):
-    """The limits and rates of a config without other keys, with these at their defaults: only so it can be sent to
-    processes."""
+    """A whole `DataConfig` with the keys that profiling reads; other keys have their defaults.
+
+    A config restricted to some keys cannot be sent to other processes.
+    """
     from dflop.config import DataConfig
 
     read = ("max_llm_tokens", "max_text_bytes", "max_image_pixels", "video", "audio")
@@ -85,7 +87,7 @@ def _whole(data):
 
 
 def _find_shard(config, name: str):
-    """A shard and its source; watched media are looked at again only where the shard is not known yet."""
+    """The source and the shard with this name. Watched media are checked again only if the shard is not known yet."""
     from dflop.data import list_sources
 
     sources = list_sources(config.data)
@@ -166,7 +168,7 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
 
 
 def _merge(config, shapes: Path, out: Path) -> None:
-    """Write the database of all sources' shards, whose files lie in the folder `shapes`."""
+    """Write the database of all sources' shards, whose files are in the folder `shapes`."""
     import polars as pl
 
     from dflop.data import SourceRecords, list_sources
@@ -209,7 +211,7 @@ def _merge(config, shapes: Path, out: Path) -> None:
 
 
 def _nothing_usable(rejects, shapes: Path) -> str:
-    """What became of the records where none is left; training would only find out once the costs are measured."""
+    """The message where all records were rejected. Without it, only training would fail, after costs are measured."""
     import polars as pl
 
     reasons = rejects.group_by("reason").agg(pl.col("num_records").sum(), pl.col("examples").first().list.first())
@@ -223,7 +225,7 @@ def _nothing_usable(rejects, shapes: Path) -> str:
 
 
 def _shape_lines(shapes, rejects) -> list[str]:
-    """What a person wants to know of a dataset: samples, items and tokens by source and modality, and the rejects."""
+    """Lines that describe a dataset: samples, items and tokens by source and modality, and the rejects."""
     import polars as pl
 
     table = [("source", "modality", "samples", "items p50", "p95", "max", "LLM tokens p50", "p95", "max", "variation")]
@@ -252,7 +254,7 @@ def _shape_lines(shapes, rejects) -> list[str]:
 @click.option("--shapes", type=FILE, required=True, help="shapes.duckdb")
 @click.option("--out", type=FILE, required=True, help="Parquet file to write.")
 def profile_loading(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
-    """Measure what training's loaders take for a sample of each modality: reading, decoding, tokenising."""
+    """Measure how long training's loaders take for a sample of each modality: reading, decoding, tokenising."""
     from dflop.data.measure_loading import measure_loading
     from dflop.models import check_runnable
     from dflop.runtime import written_whole
@@ -277,7 +279,7 @@ def profile_loading(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
 @click.option("--shapes", type=FILE, required=True, help="shapes.duckdb")
 @click.option("--out", type=FILE, required=True, help="SVG file to write.")
 def plot_shapes_command(shapes: Path, out: Path) -> None:
-    """Draw how much samples differ, by modality, and what was rejected."""
+    """Plot how much samples differ, by modality, and what was rejected."""
     from dflop.reporting import plot_shapes
 
     plot_shapes(shapes, out)

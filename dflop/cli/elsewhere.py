@@ -1,7 +1,7 @@
-"""Planning for those who train elsewhere: a manifest and a Hugging Face config become a run's folder, without a GPU.
+"""Planning for users who train elsewhere: a manifest and a Hugging Face config become a run's folder, without a GPU.
 
-The folder holds what the workflow would make of them with analytic costs, so that `dflop plan`, `dflop report` and
-`dflop compare` take it like any other run. The workflow never comes here.
+The folder holds what the workflow would make from them with analytic costs, so that `dflop plan`, `dflop report` and
+`dflop compare` take it like any other run. The workflow itself does not use this module.
 """
 
 import functools
@@ -19,8 +19,8 @@ from dflop.runtime import UserError, written_whole
 
 __all__ = ["emit_option", "from_manifest", "print_in_words_of"]
 
-# What the given config is merged over: eight H100s, and every tensor-parallel size that a node of them allows. Shards
-# are large, because processes are started for each of them, and nothing is made again in parts.
+# The given config is merged over these defaults: eight H100s, and every tensor-parallel size that such a node allows.
+# Shards are large, because processes are started for each of them, and because here shards are never redone singly.
 _DEFAULTS: dict[str, Any] = {
     "data": {"samples_per_shard": 250_000},
     "cluster": {"device": "cuda", "devices_per_node": 8, "device_model": "h100-80g"},
@@ -31,13 +31,15 @@ _SHAPES_KEY = "shapes/key"
 
 
 def from_manifest(function: Callable) -> Callable:
-    """A command on a run that makes the run first where a manifest is given, and its report at the end."""
+    """Add `--manifest` and `--model` to a command on a run: with a manifest, the run is made first, and its report at
+    the end."""
 
     @click.option(
         "--manifest",
         type=FILE,
-        help="Plan for this data on devices that are not at hand: no GPU and, where records hold the sizes of their "
-        "media, no media are needed. RUN names the folder that is made; without it, the manifest does.",
+        help="Plan for this data on devices that are not at hand, without a GPU. Pictures whose sizes the records hold "
+        "need not be there; clips and sounds must be. RUN names the folder that is made; without it, the manifest "
+        "does.",
     )
     @click.option(
         "--model", type=FOLDER, help="With --manifest: a folder with the config.json of a Hugging Face model."
@@ -63,23 +65,25 @@ _WRITTEN = {"out": "plan.yaml", "candidates": "candidates.parquet"}
 
 
 def emit_option(function: Callable) -> Callable:
+    """Add `--emit` to a command."""
     return click.option(
         "--emit", type=click.Choice(_FRAMEWORKS), help="Print the plan as flags of this framework, too."
     )(function)
 
 
-# Those of `planning.emit`, which `dflop --help` need not load.
+# The keys of `planning.emit.FRAMEWORKS`, repeated so that `dflop --help` need not load that module.
 _FRAMEWORKS = ("megatron", "torchtitan")
 
 
 def print_in_words_of(framework: str, plan: Any, spec: Any, global_batch_size: int) -> None:
+    """Print a plan as flags of a framework (`planning.emit`)."""
     from dflop.planning.emit import emit
 
     click.echo("\n" + emit(framework, plan, spec, global_batch_size).to_text(framework, plan))
 
 
 def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tuple[str, ...]) -> Path:
-    """Shapes, analytic costs and the config of a run; returns its folder."""
+    """Make the config, the shapes and the analytic costs of a run; return its folder."""
     import yaml
 
     from dflop.config import load_config, select_keys
@@ -89,7 +93,7 @@ def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tupl
     layers += [*([_of_model(model)] if model else []), *configs, *([{"run": run}] if run else [])]
     config = load_config(*layers)
     named = {Path(source.path).resolve() for source in config.data.sources}
-    if manifest.resolve() not in named:  # a config of a run has its own
+    if manifest.resolve() not in named:  # the given config, such as that of another run, has sources of its own
         click.echo(f"`data.sources` of the config are set aside: the plan is for {manifest}", err=True)
         config = load_config(*layers, sources)
     if config.costs.source != "analytic":
@@ -106,7 +110,11 @@ def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tupl
 
 
 def _take(folder: Path) -> None:
-    """Make a folder this command's, which a file in it says; that of another run is never written over."""
+    """Mark a folder as made by this command, with a file in it.
+
+    Raises:
+        UserError: when the folder holds a run that the workflow made, which is never overwritten.
+    """
     own = folder / _SHAPES_KEY
     if own.is_file():
         return
@@ -128,7 +136,7 @@ def _source(manifest: Path) -> dict[str, Any]:
 
 
 def _of_model(folder: Path) -> Mapping[str, Any]:
-    """The config of a model by its `config.json`; without a tokenizer the small bundled one counts."""
+    """The config section of a model with a `config.json`. Without a tokenizer, the small bundled one counts tokens."""
     from dflop.data.text import BUNDLED_TOKENIZER
     from dflop.models.checkpoint import read_hf_config
 
@@ -139,7 +147,7 @@ def _of_model(folder: Path) -> Mapping[str, Any]:
 
 
 def _make_shapes(config: Any, text: str, folder: Path, manifest: Path) -> None:
-    """`shapes.duckdb`, unless it was made of this manifest with these rules before."""
+    """Make `shapes.duckdb`, unless it is there already from the same manifest, config keys and code."""
     from dflop.cli.data import merge_shapes, profile_shapes
     from dflop.config import select_keys
     from dflop.data import list_shards, list_sources
@@ -162,7 +170,7 @@ def _make_shapes(config: Any, text: str, folder: Path, manifest: Path) -> None:
 
 
 def _make_costs(config: Any, text: str, folder: Path) -> None:
-    """`costs.duckdb` at every tensor-parallel size of the config that divides a module's heads."""
+    """Make `costs.duckdb`, with every tensor-parallel size of the config that divides a module's heads."""
     from dflop.cli.costs import fit_costs_command, profile_costs
     from dflop.models import able_tp_sizes, load_model_spec
 

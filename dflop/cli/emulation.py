@@ -1,6 +1,6 @@
-"""`dflop train --emulate`: the plan's ranks on this machine, asleep where they would compute.
+"""`dflop train --emulate`: the plan's ranks run on this machine, and sleep instead of computing.
 
-The workflow never comes here.
+The workflow does not use this module.
 """
 
 import functools
@@ -18,7 +18,7 @@ __all__ = ["may_emulate"]
 
 
 def may_emulate(function: Callable) -> Callable:
-    """A command that trains, or with `--emulate` runs the cluster that the given costs are of without its devices."""
+    """Add `--emulate` to the command that trains: it then emulates the cluster of the given costs on this machine."""
 
     @click.option(
         "--emulate",
@@ -65,9 +65,9 @@ def _emulate(configs: tuple[str, ...], costs: Path, scale: float, *, shapes: Pat
     from dflop.store import read_table
     from dflop.training.emulation import emulate, emulation_text
 
-    # Stages take what is predicted: there is nothing to learn from them.
+    # Stages take exactly their predicted times, so there is nothing to learn from them.
     config = load_for("train", (*configs, "schedule.correction=off"))
-    read_table(costs, "device", made_by="fit-costs")  # missing costs are said here, in one line
+    read_table(costs, "device", made_by="fit-costs")  # missing costs are reported here, in one line
     summary, merged = emulate(
         config, shapes=shapes, costs=costs, plan=plan_path, out=out, scale=scale, meta=meta_of("train", config)
     )

@@ -1,4 +1,4 @@
-"""What the commands share: their options, the part of the config that each reads, and what its output says of it."""
+"""Shared by the commands: options, the part of the config that each reads, and the `meta` table of their outputs."""
 
 import functools
 import hashlib
@@ -17,6 +17,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 def config_option(function):
+    """Add `--config` to a command."""
     return click.option(
         "--config",
         "configs",
@@ -27,10 +28,11 @@ def config_option(function):
 
 
 def run_argument(**files: str) -> Callable[[Callable], Callable]:
-    """A command that takes a run of the workflow, by its name or folder, instead of a config and files.
+    """Add the argument RUN to a command: a run of the workflow, by its name or folder, instead of a config and files.
 
-    `files` says of options which file of the run's folder each of them is; "" is the folder. What is given beside the
-    run counts: configs are merged over the run's own. Without a run all of these options must be given.
+    `files` maps options to the files of the run's folder that they stand for; "" is the folder itself. Options that are
+    given beside the run replace these, and configs are merged over the run's own. Without a run, all of these options
+    must be given.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -53,7 +55,7 @@ def run_argument(**files: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
-# What the workflow leaves in a run's folder: the whole config that it was last started with.
+# The file in a run's folder with the whole config with which the workflow was last started.
 RUN_CONFIG = "config.yaml"
 
 
@@ -69,7 +71,11 @@ def _folder_of(run: str) -> Path:
 
 
 def load_for(command: str, configs: tuple[str, ...]):
-    """The config with the keys that `command` reads, from what `--config` named."""
+    """The config with the keys that `command` reads, from the values of `--config`.
+
+    Raises:
+        UserError: without any `--config`, or for a bad config.
+    """
     from dflop.config import load_config, restrict
     from dflop.runtime.commands import COMMANDS
 
@@ -80,14 +86,14 @@ def load_for(command: str, configs: tuple[str, ...]):
 
 
 def meta_of(command: str, config) -> dict[str, str]:
-    """What a DuckDB file says of its making."""
+    """Digests of the config and the code that a DuckDB file is made with, for its `meta` table."""
     from dflop.runtime.commands import code_digest
 
     return {"config_digest": config_digest(command, config), "code_digest": code_digest(command)}
 
 
 def config_digest(command: str, config, **beside: object) -> str:
-    """Of the keys that `command` reads, and of what else its output depends on."""
+    """A digest of the config keys that `command` reads, and of `beside`, what else its output depends on."""
     from dflop.config import select_keys
     from dflop.runtime.commands import COMMANDS
 

@@ -1,4 +1,4 @@
-"""The command that begins a folder to work in, where dflop is installed and no checkout is at hand."""
+"""The command that makes a folder to work in, for an installed dflop without a checkout."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ __all__ = ["init_command"]
 @click.command("init")
 @click.argument("folder", type=FOLDER)
 def init_command(folder: Path) -> None:
-    """Begin a new folder to run the workflow in: a Snakefile, configs, and a profile for Slurm.
+    """Make a new folder to run the workflow in: a Snakefile, configs, and a profile for Slurm.
 
-    The Snakefile uses the workflow that is installed with dflop. A folder that holds anything is left as it is.
+    The Snakefile uses the workflow that is installed with dflop. A folder that is not empty is refused.
     """
     written = start_folder(folder)
     click.echo(f"{folder}: wrote {', '.join(written)}")

@@ -1,4 +1,4 @@
-"""The commands at the end of the way: training with the plan, and the report of a run."""
+"""The last commands of the workflow: training with the plan, and the report of a run."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ __all__ = ["report_command", "train_command"]
 @click.option("--out", type=FOLDER, required=True, help="Folder for metrics, checkpoints, the model and summary.json.")
 @may_emulate
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
-    """Train with the plan: torchrun over its ranks, batches scheduled beside training."""
+    """Train with the plan: torchrun starts its ranks, and a process beside them schedules the batches."""
     from dflop.config import set_steps
     from dflop.models import check_modules, check_runnable, load_model_spec
     from dflop.parallelism import load_plan
@@ -45,7 +45,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
             err=True,
         )
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
-    # What is amiss is said here, before any rank starts.
+    # Problems with the samples, costs and plan are reported here, before any rank starts.
     scheduler = open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path)
     if config.train.epochs is not None:
         set_steps(config, scheduler.batches.steps_in(config.train.epochs))
@@ -61,8 +61,8 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     out.mkdir(parents=True, exist_ok=True)
     if checkpoint := finished_at(config, out, generation):
         click.echo(
-            f"dflop: this run is finished: {checkpoint} is its last step. A larger `train.steps` goes on with it, "
-            "`train.resume: never` trains anew; its files are written again from what it left"
+            f"dflop: this run is finished: {checkpoint} is its last step. A larger `train.steps` continues it, "
+            "`train.resume: never` trains anew. Its summary files are now written again from its results"
         )
     else:
         arguments = {"shapes": str(shapes), "costs": str(costs), "plan": str(plan_path), "out": str(out)}
@@ -81,8 +81,8 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
 def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
     """Write the page on a run, its plots, and its figures: data, costs, plan, memory, one step, training, savings.
 
-    RUN is a run of the workflow, by its name or folder; then they are written to its `report/`. A run that was not
-    trained yet has a page without the training.
+    RUN is a run of the workflow, by its name or folder; then the files are written to its `report/`. The page of a run
+    that was not trained yet has no part on training.
     """
     from dflop.reporting import write_report
 
@@ -92,7 +92,7 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
 
 
 def _write_results(config, out: Path, plan_path: Path, generation, left_out) -> None:
-    """What follows from the ranks' files: observations, trace and summary, and a line on them."""
+    """Write observations, trace and summary from the ranks' files, and print a line on them."""
     from dflop.planning import read_baselines
     from dflop.reporting.trace import chrome_trace
     from dflop.runtime import written_whole
@@ -114,8 +114,8 @@ def _write_results(config, out: Path, plan_path: Path, generation, left_out) -> 
         click.echo(f"dflop: {summary['time_split']['bound_by']}")
     if summary["prices"] != generation.prices:
         click.echo(
-            "dflop: costs.duckdb or plan.yaml are others than this run was trained with: what was measured stands "
-            "beside the predictions of before",
+            "dflop: costs.duckdb or plan.yaml have changed since this run was trained: measured times are compared "
+            "with the predictions from before the change",
             err=True,
         )
     if rerun := summary["correction"]["rerun"]:
@@ -123,7 +123,10 @@ def _write_results(config, out: Path, plan_path: Path, generation, left_out) -> 
 
 
 def _measured_on(costs: Path) -> str | None:
-    """The device's own name; `read_measured` has seen that there is one. None where the costs are analytic."""
+    """The name of the device that the costs were measured on; None where they are analytic.
+
+    There is only one such device (`read_measured` checks that).
+    """
     from dflop.store import read_meta, read_table
 
     if read_meta(costs, made_by="fit-costs").get("source", "measured") != "measured":

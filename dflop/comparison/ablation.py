@@ -1,10 +1,10 @@
-"""Where the advantage comes from: one part of ours added to what Megatron-style training does, and one taken from ours.
+"""Where the advantage comes from: Megatron-style training with one part of ours added, and ours with one part removed.
 
 Parts are the *plan* (placement and grids), the *balance* of samples over buckets, the *order* of a replica's
-microbatches, the pipeline *schedule*, and the *sharding* of parameters among replicas. "Only" has nothing else of ours:
-the encoder in the LLM's first stage, one grid for both, 1F1B, sharded optimiser states, and samples at random; order
-alone sorts the microbatches of random groups. "Without" has all but one part. Each row has the fastest plan of its
-space. Balance and order are the quick ones, without the step search that ours ends with.
+microbatches, the pipeline *schedule*, and the *sharding* of parameters among replicas. A row "only X" has nothing else
+of ours: the encoder is in the LLM's first stage, both have one grid, with 1F1B, sharded optimiser states and samples
+grouped at random; "only order" sorts the microbatches of random groups. A row "without X" has all parts but one. Each
+row has the fastest plan of its space. Balance and order are the quick ones, without our final step search.
 """
 
 import numpy as np
@@ -44,7 +44,7 @@ def _drawn(batch: Batch) -> np.ndarray:
 
 
 def _in_order(batch: Batch, bucket: np.ndarray) -> np.ndarray:
-    """The same buckets, each replica's small ones first and last."""
+    """The same buckets, renumbered so that each replica's small ones come first and last."""
     loads_s = np.bincount(bucket, weights=batch.problem.loads_s.sum(axis=1), minlength=batch.plan.num_buckets)
     place = np.empty((batch.plan.grid("llm").dp, batch.plan.num_microbatches), dtype=np.int64)
     for rank, own_s in enumerate(loads_s.reshape(place.shape)):
@@ -53,7 +53,7 @@ def _in_order(batch: Batch, bucket: np.ndarray) -> np.ndarray:
 
 
 def _only(part: str, decide=_random, **more: list[str]) -> System:
-    """Beside what is said here, everything is as Megatron-style training has it."""
+    """Megatron-style training, except for `decide` and the keys of `PlanConfig` in `more`."""
     within = PlanConfig(**{**_MONOLITHIC, **_PLAIN, **_UNSHARED, **more})
     grouping = "random" if decide in (_random, _random_ordered) else "balanced"
     is_plan = within.placements != _MONOLITHIC["placements"]
@@ -65,6 +65,7 @@ def _only(part: str, decide=_random, **more: list[str]) -> System:
 
 
 def _without(part: str, decide=_balanced_ordered, *, splits_evenly: bool = False, **less: list[str]) -> System:
+    """Our training, except for `decide` and the keys of `PlanConfig` in `less`."""
     grouping = "random" if decide is _random_ordered else "balanced"
     plans = fastest_of(PlanConfig(**less), grouping=grouping, splits_evenly=splits_evenly)
     return System(name=f"without {part}", plans=plans, decide=decide)

@@ -1,7 +1,7 @@
-"""Rows that can be carried out: the plan of each, its schedules of the first global batches, and what is predicted.
+"""Systems to be trained for a comparison: the plan of each, its schedules of the first global batches, its predictions.
 
-Beside ours stand its plan with random groups, and the systems that are compared, each with the fastest plan of its
-kind. A system whose plan cannot run, or needs another number of devices, stays with why.
+They are ours, our plan with random groups, and the compared systems, each with the fastest plan of its kind. For a
+system whose plan cannot run, or needs another number of devices, there is only the reason.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ OURS_AT_RANDOM = "dflop's plan, random groups"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`row` is what is predicted, of the counted steps; without a plan that can run, it says why."""
+    """`row` holds the predictions for the counted steps; without a plan that can run, its `why_not` says why."""
 
     row: SystemRow
     plan: Plan | None = None
@@ -58,10 +58,12 @@ def contenders(
     counted: range,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Contender]:
-    """Ours by this plan, the same with random groups, and these systems, with schedules of the first steps.
+    """Ours with this plan, the same plan with random groups, and `systems`, with schedules of the first `num_steps`.
+
+    Rows hold means over the `counted` steps.
 
     Raises:
-        UserError: when memory does not hold a batch of ours.
+        UserError: when no assignment of a batch to our plan is found that fits into memory.
     """
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
     shapes = {step: samples.take(batches[step]) for step in range(max(num_steps, NUM_TRIED))}

@@ -1,4 +1,4 @@
-"""The table of a comparison with what was measured beside it."""
+"""The table of a comparison with measured times beside the predicted ones."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,21 +16,24 @@ _COLUMNS = ("measured_s", "measured_over_ours", "measured_over_predicted", "busi
 
 @dataclass(frozen=True, slots=True)
 class Clocked:
-    """Of each counted step of a row, its seconds, and those that the core of the busiest rank was busy."""
+    """For each counted step of a row, its seconds, and the seconds for which the busiest rank's core was busy."""
 
     seconds: list[float]
     cpu_seconds: list[float]
 
 
 def measured_frame(rows: Sequence[SystemRow], clocked: Mapping[str, Clocked]) -> pl.DataFrame:
-    """The table of predictions, and medians over steps: what a step took, how many times ours in the same turn, how
-    many times its prediction, and how long the busiest rank's core was busy. Rows that were not measured have nulls."""
+    """The table of predictions with columns of measured medians over steps.
+
+    The columns are the step's seconds, their ratio to ours in the same turn, their ratio to the prediction, the seconds
+    for which the busiest rank's core was busy, and the seconds of each step. Rows that were not measured have nulls.
+    """
     columns = [_measured(row, clocked) for row in rows]
     return pl.concat([comparison_frame(rows), pl.DataFrame(columns, infer_schema_length=None)], how="horizontal")
 
 
 def measured_text(rows: Sequence[SystemRow], clocked: Mapping[str, Clocked]) -> str:
-    """A line for each row, the slowest first; then those that were not measured, with why."""
+    """A line for each row, the slowest first; then the rows that were not measured, with the reason."""
     heads = ("measured", "over dflop", "busiest core", "predicted", "measured/pred.")
     lines = [f"{'system':<34}" + "".join(f"{head:>15}" for head in heads)]
     for row in sorted(rows, key=lambda row: -(_measured(row, clocked)["measured_s"] or 0.0)):
@@ -64,5 +67,5 @@ def _measured(row: SystemRow, clocked: Mapping[str, Clocked]) -> dict[str, objec
 
 
 def _median_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
-    """Step by step, so that what the machine was busy with meets both."""
+    """The median of ratios step by step, so that other work on the machine slows both times of a ratio."""
     return statistics.median(own / other for own, other in zip(seconds, others, strict=True))

@@ -1,4 +1,4 @@
-"""Ways to pack samples into buckets that others have and we do not train with. Loads are [num_samples]."""
+"""Packing methods of other systems, for comparisons only. Loads are [num_samples], and so are the returned buckets."""
 
 import heapq
 from itertools import count
@@ -13,8 +13,8 @@ def longest_first(
 ) -> np.ndarray:
     """The longest processing time first (Graham 1969): each sample, in descending order, goes to the emptiest bucket.
 
-    Buckets may hold something already, [num_buckets]; with `equally_many` none gets more samples than an even part.
-    No bucket is left empty while there are samples for it.
+    `held` [num_buckets] are loads that buckets already hold. With `equally_many`, no bucket gets more than an equal
+    number of samples (rounded up). Without `held`, no bucket is left empty if there are enough samples with loads.
     """
     most = -(-len(loads) // num_buckets) if equally_many else len(loads)
     sums = np.zeros(num_buckets) if held is None else held
@@ -32,7 +32,7 @@ def longest_first(
 
 
 def contiguous(loads: np.ndarray, num_buckets: int) -> np.ndarray:
-    """Samples in their order, cut into buckets so that the largest is as small as can be, and none is empty."""
+    """Samples in their order, cut into consecutive buckets so that the largest is minimal and none is empty."""
     low, high = max(float(loads.max()), float(loads.sum()) / num_buckets), float(loads.sum())
     for _ in range(60):
         middle = (low + high) / 2
@@ -44,7 +44,7 @@ def contiguous(loads: np.ndarray, num_buckets: int) -> np.ndarray:
 
 
 def _cut(loads: np.ndarray, num_buckets: int, most: float) -> np.ndarray:
-    """Buckets filled one after the other, none above `most`; as many as it takes, and at least so many."""
+    """Buckets filled one after the other, none above `most`: as many as that takes, and at least `num_buckets`."""
     bucket, number, held = np.empty(len(loads), dtype=np.int64), 0, 0.0
     for sample, load in enumerate(loads.tolist()):
         must_begin = sample > 0 and len(loads) - sample == num_buckets - number - 1
@@ -55,8 +55,11 @@ def _cut(loads: np.ndarray, num_buckets: int, most: float) -> np.ndarray:
 
 
 def differencing(loads: np.ndarray, num_buckets: int) -> np.ndarray:
-    """The largest differencing method (Karmarkar and Karp 1982): of all partial partitions the two of largest spread
-    are joined, large on small, until one is left."""
+    """The largest differencing method (Karmarkar and Karp 1982).
+
+    Of all partial partitions, the two with the largest spread are joined, the large buckets of one with the small ones
+    of the other, until one partition is left.
+    """
     ticket = count()
     heap = []
     for sample, load in enumerate(loads):

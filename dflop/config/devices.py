@@ -1,4 +1,4 @@
-"""What a config leaves to the device model: memory and link speeds, by the device's data sheet."""
+"""Memory and link speeds that a config leaves out, filled in from the data sheet of its device model."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ from dflop.runtime.devices import DeviceModel, find_device, load_device
 
 __all__ = ["excess_memory", "most_memory_gib", "with_device_figures"]
 
-# Of a device that no data sheet describes.
+# For a device that no data sheet describes.
 _MEMORY_GIB, _INTRA_NODE_GBPS, _INTER_NODE_GBPS = 4.0, 100.0, 50.0
 
 
 def with_device_figures(config: Config) -> ClusterConfig:
-    """The cluster with numbers in place of what is left to the device model.
+    """The config's cluster with its memory (GiB) and link speeds (Gbit/s) filled in where they are null.
 
     Raises:
         UserError: for analytic costs of an unknown device, or with more memory than the data sheet says.
@@ -39,7 +39,7 @@ def _figures(device: DeviceModel | None) -> dict[str, float]:
 
 
 def excess_memory(cluster: ClusterConfig) -> str | None:
-    """What to say of a `memory_gib` that is more than the device model has; None where it is not."""
+    """The complaint about a `memory_gib` that is more than the device model has; None where it is not more."""
     most_gib = most_memory_gib(cluster)
     if cluster.memory_gib <= most_gib:
         return None
@@ -50,7 +50,7 @@ def excess_memory(cluster: ClusterConfig) -> str | None:
 
 
 def most_memory_gib(cluster: ClusterConfig) -> float:
-    """What the data sheet of the device model says, or infinity where there is none."""
+    """The most GiB of memory that the device model's data sheet allows; infinity where it has no data sheet."""
     device = find_device(cluster.device_model, _own_file(cluster))
     return math.inf if device is None else device.most_memory_gib
 

@@ -1,4 +1,4 @@
-"""Whether a layer's keys exist and their values are of the right kind, said before anything is merged."""
+"""Checks of one layer before it is merged: whether its keys exist, and their values are of the right kind."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 
 def refuse_misfits(values: Mapping[str, Any], where: str, section: type = Config, prefix: str = "") -> None:
-    """Refuse unknown keys and what can be no value of its key, whatever OmegaConf would make of it.
+    """Refuse unknown keys, and values of the wrong kind, also those that OmegaConf would convert.
 
     Raises:
         UserError: naming the key in full, the value, and what was probably meant.
@@ -62,7 +62,7 @@ def refuse_misfits(values: Mapping[str, Any], where: str, section: type = Config
 
 
 def _refuse_entries(value: Any, where: str, section: type, name: str) -> None:
-    """Refuse what is no mapping of names to such sections."""
+    """Refuse a value that is not a mapping from names to sections of this type."""
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: `{name}` is {value!r}; it must hold names, each with {_keys_of(section)}")
     for entry, own in value.items():
@@ -72,9 +72,10 @@ def _refuse_entries(value: Any, where: str, section: type, name: str) -> None:
 
 
 def _hints_of(section: type) -> tuple[dict[str, Any], type | None]:
-    """The types of a section's keys, and the section that any other key of it holds, where it takes others."""
+    """The types of a section's own keys; and the type of section that each further key holds, None where the section
+    takes no further keys."""
     hints = typing.get_type_hints(section)
-    # Of `plan.fixed` and `plan.today` alone: modules stand beside the other keys.
+    # Only `plan.fixed` and `plan.today` take further keys: in them, names of modules stand beside the own keys.
     mappings = [name for name, hint in hints.items() if typing.get_origin(hint) is dict and section is FixedPlan]
     others = [typing.get_args(hints.pop(name))[1] for name in mappings]
     return hints, others[0] if others else None
@@ -92,7 +93,7 @@ def _nested_section(hint: Any) -> tuple[type | None, bool]:
 
 
 def type_message(error: OmegaConfBaseException, values: Mapping[str, Any], where: str) -> str:
-    """What to say of a value that OmegaConf refused."""
+    """The message for a value that OmegaConf refused."""
     key = re.sub(r"^plan\.(fixed|today)\.modules\.", r"plan.\1.", getattr(error, "full_key", None) or "?")
     value: Any = values
     for name in key.replace("[", ".").replace("]", "").split("."):

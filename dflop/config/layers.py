@@ -1,4 +1,4 @@
-"""What a config may be given as, read into nested mappings: files, texts, single keys, and others' names for ours."""
+"""Reading one layer of a config (a file, a text or a single key) into nested mappings with our names for its keys."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ __all__ = ["Layer", "read_layer", "with_pins_by_module"]
 Layer = Path | str | Mapping[str, Any]
 
 _DATASET_KEYS = {"json_path": "path", "sampling_strategy": "sampling"}
-# A key, which has no slash in it, and a value: paths of files that are there come first.
+# `key=value`, with no slash in the key. A text that is the path of an existing file is read as that file instead.
 _OVERRIDE = re.compile(r"\s*([^/\\=]*[^/\\=\s])\s*=(.*)", re.DOTALL)
 _IN_LIST = re.compile(r"(.*?)(\[|\.\d+(\.|$))")
 
@@ -26,11 +26,11 @@ def read_layer(layer: Layer) -> tuple[dict[str, Any], str]:
     """The keys of a layer as nested mappings, and what to call the layer in messages.
 
     A layer is a mapping, the path of a YAML file, the text of one in braces (`{train: {lr: 0.1}}`, JSON is such a
-    text), or one key with its value (`train.lr=0.1`). A mapping's dotted keys (`{"train.lr": 0.1}`) go over its others.
-    Top-level keys that begin with `x-` are left out: they hold what anchors elsewhere in the file stand for.
+    text), or one key with its value (`train.lr=0.1`). Dotted keys (`{"train.lr": 0.1}`) override the mapping's other
+    keys. Top-level keys that begin with `x-` are left out: they only hold YAML anchors for the rest of the file.
 
     Raises:
-        UserError: for a file that is not there, and for what is no mapping.
+        UserError: for a file that is missing or cannot be read, and for content that is not a mapping.
     """
     values, where = _read(layer)
     values = {key: value for key, value in values.items() if not str(key).startswith("x-")}
@@ -38,8 +38,7 @@ def read_layer(layer: Layer) -> tuple[dict[str, Any], str]:
 
 
 def with_pins_by_module(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a layer with the grids that `plan.fixed` and `plan.today` pin apart from their other keys, as
-    `FixedPlan` has them."""
+    """The keys of a layer, with the grids in `plan.fixed` and `plan.today` moved under `modules`, as in `FixedPlan`."""
     plan = values.get("plan")
     if not isinstance(plan, Mapping):
         return values
@@ -51,7 +50,8 @@ def _by_module(pins: Any) -> Any:
     if not isinstance(pins, Mapping):
         return pins
     keys = {item.name for item in dataclasses.fields(FixedPlan)} - {"modules"}
-    # A pin of null is none: the defaults pin nothing that it could take away.
+    # A null grid pins nothing and is dropped. It overrides no default, since the defaults pin no grid, and it does not
+    # take away a grid that an earlier layer pins.
     modules = {name: grid for name, grid in pins.items() if name not in keys and grid is not None}
     return {name: value for name, value in pins.items() if name in keys} | {"modules": modules}
 
@@ -71,7 +71,7 @@ def _read(layer: Layer) -> tuple[dict[str, Any], str]:
 
 def _read_text(text: str) -> dict[str, Any]:
     try:
-        return json.loads(text)  # faster by far than YAML, of which it is a part
+        return json.loads(text)  # far faster than the YAML parser, which would read JSON, too
     except json.JSONDecodeError:
         pass
     try:
@@ -103,7 +103,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _without_dots(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The same with dotted keys taken apart, each put over what stands there."""
+    """The values with each dotted key split into nested mappings; it overrides what stands at its place."""
     nested = {key: value for key, value in values.items() if "." not in str(key)}
     for key in (key for key in values if key not in nested):
         if of_list := _IN_LIST.match(key):
@@ -126,7 +126,7 @@ def _without_dots(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_own_names(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """`data.datasets`, LLaVA-NeXT's name for the sources, and its entries' keys, by our names."""
+    """The values with LLaVA-NeXT's names replaced by ours: `data.datasets`, and the keys of its entries."""
     data = values.get("data")
     if not isinstance(data, dict):
         return values
@@ -144,7 +144,7 @@ def _with_own_names(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_switch_named(values: dict[str, Any]) -> dict[str, Any]:
-    """`on` and `off`, which YAML reads as true and false, by their names, for the keys that know them."""
+    """The values with `on` and `off` restored at the keys that take them: YAML reads these words as true and false."""
     named = dict(values)
     for section, key in (("schedule", "correction"), ("train", "tensorboard"), ("train", "compile")):
         own = named.get(section)

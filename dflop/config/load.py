@@ -1,4 +1,4 @@
-"""Loading a config: layers merged over the defaults and checked, and parts of what comes out."""
+"""Loading a config: its layers are merged over the defaults and checked. Parts of a config can be taken out of it."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ from dflop.runtime import UserError
 __all__ = ["load_config", "restrict", "select_keys", "set_steps"]
 
 
-# Where neither `train.steps` nor `train.epochs` is given.
+# The number of steps where neither `train.steps` nor `train.epochs` is given.
 _STEPS = 20
 
 
 def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
-    """Merge the layers over the defaults, left to right, check the result, and fill in what devices have.
+    """Merge the layers over the defaults, left to right, check the result, and fill in what the device model gives.
 
-    Of a part of a config that does not say how many devices there are (`has_cluster` is false), their number is not
-    checked.
+    `has_cluster` is false for a part of a config that does not give the number of devices: then it is not checked
+    whether they are enough.
 
     Raises:
         UserError: naming the key, its value and what would be right.
@@ -77,12 +77,15 @@ def _plain(value: Any) -> Any:
 
 
 def restrict(config: Config, keys: Iterable[str]) -> Config:
-    """The config without any key but these: reading another raises AttributeError."""
+    """The config with these dotted keys alone: reading any other key raises AttributeError."""
     return _without_others(config, [key.split(".") for key in keys])
 
 
 def set_steps(config: Config, steps: int) -> None:
-    """Put the number of steps in place of `train.epochs`, in the config itself: one without other keys has no copy."""
+    """Set `train.steps`, and `train.epochs` to None, in the config itself.
+
+    `dataclasses.replace` cannot copy a config from which `restrict` removed keys.
+    """
     object.__setattr__(config, "train", dataclasses.replace(config.train, steps=steps, epochs=None))
 
 

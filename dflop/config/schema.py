@@ -79,7 +79,7 @@ class ModelConfig:
 
 @_section
 class ClusterConfig:
-    """`load_config` puts numbers in place of the nulls of memory and link speeds."""
+    """`load_config` replaces null memory (GiB) and link speeds (Gbit/s) by numbers."""
 
     device: str = "cpu"
     num_nodes: int = 1
@@ -97,8 +97,11 @@ class ClusterConfig:
 
     @property
     def hides_transfers(self) -> bool:
-        """Whether devices compute while they communicate. Where the ranks are processes on CPUs they do both on the
-        same cores; a GPU may be planned for with `device: cpu`, from a machine without one."""
+        """Whether devices compute while they communicate.
+
+        Ranks that are processes on CPUs do both on the same cores. A `device_model` other than cpu stands for GPUs,
+        also with `device: cpu`: a machine without a GPU may plan for GPUs.
+        """
         return not (self.device == "cpu" and self.device_model == "cpu")
 
 
@@ -128,10 +131,10 @@ class FixedGrid:
 
 @_section
 class FixedPlan:
-    """Pinned parts of a plan; null leaves one to the search.
+    """Pinned parts of a plan; null leaves a part to the search.
 
     In a file each module's grid stands beside the other keys, under the module's name: `{placement: disjoint, vision:
-    {tp: 1}}`. Which modules there are is the model's to say (`models.check_modules`).
+    {tp: 1}}`. `models.check_modules` checks that the model has a module of this name.
     """
 
     placement: Optional[str] = None
@@ -153,7 +156,7 @@ class PlanConfig:
 
 @_section
 class ScheduleConfig:
-    """`load_config` puts `off` in place of a `correction` of `auto` where schedules shall be deterministic."""
+    """Where `deterministic` is true, `load_config` replaces a `correction` of `auto` by `off`."""
 
     policy: str = "ilp"
     lookahead_steps: int = 8
@@ -165,7 +168,7 @@ class ScheduleConfig:
 
 @_section
 class ModuleTraining:
-    """What a module is trained with; null is what `train` says for all."""
+    """Settings for training one module; null takes the value that `train` has for all modules."""
 
     lr: Optional[float] = None
     weight_decay: Optional[float] = None
@@ -173,8 +176,8 @@ class ModuleTraining:
 
 @_section
 class TrainConfig:
-    """`load_config` puts 20 in place of the null of `steps` where there is no `epochs` either; with `epochs`, `dflop
-    train` puts the number there that follows from the data."""
+    """Without `steps` and `epochs`, `load_config` sets `steps` to 20. With `epochs`, `dflop train` computes `steps`
+    from the size of the data."""
 
     global_batch_size: int = 16
     steps: Optional[int] = None

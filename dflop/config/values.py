@@ -1,4 +1,4 @@
-"""Whether a merged config is one that a run can be made with: choices, ranges, and keys that must agree."""
+"""Checks of a merged config: closed lists of values, ranges, and keys that must agree."""
 
 import math
 import re
@@ -92,7 +92,7 @@ SAMPLING_FORMS = "all, first:30%, first:1000, end:… or random:…, with a whol
 
 
 def check_values(config: Config, *, has_cluster: bool = True) -> None:
-    """Refuse what no run can be made with; whether there are devices enough only where the config has a cluster.
+    """Refuse a config that no run can be made with. With `has_cluster`, check that there are enough devices, too.
 
     Raises:
         UserError: naming the key, its value and what would be right.
@@ -206,7 +206,7 @@ def _check_devices(config: Config) -> None:
             "or use `plan.placements: [colocated]`"
         )
     for name, pins in _pins(config).items():
-        # Of today's layout what is not said is as frameworks do it, with modules on shared ranks.
+        # A placement that `plan.today` does not give is the one of common frameworks, with modules on shared ranks.
         own = [pins.placement or MONOLITHIC.name] if name == "plan.today" else placements
         _check_pins(config, name, pins, own)
 
@@ -220,7 +220,7 @@ def _check_pins(config: Config, name: str, pins: FixedPlan, placements: list[str
     cluster = config.cluster
     least_ranks = {"llm": 1} | {module: grid.least_ranks for module, grid in pins.modules.items()}
     is_apart = not any(PLACEMENTS[name].shares_ranks for name in placements)
-    # An encoder that nothing is said of needs one as well.
+    # An encoder without a pinned grid needs a device, too.
     needed = max(2, sum(least_ranks.values()), least_ranks["llm"] + 1) if is_apart else least_ranks["llm"]
     if needed > cluster.num_devices:
         own = " (each module its own)" if is_apart else ""

@@ -1,7 +1,7 @@
-"""What a transfer between ranks takes: a latency and a bandwidth for each kind of link, fitted to measured times.
+"""The time of a transfer between ranks: a latency and a bandwidth for each kind of link, fitted to measured times.
 
-`links.py` measures; `pricing` asks, and takes the configured bandwidths where `LinkModel` knows nothing: with analytic
-costs, or for a scope that the measured cluster did not have.
+`links.py` measures, and `pricing` uses the result. Where `LinkModel` has no link (with analytic costs, or for a scope
+that the measured cluster did not have), `pricing` takes the configured bandwidths.
 """
 
 import math
@@ -23,6 +23,8 @@ _Bytes = TypeVar("_Bytes", float, np.ndarray)
 
 @dataclass(frozen=True, slots=True)
 class Link:
+    """A link over which a transfer takes `latency_s`, plus its bytes divided by `bytes_per_s`."""
+
     latency_s: float
     bytes_per_s: float
 
@@ -38,17 +40,18 @@ class LinkModel:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> "LinkModel":
-        """Of the table `link_model`."""
+        """The model in the rows of the table `link_model`."""
         return cls(
             {(row["kind"], row["scope"], row["num_ranks"]): Link(row["latency_s"], row["bytes_per_s"]) for row in rows}
         )
 
     def find(self, kind: str, scope: str, num_ranks: int) -> Link | None:
-        """The link as measured with this number of ranks, or else with the nearest; None where there is none.
+        """The link as measured with this number of ranks, or scaled from the nearest number that was measured; None
+        where none was.
 
-        A gradient sync (sums to their owners, parameters back to all) is carried over to n ranks as a ring, which takes
-        2(n - 1) steps of 1/n of the bytes each (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
-        clusters of workstations", 2009).
+        A gradient sync is a reduce-scatter of gradients and an all-gather of parameters. It is scaled to n ranks as a
+        ring, which takes 2(n - 1) steps of 1/n of the bytes each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+        algorithms for clusters of workstations", 2009).
         """
         measured = [size for known, where, size in self.fitted if (known, where) == (kind, scope)]
         if not measured:
@@ -59,10 +62,10 @@ class LinkModel:
 
 
 def read_links(path: Path) -> pl.DataFrame:
-    """The file that `dflop profile-links` made.
+    """The rows (`LINKS_SCHEMA`) of the file that `dflop profile-links` made.
 
     Raises:
-        UserError: when it is missing, or no such file.
+        UserError: when the file is missing or is not such a file.
     """
     remake = "make it with `dflop profile-links`"
     if not path.is_file():
@@ -77,9 +80,9 @@ def read_links(path: Path) -> pl.DataFrame:
 
 
 def fit_links(links: pl.DataFrame) -> pl.DataFrame:
-    """The table `link_model`, a row a kind, scope and number of ranks; `median_error` is of the sizes fitted to.
+    """The table `link_model`, a row a kind, scope and number of ranks; `median_error` is the relative error of the fit.
 
-    Latency and seconds a byte are non-negative and minimise the relative error over the medians of the repeats.
+    Latency and seconds per byte are non-negative and minimise the relative errors at the medians of the repeats.
 
     Raises:
         UserError: when a link was measured at one size alone, or in no time at all.

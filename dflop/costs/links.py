@@ -1,8 +1,8 @@
-"""Measuring the links between ranks: what a transfer and a gradient sync take, over sizes, with training's backend.
+"""Measuring the links between ranks: the seconds of transfers and gradient syncs by size, with training's backend.
 
 torchrun starts `python -m dflop.costs.links REQUEST` (JSON) on every device of the cluster; rank 0 writes the
 Parquet file. One group of ranks measures at a time, and all ranks learn each result, so that they agree on when
-to stop. What is measured is an idle network: in training, transfers may share it and compete with computations.
+to stop. The network is otherwise idle: in training, transfers may share it and compete with computations.
 """
 
 import json
@@ -29,7 +29,8 @@ _TIMEOUT = timedelta(minutes=5)  # ranks of many nodes may start this far apart
 _LEAST_BYTES = 1024
 _LONGEST_TRANSFER_S = 0.25
 _LEAST_SIZES = 3
-# Short transfers vary most and cost least: a repeat is the median of so many runs, in so many bytes.
+# Short transfers vary most and cost least: a repeat is the median of up to `_MOST_RUNS` runs, of `_BYTES_OF_RUNS` bytes
+# together.
 _MOST_RUNS, _BYTES_OF_RUNS = 16, 2**20
 
 
@@ -45,7 +46,7 @@ class LinkGroup:
 def groups_to_measure(num_nodes: int, per_node: int) -> list[LinkGroup]:
     """A pair, then 2, 4, … and all ranks: first inside a node, then over nodes.
 
-    Ranks are consecutive, as a stage's replicas are; small groups over nodes lie evenly on both sides of a border.
+    Ranks are consecutive, as a stage's replicas are. Small groups over nodes have half of their ranks on either node.
     """
     groups = []
     if per_node > 1:
@@ -74,9 +75,10 @@ def sizes_up_to(max_bytes: int) -> list[int]:
 def _measure(
     groups: list[LinkGroup], sizes: list[int], repeats: int, device: torch.device, progress: Callable[[str], None]
 ) -> pl.DataFrame:
-    """Rows of `LINKS_SCHEMA`, the same on every rank; each group stops growing where a transfer takes too long.
+    """Rows of `LINKS_SCHEMA`, the same on every rank. A group measures no larger sizes once a transfer takes too long.
 
-    Sizes take turns, so that what disturbs the machine for a moment spoils one repeat of each and not all of one.
+    Sizes take turns, so that what disturbs the machine for a moment spoils one repeat of several sizes, and not all
+    repeats of one.
     """
     rows = []
     members = {ranks: dist.new_group(ranks, timeout=_TIMEOUT) for ranks in dict.fromkeys(g.ranks for g in groups)}
@@ -94,7 +96,7 @@ def _measure(
 
 
 def _time(group: LinkGroup, members: dist.ProcessGroup, num_bytes: int, device: torch.device) -> float:
-    """Seconds of the slowest rank, the median of several runs after a warm-up; all ranks must call this."""
+    """The median over several runs, after a warm-up, of the slowest rank's seconds; all ranks must call this."""
     num_runs = max(1, min(_MOST_RUNS, _BYTES_OF_RUNS // num_bytes))
     seconds = torch.zeros(num_runs, dtype=torch.float64, device=device)
     if dist.get_rank() in group.ranks:
@@ -106,10 +108,10 @@ def _time(group: LinkGroup, members: dist.ProcessGroup, num_bytes: int, device: 
 
 
 def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tensor) -> float:
-    """Seconds on this rank from when all are ready; the slowest rank's count.
+    """Seconds on this rank from the moment when all ranks of the group are ready.
 
-    A transfer is half a round trip by the first rank's clock: hosts' clocks differ, and a barrier lets its ranks
-    go at times further apart than a short message takes.
+    The time of a transfer is half a round trip by the first rank's clock: the clocks of two hosts differ, and ranks
+    leave a barrier further apart in time than a short message takes.
     """
     dist.barrier(members)
     started = _now(values.device)

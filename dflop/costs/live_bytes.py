@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive, counted as operations make them: what CPUs do not tell of their memory."""
+"""Bytes of the tensors that are alive, counted as operations make them: torch does not count memory on CPUs."""
 
 import weakref
 from typing import Any
@@ -11,8 +11,11 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations make, as long as they live, or until their storages are resized: gathered
-    parameters come and go so."""
+    """Counts the bytes of the tensors that operations make inside this context: `now`, and their `peak`.
+
+    A tensor counts as long as its storage lives. Resized storages count by their new size: FSDP2 makes and frees
+    gathered parameters by resizing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +24,7 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __enter__(self) -> "LiveBytes":
-        resize = torch.UntypedStorage.resize_  # no operation, which a mode would see
+        resize = torch.UntypedStorage.resize_  # not an operation, so a dispatch mode does not see it
 
         def note_and_resize(storage: torch.UntypedStorage, size: int) -> Any:
             if storage._cdata in self._known:

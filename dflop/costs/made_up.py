@@ -1,4 +1,4 @@
-"""Made-up microbatches for measuring: packed and laid out as training has them, run on one piece of a stage."""
+"""Random microbatches for measuring: packed and laid out as in training, and run on one piece of a stage."""
 
 import itertools
 from collections.abc import Callable
@@ -17,14 +17,15 @@ _ALL_TOKENS = 1 << 30
 
 
 class Run(NamedTuple):
-    """One microbatch on one piece: `forward` gives what to differentiate, `inputs` are leaves that want a gradient."""
+    """One microbatch on one piece: `forward` returns the output to call backward on, `inputs` are leaves that get a
+    gradient."""
 
     forward: Callable[[], torch.Tensor]
     inputs: list[torch.Tensor]
 
 
 class MadeUpRuns:
-    """Random microbatches for a stage of a module: `make(point)` has the loads of the point."""
+    """Random microbatches for a stage of a module: that of `make(point)` has the loads of the point."""
 
     def __init__(self, spec: ModelSpec, module: str, stage: EncoderStage | LlmStage, dtype: torch.dtype) -> None:
         self._spec, self._module, self._stage, self._dtype = spec, module, stage, dtype
@@ -38,7 +39,7 @@ class MadeUpRuns:
         return self._of_encoder(self._stage, point)
 
     def loads(self, point: Point) -> dict[str, object]:
-        """The point's columns in `measurements`; how an encoder's items attend to each other is for its family."""
+        """The point's columns in `measurements`, with an encoder's `sum_sq_tokens` as the model's family gives it."""
         if not point.num_items:
             return point.keys()
         made_up = self._make_up_media(self._spec, self._module, point.num_items)
@@ -62,7 +63,7 @@ class MadeUpRuns:
         return Run(lambda: torch.cat(encoder.finish([leaf], batch)), [leaf])
 
     def _of_llm(self, llm: LlmStage, point: Point) -> Run:
-        """Text of which the first half are features of an encoder."""
+        """Tokens of which the first half are features of an encoder."""
         config = llm.hf.config.get_text_config()
         num_tokens, device = point.num_tokens, self._device
         ids = torch.randint(config.vocab_size, (num_tokens,), device=device, generator=self._generator)

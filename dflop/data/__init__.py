@@ -1,6 +1,6 @@
 """Data: manifests, media headers and sample shapes; text, decoding and packing for training.
 
-`loading` and `measure_loading` need torch: who trains, or measures what loading takes, imports them.
+`loading` and `measure_loading` need torch, so this package does not import them; their callers do.
 """
 
 from dflop.data.loading_times import LoadingTimes, read_loading_times

@@ -1,7 +1,7 @@
 """Whether a medium's file is complete, by a small read at its end; nothing is decoded.
 
-An aborted download leaves a good header without the body. Most formats mark their end or note their length. Further
-bytes behind that end are legal and common.
+An aborted download leaves a good header without the body. Most formats mark their end or store their length. Further
+bytes after that end are legal and common.
 """
 
 import math
@@ -24,7 +24,7 @@ _ISO_BOXES = frozenset(
 
 
 def ends_whole(image: Image.Image, file: BinaryIO) -> bool:
-    """Whether a picture's file ends as its format wants. If not, or for other formats, only decoding can tell."""
+    """Whether a picture's file ends as its format requires. If not, or for another format, only decoding can tell."""
     if image.format in _END_MARKERS:
         num_bytes = file.seek(0, os.SEEK_END)
         file.seek(max(0, num_bytes - _TAIL_BYTES))
@@ -37,7 +37,7 @@ def ends_whole(image: Image.Image, file: BinaryIO) -> bool:
 
 
 def is_cut_off(file: BinaryIO) -> bool:
-    """Whether a RIFF file (AVI, WebP) or one of ISO boxes (MP4, MOV, AVIF) is shorter than its header says."""
+    """Whether a RIFF file (AVI, WebP) or a file of ISO boxes (MP4, MOV, AVIF) is shorter than its headers say."""
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(8)
@@ -48,7 +48,7 @@ def is_cut_off(file: BinaryIO) -> bool:
         file.seek(box)
         size, kind, long_size = struct.unpack(">I4sQ", file.read(16).ljust(16, b"\0"))
         size = long_size if size == 1 else size
-        if kind not in _ISO_BOXES or size < 8:  # bytes behind the last box, another format, or a box to the end
+        if kind not in _ISO_BOXES or size < 8:  # bytes after the last box, another format, or a box up to the end
             return False
         box += size
     return box > num_bytes

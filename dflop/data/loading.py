@@ -1,10 +1,10 @@
-"""What a node of training feeds on, one microbatch at a time: the media it encodes, or the packed text it learns.
+"""The training dataset: for each pipeline stage and microbatch, the media it encodes or the packed text it learns.
 
-Indices move, pixels do not: an encoder's first stage opens the media of the samples that the schedule gives it, its
-last one and the LLM's first and last read records, and the stages between read nothing. How many tokens a medium takes
-in the text follows from the sizes that were profiled, so nobody reads a header again unless `data.watch_media` asks for
-it: then whoever decodes a medium looks first whether its header says what was profiled. A `MicrobatchLoader` is a torch
-dataset whose items are microbatches, so that torch's DataLoader prefetches them in worker processes.
+Indices move, pixels do not. An encoder's first stage opens the media of the samples that the schedule gives it; its
+last stage and the LLM's first and last read records; the stages between read nothing. How many tokens a medium takes
+in the text follows from its profiled size, so no header is read again. Only with `data.watch_media` does the stage that
+decodes a medium first compare its header with the profile. A `MicrobatchLoader` is a torch dataset whose items are
+microbatches, so that torch's DataLoader prefetches them in worker processes.
 """
 
 import itertools
@@ -50,10 +50,11 @@ class SampleRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchJob:
-    """One microbatch of one node: its samples, and of each its media's profiled sizes and all its tokens in the LLM.
+    """One microbatch of one stage. Each field has one entry a sample, in the microbatch's order.
 
-    `kept_tokens` (how many tokens of its media each sample keeps) and `encoder_rank` (which replica encodes them) have
-    one number for each encoder.
+    `media` holds the profiled sizes of a sample's media, and `llm_tokens` all its tokens in the LLM. `kept_tokens` (how
+    many of its media tokens the sample keeps after truncation) and `encoder_rank` (which replica encodes its media)
+    have one number per encoder.
     """
 
     samples: tuple[SampleRef, ...]
@@ -65,7 +66,7 @@ class MicrobatchJob:
 
 @dataclass(frozen=True, slots=True)
 class EncoderFeed:
-    """What the loaders know of an encoder: the kinds of media that it takes, and how many replicas it has."""
+    """What the loaders know of an encoder: the kinds of media that it takes, and its number of replicas."""
 
     kinds: tuple[str, ...]
     num_replicas: int
@@ -73,8 +74,8 @@ class EncoderFeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedMedia:
-    """A microbatch of media; `unreadable` are sentences on those that are not what was profiled, and `undecodable` the
-    places in the job of samples with media that could not be decoded."""
+    """A microbatch of media. `unreadable` has a sentence for each medium that is not what was profiled; `undecodable`
+    has the positions in the job of the samples with media that could not be decoded."""
 
     batch: EncoderBatch
     unreadable: tuple[str, ...] = ()
@@ -121,8 +122,8 @@ class _Sample(NamedTuple):
 
 @dataclass
 class MicrobatchLoader(Dataset):
-    """`loader[job]` is a `LoadedMedia` for an encoder's stage (`encoder` is its place among them) and a `TextBatch`
-    for one of the LLM (None). Media are decoded where there is a `processor`: the first stage of an encoder has one."""
+    """`loader[job]` is a `LoadedMedia` for a stage of encoder number `encoder`, and a `TextBatch` for a stage of the
+    LLM (`encoder` is None). Media are decoded only with a `processor`, which an encoder's first stage has."""
 
     records: TrainingRecords
     reader: ShapeReader
@@ -140,12 +141,12 @@ class MicrobatchLoader(Dataset):
         """Load a microbatch.
 
         Raises:
-            UserError: naming the sample whose record or media are no longer what was profiled.
+            UserError: naming the sample whose record or media have changed since they were profiled.
         """
         return self._text(job) if self.encoder is None else self._media(job, self.encoder)
 
     def _profiled(self, ref: SampleRef, sizes: Sequence[MediumSize], kept_tokens: int) -> _Sample:
-        """A sample with its media in their places, which must have the tokens that the schedule counts on."""
+        """A sample with its media placed in its text. They must have as many tokens as the schedule counts on."""
         try:
             record, media_root = self.records.record(ref)
             shapes = self.reader.stored_media(record, sizes)
@@ -213,7 +214,7 @@ class MicrobatchLoader(Dataset):
         )
 
     def _check_unchanged(self, ref: SampleRef, sample: _Sample) -> None:
-        """Read the headers of a sample's media again, which must say what they said when they were profiled."""
+        """Read the headers of a sample's media again, and raise a UserError if one has changed since profiling."""
         try:
             found = self.reader.read_media(sample.record, sample.media_root)
         except RecordError as error:
@@ -253,7 +254,7 @@ class MicrobatchLoader(Dataset):
         )
 
     def _feature_positions(self, job: MicrobatchJob, token_ids: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Where the features of each encoder's replicas go in the packed text."""
+        """Where features go in the packed text: for each replica of each encoder, int64 [num_features]."""
         positions = []
         for place, encoder in enumerate(self.encoders):
             placeholders = [self.tokenizer.placeholder_ids[kind] for kind in encoder.kinds]
@@ -273,7 +274,7 @@ def microbatch_loader(
     num_replicas: Sequence[int],
     processor: MediaProcessor | None,
 ) -> MicrobatchLoader:
-    """What loads the microbatches of a module's stages; `num_replicas` has one number for each encoder."""
+    """The loader of a module's microbatches; `num_replicas` has one number for each encoder."""
     encoders = [own.name for own in spec.encoders]
     return MicrobatchLoader(
         records=records,
@@ -287,7 +288,8 @@ def microbatch_loader(
 
 
 def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-    """Each token's place in its sample, and where each sample ends, of samples of so many tokens in a row."""
+    """For samples of `llm_tokens` tokens, packed in a row: each token's position in its sample, int64 [num_tokens], and
+    the position at which each sample ends."""
     positions = np.concatenate([np.arange(length) for length in llm_tokens])
     return torch.from_numpy(positions), list(itertools.accumulate(llm_tokens))
 

@@ -1,6 +1,6 @@
-"""What loading costs: how long the loaders of training take for the samples of a step, as `profile-loading` found it.
+"""What loading costs: how long training's loaders take for the samples of a step, as `dflop profile-loading` measured.
 
-The measuring itself needs torch and stands in `measure_loading`.
+The measurement itself needs torch; it is in `measure_loading`.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class LoadingTimes:
 
     @property
     def num_cores(self) -> int:
-        """Of the machine that was measured."""
+        """CPU cores of the machine that was measured."""
         return int(self.frame["num_cores"].max())  # type: ignore[arg-type]
 
     def of_batch(self, module: str, global_batch_size: int) -> tuple[float, float]:
-        """Expected seconds of one process, and of all its threads together, to load a module's part of a batch."""
+        """Expected wall seconds and core seconds in which one process loads a module's part of a global batch."""
         own = self.frame.filter(pl.col("module") == module)
-        # A modality that this module does not read is not in its rows, so the shares are of all samples.
+        # The module's rows lack the modalities that it does not read, so the sums are divided by all samples.
         num_samples = self._num_samples()
         seconds, core_s = (
             float((own["num_samples"] * own[column]).sum()) / num_samples * global_batch_size
@@ -41,10 +41,10 @@ class LoadingTimes:
 
 
 def read_loading_times(path: Path) -> LoadingTimes:
-    """The file that `dflop profile-loading` made.
+    """Read the file that `dflop profile-loading` made.
 
     Raises:
-        UserError: when it is not there, or is no such file.
+        UserError: when it does not exist, cannot be read, or is not such a table.
     """
     remake = "make it with `dflop profile-loading`"
     if not path.is_file():

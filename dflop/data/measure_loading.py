@@ -1,7 +1,7 @@
-"""Measuring what training's loaders take: a few samples of each modality are loaded as training would load them.
+"""Measure how long training's loaders take: load a few samples of each modality as training would.
 
-Media are read and decoded, and text is tokenised and laid out, by the very code that feeds training, on a machine of
-the cluster. Each sample is loaded once: the first read of a file is what training pays, too.
+The code that feeds training reads and decodes the media and tokenises the text, on a machine of the cluster. Each
+sample is loaded once, because training, too, reads each file for the first time.
 """
 
 import os
@@ -33,17 +33,17 @@ from dflop.store import LOADING_SCHEMA, read_table
 
 __all__ = ["measure_loading"]
 
-# So many samples of a modality are loaded, or fewer where these take longer than that.
+# At most so many samples of a modality are loaded; loading stops earlier once it has taken so many seconds.
 MOST_SAMPLES, MOST_SECONDS = 16, 3.0
 
 
 def measure_loading(config: Config, shapes: Path, progress: Callable[[int], None] = lambda done: None) -> pl.DataFrame:
-    """Load samples of `shapes.duckdb`, drawn by `seed`: a table of `LOADING_SCHEMA`.
+    """Load samples of `shapes.duckdb`, drawn by the config's seed, and return the times as a `LOADING_SCHEMA` table.
 
-    `progress` is told of each sample that was loaded.
+    `progress` is called with 1 for each sample that was loaded.
 
     Raises:
-        UserError: when the data are no longer what was profiled, or sizes of media are not known.
+        UserError: when a record has changed since it was profiled, or `shapes.duckdb` holds no sizes of media.
     """
     spec = load_model_spec(config.model)
     samples, _ = load_samples(shapes, spec.encoders)
@@ -68,7 +68,7 @@ def measure_loading(config: Config, shapes: Path, progress: Callable[[int], None
 
 
 def _loaders(config: Config, samples: SampleShapes) -> dict[str, MicrobatchLoader]:
-    """One for each module; what is made at first use (tokenizer, processor) is made here."""
+    """One for each module. Each loads one sample, so that what is made at first use (the tokenizer) is not timed."""
     spec = load_model_spec(config.model)
     records = TrainingRecords(list_sources(config.data), config.seed)
     checkpoint = Path(config.model.path) if config.model.path else None
@@ -92,7 +92,7 @@ def _loaders(config: Config, samples: SampleShapes) -> dict[str, MicrobatchLoade
 
 
 def _modality_of(shapes: Path, samples: SampleShapes) -> np.ndarray:
-    """Of each sample, [num_samples]."""
+    """The modality of each sample, [num_samples]."""
     frame = read_table(shapes, "samples", made_by="merge-shapes").select("sample_id", "modality")
     known: Mapping[str, str] = dict(frame.iter_rows())
     return np.array([known[sample_id] for sample_id in samples.sample_id])
@@ -101,7 +101,7 @@ def _modality_of(shapes: Path, samples: SampleShapes) -> np.ndarray:
 def _measured(
     module: str, loader: MicrobatchLoader, drawn: SampleShapes, mean_load: float, progress: Callable[[int], None]
 ) -> dict[str, float | int]:
-    """The measured columns, for a sample of the mean load (items of an encoder, tokens of the LLM)."""
+    """The measured columns, scaled to a sample of the mean load (items of an encoder, tokens of the LLM)."""
     loads = drawn.llm_tokens if module == "llm" else drawn.items_of(module)
     seconds = core_s = media_bytes = 0.0
     num_measured = num_unreadable = 0
@@ -118,7 +118,7 @@ def _measured(
         progress(1)
         if seconds > MOST_SECONDS:
             break
-    # The drawn samples may be larger or smaller than the mean one.
+    # The drawn samples may be larger or smaller than the mean.
     scale = mean_load / max(1.0, float(loads[:num_measured].sum()))
     return {
         "num_measured": num_measured,
@@ -131,7 +131,7 @@ def _measured(
 
 
 def _media_bytes(loader: MicrobatchLoader, ref: SampleRef) -> int:
-    """Size of the media of a sample that was loaded, in the files or in the manifest."""
+    """Bytes of a sample's media, in their files or in the manifest."""
     record, media_root = loader.records.record(ref)
     size = 0
     for medium in record.media:
@@ -139,7 +139,7 @@ def _media_bytes(loader: MicrobatchLoader, ref: SampleRef) -> int:
             with open_medium(resolve_medium(media_root, medium)) as file:
                 size += file.seek(0, os.SEEK_END)
         except (RecordError, OSError):
-            continue  # it was loaded as blank, and that is counted
+            continue  # it was loaded as blank items, which `num_unreadable` counts
     return size
 
 

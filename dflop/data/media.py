@@ -1,11 +1,11 @@
-"""Sizes of media, read from their headers. Only a picture whose file does not end as its format wants is decoded.
+"""Sizes of media, read from their headers. Only a picture whose file does not end as its format requires is decoded.
 
-A medium is a file, or bytes inside its manifest (`Embedded`). A medium that is truncated, empty or of another format
-than its name says raises `RecordError("unreadable_media")`. A clip that was cut off counts with the frames that are
-left.
+A medium is a file, or bytes inside its manifest (`Embedded`). A picture that is truncated, and any medium that is empty
+or of an unknown format, raises `RecordError("unreadable_media")`. A clip that was cut off counts with the frames that
+are left.
 
-Pictures are read by Pillow, as in training. `imagesize` takes 15 µs instead of 100 a picture, but it leaves out the
-orientation that PNG and WebP may hold, knows no AVIF, and would not tell a picture that is damaged.
+Pictures are read by Pillow, as in training. `imagesize` takes 15 µs a picture instead of 100, but it ignores the
+orientation that PNG and WebP may hold, does not know AVIF, and does not notice damaged pictures.
 """
 
 import math
@@ -43,6 +43,8 @@ __all__ = [
 
 
 class VideoHeader(NamedTuple):
+    """A clip's number of frames, frames per second, and size in pixels."""
+
     num_frames: int
     fps: float
     width: int
@@ -50,6 +52,8 @@ class VideoHeader(NamedTuple):
 
 
 class AudioHeader(NamedTuple):
+    """A sound's length and its own sample rate."""
+
     seconds: float
     rate_hz: int
 
@@ -75,11 +79,16 @@ _MOST_SECONDS = 7 * 24 * 3600
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-# Text chunks of a PNG in which Pillow finds an orientation, too.
+# How text chunks of a PNG begin in which Pillow looks for an orientation.
 _EXIF_TEXTS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
 
 
 def open_medium(medium: Path | Embedded) -> BinaryIO:
+    """A medium's bytes as a seekable file.
+
+    Raises:
+        OSError: when the file cannot be opened.
+    """
     return medium.open() if isinstance(medium, Embedded) else medium.open("rb")
 
 
@@ -90,8 +99,8 @@ def open_picture(file: BinaryIO, name: str, max_pixels: int) -> Image.Image:
     the whole process, so it is switched off only while the header is read.
 
     Raises:
-        RecordError: when it has more pixels.
-        UnidentifiedImageError: when it is no picture; for damaged ones all that `IMAGE_ERRORS` lists.
+        RecordError: unreadable_media, when the picture has more pixels.
+        UnidentifiedImageError: when the file is not a picture. A damaged one may raise any of `IMAGE_ERRORS`.
     """
     with _pillows_limit:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
@@ -105,7 +114,11 @@ def open_picture(file: BinaryIO, name: str, max_pixels: int) -> Image.Image:
 
 
 def image_size(medium: Path | Embedded, max_pixels: int) -> ImageSize:
-    """Width and height in pixels as the training path sees them: after the EXIF orientation is applied."""
+    """A picture's width and height in pixels as training sees them: after the EXIF orientation is applied.
+
+    Raises:
+        RecordError: unreadable_media.
+    """
     try:
         with open_medium(medium) as file:
             size = webp_size(file) or _size_by_pillow(medium, file, max_pixels)
@@ -123,7 +136,7 @@ def image_size(medium: Path | Embedded, max_pixels: int) -> ImageSize:
 def _size_by_pillow(medium: Path | Embedded, file: BinaryIO, max_pixels: int) -> ImageSize:
     file.seek(0)
     with open_picture(file, medium.name, max_pixels) as image:
-        # Pillow gives a TIFF's size upright already.
+        # For a TIFF, Pillow gives the size with the orientation already applied.
         sideways = image.format != "TIFF" and _exif(image, medium).get(_ORIENTATION_TAG) in _SIDEWAYS
         size = ImageSize(image.height, image.width) if sideways else ImageSize(image.width, image.height)
         is_whole = ends_whole(image, file)
@@ -134,12 +147,13 @@ def _size_by_pillow(medium: Path | Embedded, file: BinaryIO, max_pixels: int) ->
 
 
 def too_many_pixels(name: str, width: int, height: int, max_pixels: int) -> RecordError:
+    """The error for a picture of more than `max_pixels` pixels."""
     what = f"{width} x {height} are {width * height:,} pixels, over {max_pixels:,} (`data.max_image_pixels`)"
     return RecordError("unreadable_media", f"{name}: {what}")
 
 
 def _unreadable(medium: Path | Embedded, why: object) -> RecordError:
-    """The reason for messages: the text of the system's or FFmpeg's error, without its number and the path."""
+    """The error for a medium. Of a system's or FFmpeg's error it gives the text, without the error number and path."""
     why = getattr(why, "strerror", None) or why
     return RecordError("unreadable_media", f"{medium.name}: {' '.join(str(why).split())}")
 
@@ -181,7 +195,11 @@ def open_clip(medium: Path | Embedded) -> InputContainer:
 
 
 def video_header(medium: Path | Embedded) -> VideoHeader:
-    """Frame count, rate and size of a clip's first video stream."""
+    """Frame count, rate and size of a clip's first video stream.
+
+    Raises:
+        RecordError: unreadable_media.
+    """
     try:
         with open_clip(medium) as container:
             header, _ = header_of_opened(container, medium)
@@ -191,10 +209,14 @@ def video_header(medium: Path | Embedded) -> VideoHeader:
 
 
 def header_of_opened(container: InputContainer, medium: Path | Embedded) -> tuple[VideoHeader, bool]:
-    """The header of an open clip, and whether the container still stands at its beginning.
+    """The header of an open clip, and whether the container is still at its beginning.
 
-    Where the header does not count the frames (Matroska, WebM), or the file is shorter than it says, they are
-    counted by going through the file, which is still not decoded.
+    If the header does not give the number of frames (Matroska, WebM), or the file is shorter than its header says, the
+    frames are counted by reading through the file. Nothing is decoded.
+
+    Raises:
+        RecordError: unreadable_media, when the clip has no video, frames or frame rate, or its codec is unknown.
+        FFmpegError: when the file cannot be read through.
     """
     if not container.streams.video:
         raise _unreadable(medium, "it has no video stream")
@@ -217,7 +239,11 @@ def _is_cut_off(medium: Path | Embedded) -> bool:
 
 
 def audio_header(medium: Path | Embedded) -> AudioHeader:
-    """Seconds and sample rate of a sound: by libsndfile, or by FFmpeg for what it cannot read (AAC, a clip's sound)."""
+    """Seconds and sample rate of a sound, by libsndfile, or by FFmpeg if libsndfile cannot read it (AAC, a clip).
+
+    Raises:
+        RecordError: unreadable_media.
+    """
     try:
         with open_medium(medium) as file:
             info = soundfile.info(file)
@@ -251,7 +277,8 @@ def _sound_stream(medium: Path | Embedded) -> AudioHeader:
 
 
 def frame_indices(header: VideoHeader, video: VideoConfig) -> list[int]:
-    """The frames that are used: one every 1/fps seconds, or the largest allowed number spread evenly over the clip."""
+    """The frames of a clip that are used: about `video.fps` a second, or `video.max_frames` frames, spread evenly over
+    the clip, if that would be more."""
     step = max(1, round(header.fps / video.fps))
     indices = range(0, header.num_frames, step)
     if len(indices) <= video.max_frames:

@@ -1,7 +1,7 @@
 """The shapes of a dataset as arrays: what planning, scheduling and training know of the data.
 
-Encoders are an axis: what a sample brings to each of the model's encoders stands in its column, in the order of
-`SampleShapes.encoders`. A model may have none, one or several.
+Encoders are an axis: per-encoder arrays have one column an encoder, in the order of `SampleShapes.encoders`. A model
+may have none, one or several.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from dflop.store import read_table
 
 __all__ = ["MEDIA_COLUMNS", "MediaSizes", "SampleShapes", "load_samples"]
 
-# For an encoder of these media, the columns of `samples` that hold its items and the tokens that the LLM sees of them.
+# The columns of `samples` with the items of an encoder of these media, and with the tokens that the LLM gets from it.
 _COLUMNS = {
     ("image", "video"): ("num_items", "kept_vision_tokens"),
     ("audio",): ("num_audio_windows", "kept_audio_tokens"),
 }
 
-# Of `samples`: a list a sample, with a number a medium, as `MediaSizes` has them.
+# The list columns of `samples`, with one number a medium, in the order of the columns of `MediaSizes.values`.
 MEDIA_COLUMNS = ("media_width", "media_height", "media_frames", "media_frame_us", "media_samples", "media_rate_uhz")
 
 
@@ -31,9 +31,9 @@ MEDIA_COLUMNS = ("media_width", "media_height", "media_frames", "media_frame_us"
 class MediaSizes:
     """What the headers of samples' media said, sample after sample.
 
-    `values` is [num_media, 6]: width and height in pixels, the frames that are taken of a clip, 0 of a picture, the
-    microseconds between two of them, a sound's samples at 16 kHz, and a clip's frames in a million seconds.
-    `counts` [num_samples] says how many media each sample has.
+    `values` is int32 [num_media, 6]: width and height in pixels; the number of frames that are used of a clip (0 for
+    other media); the mean microseconds between two of these frames; a sound's samples at 16 kHz; a clip's frame rate in
+    µHz (frames in a million seconds). `counts` is int64 [num_samples]: how many media each sample has.
     """
 
     values: np.ndarray
@@ -43,13 +43,13 @@ class MediaSizes:
         return len(self.counts)
 
     def __getitem__(self, index: np.ndarray) -> "MediaSizes":
-        """Those of some samples, by a mask or by places."""
+        """The sizes of some samples, by a mask or by positions."""
         starts, counts = (np.cumsum(self.counts) - self.counts)[index], self.counts[index]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return MediaSizes(self.values[np.repeat(starts, counts) + within], counts)
 
     def of_each(self) -> list[np.ndarray]:
-        """Each sample's, [num_media of it, 6]."""
+        """One array for each sample, [num_media of the sample, 6]."""
         return np.split(self.values, np.cumsum(self.counts)[:-1]) if len(self) else []
 
 
@@ -58,8 +58,8 @@ class SampleShapes:
     """One row a sample, in the order of `samples`; one column an encoder, in the order of `encoders`.
 
     `num_items`, `sum_sq_items` (`models.ItemCount`) and `kept_tokens` (what truncation leaves of the items' tokens) are
-    [num_samples, num_encoders], all other arrays [num_samples]. `sum_sq_items` is None where no encoder's items differ
-    in what they attend to. `media` is for training; shapes that no file holds may have None.
+    [num_samples, num_encoders], all other arrays [num_samples]. `sum_sq_items` is None if every encoder's items attend
+    to the same number of items. `media` is needed by training only, and is None for shapes that come from no file.
     """
 
     encoders: tuple[str, ...]
@@ -77,6 +77,7 @@ class SampleShapes:
         return len(self.sample_id)
 
     def take(self, index: np.ndarray) -> "SampleShapes":
+        """The rows of some samples, by a mask or by positions."""
         arrays = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "encoders"}
         return replace(self, **{name: array[index] for name, array in arrays.items() if array is not None})
 
@@ -85,7 +86,8 @@ class SampleShapes:
         return self.num_items[:, self.encoders.index(encoder)]
 
     def sum_sq_of(self, encoder: str) -> np.ndarray:
-        """Squared lengths of the runs of items that attend to each other, [num_samples]."""
+        """Sum of the squared lengths of each sample's runs of items that attend to each other, [num_samples]; zeros if
+        `sum_sq_items` is None."""
         if self.sum_sq_items is None:
             return np.zeros(len(self))
         return self.sum_sq_items[:, self.encoders.index(encoder)]
@@ -100,11 +102,11 @@ def load_samples(
 ) -> tuple[SampleShapes, dict[str, int]]:
     """The samples of `shapes.duckdb` that a model with these encoders can be trained on, or evaluated on.
 
-    Beside them, how many samples are left out for want of an encoder of their media: `{"audio": 12}`.
+    Also returns how many samples are left out because the model has no encoder for their media: `{"audio": 12}`.
 
     Raises:
-        UserError: when nothing is left.
-        ValueError: an encoder's items have no columns of their own.
+        UserError: when no sample is left, or the file cannot be read.
+        ValueError: when `samples` has no columns for an encoder's items.
     """
     for encoder in encoders:
         if encoder.media not in _COLUMNS:

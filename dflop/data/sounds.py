@@ -1,6 +1,6 @@
-"""Sounds, decoded as encoders of Whisper's kind hear them: one channel of float32 at 16 kHz.
+"""Sounds, decoded as Whisper-like encoders take them: one channel of float32 at 16 kHz.
 
-WAV, FLAC, MP3 and Ogg are read by libsndfile; what it cannot read (AAC, a clip's sound) by FFmpeg.
+libsndfile reads WAV, FLAC, MP3 and Ogg; FFmpeg reads what libsndfile cannot (AAC, a clip's sound).
 """
 
 import math
@@ -19,10 +19,10 @@ __all__ = ["read_sound"]
 
 
 def read_sound(medium: Path | Embedded) -> np.ndarray:
-    """The whole sound, float32 [num_samples], its channels' mean.
+    """The whole sound, float32 [num_samples]: the mean of its channels.
 
     Raises:
-        RecordError: unreadable_media, when nothing of it can be decoded.
+        RecordError: unreadable_media, when no sample can be decoded.
     """
     try:
         with open_medium(medium) as file:
@@ -35,7 +35,7 @@ def read_sound(medium: Path | Embedded) -> np.ndarray:
 
 
 def _resampled(samples: np.ndarray, rate_hz: int) -> np.ndarray:
-    """At 16 kHz: as many samples as the length makes, rounded up, as profiling counts them."""
+    """The sound at 16 kHz. Its number of samples is rounded up, as profiling counts them."""
     from scipy.signal import resample_poly
 
     if rate_hz == SOUND_RATE_HZ:

@@ -1,4 +1,4 @@
-"""A WebP picture's size from its first 30 bytes (RFC 9649): Pillow reads the whole file before it tells."""
+"""A WebP picture's size from its first 30 bytes (RFC 9649). Pillow would read the whole file to find it."""
 
 import struct
 from typing import BinaryIO
@@ -12,7 +12,8 @@ _HAS_EXIF_OR_XMP = 0x08 | 0x04
 
 
 def webp_size(file: BinaryIO) -> ImageSize | None:
-    """The size, or None where Pillow has to look: no WebP, an incomplete one, or metadata that may turn the picture."""
+    """The size in pixels. None if Pillow has to find it: the file is not WebP or incomplete, or its metadata may say
+    that the picture is rotated."""
     head = file.read(30)
     if len(head) < 30 or head[:4] != b"RIFF" or head[8:12] != b"WEBP" or is_cut_off(file):
         return None

@@ -1,9 +1,9 @@
 """Attention over packed sequences: several samples in one row, none of which sees another.
 
-Registered with transformers under `PACKED`, so that unmodified Hugging Face layers use it. The caller
-passes `segment_ends` (a list of end positions) through the layers' keyword arguments. On GPUs a
-variable-length kernel runs, flash-attn's if it is installed, else torch's; elsewhere one exact
-scaled-dot-product attention a segment.
+It is registered with transformers as `PACKED`, so that unmodified Hugging Face layers use it. The caller passes
+`segment_ends` (a list of end positions) through the layers' keyword arguments. In bf16 and fp16 on GPUs a
+variable-length kernel runs: flash-attn's if it is installed, else torch's. Otherwise exact scaled-dot-product
+attention runs on each segment, or on several adjacent ones of the same length.
 """
 
 import functools
@@ -22,15 +22,18 @@ PACKED = "dflop_packed"
 
 
 class SegmentEnds:
-    """Where segments end, as an object that torch.compile does not look into."""
+    """Where segments end, as an object whose values torch.compile does not specialise on."""
 
     def __init__(self, ends: list[int]) -> None:
         self.ends = ends
 
 
 def one_segment(hidden: torch.Tensor) -> torch.Tensor | np.ndarray:
-    """Where segments begin and end for Hugging Face's own loop over them, which launches kernels for each: all of the
-    positions in one, since `segment_ends` has them. For fake tensors an array, of which the values can be read."""
+    """The bounds of one segment that covers all positions, for the `cu_seqlens` of Hugging Face's encoder layers.
+
+    With the true bounds, these layers would loop over segments and launch kernels for each; `packed_attention` gets the
+    true ones from `segment_ends`. For fake tensors the bounds are an array, because its values can be read.
+    """
     return np.array([0, len(hidden)]) if isinstance(hidden, FakeTensor) else torch.tensor([0, len(hidden)])
 
 
@@ -47,10 +50,10 @@ def packed_attention(
     is_causal: bool = True,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention inside each segment, to what comes before alone where it is causal.
+    """Attention inside each segment, causal or full.
 
-    `query` is [1, num_heads, num_tokens, head_dim], `key` and `value` [1, num_kv_heads, …]; returns
-    [1, num_tokens, num_heads, head_dim].
+    `query` is [1, num_heads, num_tokens, head_dim], `key` and `value` [1, num_kv_heads, num_tokens, head_dim]. Returns
+    [1, num_tokens, num_heads, head_dim], and None for the attention weights.
     """
     if isinstance(segment_ends, SegmentEnds):
         segment_ends = segment_ends.ends
@@ -58,11 +61,11 @@ def packed_attention(
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         assert not dropout, "the variable-length kernels have no dropout"
         return _varlen(query, key, value, segment_ends, scaling, is_causal), None
-    if isinstance(query, FakeTensor):  # has no values: what a kernel for all segments keeps is what counts
+    if isinstance(query, FakeTensor):  # it has no values: only the memory that a kernel for all segments keeps matters
         made = scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scaling, enable_gqa=True)
         return made.transpose(1, 2), None
     attended, end = [], 0
-    # Segments of one length that follow each other, as windows do, are a batch.
+    # Adjacent segments of the same length, such as windows, are computed as a batch.
     for length, group in itertools.groupby(end - start for start, end in itertools.pairwise([0, *segment_ends])):
         start, count = end, len(list(group))
         end = start + count * length
@@ -73,7 +76,7 @@ def packed_attention(
             *batch, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=True
         )
         attended.append(made.transpose(0, 1).flatten(1, 2))
-    # A copy also of one segment, so that microbatches take as much memory however they are cut.
+    # `cat` copies even a single segment, so that the memory does not depend on how a microbatch is cut into segments.
     return torch.cat(attended, dim=1).transpose(0, 1).unsqueeze(0), None
 
 
@@ -105,14 +108,14 @@ def _varlen(
 def _bounds(segment_ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Where segments begin and end, [num_segments + 1], int32.
 
-    Kept for a microbatch's other layers and its backward: each copy from the host waits for the device.
+    Cached for a microbatch's other layers and its backward, because each copy from the host waits for the device.
     """
     return torch.tensor([0, *segment_ends], dtype=torch.int32, device=device)
 
 
 @functools.cache
 def _flash_attention() -> Callable[..., torch.Tensor] | None:
-    """flash-attn's variable-length kernel where the package is installed (the `gpu` extra)."""
+    """flash-attn's variable-length kernel, or None if the package (the `gpu` extra) is not installed."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:

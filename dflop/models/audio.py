@@ -15,7 +15,7 @@ _MEL_FRAMES_PER_S = 100
 
 
 def whisper_audio(seconds: float, audio: AudioConfig) -> ItemCount:
-    """Windows and tokens of one audio file (Qwen2-Audio's length rule, applied to each window)."""
+    """Windows (items) and tokens of one audio file, by Qwen2-Audio's length rule, applied to each window."""
     num_windows = max(1, math.ceil(seconds / audio.window_s))
     last_s = seconds - (num_windows - 1) * audio.window_s
     num_tokens = (num_windows - 1) * _window_tokens(audio.window_s, audio.pooling)
@@ -23,7 +23,7 @@ def whisper_audio(seconds: float, audio: AudioConfig) -> ItemCount:
 
 
 def _window_tokens(seconds: float, pooling: int) -> int:
-    # A frame begins every 10 ms, the last one cut off; rounding keeps 1.1 * 100 from being 110.00000000000001.
+    # A frame begins every 10 ms; the last may be incomplete. Rounding keeps 1.1 * 100 from being 110.00000000000001.
     mel_frames = max(1, math.ceil(round(seconds * _MEL_FRAMES_PER_S, 6)))
     after_convolution = (mel_frames - 1) // 2 + 1
     return max(1, after_convolution // pooling)

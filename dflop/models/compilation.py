@@ -1,8 +1,8 @@
-"""Layers made by torch.compile: pointwise operations, such as norms and gated activations, become few kernels.
+"""Layers compiled by torch.compile: it fuses pointwise operations, such as norms and gated activations.
 
-Each layer is compiled by itself, for any number of tokens. Attention over segments stays as it is, a kernel of its own:
-a layer becomes one piece before it and one behind it. What goes on around a layer stays outside: hooks that gather its
-parameters, and activation checkpointing.
+Each layer is compiled by itself, for any number of tokens. Packed attention is not compiled: a layer becomes one
+compiled piece before it and one after it. Hooks that gather a layer's parameters, and activation checkpointing, stay
+outside the compiled code.
 """
 
 import importlib.util
@@ -23,7 +23,8 @@ __all__ = ["compile_layers", "compiles_layers"]
 
 
 def compiles_layers(wanted: str, device: torch.device) -> tuple[bool, str | None]:
-    """Whether `train.compile` (auto, on, off) has layers compiled on this device, and what to say if they cannot be."""
+    """Whether `train.compile` (auto, on, off) means that layers are compiled on this device. The second value is a
+    warning, if they should be but cannot."""
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
         return False, None
     missing = _missing_compiler(device)
@@ -33,9 +34,9 @@ def compiles_layers(wanted: str, device: torch.device) -> tuple[bool, str | None
 
 
 def compile_layers(stage: Stage) -> None:
-    """Have a stage's layers compiled, each when it first runs; a layer that cannot be compiled stays as it is.
+    """Have a stage's layers compiled, each when it first runs. A layer that cannot be compiled stays eager.
 
-    The backward of a compiled layer is one piece: for schedules that split it layers must stay as they are.
+    The backward of a compiled layer cannot be split, so do not call this for schedules that split the backward.
     """
     torch._dynamo.config.suppress_errors = True
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
@@ -45,7 +46,7 @@ def compile_layers(stage: Stage) -> None:
 
 
 def _compiled_forward(layer: nn.Module) -> Callable[..., Any]:
-    """The layer's forward, compiled inside of activation checkpointing."""
+    """The layer's forward, compiled inside activation checkpointing."""
     forward, checkpoints_outside = type(layer).forward, True
     # transformers wraps the forward of each class of layers, and each class that torch derives from it, once more.
     while forward.__code__.co_name == "forward_with_checkpointing":
@@ -54,7 +55,7 @@ def _compiled_forward(layer: nn.Module) -> Callable[..., Any]:
 
     def run(*args: Any, segment_ends: list[int] | None = None, **kwargs: Any) -> Any:
         if segment_ends is not None:
-            # The numbers of a list would be compiled in, and each new list would have the layer compiled once more.
+            # torch.compile would treat a list's numbers as constants, and compile the layer again for each new list.
             kwargs["segment_ends"] = SegmentEnds(segment_ends)
         if checkpoints_outside or not (layer.gradient_checkpointing and layer.training):
             return compiled(*args, **kwargs)

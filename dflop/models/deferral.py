@@ -1,10 +1,10 @@
-"""Linear layers whose weights' gradients can be put off, for schedules that split the backward.
+"""Linear layers whose weight gradients can be deferred, for schedules that split the backward.
 
-A backward then computes what the stage before waits for, and the gradients of the matrices come later, when nobody
-waits (Qi et al., "Zero bubble pipeline parallelism", 2023). What is not a linear layer (norms, embeddings,
-convolutions) is a small part of a stage's work, and is computed at once. Putting off is done in the layer rather than
-with torch's `stage_backward_input` and `stage_backward_weight`: those walk the whole autograd graph for every
-microbatch, keep all of it until the second part, and are no public interface.
+A backward then computes only the gradient that the previous stage waits for. The gradients of the matrices are computed
+later, when no stage waits (Qi et al., "Zero bubble pipeline parallelism", 2023). Everything else (norms, embeddings,
+convolutions) is a small part of a stage's work and is not deferred. Torch's `stage_backward_input` and
+`stage_backward_weight` are not used: they walk the whole autograd graph for every microbatch, keep all of it until the
+second part, and are not a public interface.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,10 @@ __all__ = ["Deferral"]
 
 
 class _Pending(NamedTuple):
-    """A gradient to be computed: d loss / d weight is `gradient`^T `inputs`, both [num_rows, …]."""
+    """A deferred gradient: d loss / d weight is `gradient`^T `inputs`.
+
+    `inputs` is [num_rows, in_features], `gradient` [num_rows, out_features].
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -32,7 +35,8 @@ class _Pending(NamedTuple):
 
 
 class Deferral:
-    """Over the linear layers of one stage, whose gradients must exist (`weight.grad`) before they are put off."""
+    """Defers the weight gradients of one stage's linear layers. `weight.grad` must exist before a gradient is deferred
+    to it."""
 
     def __init__(self, stage: nn.Module) -> None:
         self._pending: list[_Pending] | None = None
@@ -42,12 +46,12 @@ class Deferral:
             elif isinstance(module, nn.Linear):
                 module.forward = partial(_product, self, module, module.bias)
             elif isinstance(module, RowLinear):
-                # Its bias comes behind the sum over ranks, and is no part of the product.
+                # Its bias is added after the sum over ranks, and is no part of the product.
                 module.product = partial(_product, self, module, None)
 
     @contextmanager
     def collecting(self) -> Iterator[list[_Pending]]:
-        """Put off the weights' gradients of a backward inside; they are in the list, for `compute`."""
+        """Defer the weight gradients of a backward in this context. They are collected in the list, for `compute`."""
         self._pending = []
         try:
             yield self._pending
@@ -56,7 +60,7 @@ class Deferral:
 
     @torch.no_grad()
     def compute(self, pending: list[_Pending]) -> None:
-        """Add the gradients that were put off, the oldest first, and let go of what they are made from."""
+        """Add the deferred gradients to `weight.grad`, the oldest first, and free what they are computed from."""
         while pending:
             item = pending.pop(0)
             product = item.gradient.T @ item.inputs
@@ -67,7 +71,7 @@ class Deferral:
     def put_off(
         self, weight: nn.Parameter, bias: nn.Parameter | None, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> bool:
-        """Put off one layer's gradients; False where they are wanted now."""
+        """Defer one layer's gradients; returns False if they must be computed now."""
         if self._pending is None:
             return False
         rows = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
@@ -84,7 +88,7 @@ def _product(
 
 
 class _Linear(torch.autograd.Function):
-    """`inputs @ weight.T + bias`, whose backward asks the deferral what is wanted now."""
+    """`inputs @ weight.T + bias`, whose backward defers the gradients of weight and bias if the deferral collects."""
 
     @staticmethod
     def forward(ctx, inputs, weight, bias, deferral):

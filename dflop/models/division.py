@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks share of a stage: names of submodules, for `tensor_parallel` to divide."""
+"""Which submodules of a stage tensor-parallel ranks divide among them, by name. `tensor_parallel` divides them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,24 +7,27 @@ from dflop.runtime import UserError
 
 __all__ = ["EMBEDDING", "HEAD", "Division", "check_kind", "llm_division"]
 
-# The names that an LLM's two ends have in all models.
+# The names of an LLM's embedding and head, which are the same in all models.
 EMBEDDING, HEAD = "model.language_model.embed_tokens", "lm_head"
 
-# Language models whose layers have `self_attn` and `mlp` and, beside the matrices below, no parameters but norms: those
-# around a block, and Qwen3's of each head.
+# Language models whose layers consist of `self_attn` and `mlp`. Beside the matrices below, these have no parameters but
+# norms: those around a block, and Qwen3's over each head.
 _LLM_KINDS = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """What ranks share of a stage, by the names that submodules have in the Hugging Face model.
+    """What ranks divide among them of a stage, by the names that submodules have in the Hugging Face model.
 
-    `blocks` (`*` for a number) widen their input by the linear layers in `columns`, of which each rank computes some
-    outputs, and reduce it again by those in `rows`, of which each rank has some inputs. Between the two, `norms` are
-    over a width that ranks share, and `head_norms` over one head, with one weight for all. `stacked` are those of the
-    `columns` that are so many matrices in one, each of which is divided. `sizes` are attributes of blocks that count
-    what ranks share. `embedding` and `head`, which an encoder has not, are divided by ids of the
-    vocabulary.
+    - `blocks`: the blocks to divide (`*` stands for a number). Their input goes through linear layers of `columns`, and
+      then through linear layers of `rows`.
+    - `columns`, `rows`: names in a block of the linear layers divided by outputs (columns) and by inputs (rows).
+    - `norms`: norms between the two over a width that is divided; `head_norms`: norms over one head, whose weight all
+      heads share.
+    - `stacked`: of `columns`, those that hold several matrices in one (queries, keys, values), with their number. Each
+      of these matrices is divided.
+    - `sizes`: attributes of blocks that count what is divided, such as `num_heads`.
+    - `embedding`, `head`: divided by ids of the vocabulary; None for encoders.
     """
 
     blocks: tuple[str, ...]
@@ -42,7 +45,7 @@ def llm_division(kind: str) -> Division:
     """The division of an LLM of Llama's layout in `model.language_model`.
 
     Raises:
-        UserError: for layers of another kind (the config's `model_type`).
+        UserError: when `kind` (a `model_type`) is of an LLM whose layers have another layout.
     """
     check_kind(kind, _LLM_KINDS)
     return Division(
@@ -56,6 +59,6 @@ def llm_division(kind: str) -> Division:
 
 
 def check_kind(kind: str, known: tuple[str, ...]) -> None:
-    """Raise `UserError` for a kind of layers (`model_type`) that nobody knows how to divide."""
+    """Raise `UserError` for layers of a kind (`model_type`) that is not in `known`, as no division of them is known."""
     if kind not in known:
         raise UserError(f"how to divide the layers of a {kind!r} among ranks is not known; use tp: 1")

@@ -1,9 +1,9 @@
 """Families: each is one folder below `dflop/models/`, and one object by which the rest of dflop knows it.
 
-A folder is named as Hugging Face names the model type; no list names it. It offers its `FAMILY`, an instance of
-`Family`, and in files of their own what only some callers need: `work.py` counts what the model does, for analytic
-costs, and `runtime.py` builds and feeds the model, for measuring and training. Only that last one imports torch and
-transformers. README.md beside this file says how to add a family.
+A folder has the name of Hugging Face's `model_type`, and is found without a list of names. It offers `FAMILY`, an
+instance of `Family`. Two more files hold what only some callers need: `work.py` counts the model's operations, for
+analytic costs; `runtime.py` builds and feeds the model, for measuring and training, and is the only one that imports
+torch and transformers. README.md beside this file says how to add a family.
 """
 
 import importlib
@@ -42,12 +42,12 @@ _HOW_TO_ADD = "dflop/models/README.md says how to add another"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What can be asked of a family without building a model.
+    """What is known of a family without building a model.
 
-    `name` is the folder's, and `model_type` in Hugging Face's configs. `presets` are fields of such a config by the
-    preset's name. `make_spec(name, hf_config, processor)` gives the spec of a config, `processor` being the fields that
-    a checkpoint's processor and its image processor set. `other_checkpoints` says what to do with checkpoints of this
-    model in another form, by the `model_type` that those have.
+    `name` is the folder's name and the `model_type` in Hugging Face's configs. `presets` maps a preset's name to the
+    fields of such a config. `make_spec(name, hf_config, processor)` makes the spec of a config; `processor` holds the
+    fields that a checkpoint's processor and its image processor set. `other_checkpoints` maps the `model_type` of other
+    forms of this model, which cannot be read, to advice for the user.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Family:
 
 
 def family_names() -> list[str]:
-    """The families there are: the folders beside this file."""
+    """The names of all families: the folders beside this file."""
     return sorted(module.name for module in pkgutil.iter_modules(sys.modules[__package__].__path__) if module.ispkg)
 
 
@@ -65,7 +65,7 @@ def family_of(name: str) -> Family:
     """The family of this name.
 
     Raises:
-        UserError: naming those that there are.
+        UserError: when there is none, naming all families.
     """
     if name not in family_names():
         raise UserError(f"`model.family` is {name!r}; it must be one of {', '.join(family_names())}. {_HOW_TO_ADD}")
@@ -75,10 +75,11 @@ def family_of(name: str) -> Family:
 
 
 def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
-    """What one module does in a forward pass, on each of `tp` ranks.
+    """The work of one module in a forward pass, on each of `tp` ranks.
 
     Raises:
-        UserError: when tp does not divide the module's heads, the config lacks a size, or nothing is known of a part.
+        UserError: when tp does not divide the module's heads, the config lacks a size, or the family cannot count a
+            part of the model.
     """
     check_tp(spec, module, tp)
     if not _has(spec.family, "work"):
@@ -87,17 +88,17 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
 
 
 def load_runtime(name: str) -> "FamilyRuntime":
-    """What builds and feeds the stages of a family's models; imports torch and transformers.
+    """The half of a family that builds and feeds its models' stages. Importing it imports torch and transformers.
 
     Raises:
-        UserError: where the family has no such half yet.
+        UserError: when the family has no `runtime.py` yet.
     """
     check_runnable(name)
     return _load("dflop.models.*.runtime.RUNTIME", name)
 
 
 def why_family_cannot_run(name: str) -> str | None:
-    """Why models of a family cannot be measured and trained; None where they can."""
+    """Why models of a family cannot be measured and trained; None if they can."""
     if family_of(name) and _has(name, "runtime"):
         return None
     return f"`model.family` is {name!r}, which cannot be measured or trained yet"
@@ -117,12 +118,12 @@ def load_model_spec(model: ModelConfig) -> ModelSpec:
     """The spec of the configured model.
 
     Raises:
-        UserError: for an unknown family or preset, a `model.path` that is no checkpoint directory, or a name in
-            `model.freeze` that is no module of the model, or all of them.
+        UserError: for an unknown family or preset, a `model.path` that is not a checkpoint directory of the family, or
+            a `model.freeze` that names an unknown module or every module.
     """
     spec = _make_spec(model)
     names = [module.name for module in spec.modules]
-    frozen = getattr(model, "freeze", ())  # commands to which it does not matter do not see the key
+    frozen = getattr(model, "freeze", ())  # commands that do not depend on this key do not see it
     for number, name in enumerate(frozen):
         if name not in names:
             raise UserError(f"`model.freeze[{number}]` is {name!r}; it must be one of {', '.join(names)}")
@@ -149,7 +150,7 @@ def _make_spec(model: ModelConfig) -> ModelSpec:
 
 
 def model_digest(model: ModelConfig) -> str:
-    """A digest of the files, weights apart, that `model.path` and `model.tokenizer` name."""
+    """A digest of the configs, tokenizer files and templates in `model.path` and `model.tokenizer`, without weights."""
     running = sha256()
     for folder in filter(None, (model.path, model.tokenizer)):
         for path in sorted(Path(folder).glob("*.json")) + sorted(Path(folder).glob("*.jinja")):
@@ -170,9 +171,9 @@ def _way_out(model_type: Any) -> str:
 
 
 def _load(place: str, family: str) -> Any:
-    """What a folder offers at `place`, a dotted name in which `*` is the family.
+    """The object at `place`, a dotted name in which `*` stands for the family.
 
-    Written with the star, places are found by who looks for the code behind a command (`runtime.code_behind`).
+    The star lets `runtime.code_behind` find all such objects when it looks for the code behind a command.
     """
     module, _, name = place.replace("*", family).rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Loads of a microbatch, and linear functions of them: what a module's work and its cost are written in."""
+"""The loads of a microbatch, and functions of them, in which a module's work and cost are expressed."""
 
 import math
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import numpy as np
 
 __all__ = ["FEATURES", "Coefficients", "Hinge", "Loads", "loads_behind", "main_load", "ramp"]
 
-# The loads that a module's cost depends on; encoders see items, the LLM sees packed text. `sum_sq_tokens` are the
-# squared lengths of what attends to itself: of the LLM's segments in tokens, of an encoder's runs in items (0 where
-# they are all of one length).
+# The loads that a module's cost depends on: items for encoders, packed text for the LLM. `sum_sq_tokens` is the sum of
+# the squared lengths of what attends to itself: the LLM's segments, in tokens, or an encoder's runs, in items (0 if all
+# of these have the same length).
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
 
 
@@ -44,7 +44,8 @@ def main_load(module: str, part: str = "layer") -> str:
 
 
 class Hinge(NamedTuple):
-    """From `at` on, a unit of the load adds `slope` more, or less; `load` is its place in `FEATURES`."""
+    """A change of slope: above `at`, each unit of the load adds `slope` more (less, if it is negative). `load` is the
+    load's index in `FEATURES`."""
 
     load: int
     at: float
@@ -55,9 +56,8 @@ class Hinge(NamedTuple):
 class Coefficients:
     """A function of a microbatch's loads: `const + sum(per_load * load) + sum(slope * max(0, load - at))`.
 
-    `per_load` follows `FEATURES`. With hinges a unit costs less in a small microbatch than in a large one, or, of
-    memory that is needed for a part of the microbatch at a time, more. Functions can be added, and multiplied by a
-    number.
+    `per_load` is in the order of `FEATURES`. Hinges let a unit of load cost more or less in a large microbatch than in
+    a small one. Coefficients can be added, and multiplied by a number.
     """
 
     const: float
@@ -65,7 +65,7 @@ class Coefficients:
     hinges: tuple[Hinge, ...] = ()
 
     def __call__(self, loads: Loads) -> np.ndarray:
-        # Searching for plans asks this some hundred thousand times, mostly of small arrays: each array made counts.
+        # The plan search calls this some hundred thousand times, mostly on small arrays: each temporary array costs.
         total = None
         for coefficient, load in zip(self.per_load, loads, strict=True):
             if coefficient:
@@ -88,12 +88,12 @@ class Coefficients:
         return Coefficients(factor * self.const, tuple(factor * value for value in self.per_load), hinges)
 
     def raised_by(self, const: float) -> "Coefficients":
-        """The same function, and a number more."""
+        """The same function plus `const`."""
         return Coefficients(self.const + const, self.per_load, self.hinges)
 
     def without_const(self, *, least: bool) -> "Coefficients":
-        """What a unit of load adds: at `least`, or as the last hinge sees it (the mean slope up to twice there). All
-        hinges have to be along one load, in ascending order."""
+        """The function without its constant and hinges: with the slope of an empty microbatch if `least`, else with the
+        mean slope up to twice the last hinge's load. All hinges must be of one load, in ascending order."""
         per_load = list(self.per_load)
         if self.hinges and not least:
             along, last, _ = self.hinges[-1]
@@ -103,7 +103,7 @@ class Coefficients:
 
 
 def ramp(feature: str, start: float, end: float, slope: float) -> Coefficients:
-    """`slope` for each unit of the load between `start` and `end`."""
+    """`slope` for each unit of the load `feature` between `start` and `end`, and nothing outside."""
     load = FEATURES.index(feature)
     per_load = tuple(slope if start == 0 and place == load else 0.0 for place in range(len(FEATURES)))
     hinges = ((start, slope), (end, -slope))

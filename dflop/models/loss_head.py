@@ -1,7 +1,7 @@
-"""An LLM's head and the loss over its vocabulary, of which no more than a chunk of logits stands at a time.
+"""An LLM's head and the loss over its vocabulary. Only the logits of one chunk of targets are in memory at a time.
 
-What the head is asked for is the loss, not logits: hooks around it, which gather its parameters or sum gradients over
-ranks, run once a microbatch, however many chunks there are.
+The head returns the loss, not logits. So hooks around it, which gather its parameters or sum gradients over ranks, run
+once a microbatch, however many chunks there are.
 """
 
 import itertools
@@ -21,11 +21,12 @@ PutOff = Callable[[nn.Parameter, nn.Parameter | None, torch.Tensor, torch.Tensor
 
 
 class LossHead(nn.Linear):
-    """A matrix from hidden states [num_targets, hidden_size] and target ids [num_targets] to their summed loss.
+    """The head's matrix. Takes hidden states [num_targets, hidden_size] and target ids [num_targets], and returns their
+    summed cross entropy, a scalar.
 
-    Where ranks share the vocabulary, this one has the ids from `first_id` on, and the others of `group` the rest.
-    Logits of at most `num_at_once` targets stand at a time, in forward and in backward. `put_off` may take on the
-    gradient of the matrix (`Deferral.put_off`), for one of the chunks.
+    If ranks share the vocabulary, this one has the ids from `first_id` on, and the others of `group` have the rest.
+    Logits of at most `num_at_once` targets are in memory at a time, in forward and in backward. `put_off` may defer the
+    matrix's gradient of one chunk (`Deferral.put_off`).
     """
 
     num_at_once: int
@@ -37,7 +38,7 @@ class LossHead(nn.Linear):
     def of(
         cls, head: nn.Linear, vocabulary: float, *, first_id: int = 0, group: dist.ProcessGroup | None = None
     ) -> Self:
-        """A head with the matrix of a linear layer, on ranks that hold so much of the vocabulary each."""
+        """A head with the matrix of a linear layer. `vocabulary` is the number of ids that each rank holds."""
         assert head.bias is None, "no known LLM has a head with a bias"
         own = cls(head.in_features, head.out_features, bias=False, device="meta")
         own.weight = head.weight
@@ -49,16 +50,16 @@ class LossHead(nn.Linear):
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Summed cross entropy over chunks of targets, whose backward begins with the last one.
+    """Summed cross entropy over chunks of targets. Backward begins with the last chunk.
 
-    Log-probabilities of the last chunk are kept for it. Logits of the others are computed again: gradients made in
-    forward would save that, and hold one more of the whole matrix for each microbatch in flight. The gradient of logits
-    takes their place: torch's checkpointing and cross entropy need twice the memory, and torch's
-    `linear_cross_entropy` knows no vocabulary that ranks share.
+    Log-probabilities of the last chunk are kept for backward; logits of the other chunks are computed again. Computing
+    gradients in forward would save that, but would hold a gradient of the whole matrix for each microbatch in flight.
+    The gradient of the logits overwrites them. Torch's checkpointing and cross entropy would need twice the memory, and
+    torch's `linear_cross_entropy` does not support a vocabulary that ranks share.
 
-    Gradients of the matrix, of one chunk each, are added up in the parameter's `grad` where that is wider than the
-    weights (fp32 beside bf16). Where there is none, as where replicas share parameters, they are added up in the
-    weights' dtype and given to autograd.
+    The matrix's gradients of the chunks are added to the parameter's `grad`, if that is wider than the weights (fp32
+    with bf16 weights). Otherwise, as when replicas shard parameters, they are summed in the weights' dtype and returned
+    to autograd.
     """
 
     @staticmethod
@@ -67,7 +68,7 @@ class _SummedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         loss, log_sums, kept = _wide(hidden.new_zeros(())), [], None
         for own in _chunks(len(target_ids), head.num_at_once):
-            kept = None  # one at a time
+            kept = None  # free it before the next chunk's
             of_targets, log_sum, kept = _log_probabilities(_wide(linear(hidden[own], weight)), target_ids[own], head)
             loss += (log_sum - of_targets).sum()
             log_sums.append(log_sum)
@@ -88,7 +89,7 @@ class _SummedLoss(torch.autograd.Function):
         *others, last = _chunks(len(target_ids), head.num_at_once)
         for own in (last, *reversed(others)):
             if kept is None:
-                of_logits = None  # one at a time
+                of_logits = None  # free it before the next chunk's logits
                 kept = _wide(linear(hidden[own], weight)).sub_(log_sums[own].unsqueeze(1))
             of_logits = _gradient(kept, target_ids[own], head, gradient, hidden.dtype)
             kept = None
@@ -96,7 +97,7 @@ class _SummedLoss(torch.autograd.Function):
                 torch.mm(of_logits, weight, out=of_hidden[own])
             if not needs_weight:
                 continue
-            # One chunk's alone: what is put off holds the gradient of its logits until then.
+            # Only the last chunk's: a deferred gradient keeps the gradient of the chunk's logits until it is computed.
             if own == last and head.put_off and head.put_off(head.weight, None, hidden[own], of_logits):
                 continue
             if wide is not None:
@@ -109,7 +110,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _chunks(num_targets: int, num_at_once: int) -> list[slice]:
-    """What is left over comes first, so that the last one, which is kept, is whole."""
+    """The chunks of targets. If one is smaller it is the first, so that the last, which is kept, is full."""
     ends = [*range(num_targets, 0, -num_at_once), 0]
     return [slice(start, end) for start, end in itertools.pairwise(reversed(ends))] or [slice(0, 0)]
 
@@ -125,12 +126,13 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 def _log_probabilities(
     logits: torch.Tensor, target_ids: torch.Tensor, head: LossHead
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each target its logit and the logarithm of the sum over the vocabulary, [num_targets]; and this rank's
-    log-probabilities [num_targets, local vocabulary]. Ranks that share the vocabulary need two small all-reduces."""
+    """For each target its logit and the log-sum-exp over the whole vocabulary, both [num_targets], and the
+    log-probabilities of this rank's ids, [num_targets, local vocabulary]. Ranks that share the vocabulary need two
+    small all-reduces."""
     columns, is_here = _places(target_ids, head)
     at_targets = logits.gather(1, columns).squeeze(1).masked_fill(~is_here, 0.0)
     found = logits.log_softmax(1)
-    largest = logits.argmax(1, keepdim=True)  # where the difference loses no digits
+    largest = logits.argmax(1, keepdim=True)  # at the largest logit, the difference below loses no digits
     local = (logits.gather(1, largest) - found.gather(1, largest)).squeeze(1)
     if head.group is None:
         return at_targets, local, found
@@ -149,7 +151,7 @@ def _gradient(
     gradient: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Of the logits: probabilities, less one at targets. The log-probabilities are given up."""
+    """The gradient of the logits: the probabilities, minus one at targets. Overwrites the log-probabilities."""
     columns, is_here = _places(target_ids, head)
     probabilities = log_probabilities.exp_()
     probabilities.scatter_add_(1, columns, -is_here.to(probabilities.dtype).unsqueeze(1))
@@ -158,7 +160,7 @@ def _gradient(
 
 
 def _places(target_ids: torch.Tensor, head: LossHead) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of the targets among the rank's logits, [num_targets, 1], and whether they are there, [num_targets]."""
+    """The targets' columns in this rank's logits, [num_targets, 1], and whether this rank has them, [num_targets]."""
     if head.group is None:
         return target_ids.unsqueeze(1), torch.ones_like(target_ids, dtype=torch.bool)
     local_ids = target_ids - head.first_id

@@ -1,4 +1,4 @@
-"""What the stages of a model take in: one microbatch of media, one microbatch of packed text."""
+"""The inputs of a model's stages: one microbatch of media, or one microbatch of packed text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ __all__ = ["EncoderBatch", "MediaProcessor", "MediumLayout", "TextBatch"]
 
 
 class MediaProcessor(Protocol):
-    """From decoded media of one encoder to its items, float32 [num_items, *item_shape]. Only what the encoder takes has
-    to be there."""
+    """Turns decoded media into the items of one encoder, float32 [num_items, *item_shape]. Only the methods for the
+    kinds of media that the encoder takes are needed."""
 
     item_shape: tuple[int, ...]
 
@@ -28,14 +28,14 @@ class MediaProcessor(Protocol):
         """The items of a sound, whose samples are float32 [num_samples] at 16 kHz."""
 
     def save(self, folder: Path) -> None:
-        """Write the processor's files of a Hugging Face checkpoint, or the encoder's part of them, beside those of the
-        tokenizer and of the encoders before it, which are there."""
+        """Write the files of a Hugging Face processor, or this encoder's part of them, into `folder`. The files of the
+        tokenizer and of the encoders before this one are already there."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediumLayout:
-    """How the encoder's output for one medium is put together: its items, its original size, and the `grid`
-    that its items are laid out by (`models.ItemCount`); of a clip also the seconds between frames."""
+    """What an encoder needs to know of one medium to arrange its output: the number of items, the original `height` and
+    `width` in pixels, and the `grid` of the items (`models.ItemCount`); for a clip also the seconds between frames."""
 
     kind: str
     num_items: int
@@ -50,7 +50,8 @@ class EncoderBatch:
     """Media of the samples that one replica of an encoder computes for one microbatch.
 
     `items` is [num_items, *item_shape], and None on an encoder's later stages. `media` holds each sample's media in
-    order, `kept_tokens` how many of their tokens the LLM sees (fewer than there are only if the sample is truncated).
+    order. `kept_tokens` has one number a sample: how many of its media tokens the LLM sees (fewer than all only if the
+    sample is truncated).
     """
 
     items: torch.Tensor | None
@@ -66,12 +67,13 @@ class EncoderBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextBatch:
-    """Packed samples of one microbatch: [num_tokens] ids, and positions that restart at each segment, [num_tokens] or,
-    where the LLM has several axes of them, [num_axes, num_tokens].
+    """The packed samples of one microbatch.
 
-    `feature_positions` says where the encoders' features go: one tensor for each replica of the first encoder, then for
-    each of the second, and so on. `target_positions` are the positions whose next token is learned, `target_ids` those
-    tokens.
+    `token_ids` is [num_tokens]. `position_ids`, which restart at each segment, are [num_tokens], or [num_axes,
+    num_tokens] for an LLM with several position axes. `segment_ends` says where each sample ends. `feature_positions`
+    says where the encoders' features go: one tensor [num_features] for each replica of the first encoder, then for each
+    of the second, and so on. `target_positions` [num_targets] are the positions whose next token is learned, and
+    `target_ids` [num_targets] are these next tokens.
     """
 
     token_ids: torch.Tensor

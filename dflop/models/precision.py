@@ -1,8 +1,8 @@
-"""What weights are computed in, and what else is held of them.
+"""The dtypes of weights, and of their gradients and optimiser states.
 
-`bf16` is mixed precision as Megatron and FSDP have it: weights and the residual stream are bf16, norms and the loss
-compute in fp32 inside, and gradients are accumulated in fp32. The optimiser holds fp32 masters of the weights that it
-updates. Nothing is cast in a pass.
+`bf16` is mixed precision as in Megatron and FSDP: weights and the residual stream are bf16, norms and the loss compute
+in fp32 internally, and gradients are accumulated in fp32. The optimiser holds fp32 masters of the weights that it
+updates. Weights are not cast during a pass.
 """
 
 from collections.abc import Collection
@@ -12,18 +12,18 @@ from torch import nn
 
 __all__ = ["COMPUTES_IN", "compute_in", "held_in", "set_values"]
 
-# By the name in the config, `train.precision`.
+# The dtype of weights, by the value of `train.precision`.
 COMPUTES_IN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def held_in(dtype: torch.dtype) -> torch.dtype:
-    """What gradients, masters and moments of weights are held in that are computed in `dtype`."""
+    """The dtype of the gradients, masters and moments of weights that are of type `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype, but: Collection[nn.Parameter] = ()) -> None:
-    """Turn a module's parameters, `but` for these, into `dtype`, in place; their gradients may be wider. Buffers, such
-    as rotary frequencies, stay as they are."""
+    """Convert a module's parameters, except those in `but`, to `dtype` in place. Their gradients may be wider. Buffers,
+    such as rotary frequencies, stay as they are."""
     left = set(but)
     for parameter in module.parameters():
         if parameter.dtype != dtype and parameter not in left:
@@ -31,7 +31,7 @@ def compute_in(module: nn.Module, dtype: torch.dtype, but: Collection[nn.Paramet
 
 
 def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Let a parameter look at `values`, of its shape and maybe of another dtype."""
+    """Make `values` the data of a parameter, without a copy. They have its shape, and may have another dtype."""
     if values.dtype != parameter.dtype and parameter.requires_grad:
         parameter.grad_dtype = None  # autograd adds a gradient to what is there, whatever its dtype
     parameter.data = values

@@ -1,8 +1,8 @@
 """The sizes of released LLMs, and of a tiny one, as fields of a Hugging Face `text_config`; the families' presets pair
 them with encoders.
 
-A field that says nothing of size is left to transformers. Vocabularies are those of the LLMs themselves:
-a multimodal model that adds tokens has its own.
+Fields that do not concern sizes are left to transformers' defaults. Vocabularies are those of the LLMs themselves;
+multimodal models that add tokens set their own.
 """
 
 from typing import Any
@@ -76,7 +76,7 @@ LLMS: dict[str, dict[str, Any]] = {
     "llama3_70b": _llama3(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
 }
 
-# Of the families' `tiny`: two query heads share a key-value head, as in the released ones.
+# The LLM of the families' `tiny` presets. Query heads share key-value heads, as in the released LLMs.
 TINY_LLM: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 128,

@@ -1,7 +1,7 @@
-"""Ranks that share tensors: who they are, and which part of a tensor each of them holds.
+"""Ranks that share tensors: which ranks they are, and which part of a tensor each of them holds.
 
-Tensor-parallel ranks each have a part of a parameter (`Shard`), as a plain tensor. Where replicas share parameters,
-each has some rows of it, or of this part, and the parameter is a DTensor over the replicas.
+Each tensor-parallel rank has a part of a parameter (`Shard`), as a plain tensor. If replicas shard parameters, each has
+some rows of the parameter, or of this part, and the parameter is a DTensor over the replicas.
 """
 
 import math
@@ -17,10 +17,11 @@ __all__ = ["ALONE", "Shard", "TensorGroup", "rows_of"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor of shape `whole` that begins at `start` along `dim`, and goes as far as the values do.
+    """A rank's part of a tensor of shape `whole`: it begins at index `start` of `dim`, and is as long as the rank's own
+    values.
 
-    Where the tensor is `num_stacked` ones, one behind the other along `dim` (queries, keys and values in one matrix),
-    the values are this part of each of them.
+    If the tensor is `num_stacked` tensors, one after the other along `dim` (queries, keys and values in one matrix),
+    the rank has this part of each of them.
     """
 
     dim: int
@@ -31,7 +32,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """The ranks that share a module's tensors, in order, and which of them this one is. One alone needs no group."""
+    """The ranks that share a module's tensors, in order, and this rank's `place` among them. A single rank has no
+    process group."""
 
     ranks: Sequence[int]
     place: int
@@ -43,11 +45,12 @@ class TensorGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all where all know the same."""
+        """Whether this rank acts for all of them where all have the same values."""
         return self.place == 0
 
     def part(self, num_values: int, place: int | None = None) -> slice:
-        """What of so many values this rank holds, or the one at `place`: as many as the others, the last ones fewer."""
+        """Which of `num_values` values this rank holds, or the rank at `place`. All hold the same number, except that
+        the last ones may hold fewer."""
         most = math.ceil(num_values / self.size)
         start = min((self.place if place is None else place) * most, num_values)
         return slice(start, min(start + most, num_values))
@@ -57,9 +60,10 @@ ALONE = TensorGroup((0,), 0, None)
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """The rows of a tensor that this replica holds, and the number of the first one; all where replicas share none.
+    """The index of the first row of a tensor that this replica holds, and these rows; all rows if it is not sharded.
 
-    The last axis of a DTensor's mesh are those that share: all but the last ones of them hold as many rows.
+    Replicas along the last axis of a DTensor's mesh share its rows. All hold the same number, except that the last ones
+    may hold fewer.
     """
     if not isinstance(tensor, DTensor):
         return 0, tensor

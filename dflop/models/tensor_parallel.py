@@ -1,14 +1,14 @@
-"""Tensor parallelism of a stage, as Megatron's: ranks share its heads, its MLPs' inner width and its vocabulary.
+"""Tensor parallelism of a stage, as in Megatron: ranks divide its heads, its MLPs' inner width and its vocabulary.
 
 A stage says which of its matrices these are (`Division`); here they are divided.
 
-What goes into a stage and comes out of it is the same whole tensor on every rank. Norms, residual stream, patch
-embedding and biases after a reduction are whole on every rank, and so are their gradients; of the other parameters
-each rank has a part, and `stage.shards` says which. Hidden states are all-reduced twice a layer in forward and twice in
-backward, in the dtype of the matrix products; norms inside attention add a number a position, or a head's weight. The
-logits stay where they are computed.
+A stage's inputs and outputs are the same whole tensors on every rank. Norms, the residual stream, the patch embedding
+and biases after a reduction are whole on every rank, and so are their gradients. Of the other parameters each rank has
+a part, and `stage.shards` says which. Hidden states are all-reduced twice a layer in forward and twice in backward, in
+the dtype of the matrix products. Norms inside attention all-reduce one number a position more, or the gradient of a
+head norm's weight. Logits are not gathered.
 
-Parameters and passes are plain tensors: dispatching DTensors through a layer, as torch's `ColwiseParallel` and
+Parameters and activations are plain tensors: dispatching DTensors through a layer, as torch's `ColwiseParallel` and
 `RowwiseParallel` do, takes several times as long as dispatching the layer itself.
 """
 
@@ -28,10 +28,10 @@ __all__ = ["Divider", "RowLinear"]
 
 
 class Divider:
-    """Divides a stage's blocks, embedding and head in place, one at a time: whole, a stage may be too large for a rank.
+    """Divides a stage's blocks, embedding and head in place, one at a time, as the whole stage may not fit on a rank.
 
     Raises:
-        UserError: when the layers are of an unknown kind.
+        UserError: when it is not known how to divide the stage's layers.
     """
 
     def __init__(self, stage: Stage, ranks: TensorGroup) -> None:
@@ -39,14 +39,15 @@ class Divider:
         self._blocks = [re.compile(own.replace(".", r"\.").replace("*", r"\d+")) for own in self._division.blocks]
 
     def divide(self, name: str, module: nn.Module) -> None:
-        """Divide a submodule of `stage.hf` that has its weights; one that ranks do not share stays as it is."""
+        """Divide a submodule of `stage.hf`, named `name`, whose weights are drawn. Others than those of the division
+        stay as they are."""
         if any(pattern.fullmatch(name) for pattern in self._blocks):
             self._divide_block(name, module)
         elif name == self._division.embedding:
             self._replace(name, _Embedding(module, self._ranks))
         elif name == self._division.head:
             assert isinstance(module, LossHead), "only an LLM has a head over a vocabulary"
-            # All ranks have as many chunks, although the last ones may have fewer ids.
+            # All ranks have the same number of chunks, although the last ranks may have fewer ids.
             vocabulary, first_id = module.out_features / self._ranks.size, self._ranks.part(module.out_features).start
             own = _columns(module, self._ranks, 1)
             self._replace(name, head := LossHead.of(own, vocabulary, first_id=first_id, group=self._ranks.group))
@@ -70,7 +71,7 @@ class Divider:
             if hasattr(block, size):
                 own = self._ranks.part(getattr(block, size))
                 setattr(block, size, own.stop - own.start)
-        # A single reader may have something whole before it, which needs the whole gradient.
+        # With a single reader, the block may have an undivided part before it, which needs the whole gradient.
         _reduce_input_gradient(block if len(readers) > 1 else readers[0], self._ranks.group)
 
     def _replace(self, name: str, divided: nn.Module, num_stacked: int = 1) -> None:
@@ -91,7 +92,7 @@ def _shard(whole: nn.Parameter, ranks: TensorGroup, dim: int, num_stacked: int =
 
 
 def _reduce_input_gradient(block: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """All matrices that read the block's input share one all-reduce of its gradient."""
+    """All-reduce the gradient of a block's input, once for all matrices that read the input."""
 
     def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -102,7 +103,7 @@ def _reduce_input_gradient(block: nn.Module, group: dist.ProcessGroup | None) ->
 
 
 def _columns(whole: nn.Linear, ranks: TensorGroup, num_stacked: int) -> nn.Linear:
-    """A linear layer of which each rank computes some outputs: for itself, a smaller linear layer."""
+    """This rank's part of a linear layer that is divided by outputs: a smaller linear layer."""
     weight = _shard(whole.weight, ranks, 0, num_stacked)
     own = nn.Linear(weight.shape[1], weight.shape[0], whole.bias is not None, device="meta")
     own.weight = weight
@@ -112,14 +113,14 @@ def _columns(whole: nn.Linear, ranks: TensorGroup, num_stacked: int) -> nn.Linea
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which each rank has some inputs; the sum of what they give is on all."""
+    """A linear layer that is divided by inputs. Its output, the sum over ranks, is whole on every rank."""
 
     def __init__(self, whole: nn.Linear, ranks: TensorGroup) -> None:
         super().__init__()
         self.weight, self.bias, self.group = _shard(whole.weight, ranks, 1), whole.bias, ranks.group
 
     def product(self, inner: torch.Tensor) -> torch.Tensor:
-        """What this rank's inputs give."""
+        """This rank's summand of the output, without the bias."""
         return functional.linear(inner, self.weight)
 
     def forward(self, inner: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ class RowLinear(nn.Module):
 
 
 class _SharedNorm(nn.Module):
-    """A root-mean-square norm over a width of which each rank has a part: the mean is over all of it."""
+    """A root-mean-square norm over a width of which each rank has a part. The mean is over the whole width."""
 
     def __init__(self, whole: nn.Module, ranks: TensorGroup) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class _SharedNorm(nn.Module):
 
 
 class _HeadNorm(nn.Module):
-    """A root-mean-square norm over each head, whose weight's gradient is from the heads of all ranks."""
+    """A root-mean-square norm over each head. The gradient of its weight is summed over the heads of all ranks."""
 
     def __init__(self, whole: nn.Module, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -156,7 +157,7 @@ class _HeadNorm(nn.Module):
 
 
 def _at_least_float32(hidden: torch.Tensor) -> torch.Tensor:
-    """As transformers' norms compute; in float64 exactly."""
+    """`hidden` in float32, in which transformers' norms compute, or in float64 if it is float64."""
     return hidden if hidden.dtype == torch.float64 else hidden.float()
 
 
@@ -193,7 +194,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumGradient(torch.autograd.Function):
-    """What every rank reads whole; each knows a part of its gradient."""
+    """The identity, whose gradient is summed over ranks: every rank reads the whole tensor and computes a part of its
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

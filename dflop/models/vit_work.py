@@ -1,4 +1,4 @@
-"""What the patches, layers and projector of a vision transformer do in one forward pass, for the counts of `work`."""
+"""The work of a vision transformer's patches, layers and projector in one forward pass, as the counts of `work`."""
 
 from dataclasses import dataclass
 
@@ -6,19 +6,20 @@ from dflop.models.work import Layer, ModuleWork, PartWork, coefficients
 
 __all__ = ["VitWidths", "vit_layer", "vit_work"]
 
-# Forward kernels of eager PyTorch, about: products, norms and pointwise operations.
+# The approximate number of kernels of a forward pass in eager PyTorch: products, norms and pointwise operations.
 _NUM_KERNELS = {"layer": 16, "first": 6, "last": 15}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VitWidths:
-    """An encoder of square pictures and the two-layer projector behind it, as far as families differ in them.
+    """The sizes in which families' encoders of square pictures, with a two-layer projector, differ.
 
-    An item is a picture of `image_size` pixels a side, cut into patches of `patch_size`. It has `positions` in the
-    layers, and before the projector `projected` positions of `projector_width`; the projector gives `out`, the LLM's
-    hidden size. `in_vectors` and `out_vectors` are parameters that are no matrices, before and behind the layers.
-    `shuffle_bytes` are moved and `shuffle_saved_bytes` kept for each projected position where positions are put
-    together. A last norm may be there (`has_norm`) and not run (`norm_runs`).
+    An item is a picture of `image_size` pixels a side, cut into patches of `patch_size` pixels a side. It has
+    `positions` positions in the layers. The projector turns `projected` positions of width `projector_width` into
+    positions of width `out`, the LLM's hidden size. `in_vectors` and `out_vectors` are the numbers of parameters before
+    and after the layers that are not in matrices. `shuffle_bytes` are moved, and `shuffle_saved_bytes` kept, for each
+    projected position when positions are merged before the projector. `has_norm` says whether there is a last norm,
+    and `norm_runs` whether it is used.
     """
 
     layer: Layer
@@ -51,7 +52,7 @@ def vit_layer(
     rms_norm: bool = False,
     scaled: bool = False,
 ) -> Layer:
-    """A layer of a vision transformer: a key-value head for each head, two matrices in the MLP, no rotary positions."""
+    """A layer of a vision transformer: one key-value head a head, two matrices in the MLP, no rotary positions."""
     return Layer(
         hidden=hidden,
         query=hidden,
@@ -97,7 +98,7 @@ def _patches(widths: VitWidths) -> PartWork:
         square_flops=coefficients(),
         causal=False,
         matmul_bytes=coefficients(num_items=2.0 * (pixels + patches * hidden)),
-        # Positions added.
+        # Adding the positions.
         pointwise_bytes=coefficients(num_items=6.0 * widths.positions * hidden),
         reduced_bytes=(coefficients(), coefficients()),
         saved_bytes=coefficients(num_items=2.0 * pixels),
@@ -118,7 +119,7 @@ def _projector(widths: VitWidths, tp: int) -> PartWork:
         square_flops=coefficients(),
         causal=False,
         matmul_bytes=coefficients(num_items=2.0 * projected * (wide + 2 * out / tp + out)),
-        # The last norm; shuffling, the activation, rows put together.
+        # The last norm, merging positions, the activation, and putting rows together.
         pointwise_bytes=coefficients(
             num_items=4.0 * widths.norm_runs * positions * hidden
             + projected * (widths.shuffle_bytes + 4.0 * out / tp + 4.0 * out)

@@ -1,7 +1,7 @@
 """Weights of a stage: drawn from a seed, or read from a Hugging Face checkpoint.
 
-Every rank makes the weights of its own stage, without asking another. Drawn ones depend on the seed and on the
-submodule's name alone, so that every layout starts from the same model.
+Every rank makes the weights of its own stage, without communication. Drawn weights depend only on the seed and the
+submodule's name, so that every layout starts from the same model.
 """
 
 import re
@@ -21,7 +21,7 @@ from dflop.runtime import UserError
 __all__ = ["draw_weights", "load_weights", "norms_in_float64"]
 
 _HEAD, _EMBEDDING = f"{HEAD}.weight", f"{EMBEDDING}.weight"
-# What old checkpoints hold beside weights, and what follows from the config.
+# Buffers in old checkpoints that follow from the config and are ignored.
 _OLD_BUFFERS = re.compile(r"\b(rotary_emb\.inv_freq|position_ids)$")
 
 
@@ -33,10 +33,10 @@ def draw_weights(
     *,
     is_empty: bool = False,
 ) -> None:
-    """Give a model on the meta device its tensors, and initialise all submodules as transformers does, each from a
-    seed of its own; or leave them as they are, where nobody reads their values (`is_empty`).
+    """Allocate the tensors of a model on the meta device, and initialise each submodule as transformers does, from a
+    seed of its own. With `is_empty` the tensors are not initialised, because their values do not matter.
 
-    `then` is called with each submodule that is complete, by name; it may put another one in its place.
+    `then` is called with the name and module of each submodule once it is complete, and may replace it in the model.
     """
     _draw(model, model, "", seed, device, then, is_empty)
 
@@ -51,9 +51,9 @@ def _draw(
     then: Callable[[str, nn.Module], None],
     is_empty: bool,
 ) -> None:
-    """`owner` is the innermost Hugging Face model around the submodule: it knows how to initialise it."""
+    """`owner` is the innermost Hugging Face model that contains the submodule: it initialises the submodule."""
     for own_name, own in module._parameters.items():
-        if own is not None:  # a new one: fake tensors cannot take another's place, as `to_empty` would have it
+        if own is not None:  # a new parameter, because `to_empty` cannot replace the data by fake tensors
             module._parameters[own_name] = nn.Parameter(torch.empty_like(own, device=device), own.requires_grad)
     for own_name, buffer in module._buffers.items():
         if buffer is not None:
@@ -62,15 +62,15 @@ def _draw(
         child_owner = child if isinstance(child, PreTrainedModel) else owner
         _draw(child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then, is_empty)
     own = list(module._parameters.values())
-    if not is_empty and (not own or any(parameter is not None for parameter in own)):  # else they are another stage's
+    if not is_empty and (not own or any(parameter is not None for parameter in own)):  # else another stage has them
         _seed_generator(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF), device)
         owner._init_weights(module)
     then(name, module)
 
 
 def _seed_generator(seed: int, device: torch.device | str) -> None:
-    """Seed the device's generator alone: `torch.manual_seed` takes stock of the stack for each kind of device that is
-    not in use, which costs more than to draw a small module."""
+    """Seed the generators of the CPU and of the device in use. `torch.manual_seed` would also queue a seed, with a
+    stack trace, for each kind of device that is not in use, which takes longer than drawing a small module."""
     torch.default_generator.manual_seed(seed)
     if torch.device(device).type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -84,29 +84,30 @@ def load_weights(
     shards: Mapping[str, Shard],
     known: Collection[str],
 ) -> None:
-    """Load a stage's tensors from a checkpoint's safetensors files: of those in `shards` the rank's parts alone, and of
-    these or whole ones that replicas share (DTensors) the replica's own rows.
+    """Load a stage's tensors from a checkpoint's safetensors files. Of a tensor in `shards` only this rank's part is
+    read, and of a tensor that replicas shard (a DTensor) only this replica's rows.
 
-    `renamings` are pairs of a pattern and a replacement, applied in order: from names in checkpoints to the model's.
-    `known` are the names of the whole model.
+    `renamings` are (pattern, replacement) pairs, applied in order, from names in checkpoints to the model's. `known`
+    are the names of all tensors of the whole model.
 
     Raises:
-        UserError: naming the first tensor that the checkpoint lacks, has in another shape, or has beside the model's.
+        UserError: when there is no safetensors file, or naming the first tensor that the checkpoint lacks, that has
+            another shape, or that the model does not have; also when a head that should be tied is not the embedding.
     """
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise UserError(f"`model.path` {checkpoint} holds no *.safetensors file; save the model with `save_pretrained`")
     wanted, head = model.state_dict(), None
     if model.config.tie_word_embeddings:
-        wanted.pop(_HEAD, None)  # it is the embedding, which checkpoints hold once
+        wanted.pop(_HEAD, None)  # the head is the embedding, which checkpoints hold only once
     for file in files:
         with safe_open(file, framework="pt") as stored:
             for stored_name in stored.keys():  # noqa: SIM118  (safe_open is no dict)
                 name = _renamed(stored_name, renamings)
                 if name not in known and not _OLD_BUFFERS.search(name):
                     raise UserError(
-                        f"`model.path` {checkpoint} holds {stored_name}, of which a model of its config.json has "
-                        "nothing: training would lose it; mend the config, or take the tensor out"
+                        f"`model.path` {checkpoint} holds {stored_name}, which a model of its config.json does not "
+                        "have: training would lose it; correct the config, or take the tensor out"
                     )
                 if name == _HEAD and model.config.tie_word_embeddings:
                     head = stored.get_tensor(stored_name)
@@ -137,7 +138,8 @@ def load_weights(
 def _rows(
     stored: safe_open, name: str, shape: torch.Size, shard: Shard | None, first_row: int, rows: torch.Tensor
 ) -> torch.Tensor:
-    """The values of `rows`, those from `first_row` on of a tensor, or of a part of it, of this shape."""
+    """The values of `rows`, which begin at `first_row` of a tensor of this `shape`: the stored tensor, or if `shard` is
+    given, a part of it."""
     if shard is None and rows.shape == shape:
         return stored.get_tensor(name)
     values, last_row = stored.get_slice(name), first_row + len(rows)
@@ -149,7 +151,7 @@ def _rows(
     found = []
     for number in range(shard.num_stacked):
         begin, end = max(first_row, number * height), min(last_row, (number + 1) * height)
-        onward = shard.start + number * (every - height)  # from rows of the part to rows of the tensor
+        onward = shard.start + number * (every - height)  # from a row's index in the part to that in the tensor
         if begin < end:
             found.append(values[begin + onward : end + onward])
     return torch.cat(found)
@@ -162,7 +164,7 @@ def _renamed(name: str, renamings: Sequence[tuple[str, str]]) -> str:
 
 
 def norms_in_float64(model: nn.Module) -> None:
-    """Exchange transformers' RMSNorms, which compute in float32 whatever they get, for torch's own, in place."""
+    """Replace transformers' RMSNorms, which always compute in float32, by torch's own, in place."""
     for owner in list(model.modules()):
         for name, norm in list(owner.named_children()):
             if type(norm).__name__.endswith("RMSNorm") and not isinstance(norm, nn.RMSNorm):

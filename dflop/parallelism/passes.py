@@ -1,6 +1,7 @@
 """The kinds of computations in a pipeline's order, as numbers for kernels.
 
-BACKWARD is the whole of it or, where a stage splits it, the part that its input's gradient takes; WEIGHT is the rest.
+BACKWARD is the whole backward or, if the schedule splits it, the part that computes the gradient of the stage's input.
+WEIGHT is the other part, which computes the gradients of weights.
 """
 
 __all__ = ["BACKWARD", "FORWARD", "WEIGHT"]

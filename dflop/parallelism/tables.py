@@ -1,4 +1,4 @@
-"""Tables of objects that stand in one file each."""
+"""Tables of objects that are defined in one file each."""
 
 import importlib
 import pkgutil
@@ -11,9 +11,10 @@ __all__ = ["each_named", "modules_named"]
 
 
 def each_named(pattern: str) -> Iterator[Any]:
-    """The objects that a pattern such as "dflop.parallelism.schedules.*.SCHEDULE" names, by file.
+    """The objects that a pattern such as "dflop.parallelism.schedules.*.SCHEDULE" names, in the order of their files.
 
-    Written so, they count as code behind a command that uses the table.
+    Callers write the pattern as one string, so that `runtime.code_behind` counts these objects as code behind a command
+    that uses the table.
     """
     name = pattern.rpartition(".")[2]
     for own in modules_named(pattern):
@@ -21,13 +22,13 @@ def each_named(pattern: str) -> Iterator[Any]:
 
 
 def modules_named(pattern: str) -> Iterator[ModuleType]:
-    """The modules whose objects such a pattern names; those without are left out."""
+    """The modules that have an object named by such a pattern."""
     modules, _, name = pattern.rpartition(".")
     package, _, rest = modules.partition(".*")
     for found in pkgutil.iter_modules(importlib.import_module(package).__path__):
         below = Path(found.module_finder.path, found.name, *rest.split(".")[1:])
         if rest and not below.with_suffix(".py").is_file():
-            continue  # looked for as a file: folders without one are not imported
+            continue  # only folders that have this file are imported
         own = importlib.import_module(f"{package}.{found.name}{rest}")
         if hasattr(own, name):
             yield own

@@ -1,8 +1,8 @@
 """The check that a program can be run: everything once, transfers that match, no deadlock, bounded memory.
 
-It carries the lists out as the trainer would, only without computing: a send never waits, a receive waits for
-its message, and messages between two workers over one channel (see `routes`) arrive in the order in which they were
-sent, as NCCL has it.
+It executes the instruction lists as the trainer does, but without computing. A send never waits. A receive waits for
+its message. Messages between two workers over one channel (see `routes`) arrive in the order in which they were sent,
+as with NCCL.
 """
 
 from collections import defaultdict, deque
@@ -23,10 +23,10 @@ _SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 
 
 def check_program(plan: Plan, program: Program, frozen: Collection[str] = ()) -> None:
-    """Check the lists of all workers, made with these modules frozen.
+    """Check the instruction lists of all workers. The program was made with the modules in `frozen` not trained.
 
     Raises:
-        ValueError: naming what is violated, and by which node or worker.
+        ValueError: naming what is wrong, and the node or worker.
     """
     _check_that_nodes_do_everything_once(plan, program, frozen)
     _carry_out(program, frozen)
@@ -43,10 +43,11 @@ def check_program(plan: Plan, program: Program, frozen: Collection[str] = ()) ->
 
 
 def most_in_flight(plan: Plan, stage: StageReplicas) -> int:
-    """Activations of microbatches that a worker of the stage holds of its module at a time, at most; each chunk counts.
+    """The most microbatches whose activations of the stage's module a worker holds at a time.
 
-    The LLM's stages hold what their schedule says. An encoder on ranks of its own runs ahead of the LLM's first stage
-    by the stages between; one that shares ranks either follows the first stage or may do all of its forwards first.
+    Where a worker has several chunks of the LLM, a microbatch counts once for each chunk. For the LLM's stages the
+    number follows from their schedule. An encoder on ranks of its own runs ahead of the LLM's first stage by the stages
+    between them. An encoder that shares ranks either follows the first stage or may do all of its forwards first.
     """
     schedule, placement = SCHEDULES[plan.schedule], PLACEMENTS[plan.placement]
     pp, count, num_chunks = plan.grid("llm").pp, plan.num_microbatches, plan.num_chunks
@@ -89,7 +90,7 @@ def _passes(plan: Plan, module: str, frozen: Collection[str]) -> tuple[Op, ...]:
 
 
 def _check_place(item: Instruction, place: dict[tuple[Op, int], int], node: int) -> None:
-    """Forward, backward, weight part, sync, in this order; a sent thing is made before."""
+    """Check that a node computes forward, backward and weight part of a microbatch in this order, and syncs last."""
     order = (Op.FORWARD, *_BACKWARDS, Op.BACKWARD_WEIGHT)
     if item.op in order:
         earlier = [place[op, item.microbatch] for op in order[: order.index(item.op)] if (op, item.microbatch) in place]
@@ -100,7 +101,7 @@ def _check_place(item: Instruction, place: dict[tuple[Op, int], int], node: int)
 
 
 def _carry_out(program: Program, frozen: Collection[str]) -> None:
-    """Carry out all workers' lists side by side, without computing."""
+    """Execute all workers' lists side by side, without computing."""
     carriers: dict[int, list[int]] = defaultdict(list)
     for index, worker in enumerate(program.workers):
         for node in worker.nodes:
@@ -151,7 +152,8 @@ class _World:
         self._made: set[tuple[bool, int, int]] = set()
 
     def carry_out(self, item: Instruction, workers: Sequence[int]) -> bool:
-        """Carry out what these workers do together, or a transfer of one of them; False while a message is missing."""
+        """Execute a computation of these workers together, or a transfer of one worker; False while its message is
+        missing."""
         forward = item.op.is_forward
         if item.edge >= 0:
             (worker,) = workers

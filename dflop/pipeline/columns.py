@@ -1,7 +1,8 @@
-"""Columns: what can only move together in time, a replica's stages and whatever shares their workers.
+"""Columns: groups of nodes and workers whose times depend on each other directly.
 
-Columns meet in bridges alone, and where an encoder's replicas share parameters. A change of one replica's work is at
-first felt in its own column; where the LLM's replicas share parameters, all of these are one.
+A column holds all stages of a replica and all nodes on the same workers. Two columns wait for each other only at
+bridges, and where an encoder's replicas share parameters. So a change of one replica's work changes the times of its
+own column first. LLM replicas that share parameters are in one column.
 """
 
 import numpy as np

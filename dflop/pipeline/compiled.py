@@ -1,8 +1,8 @@
-"""A plan as the simulator wants it: all its stages' orders merged into one.
+"""A plan in the form that the simulator needs: the orders of all its stages, merged into one.
 
-Which computation waits for which follows from the plan alone. So it is worked out once: in the merged order everything
-stands behind what it waits for, whatever the times are. It is an order of stages, never of single replicas: a plan for
-thousands of ranks compiles as fast as one for a few.
+Which computation waits for which follows from the plan alone, so it is worked out once. In the merged order every
+computation stands after those that it waits for, whatever the times are. It is an order of stages, never of single
+replicas: a plan for thousands of ranks compiles as fast as one for a few.
 """
 
 from collections.abc import Collection, Sequence
@@ -40,9 +40,9 @@ __all__ = ["CompiledPlan", "compile_plan", "unmerged"]
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """`order` is [num_computations, 4]: pass, stage, microbatch, and which part of the stage's replicas computes.
+    """`order` is [num_computations, 4]: pass, stage, microbatch, and the part of the stage's replicas that computes.
 
-    `stages` is [num_stages, NUM_COLUMNS].
+    `stages` is [num_stages, NUM_COLUMNS], with the columns of `walk`; `ranks_of_worker` is [num_workers].
     """
 
     num_nodes: int
@@ -56,12 +56,13 @@ class CompiledPlan:
 
     @cached_property
     def items(self) -> np.ndarray:
-        """The order as `walk` takes it; of half of the plans that a search compiles nobody asks more than memory."""
+        """The order as `walk` takes it, made on demand: for half of the plans that a search compiles, only the memory
+        is needed."""
         return walk_items(self.order, self.stages, self.num_microbatches)
 
 
 def compile_plan(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | None = None) -> CompiledPlan:
-    """Merge the orders of a plan's stages; encoders in `frozen` have no backward. `slots` as for `group_orders`."""
+    """Merge the orders of a plan's stages. Encoders in `frozen` have no backward; `slots` as for `group_orders`."""
     listed = stages_of(plan)
     orders = group_orders(plan, frozen, slots)
     stages = np.zeros((len(listed), NUM_COLUMNS), dtype=np.int64)
@@ -110,8 +111,10 @@ def compile_plan(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | N
 
 
 def unmerged(plan: CompiledPlan, orders: Sequence[np.ndarray]) -> CompiledPlan:
-    """The plan with these orders of its groups, one behind the other: each worker's own order is right, so that what it
-    holds can be told, and nothing else."""
+    """The plan with these orders of its groups one after the other, not merged.
+
+    Each worker's own order is right, so that peak memory can be computed from the result, but no times.
+    """
     rows = []
     for group, order in enumerate(orders):
         has_parts = plan.stages[order[:, 1], PARTS] > 1
@@ -121,10 +124,11 @@ def unmerged(plan: CompiledPlan, orders: Sequence[np.ndarray]) -> CompiledPlan:
 
 @kernel
 def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
-    """One order of all groups' computations in which each stands behind what it waits for; and how many were placed.
+    """One order of all groups' computations, each after those that it waits for; and how many were placed.
 
-    A stage that stands in the lists of several groups has as many parts, each with its place, or one place in all.
-    All replicas of an encoder are taken to feed all of the LLM's, so that one order serves every batch.
+    A stage in the lists of several groups either has one part for each group, each with its own place in the order, or
+    one place for all groups. Every replica of an encoder is taken to feed every LLM replica, so that the order is right
+    for every batch.
     """
     num_groups, num_stages = len(offsets) - 1, len(stages)
     merged = np.empty((num_distinct, 4), dtype=np.int64)

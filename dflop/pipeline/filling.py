@@ -1,13 +1,13 @@
-"""Where in a batch's order encoders compute, in placements that fill bubbles with them: found greedily by their times.
+"""Where encoders compute in a batch's order, in placements that fill pipeline bubbles with them: a greedy search.
 
-A pipeline rank is busy with its LLM's computations in their schedule's order. Between them it computes its share of the
-encoders: a forward while it would wait, or before the LLM where the first stage will need it soon; a backward whose
-gradient has come while it would wait, and the rest at the end. This is event-driven list scheduling (Graham 1966), on
-one replica of the pipeline with the mean times of all: every order that comes out of it can be carried out. Where to
-draw the line between waiting and delaying is tried out, a few microseconds a try.
+A pipeline rank does its LLM computations in their schedule's order. Between them it computes its share of the encoders:
+a forward while it would wait, or before LLM work where the first stage will soon need the features; a backward while it
+would wait and the gradient is there; and the remaining backwards at the end. This is event-driven list scheduling
+(Graham 1966), on one replica of the pipeline with the mean times of all replicas. So every order that it finds can be
+executed. How long the LLM may be delayed by an encoder is tried out, at a few microseconds a try.
 
-The result is slots, whole numbers (`placements.bubble_filled`). What they cost, and whether they pay, is for the
-simulator to say, with all replicas.
+The result is an array of slots (`placements.bubble_filled`). Step times with these slots and all replicas come from the
+simulator.
 """
 
 from collections.abc import Collection
@@ -26,18 +26,18 @@ from dflop.runtime.kernels import kernel
 
 __all__ = ["BubbleFiller"]
 
-# An encoder forward goes before the LLM's work when the rank is so many LLM computations, or fewer, from where the
-# first stage needs it. While a rank would wait it begins one that delays the LLM by so many times the wait it fills.
-# These pairs came within 0.1 % of the best of 36, in the mean over ten kinds of pipelines.
+# Pairs (lead, most_delay). An encoder forward goes before LLM work when at most `lead` LLM computations are left until
+# the first stage needs it. A rank that would wait starts an encoder computation if this delays the LLM by at most
+# `most_delay` times the wait. These pairs came within 0.1 % of the best of 36, in the mean over ten kinds of pipelines.
 _TRIES = ((2, 1.0), (-2, 0.5), (6, 0.0), (0, 2.0), (0, 4.0), (-4, 1.0))
-# In long pipelines bubbles are a smaller part of the step, and fewer pairs are tried: as many as simulate `_MOST_WORK`
-# computations together, and at least `_FEWEST_TRIES`.
+# With many computations, bubbles are a smaller part of the step, and fewer pairs are tried: as many as simulate
+# `_MOST_WORK` computations together, and at least `_FEWEST_TRIES`.
 _MOST_WORK, _FEWEST_TRIES = 8192, 2
 _NEVER = 1e30
 
 
 class BubbleFiller:
-    """Finds slots for batches of one plan, whose placement fills bubbles."""
+    """Finds slots for batches of one plan, with a placement that fills bubbles."""
 
     def __init__(self, plan: Plan, frozen: Collection[str] = ()) -> None:
         assert PLACEMENTS[plan.placement].fills_bubbles, f"{plan.placement} plans have one order for all batches"
@@ -53,7 +53,7 @@ class BubbleFiller:
             min(schedule.ahead(stage, llm.pp, plan.num_microbatches, plan.num_chunks), len(orders[0]))
             for stage in range(llm.pp)
         ]
-        # By how many computations a rank is behind the first one when both do the same microbatch's forward.
+        # How many computations fewer than the first rank a rank has done when both do the same microbatch's forward.
         self._behind = ahead[0] - np.array(ahead)
 
     @property
@@ -61,8 +61,11 @@ class BubbleFiller:
         return self._shape[-1]
 
     def least_held(self, compiled: CompiledPlan) -> CompiledPlan:
-        """The plan in an order for `peak_bytes` alone, since ranks would wait for each other in a circle: encoders'
-        forwards come as late as possible and their backwards as early, so that with any slots a rank holds no less."""
+        """The plan in an order with a lower bound of each rank's peak memory over all slots.
+
+        Encoders' forwards come as late as possible and their backwards as early as possible. The order is for
+        `peak_bytes` only: executed, its ranks would wait for each other in a circle.
+        """
         num_ranks = len(self._offsets) - 1
         slots = np.empty((2, num_ranks, self.num_microbatches), dtype=np.int64)
         for rank in range(num_ranks):
@@ -75,7 +78,8 @@ class BubbleFiller:
     def slots(self, times: StageTimes, most_ahead: int) -> np.ndarray:
         """The best slots found, [2 (forward, backward), num_pipeline_ranks, num_microbatches].
 
-        A rank holds about `most_ahead` microbatches of the encoders at a time, and only more where it has to.
+        A rank holds the encoders' activations of about `most_ahead` microbatches at a time, and of more only where all
+        ranks would wait otherwise.
         """
         problem = self._reduced(times)
         best, best_s = None, np.inf
@@ -88,10 +92,11 @@ class BubbleFiller:
         return best
 
     def _reduced(self, times: StageTimes) -> tuple:
-        """What `_fill` takes but for its last three: lists, and times of the mean replica.
+        """The arguments of `_fill` without the last three: the LLM's orders, and seconds of the mean replica.
 
-        LLM: seconds [3, num_stages, num_microbatches], and the way to the next stage. Encoders, of each pipeline rank:
-        forwards, backwards and messages, [num_ranks, num_microbatches].
+        For the LLM: computations [3, num_stages, num_microbatches], and transfers to the next stage [num_stages,
+        num_microbatches]. For the encoders on each pipeline rank: forwards, backwards and messages, each [num_ranks,
+        num_microbatches].
         """
         nodes = slice(self._first_node, None)
         weight_s = np.zeros_like(times.backward_s) if times.weight_s is None else times.weight_s
@@ -126,17 +131,17 @@ def _fill(
     items, offsets, needed_at, behind, llm_s, chain_s, forward_s, backward_s, message_s, goes_back,
     lead, most_delay, most_ahead,
 ):  # fmt: skip
-    """Slots, and about how long the step takes with them.
+    """Slots, and an estimate of the step time with them in seconds.
 
-    The rank that is free first decides what it does next. One that has nothing to do is passed over until what it may
-    wait for has begun somewhere else.
+    In each round, the rank that is free first decides what it does next. A rank that has nothing to do is left out
+    until another rank begins a computation that it may wait for.
 
-    One long function: it is a loop over events whose whole state is in its variables.
+    This is one long function because it is a loop over events with all of its state in local variables.
     """
     num_ranks, num_microbatches = forward_s.shape
     slots = np.zeros((2, num_ranks, num_microbatches), dtype=np.int64)
     done = np.zeros((2, num_ranks), dtype=np.int64)  # of the encoders' forwards and backwards
-    # When the LLM's passes end, and when all features of a microbatch are there, and from how many ranks so far.
+    # When each of the LLM's passes ends; when all features of a microbatch are there, and from how many ranks so far.
     ends, features_s = np.full(llm_s.shape, _NEVER), np.zeros(num_microbatches)
     num_sent = np.zeros(num_microbatches, dtype=np.int64)
     clocks, cursor = np.zeros(num_ranks), offsets[:-1].copy()
@@ -146,7 +151,7 @@ def _fill(
         for other in range(num_ranks):
             if num_left[other] and not is_stuck[other] and clocks[other] < now:
                 rank, now = other, clocks[other]
-        is_forced = rank < 0  # All wait: somebody has to hold more than it should.
+        is_forced = rank < 0  # All ranks are stuck: one has to hold more than `most_ahead` microbatches.
         if is_forced:
             rank = done[FORWARD].argmin()
             assert done[FORWARD, rank] < num_microbatches, "the LLM's orders wait for each other in a circle"
@@ -196,19 +201,20 @@ def _fill(
 
 @kernel
 def _ready_s(which, stage, microbatch, chain_s, ends, features_s, num_sent, num_ranks):
-    """When the LLM's computation can begin; never, as long as what it waits for is not begun."""
+    """When the LLM's computation can begin; `_NEVER` while a computation that it waits for has not begun."""
     if which == FORWARD:
         if stage > 0:
             return ends[FORWARD, stage - 1, microbatch] + chain_s[stage - 1, microbatch]
         return features_s[microbatch] if num_sent[microbatch] == num_ranks else _NEVER
     if which == BACKWARD and stage < ends.shape[1] - 1:
         return ends[BACKWARD, stage + 1, microbatch] + chain_s[stage, microbatch]
-    return 0.0  # its own rank has just done what it waits for
+    return 0.0  # its rank has already done everything that it waits for
 
 
 @kernel
 def _wake(which, stage, rank, is_stuck):
-    """Who may have waited for a pass of the LLM's: the next rank, or all whose gradients it makes."""
+    """Clear `is_stuck` of the ranks that may wait for this pass of the LLM: the next rank in the pass's direction, or,
+    after the first stage's backward, all ranks."""
     num_ranks = len(is_stuck)
     if which == FORWARD:
         is_stuck[(rank + 1) % num_ranks] = False
@@ -220,7 +226,7 @@ def _wake(which, stage, rank, is_stuck):
 
 @kernel
 def _filler(now, llm_ready_s, back_ready_s, may_encode, must_encode, most_delay, forward_s, backward_s):
-    """What the encoders do on a rank that may wait for its LLM: FORWARD, BACKWARD, or -1, wait."""
+    """What the encoders do on a rank whose LLM computation may have to wait: FORWARD, BACKWARD, or -1 for nothing."""
     if must_encode:
         return FORWARD
     has_gradient = back_ready_s <= now

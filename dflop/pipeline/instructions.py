@@ -1,10 +1,10 @@
 """The instruction list: what every worker does in one step, in which order, transfers included.
 
-A pure function of the plan. The trainer executes the list; the simulator prices the same orders, without
-making an object of every instruction. Nodes and workers are numbered as in `layout`; an edge joins a node to
-one that consumes what it makes, inside a module or over the bridge between two modules. What travels over an
-edge is known from the schedule, so a list holds no sizes; an edge without data for a microbatch is skipped by
-both ends, and a worker that carries both of them transfers nothing.
+The list is a pure function of the plan. The trainer executes it; the simulator prices the same orders, without
+making an object of every instruction. Nodes and workers are numbered as in `layout`. An edge joins a node to
+another that takes its output, inside a module or over the bridge between two modules. The shape of what travels over
+an edge is known from the schedule, so a list holds no sizes. Both ends skip an edge without data for a microbatch, and
+a worker that carries both ends transfers nothing.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ __all__ = ["Instruction", "Op", "Program", "Span", "StepInstructions", "make_pro
 
 
 class Op(StrEnum):
-    """Letters as in torch's pipeline schedules, where it has one."""
+    """The kinds of instructions, by the letters of torch's pipeline schedules where torch has one."""
 
     RECV_FORWARD = "RECV_F"
     FORWARD = "F"
@@ -38,7 +38,7 @@ class Op(StrEnum):
 
     @property
     def is_forward(self) -> bool:
-        """Whether it belongs to the forward pass."""
+        """Whether the instruction belongs to the forward pass."""
         return self in (Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD)
 
 
@@ -73,7 +73,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """Every worker's instructions for one step, and the nodes and edges they speak of.
+    """Every worker's instructions for one step, and the nodes and edges that the instructions refer to by index.
 
     A node that several workers carry stands in the lists of all of them: they compute together, and each receives and
     sends for itself.
@@ -89,13 +89,13 @@ class Program:
 
 
 def make_program(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | None = None) -> Program:
-    """The program of a plan. Modules in `frozen` compute no gradients, and encoders among them no backward.
+    """The program of a plan. Modules in `frozen` are not trained, and encoders among them have no backward.
 
-    `slots` as for `group_orders`.
+    `slots` are those of `group_orders`.
     """
     stages, nodes, workers, edges = stages_of(plan), nodes_of(plan), workers_of(plan), edges_of(plan)
     writer = _Writer(plan, nodes, workers, edges, frozen)
-    # The workers of a group follow each other, one run of workers a group.
+    # The workers of a group have consecutive indices.
     lists: list[tuple[Instruction, ...]] = [()] * len(workers)
     for group, order in enumerate(group_orders(plan, frozen, slots)):
         for worker in _workers_of_group(stages, group):
@@ -111,7 +111,7 @@ def make_program(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | N
 
 
 class StepInstructions:
-    """One rank's instructions of a step: its program's, or, for a batch with slots of its own, others."""
+    """One rank's instructions for each step: those of the program, or those of a batch that has slots of its own."""
 
     def __init__(self, plan: Plan, program: Program, frozen: Collection[str], rank: int) -> None:
         self._plan, self._frozen = plan, frozen
@@ -125,13 +125,14 @@ class StepInstructions:
         self._group = next(group for group in groups if self._worker in _workers_of_group(stages, group))
 
     def of(self, slots: np.ndarray | None) -> tuple[Instruction, ...]:
+        """The instructions for a batch with these slots (see `group_orders`); None for the program's own."""
         if slots is None:
             return self._usual
         return self._writer.list_of(self._worker, group_orders(self._plan, self._frozen, slots)[self._group])
 
 
 class _Writer:
-    """Writes orders of computations out as instructions, with their transfers."""
+    """Turns orders of computations into instructions, with the transfers before and after each computation."""
 
     def __init__(
         self,

@@ -5,8 +5,8 @@ ranks that always act together: one clock. With interleaving or shared ranks a w
 Where modules that share ranks differ in tp, workers are as large as the smaller groups, and a node of the
 larger tp is carried by several workers, which all take part in what it computes.
 
-Replicas of a stage are numbered one after the other, so that whatever holds for all of them (their order of
-computations above all) is said once, for the stage.
+Replicas of a stage are numbered one after the other, so that whatever holds for all of them (above all their order of
+computations) is kept once, for the stage.
 """
 
 import math
@@ -56,13 +56,14 @@ class StageReplicas:
     num_groups: int = 1
 
     def workers(self, replica: int) -> range:
+        """The indices of the workers that carry a replica."""
         first = self.first_worker + replica * self.span
         return range(first, first + self.span)
 
 
 @lru_cache(maxsize=256)
 def stages_of(plan: Plan) -> tuple[StageReplicas, ...]:
-    """All stages in the order of the plan's grids, which is that of their nodes."""
+    """All stages in the order of the plan's grids, which is also the order of their nodes."""
     placement, llm = PLACEMENTS[plan.placement], plan.grid("llm")
     shares_ranks, num_shared = placement.shares_ranks, len(placement.encoder_stages(llm.pp))
     worker_ranks = math.gcd(*(grid.tp for grid in plan.grids)) if shares_ranks else 0
@@ -103,7 +104,7 @@ def nodes_of(plan: Plan) -> tuple[Node, ...]:
 
 
 def workers_of(plan: Plan) -> tuple[Worker, ...]:
-    """All workers by rising rank; together they are the world."""
+    """All workers by rising rank; together they have all ranks of the world."""
     nodes: dict[int, list[int]] = {}
     num_ranks: dict[int, int] = {}
     for stage in stages_of(plan):

@@ -1,7 +1,8 @@
-"""torch's notation of pipeline schedules: a row a worker, `0F3` for the forward of microbatch 3 on stage 0.
+"""torch's notation of pipeline schedules: one row a pipeline rank, `0F3` for the forward of microbatch 3 on stage 0.
 
-As in torch.distributed.pipelining.schedules: F forward, B backward, I and W its input and weight parts; rows of CSV,
-computations alone. Stages are numbered as in `stages_of`, so an LLM without encoders reads as in torch.
+This is the CSV of torch.distributed.pipelining.schedules with computations only: F is forward, B backward, I and W are
+the input and weight parts of backward. Stages are numbered as in `stages_of`, so an LLM without encoders reads as in
+torch.
 """
 
 import csv
@@ -34,7 +35,7 @@ class Action(NamedTuple):
 
 
 def actions_of(plan: Plan, frozen: Sequence[str] = ()) -> list[list[Action]]:
-    """The computations of each group of workers: of each physical pipeline stage, encoders' first."""
+    """The computations of each group of workers, that is of each pipeline rank of a module, encoders first."""
     stages = stages_of(plan)
 
     def op_of(which: int, stage: int) -> Op:
@@ -51,17 +52,17 @@ def actions_of(plan: Plan, frozen: Sequence[str] = ()) -> list[list[Action]]:
 
 
 def format_actions(rows: Sequence[Sequence[Action]]) -> str:
-    """CSV, a row a group of workers."""
+    """The computations as CSV, a row a group of workers."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def parse_actions(text: str) -> list[list[Action]]:
-    """The rows that `format_actions` or torch wrote, of computations alone; empty cells, torch's bubbles, are skipped.
+    """The rows of CSV that `format_actions` or torch wrote. Empty cells, which are torch's bubbles, are skipped.
 
     Raises:
-        UserError: naming the row and the cell that is no computation.
+        UserError: naming the row and the cell that is not a computation.
     """
     rows: list[list[Action]] = []
     for number, cells in enumerate(csv.reader(io.StringIO(text))):

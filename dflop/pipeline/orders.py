@@ -1,8 +1,8 @@
 """Orders: which computation follows which, on all workers of a pipeline stage.
 
-How far a rank runs ahead is its schedule's to say, and where the encoders' computations stand its placement's.
-An encoder on ranks of its own stands before the LLM in the chain; how far it runs ahead follows from the order
-of the LLM's first stage, so that neither waits for what the other would do later.
+The plan's schedule decides how far a rank runs ahead, and its placement where the encoders' computations stand.
+An encoder on ranks of its own stands before the LLM in the chain. How far it runs ahead follows from the order
+of the LLM's first stage, so that neither waits for a computation that the other does only later.
 """
 
 from collections.abc import Collection
@@ -24,8 +24,8 @@ def group_orders(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | N
     """The computations of every group of workers (`StageReplicas.group`), each [num_computations, 3]: pass, stage and
     microbatch.
 
-    Encoders in `frozen` have no backward. `slots` say where encoders compute in the order of one batch, in plans of a
-    placement that makes such (`Placement.with_encoders_at`).
+    Encoders in `frozen` have no backward. In placements that fill bubbles, `slots` say where encoders compute in the
+    order of one batch (`Placement.with_encoders_at`).
     """
     stages, placement, schedule = stages_of(plan), PLACEMENTS[plan.placement], SCHEDULES[plan.schedule]
     places = list(range(len(stages)))
@@ -55,13 +55,16 @@ def group_orders(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | N
 
 
 def has_backward(module: str, frozen: Collection[str]) -> bool:
-    """A frozen encoder has none; a frozen LLM still passes gradients on."""
+    """Whether the module has a backward. A frozen encoder has none; a frozen LLM still passes gradients on."""
     return module == "llm" or module not in frozen
 
 
 def splits_backward(plan: Plan, module: str) -> bool:
-    """Whether weight gradients are computed apart; an encoder that shares ranks has nobody that waits for its own, and
-    one whose replicas share parameters sums its gradients layer by layer."""
+    """Whether the module's backward is split into an input part and a weight part.
+
+    An encoder that shares ranks does not split it, since no other rank waits for its input part. A module whose
+    replicas share parameters does not split it either, since it sums its gradients layer by layer.
+    """
     if not SCHEDULES[plan.schedule].splits_backward or plan.grid(module).gathers:
         return False
     return module == "llm" or not PLACEMENTS[plan.placement].shares_ranks
@@ -69,12 +72,12 @@ def splits_backward(plan: Plan, module: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _pipeline(plan: Plan, first: int, num_before: int) -> list[np.ndarray]:
-    """The LLM's own orders, of each of its pipeline ranks."""
+    """The LLM's own order on each of its pipeline ranks."""
     return [_llm_order(plan, stage, first, num_before) for stage in range(plan.grid("llm").pp)]
 
 
 def _llm_order(plan: Plan, stage: int, first: int, num_before: int) -> np.ndarray:
-    """Of the worker that has the LLM's stages `first + stage`, `first + stage + pp`, …"""
+    """The order of a worker that has the LLM's stages `first + stage`, `first + stage + pp`, …"""
     pp, num_chunks = plan.grid("llm").pp, plan.num_chunks
     schedule = SCHEDULES[plan.schedule]
     ahead = schedule.ahead(stage, pp, plan.num_microbatches, num_chunks)
@@ -124,9 +127,9 @@ def _interleave(num_passes, ahead, delay):
 
 
 def _lead(order: np.ndarray, stage: int) -> int:
-    """How many forwards of `stage` at most stand before a backward of it, beyond those before the backwards so far.
+    """The most forwards of `stage` that stand before any backward of it, less the backwards before that one.
 
-    Whoever feeds the stage and runs so far ahead is one forward ahead of it throughout.
+    A stage that feeds this one and runs so far ahead is one forward ahead of it throughout.
     """
     passes = order[order[:, 1] == stage, 0]
     is_backward = passes == BACKWARD

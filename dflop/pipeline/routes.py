@@ -1,4 +1,4 @@
-"""Edges and routes: what flows between nodes, and how it comes from the workers of the one to those of the other.
+"""Edges and routes: which data flows between nodes, and between which of their workers it is sent.
 
 A message goes from one worker to another over a channel, which becomes a process group. NCCL has no tags: it delivers
 the messages between two ranks of one process group in the order in which they were sent, so the receiver must ask for
@@ -6,9 +6,9 @@ them in that order. Forward and backward messages have channels of their own. Br
 them unless they join the same two workers: a colocated worker sends its features long before the hidden states that
 go to the same worker.
 
-What a node makes is whole on each of its ranks. So a worker that carries both ends of an edge hands over what it made,
-and every other worker of the taking node gets one message, from one worker of the making node. Between workers of
-several ranks a message is as many: each receiving rank gets it from one sending rank (`lanes_of`).
+Each rank of a node has the node's whole output. So a worker that carries both ends of an edge hands the output over,
+and every other worker of the receiving node gets one message from one worker of the sending node. Where workers have
+several ranks, each receiving rank gets the message from one sending rank (`lanes_of`).
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ __all__ = ["Edge", "Route", "Routes", "edges_of", "lanes_of", "make_routes"]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Data flows from node `source` to node `target` going forward, back again going backward."""
+    """Data flows from node `source` to node `target` in the forward pass, and back in the backward pass."""
 
     source: int
     target: int
@@ -42,18 +42,21 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The routes of each edge in a direction; none where every worker that takes a message makes it as well."""
+    """The routes of each edge in either direction; an edge has none where every receiving worker makes its data
+    itself."""
 
     num_channels: int
     forward: tuple[tuple[Route, ...], ...]
     backward: tuple[tuple[Route, ...], ...]
 
     def of(self, edge: int, is_forward: bool) -> tuple[Route, ...]:
+        """The routes of the edge with this index, in the forward or the backward pass."""
         return (self.forward if is_forward else self.backward)[edge]
 
 
 def edges_of(plan: Plan) -> tuple[Edge, ...]:
-    """Bridges first: each encoder replica to each of the LLM's, or, where they share a grid, to its own."""
+    """All edges of a plan, bridges first. A bridge joins each encoder replica to each LLM replica, or, where the two
+    modules share a grid, to the LLM replica on its own ranks."""
     stages = stages_of(plan)
     first_llm = next(stage for stage in stages if stage.module == "llm")
     bridges = [
@@ -99,7 +102,8 @@ def make_routes(workers: Sequence[Worker], edges: Sequence[Edge]) -> Routes:
 
 
 def lanes_of(num_sending: int, num_receiving: int) -> list[tuple[int, int]]:
-    """Which rank of a sending worker each rank of a receiving one gets a message from, as pairs of places in them."""
+    """For each rank of a receiving worker, the rank of the sending worker that its message comes from: pairs (place in
+    the sending worker, place in the receiving worker)."""
     return [(place * num_sending // num_receiving, place) for place in range(num_receiving)]
 
 

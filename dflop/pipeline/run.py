@@ -2,8 +2,8 @@
 
 The rank may carry several nodes: each has a `StageWork` that computes for it. Sizes of everything received are known
 from the schedule, so nothing is exchanged to learn them. Sends are asynchronous, and each message takes the wire that
-`routes` gives it. What one of the rank's nodes makes for another of them is handed over as it is, without a copy. The
-ranks of a worker carry out the same instructions, each with wires of its own.
+`routes` gives it. A tensor from one node to another of the same rank is handed over without a copy. The ranks of a
+worker carry out the same instructions, each with wires of its own.
 """
 
 import time
@@ -22,22 +22,22 @@ __all__ = ["Links", "StageWork", "Waits", "Wire", "run_instructions"]
 
 
 class StageWork(Protocol):
-    """What one node computes. Tensors come and go by edge; an edge without data is left out of the mappings.
+    """The computations of one node. Mappings hold a tensor by the index of its edge, and leave out edges without data.
 
-    A work that never splits its backward needs neither `backward_input` nor `backward_weight`.
+    An implementation that never splits its backward needs neither `backward_input` nor `backward_weight`.
     """
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
-        """Shape of what travels over an edge, the same in both directions; None where nothing does."""
+        """Shape of the tensor that travels over an edge, the same in both directions; None where none does."""
 
     def prepare(self, microbatch: int) -> None:
-        """Have the microbatch's own inputs at hand; waiting for them is not part of the computation."""
+        """Wait until the microbatch's own inputs are at hand; this wait does not count as computing."""
 
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Compute, and return what goes over each outgoing edge."""
+        """Compute, and return the tensor for each outgoing edge."""
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Take the gradients of what went out; return those of what was received."""
+        """Take the gradients of the tensors that `forward` returned; return those of the tensors it received."""
 
     def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """As `backward`, but leave the gradients of the weights to `backward_weight`."""
@@ -61,8 +61,9 @@ class Links:
     """One rank's ends of a program's edges.
 
     `sends` and `receives` are keyed by (edge, is forward): over an edge a rank sends to any number of others, and
-    receives from one. `inner` are the edges of which the rank carries both ends, and `shared` those that other ranks of
-    the taking node get messages over: all of them must take the same values.
+    receives from one. `inner` are the edges of which the rank carries both ends. `shared` are those over which other
+    ranks of the receiving node get messages; all ranks of this node must take the same values, so the tensor that is
+    handed over inside this rank is rounded as a message is.
     """
 
     edges: tuple[Edge, ...]
@@ -88,8 +89,10 @@ class Waits:
 def run_instructions(
     instructions: Sequence[Instruction], works: Mapping[int, StageWork], links: Links, waits: Waits | None = None
 ) -> list[Span]:
-    """Carry out one step's instructions of a rank, whose nodes `works` names; returns the computations with their
-    times. Where `waits` is given, what the host waited for is added to it."""
+    """Carry out one step's instructions of a rank, with the work of each of its nodes in `works`.
+
+    Returns the computations with their times. The times at which the host waited are added to `waits`.
+    """
     step = _Step(works, links, waits or Waits())
     for item in instructions:
         _CARRY_OUT[item.op](step, item)
@@ -97,7 +100,7 @@ def run_instructions(
 
 
 class _Step:
-    """What is under way in a step: tensors by (is forward, node, microbatch) and edge, and messages not yet taken."""
+    """The state of a step: tensors by (is forward, node, microbatch) and edge, and sends that are under way."""
 
     def __init__(self, works: Mapping[int, StageWork], links: Links, waits: Waits) -> None:
         self._works, self._links, self._clock, self._waits = works, links, _Clock(links.device), waits
@@ -162,7 +165,7 @@ class _Step:
         return self._clock.spans()
 
     def _pass_on(self, item: Instruction, made: dict[int, torch.Tensor]) -> None:
-        """Hand over what another node of this rank takes, and keep the rest until its send."""
+        """Hand over the tensors that other nodes of this rank take, and keep those that are sent until their send."""
         forward = item.op is Op.FORWARD
         for number, tensor in made.items():
             if number in self._links.inner:
@@ -196,7 +199,7 @@ def _noted(waits: list[tuple[float, float]] | None):
 
 
 class _Clock:
-    """Spans of computations: by the host's clock on CPUs, by CUDA events where kernels run behind the host."""
+    """Spans of computations: by the host's clock on CPUs, by CUDA events on GPUs, where kernels run asynchronously."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"

@@ -1,7 +1,7 @@
-"""Whether training can carry out a plan: what executors declare of themselves, gathered.
+"""Whether training can carry out a plan: the limits that executors declare, gathered.
 
-A folder whose code carries out plans declares what it cannot do beside that code, in a file `limits.py` that needs no
-torch. This is the one place that asks them, by name: planning stands above training, and asks without importing it.
+A folder with code that carries out plans declares the plans that this code cannot do in a file `limits.py`, which needs
+no torch. Only this module reads these files. It finds them by name, since planning may not import training.
 """
 
 from functools import cache
@@ -13,7 +13,7 @@ __all__ = ["why_not_runnable"]
 
 
 def why_not_runnable(plan: Plan) -> str | None:
-    """A sentence on what keeps the plan from being trained, and the way out; None when nothing does."""
+    """A sentence on why the plan cannot be trained, with the way out; None when it can be."""
     said = (limit(plan) for own in _declared() for limit in own.LIMITS)
     return next((why for why in said if why), None)
 

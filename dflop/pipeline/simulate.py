@@ -41,10 +41,11 @@ _BLOCK = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bridges:
-    """What crosses from encoders to the LLM, one entry a message; each array is [num_messages].
+    """The messages from encoders to the LLM, one entry a message; each array is [num_messages].
 
-    `source` is a node of an encoder's last stage, `target` one of the LLM's first, both numbered as in `nodes_of`;
-    gradients take as long on the way back. `batch` says of which global batch a message is, where there are several.
+    `source` is a node of an encoder's last stage, `target` one of the LLM's first, both numbered as in `nodes_of`.
+    Gradients take as long on the way back. Where there are several global batches, `batch` is the index of the
+    message's own.
     """
 
     source: np.ndarray
@@ -63,10 +64,10 @@ class Bridges:
 class StageTimes:
     """Seconds of a step's parts, of one global batch or, with a leading axis everywhere, of several.
 
-    `forward_s` and `backward_s` are [num_nodes, num_microbatches]; so is `weight_s`, the part of `backward_s` that only
-    weights wait for, which schedules that split the backward need. `chain_s` [num_nodes, num_microbatches] is what
-    it takes to the next stage of the same module and back from it. `sync_s` [num_nodes] is the gradient sync's,
-    always without the leading axis.
+    `forward_s` and `backward_s` are [num_nodes, num_microbatches]. So is `weight_s`, the part of `backward_s` for the
+    gradients of weights, which schedules that split the backward need. `chain_s` [num_nodes, num_microbatches] is the
+    time of the transfer to the next stage of the same module, and that of the transfer back from it. `sync_s`
+    [num_nodes] is the time of the gradient sync, always without the leading axis.
     """
 
     forward_s: np.ndarray
@@ -97,7 +98,7 @@ class Timeline:
 
 
 def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
-    """Run one step with the given times."""
+    """The timeline of one step (one global batch) with these times."""
     shape = (3, plan.num_nodes * plan.num_microbatches)
     start_s, end_s = np.full(shape, np.nan), np.full(shape, np.nan)
     step_s = float(_run(plan, times, start_s, end_s)[0])
@@ -114,7 +115,7 @@ def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
 
 
 def simulate_step_s(plan: CompiledPlan, times: StageTimes) -> float | np.ndarray:
-    """The step time alone; of several global batches [num_batches]."""
+    """The step time alone, in seconds; with several global batches an array [num_batches]."""
     end_s = np.empty((3, plan.num_nodes * plan.num_microbatches))
     step_s = _run(plan, times, np.empty((0, 0)), end_s)
     return step_s if times.forward_s.ndim == 3 else float(step_s[0])
@@ -123,19 +124,19 @@ def simulate_step_s(plan: CompiledPlan, times: StageTimes) -> float | np.ndarray
 def peak_bytes(
     plan: CompiledPlan, activation_bytes: np.ndarray, transient_bytes: np.ndarray, put_off: np.ndarray | None = None
 ) -> np.ndarray:
-    """The most that each worker holds at a time for microbatches in flight, [num_workers], on each of its ranks.
+    """The most bytes that each rank of a worker holds at a time for microbatches in flight, [num_workers].
 
-    Both arrays are [num_nodes, num_microbatches]: what a microbatch keeps from its forward to the end of its
-    backward, and what comes on top while it is computed. Where the weights' part of the backward is apart, `put_off`
-    [num_stages] is the share of the first that is kept until then, by default all of it. Only the order matters, not
-    how long anything takes.
+    Both arrays are [num_nodes, num_microbatches]: the bytes that a microbatch keeps from its forward to the end of its
+    backward, and those that come on top while it is computed. Where the backward is split, `put_off` [num_stages] is
+    the share of the kept bytes that stays until the weight part, by default all. Only the order of computations
+    matters, not their times.
     """
     shares = np.ones(len(plan.stages)) if put_off is None else put_off
     return peak_bytes_of(plan.order, plan.stages, activation_bytes, transient_bytes, shares, plan.num_workers)
 
 
 def _by_node(plan: CompiledPlan, cells: np.ndarray) -> np.ndarray:
-    """What is known of cells, [3, num_cells], as [3, num_nodes, num_microbatches]."""
+    """Values by cell, [3, num_cells], as [3, num_nodes, num_microbatches]."""
     parts, first = [], 0
     for dp in plan.stages[:, DP]:
         own = cells[:, first : first + dp * plan.num_microbatches]
@@ -181,8 +182,8 @@ def _walk_batches(
     start_s,
     end_s,
 ):
-    """Step times [num_batches]; `end_s` and `start_s` are `walk`'s of the last batch (no batch reads what it has not
-    written itself)."""
+    """Step times [num_batches]. `end_s` and `start_s` are those of `walk` for the last batch; they need not be cleared
+    between batches, since `walk` reads only ends that it has written."""
     num_batches, num_nodes, num_microbatches = forward_s.shape
     starts, source, target, message_s = _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges)
     num_lists = num_microbatches * num_encoders * stages[:, PARTS].max()
@@ -203,7 +204,7 @@ def _walk_batches(
 
 @kernel
 def _put_in_cells(stage, times_s, seconds, ways_s):
-    """A stage's times, of which each is given for all stages as [num_nodes, num_microbatches], as `walk` takes them."""
+    """Write a stage's times, each given for all stages as [num_nodes, num_microbatches], to the arrays of `walk`."""
     forward_s, backward_s, weight_s, chain_s = times_s
     num_microbatches = forward_s.shape[1]
     dp, first_node, is_split = stage[DP], stage[FIRST_NODE], stage[KIND] == SPLIT_BACKWARD

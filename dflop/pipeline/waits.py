@@ -1,7 +1,7 @@
-"""Who waits for whom in a step, computation by computation: for programs that set up equations of a few replicas,
-none of which share parameters.
+"""The dependencies of a step, computation by computation, for linear programs over a few replicas.
 
-The simulator's walk knows the same from the order that it goes in; here each dependency stands by itself.
+No replicas may share parameters. The simulator's walk has the same dependencies in the order of its loop; here each is
+listed by itself.
 """
 
 from typing import NamedTuple
@@ -16,19 +16,19 @@ __all__ = ["Computation", "computations_of"]
 
 
 class Computation(NamedTuple):
-    """A replica's pass of a microbatch; the others that it waits for are numbers in the list of all."""
+    """A replica's pass of a microbatch. The computations that it waits for are given by index in the list of all."""
 
     which: int
     stage: int
     replica: int
     microbatch: int
-    on_workers: tuple[int, ...]  # what its workers do before
+    on_workers: tuple[int, ...]  # the last computations of its workers before it
     neighbour: int  # the same pass of the stage before (forward) or behind (backward), -1 for none
-    bridged: tuple[int, ...]  # passes on the other side of bridges
+    bridged: tuple[int, ...]  # the same pass at the other ends of its bridges
 
 
 def computations_of(plan: CompiledPlan) -> tuple[list[Computation], list[int]]:
-    """All computations in an order in which each stands behind what it waits for; and each worker's last one."""
+    """All computations, each after those that it waits for; and the index of each worker's last one."""
     stages = plan.stages
     bridge_ends = {
         FORWARD: np.flatnonzero(stages[:, BRIDGE_OUT] >= 0).tolist(),

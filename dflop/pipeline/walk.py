@@ -1,15 +1,13 @@
 """The simulator's walk: when everything in a step ends, in one pass over a compiled plan's order.
 
-Planning, scheduling and the step search's trials all come here, millions of times. So whatever is the same for all
-steps of a plan is worked out beforehand (`walk_items`), all replicas of a stage stand side by side in memory, and
-nothing is allocated.
+Planning, scheduling and the step search call it millions of times. So whatever is the same for all steps of a plan is
+worked out beforehand (`walk_items`), all replicas of a stage stand side by side in memory, and nothing is allocated.
 
 A *cell* is one replica's microbatch in one stage; those of a stage lie together, by microbatch and then by replica:
-cell (stage, microbatch, replica) is `first_node * num_microbatches + microbatch * dp + replica`. What crosses bridges
-is kept in lists of messages, one for each microbatch, encoder and part of its replicas (of most plans there is one):
-list (microbatch, encoder, part) is number `(microbatch * num_encoders + encoder) * num_parts + part`. Indices are
-unsigned: numba would look at each signed one whether it counts from the end, which takes more time than the rest of the
-walk.
+cell (stage, microbatch, replica) is `first_node * num_microbatches + microbatch * dp + replica`. The messages over
+bridges stand in lists, one for each microbatch, encoder and part of its replicas (most plans have one part): list
+(microbatch, encoder, part) is number `(microbatch * num_encoders + encoder) * num_parts + part`. Indices are unsigned:
+numba would check of each signed index whether it counts from the end, which takes more time than the rest of the walk.
 """
 
 from typing import NamedTuple
@@ -40,34 +38,39 @@ __all__ = [
     "walk_items",
 ]
 
-# Columns of `CompiledPlan.stages`. The stages before and behind are of the same module, -1 where there is none; bridges
-# end at the LLM's first stage and begin at an encoder's last, whose number among the encoders BRIDGE_OUT holds, -1
-# elsewhere; KIND says what a backward is. So many neighbouring replicas as SHARED says meet in each pass, whose weights
-# are divided among them; 1 where none do. The replicas come in PARTS equal parts, each with its own order.
+# Columns of `CompiledPlan.stages`:
+# - STAGE_BEFORE and STAGE_BEHIND: the neighbouring stages of the same module, -1 where there is none.
+# - BRIDGE_IN: 1 for the LLM's first stage, where bridges end. BRIDGE_OUT: for an encoder's last stage, where bridges
+#   begin, the number of the encoder; -1 elsewhere.
+# - KIND: one of NO_BACKWARD, WHOLE_BACKWARD and SPLIT_BACKWARD.
+# - SHARED: how many neighbouring replicas share parameters, and so wait for each other in each pass; 1 where none do.
+# - PARTS: the replicas come in so many equal parts, each with its own order.
 NUM_COLUMNS = 11
 DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, KIND, SHARED, PARTS = range(
     NUM_COLUMNS
 )
 NO_BACKWARD, WHOLE_BACKWARD, SPLIT_BACKWARD = range(3)
 
-# Columns of `walk_items`, of an item's pass on all replicas of a stage or a part of them: its first cell; those
-# replicas' workers; whether they wait for the neighbouring stage's same pass, and that one's first cell; the lists of
-# messages it awaits; how many replicas meet.
+# Columns of `walk_items`. An item is a pass of a microbatch on all replicas of a stage, or on a part of them. The
+# columns are: the pass; the first cell; the number of replicas; their first worker, and workers a replica; whether the
+# item waits for the same pass of a neighbouring stage, and the first cell of that; the first list of messages that it
+# waits for, and how many lists; SHARED of the stage.
 _PASS, _CELL, _DP, _WORKER, _SPAN, _HAS_NEIGHBOUR, _NEIGHBOUR, _FIRST_LIST, _NUM_LISTS, _SHARED = range(10)
 
 
 class Messages(NamedTuple):
-    """What crosses bridges, in lists: list l is the `count[l]` entries from `first[l]` on, in any order."""
+    """The messages over bridges, in lists: list l is the `count[l]` entries from `first[l]` on, in any order."""
 
     first: np.ndarray  # unsigned, [num_lists]
     count: np.ndarray  # unsigned, [num_lists]
     source: np.ndarray  # unsigned, [num_entries]: the cell of an encoder's last stage
     target: np.ndarray  # unsigned, [num_entries]: the cell of the LLM's first stage
-    seconds: np.ndarray  # [num_entries], either way
+    seconds: np.ndarray  # [num_entries], the same in both directions
 
 
 def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> np.ndarray:
-    """A plan's order, [num_items, 4] of pass, stage, microbatch and part of the replicas, as `walk` takes it."""
+    """A plan's order, [num_items, 4] of pass, stage, microbatch and part of the replicas, as `walk` takes it: uint64
+    [num_items, 10]."""
     which, stage, microbatch, part = order.T
     num_replicas, num_parts = stages[stage, DP] // stages[stage, PARTS], stages[:, PARTS].max()
     is_forward, is_weight = which == FORWARD, which == WEIGHT
@@ -96,11 +99,11 @@ def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> 
 
 @kernel
 def walk(items, seconds, chain_s, messages, clocks, end_s, start_s):
-    """Write when each cell ends to `end_s`, and when each worker has ended its last to `clocks` [num_workers].
+    """Write the end of each cell to `end_s`, and the end of each worker's last computation to `clocks` [num_workers].
 
-    `seconds`, [3 (pass), num_cells], is what each computation takes, and `chain_s` [num_cells] the way to the next
-    stage of the module or back from it. `end_s` is like `seconds`; so is `start_s`, unless it is empty. Replicas that
-    meet begin and end together; each is taken to wait for the slowest of them before it starts.
+    `seconds` [3 (pass), num_cells] is the time of each computation, and `chain_s` [num_cells] that of the transfer to
+    the next stage of the module or back from it. `end_s` has the shape of `seconds`, and so has `start_s` unless it is
+    empty. Replicas that share parameters end together; each is taken to wait for the slowest before it starts.
     """
     keeps_starts = start_s.size > 0
     clocks[:] = 0.0
@@ -109,7 +112,7 @@ def walk(items, seconds, chain_s, messages, clocks, end_s, start_s):
         span, before = items[item, _SPAN], items[item, _NEIGHBOUR]
         has_neighbour, num_lists = items[item, _HAS_NEIGHBOUR] > 0, items[item, _NUM_LISTS]
         shared = items[item, _SHARED]
-        # Going forward it is the stage before that has the way to go, going backward this one.
+        # In forward, the transfer is that of the stage before; in backward, that of this stage.
         way = before if which == FORWARD else first
         if span == 1 and num_lists == 0 and shared == 1 and not keeps_starts:
             # By far most items: one loop.

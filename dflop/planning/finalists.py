@@ -1,8 +1,8 @@
-"""The last word between plans that are priced alike: what their batches take once they are scheduled.
+"""The final choice between plans with nearly equal prices: by the step times of scheduled batches.
 
-A plan is priced on batches that are regrouped in a simple way, which serves all plans alike. Training schedules each
-batch for its own plan, which shortens the steps of some plans more than those of others. Between plans whose prices are
-within a percent of each other, that decides.
+A plan is priced on batches that are regrouped in a simple way, the same for all plans. In training, the scheduler
+regroups each batch for its plan, which shortens the steps of some plans more than those of others. Among plans whose
+prices are within a percent of the fastest, the scheduled step times decide.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from dflop.scheduling import BatchScheduler, GlobalBatches
 
 __all__ = ["FINALISTS_WITHIN", "with_finalists_scheduled"]
 
-# How much longer than the fastest a finalist's price may be.
+# The most that a finalist's price may be, as a multiple of the fastest plan's.
 FINALISTS_WITHIN = 1.01
 _NUM_BATCHES = 2
 # A batch of more samples takes seconds to schedule, for each of the finalists.
@@ -54,7 +54,7 @@ def with_finalists_scheduled(
 def _scheduled_s(
     candidate: Candidate, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
 ) -> float:
-    """The mean scheduled step; infinite where memory holds no schedule."""
+    """The mean step time of scheduled batches; infinite where a batch does not fit into memory."""
     pricer = Pricer(
         candidate.plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
     )

@@ -1,8 +1,8 @@
-"""What a plan asks of the machines' cores: how many loader processes a rank needs, and when cores are too few.
+"""Loading by CPU cores: how many loader processes a rank needs for a plan, and when the cores are too few.
 
-A rank loads for each of its nodes that reads records: an encoder's first stage reads and decodes media, the LLM's first
-and last stage text. Of the ranks that share a stage by tensor parallelism the first decodes media for all, and each
-reads text.
+A rank loads for each of its pipeline stages that reads records: an encoder's first stage reads and decodes media, the
+LLM's first and last stage read text. Of the tensor-parallel ranks of a stage, the first decodes media for all of them,
+while each reads text.
 """
 
 import math
@@ -20,19 +20,20 @@ from dflop.runtime import UserError
 
 __all__ = ["LoadingNeed", "loading_need", "loading_note", "planned_loaders"]
 
-# A step that loading makes longer by more than this is worth a word.
+# Users are warned where loading makes a step longer by more than this factor.
 _WORTH_A_WORD = 1.03
-# Loaders finish unevenly, and a rank should not wait for them: so much more than what they take on average.
+# Loaders finish unevenly, and ranks should not wait for them: processes are planned for this many times the mean time.
 _ROOM = 1.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadingNeed:
-    """What loading for one step takes.
+    """The loader processes and core time for one step.
 
-    `rank_s` is what one process would take for the rank that loads most, `num_processes` how many it needs to be no
-    slower than its step. `step_s` is the expected step with these loaders on `num_cores` cores a node: longer than the
-    plan's own where ranks and loaders together need more core time than there is, or more processes than cores.
+    `rank_s` are the seconds that one process would take for the rank that loads most. `num_processes` is the number of
+    processes with which a rank's loading is no slower than its step, as far as there are cores for them. `step_s` is
+    the expected step time with these loaders on `num_cores` cores a node. It is longer than the plan's own where ranks
+    and loaders together need more core time than there is, or more processes than cores.
     """
 
     rank_s: float
@@ -41,7 +42,7 @@ class LoadingNeed:
     step_s: float
 
     def to_dict(self) -> dict[str, float | int]:
-        """As it stands in plan.yaml."""
+        """The section `loading` of plan.yaml."""
         return {
             "rank_s": float(f"{self.rank_s:.4g}"),
             "processes": self.num_processes,
@@ -59,7 +60,7 @@ def loading_need(
     step_s: float,
     idle: float,
 ) -> LoadingNeed:
-    """Of a plan whose step takes `step_s` with batches at hand, with this share of `idle`."""
+    """The need of a plan. Without loading, its step takes `step_s` seconds, of which the share `idle` is waiting."""
     rank_s, node_core_s = _of_ranks(plan, times, cluster, global_batch_size)
     ranks_here = min(plan.world_size, cluster.devices_per_node)
     cores = times.num_cores
@@ -75,7 +76,7 @@ def loading_need(
 
 
 def loading_note(need: LoadingNeed, step_s: float) -> str:
-    """What a user should know of a plan's loading."""
+    """A note for users on a plan's loading, with a warning and advice where loading is the bottleneck."""
     note = (
         f"loading: {need.rank_s:.3g} s of one process for the rank that loads most, beside a step of {step_s:.3g} s; "
         f"{need.num_processes} loader process{'es' if need.num_processes > 1 else ''} a rank"
@@ -90,7 +91,11 @@ def loading_note(need: LoadingNeed, step_s: float) -> str:
 
 
 def planned_loaders(plan_path: Path) -> int:
-    """How many loader processes a rank needs, as plan.yaml says; 1 where nothing was measured."""
+    """The number of loader processes a rank in plan.yaml; 1 where loading was not measured.
+
+    Raises:
+        UserError: when the number in plan.yaml is not a whole number of at least 1.
+    """
     loading = (yaml.safe_load(plan_path.read_text(encoding="utf-8")) or {}).get("loading") or {}
     number = loading.get("processes", 1)
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -99,7 +104,8 @@ def planned_loaders(plan_path: Path) -> int:
 
 
 def _of_ranks(plan: Plan, times: LoadingTimes, cluster: ClusterConfig, global_batch_size: int) -> tuple[float, float]:
-    """Seconds of a step's loading of the rank that loads most, and core seconds of the node that does."""
+    """For one step, the seconds of loading of the rank that loads most, and the core seconds of the machine that loads
+    most."""
     nodes = nodes_of(plan)
     of_batch = {grid.module: times.of_batch(grid.module, global_batch_size) for grid in plan.grids}
     of_rank = np.zeros((plan.world_size, 2))

@@ -1,4 +1,4 @@
-"""What `plan.fixed`, or `plan.today`, pins, in words."""
+"""The pins of `plan.fixed` or `plan.today` as text, for messages."""
 
 from dataclasses import replace
 
@@ -8,12 +8,12 @@ __all__ = ["pins_of", "without_each"]
 
 
 def pins_of(fixed: FixedPlan) -> list[str]:
-    """What is pinned, in words."""
+    """Each pin as text, such as `llm tp=2`."""
     return list(without_each(fixed))
 
 
 def without_each(fixed: FixedPlan) -> dict[str, FixedPlan]:
-    """Every pin in words, and what is pinned without it."""
+    """For each pin as text, the pins without it."""
     without = {}
     for module, grid in fixed.modules.items():
         for size in ("tp", "pp", "dp", "sharding"):

@@ -1,4 +1,4 @@
-"""Uneven pipeline splits: layers given out so that embedding and head, too, are somebody's share of the work."""
+"""Uneven pipeline splits: stages with the embedding or the head get fewer layers."""
 
 import numpy as np
 
@@ -12,9 +12,9 @@ __all__ = ["balanced_splits", "least_slowest"]
 
 
 def balanced_splits(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Splits:
-    """For each LLM tp and number of stages the split whose slowest stage is fastest, where it is not the even one.
+    """For each LLM tp and number of stages, the split with the fastest slowest stage, unless that is the even split.
 
-    Embedding and head weigh on the first and the last stage; how much depends on the samples' mean.
+    The embedding adds time to the first stage and the head to the last, as computed for the mean sample.
     """
     splits: dict[tuple[int, int], tuple[int, ...]] = {}
     num_layers = spec.module("llm").num_layers
@@ -31,8 +31,10 @@ def balanced_splits(config: Config, spec: ModelSpec, costs: CostModel, batches: 
 
 
 def least_slowest(num_layers: int, extra: np.ndarray) -> tuple[int, ...]:
-    """Layers a stage, at least one each, so that the largest of layers + extra is least; ties go to the later stage,
-    which has fewer microbatches in flight."""
+    """The number of layers in each stage, at least one, so that the largest of layers + `extra` [pp] is minimal.
+
+    `extra` is in units of a layer's time. Ties go to the later stage, which has fewer microbatches in flight.
+    """
     counts = np.ones(len(extra), dtype=int)
     for _ in range(num_layers - len(extra)):
         counts[len(extra) - 1 - int(np.argmin((counts + extra)[::-1]))] += 1

@@ -1,4 +1,4 @@
-"""Which rows of the space can be trained today."""
+"""Which rows of the search space can be trained today."""
 
 import numpy as np
 import polars as pl
@@ -11,7 +11,7 @@ __all__ = ["trainable_rows"]
 
 
 def trainable_rows(family: str, rows: pl.DataFrame, splits: Splits) -> np.ndarray:
-    """Which rows can be trained today, [num_rows]; asked of one row of each kind, since plans are many."""
+    """Which rows can be trained today, bool [num_rows]. Since rows are many, one row of each kind is checked."""
     if why_family_cannot_run(family):
         return np.zeros(len(rows), dtype=bool)
     modules = modules_of(rows.columns)

@@ -1,4 +1,4 @@
-"""A batch as a plan's balancing problem, and the step time that no assignment of it can undercut."""
+"""A batch as a plan's balancing problem, and a lower bound of its step time over all assignments."""
 
 from collections.abc import Mapping
 
@@ -13,18 +13,20 @@ from dflop.runtime import UserError
 
 __all__ = ["balanced_loads_s", "least_step_s", "pose_problem", "seconds_of_columns"]
 
-# What no sample takes: an hour.
+# More seconds than any sample takes in a stage: an hour.
 _MOST_SAMPLE_S = 3600.0
 
 
 def pose_problem(stage_costs: StageCosts, memory: PlanMemory, shapes: SampleShapes) -> BatchProblem:
-    """The batch as a balancing problem: what each sample adds to its bucket, on each module's slowest stage.
+    """The batch as a balancing problem: the seconds that each sample adds to its bucket on each module's slowest stage.
 
-    Buckets are kept within an even part of the memory where the batch allows it. Where it does not, a bucket may
-    hold more than that if others hold less, which is for the memory of a whole assignment to say.
+    The token limit of a bucket is what memory allows when all buckets are full alike. Where the batch cannot keep this
+    limit, there is none: a bucket may hold more if others hold less. Whether that fits is then checked on the whole
+    assignment (`memory_limit`).
 
     Raises:
-        UserError: the costs of a sample cannot be true, or the samples are too few for the buckets.
+        UserError: the costs of a sample cannot be true, the samples are too few for the buckets, or the parameters
+            alone do not fit into memory.
     """
     plan = stage_costs.plan
     llm, num_tokens = plan.grid("llm"), max(1, int(shapes.llm_tokens.sum()))
@@ -48,7 +50,8 @@ def pose_problem(stage_costs: StageCosts, memory: PlanMemory, shapes: SampleShap
 
 
 def balanced_loads_s(plan: Plan, of_modules: Mapping[str, np.ndarray]) -> np.ndarray:
-    """What samples add to buckets, [num_samples, num_loads], given seconds on each module's stages, [pp, num_samples].
+    """Seconds that samples add to buckets, [num_samples, num_loads], given those on each module's stages, [pp,
+    num_samples].
 
     The columns are those of `seconds_of_columns`. All buckets of a microbatch share an encoder's replicas, so its load
     counts by the ratio of the LLM's replicas to its own.
@@ -60,10 +63,11 @@ def balanced_loads_s(plan: Plan, of_modules: Mapping[str, np.ndarray]) -> np.nda
 
 
 def seconds_of_columns(plan: Plan, of_modules: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Seconds that samples take on one rank, [num_samples, num_loads], given those on each module's stages.
+    """Seconds that samples take on one rank, [num_samples, num_loads], given those on each module's stages, [pp,
+    num_samples].
 
-    There is a column for each encoder and one for the LLM. Without bridges, encoders work with the LLM's first stage:
-    then there is one column for all that this stage's ranks do, and one for the LLM.
+    There is a column for each encoder and one for the LLM. Without bridges, encoders are on the ranks of the LLM's
+    first stage: then there is one column for everything that these ranks compute, and one for the LLM.
     """
     encoders, llm_s = plan.grids[:-1], of_modules["llm"]
     if PLACEMENTS[plan.placement].has_bridges or not encoders:
@@ -74,9 +78,11 @@ def seconds_of_columns(plan: Plan, of_modules: Mapping[str, np.ndarray]) -> np.n
 
 
 def least_step_s(stage_costs: StageCosts, shapes: SampleShapes) -> float:
-    """No schedule of this batch is faster: each stage's work over its replicas, and its largest sample.
+    """A lower bound, in seconds, of the step time of any schedule of this batch.
 
-    Where modules share ranks, nor than all of the work over all ranks, or what the first stage does of all modules.
+    It is the largest of each stage's work divided by its number of replicas, and each stage's work on its largest
+    sample. Where encoders use all of the LLM's ranks, it is also at least all work divided by all ranks. Where they
+    share the ranks of its first stage only, the work of all modules on these ranks counts as that of one stage.
     """
     plan = stage_costs.plan
     works_s = [
@@ -96,7 +102,7 @@ def least_step_s(stage_costs: StageCosts, shapes: SampleShapes) -> float:
 
 
 def _check_costs(module: str, shapes: SampleShapes, loads_s: np.ndarray) -> None:
-    """No sample takes less than no time, none an LLM no time, none a stage longer than `_MOST_SAMPLE_S`."""
+    """Refuse a sample with negative seconds in a stage, more than `_MOST_SAMPLE_S`, or 0 seconds in the LLM."""
     is_llm = module == "llm"
     is_wrong = ~((loads_s >= 0) & (loads_s <= _MOST_SAMPLE_S)) | (is_llm & (loads_s == 0))
     if is_wrong.any():
@@ -104,6 +110,6 @@ def _check_costs(module: str, shapes: SampleShapes, loads_s: np.ndarray) -> None
         raise UserError(
             f"the costs say that sample {shapes.sample_id[sample]!r} ({shapes.num_items[sample].sum()} items, "
             f"{shapes.llm_tokens[sample]} LLM tokens) takes a stage of {module} {loads_s[sample]:.3g} s, which "
-            f"must be {'more than 0' if is_llm else '0'} to {_MOST_SAMPLE_S:.0f}; measure them anew (delete costs/ of "
-            "the run, or `dflop profile-costs` and `dflop fit-costs`)"
+            f"must be {'above' if is_llm else 'at least'} 0 and at most {_MOST_SAMPLE_S:.0f}; measure them again "
+            "(delete costs/ of the run, or `dflop profile-costs` and `dflop fit-costs`)"
         )

@@ -1,9 +1,9 @@
-"""Correction: what the cost table gets wrong, learned from measured microbatches.
+"""Corrections of the cost table, learned from measured microbatches.
 
 Microbatches of similar shape share a bin. For each bin and pass one factor is learned: how much longer they take than
 the table says. `Learner` learns the factors from measured seconds; `Corrections` holds them as they were after some
-step, and pricing multiplies every stage time by them. Nothing here knows a clock or a file; `correction_loop` says when
-to measure.
+step, and pricing multiplies every stage time by them. Nothing here uses a clock or a file; `correction_loop` decides
+when to measure.
 
 A bin is an octave of the module's main load (items of an encoder, tokens of the LLM) and also one of the mean segment,
 sum_sq_tokens over that load, which is 0 where an encoder's items are all of one size. Throughput depends on both: small
@@ -40,15 +40,15 @@ NUM_LOAD_BINS, NUM_SEGMENT_BINS = 32, 24
 
 # The weight of the newest step's ratio in the moving average.
 _WEIGHT = 0.3
-# A bin's factor is used after so many microbatches and `_NUM_RECENT` steps in which it occurred.
+# A bin's factor is used once the bin has occurred in this many microbatches, and in `_NUM_RECENT` steps.
 _MIN_CELLS = 6
-# The moving average takes in the trimmed mean of so many last steps, without the least and the largest. One odd step
-# changes nothing, and what often takes long still counts, as it does in a step time (a median would drop it).
+# The moving average is fed with a trimmed mean: that of this many last steps, without the smallest and the largest. So
+# one odd step changes nothing, but long times that occur often still count, as in a step time (a median drops them).
 _NUM_RECENT = 5
-# Factors closer to one are noise to a schedule: 3 %.
+# Factors within 3 % of one are treated as one: so small a difference does not matter to a schedule.
 _DEADBAND = math.log(1.03)
 # Factors are used while they remove at least this share of the table's error on steps that they were not yet learned
-# from. A moving average with the second number as its weight follows that share.
+# from. The errors are moving averages with the second number as their weight.
 _EXPLAINED, _HELD_OUT_WEIGHT = 0.1, 0.1
 # A table that is off by more than this in most bins ought to be measured again.
 _STALE = math.log(1.2)
@@ -94,13 +94,13 @@ class Corrections:
         return self.factors[module][:, *bins_of(loads)]
 
     def table(self, module: str) -> np.ndarray:
-        """A module's factors as they are multiplied, ones where there are none."""
+        """A module's factors, [2, NUM_LOAD_BINS, NUM_SEGMENT_BINS]; all ones where it has none."""
         return self.factors.get(module, np.ones((2, NUM_LOAD_BINS, NUM_SEGMENT_BINS)))
 
     def least(self, module: str, samples: Loads) -> np.ndarray:
         """The smallest factor of any microbatch that may hold a sample of this batch, [num_samples].
 
-        It has at least the sample's load and at most the batch's; its mean segment lies between their extremes.
+        Such a microbatch has the load of the sample to that of the batch, and a mean segment between its samples'.
         """
         if module not in self.factors:
             return np.ones(np.shape(samples.num_items))
@@ -176,7 +176,7 @@ class Learner:
         self.num_steps += 1
 
     def _compare(self, cells: Iterable[tuple[str, Loads, np.ndarray, np.ndarray]]) -> None:
-        """Hold the corrections of before against a step."""
+        """Compare the corrections learned before this step with its measured times."""
         so_far = self.learned
         if not so_far.factors:
             return
@@ -193,14 +193,14 @@ class Learner:
 
     @property
     def corrections(self) -> Corrections:
-        """What was learned, or nothing while the table predicts as well."""
+        """The learned factors, or none while they do not predict better than the table."""
         learned = self.learned
         return learned if self.held_out.pays else NO_CORRECTIONS
 
     @property
     def learned(self) -> Corrections:
-        """The factors of bins, as far as they can be told from noise; a bin of which too little is known takes the mean
-        of its module's and pass's."""
+        """The factors of all bins, shrunk as far as noise explains them. A bin with too few measurements gets the mean
+        factor of its module and pass."""
         groups: dict[tuple[str, int], dict[tuple[int, int], LearnedBin]] = {}
         for key, learned in sorted(self.bins.items()):
             if learned.counts:
@@ -218,7 +218,7 @@ class Learner:
         )
 
     def table(self) -> list[dict[str, Any]]:
-        """What is known of each bin, as a row of the `corrections` table."""
+        """One row of the `corrections` table (`CORRECTIONS_SCHEMA`) for each measured bin."""
         corrections = self.corrections
         return [
             {
@@ -237,7 +237,7 @@ class Learner:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes, of plain values."""
+        """The learner's state as plain values, for `from_dict`."""
         rows = [
             {
                 **key._asdict(),
@@ -263,7 +263,7 @@ class Learner:
 def bins_of(loads: Loads) -> tuple[np.ndarray, np.ndarray]:
     """The load bin and the segment bin of each microbatch, ints of the loads' shape.
 
-    The main load of what has tokens is their number, of all else that of items.
+    The main load of a microbatch with tokens is their number; that of any other is its number of items.
     """
     main = np.where(np.asarray(loads.num_tokens) > 0, loads.num_tokens, loads.num_items).astype(float)
     segment = np.asarray(loads.sum_sq_tokens) / np.maximum(main, 1.0)
@@ -282,20 +282,20 @@ def bin_of(loads):
 
 
 def stale_share(bins: Mapping[BinKey, LearnedBin]) -> float:
-    """Of the bins that count, the share whose times are off by more than a fifth; 0 where none counts."""
+    """Of bins with enough measurements, the share that is off by a factor above 1.2; 0 without such bins."""
     known = [learned for learned in bins.values() if learned.counts]
     return float(np.mean([abs(learned.log_ratio) > _STALE for learned in known])) if known else 0.0
 
 
 def is_stale(bins: Mapping[BinKey, LearnedBin]) -> bool:
-    """Whether most of the bins are off by more than a fifth: the table is not of this device, or not of today's."""
+    """Whether most of these bins are off: the table was measured on another device, or the device has changed."""
     return stale_share(bins) > 0.5
 
 
 def _followed(known: LearnedBin | None, ratio: float, num_cells: int) -> LearnedBin:
     recent = (*(known.recent if known else ()), ratio)[-_NUM_RECENT:]
     middle = float(np.mean(sorted(recent)[1:-1] if len(recent) > 2 else recent))
-    # Until there are enough recent steps there is nothing to average their mean with.
+    # The moving average begins with the trimmed mean of the first `_NUM_RECENT` steps.
     if known is not None and known.num_steps >= _NUM_RECENT:
         before = math.exp(known.log_ratio)
         middle = before + _WEIGHT * (middle - before)
@@ -308,10 +308,11 @@ def _followed(known: LearnedBin | None, ratio: float, num_cells: int) -> Learned
 
 
 def _believed(groups: list[dict[Any, LearnedBin]]) -> list[tuple[float, np.ndarray]]:
-    """Each group's mean log ratio, by microbatch, and its bins', all drawn together as far as noise explains them.
+    """Each group's mean log ratio over its microbatches, and the log ratio of each of its bins.
 
-    A schedule follows what differs: bins of a module from one another, and modules. Of five recent steps the fourth
-    less the second is a standard deviation (0.99 of it, for normal ones), whatever the tails.
+    Bins are shrunk towards their group's mean, and the means towards each other, as far as noise explains the
+    differences: only differences change a schedule. Of five recent steps in order, the fourth less the second estimates
+    a standard deviation (0.99 of it for a normal distribution), whatever the tails.
     """
     middles, errors, distances = [], [], []
     for bins in (list(group.values()) for group in groups):
@@ -331,11 +332,10 @@ def _believed(groups: list[dict[Any, LearnedBin]]) -> list[tuple[float, np.ndarr
 
 
 def _drawn(distances: np.ndarray, error: float) -> np.ndarray:
-    """Distances from a mean, less what their squared standard error makes of them (empirical Bayes, with the variance
-    between true values of DerSimonian and Laird 1986, unweighted).
+    """Distances from a mean, shrunk by the share of their variance that is noise: `error`, a squared standard error.
 
-    The error given is that of the mean of the recent steps, which the moving average undercuts by a third: what may be
-    noise is not believed.
+    This is empirical Bayes with the variance of DerSimonian and Laird (1986), unweighted. The error is that of a mean
+    over recent steps, which the moving average undercuts by a third: distances are shrunk rather too much.
     """
     between = float(np.mean(distances**2)) - error
     return distances * (between / (between + error) if between > 0 else 0.0)

@@ -1,6 +1,6 @@
-"""The file in which a run keeps what it learned of its costs' errors, for when it is taken up again.
+"""The file in which a run keeps its learned corrections, so that a resumed run goes on with them.
 
-What was learned of one cost table says nothing of another: the file names the costs it is about.
+Corrections of one cost table do not hold for another, so the file holds a digest of the costs that they belong to.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class CorrectionFile:
         self._about = prices_digest(pricer)
 
     def read(self) -> Learner:
-        """What was learned of these costs by this plan. A file about others is void, and deleted."""
+        """What was learned with these costs and this plan. A file for other costs or another plan is deleted."""
         about, learner = _read(self._path)
         if about != self._about:
             self._path.unlink(missing_ok=True)
@@ -32,8 +32,10 @@ class CorrectionFile:
         return learner
 
     def write(self, learner: Learner) -> None:
-        """Keep what is known now, where that is more than the file has. A disk that takes no more stops nothing: the
-        next call tries again."""
+        """Write what is learned now, if a step was learned since the last write or read.
+
+        Where the file cannot be written, as on a full disk, a warning is printed once and the next call tries again.
+        """
         if learner.num_steps == self._num_steps:
             return
         try:
@@ -48,19 +50,22 @@ class CorrectionFile:
 
 
 def prices_digest(pricer: Pricer) -> str:
-    """Of the costs and the plan, which predictions follow from: what shares a device, and how it is cut, changes what a
-    like microbatch takes."""
+    """A digest of the cost table's times and the plan.
+
+    The plan counts because the same microbatch takes longer or shorter depending on which modules share its device and
+    how they are split.
+    """
     text = repr((sorted(pricer.costs.times.items()), pricer.plan.to_dict()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_learned(path: Path) -> Learner:
-    """What a run has learned; nothing where it has no file, as with `schedule.correction: off`."""
+    """What a run has learned; an empty `Learner` where it has no file, as with `schedule.correction: off`."""
     return _read(path)[1]
 
 
 def _read(path: Path) -> tuple[str | None, Learner]:
-    """What a file is about, and what was learned of it. One that cannot be read is moved aside, and said."""
+    """A file's digest of costs and plan, and what was learned. A damaged file is moved aside with a warning."""
     if not path.exists():
         return None, Learner()
     try:

@@ -1,4 +1,4 @@
-"""What each of a plan's devices holds in a step, by category: for checks and for people."""
+"""The bytes on each of a plan's devices in a step, by category: for checks and for reports."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 
 def tensor_bytes(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> dict[str, np.ndarray]:
-    """By category, bytes of tensors on each worker's ranks, [num_workers]; activations are those of the step's peak."""
+    """Bytes of tensors on each rank of a worker, [num_workers], by category; activations are those at the peak."""
     held = {category: np.zeros(pricer.compiled.num_workers) for category in MEMORY_CATEGORIES}
     for stage in pricer.stages:
         workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)

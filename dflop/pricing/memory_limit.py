@@ -1,8 +1,8 @@
 """Memory as a limit: which samples a plan can hold at all, and how a batch's assignment is changed until it fits.
 
-A sample that a device cannot hold even alone in its microbatch is left out, with its name and what it would take.
-Every command asks here with the same shapes, costs and plan, so that all of them draw from the same samples. Whether
-samples fit beside each other is asked of a whole assignment (`Pricer.memory_bytes`).
+A sample that a device cannot hold even alone in its microbatch is left out, and reported by name with its bytes. Every
+command calls this module with the same shapes, costs and plan, so that all commands use the same samples. Whether
+samples fit together is checked for a whole assignment (`Pricer.memory_bytes`).
 """
 
 import itertools
@@ -21,8 +21,8 @@ from dflop.store import LEFT_OUT_SCHEMA
 
 __all__ = ["MOST_LEFT_OUT", "alone_bytes", "describe_left_out", "fits", "fitted", "leave_out_too_large", "without"]
 
-# The largest share of samples that may be left out. Beyond it the devices are too small, and a run would learn other
-# data.
+# The largest share of samples that may be left out. Beyond it the devices are too small, and a run would train on
+# noticeably different data.
 MOST_LEFT_OUT = 0.1
 # How many changes of an assignment are tried to make it fit, a fraction of a millisecond each.
 MOST_TRIALS = 400
@@ -33,8 +33,8 @@ _SHOWN = 3
 def alone_bytes(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
     """Bytes of the fullest device when a sample is alone in its microbatch and all others are empty, [num_samples].
 
-    No assignment takes less. Where modules share ranks, the sample's media and its text may be computed on different
-    ones; the choice that takes least counts.
+    No assignment needs less. Where modules share ranks, the sample's media and its text may be computed on different
+    ranks; the choice that needs least counts.
     """
     alone = samples_alone(pricer.plan, shapes)
     of_stages = list(zip(pricer.stages, pricer.memory.of_stages(alone), strict=True))
@@ -55,7 +55,13 @@ def leave_out_too_large(pricer: Pricer, samples: SampleShapes) -> tuple[SampleSh
 
 
 def without(samples: SampleShapes, needed_bytes: np.ndarray, limit_bytes: float) -> tuple[SampleShapes, pl.DataFrame]:
-    """The samples that need no more than the limit, and a row for each of the others (`LEFT_OUT_SCHEMA`)."""
+    """The samples that need no more than the limit, and a row for each of the others (`LEFT_OUT_SCHEMA`).
+
+    `needed_bytes` is [num_samples].
+
+    Raises:
+        UserError: more than a tenth of the samples need more.
+    """
     too_large = needed_bytes > limit_bytes
     out, needed_bytes = samples.take(np.flatnonzero(too_large)), needed_bytes[too_large]
     if len(out) > MOST_LEFT_OUT * len(samples):
@@ -84,7 +90,7 @@ def without(samples: SampleShapes, needed_bytes: np.ndarray, limit_bytes: float)
 
 
 def describe_left_out(left_out: pl.DataFrame) -> list[str]:
-    """Lines for people: the largest by name, and how many there are; none where there is nothing to say."""
+    """Lines to print: the largest left-out samples by name, and how many more there are; none if none are left out."""
     if left_out.is_empty():
         return []
     shown = left_out.sort("predicted_bytes", descending=True).head(_SHOWN)
@@ -97,6 +103,7 @@ def describe_left_out(left_out: pl.DataFrame) -> list[str]:
 
 
 def fits(pricer: Pricer, shapes: SampleShapes, assignment: Assignment) -> bool:
+    """Whether every device has room for the assignment, by its predicted bytes."""
     return max(pricer.memory_bytes(shapes, assignment).values()) <= pricer.memory.limit_bytes
 
 
@@ -107,7 +114,7 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], r
     balances bytes alone, then a few that are drawn at random.
 
     Raises:
-        UserError: none was found.
+        UserError: no assignment that fits was found.
     """
     needed_bytes = np.inf
     num_buckets, num_microbatches = pricer.plan.num_buckets, pricer.plan.num_microbatches
@@ -121,15 +128,18 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], r
     raise UserError(
         f"no assignment of the batch was found that fits into `cluster.memory_gib` = "
         f"{_gib(pricer.memory.limit_bytes)} with {pricer.plan}; the best takes {_gib(needed_bytes)} GiB of a device: "
-        "use a plan with more microbatches, pipeline stages or checkpointing, or lower `train.global_batch_size`"
+        "use a plan with more microbatches, pipeline stages or recomputed layers (`plan.fixed.checkpointing: true` "
+        "recomputes all), or lower `train.global_batch_size`"
     )
 
 
 def _descend_on_bytes(
     pricer: Pricer, shapes: SampleShapes, start: Assignment, rng: np.random.Generator
 ) -> tuple[Assignment, float]:
-    """Let samples or microbatches change places at random, and keep each change that makes the fullest device no
-    fuller; the assignment, and the bytes of its fullest device."""
+    """Move or swap samples or swap microbatches at random, keeping each change that makes the fullest device no fuller.
+
+    Returns the assignment and the bytes of its fullest device.
+    """
     best, needed_bytes = start, max(pricer.memory_bytes(shapes, start).values())
     num_microbatches = pricer.plan.num_microbatches
     for _ in range(MOST_TRIALS):
@@ -190,7 +200,7 @@ def _peaks(
                 held[worker] = now
         if stage.module != "llm":
             encoders_held = dict(held)
-    # The first encoder's backward comes while what the others keep is still held.
+    # The first encoder backward runs while the activations of all encoders are still held.
     for stage, (_, transient) in of_stages:
         if stage.module != "llm" and pricer.stage_costs.has_backward(stage.module):
             for worker in stage.workers(replicas[stage.module]):
@@ -199,11 +209,11 @@ def _peaks(
 
 
 def _replicas_that_differ(pricer: Pricer) -> Iterator[dict[str, int]]:
-    """The choices of replicas that may differ in what a sample takes, by module.
+    """The choices of replicas, by module, for which a sample may need different bytes.
 
-    The LLM's replicas are alike, so its first one computes the sample. A colocated encoder's replica matters by whether
-    it shares workers with that one. Where some share none, these take least: as many of them are tried as keep several
-    encoders apart. Otherwise all are tried.
+    The LLM's replicas are alike, so its first one computes the sample. For a colocated encoder's replica it matters
+    whether it shares workers with that LLM replica. Replicas that share none need least, and where there are such, as
+    many are tried as are needed to keep several encoders apart from each other. Otherwise all replicas are tried.
     """
     plan, stages = pricer.plan, pricer.stages
     if not (pricer.placement.shares_ranks and pricer.placement.has_bridges):

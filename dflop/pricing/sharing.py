@@ -1,4 +1,4 @@
-"""Replicas that share parameters: how long their passes last, which begin and end together."""
+"""Replicas that share parameters wait for each other in every layer: how long their passes last."""
 
 import numpy as np
 
@@ -9,7 +9,8 @@ __all__ = ["lasting_s"]
 
 
 def lasting_s(plan: Plan, seconds: np.ndarray) -> np.ndarray:
-    """Of each node's own seconds, [..., num_nodes, num_microbatches], those of the slowest that it meets."""
+    """Each node's seconds, [..., num_nodes, num_microbatches], raised to those of the slowest replica with which it
+    shares parameters."""
     lasting = np.array(seconds)
     for stage in stages_of(plan):
         num_shards = plan.grid(stage.module).num_shards

@@ -1,4 +1,4 @@
-"""What moves between ranks in a step, and how long it takes: hidden states, features over bridges, gradient sums."""
+"""Transfers between ranks in a step and their seconds: hidden states, features over bridges, gradient syncs."""
 
 import itertools
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ __all__ = ["TransferForms", "Transfers", "find_link"]
 
 
 class TransferForms(NamedTuple):
-    """Latencies and seconds a byte: to the next stage [num_nodes], over bridges [num_encoder_replicas,
+    """Latencies and seconds for each byte: to the next stage [num_nodes], and over bridges [num_encoder_replicas,
     num_llm_replicas], where the replicas of all encoders stand one after the other."""
 
     chain_latency_s: np.ndarray
@@ -27,16 +27,17 @@ class TransferForms(NamedTuple):
 
 
 class Transfers:
-    """Seconds of a plan's transfers over the links of a cluster, as measured, or else as configured."""
+    """Seconds of a plan's transfers over the links of a cluster: measured links where there are such, else configured
+    ones."""
 
     def __init__(self, plan: Plan, links: LinkModel, cluster: ClusterConfig) -> None:
         self.plan, self._links, self._cluster = plan, links, cluster
         self._stages = stages_of(plan)
 
     def chain_s(self, edge_tokens: Mapping[str, np.ndarray], edge_bytes: EdgeBytes) -> np.ndarray:
-        """What it takes to the module's next stage, 0 without one, [num_nodes, num_microbatches].
+        """Seconds of the transfer to the module's next stage, 0 without one, [num_nodes, num_microbatches].
 
-        Given are each module's tokens, [dp, num_microbatches].
+        `edge_tokens` are each module's tokens (`assignment.edge_tokens`), [dp, num_microbatches].
         """
         seconds = []
         for module, tokens in edge_tokens.items():
@@ -53,7 +54,8 @@ class Transfers:
 
     @cached_property
     def _stays_in_node(self) -> dict[str, list[np.ndarray]]:
-        """For each but the last stage of each module: whether what goes to the next stays in its node, [dp] each."""
+        """For each stage of each module but the last: whether its transfer to the next stage stays inside a node of the
+        cluster, [dp] each."""
         stays: dict[str, list[np.ndarray]] = {grid.module: [] for grid in self.plan.grids}
         for stage, behind in itertools.pairwise(self._stages):
             if stage.module == behind.module:
@@ -67,8 +69,8 @@ class Transfers:
     ) -> Bridges:
         """One message for every (encoder replica, LLM replica, microbatch) that features travel between.
 
-        `encoder_rank` and `num_bytes`, what a sample brings to its message, are [num_samples, num_encoders], the other
-        arrays [num_samples].
+        `encoder_rank` and `num_bytes`, the bytes that a sample adds to its message, are [num_samples, num_encoders];
+        the other arrays are [num_samples].
         """
         encoders, _ = self._ends_of_bridges
         if not (PLACEMENTS[self.plan.placement].has_bridges and encoders):
@@ -88,7 +90,7 @@ class Transfers:
         microbatch: np.ndarray,
         num_bytes: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """One encoder's messages as `Bridges` has them; arrays given are [num_samples]."""
+        """One encoder's messages: the four arrays of `Bridges`. The given arrays are [num_samples]."""
         _, llm = self._ends_of_bridges
         sent = np.flatnonzero(num_bytes)
         shape = (encoder.dp, llm.dp, self.plan.num_microbatches)
@@ -104,7 +106,7 @@ class Transfers:
         return encoder.first_node + source, llm.first_node + target, microbatch, seconds
 
     def forms(self) -> "TransferForms":
-        """Chains and bridges as a latency and seconds a byte."""
+        """Transfers along chains and over bridges, as a latency and seconds for each byte."""
         chain, bridge = {}, {}
         encoders, llm = self._ends_of_bridges
         target = np.arange(llm.dp)[None, :]
@@ -126,7 +128,11 @@ class Transfers:
         return TransferForms(chain["latency_s"], chain["byte_s"], bridge["latency_s"], bridge["byte_s"])
 
     def gradient_sync_s(self, stage: StageReplicas, num_bytes: float) -> float:
-        """The sum of a stage's gradients over its replicas, and its parameters' way back to all of them."""
+        """Seconds to sum a stage's gradients over its replicas, and to send the parameters back to all of them.
+
+        `num_bytes` are those of `costs.sync_bytes`. Replicas that shard the parameters sum gradients inside their
+        passes; here the copies of each shard are synced.
+        """
         num_shards = self.plan.grid(stage.module).num_shards
         num_copies = stage.dp // num_shards
         if num_copies == 1:
@@ -136,7 +142,8 @@ class Transfers:
         return link.seconds(num_bytes / num_shards)
 
     def sharing_link(self, module: str) -> Link:
-        """A gradient sync among replicas that share a copy of the module's parameters, wherever that is slowest."""
+        """The link of a gradient sync among the replicas that shard one copy of the module's parameters, where it is
+        slowest."""
         stage = next(stage for stage in self._stages if stage.module == module)
         num_shards = self.plan.grid(module).num_shards
         first = np.arange(0, stage.dp, num_shards)
@@ -145,10 +152,11 @@ class Transfers:
         return find_link(self._links, self._cluster, "gradient_sync", is_intra, num_shards)
 
     def _num_copies(self, encoder: StageReplicas, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """How many copies of a message a rank sends, the mean of both ways.
+        """How many copies of a message a rank sends, as the mean of both directions.
 
-        Every rank of the taking replica gets one, of which those that make it themselves are none: a rank of the
-        smaller tp sends one to each that it feeds of the larger tp, and on the way back gets one from one of these.
+        Every rank of the receiving replica gets one copy, unless it makes the data itself. A rank of the module with
+        the smaller tp sends a copy to each rank of the larger tp that it feeds; on the way back it gets a copy from one
+        of them.
         """
         _, llm = self._ends_of_bridges
         ratio = max(encoder.tp, llm.tp) / min(encoder.tp, llm.tp)
@@ -184,7 +192,10 @@ def _form_of(link: Link, name: str) -> float:
 
 
 def find_link(links: LinkModel, cluster: ClusterConfig, kind: str, is_intra: bool, num_ranks: int = 2) -> Link:
-    """As measured; where it was not, at the configured bandwidth, in a ring and without latency."""
+    """The measured link; where none was measured, one with the configured bandwidth and no latency.
+
+    A configured gradient sync is taken to be a ring.
+    """
     measured = links.find(kind, "intra" if is_intra else "inter", num_ranks)
     if measured is not None:
         return measured

@@ -1,4 +1,4 @@
-"""What a run found, for people: plots, figures and traces."""
+"""The results of a run, for people: a page, plots, figures and traces."""
 
 from dflop.reporting.report import plot_shapes, write_report
 

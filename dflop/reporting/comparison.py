@@ -1,4 +1,4 @@
-"""The plot of a comparison: what each system's step takes, how idle it is, and how unlike its microbatches are."""
+"""The plot of a comparison: each system's step time, idle share, and variation of its microbatches."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _OTHERS = "#9fb3c4"
 
 
 def plot_comparison(rows: Sequence[SystemRow], path: Path) -> None:
-    """Draw the systems that anything fits of, the slowest first."""
+    """Draw the systems of which any plan fits into memory, the slowest first."""
     shown = sorted((row for row in rows if math.isfinite(row.step_s)), key=lambda row: (-row.step_s, row.name == OURS))
     ours = next(row for row in rows if row.name == OURS)
     best_other = min((row for row in shown if row.name != OURS), key=lambda row: row.step_s, default=None)

@@ -24,8 +24,8 @@ def costs_height_in(points: pl.DataFrame) -> float:
 
 
 def measured_points(measurements: pl.DataFrame, costs: CostModel) -> pl.DataFrame:
-    """Whole stages and stages of layers alone, without checkpointing: median, least and most seconds of the repeats,
-    and the fitted seconds."""
+    """The measurements of whole stages and of layers alone, without checkpointing, one row a load and pass: median,
+    least and most seconds of the repeats (`seconds`, `least_s`, `most_s`), and the fitted seconds (`fitted_s`)."""
     points = (
         measurements.filter(pl.col("piece").is_in(("whole", "layers")) & ~pl.col("checkpointing"))
         .filter(pl.col("seconds").is_not_null())
@@ -55,7 +55,7 @@ def draw_costs(
     meta: Mapping[str, str],
     device: str,
 ) -> None:
-    """`points` from `measured_points`; `meta` is that of `costs.duckdb`."""
+    """Draw the plot. `points` are from `measured_points`, `fit_error` and `meta` from `costs.duckdb`."""
     modules = points.select("module", "tp").unique(maintain_order=True).rows()
     grid = figure.subplots(max(1, len(modules)), 3, squeeze=False, width_ratios=[1, 1, 1.25])
     if not modules:
@@ -121,7 +121,8 @@ def _parity(axes: Axes, points: pl.DataFrame, error: dict | None) -> None:
 
 
 def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
-    """Forward and backward together, at the largest measured depth; a curve a form of microbatch."""
+    """Throughput of forward and backward together at the largest measured depth, with a curve for each form of
+    microbatch (the length of its segments)."""
     module, tp, depth = points["module"][0], points["tp"][0], points["num_layers"].max()
     load = main_load(module)
     unit = load.removeprefix("num_")
@@ -132,7 +133,7 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
         .agg(pl.col("seconds").sum(), pl.len().alias("num_passes"))
         .filter(pl.col("num_passes") == 2)
         .with_columns(
-            # An encoder has one form, whatever its items attend to.
+            # An encoder has one form, whatever the lengths of its runs are.
             length=(pl.col("num_tokens") > 0) * pl.col("sum_sq_tokens") // pl.max_horizontal("num_tokens", 1),
             rate=pl.col(load) / pl.col("seconds"),
         )
@@ -180,7 +181,7 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
 
 
 def _fitted_rates(costs: CostModel, kind: StageKind, frame: pl.DataFrame, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of one form of microbatch, sizes over the measured range and the units a second that the fit has for them."""
+    """For one form of microbatch, loads over the measured range, and the fitted throughput at each of them."""
     load = main_load(kind.module)
     smooth = np.geomspace(frame[load].min(), frame[load].max(), 60)
     squares = smooth * np.minimum(smooth, length)

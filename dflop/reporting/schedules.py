@@ -1,7 +1,6 @@
-"""What schedules would take, priced for the report: the preview's batches, and one step's timeline.
+"""Predicted times of schedules for the report: those of the preview's batches, and one step's timeline.
 
-The preview is priced as it was written, so nothing is decided a second time; `random` is priced on the very
-same global batches.
+The preview is priced as it was written, without scheduling again. `random` is priced on the same global batches.
 """
 
 import statistics
@@ -22,7 +21,7 @@ _MOST_BATCHES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreviewPrices:
-    """Means over the preview's batches, and what their fullest device holds; all are predictions."""
+    """Predicted means over the preview's batches, and the memory of the fullest device in any of them."""
 
     num_batches: int
     step_s: float
@@ -37,7 +36,7 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
     """Price the first batches of `schedule.parquet` (read from `path`) and the same batches under `random`.
 
     Raises:
-        UserError: when it names a sample that is not in `shapes.duckdb`.
+        UserError: when the preview names a sample that is not in `shapes.duckdb`.
     """
     steps = preview["step"].unique().sort().to_list()[:_MOST_BATCHES]
     known = pl.DataFrame({"sample_id": scheduler.samples.sample_id.tolist()}).with_row_index("place")
@@ -58,7 +57,7 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
             assignment = Assignment(
                 llm_dp_rank=cells[0], microbatch=cells[1], encoder_rank=rows.select(names).to_numpy()
             )
-            # The table holds no slots of encoders: these are about as good as the schedule's.
+            # The table does not hold the encoders' slots. Those computed here are about as good as the schedule's.
             assignment = scheduler.pricer.filled(shapes, assignment)
         else:
             assignment = scheduler.pricer.assign(shapes, *cells)
@@ -79,6 +78,6 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
 
 
 def replay(scheduler: BatchScheduler, schedule: StepSchedule) -> tuple[StageTimes, Timeline]:
-    """Every start and end of a step that `scheduler` decided."""
+    """The stage times, and every start and end, of a step that was scheduled, priced by the scheduler's costs."""
     times = scheduler.pricer.stage_times(schedule.shapes, schedule.assignment)
     return times, scheduler.pricer.timeline(times, schedule.slots)

@@ -1,4 +1,4 @@
-"""The plot of the shapes: how much samples differ, how far items and LLM tokens go together, what was rejected."""
+"""The plot of the shapes: how much samples differ, how items and LLM tokens correlate, and what was rejected."""
 
 import numpy as np
 import polars as pl
@@ -24,7 +24,8 @@ _MOST_DOTS = 2500
 _MOST_SOURCES = 8
 _MARKERS = dict(zip(MODALITIES, "ovsDP^", strict=True))
 _LONGEST_EXAMPLE = 92
-# Times the median from which samples are said to differ; of the items, a tenth of the samples would hold a tenth.
+# Samples are said to differ if the 95th percentile is this many times the median, or if a tenth of the samples holds
+# this many tenths of the items.
 _MUCH = 1.5
 
 
@@ -33,7 +34,7 @@ def shapes_height_in(samples: pl.DataFrame, rejects: pl.DataFrame) -> float:
 
 
 def draw_shapes(figure: Figure, samples: pl.DataFrame, rejects: pl.DataFrame) -> None:
-    """The tables `samples` and `rejects` of `shapes.duckdb`."""
+    """Draw the plot from the tables `samples` and `rejects` of `shapes.duckdb`."""
     has_items, has_rejects = bool(samples["num_items"].sum()), bool(len(rejects))
     top, below = figure, None
     if has_items or has_rejects:
@@ -50,7 +51,7 @@ def draw_shapes(figure: Figure, samples: pl.DataFrame, rejects: pl.DataFrame) ->
 
 
 def _heights_in(samples: pl.DataFrame, rejects: pl.DataFrame) -> tuple[float, float]:
-    """Of the histograms, and of what stands below them."""
+    """The heights in inches of the histograms, and of the panels below them."""
     below = max(3.4 if samples["num_items"].sum() else 0.0, 0.8 + 0.55 * rejects["reason"].n_unique())
     return 1.2 + 0.75 * max(2, len(_groups(samples))), below if len(rejects) or samples["num_items"].sum() else 0.0
 
@@ -75,7 +76,7 @@ def _draw_spread(figure: Figure | SubFigure, samples: pl.DataFrame) -> None:
 
 
 def items_tokens_correlation(samples: pl.DataFrame) -> float | None:
-    """Pearson's r over all samples; None where one of the two does not vary."""
+    """Pearson's r of items and LLM tokens over all samples; None if one of the two does not vary."""
     items, tokens = samples["num_items"].to_numpy(), samples["llm_tokens"].to_numpy()
     if len(samples) < 2 or not items.std() or not tokens.std():
         return None
@@ -83,7 +84,7 @@ def items_tokens_correlation(samples: pl.DataFrame) -> float | None:
 
 
 def _groups(samples: pl.DataFrame) -> dict[str, pl.DataFrame]:
-    """All samples first, then those of each modality and of the largest sources, where there are several."""
+    """All samples, then those of each modality and of the largest sources, if there are several."""
     modalities = samples.partition_by("modality", as_dict=True)
     groups = {name: modalities[name,] for name in MODALITIES if (name,) in modalities}
     sources = sorted(samples.partition_by("source", as_dict=True).items(), key=lambda item: (-len(item[1]), item[0]))
@@ -122,7 +123,7 @@ def _scatter(axes: Axes, samples: pl.DataFrame) -> None:
     chosen = samples
     if len(samples) > _MOST_DOTS:
         chosen = samples[np.sort(np.random.default_rng(0).permutation(len(samples))[:_MOST_DOTS])]
-    # Samples that share their counts would hide each other: dots are moved a little.
+    # Dots are moved a little, because samples with equal counts would hide each other.
     jitter = np.random.default_rng(0).normal(0, 0.02, (len(chosen), 2))
     chosen = chosen.with_columns(
         pl.Series("x", np.maximum(chosen["num_items"].to_numpy(), 0.5) * np.exp(jitter[:, 0])),
@@ -155,7 +156,7 @@ def _scatter(axes: Axes, samples: pl.DataFrame) -> None:
 
 
 def _rejects(axes: Axes, rejects: pl.DataFrame, num_samples: int) -> None:
-    """A bar a reason, and below it what was found in one of its records."""
+    """A bar for each reason, with the detail of one of its records below."""
     reasons = rejects.group_by("reason", maintain_order=True).agg(
         pl.len(), pl.col("source").first(), pl.col("row").first(), pl.col("detail").first()
     )
@@ -177,7 +178,7 @@ def _rejects(axes: Axes, rejects: pl.DataFrame, num_samples: int) -> None:
 
 
 def _count_axis(axis: Axis, zero_at: float | None = None) -> None:
-    """Ticks at 1, 2, 5, 10 …; on a logarithmic axis nothing is drawn at zero, so 0 stands at `zero_at`."""
+    """Ticks at 1, 2, 5, 10 … A logarithmic axis has no zero, so the tick of 0 is drawn at `zero_at`."""
     low, high = sorted(axis.get_view_interval())
     ticks = [tick for tick in LogLocator(subs=(1, 2, 5)).tick_values(max(low, 0.7), high) if tick >= 1]
     if high / max(low, 0.7) > 100:
@@ -189,13 +190,13 @@ def _count_axis(axis: Axis, zero_at: float | None = None) -> None:
 
 
 def _shortened(text: str, length: int) -> str:
-    """Without what a picture's XML may not hold, too: names of files are anybody's."""
+    """The text in at most `length` characters, with `?` for characters that an SVG may not hold."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def shapes_finding(samples: pl.DataFrame) -> str:
-    """How much samples differ, in a sentence."""
+    """A sentence on how much samples differ."""
     if not len(samples):
         return "No record can be used"
     middle, high = np.quantile(samples["llm_tokens"].to_numpy(), [0.5, 0.95])
@@ -216,7 +217,7 @@ def _note(samples: pl.DataFrame, rejects: pl.DataFrame) -> str:
     note += f"{len(rejects):,} record{'s' * (len(rejects) > 1)} rejected." if len(rejects) else "no record rejected."
     num_audio = int((samples["audio_tokens"] > 0).sum())
     if num_audio:
-        note += f" {num_audio:,} with audio are counted here but not trained on."
+        note += f" {num_audio:,} with audio are counted here, but only models with an audio encoder train on them."
     if not samples["num_items"].sum():
         note += " No sample has encoder items."
     if (num_sources := samples["source"].n_unique()) > _MOST_SOURCES:

@@ -34,9 +34,9 @@ __all__ = [
     "say_instead",
 ]
 
-# 12.5 inches are 1200 pixels in a browser.
-# Letters of a note in a line of the figure.
+# Characters of a note in a line of the figure.
 _NOTE_WIDTH = 200
+# 12.5 inches are 1200 pixels in a browser.
 _WIDTH_IN = 12.5
 
 INK, MUTED, PALE = "#222222", "#767676", "#e9e9e9"
@@ -59,7 +59,7 @@ MODALITY_COLOURS = {
 }
 
 _STYLE = {
-    # Verdana is as wide as DejaVu Sans, by which the text is laid out.
+    # The text is laid out with DejaVu Sans; Verdana is as wide.
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
     "font.size": 9.0,
@@ -101,7 +101,7 @@ def drawing(path: Path, height_in: float) -> Iterator[Figure]:
 
 
 def _settle(figure: Figure) -> None:
-    """Lay the figure out and round the panels' places: the solver's last bits differ from call to call."""
+    """Lay the figure out and round the panels' positions, because the solver's last bits differ from call to call."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for part in figure.findobj(SubFigure):
@@ -111,13 +111,13 @@ def _settle(figure: Figure) -> None:
 
 
 def heading(figure: Figure, finding: str, note: str) -> None:
-    """What the figure shows in one line above it, and below it how to read it."""
+    """Put the figure's finding above it, in one line, and a note on how to read it below."""
     figure.suptitle(finding, x=0.008, ha="left", fontsize=12, fontweight="bold")
     figure.supxlabel(textwrap.fill(note, _NOTE_WIDTH), x=0.008, ha="left", fontsize=8.5, color=MUTED)
 
 
 def legend_beside_title(axes: Axes, handles: Sequence[Artist]) -> None:
-    """In the line of the panel's title, at its right end, where no data can be."""
+    """Put the legend at the right end of the title's line, where no data can be."""
     axes.legend(
         handles=handles,
         loc="lower right",
@@ -132,12 +132,13 @@ def legend_beside_title(axes: Axes, handles: Sequence[Artist]) -> None:
 
 
 def say_instead(axes: Axes, text: str) -> None:
-    """A panel without data says why."""
+    """Write a text into a panel that has no data."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
 
 
 def format_seconds(seconds: float) -> str:
+    """Seconds with three digits and their unit, such as `1.23 s` or `45.6 ms`."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     value, unit = (seconds, "s") if seconds >= 0.1 else (seconds * 1e3, "ms")
@@ -145,4 +146,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
+    """A count with separators for thousands; with three digits if it is a small fraction."""
     return f"{count:,.0f}" if count >= 10 or count == round(count) else f"{count:.3g}"

@@ -10,9 +10,9 @@ from dflop.reporting.style import format_seconds, heading, say_instead
 __all__ = ["draw_time_split", "time_split_height_in"]
 
 _MOST_RANKS = 24
-# Letters of the finding in a line of the figure.
+# Characters of the finding in a line of the figure.
 _FINDING_WIDTH = 115
-# By column of `step_seconds`: what it is called and its colour, of Okabe and Ito's palette; waits are pale.
+# For each column of `step_seconds` its label and colour, from Okabe and Ito's palette; waits for other ranks are pale.
 _PARTS = {
     "computing_s": ("computing", "#0072B2"),
     "sync_s": ("gradient sync", "#009E73"),
@@ -31,8 +31,8 @@ def time_split_height_in(seconds: pl.DataFrame) -> float:
 
 
 def draw_time_split(figure: Figure, seconds: pl.DataFrame, names: dict[int, str], finding: str | None) -> None:
-    """`seconds` is the table `step_seconds` of the steps after the warm-up; `names` say what ranks carry, and `finding`
-    what bounds the run."""
+    """Draw the plot. `seconds` is the table `step_seconds` of the steps after the warm-up, `names` has a label for each
+    rank, and `finding` says what bounds the run."""
     axes = figure.subplots()
     if not len(seconds) or finding is None:
         say_instead(axes, "No step after the warm-up was observed.")

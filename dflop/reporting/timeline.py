@@ -1,7 +1,7 @@
-"""The plot of one step: who computes which microbatch when, as scheduled, as `random` would have it, as measured.
+"""The plot of one step: when each worker computes which microbatch, as scheduled, with `random`, and as measured.
 
-All panels have one time axis and the same rows, a row a worker (ranks that act together), and show boxes: a
-frame with the columns worker, module, chunk, pass, microbatch, start_s, end_s.
+All panels have the same time axis and the same rows, one for each worker (ranks that act together). They show boxes,
+given as a frame with the columns worker, module, chunk, pass, microbatch, start_s, end_s.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ _MOST_ROWS = 20
 _SYNC_COLOUR = "#CC79A7"
 _WEIGHT_COLOUR = "#6F7F3F"
 _PASSES = ("forward", "backward", "weight")
-# About what a digit takes of the 12.5 inches' time axis.
+# The approximate width of a digit, as a share of the time axis of a figure of 12.5 inches.
 _DIGIT_SHARE = 0.0062
 
 
 @dataclass(frozen=True, slots=True)
 class StepPanel:
-    """One way the step went or would go; `step_s` ends it. `title` says which, and the most important figures."""
+    """One panel: the step as predicted or measured, which ends at `step_s`. `title` says which, with main figures."""
 
     title: str
     boxes: pl.DataFrame
@@ -40,7 +40,7 @@ class StepPanel:
 
 
 def predicted_boxes(plan: Plan, times: StageTimes, timeline: Timeline) -> pl.DataFrame:
-    """The simulator's starts and ends; the gradient syncs of what a worker carries follow its last computation."""
+    """The boxes of a simulated step. A worker's gradient syncs follow its last computation."""
     rows = []
     nodes, chunks = nodes_of(plan), _chunks(plan)
     for index, worker in enumerate(workers_of(plan)):
@@ -60,7 +60,7 @@ def predicted_boxes(plan: Plan, times: StageTimes, timeline: Timeline) -> pl.Dat
 
 
 def measured_boxes(plan: Plan, observations: pl.DataFrame) -> pl.DataFrame:
-    """One step's observations. Of a worker's ranks, which act together, the first is taken."""
+    """The boxes of one step's observations. Of a worker's ranks, which act together, the first is shown."""
     worker_of = {worker.first_rank: index for index, worker in enumerate(workers_of(plan))}
     place = {(node.module, node.pp_stage, node.dp_rank): number for number, node in enumerate(nodes_of(plan))}
     chunks = _chunks(plan)
@@ -112,7 +112,7 @@ def _legend(plan: Plan, panels: Sequence[StepPanel]) -> list[Patch]:
 
 
 def _chunks(plan: Plan) -> list[int]:
-    """Of every node, which of its ranks' runs of layers it is."""
+    """For every node, the index of its chunk among the chunks of its ranks."""
     return [stage.pp_stage // plan.grid(stage.module).pp for stage in stages_of(plan) for _ in range(stage.dp)]
 
 
@@ -135,10 +135,10 @@ def _sync_is_visible(panel: StepPanel) -> bool:
 
 
 def shown_workers(plan: Plan) -> dict[int, str]:
-    """All workers with their labels, or as many of every stage's replicas as leave the rows readable."""
+    """The labels of all workers, by index; if there are too many to read, only of each stage's first replicas."""
     nodes, workers = nodes_of(plan), workers_of(plan)
     owners = [[nodes[node] for node in worker.nodes] for worker in workers]
-    # A worker is named by the last module that it carries; of a colocated one that is the LLM.
+    # A worker belongs to the stage of the last module that it carries; for colocated ones that is the LLM.
     stages = [(own[-1].module, own[-1].pp_stage % plan.grid(own[-1].module).pp) for own in owners]
     most_replicas = max(1, _MOST_ROWS // len(set(stages)))
     rows, seen = {}, dict.fromkeys(stages, 0)

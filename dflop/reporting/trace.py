@@ -12,13 +12,13 @@ _LAST_STEPS = 5
 def chrome_trace(
     observations: pl.DataFrame, step_seconds: pl.DataFrame, num_steps: int = _LAST_STEPS
 ) -> dict[str, Any]:
-    """The last steps, one after the other: a row a rank, a box a computation, times in microseconds. A counter a rank
-    has where the seconds of each step went, as milliseconds."""
+    """The last `num_steps` steps, one after the other, with a row for each rank and a box for each computation; times
+    are in microseconds. A counter for each rank shows where the time of each step went, in milliseconds."""
     steps = observations["step"].unique().sort()[-num_steps:]
     events: list[dict[str, Any]] = []
     parts = observations.select("rank", "module", "pp_stage", "dp_rank").unique(maintain_order=True).sort("rank")
     for (rank,), frame in parts.group_by("rank", maintain_order=True):
-        # A rank may carry several: an encoder beside the LLM, or several chunks of it.
+        # A rank may carry several stages: an encoder's beside the LLM's, or several chunks of the LLM.
         name = " + ".join(f"{module} stage {stage} replica {replica}" for _, module, stage, replica in frame.rows())
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}})
     offset_s = 0.0

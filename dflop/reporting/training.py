@@ -17,7 +17,7 @@ _MOST_POINTS = 1500
 
 
 def draw_training(figure: Figure, metrics: pl.DataFrame) -> None:
-    """`metrics` has the fields of `metrics.jsonl`, one row a step."""
+    """Draw the plot. `metrics` has the fields of `metrics.jsonl`, one row a step."""
     steady = metrics[NUM_WARMUP_STEPS:] if len(metrics) > NUM_WARMUP_STEPS else metrics
     metrics = metrics.with_columns(tokens_per_s=pl.col("num_tokens") / pl.col("step_s"))
     drawn, thinned = _thinned(metrics)
@@ -80,7 +80,8 @@ def draw_training(figure: Figure, metrics: pl.DataFrame) -> None:
 def _measured_line(
     axes: Axes, drawn: pl.DataFrame, column: str, smoothing: Literal["mean", "median"] = "median"
 ) -> None:
-    """Raw values, and over enough of them a moving mean, or a median that lone slow steps do not bend."""
+    """Draw the raw values and, if there are enough, their moving mean or median. Single slow steps do not move a
+    median."""
     steps, values = drawn["step"].to_numpy(), drawn[column].to_numpy()
     window = _window(len(drawn))
     if window < 3:
@@ -104,7 +105,8 @@ def _predicted_line(axes: Axes, drawn: pl.DataFrame, column: str) -> None:
 
 
 def _cut_off(axes: Axes, drawn: pl.DataFrame, columns: list[str], written: Callable[[float], str]) -> None:
-    """Start-up steps many times as long as the rest would flatten it: they leave the axis, and their value is said."""
+    """End the axis above the usual values, because slow first steps would flatten the rest. The first value above the
+    axis is written as text."""
     top = _top(drawn, *(column for column in columns if column in drawn.columns))
     axes.set_ylim(0, top)
     above = drawn.filter(pl.col(columns[0]) > top)
@@ -126,7 +128,8 @@ def _cut_off(axes: Axes, drawn: pl.DataFrame, columns: list[str], written: Calla
 
 
 def _top(drawn: pl.DataFrame, *columns: str) -> float:
-    """The axis' end: room above nearly all warm steps, and above every step if the largest is not far away."""
+    """The end of the axis: above nearly all steps after the warm-up, and above all steps if the largest is not far
+    away."""
     warm = drawn[NUM_WARMUP_STEPS:] if len(drawn) > NUM_WARMUP_STEPS else drawn
     usual = max(warm[column].quantile(0.95, "linear") for column in columns)
     largest = max(drawn[column].max() for column in columns)
@@ -134,12 +137,13 @@ def _top(drawn: pl.DataFrame, *columns: str) -> float:
 
 
 def _window(num_points: int) -> int:
-    """Points under the moving median: a tenth, odd; 1 for runs too short to smooth."""
+    """The number of points in the moving window: about a tenth of all, and odd; 1 for runs too short to smooth."""
     return 2 * (num_points // 20) + 1
 
 
 def _thinned(metrics: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """Means of so many neighbouring steps that a long run stays a small file."""
+    """Means over neighbouring steps, so that the plot of a long run is a small file; and how many steps each point
+    is of."""
     width = -(-len(metrics) // _MOST_POINTS)
     if width == 1:
         return metrics, 1

@@ -1,4 +1,4 @@
-"""What any process of dflop needs: errors for users, whole files, progress, devices, memory, torchrun, its workflow."""
+"""What any process of dflop needs: errors, files written whole, progress, devices, memory, torchrun, its workflow."""
 
 from dflop.runtime.artifacts import set_torn_aside, written_whole
 from dflop.runtime.errors import ToBeContinued, UserError, way_out_of

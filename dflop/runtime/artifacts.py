@@ -1,4 +1,4 @@
-"""How files of a run are written, whole or not at all, and where processes keep what they found out."""
+"""How files of a run are written, whole or not at all, and the folder in which processes cache results."""
 
 import contextlib
 import os
@@ -23,16 +23,16 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def set_torn_aside(path: Path, why: str) -> None:
-    """Move a file that cannot be read as what it ought to be to `path`.torn, where nothing looks for it, and say so."""
+    """Move a file with damaged contents to `path`.torn, where nothing looks for it, and print a warning with `why`."""
     aside = path.rename(path.with_name(f"{path.name}.torn"))
     print(f"dflop: warning: {path}: {why}; the file as it was is {aside}", file=sys.stderr, flush=True)
 
 
 def cache_folder() -> Path:
-    """Where processes keep what takes long to find out again.
+    """The folder in which processes cache what takes long to compute.
 
-    In a workflow's folder that is `.snakemake/dflop`; elsewhere, where a command was run by hand, the user's cache, or
-    the system's temporary folder where neither can be written.
+    In a workflow's folder this is `.snakemake/dflop`. Elsewhere, where a command was started by hand, it is the user's
+    cache folder. Where neither can be written, it is a folder in the system's temporary folder.
     """
     if Path(".snakemake").is_dir() and os.access(".snakemake", os.W_OK):
         return Path(".snakemake/dflop")

@@ -36,8 +36,8 @@ _PATH = re.compile(r"\w[\w./*-]{1,60}")
 def code_digests(entries: Iterable[str], stops: Set[str]) -> dict[str, str]:
     """Digest of the code behind each entry (as "dflop.cli.plans.plan_command").
 
-    What `stops` names, modules or definitions, is not followed. Digests are kept until a file of the package changes:
-    every job of the workflow asks for them.
+    The modules and definitions in `stops` are not followed. Every job of the workflow asks for the digests, so they
+    are cached until a file of the package changes.
     """
     entries = sorted(entries)
     files = sorted(path for path in _PACKAGE.rglob("*") if path.suffix != ".pyc" and path.is_file())
@@ -64,7 +64,7 @@ class CodeBehind:
         self._modules: dict[str, _Module] = {}
 
     def digest(self, entry: str) -> str:
-        """Of every definition and file behind `entry`, with their names."""
+        """A digest of every definition and file behind `entry`, and of their names."""
         definitions, files = self.reach(entry)
         running = hashlib.sha256()
         for module, name in sorted(definitions):
@@ -100,7 +100,8 @@ class CodeBehind:
         return found, files
 
     def _resolve(self, dotted: str) -> Iterator[tuple[str, str]]:
-        """Where what a dotted name means is defined: nowhere in the package, in one place, or as a whole module."""
+        """The (module, name) of what a dotted name stands for: nothing where it lies outside the package, one
+        definition, or a whole module."""
         parts = dotted.split(".")
         depth = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._files), 0)
         module = ".".join(parts[:depth])
@@ -120,7 +121,7 @@ class CodeBehind:
             yield module, "__getattr__"
 
     def _fitting(self, pattern: str) -> Iterator[tuple[str, str]]:
-        """Where the definitions are that a dotted name with a star for one of its parts stands for."""
+        """The (module, name) of each definition that a dotted name with stars for some of its parts stands for."""
         module, _, name = pattern.rpartition(".")
         fits = re.compile(re.escape(module).replace(r"\*", r"\w+"))
         for found in filter(fits.fullmatch, self._files):
@@ -244,7 +245,7 @@ def _module_name(path: Path, package: Path) -> str:
 
 
 def _defined_by(node: ast.AST) -> Iterator[str]:
-    """The names that a statement of the top level defines; of a branch or a block those in it."""
+    """The names that a statement of the top level defines; for a branch or a block, those defined inside it."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         yield node.name
     elif isinstance(node, ast.Name):
@@ -259,7 +260,7 @@ def _defined_by(node: ast.AST) -> Iterator[str]:
 
 
 def _tests(node: ast.stmt, name: str) -> bool:
-    """Whether the statement is a branch that is taken by what `name` says."""
+    """Whether the statement is an `if` whose condition uses `name`."""
     return isinstance(node, ast.If) and any(
         isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node.test)
     )

@@ -1,5 +1,7 @@
-"""torch's collectives on one flat tensor, under the name that the installed version has for them: the one of torch
-before 2.13 is announced to go, in a warning for each call of a user's run."""
+"""torch's collectives on one flat tensor, by the names that the installed version of torch has for them.
+
+torch 2.13 renamed these functions. It warns at every call that uses an old name, in the output of a user's run.
+"""
 
 import torch
 import torch.distributed as dist

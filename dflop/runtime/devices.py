@@ -1,4 +1,4 @@
-"""Devices by their data sheets, to plan for some that are not at hand: `devices.yaml` and files like it."""
+"""Devices by their data sheets, to plan for hardware that is not at hand: `devices.yaml` and files like it."""
 
 import math
 from dataclasses import MISSING, dataclass, fields
@@ -40,20 +40,24 @@ class DeviceModel:
 
     @property
     def most_memory_gib(self) -> float:
-        """What a device of this data sheet has at most: many sheets say GB and mean GiB."""
+        """The most GiB that a device of this data sheet may have: many sheets say GB and mean GiB."""
         return self.memory_bytes / 1e9
 
     def matmul_flops_per_s(self, size: np.ndarray) -> np.ndarray:
-        """The rate of matrix products, which saturates with their size."""
+        """FLOP/s of matrix products by their size (tokens x hidden size / tp), an array of the shape of `size`.
+
+        The rate grows with the size up to `matmul_share` of the peak.
+        """
         size = np.maximum(size, 1.0)
         return self.peak_flops_per_s * self.matmul_share * size / (size + self.matmul_half_size)
 
 
 def load_device(name: str, path: Path | None = None) -> DeviceModel:
-    """The device `name` of the file `path` or, where that has none of this name or is None, of our `devices.yaml`.
+    """The device `name` of the file `path`, or of our `devices.yaml` where `path` is None or has no such device.
 
     Raises:
-        UserError: for an unknown name, listing the known ones, or an entry that is no device, naming the key.
+        UserError: for an unknown name, listing the known ones; for an entry that is no device, naming the key; and for
+            a file that cannot be read.
     """
     known = _known_entries(path)
     if name not in known:
@@ -67,12 +71,12 @@ def load_device(name: str, path: Path | None = None) -> DeviceModel:
 
 
 def find_device(name: str, path: Path | None = None) -> DeviceModel | None:
-    """As `load_device`; None for an unknown name, which may be anything where devices are measured."""
+    """As `load_device`, but None for an unknown name: where costs are measured, a device may have any name."""
     return load_device(name, path) if name in _known_entries(path) else None
 
 
 def _known_entries(path: Path | None) -> dict[str, tuple[str, Any]]:
-    """Every device's file and entry; a file of the user's own goes before ours."""
+    """Every device's file and entry; an entry of the user's own file replaces ours of the same name."""
     read = [_OWN] if path is None else [_OWN, path]
     return {name: (str(file), entry) for file in read for name, entry in _read_entries(file).items()}
 
@@ -90,7 +94,7 @@ def _read_entries(path: Any) -> dict[str, Any]:
 
 
 def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
-    """The entry's numbers; YAML takes `312e12` for a text, so texts are read as numbers."""
+    """The entry's numbers. YAML reads `312e12` as a text, so texts are converted to numbers."""
     wanted = [item.name for item in fields(DeviceModel) if item.name != "name"]
     optional = [item.name for item in fields(DeviceModel) if item.default is not MISSING]
     if not isinstance(entry, dict):

@@ -17,16 +17,16 @@ class UserError(ValueError):
 
 
 class ToBeContinued(UserError):
-    """No mistake: the command was asked to stop ahead of its job's end, got on, and goes on when it is started again.
+    """Not a mistake: the command was asked to stop before its end, saved its progress, and continues when restarted.
 
-    The exit code is that of sysexits.h for what is to be tried again, EX_TEMPFAIL.
+    The exit code is EX_TEMPFAIL of sysexits.h, which means that the command should be tried again.
     """
 
     exit_code = 75
 
 
 def way_out_of(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """What to say of a name that is not known: the one that was probably meant, or all that there are."""
+    """The hint for an unknown name: the known name that was probably meant, or else all known names."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean `{prefix}{near[0]}`?" if near else f"known here: {', '.join(known)}"

@@ -1,8 +1,8 @@
-"""Kernels: functions that numba compiles once and keeps on disk until what they are made of changes.
+"""Kernels: functions that numba compiles once. The machine code stays on disk until anything it depends on changes.
 
-Numba's own cache looks at the file of the kernel alone: it goes on with the old machine code when a kernel that this
-one calls, or a number that it reads, changes in another file. Here a kernel's entry is valid for one digest: of its
-own code, the numbers that it reads, and all kernels that it calls, wherever they stand.
+Numba's own cache looks only at the kernel's own file: it keeps the old machine code when a kernel that this one calls,
+or a number that it reads, changes in another file. Here a cached kernel is valid for one digest: of its own code, the
+numbers that it reads, and all kernels that it calls, in whichever file.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ __all__ = ["kernel"]
 
 
 def kernel(function: Callable | None = None, *, inline: str = "never") -> Any:
-    """`numba.njit` with a cache on disk that notices all changes; to be written over a function, as `@kernel`.
+    """The decorator `numba.njit` with a cache on disk that also notices changes in other files; used as `@kernel`.
 
-    What stands in modules' global names is looked at (numbers, tuples of them, other kernels), and the names of the
-    fields of named tuples that it is called with. `module.NUMBER` and closures are not.
+    It notices changes of the global names that the kernel reads (numbers, tuples of them, other kernels), and of the
+    field names of named tuples among its arguments. It notices no changes of `module.NUMBER` and of closures.
     """
     if function is None:
         return lambda own: kernel(own, inline=inline)
@@ -35,7 +35,7 @@ class _KernelCache(FunctionCache):
     """Numba's cache with the digest in place of the file's time and size."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        # Not before the first call: what the kernel calls may stand behind it in its file.
+        # The digest is made at the first call, not at decoration: the kernel may call functions that are defined below.
         self._cache_file = IndexDataCacheFile(
             cache_path=self._cache_path,
             filename_base=self._impl.filename_base,
@@ -44,7 +44,7 @@ class _KernelCache(FunctionCache):
         return super().load_overload(sig, target_context)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # Types say what the fields of a named tuple are made of, but not in which order their names stand.
+        # A named tuple's type gives the types of its fields, but not the order of their names.
         return (*super()._index_key(sig, codegen), tuple(_fields_of(sig)))
 
 

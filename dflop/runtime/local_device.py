@@ -31,7 +31,7 @@ def local_device(kind: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it: the GPU's name, or the processor's model."""
+    """The maker's name for the device: the GPU's name, or the processor's model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

@@ -8,14 +8,17 @@ __all__ = ["available_bytes", "process_bytes"]
 
 
 def process_bytes(field: str) -> int:
-    """A field of /proc/self/status in bytes: VmRSS (now) or VmHWM (at most); 0 where there is no such file."""
+    """A field of /proc/self/status in bytes: VmRSS (memory now) or VmHWM (its peak); 0 where there is no such file."""
     found = _field(Path("/proc/self/status"), field)
     return 0 if found is None else found
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """What processes may still take without swapping, of the machine and of the control group that a container or a
-    Slurm job is; infinite where neither says."""
+    """Bytes that processes may still take without swapping; infinite where that is not known.
+
+    This is the smaller of what the machine has free and what the limit of the process's control group (a container or
+    a Slurm job) leaves.
+    """
     found = _field(Path("/proc/meminfo"), "MemAvailable")
     free = math.inf if found is None else float(found)
     try:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, in a log file a line a minute."""
+"""Progress of long work: a bar on a terminal, or one line a minute in a log file."""
 
 import sys
 import time
@@ -15,7 +15,10 @@ _BETWEEN_LINES_S = 60
 
 
 def progress_bar(**arguments: Any) -> "tqdm":
-    """tqdm's bar, imported when it is wanted; in a log, where nothing can be drawn over, its lines."""
+    """tqdm's bar; where stderr is no terminal, a bar that writes lines instead of drawing over itself.
+
+    `arguments` are those of `tqdm`, which is imported here because few processes need it.
+    """
     from tqdm import tqdm
 
     if sys.stderr.isatty():
@@ -35,7 +38,7 @@ def progress_bar(**arguments: Any) -> "tqdm":
 
 
 def progress_line(state: Mapping[str, Any]) -> str:
-    """What tqdm's `format_dict` says, as `train.json: 1,200 of 40,000 records (3 %), 60.0 a second, to go 0:10:46`."""
+    """tqdm's `format_dict` as a line: `train.json: 1,200 of 40,000 records (3%), 60 a second, to go 0:10:47`."""
     done, total, unit = state["n"], state["total"], state["unit"].strip()
     rate = done / state["elapsed"] if state["elapsed"] else 0.0
     units = f" {unit}" if unit in ("", "s") or unit.endswith("s") else f" {unit}s"

@@ -1,8 +1,8 @@
-"""Being asked to stop: SIGTERM, and SIGUSR1, which Slurm sends ahead of a time limit where a job asks for that.
+"""Signals that ask a process to stop: SIGTERM, and SIGUSR1, which Slurm sends before a time limit if the job wants it.
 
-Both are blocked in a process and waited for by a thread of it: the thread hears at once, whatever the main thread waits
-for, and knows who sent the signal. Processes that it starts inherit the block, so a signal to all of a job's processes
-ends none of them.
+A process blocks both, and one of its threads waits for them. The thread receives a signal at once, whatever the main
+thread is waiting for, and learns who sent it. Processes that this process starts inherit the block, so a signal to all
+of a job's processes ends none of them.
 """
 
 import os
@@ -15,13 +15,13 @@ from pathlib import Path
 __all__ = ["STOP_SIGNALS", "SignalListener", "children_of", "stop_signals_blocked"]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# How often a process looks whether it is an orphan.
+# Seconds between two checks whether the parent process is gone.
 _BETWEEN_LOOKS_S = 1.0
 
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Processes that are started inside have the signals blocked from their birth, before any thread of theirs."""
+    """Processes that are started inside this block have the signals blocked from the start, in all of their threads."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -32,7 +32,7 @@ def stop_signals_blocked() -> Iterator[None]:
 class SignalListener(threading.Thread):
     """Calls `hear(signal, pid of the sender)` for every signal that asks this process to stop.
 
-    To be made in the main thread, before other threads are: only those that are started later inherit the block.
+    Make it in the main thread before other threads start: only threads that start later inherit the block.
     """
 
     def __init__(self, hear: Callable[[signal.Signals, int], None], orphaned: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ def children_of(pid: int) -> list[int]:
     children = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name before it stands in brackets, and may hold anything.
+            # The process's name stands before its parent, in brackets, and may itself hold brackets and spaces.
             parent = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
         except OSError:
             continue  # it has ended

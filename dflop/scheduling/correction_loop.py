@@ -1,9 +1,10 @@
-"""Closing the loop: what measured steps teach corrects later schedules, and steps are measured while that pays.
+"""Closing the loop: corrections learned from measured steps change later schedules; steps are measured while it pays.
 
-`CorrectionLoop` stands before a `BatchScheduler`. It is told what steps took, learns from it, and says of every step
-that it schedules whether it is to be measured. With `correction: auto` a gate decides that. After a window of measured
-steps the simulator says how much shorter the corrections make recent batches. Where that is less than what measuring
-costs, the run is not measured for a while; what was learned stays in use. No clock, file or process is touched here.
+`CorrectionLoop` wraps a `BatchScheduler`. It gets the measured times of steps, learns corrections from them, and
+decides for every step that it schedules whether it is measured. With `correction: auto` a gate decides this. After a
+window of measured steps, the simulator tells how much shorter the corrections make recent batches. Where this gain is
+less than the cost of measuring, steps are not measured for a while; the corrections stay in use. No clock, file or
+process is used here.
 """
 
 import dataclasses
@@ -23,11 +24,12 @@ from dflop.scheduling.step_schedule import StepSchedule
 
 __all__ = ["REPORT_LAG_STEPS", "CorrectionLoop", "MeasuredStep"]
 
-# Ranks report a step when they have ended it; that all have is sure once the next but one begins.
+# Each rank reports a step at its end. When a step begins, all ranks have reported the step that is two before it.
 REPORT_LAG_STEPS = 2
-# Measured steps before the gate decides, the batches that it then tries, and the steps that it keeps measuring off.
+# The gate decides after `_WINDOW` measured steps, on the last `_NUM_TRIED` batches of them, and keeps measuring off for
+# `_REST` steps.
 _WINDOW, _NUM_TRIED, _REST = 16, 4, 96
-# A smaller gain cannot be told from what two searches find by chance.
+# A smaller gain cannot be told from the chance differences between two searches.
 _LEAST_GAIN = 0.005
 
 
@@ -35,7 +37,7 @@ _LEAST_GAIN = 0.005
 class MeasuredStep:
     """Seconds that a step's computations took, [num_nodes, num_microbatches] in the order of `nodes_of`.
 
-    `overhead` is the share of the step that went into reporting them.
+    `overhead` is the share of the step's time that was spent on reporting them.
     """
 
     step: int
@@ -44,7 +46,7 @@ class MeasuredStep:
     overhead: float
 
     def to_json(self) -> str:
-        """One line."""
+        """The step as one line of JSON, for `from_dict`."""
         times = {"forward_s": self.forward_s.tolist(), "backward_s": self.backward_s.tolist()}
         return json.dumps({"step": self.step, **times, "overhead": self.overhead})
 
@@ -55,10 +57,10 @@ class MeasuredStep:
 
 
 class CorrectionLoop:
-    """`schedule(step)` for steps in ascending order, with what `observe` was told of steps long enough before.
+    """`schedule(step)` for steps in ascending order, with corrections from the steps given to `observe`.
 
-    A schedule uses measured steps up to `lookahead_steps + REPORT_LAG_STEPS` before it and none after, however early
-    they are known: equal measurements make equal schedules.
+    A schedule uses the measured steps that are at least `lookahead_steps + REPORT_LAG_STEPS` before it, and no later
+    ones, even if they are known: equal measurements give equal schedules.
     """
 
     def __init__(self, scheduler: BatchScheduler, config: ScheduleConfig, learner: Learner | None = None) -> None:
@@ -75,14 +77,21 @@ class CorrectionLoop:
         self._rests_until = 0
 
     def prepare(self, step: int) -> None:
-        """Have all compiled that schedules need, those of corrected plans too, before training waits for one: once an
-        installation."""
+        """Compile all kernels that schedules need, with and without corrections, before training waits for a schedule.
+
+        Compiled kernels are cached on disk, so this takes long only once for each installation.
+        """
         self._scheduler.schedule(step, self._policy_tried)
         if self._mode != "off":
             ones = self._table.corrected(Corrections(factors={"llm": NO_CORRECTIONS.table("llm")}))
             self._scheduler.priced_by(ones).schedule(step, self._policy_tried)
 
     def schedule(self, step: int) -> StepSchedule:
+        """Schedule a step with the present corrections, and decide whether it is measured.
+
+        Raises:
+            UserError: as `BatchScheduler.schedule` does.
+        """
         if self._mode == "off":
             return self._scheduler.schedule(step)
         self.learn(step - self._lag)
@@ -99,12 +108,12 @@ class CorrectionLoop:
         return schedule
 
     def observe(self, measured: MeasuredStep) -> None:
-        """Take what a step took; of no use is one that was not scheduled here, but before a restart."""
+        """Take a step's measured times. A step that was scheduled before a restart, and not here, is ignored."""
         if measured.step in self._awaited:
             self._reported[measured.step] = measured
 
     def learn(self, last_step: int) -> None:
-        """Learn from what is known of steps up to this one."""
+        """Learn from the measured steps up to this one."""
         steps = sorted(step for step in self._reported if step <= last_step)
         for step in steps:
             measured = self._reported.pop(step)
@@ -116,7 +125,10 @@ class CorrectionLoop:
             del self._awaited[step]
 
     def gain(self, steps: list[int]) -> float:
-        """By which share these steps become shorter, as corrected, when the corrections decide and not the table."""
+        """The share by which these steps are shorter when scheduled with corrections instead of by the table alone.
+
+        Both schedules are priced with the corrections.
+        """
         corrected = self._scheduler.pricer
         if not steps or corrected.corrections.factors == NO_CORRECTIONS.factors:
             return 0.0
@@ -133,11 +145,11 @@ class CorrectionLoop:
 def _cells(
     table: Pricer, schedule: StepSchedule, measured: MeasuredStep
 ) -> list[tuple[str, Loads, np.ndarray, np.ndarray]]:
-    """Of each pipeline stage its module, loads, and the table's and the measured seconds, as `Learner.observe` asks."""
+    """For each pipeline stage: module, loads, the table's seconds and the measured ones, as `Learner.observe` takes."""
     of_module = table.loads(schedule.shapes, schedule.assignment)
     table_s = np.stack(table.stage_costs.stage_times(of_module))
     measured_s = np.stack([measured.forward_s, measured.backward_s])
-    # Of replicas that wait for each other in every layer only the slowest took as long as it was measured.
+    # Of replicas that wait for each other in every layer, only the slowest computed for all of its measured time.
     table_s = np.where(table_s == lasting_s(table.plan, table_s), table_s, 0.0)
     ends = np.cumsum([stage.dp for stage in table.stages])
     return [

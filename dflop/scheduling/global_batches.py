@@ -1,7 +1,7 @@
 """Which samples make up a global batch: a seeded shuffle of the dataset, epoch after epoch.
 
-The batch depends on (seed, step, number of samples) alone, so that a run can be resumed at any step and a
-scheduled run sees the very batches of an unscheduled one.
+The batch depends only on the seed, the step, the number of samples and the batch size. So a run can be resumed at any
+step, and a scheduled run sees the same batches as an unscheduled one.
 """
 
 import math
@@ -29,7 +29,7 @@ class GlobalBatches:
         self._epochs: dict[int, np.ndarray] = {}
 
     def steps_in(self, epochs: float) -> int:
-        """How many steps it takes to draw every sample so many times."""
+        """How many steps it takes to draw every sample `epochs` times."""
         return max(1, math.ceil(epochs * self.num_samples / self.global_batch_size - 1e-9))
 
     def __getitem__(self, step: int) -> np.ndarray:
@@ -49,7 +49,7 @@ class GlobalBatches:
 class EvaluationBatches:
     """All samples in their order, cut into batches of about the same size; `batches[number]` is an index array.
 
-    A batch has at most `global_batch_size` samples where it can then fill all buckets.
+    A batch has at most `global_batch_size` samples, unless it then could not fill all buckets.
     """
 
     def __init__(self, num_samples: int, global_batch_size: int, num_buckets: int) -> None:

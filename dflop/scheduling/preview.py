@@ -14,7 +14,7 @@ __all__ = ["preview_frames", "rank_columns"]
 def rank_columns(encoders: Sequence[str]) -> list[str]:
     """The columns of `schedule.parquet` that say which replica of each encoder computes a sample's media.
 
-    The first encoder's has no name of its own: older files know a single encoder.
+    That of the first encoder is `encoder_rank` without the encoder's name, as in older files, which have one encoder.
     """
     return ["encoder_rank" if number == 0 else f"{encoder}_rank" for number, encoder in enumerate(encoders)]
 
@@ -22,8 +22,11 @@ def rank_columns(encoders: Sequence[str]) -> list[str]:
 def preview_frames(
     schedules: Sequence[StepSchedule], nodes: Sequence[Node]
 ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """One row a sample; one row a (node, microbatch) with its predicted forward and backward seconds and whether they
-    are of a load outside of what was measured; and one row a step, with its gap to the lower bound."""
+    """The three tables: samples, stages and steps.
+
+    They have one row a sample; one row a (node, microbatch), with predicted forward and backward seconds and whether
+    the load lies outside the measured range; and one row a step, whose `gap` is its time over the lower bound.
+    """
     samples = pl.concat(
         pl.DataFrame(
             {

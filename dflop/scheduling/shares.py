@@ -1,8 +1,10 @@
-"""How large each microbatch should be in each module: not equally large, for small ones fill and drain a pipeline fast.
+"""How large each microbatch should be in each module. Equal sizes are not best: small ones fill and drain a pipeline
+fast.
 
-If samples could be cut at will and all replicas did the same, the shortest step would be a linear program: a
-computation takes a time that is convex in its loads, and begins when what it waits for has ended. Solved once a run,
-for kinds of samples, the program says which sizes to aim at; solved for a batch, how short its step could be.
+If samples could be split arbitrarily and all replicas did the same, the shortest step would be a linear program: the
+time of a computation is convex in its loads, and it begins when the computations that it waits for have ended. Solved
+once a run, for kinds of samples, the program gives the sizes to aim at. Solved for a batch, it gives a lower bound of
+its step time under these assumptions.
 """
 
 import math
@@ -31,15 +33,15 @@ NUM_KINDS = 12
 APART_COST = 0.03
 # The solver's time limit. The largest programs known take 2 s.
 _MOST_S = 30.0
-# Columns of a module's loads: as in `Loads`, and the tokens of its features (of an encoder).
+# Columns of a module's loads: those of `Loads`, and, for an encoder, the tokens of its features.
 _TOKENS, _FEATURES = 1, 4
 
 
 def ideal_shares(pricer: Pricer, samples: SampleShapes, batch_size: int) -> np.ndarray:
-    """Each microbatch's size as a part of the mean one, [num_microbatches, num_loads], for batches of such samples.
+    """Each microbatch's size as a multiple of the mean size, [num_microbatches, num_loads], for batches of `samples`.
 
-    The columns are those of the balancing problem (`Pricer.problem`). Equal ones where the solver fails. Takes tens of
-    milliseconds for four to eight stages and 16 microbatches.
+    The columns are those of the balancing problem (`Pricer.problem`). All sizes are 1 where the solver fails. This
+    takes tens of milliseconds for four to eight stages and 16 microbatches.
     """
     loads = _loads(pricer, samples)
     order = np.argsort(samples.num_items.sum(axis=1) / np.maximum(1, samples.llm_tokens), kind="stable")
@@ -62,11 +64,11 @@ def ideal_shares(pricer: Pricer, samples: SampleShapes, batch_size: int) -> np.n
 
 
 def relaxed_step_s(pricer: Pricer, shapes: SampleShapes) -> float:
-    """The step of a batch whose samples could be cut at will, if all replicas did the same, in seconds.
+    """The step time in seconds of a batch if samples could be split arbitrarily and all replicas did the same.
 
-    No schedule is faster where all samples have media and an encoder on ranks of its own has one replica: times are
-    convex, so the mean of what the LLM's replicas do is possible, too, and no slower. Several encoder replicas might
-    gain a little by unlike work. 512 samples in 16 microbatches take about half a second.
+    No schedule is faster where all samples have media and each encoder on ranks of its own has one replica: times are
+    convex, so giving each LLM replica the mean of the work of all is allowed, too, and is no slower. Several encoder
+    replicas might gain a little by unequal work. 512 samples in 16 microbatches take about half a second.
     """
     step = _StepProgram(pricer, _loads(pricer, shapes), np.ones(len(shapes)))
     solution = step.program.minimise((step.end, 1.0))
@@ -75,7 +77,7 @@ def relaxed_step_s(pricer: Pricer, shapes: SampleShapes) -> float:
 
 
 def _loads(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
-    """[num_samples, num_modules, 5]: what each module has to do for a sample."""
+    """The loads that each sample adds to each module, and the tokens of its features, [num_samples, num_modules, 5]."""
     columns = []
     for grid in pricer.plan.grids:
         features = np.zeros(len(shapes)) if grid.module == "llm" else shapes.kept_by(grid.module)
@@ -84,9 +86,9 @@ def _loads(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
 
 
 def _sizes(pricer: Pricer, totals: np.ndarray) -> np.ndarray:
-    """What kinds of these loads bring to the microbatches, in mean ones, [num_kinds, num_loads].
+    """What all samples of each kind add up to, in units of a mean microbatch, [num_kinds, num_loads].
 
-    The columns are those of the balancing problem; how many replicas share a load cancels out.
+    The columns are those of the balancing problem. The number of replicas that share a load cancels out.
     """
     plan = pricer.plan
     of_modules = {
@@ -99,7 +101,7 @@ def _sizes(pricer: Pricer, totals: np.ndarray) -> np.ndarray:
 
 
 class _Program:
-    """A linear program in variables of at least 0, which are numbered as they come."""
+    """A linear program in variables of at least 0, which are numbered in the order in which they are made."""
 
     def __init__(self) -> None:
         self._num_variables = 0
@@ -114,7 +116,7 @@ class _Program:
         return np.arange(first, self._num_variables).reshape(shape)
 
     def require(self, *terms: tuple[np.ndarray, np.ndarray | float], at_least: float = 0.0) -> None:
-        """The sum of all variables times their factors shall be `at_least` so much."""
+        """Require that the sum of all variables times their factors is at least `at_least`."""
         for variables, factors in terms:
             columns, factors = np.broadcast_arrays(variables, factors)
             self._rows.append(np.full(columns.size, len(self._bounds)))
@@ -123,7 +125,7 @@ class _Program:
         self._bounds.append(at_least)
 
     def minimise(self, *terms: tuple[np.ndarray, float]) -> np.ndarray | None:
-        """The values of all variables for which this sum is smallest; None where the solver finds none."""
+        """The values of all variables at which the sum of `terms` is smallest; None where the solver finds none."""
         from scipy.optimize import linprog  # takes longer to import than most commands take
         from scipy.sparse import csr_array
 
@@ -141,28 +143,31 @@ class _Program:
 
 
 class _StepProgram:
-    """The step of one LLM replica and its part of the encoders, by which part of each kind goes where."""
+    """A linear program for the step of one LLM replica and its part of the encoders.
+
+    Its free variables say which part of each kind of samples goes to which microbatch and encoder replica.
+    """
 
     def __init__(self, pricer: Pricer, totals: np.ndarray, num_samples: np.ndarray) -> None:
-        """`totals` [num_kinds, num_modules, 5] are the loads of all samples of a kind, `num_samples` [num_kinds] how
-        many there are."""
+        """`totals` [num_kinds, num_modules, 5] are the summed loads of each kind's samples, `num_samples` [num_kinds]
+        their numbers."""
         plan = pricer.plan
         compiled = compile_plan(_one_replica(plan), pricer.stage_costs.frozen)
         self._forms, self._stages = stage_forms(pricer), compiled.stages
-        # Replicas of a stage differ in their links alone: the fastest counts.
+        # Replicas of a stage differ only in their links: the fastest link counts.
         first = pricer.compiled.stages[:, FIRST_NODE]
         self._weight_share = self._forms.weight_share[first]
         self._chain_latency_s = np.minimum.reduceat(self._forms.chain_latency_s, first)
         self._chain_token_s = np.minimum.reduceat(self._forms.chain_token_s, first)
         self._num_encoders = len(plan.grids) - 1
-        # How many replicas of each encoder one of the LLM's has to do with.
+        # How many replicas of each encoder belong to one replica of the LLM.
         self._replicas = [int(compiled.stages[stage, DP]) for stage in self._forms.first_stage[:-2]]
         self.program = _Program()
-        # Which part of each kind goes to each microbatch, and there to which replica of the first encoder, if any.
+        # The part of each kind that goes to each microbatch and, there, to each replica of the first encoder, if any.
         shape = len(totals), plan.num_microbatches, *(self._replicas[:1] or [1])
         self.part = self.program.variables(*shape)
         self.end = self.program.variables(1)[0]
-        # Loads and times are counted in mean ones, so that all numbers are of the order of one.
+        # Loads and times are in units of their means, so that all numbers are of the order of one.
         whole = totals.sum(axis=0)
         self._means = whole / np.array([[grid.dp * plan.num_microbatches] for grid in plan.grids])
         self.unit_s = self._mean_s([1.0, *self._means[-1, :_FEATURES]])
@@ -173,7 +178,7 @@ class _StepProgram:
         self._add_computations(compiled, per_worker(compiled.stages, sync_s, compiled.num_workers), llm_dp)
 
     def _mean_s(self, mean: list[float]) -> float:
-        """About what the LLM's slowest stage takes with loads of 1 and the mean ones, forward and backward."""
+        """About the forward plus backward seconds of the LLM's slowest stage; `mean` is 1, then the mean loads."""
         forms = self._forms
         seconds = (forms.forward.lines + forms.backward.lines) @ mean
         for terms in (forms.forward_terms, forms.backward_terms):
@@ -183,7 +188,7 @@ class _StepProgram:
         return float(seconds[forms.first_stage[-2] :].max())
 
     def _cap(self, pricer: Pricer, whole: np.ndarray) -> float:
-        """The most tokens that a bucket may hold, in mean ones; one, where the mean batch is too large."""
+        """The most tokens that a bucket may hold, in units of the mean bucket; 1 where even the mean is too large."""
         items_per_token = {}
         if pricer.placement.shares_ranks:
             modules = [grid.module for grid in pricer.plan.grids[:-1]]
@@ -194,13 +199,13 @@ class _StepProgram:
     def _cells(
         self, of_whole: np.ndarray, num_samples: np.ndarray, llm_dp: int, cap: float
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Variables of the loads of text, [num_microbatches, 5], and of each encoder's media, [num_microbatches,
+        """Variables for the loads of the LLM, [num_microbatches, 5], and of each encoder, [num_microbatches,
         num_replicas, 5]."""
         program = self.program
         num_kinds, num_microbatches, _ = self.part.shape
         text = program.variables(num_microbatches, 5)
         media = [program.variables(num_microbatches, replicas, 5) for replicas in self._replicas]
-        # A sample's media may go to any replica of each encoder, whichever those of the first encoder go to.
+        # The media of a sample may go to any replica of each encoder, independently of those of the first encoder.
         parts = [self.part, *(program.variables(num_kinds, num_microbatches, own) for own in self._replicas[1:])]
         for own in self.part:
             program.require((own, 1.0), at_least=1.0)
@@ -225,7 +230,8 @@ class _StepProgram:
         return text, media
 
     def _add_computations(self, compiled: CompiledPlan, sync_s: np.ndarray, llm_dp: int) -> None:
-        """`sync_s` [num_workers] is each worker's gradient sync."""
+        """Require that computations wait for each other, and that the step ends after each worker's last computation
+        and its gradient sync of `sync_s` [num_workers] seconds."""
         program, forms = self.program, self._forms
         computations, last = computations_of(compiled)
         ends = program.variables(len(computations))
@@ -265,7 +271,10 @@ class _StepProgram:
         )
 
     def _add_duration(self, took: int, which: int, stage: int, cell: np.ndarray, mean: np.ndarray) -> None:
-        """A computation `took` at least what its `cell`, loads in means of `mean`, asks for."""
+        """Require that the variable `took` is at least the time of a computation.
+
+        Its loads are the variables `cell`, in units of `mean`.
+        """
         forms, is_forward = self._forms, which == FORWARD
         share = 1.0 / self.unit_s
         if which == WEIGHT:
@@ -293,7 +302,7 @@ class _StepProgram:
         mean: np.ndarray,
         share: float,
     ) -> None:
-        """The sum of the terms is at least the `share` of a function of the cell's loads."""
+        """Require that the sum of the terms is at least `share` times a function of the cell's loads."""
         form = forms.lines[number] * share
         above = [*terms, (cell[:_FEATURES], -form[1:] * mean[:_FEATURES])]
         for load, at, slope in forms.hinges[number]:
@@ -306,13 +315,15 @@ class _StepProgram:
 
 
 def _one_replica(plan: Plan) -> Plan:
-    """The plan of a single LLM replica; encoders on ranks of their own have a single one, too. They share nothing: all
-    replicas are taken to do the same, so that none waits."""
+    """The plan with a single LLM replica; encoders on ranks of their own have a single replica, too.
+
+    They share no parameters: all replicas are taken to do the same, so none waits for another.
+    """
     *encoders, llm = (replace(grid, sharding=PLAIN_SHARDING, shards=None) for grid in plan.grids)
     placement, own = PLACEMENTS[plan.placement], replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0)
     if placement.shares_ranks:
         num_ranks = len(placement.encoder_stages(llm.pp)) * llm.tp
-        # Of encoders whose replicas lie on those of several LLM replicas, this one has to do with a part of each.
+        # Where an encoder replica lies on the ranks of several LLM replicas, only a part of it belongs to this one.
         tp = [math.gcd(encoder.tp, llm.tp) if placement.fills_bubbles else encoder.tp for encoder in encoders]
         shared = (replace(grid, num_ranks=num_ranks, tp=own) for grid, own in zip(encoders, tp, strict=True))
         return replace(plan, grids=(*shared, own))

@@ -1,4 +1,4 @@
-"""A plan's times in the shape that kernels and linear programs take: linear in loads, with hinges.
+"""A plan's times in the form that kernels and linear programs take: functions linear in the loads, with hinges.
 
 Loads of a microbatch are those of `Loads`: items of an encoder, tokens, squared tokens, target tokens.
 """
@@ -16,34 +16,36 @@ __all__ = ["StageForms", "stage_forms"]
 
 
 class StageForms(NamedTuple):
-    """What kernels need to know of a plan's stages. Times are to be multiplied by their shape bin's factor.
+    """The data of a plan's stages that kernels need. Times have to be multiplied by the factor of their shape bin.
 
-    Modules are the encoders as they come, and the LLM last. The replicas of all encoders are numbered through.
+    Modules are the encoders in the plan's order, then the LLM. The replicas of all encoders are numbered consecutively.
     """
 
     stages: np.ndarray  # as in `CompiledPlan`
     module: np.ndarray  # [num_stages]: the number of the stage's module
-    first_stage: np.ndarray  # [num_modules + 1]: of each module, and behind all
-    first_replica: np.ndarray  # [num_encoders + 1]: of each encoder, and behind all
+    first_stage: np.ndarray  # [num_modules + 1]: each module's first stage, then the number of stages
+    first_replica: np.ndarray  # [num_encoders + 1]: each encoder's first replica, then the number of replicas
     forward: PackedForms
     backward: PackedForms
-    # Of stages whose replicas share parameters; None, for which the kernel is compiled without, where there are none.
+    # Terms of stages whose replicas share parameters. None where there are no such stages: the kernel is then compiled
+    # without terms.
     forward_terms: PackedTerms | None
     backward_terms: PackedTerms | None
-    # [num_modules, 2 (forward, backward), num_load_bins, num_segment_bins]; None, for which the kernel is compiled
-    # without corrections, where there are none.
+    # [num_modules, 2 (forward, backward), num_load_bins, num_segment_bins]. None where there are no corrections: the
+    # kernel is then compiled without them.
     factors: np.ndarray | None
     weight_share: np.ndarray  # [num_nodes]
     chain_latency_s: np.ndarray  # [num_nodes]
     chain_token_s: np.ndarray
     bridge_latency_s: np.ndarray  # [num_encoder_replicas, num_llm_replicas]
     bridge_token_s: np.ndarray
-    num_parts: int  # of each encoder's replicas, each with its own order
+    num_parts: int  # the parts of each encoder's replicas, each with its own order (`walk.PARTS`)
     has_bridges: bool
     sends_text: bool
 
 
 def stage_forms(pricer: Pricer) -> StageForms:
+    """The forms of a pricer's plan, with its corrections."""
     plan = pricer.plan
     forms = pricer.stage_costs.time_forms()
     forward, backward = (pack_forms([own.form for own in of_pass]) for of_pass in forms)

@@ -1,4 +1,4 @@
-"""What devices hold, as the step search asks it: of the loads in its state, by the same forms as `PlanMemory`."""
+"""Memory on devices for the step search: computed from the loads in its state, with the same forms as `PlanMemory`."""
 
 from typing import NamedTuple
 
@@ -18,16 +18,16 @@ class StepMemory(NamedTuple):
 
     order: np.ndarray  # as in `CompiledPlan`
     kept: PackedForms
-    passing: PackedTerms  # the largest counts
-    edge_bytes: np.ndarray  # [num_stages], of a token at an edge (`EdgeBytes.held`)
+    passing: PackedTerms  # the largest term of a stage counts
+    edge_bytes: np.ndarray  # [num_stages], bytes of a token at an edge (`EdgeBytes.held`)
     put_off: np.ndarray  # [num_stages], `StageCosts.put_off`
-    room_bytes: np.ndarray  # [num_workers], beside what is resident
+    room_bytes: np.ndarray  # [num_workers], what parameters and optimiser state leave
     kept_bytes: np.ndarray  # [num_nodes, num_microbatches], written by `excess_bytes`
     passing_bytes: np.ndarray
 
 
 def step_memory(pricer: Pricer) -> StepMemory:
-    """Of a plan's stages and devices."""
+    """The functions and limits of the stages and devices of a pricer's plan."""
     kept, passing = [], []
     for stage in pricer.stages:
         own, forms = pricer.stage_costs.memory_forms(stage)
@@ -49,7 +49,7 @@ def step_memory(pricer: Pricer) -> StepMemory:
 
 @kernel
 def excess_bytes(memory, forms, state):
-    """By how much the fullest worker is beyond its room (below 0: within), and which one it is."""
+    """The bytes by which the fullest worker exceeds its room (negative where it does not), and its index."""
     stages, num_encoders = forms.stages, len(forms.first_replica) - 1
     for stage in range(len(stages)):
         module = forms.module[stage]

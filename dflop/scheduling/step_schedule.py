@@ -1,6 +1,6 @@
-"""A step's schedule: what each rank loads and computes, and how it travels there.
+"""A step's schedule: what each rank loads and computes; and its encoding, in which it is sent to the ranks.
 
-The process that decides encodes a schedule, whoever passes it on passes bytes, and each rank decodes it once.
+The scheduling process encodes a schedule, bytes are passed on, and each rank decodes them once.
 """
 
 import json
@@ -17,7 +17,7 @@ from dflop.pricing import Assignment, Pricer, lasting_s
 __all__ = ["StepSchedule", "schedule_of"]
 
 _HEAD = b"dflop"
-# Of the stream's length in bytes, which stands before it: to be decompressed at once it must be known.
+# The format of the decompressed length in bytes, which stands before the stream and is needed to decompress it.
 _LENGTH = struct.Struct(">Q")
 
 
@@ -25,15 +25,15 @@ _LENGTH = struct.Struct(">Q")
 class StepSchedule:
     """One step. Samples are sorted by (LLM dp rank, microbatch, position); times are predictions.
 
-    `slots` [2, num_pipeline_ranks, num_microbatches] are where encoders compute in plans that fill bubbles with them
-    (`placements.bubble_filled`), None for one order of all batches.
+    `slots` [2, num_pipeline_ranks, num_microbatches] say where encoders compute in plans that fill bubbles with them
+    (`placements.bubble_filled`); None for the order that all batches share.
     `encoder_rank`, `num_items`, `sum_sq_items` and `kept_tokens` are [num_samples, num_encoders] in the order of
-    `encoders`, what else is said of samples [num_samples].
-    `idle_of_worker` [num_workers] is the share of the step in which each worker waits, and `idle` the mean of ranks.
-    `num_beyond_memory` counts faster assignments that were not taken since memory would not hold them.
-    `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside of what was measured) are
-    [num_nodes, num_microbatches] in the order of `nodes_of`. `corrections_version` says which corrections priced it
-    (0: the cost table alone), `measures` whether its ranks are to report what it takes.
+    `encoders`; the other arrays over samples are [num_samples].
+    `idle_of_worker` [num_workers] is the share of the step in which each worker waits, and `idle` the mean over ranks.
+    `num_beyond_memory` counts faster assignments that were not taken because they do not fit into memory.
+    `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside the measured range) are
+    [num_nodes, num_microbatches] in the order of `nodes_of`. `corrections_version` is that of the corrections that
+    priced it (0: the cost table alone). `measures` is whether its ranks report their measured times.
     """
 
     step: int
@@ -68,17 +68,20 @@ class StepSchedule:
 
     @property
     def shapes(self) -> SampleShapes:
+        """The shapes of the step's samples, in the schedule's order."""
         return SampleShapes(**{item.name: getattr(self, item.name) for item in fields(SampleShapes)})
 
     @property
     def assignment(self) -> Assignment:
+        """The assignment of the step's samples, in the schedule's order."""
         return Assignment(**{item.name: getattr(self, item.name) for item in fields(Assignment)})
 
     def to_bytes(self) -> bytes:
-        """A stream of Arrow, compressed as a whole: a table of one row, whose columns each hold all arrays of one type
-        (a column for each array would make small batches four times as large). It is encoded once, where it was
-        decided, and read where it is needed."""
-        import pyarrow as pa  # here: planning decides schedules too, and sends none
+        """A compressed Arrow stream of a table with one row, whose columns each hold all arrays of one type.
+
+        A column for each array would make small batches four times as large.
+        """
+        import pyarrow as pa  # imported here: planning makes schedules, too, but does not encode them
 
         scalars, arrays, of_types = {}, [], defaultdict(list)
         for name, value in self._values().items():
@@ -102,6 +105,7 @@ class StepSchedule:
 
     @classmethod
     def from_bytes(cls, encoded: bytes) -> "StepSchedule":
+        """The schedule that `to_bytes` encoded."""
         import pyarrow as pa
 
         (length,) = _LENGTH.unpack_from(encoded)
@@ -137,7 +141,7 @@ def schedule_of(
     deciding_s: float,
     num_beyond_memory: int = 0,
 ) -> StepSchedule:
-    """The schedule of a global batch that was assigned so."""
+    """The schedule of a global batch with this assignment: its samples in order, and the simulated times."""
     times = pricer.stage_times(shapes, assignment)
     timeline = pricer.timeline(times, assignment.slots)
     order = np.lexsort((np.arange(len(shapes)), assignment.microbatch, assignment.llm_dp_rank))

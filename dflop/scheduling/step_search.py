@@ -1,13 +1,13 @@
-"""Descent on the simulated step time: samples and microbatches change places while the pipeline gets faster by it.
+"""Descent on the simulated step time: samples and microbatches change places while this does not make the step longer.
 
-A trial changes a few cells: it swaps two samples, moves one, swaps two buckets of a replica or two microbatches of all,
-gives a sample's media to another encoder replica, or swaps the media of two samples. Only the changed cells are priced
-again, and the step is simulated anew (microseconds). Trials are drawn from a seed, so that equal questions have equal
-answers.
+A trial changes a few cells: it swaps two samples, moves one, swaps two buckets of a replica or two microbatches of all
+replicas, gives a sample's media to another encoder replica, or swaps the media of two samples. Only the changed cells
+are priced again, and the step is simulated again (microseconds). Trials are drawn from a seed, so that equal problems
+have equal answers.
 
-The start is as good as packing by ideal shares makes it, and from there descent does as well as annealing. With 2 to 8
-samples a bucket and 64 buckets, steps after 8,000 trials were 0 to 1.1 % longer than after 160,000 (mean over ten
-batches; single ones up to 2.7 %).
+From a start that is packed by ideal shares, descent does as well as annealing. With 2 to 8 samples a bucket and 64
+buckets, steps after 8,000 trials were 0 to 1.1 % longer than after 160,000 (mean over ten batches; single ones up to
+2.7 %).
 """
 
 from dataclasses import replace
@@ -30,17 +30,17 @@ __all__ = ["StepSearch"]
 # The step ends with its slowest column. The mean of all columns' ends counts a little, too: a change that only shortens
 # a faster column makes room for the next change.
 MEAN_SHARE = 0.05
-# A schedule that takes more memory than a device has counts as longer, by this weight times the excess as a share of
-# the device's memory. The weight doubles every `MORE_WEIGHT_EVERY` trials, as long as the schedule is above the limit.
+# A schedule that needs more memory than a device has counts as longer, by this weight times the excess as a share of
+# the device's memory. The weight doubles every `MORE_WEIGHT_EVERY` trials as long as the schedule exceeds the limit.
 EXCESS_WEIGHT = 2.0
 MORE_WEIGHT_EVERY = 250
-# The share of trials that start from what ends last, and how many samples are drawn at most to find one there.
+# The share of trials with a sample of the column that ends last, and the most draws to find such a sample.
 FOCUS = 0.5
 MOST_DRAWS = 200
 # How often the encoders' slots are computed anew in one search.
 NUM_ROUNDS = 6
-# The share of swaps that take a sample of about the same size: of all samples sorted by size, at most `NEAR_SHARE` lie
-# between the two. With 2 or 3 samples a bucket other swaps change far too much once buckets are nearly right.
+# The share of swaps between samples of about the same size: of all samples sorted by size, at most `NEAR_SHARE` lie
+# between the two. With 2 or 3 samples a bucket, other swaps change far too much once buckets are nearly right.
 NEAR = 0.8
 NEAR_SHARE = 0.1
 _SWAP, _MOVE, _SWAP_BUCKETS, _SWAP_MICROBATCHES, _MOVE_MEDIA, _SWAP_MEDIA = range(6)
@@ -50,7 +50,7 @@ _SHARES = np.cumsum([0.4, 0.18, 0.07, 0.03, 0.16, 0.16])
 
 
 class _Change(NamedTuple):
-    """Room for the samples that a trial moves, and for their places before and after it."""
+    """Buffers for the samples that a trial moves, and for their places before and after it."""
 
     samples: np.ndarray  # [num_samples]
     before: np.ndarray  # [num_samples, 2 + num_encoders]
@@ -58,12 +58,12 @@ class _Change(NamedTuple):
 
 
 class _Clocks(NamedTuple):
-    """The plan's order for `walk`, what it writes, and the columns that end."""
+    """The plan's order for `walk`, the arrays that it writes, and the columns (`pipeline.columns`) with their ends."""
 
     items: np.ndarray
     worker_s: np.ndarray  # [num_workers]
     end_s: np.ndarray  # [3, num_cells]
-    start_s: np.ndarray  # empty: nobody asks
+    start_s: np.ndarray  # empty: starts are not needed
     sync_s: np.ndarray  # [num_workers]
     worker_column: np.ndarray  # [num_workers]
     column_end_s: np.ndarray  # [num_columns]
@@ -83,14 +83,14 @@ class StepSearch:
         for number, encoder in enumerate(shapes.encoders):
             media[:, number] = np.column_stack(loads_of(encoder, shapes))
         by_size = np.argsort(shapes.llm_tokens, kind="stable")
-        size_rank = np.argsort(by_size)  # of each sample its place in `by_size`
+        size_rank = np.argsort(by_size)  # each sample's place in `by_size`
         self._samples = text, media, shapes.kept_tokens.astype(float), by_size, size_rank
 
     def improve(self, assignment: Assignment, num_trials: int, seed: int) -> tuple[Assignment, float]:
-        """The best assignment met in so many trials that fits into memory, and its step in seconds.
+        """The best assignment found in `num_trials` trials that fits into memory, and its step time in seconds.
 
-        It is no worse than the given one, if that fits. Where none is met that fits, the step is infinite. Where
-        encoders fill bubbles, their slots are found anew between rounds of trials.
+        It is no worse than the given one, if that fits. Where none that fits is found, the step time is infinite. Where
+        encoders fill bubbles, their slots are found again between rounds of trials.
         """
         if self._pricer.filler is None or num_trials == 0:
             return self._descend(assignment, num_trials, seed)
@@ -100,18 +100,18 @@ class StepSearch:
             found, found_s = self._descend(start, num_trials // NUM_ROUNDS, seed + number)
             if found_s < best_s:
                 best, best_s = found, found_s
-        if best_s == np.inf:  # Each round began anew.
+        if best_s == np.inf:  # Each round started over from the same assignment: use all trials in one descent.
             return self._descend(start, num_trials, seed)
         return best, best_s
 
     def _excess_and_step(self, assignment: Assignment) -> tuple[float, float]:
-        """Bytes beyond the memory of a device, and the step in seconds."""
+        """Bytes beyond the memory of a device, and the step time in seconds."""
         needed_bytes = max(self._pricer.memory_bytes(self._shapes, assignment).values())
         excess_bytes = max(0.0, needed_bytes - self._pricer.memory.limit_bytes)
         return excess_bytes, self._pricer.step_s(self._shapes, assignment)
 
     def _descend(self, assignment: Assignment, num_trials: int, seed: int) -> tuple[Assignment, float]:
-        """The same with one order."""
+        """As `improve`, but with the slots of the given assignment."""
         order = self._pricer.order(assignment.slots)
         first_replica = self._forms.first_replica[:-1]
         place = np.column_stack(
@@ -132,7 +132,7 @@ class StepSearch:
         return found, float(step_s)
 
     def step_s(self, assignment: Assignment) -> float:
-        """As `Pricer.step_s` has it."""
+        """The step time in seconds, as `Pricer.step_s`; infinite where the assignment does not fit into memory."""
         return self.improve(assignment, 0, 0)[1]
 
 
@@ -157,7 +157,7 @@ def _clocks_of(pricer: Pricer) -> _Clocks:
 
 @kernel
 def _descend_on_step(forms, clocks, memory, state, samples, num_trials, seed):
-    """The best of the places met that fit into memory [num_samples, 2 + num_encoders], and its step."""
+    """The best places found that fit into memory [num_samples, 2 + num_encoders], and their step time."""
     np.random.seed(seed)
     num_samples, num_columns = state.place.shape
     price_all(forms, state, samples)
@@ -172,7 +172,7 @@ def _descend_on_step(forms, clocks, memory, state, samples, num_trials, seed):
         if excess > 0.0 and trial % MORE_WEIGHT_EVERY == MORE_WEIGHT_EVERY - 1:
             now_s, weight = goal_s * (1.0 + 2.0 * weight * excess), 2.0 * weight
         kind = np.searchsorted(_SHARES, np.random.random())
-        # What lengthens the step, or what takes too much memory.
+        # The column that ends last, or the one whose worker needs too much memory.
         column = clocks.worker_column[fullest] if excess > 0.0 and np.random.random() < FOCUS else latest
         num_changed = _propose(forms, clocks, state, samples, kind, column, change)
         if num_changed == 0:
@@ -199,7 +199,7 @@ def _descend_on_step(forms, clocks, memory, state, samples, num_trials, seed):
 
 @kernel
 def _simulated(state, clocks):
-    """The step; the step with a share of the columns' mean end; and the column that ends last."""
+    """The step time; the goal, which adds `MEAN_SHARE` of the columns' mean end; and the column that ends last."""
     walk(clocks.items, state.seconds, state.chain_s, state.messages, clocks.worker_s, clocks.end_s, clocks.start_s)
     end_s = clocks.column_end_s
     end_s[:] = 0.0
@@ -212,7 +212,7 @@ def _simulated(state, clocks):
 
 @kernel
 def _propose(forms, clocks, state, samples, kind, latest, change):
-    """Draw a change of this kind: how many samples it concerns (0: none is possible)."""
+    """Write a random change of this kind to `change`; return how many samples it moves, 0 where it is not possible."""
     _, _, kept_tokens, by_size, size_rank = samples
     sample = _draw_sample(clocks, state, latest)
     _note(state, change, 0, sample)
@@ -232,14 +232,14 @@ def _propose(forms, clocks, state, samples, kind, latest, change):
 
 @kernel
 def _note(state, change, number, sample):
-    """The sample is the change's `number`th; its place is not changed yet."""
+    """Enter a sample as the change's `number`th, with its present place before and after."""
     change.samples[number] = sample
     change.before[number], change.after[number] = state.place[sample], state.place[sample]
 
 
 @kernel
 def _swap(state, by_size, size_rank, change):
-    """The sample and one of another bucket, mostly of about its size; media stay with their encoder replicas."""
+    """Swap the sample with one of another bucket, mostly of about its size; media stay on their encoder replicas."""
     sample, other, place = change.samples[0], np.random.randint(len(by_size)), state.place
     if np.random.random() < NEAR:
         most_between = max(1, int(len(by_size) * NEAR_SHARE))
@@ -256,7 +256,7 @@ def _swap(state, by_size, size_rank, change):
 
 @kernel
 def _move(state, change):
-    """The sample to another bucket; no bucket is left empty."""
+    """Move the sample to another bucket; no bucket is left empty."""
     sample, (num_replicas, num_microbatches) = change.samples[0], state.count.shape
     replica, microbatch = state.place[sample, 0], state.place[sample, 1]
     to_replica, to_microbatch = np.random.randint(num_replicas), np.random.randint(num_microbatches)
@@ -268,7 +268,8 @@ def _move(state, change):
 
 @kernel
 def _change_media(forms, state, kept_tokens, swaps, change):
-    """The sample's media to another replica of an encoder, in exchange for another's of the microbatch if `swaps`."""
+    """Move the sample's media to another replica of an encoder; if `swaps`, in exchange for media of another sample of
+    the microbatch."""
     sample, (num_samples, num_encoders) = change.samples[0], kept_tokens.shape
     if num_encoders == 0 or not forms.has_bridges:
         return 0
@@ -292,7 +293,7 @@ def _change_media(forms, state, kept_tokens, swaps, change):
 
 @kernel
 def _swap_microbatches(state, of_one_replica, change):
-    """All samples of the sample's microbatch and of another one: of the sample's LLM replica alone, or of all."""
+    """Swap the sample's microbatch with another: on the sample's LLM replica only (`of_one_replica`), or on all."""
     sample, place = change.samples[0], state.place
     replica, microbatch = place[sample, 0], place[sample, 1]
     to_microbatch = np.random.randint(state.count.shape[1])
@@ -312,7 +313,7 @@ def _swap_microbatches(state, of_one_replica, change):
 
 @kernel
 def _draw_sample(clocks, state, latest):
-    """Any sample, or one of the column that ends last: what leaves others as they are cannot shorten the step."""
+    """Draw any sample, or one of the column that ends last: a change elsewhere does not shorten the step."""
     num_samples, num_columns = state.place.shape
     sample = np.random.randint(num_samples)
     if np.random.random() < FOCUS:

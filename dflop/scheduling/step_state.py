@@ -1,6 +1,6 @@
-"""An assignment as the step search changes it: samples' places, and the loads, times and messages that follow.
+"""The state of the step search: an assignment, and the loads, times and messages that follow from it.
 
-A change takes a few samples from some cells to others; only these cells are priced again.
+A change moves a few samples between cells; only these cells are priced again.
 """
 
 from typing import NamedTuple
@@ -18,29 +18,33 @@ __all__ = ["StepState", "change_places", "new_state", "price_all"]
 
 
 class StepState(NamedTuple):
-    """An assignment, and what follows from it. Encoders' replicas are numbered through, as in `StageForms`."""
+    """An assignment, and what follows from it. The replicas of all encoders are numbered consecutively, as in
+    `StageForms`."""
 
     place: np.ndarray  # [num_samples, 2 + num_encoders]: LLM replica, microbatch, replica of each encoder
     text: np.ndarray  # loads [num_llm_replicas, num_microbatches, 4]
     media: np.ndarray  # loads [num_encoder_replicas, num_microbatches, 4]
     features: np.ndarray  # tokens [num_microbatches, num_encoder_replicas, num_llm_replicas]
-    entry: np.ndarray  # of the same shape: the message's place among all, -1 where there is none
+    entry: np.ndarray  # of the same shape: the message's index in `messages`, -1 where there is none
     messages: Messages
     count: np.ndarray  # samples [num_llm_replicas, num_microbatches]
     seconds: np.ndarray  # [3, num_cells], as `walk` takes it
     chain_s: np.ndarray  # [num_cells]
-    stamps: np.ndarray  # [1]: number of the last change; below, that of the last one for which a cell was priced
+    stamps: np.ndarray  # [1]: the number of the last change; the next two: that of each cell's last pricing
     text_stamp: np.ndarray  # [num_llm_replicas, num_microbatches]
     media_stamp: np.ndarray  # [num_encoder_replicas, num_microbatches]
 
 
 def new_state(forms: StageForms, place: np.ndarray, num_microbatches: int) -> StepState:
-    """Of samples at these places; `price_all` works out the rest."""
+    """The state of samples at these places, without loads and times: `price_all` computes them.
+
+    `place` is [num_samples, 2 + num_encoders], as in `StepState`.
+    """
     last = forms.stages[-1]
     num_replicas, num_cells = int(last[DP]), int(last[FIRST_NODE] + last[DP]) * num_microbatches
     of_encoders = np.diff(forms.first_replica)
     num_encoder_replicas = int(of_encoders.sum())
-    # A list has a message for each pair of replicas at most, and for each sample at most.
+    # A list has at most one message for each pair of replicas, and at most one for each sample.
     of_parts = np.repeat(of_encoders // forms.num_parts, forms.num_parts)
     room = np.tile(np.minimum(of_parts * num_replicas, len(place)), num_microbatches)
     pairs = (num_microbatches, num_encoder_replicas, num_replicas)
@@ -68,7 +72,7 @@ def new_state(forms: StageForms, place: np.ndarray, num_microbatches: int) -> St
 
 @kernel
 def price_all(forms, state, samples):
-    """Put all samples, new to the state, where they are, and price all cells."""
+    """Add the loads of all samples to a new state, and price all cells."""
     for sample in range(len(state.place)):
         _put(forms, state, samples, sample, 1.0)
     for microbatch in range(state.count.shape[1]):
@@ -82,9 +86,9 @@ def price_all(forms, state, samples):
 
 @kernel
 def change_places(forms, state, samples, changed, before, after, num_changed):
-    """Take samples from where they were to where they shall be, and price the cells they left and came to, once.
+    """Move samples from their places `before` to those `after`, and price each cell that changed once.
 
-    `changed` are the samples' numbers, `before` and `after` [num_samples, 2 + num_encoders] their places.
+    `changed` are the indices of the `num_changed` samples; `before` and `after` are [num_samples, 2 + num_encoders].
     """
     place, stamps, text_stamp, media_stamp = state.place, state.stamps, state.text_stamp, state.media_stamp
     for number in range(num_changed):
@@ -111,7 +115,7 @@ def change_places(forms, state, samples, changed, before, after, num_changed):
 
 @kernel(inline="always")
 def _put(forms, state, samples, sample, sign):
-    """Add a sample's loads to its cells, or (sign -1) take them away."""
+    """Add a sample's loads to its cells, or subtract them (`sign` is 1 or -1)."""
     text, media, kept_tokens, _, _ = samples
     replica, microbatch = state.place[sample, 0], state.place[sample, 1]
     for load in range(1, 4):
@@ -143,7 +147,7 @@ def _price_media(forms, state, encoder_replica, microbatch):
 
 @kernel
 def _price_stages(forms, state, module, replica, microbatch, loads, is_empty, tokens):
-    """Of a module's replica: the times of all its stages."""
+    """Compute the times of all stages of a module's replica for one microbatch."""
     num_microbatches = state.count.shape[1]
     forward_factor, backward_factor = _factors_of(forms.factors, module, loads)
     for stage in range(forms.first_stage[module], forms.first_stage[module + 1]):
@@ -165,7 +169,7 @@ def _price_stages(forms, state, module, replica, microbatch, loads, is_empty, to
 
 @kernel
 def _factors_of(factors, module, loads):
-    """What a microbatch's forward and backward times are corrected by."""
+    """The corrections of a microbatch's forward and backward times."""
     if factors is None:
         return 1.0, 1.0
     load_bin, segment_bin = bin_of(loads)
@@ -194,7 +198,7 @@ def _price_message(forms, state, microbatch, encoder_replica, replica):
         seconds = forms.bridge_latency_s[encoder_replica, replica]
         messages.seconds[entry] = seconds + forms.bridge_token_s[encoder_replica, replica] * tokens
         return
-    # The last message of the list takes the place of the one that goes.
+    # The last message of the list takes the place of the removed one.
     messages.count[own_list] -= np.uint64(1)
     last = np.int64(messages.first[own_list] + messages.count[own_list])
     its_source, its_target = np.int64(messages.source[last]), np.int64(messages.target[last])
@@ -210,7 +214,7 @@ def _price_message(forms, state, microbatch, encoder_replica, replica):
 
 @kernel(inline="always")
 def _first_source(forms, state, encoder, microbatch):
-    """The cell of an encoder's replica, less that replica's number among those of all encoders."""
+    """The cell of an encoder's replica in its last stage, less the replica's number among those of all encoders."""
     stage = forms.first_stage[encoder + 1] - 1
     first_cell = forms.stages[stage, FIRST_NODE] * state.count.shape[1] + microbatch * forms.stages[stage, DP]
     return first_cell - forms.first_replica[encoder]

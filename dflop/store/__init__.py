@@ -1,6 +1,6 @@
 """Every DuckDB table and every SQL statement of the project.
 
-Rows come and go as polars frames; what they mean is said by the folders that own them.
+Rows are passed as polars frames; the folders that own them define their meaning.
 """
 
 from dflop.store.database import SCHEMA_VERSION, read_meta, read_table, read_tables

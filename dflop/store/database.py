@@ -1,6 +1,6 @@
 """A database file: made in one go beside its final path, then only read, by any number of processes.
 
-DuckDB lets one writer block all readers, even those that only read.
+In DuckDB, a process that has a file open for writing keeps all others from reading it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA_VERSION", "read_meta", "read_table", "read_tables", "write_database"]
 
-# To be raised with every change of a table's columns or of their meaning: older files are then refused, not misread.
+# Raise this with every change of a table's columns or of their meaning: older files are then refused, not misread.
 SCHEMA_VERSION = 8
 
 
@@ -36,7 +36,7 @@ def read_table(path: Path, table: str, *, made_by: str) -> pl.DataFrame:
 
 
 def read_tables(path: Path, tables: Sequence[str], *, made_by: str) -> dict[str, list[dict[str, Any]]]:
-    """The rows of some small tables.
+    """The rows of several small tables by table name, each row a dict from column to value.
 
     Raises:
         UserError: as `read_table` does.
@@ -50,6 +50,11 @@ def read_tables(path: Path, tables: Sequence[str], *, made_by: str) -> dict[str,
 
 
 def read_meta(path: Path, *, made_by: str) -> dict[str, str]:
+    """The keys and values of the table `meta`.
+
+    Raises:
+        UserError: as `read_table` does.
+    """
     with _open(path, made_by) as connection:
         return dict(connection.execute("SELECT key, value FROM meta").fetchall())
 
@@ -97,7 +102,11 @@ def write_database(
     meta: Mapping[str, str],
     parameters: Mapping[str, object] | None = None,
 ) -> None:
-    """Run `statements` on `frames`, which they find by their names, and with the `parameters` that they mention."""
+    """Write a database at `path` by running `statements`, SQL with a `;` at the end of each statement's last line.
+
+    They refer to `frames` as tables of these names, and to `parameters` as `$name`. The table `meta` holds `meta`, the
+    schema version, the dflop version and the time of creation.
+    """
     import duckdb
 
     whole_meta = {

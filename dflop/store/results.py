@@ -1,4 +1,4 @@
-"""`costs.duckdb` and `observations.duckdb`: tables as their frames are, and what follows from these."""
+"""`costs.duckdb` and `observations.duckdb`: one table for each frame, and tables computed from them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,8 +52,11 @@ def write_observations(
     step_seconds: pl.DataFrame,
     meta: Mapping[str, str],
 ) -> None:
-    """Write `observations`, `measured_over_predicted`, which follows from them, `corrections`, `rejects`, the samples
-    that the run left out (`LEFT_OUT_SCHEMA`), and `step_seconds`, where each step's time went on each rank."""
+    """Write one table for each of these frames, and `measured_over_predicted`, which is computed from `observations`.
+
+    `rejects` are the samples that the run left out (`LEFT_OUT_SCHEMA`); `step_seconds` divides each step's time on
+    each rank (`STEP_SECONDS_SCHEMA`).
+    """
     frames = {
         "observations": observations,
         "corrections": corrections,

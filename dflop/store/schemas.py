@@ -1,4 +1,4 @@
-"""The columns of tables that several folders write or read, and the closed lists of what stands in them."""
+"""The columns of tables that several folders write or read, and the closed lists of values that some columns take."""
 
 import polars as pl
 
@@ -28,12 +28,14 @@ REJECT_REASONS = (
     "duplicate_id",
 )
 
-# One row a record of a shard. `row` counts inside the shard, so that a shard's file stays valid when
-# records are inserted before it; `reason` and `detail` are null unless the record is rejected. The lists hold a number
-# a medium, in the record's order: width and height in pixels of a picture or of a clip's frames, how many frames are
-# taken of a clip, the microseconds between two of them (0 of a picture), a sound's samples at 16 kHz, and the frames
-# that a clip has in a million seconds. Training lays out its text by them, without opening a medium. `sum_sq_items` is
-# 0 where all items are of one size.
+# One row a record of a shard. `row` counts inside the shard, so that a shard's file stays valid when records are
+# inserted before it. `reason` and `detail` are null unless the record is rejected. `sum_sq_items` is 0 where all items
+# are of one size. Each list holds one number a medium, in the record's order, so that training lays out the record's
+# text without opening a medium:
+# - `media_width`, `media_height`: pixels of a picture, or of a clip's frames;
+# - `media_frames`: how many frames are taken of a clip; `media_frame_us`: microseconds between two of them (0 for a
+#   picture);
+# - `media_samples`: a sound's samples at 16 kHz; `media_rate_uhz`: a clip's own frame rate in microhertz.
 SHARD_SCHEMA = pl.Schema(
     {
         "row": pl.Int64,
@@ -88,9 +90,10 @@ LINK_MODEL_SCHEMA = pl.Schema(
     }
 )
 
-# What loading takes for training, one row for each modality of the data that a module reads. `num_samples` the data has
-# of it and `num_measured` were loaded, of which `num_unreadable` had damaged media. `seconds` and `core_s` (of all
-# threads) are those of a mean sample, `media_bytes` is the mean of its files. `num_cores` is the machine's.
+# How long training takes to load samples: one row for each module and each modality that it reads. The data has
+# `num_samples` of the modality; `num_measured` of them were loaded, of which `num_unreadable` had damaged media.
+# `seconds` and `core_s` (CPU seconds of all threads) are means over samples, as is `media_bytes`, the size of a
+# sample's files. `num_cores` is the number of cores of the measuring machine.
 LOADING_SCHEMA = pl.Schema(
     {
         "module": pl.String,
@@ -120,8 +123,9 @@ LEFT_OUT_SCHEMA = pl.Schema(
     }
 )
 
-# One row a shape bin of a module and pass: loads (items of encoders, tokens of the LLM) and mean segments
-# from the least to below twice the least. `ratio` is measured over the cost table's time, `factor` what schedules use.
+# One row a shape bin of a module and pass. A bin holds microbatches with a load (items of encoders, tokens of the LLM)
+# from `least_load` to below twice that, and a mean segment from `least_segment` to below twice that. `ratio` is the
+# measured time over that of the cost table; `factor` is the correction that schedules use.
 CORRECTIONS_SCHEMA = pl.Schema(
     {
         "module": pl.String,
@@ -135,7 +139,8 @@ CORRECTIONS_SCHEMA = pl.Schema(
     }
 )
 
-# One row a step and rank: where the rank's seconds of the step went (`training.step_seconds`); they add up to `step_s`.
+# One row a step and rank: the step's time by what the rank did in it (`training.step_seconds`). The other columns in
+# seconds add up to `step_s`.
 STEP_SECONDS_SCHEMA = pl.Schema(
     {
         "step": pl.Int64,

@@ -1,4 +1,4 @@
-"""`shapes.duckdb`: the shards' samples and rejects in one database, each under a name of its own."""
+"""`shapes.duckdb`: the samples and rejects of all shards in one database. No two samples have the same id."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ CREATE TABLE named AS
                       AS given_id)
     FROM accepted WHERE occurrence = 1 OR $keep_duplicates;
 
--- What stands before a number: more `#` than any id has in a row, so that no numbered id is another's own.
+-- The mark before a number: one `#` more than any id has in a row, so that no numbered id equals another record's id.
 CREATE TABLE numbering AS
     SELECT repeat('#', 1 + coalesce(max(len(run)), 0)) AS mark
     FROM (SELECT unnest(regexp_extract_all(given_id, '#+')) AS run FROM named WHERE contains(given_id, '#'));
@@ -49,7 +49,7 @@ CREATE TABLE samples AS
            audio_tokens, text_tokens, llm_tokens, truncated, kept_vision_tokens, kept_audio_tokens, target_tokens,
            num_audio_windows, audio_rate_hz, media_width, media_height, media_frames, media_frame_us, media_samples,
            media_rate_uhz, sum_sq_items,
-           -- Which are held out follows from their ids: a record that comes or goes moves few others.
+           -- Samples are held out in the order of their ids' hashes: when a record comes or goes, few others change.
            of_evaluation
                OR row_number() OVER (PARTITION BY of_evaluation ORDER BY md5($seed || '/' || given_id), number)
                   <= ceil($evaluation_share * count(*) OVER (PARTITION BY of_evaluation)) AS evaluation
@@ -93,7 +93,8 @@ CREATE VIEW shape_summary AS
 
 
 class ShardFile(NamedTuple):
-    """A shard's Parquet file, and where its records begin: among those that are kept, and in the manifest."""
+    """A shard's Parquet file, and where the shard begins: record `start` of those that `sampling` keeps, and row
+    `first_row` of the manifest."""
 
     path: Path
     name: str
@@ -103,7 +104,7 @@ class ShardFile(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """What is not trained on: all samples of some sources, and of the others a share that is drawn by the seed."""
+    """Samples held out for evaluation: all those of `sources`, and a `share` of the others that the seed draws."""
 
     sources: Sequence[str] = ()
     share: float = 0.0
@@ -125,10 +126,10 @@ def write_shapes(
 ) -> None:
     """Merge shard files into `samples`, `rejects`, `sources` and the views `shape_summary` and `reject_summary`.
 
-    `sources` has the columns name, path, media_root, sampling, digest and num_records, one row a source;
-    `sampled_rows` the manifest's rows of randomly sampled sources. Of records that share an id in a source
-    the first is kept, or, with `keep_duplicates`, all under names of their own. Samples that are `held_out` have
-    `evaluation` true.
+    `sources` has the columns name, path, media_root, sampling, digest and num_records, one row a source.
+    `sampled_rows` gives, for each randomly sampled source, the rows of its manifest that were drawn. Of records that
+    share an id in a source only the first is kept; with `keep_duplicates` all are kept, with a number after the id.
+    Samples that are `held_out` have `evaluation` true.
 
     Raises:
         UserError: when there is no shard, that is, no record; or when a shard's file lacks a column.
@@ -147,7 +148,7 @@ def write_shapes(
         "source_frame": sources.with_row_index("position"),
         "sampled_frame": pl.concat([pl.DataFrame(schema=sampled_schema), *sampled_frames]),
     }
-    # Sources that are the same have the same files; the join with their shards counts a file for each.
+    # Equal sources share their files. Each file is read once, and the join repeats its rows for every such source.
     parameters = {
         "files": list(dict.fromkeys(str(shard.path) for shard in shards)),
         "keep_duplicates": keep_duplicates,

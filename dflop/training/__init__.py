@@ -1,6 +1,6 @@
 """Training: topology, the trainer, checkpoints, observations.
 
-What is named here needs no torch; the ranks themselves run `dflop.training.rank`.
+Importing this package does not import torch. The ranks themselves run `dflop.training.rank`.
 """
 
 from dflop.training.bounds import rank_names

@@ -1,4 +1,4 @@
-"""What bounds a run: where the ranks' seconds went, and one sentence that names the largest wait and its way out."""
+"""What bounds a run: where the ranks' time went, and one sentence on the largest wait and how to shorten it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +12,17 @@ from dflop.training.step_seconds import PARTS
 
 __all__ = ["rank_names", "time_split"]
 
-# Waits of a smaller share of the step are not worth a word, nor are ranks that compute so little more than others.
+# Waits of a smaller share of the step are not mentioned, nor is a rank that computes less than this many times as much
+# as the others.
 _LEAST_SHARE = 0.05
 _LEAST_MORE = 1.1
-# What one rank waits for alone holds the others up.
+# Waits that are judged by the rank that waits most, because it holds the others up.
 _OF_WORST_RANK = ("data", "schedule")
 
 
 def time_split(config: Config, merged: Merged) -> dict[str, Any] | None:
-    """Shares of the steps' seconds, and what to make of them; None where no step after the warm-up was observed."""
+    """The shares of a step's time, and a sentence on what bounds the run; None if no step after the warm-up was
+    observed."""
     steady = merged.step_seconds.filter(~pl.col("warmup"))
     if not len(steady):
         return None
@@ -38,7 +40,7 @@ def time_split(config: Config, merged: Merged) -> dict[str, Any] | None:
 
 
 def rank_names(observed: pl.DataFrame) -> dict[int, str]:
-    """What each rank carries, in words."""
+    """A label for each rank that names the stages it carries."""
     carried: dict[int, list[str]] = {}
     for rank, module, stage in observed.select("rank", "module", "pp_stage").unique().sort("rank", "module").rows():
         carried.setdefault(rank, []).append(f"{module} stage {stage}")
@@ -70,19 +72,19 @@ def _sentence(config: Config, shares: Mapping[str, np.ndarray], observed: pl.Dat
         f"{config.schedule.search_trials})",
         "bubble": f"The pipeline bounds this run: its own schedule leaves ranks without work for {taken}; more "
         "microbatches, which a larger `train.global_batch_size` allows, or another placement or schedule in `plan`, "
-        "leave them less",
+        "shorten that",
         "sync": f"Gradient sync bounds this run: it takes {taken}; a larger `train.global_batch_size`, or fewer "
-        "replicas of larger stages, need less of it",
+        "replicas of larger stages, shorten it",
         "optimiser": f"The optimiser bounds this run: it takes {taken}; a larger `train.global_batch_size`, or more "
-        "replicas, which share it out, need less of it",
-        "other": f"No wait bounds this run, but {taken} goes into what is none: saving, logging, Python; a larger "
-        f"`train.checkpoint_every` (now {config.train.checkpoint_every}) or a larger `train.global_batch_size` needs "
-        "less of it",
+        "replicas, which divide its work, shorten it",
+        "other": f"No wait bounds this run, but {taken} goes into other work: saving, logging, Python; a larger "
+        f"`train.checkpoint_every` (now {config.train.checkpoint_every}) or a larger `train.global_batch_size` "
+        "shortens that",
     }[largest]
 
 
 def _of_peers(shares: Mapping[str, np.ndarray], observed: pl.DataFrame, taken: str) -> str:
-    """Which rank the others wait for, and whether its costs said so."""
+    """The sentence for waits for other ranks: which rank the others wait for, and whether that was predicted."""
     computing, names = shares["computing"], rank_names(observed)
     worst = int(computing.argmax())
     others = np.delete(computing, worst)
@@ -95,21 +97,21 @@ def _of_peers(shares: Mapping[str, np.ndarray], observed: pl.DataFrame, taken: s
     )
     if more < _LEAST_MORE:
         return (
-            f"Ranks wait for each other in turns for {taken} beyond what their schedule foresees, and compute about as "
-            "much: microbatches or transfers take other times than predicted, or cores are shared; measure again with "
-            "`dflop profile-costs` and `dflop profile-links` while nothing else runs"
+            f"Ranks wait for each other in turns for {taken} beyond what their schedule predicts, and all compute as "
+            "much: microbatches or transfers take other times than predicted, or cores are shared; measure again "
+            "with `dflop profile-costs` and `dflop profile-links` while nothing else runs"
         )
     of_others = [ratio for rank, ratio in ratios.items() if rank != worst]
     if worst in ratios and of_others and ratios[worst] > _LEAST_MORE * float(np.median(of_others)):
         return (
             f"{_capital(names[worst])} bounds this run: it takes {ratios[worst]:.2f}x its predicted time, the others "
-            f"{np.median(of_others):.2f}x, and these wait for {taken} beyond what their schedule foresees; look what "
-            "else its device is busy with, or measure again with `dflop profile-costs`"
+            f"{np.median(of_others):.2f}x, and these wait for {taken} beyond what their schedule predicts; check what "
+            "else runs on its device, or measure again with `dflop profile-costs`"
         )
     return (
         f"{_capital(names.get(worst, f'rank {worst}'))} bounds this run: it computes {more - 1:.0%} more than the "
-        f"others, who wait for {taken} beyond what their schedule foresees; `dflop plan` may know a more even plan, "
-        "`plan.fixed` can pin one"
+        f"others, which wait for {taken} beyond what their schedule predicts; `dflop plan` may find a more even plan, "
+        "or `plan.fixed` can pin one"
     )
 
 

@@ -1,8 +1,8 @@
 """Checkpoints: parameters and AdamW's moments by parameter name, so that any layout can resume them.
 
 `torch.distributed.checkpoint` writes and reads them (`checkpoint_tensors`). A checkpoint is a folder `step-000010`,
-complete once it has that name; beside the tensors lie `run.json`, which says what run it belongs to, and a checksum of
-every file (`checkpoint_files`).
+which is complete once it has that name. Beside the tensors it has `run.json`, which says to which run it belongs, and
+a checksum of every file (`checkpoint_files`).
 """
 
 import json
@@ -26,10 +26,11 @@ _KEPT = 2
 def save_checkpoint(
     folder: Path, step: int, parts: Sequence[Part], run: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """Write `folder/step-<step>` from the parts of each rank; every rank must call this. Ranks agree over `group`.
+    """Write `folder/step-<step>` from the parts of each rank; every rank must call this. Ranks communicate over
+    `group`.
 
-    Returns, on every rank alike, what kept any of them from writing, such as a full disk; None where all is written.
-    What was there before is then still there. Otherwise the last two checkpoints are kept.
+    Returns, the same on every rank, None if all was written, and otherwise what failed on any rank, such as a full
+    disk. After a failure all earlier checkpoints are still there; after success the last two are kept.
     """
     final = folder / f"step-{step:06d}"
     part = folder / f".{final.name}.part"
@@ -46,16 +47,16 @@ def save_checkpoint(
         run = run | {"step": step}
         trouble = do_together(lambda: _complete(part, final, run, ChainMap(*checksums)), group, first_rank_only=True)
     if trouble is not None and dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)  # it may be what fills the disk
+        shutil.rmtree(part, ignore_errors=True)  # it may be what filled the disk
     return trouble
 
 
 def do_together(
     action: Callable[[], object], group: dist.ProcessGroup | None = None, *, first_rank_only: bool = False
 ) -> str | None:
-    """Run an action on every rank, or on the first one while the others wait. Ranks agree over `group`.
+    """Run an action on every rank, or only on the first one while the others wait. Ranks communicate over `group`.
 
-    Returns, on every rank alike, which rank the file system failed and how; None where it failed none.
+    Returns, the same on every rank, the first OSError with its rank; None if there was none.
     """
     rank, trouble = dist.get_rank(), None
     if rank == 0 or not first_rank_only:
@@ -72,7 +73,7 @@ def load_checkpoint(folder: Path, parts: Sequence[Part]) -> None:
     """Read a checkpoint into the parameters and the optimisers, in place; every rank must call this.
 
     Raises:
-        UserError: when the checkpoint lacks some of what this rank has.
+        UserError: when the checkpoint lacks values that this rank needs.
     """
     load_tensors(folder, parts)
     num_steps = json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"]
@@ -81,14 +82,14 @@ def load_checkpoint(folder: Path, parts: Sequence[Part]) -> None:
 
 
 def _make_empty(folder: Path) -> None:
-    """Make the folder to write to; what saving left that was cut short goes."""
+    """Make the folder to write to, and remove what an interrupted save has left."""
     for left in folder.parent.glob(".step-*.part"):
         shutil.rmtree(left, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def _save_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
-    """Each rank's tensors. Where writing failed on any rank, all raise."""
+    """Write each rank's tensors. If writing fails on any rank, all ranks raise OSError."""
     try:
         save_tensors(folder, parts, group)
     except dcp.api.CheckpointException as error:
@@ -100,7 +101,8 @@ def _save_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup 
 
 
 def _is_of_disk(error: BaseException) -> bool:
-    """torch's own writer meets a file that takes no more bytes with a RuntimeError of the C++ file that it is in."""
+    """Whether an error is of the disk. torch's own writer raises a RuntimeError that names its C++ file for a full
+    disk."""
     is_of_writer = any(name in str(error) for name in ("inline_container", "PytorchStreamWriter"))
     return isinstance(error, OSError) or (isinstance(error, RuntimeError) and is_of_writer)
 
@@ -112,7 +114,7 @@ def _own_files(folder: Path) -> list[str]:
 
 
 def _complete(part: Path, final: Path, run: dict[str, Any], checksums: Mapping[str, tuple[int, str]]) -> None:
-    """Give a checkpoint its last files and its name; older ones are let go."""
+    """Write a checkpoint's last files, give it its name, and delete older ones."""
     (part / "run.json").write_text(json.dumps(run), encoding="utf-8")
     write_checksums(part, {**checksums, **checksums_of(part, ["run.json"])})
     if final.is_dir():

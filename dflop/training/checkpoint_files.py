@@ -1,7 +1,7 @@
 """What makes a checkpoint whole: its name, what its `run.json` says, and a checksum of every other file.
 
-A checkpoint is a folder `step-000010` with tensors, `run.json`, and `checksums.json`, which is written last. One that
-is damaged is moved aside, never deleted. This file imports no torch.
+A checkpoint is a folder `step-000010` with tensors, `run.json`, and `checksums.json`, which is written last. A damaged
+checkpoint is moved aside and never deleted. This file does not import torch.
 """
 
 import json
@@ -29,18 +29,18 @@ _READ_BYTES = 8 * 2**20
 
 
 class Damaged(Exception):
-    """Why a checkpoint cannot be read."""
+    """A checkpoint cannot be read; the message says why."""
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """What has the name of a checkpoint in a folder, the latest one last."""
+    """The paths in a folder that have a checkpoint's name, in the order of steps."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name)), key=_step_of)
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The latest checkpoint whose `run.json` can be read, and what that says; its tensors are not looked at."""
+    """The latest checkpoint whose `run.json` can be read, and the content of that file. Tensors are not checked."""
     for path in reversed(checkpoints_in(folder)):
         try:
             return path, read_run(path)
@@ -50,10 +50,10 @@ def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint's `run.json` says.
+    """The content of a checkpoint's `run.json`.
 
     Raises:
-        Damaged: when there is none, or none of this checkpoint.
+        Damaged: when there is none, it cannot be read, or it belongs to another step.
     """
     run = _read_json(checkpoint / "run.json")
     if not isinstance(run.get("step"), int) or not isinstance(run.get("restarts"), int):
@@ -64,17 +64,18 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
 
 
 def checksums_of(checkpoint: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Bytes and XXH3 digest of files of a checkpoint."""
+    """The size in bytes and the XXH3 digest of some files of a checkpoint, by name."""
     return {name: _checksum(checkpoint / name) for name in names}
 
 
 def write_checksums(checkpoint: Path, checksums: Mapping[str, tuple[int, str]]) -> None:
+    """Write the sizes and digests of a checkpoint's files, as `damage_in` reads them."""
     (checkpoint / _CHECKSUMS).write_text(json.dumps(checksums, indent=0), encoding="utf-8")
 
 
 def damage_in(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """What of a checkpoint is not as it was written; None where all is. Files are shared out over `num_parts` callers,
-    the largest first."""
+    """What is damaged in a checkpoint; None if nothing is. Of `num_parts` callers, each checks every `num_parts`-th
+    file, from number `part` on, the largest files first."""
     try:
         expected = _read_json(checkpoint / _CHECKSUMS)
         names = sorted(expected, key=lambda name: (-expected[name][0], name))
@@ -94,7 +95,7 @@ def damage_in(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str | None
 
 
 def move_aside(checkpoint: Path) -> Path:
-    """Give a damaged checkpoint a name under which nothing looks for it; returns that."""
+    """Rename a damaged checkpoint, so that it is not found again; returns its new path."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     number = 1
     while aside.exists():

@@ -1,9 +1,9 @@
 """A rank's part of a checkpoint's tensors, for `torch.distributed.checkpoint` to write and to read.
 
-Each tensor of a checkpoint is whole there, in blocks that ranks wrote: `model/NAME` are parameters, where they are
-trained the optimiser's masters of them, and `optimizer/NAME/exp_avg` AdamW's moments, all as vectors or as matrices
-[rows, everything else]. What a rank has of one, its shard and the run of it that its replica updates, is one block or a
-few. So whoever reads gets its own blocks out of any others, in the precision that it holds them in.
+A checkpoint has each tensor as a whole, in blocks that ranks wrote. `model/NAME` is a parameter (the optimiser's master
+of it, if it is trained), and `optimizer/NAME/exp_avg` is one of AdamW's moments. All are vectors, or matrices [rows,
+everything else]. What a rank has of a tensor (the part of its shard that this replica updates) is one block or a few.
+So a reader can fill its own blocks from any others, in the precision in which it holds them.
 """
 
 import math
@@ -24,20 +24,24 @@ from dflop.training.sharded_optimizer import Piece
 
 __all__ = ["Part", "load_tensors", "save_tensors"]
 
-# A reader takes a block as a whole, although it may need little of it.
+# The most bytes of a block. A reader reads whole blocks, although it may need little of them.
 _BLOCK_BYTES = 32 * 2**20
 
 
 class Owned(Protocol):
-    """An optimiser, or what is saved of one."""
+    """An optimiser, or a copy of its state: it gives the pieces of a parameter that this replica holds."""
 
     def pieces(self, parameter: torch.Tensor) -> list[Piece]: ...
 
 
 class Part(Protocol):
-    """Parameters by their names in the whole model, what of them this rank and its replicas have, the optimiser that
-    holds this replica's pieces of that, and the names of those that another part has as well, which alone writes
-    them."""
+    """What is saved of one stage.
+
+    - `parameters`: by their names in the whole model.
+    - `shards`: which part of a parameter this rank and its replicas have, if they do not have the whole.
+    - `optimizer`: holds this replica's pieces of the parameters.
+    - `written_elsewhere`: names of parameters that another part writes.
+    """
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]: ...
@@ -53,7 +57,7 @@ class Part(Protocol):
 
 
 class _Block(NamedTuple):
-    """Values of a tensor of shape `whole`, from `start` on in each of its dimensions."""
+    """A block `values` of the tensor `name` of shape `whole`, which begins at index `start` in each dimension."""
 
     name: str
     values: torch.Tensor
@@ -66,7 +70,8 @@ class _Block(NamedTuple):
 
 
 def save_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
-    """Write what the parts of all ranks hold, each block once; every rank must call this. Ranks agree over `group`."""
+    """Write what the parts of all ranks hold, each block once; every rank must call this. Ranks communicate over
+    `group`."""
     blocks = (block for own in parts for block in _blocks(own, own.parameters.keys() - set(own.written_elsewhere)))
     dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(blocks), process_group=group)
 
@@ -75,14 +80,14 @@ def load_tensors(folder: Path, parts: Sequence[Part]) -> None:
     """Read what the parts hold, in place; every rank must call this.
 
     Raises:
-        UserError: when the checkpoint lacks some of what this rank has.
+        UserError: when the checkpoint lacks values that this rank needs.
     """
     blocks = [block for own in parts for block in _blocks(own, own.parameters)]
     dcp.load({}, checkpoint_id=folder, planner=_LoadPlanner(blocks, _reads(folder, blocks)))
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Of blocks that several ranks have, torch's planner leaves one."""
+    """Plans the writing of a rank's blocks. If several ranks have the same block, torch's planner keeps one of them."""
 
     def __init__(self, blocks: Iterator[_Block]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -120,7 +125,11 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def _reads(folder: Path, blocks: Sequence[_Block]) -> list[ReadItem]:
-    """What of a checkpoint's blocks fills these."""
+    """The reads that fill these blocks from those of a checkpoint.
+
+    Raises:
+        UserError: when the checkpoint lacks values of a block.
+    """
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     of_name: dict[str, list[_Block]] = {}
     for block in blocks:
@@ -135,14 +144,14 @@ def _reads(folder: Path, blocks: Sequence[_Block]) -> list[ReadItem]:
         if num_found != num_wanted:
             raise UserError(
                 f"{folder} holds {num_found} of {num_wanted} values of {name}; it is not whole, so delete it, and "
-                "training goes on from the one before"
+                "training goes on from the checkpoint before"
             )
         reads += found
     return reads
 
 
 def _blocks(part: Part, names: Collection[str]) -> Iterator[_Block]:
-    """What a part has of the parameters of these names."""
+    """The blocks of a part's parameters with these names, and of their moments."""
     for name, parameter in part.parameters.items():
         if name not in names:
             continue
@@ -164,15 +173,15 @@ def _blocks(part: Part, names: Collection[str]) -> Iterator[_Block]:
 
 
 def _start(shard: Shard, number: int, num_dims: int) -> tuple[int, ...]:
-    """Where a shard's part of the tensor's `number`th stacked one begins."""
+    """Where a shard's part of stacked tensor number `number` begins, as an index in each dimension."""
     assert shard.num_stacked == 1 or shard.dim == 0, "a run of a flattened parameter is cut along its first dimension"
     first = number * (shard.whole[shard.dim] // shard.num_stacked) + shard.start
     return tuple(first if shard.dim == dim else 0 for dim in range(num_dims))
 
 
 def _of_each(values: torch.Tensor, start: int, num_values: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """A run of a flattened parameter, cut where one of its stacked tensors of `num_values` ends: of each part the
-    number of the tensor, and the place in it where the part begins."""
+    """Cut a range of a flattened parameter, which begins at `start`, at the ends of its stacked tensors of `num_values`
+    values each. Gives for each part the number of its tensor, where it begins in that tensor, and its values."""
     end = start + len(values)
     for number in range(start // max(1, num_values), -(-end // max(1, num_values))):
         first, behind = max(start, number * num_values), min(end, (number + 1) * num_values)
@@ -180,8 +189,9 @@ def _of_each(values: torch.Tensor, start: int, num_values: int) -> Iterator[tupl
 
 
 def _as_blocks(values: torch.Tensor, start: int, width: int | None) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """A run of a flattened matrix of so many columns, cut where rows begin and end: the rest of a row, whole rows, and
-    the beginning of one, each with the place of its first value. A vector (no `width`) stays as it is."""
+    """Cut a range of a flattened matrix with `width` columns, which begins at `start`, into the rest of a row, whole
+    rows, and the beginning of a row. Gives the index of each block's first value, and the block. A vector (`width` is
+    None) is not cut."""
     if width is None:
         yield (start,), values
         return
@@ -196,7 +206,7 @@ def _as_blocks(values: torch.Tensor, start: int, width: int | None) -> Iterator[
 
 
 def _cut(block: _Block) -> Iterator[_Block]:
-    """Blocks of at most `_BLOCK_BYTES`, or a row."""
+    """The block, cut into blocks of at most `_BLOCK_BYTES`, but at least one row."""
     row_bytes = max(1, block.values[0].nbytes) if len(block.values) else 1
     num_rows = max(1, _BLOCK_BYTES // row_bytes)
     for first in range(0, len(block.values), num_rows):

@@ -1,8 +1,8 @@
 """The loss on samples that are held out, forward only, by the plan that trains.
 
-The set is cut into the same batches each time, regrouped once, and every rank carries out the forwards of its
-instructions in their order. Nothing that training goes on with changes: neither weights nor optimiser state, random
-numbers nor the position in the data; a second set of loaders reads the samples.
+The set is cut into the same batches each time, and scheduled once. Every rank carries out the forwards of its
+instructions in order. Training is not affected: weights, optimiser state, random numbers and the position in the data
+stay as they are, and a second set of loaders reads the samples.
 """
 
 import time
@@ -28,7 +28,7 @@ __all__ = ["Evaluation"]
 
 
 class Evaluation:
-    """Every rank must make it, and call its methods, together."""
+    """Evaluates the held-out set. Every rank must construct it, and call `run`, together with the others."""
 
     def __init__(
         self,
@@ -52,13 +52,14 @@ class Evaluation:
         self._loader = load_again_and_again(config, plan, model, stream)
 
     def get(self, number: int) -> StepSchedule:
+        """The schedule of a batch of the set."""
         return self._schedules[number]
 
     @torch.no_grad()
     def run(self) -> tuple[float, float]:
-        """The mean loss of the set's target tokens, in nats, and how many seconds it took."""
+        """The mean loss of the set's target tokens, in nats, and the seconds that evaluating took."""
         started, device = time.monotonic(), self._topology.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)  # of the loss, and of targets that do not count
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, and of targets that were dropped
         modes = [own.stage.training for own in self._model.nodes]
         batches = iter(self._loader)
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _all_reading(self._works, batches):
@@ -81,7 +82,7 @@ class Evaluation:
 
 @contextmanager
 def _all_reading(works: Mapping[int, EncoderWork | LlmWork], batches: Iterator) -> Iterator[None]:
-    """The works read these batches inside, and afterwards what they read before."""
+    """Have the works read these batches in the context, and afterwards their former ones again."""
     before = {index: work.read_from(batches) for index, work in works.items()}
     try:
         yield

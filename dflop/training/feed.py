@@ -1,8 +1,9 @@
-"""Schedules reach the ranks: the first rank publishes what the service decides, all ranks read it.
+"""How schedules reach the ranks: the first rank publishes what the schedule service decides, and all ranks read it.
 
-They travel through the process group's key-value store, ahead of the step that needs them; time spent
-waiting for one is measured. When the service dies or hangs, the first rank decides by `lpt` itself, says so, and starts
-the service once more. It alone writes a step, and once: whatever fails when, all ranks read the same.
+Schedules travel through the process group's key-value store, ahead of the step that needs them. The time spent waiting
+for one is measured. When the service dies or hangs, the first rank decides by `lpt` itself, warns, and restarts the
+service once. Only the first rank writes the schedule of a step, and only once, so that all ranks read the same one
+whatever fails.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ _JOIN_S = 5.0
 
 
 class SchedulePublisher(threading.Thread):
-    """The first rank's thread from the service's output to the store."""
+    """The first rank's thread, which passes the service's schedules on to the store."""
 
     def __init__(
         self,
@@ -61,13 +62,13 @@ class SchedulePublisher(threading.Thread):
                 if encoded is None:
                     return  # closed
             except Exception as error:
-                # Every rank waits for this step: tell them, so that none waits for ever.
+                # Every rank waits for this step's schedule: tell them, so that none waits forever.
                 self._store.set(f"schedule/{step}", _FAILED + f"{type(error).__name__}: {error}".encode())
                 raise
             self._store.set(f"schedule/{step}", encoded)
 
     def step_started(self, step: int, measured: MeasuredStep | None) -> None:
-        """Tell the service that a step begins, and what an earlier one took where that is known by now."""
+        """Tell the service that a step begins, and the measured times of an earlier step, if they are known by now."""
         with self._progress:
             if measured:
                 self.service.observe(measured)
@@ -78,6 +79,7 @@ class SchedulePublisher(threading.Thread):
             self._store.delete_key(f"schedule/{step - 2}")
 
     def close(self) -> None:
+        """Stop the service and this thread."""
         with self._progress:
             self._closed = True
             self._progress.notify_all()
@@ -90,7 +92,7 @@ class SchedulePublisher(threading.Thread):
         return ScheduleService(self._config, **self._artifacts, corrections=self._corrections, first_step=first_step)
 
     def _from_service(self, step: int) -> bytes | None:
-        """None where the service is gone, or a restarted one begins later."""
+        """The service's schedule of a step; None if the service is gone, or was restarted for later steps."""
         if not self._serves or step < self.service.first_step:
             return None
         encoded = self.service.next()
@@ -99,7 +101,7 @@ class SchedulePublisher(threading.Thread):
         return encoded
 
     def _replace_service(self, step: int) -> None:
-        """Start a second process, which gets as many steps to be ready as the first was ahead; never a third."""
+        """Restart the service, but only once. It gets `lookahead_steps` steps to start up."""
         self.service.kill()
         why = self.service.why_none
         onward = step + self._config.schedule.lookahead_steps
@@ -119,7 +121,7 @@ class SchedulePublisher(threading.Thread):
                     self.service = self._start_service(onward)
 
     def _from_stand_in(self, step: int) -> bytes | None:
-        """This process's own decision, the same wherever and whenever it is made; None when closed."""
+        """This process's own decision, which depends on nothing but the step; None when closed."""
         with self._progress:
             ahead = self._config.schedule.lookahead_steps
             self._progress.wait_for(lambda: self._closed or self._at_step >= step - ahead)
@@ -131,14 +133,14 @@ class SchedulePublisher(threading.Thread):
 
     @property
     def _stand_in_config(self) -> Config:
-        """With a policy that takes milliseconds, unless every run must decide alike."""
+        """The config with policy `lpt`, which takes milliseconds; unchanged if all runs must decide alike."""
         if self._config.schedule.deterministic:
             return self._config
         return dataclasses.replace(self._config, schedule=dataclasses.replace(self._config.schedule, policy="lpt"))
 
 
 class ScheduleFeed:
-    """One rank's reader. `get(step)` waits for a schedule; `waited_s[step]` says for how long."""
+    """One rank's reader. `get(step)` waits for a schedule, and `waited_s[step]` is how many seconds it waited."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store.clone()
@@ -146,6 +148,11 @@ class ScheduleFeed:
         self.waited_s: dict[int, float] = {}
 
     def get(self, step: int) -> StepSchedule:
+        """The schedule of a step; waits until it is published.
+
+        Raises:
+            UserError: when the step could not be scheduled.
+        """
         if step not in self._schedules:
             started = time.monotonic()
             message = self._store.get(f"schedule/{step}")
@@ -156,12 +163,13 @@ class ScheduleFeed:
         return self._schedules[step]
 
     def forget(self, step: int) -> None:
+        """Drop the schedule of a step that has ended."""
         self._schedules.pop(step, None)
         self.waited_s.pop(step, None)
 
 
 class Schedules(Protocol):
-    """Whoever knows the schedules of steps."""
+    """Anything that gives the schedules of steps."""
 
     def get(self, step: int) -> StepSchedule: ...
 
@@ -170,8 +178,8 @@ class Schedules(Protocol):
 class JobStream:
     """What a rank's nodes load, step after step, as a sampler for torch's DataLoader.
 
-    `forwards` gives the nodes and microbatches of those of the rank's forwards that read records, in the order that
-    they have with a step's slots (`StepSchedule.slots`).
+    `forwards(slots)` gives node and microbatch of each of the rank's forwards that reads records, in their order with a
+    step's slots (`StepSchedule.slots`).
     """
 
     feed: Schedules
@@ -180,11 +188,11 @@ class JobStream:
 
     @property
     def num_forwards(self) -> int:
-        """In every step as many."""
+        """The number of forwards that read records, which is the same in every step."""
         return len(self.forwards(None))
 
     def __iter__(self) -> Iterator[tuple[Node, MicrobatchJob]]:
-        """Each job with the node that it is for. A rank that reads no records waits for no schedule here."""
+        """Each job with its node. If the rank reads no records, no schedule is waited for."""
         for step in self.steps if self.num_forwards else ():
             schedule = self.feed.get(step)
             for node, microbatch in self.forwards(schedule.slots):
@@ -192,10 +200,11 @@ class JobStream:
 
 
 def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob:
-    """What one node loads for one microbatch: an encoder the samples with media, the LLM all of its own.
+    """What one node loads for one microbatch: for the LLM all samples of its replica, for an encoder those that this
+    replica encodes.
 
     Raises:
-        UserError: when the schedule knows no sizes of media.
+        UserError: when the schedule holds no sizes of media.
     """
     if schedule.media is None:
         raise UserError("shapes.duckdb holds no sizes of media; make it again with `dflop profile-shapes`")
@@ -213,7 +222,7 @@ def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob
 
 
 def samples_of(schedule: StepSchedule, node: Node, microbatch: int):
-    """Mask [num_samples] of a node's samples in a microbatch."""
+    """Mask, bool [num_samples], of a node's samples in a microbatch."""
     in_microbatch = schedule.microbatch == microbatch
     if node.module == "llm":
         return in_microbatch & (schedule.llm_dp_rank == node.dp_rank)

@@ -1,8 +1,8 @@
-"""Generations: what a run's results follow from, so that results of two are never taken for those of one.
+"""Generations: the inputs that a run's results depend on, so that results of different inputs are never mixed.
 
-The weights follow from the data, the model and what the config says of training: a checkpoint is resumed only where
-none of it has changed. What was measured stands beside predictions, which follow from the costs and the plan as well:
-it begins anew with other ones, while training goes on.
+The weights depend on the data, the model and the config's training settings. A checkpoint is resumed only if none of
+these has changed. Measurements are compared with predictions, which also depend on the costs and the plan. If these
+change, measurements begin anew, while training goes on.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from dflop.pricing import Pricer, prices_digest
 
 __all__ = ["Generation", "generation_of"]
 
-# Changes when checkpoints of before cannot be read any more.
+# To be increased when older checkpoints can no longer be read.
 _CHECKPOINT_FORMAT = 6
 _KEYS = ("seed", "data.sources", "data.evaluation_share", "data.video", "data.max_llm_tokens", "model", "train")
-# How long a run is, what it keeps, how fast it loads and how patient it is change no weight; where the learning rate
-# goes down to the last step, the number of steps does.
+# Keys that do not affect the weights. The first one, `train.steps`, does so if the learning rate falls until the last
+# step.
 _FREE = (
     "train.steps",
     "train.epochs",
@@ -37,14 +37,15 @@ _FREE = (
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """`weights` is what the weights follow from, by name, each value as JSON; `prices` a digest of costs and plan."""
+    """What a run's results depend on. `weights` has the inputs of the weights by name, each as JSON; `prices` is a
+    digest of the costs and the plan."""
 
     weights: Mapping[str, str]
     prices: str
 
     @classmethod
     def of_run(cls, run: Mapping[str, Any]) -> "Generation":
-        """The generation that a checkpoint's `run.json` names; one of an earlier dflop names none."""
+        """The generation in a checkpoint's `run.json`; empty if the file does not have it."""
         return cls(**run.get("generation", {"weights": {}, "prices": ""}))
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,11 +53,11 @@ class Generation:
 
     @property
     def digest(self) -> str:
-        """Of all of it."""
+        """A digest of the whole generation."""
         return _digest(self.to_dict())
 
     def changes_since(self, earlier: "Generation") -> list[str]:
-        """What of the weights' origin is another than it was, in words."""
+        """The inputs of the weights that differ from those of an earlier generation, in words."""
         if not earlier.weights:
             return ["another version of dflop wrote the checkpoint"]
         names = sorted(self.weights.keys() | earlier.weights.keys())

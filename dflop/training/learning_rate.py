@@ -1,4 +1,4 @@
-"""The learning rate over a run: a warm-up, then constant or down a line or a cosine."""
+"""The learning rate over a run: a warm-up, and then constant, linear or cosine decay."""
 
 import math
 
@@ -8,10 +8,10 @@ __all__ = ["lr_factor"]
 
 
 def lr_factor(config: TrainConfig, step: int) -> float:
-    """What `train.lr`, and each module's own, is multiplied by in a step.
+    """The factor of `train.lr`, and of each module's own learning rate, in a step (from 0).
 
-    It rises over `warmup_steps` to 1, which the first step behind them has. From there on `linear` and `cosine` go down
-    to `min_lr_ratio`, which the step behind the last would have.
+    It rises linearly over the first `warmup_steps` steps, of which the last has 1. From there on `linear` and `cosine`
+    decay towards `min_lr_ratio`, which a step after the last one would have.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

@@ -1,8 +1,8 @@
-"""What training cannot carry out of what a plan can say: each limit stands here for what of it has the limit.
+"""The limits of training: which plans can be priced but not trained yet.
 
-A limit gives a sentence on what keeps a plan from being trained, and the way out, or None. Planning finds `LIMITS` by
-name (`pipeline.runnable`), so this file imports no torch. Who teaches training more takes a limit away here, and plans
-that needed it are trained.
+A limit is a function from a plan to a sentence that says what keeps it from being trained and what to do instead; None
+if nothing does. Planning finds `LIMITS` by name (`pipeline.runnable`), so this file does not import torch. When
+training learns to do more, the limit is removed here.
 """
 
 from collections.abc import Callable

@@ -22,8 +22,8 @@ _PREFETCH = 8
 
 
 def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterator:
-    """What the jobs of the stream ask for, in their order. The first is loaded when this returns: starting the
-    processes takes seconds."""
+    """The loaded inputs of the stream's jobs, in order. The first is loaded when this returns, because starting the
+    loader processes takes seconds."""
     if not stream.num_forwards:
         return iter(())
     batches = iter(_data_loader(_dataset(config, plan, model), stream, config))
@@ -32,14 +32,15 @@ def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStrea
 
 
 def load_again_and_again(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterable:
-    """What the jobs of the stream ask for, every time that it is iterated over; its processes stay."""
+    """The loaded inputs of the stream's jobs, each time that the result is iterated over. Its processes stay alive."""
     return _data_loader(_dataset(config, plan, model), stream, config, stays=True) if stream.num_forwards else ()
 
 
 def make_loader(
     config: Config, model: RankModel, plan: Plan, own: NodeModel, records: TrainingRecords
 ) -> MicrobatchLoader:
-    """What loads a node's microbatches. All of its ranks read the records, and the first one decodes media for all."""
+    """The loader of a node's microbatches. All of the node's ranks read records; its first rank decodes media for
+    all."""
     decodes = own.node.module != "llm" and own.node.pp_stage == 0 and own.ranks.is_first
     return microbatch_loader(
         config.data,
@@ -61,7 +62,7 @@ def _dataset(config: Config, plan: Plan, model: RankModel) -> "_RankDataset":
 
 @dataclass
 class _RankDataset(Dataset):
-    """What each of a rank's nodes loads."""
+    """The inputs of all of a rank's nodes: an item is a node and its job."""
 
     loaders: dict[Node, MicrobatchLoader]
 
@@ -71,8 +72,8 @@ class _RankDataset(Dataset):
 
 
 def _data_loader(dataset: Dataset, stream: JobStream, config: Config, *, stays: bool = False) -> DataLoader:
-    """The loader must not read further ahead than the scheduler works. Otherwise they would wait for each other: the
-    loader for a schedule, the scheduler for the first step to begin."""
+    """A DataLoader that does not read further ahead than the scheduler works. Otherwise they would wait for each other:
+    the loader for a schedule, and the scheduler for the first step to begin."""
     most_ahead = max(1, config.schedule.lookahead_steps * stream.num_forwards)
     wanted = config.train.loader_workers
     num_workers = min(1 if wanted is None else wanted, most_ahead)
@@ -91,7 +92,7 @@ def _data_loader(dataset: Dataset, stream: JobStream, config: Config, *, stays: 
 
 
 def _give_way(_: int) -> None:
-    """Loaders read ahead, ranks are waited for: where they share cores, ranks go first."""
+    """Lower a loader's priority. Loaders read ahead, while ranks are waited for, so ranks go first on shared cores."""
     os.nice(19)
 
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a line a step, read and mended after whatever happened to the file."""
+"""`metrics.jsonl`, a line a step: read, and repaired if the file was damaged."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,11 @@ __all__ = ["mend_metrics"]
 
 
 def mend_metrics(path: Path, before_step: int | None = None) -> list[dict[str, Any]]:
-    """The steps of `metrics.jsonl`, those before `before_step` where it is given; afterwards the file holds no others.
+    """The steps of `metrics.jsonl`, only those before `before_step` if it is given. All other lines are removed from
+    the file.
 
-    Where lines are no step's, such as one that was cut, the file as it was goes to `metrics.jsonl.torn`, and that is
-    said.
+    If there are damaged lines, such as one that was cut off, the original file is kept as `metrics.jsonl.torn`, with a
+    warning.
     """
     written = path.read_bytes() if path.exists() else b""
     steps, kept, torn = [], [], []
@@ -33,7 +34,7 @@ def mend_metrics(path: Path, before_step: int | None = None) -> list[dict[str, A
 
 
 def _step_of(line: bytes) -> dict[str, Any] | None:
-    """What a line says of its step; None where it is cut, or none of ours."""
+    """The step that a line holds; None if the line is cut off or not a step's."""
     try:
         step = json.loads(line)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Real samples through a plan's stages beside transformers' own model: what packing and cutting change.
+"""Compare a plan's stages with transformers' own model on real samples, to check packing and cutting.
 
-The model is cut as the plan cuts it, and run on samples one by one and on all of them packed into one microbatch
-(`one_process`). Transformers' own model runs them one by one. Whether packed samples see each other is also asked
-directly: no sample's loss may have a gradient at another one's tokens or media. Tensor parallelism, replicas and
-recomputation are no part of this.
+The model is cut as in the plan. Its stages run the samples one by one, and all of them packed into one microbatch
+(`one_process`); transformers' own model runs them one by one. Whether packed samples see each other is also checked
+directly: no sample's loss may have a gradient with respect to another sample's tokens or media. Tensor parallelism,
+replicas and recomputation are not checked.
 """
 
 import math
@@ -37,13 +37,13 @@ from dflop.training.one_process import (
 
 __all__ = ["TOLERANCES", "CheckedModel", "CheckedSample", "Differences", "check_model"]
 
-# The largest differences that rounding explains, by precision.
+# The largest relative differences that rounding can explain, by precision.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}
 
 
 class Differences(NamedTuple):
-    """From transformers' model: the largest of losses, of logits beside a sample's largest one, and of gradients beside
-    their parameter's largest one, with that parameter's name."""
+    """The largest relative differences from transformers' model: of losses, of logits (relative to the sample's largest
+    one), and of gradients (relative to the parameter's largest one), with the name of that parameter."""
 
     loss: float
     logits: float
@@ -53,8 +53,9 @@ class Differences(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedSample:
-    """One sample: its loss in transformers' model, and how far those of the stages are from it, alone and packed.
-    `sees` are the samples whose tokens or media its loss depends on beside its own."""
+    """One sample: its `loss` in transformers' model, and the relative difference of the stages' losses, `alone` and
+    `packed`. `has_positions_…` says whether position ids are the same. `sees` are the other samples on whose tokens or
+    media its loss depends."""
 
     sample_id: str
     modality: str
@@ -69,7 +70,7 @@ class CheckedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedModel:
-    """What was found, and `faults`, sentences on what is wrong; none where all is as in transformers."""
+    """The result of the comparison. `faults` has a sentence for each thing that is not as in transformers."""
 
     samples: tuple[CheckedSample, ...]
     num_stages: Mapping[str, int]
@@ -91,15 +92,15 @@ class CheckedModel:
         for how, differences in (("one by one", self.alone), ("packed", self.packed)):
             largest = max(differences[:3])
             if not largest <= self.tolerance:  # as NaN is not
-                found.append(f"{how}, the stages compute something else than transformers: {largest:.1e} apart")
+                found.append(f"{how}, the stages' results differ from those of transformers by {largest:.1e}")
         return found
 
 
 def check_model(config: Config, plan: Plan, shapes: Path, *, num_samples: int, precision: str) -> CheckedModel:
-    """Run a few samples of `shapes`, of every kind that there is, in float64 or float32.
+    """Compare a few samples of `shapes`, of each modality in turn, in float64 or float32 (`precision`).
 
     Raises:
-        UserError: where no sample can be compared, or a record is no longer what was profiled.
+        UserError: when a sample cannot be compared, or a record has changed since it was profiled.
     """
     spec, dtype = load_model_spec(config.model), COMPUTES_IN[precision]
     inputs = Inputs(config, spec, dtype)
@@ -164,7 +165,7 @@ def _chosen(
 
 
 def _who_sees_whom(whole: Pass, parts: Sequence[Pass], samples: Sequence[PackedSamples]) -> list[list[int]]:
-    """For each packed sample the others at whose tokens or items its loss has a gradient."""
+    """For each packed sample, the other samples with respect to whose tokens or items its loss has a gradient."""
     inputs = [whole.embedded, *whole.items.values()]
     lengths = [
         [len(sample.text.token_ids) for sample in samples],
@@ -183,7 +184,8 @@ def _who_sees_whom(whole: Pass, parts: Sequence[Pass], samples: Sequence[PackedS
 
 
 def _gradients(stages: Mapping[str, list]) -> dict[str, torch.Tensor]:
-    """Of the parameters by name, those of a tied embedding's copies added up; the stages have none afterwards."""
+    """The gradients of the parameters by name, summed over a tied embedding's copies. They are removed from the
+    stages."""
     summed: dict[str, torch.Tensor] = {}
     for stage in each_stage(stages):
         for name, own in stage.named_hf_parameters().items():
@@ -199,8 +201,8 @@ def _differences(
     gradients: Mapping[str, torch.Tensor],
     expected_gradients: Mapping[str, torch.Tensor],
 ) -> Differences:
-    """A parameter whose gradient is zero but for rounding, as that of keys' biases, is held against a thousandth of the
-    largest gradient of all."""
+    """The differences of `own` from `expected`. A gradient that is zero except for rounding, as that of keys' biases,
+    is compared relative to a thousandth of the largest gradient of all."""
     floor = 1e-3 * max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     apart = {
         name: float((gradients[name] - theirs).abs().max()) / max(floor, float(theirs.abs().max()))

@@ -1,8 +1,8 @@
-"""Observations: how long every computation took, beside what was predicted.
+"""Observations: how long every computation took, and what was predicted.
 
-Each rank writes Parquet parts while it trains, one up to every checkpoint; when training has ended they
-become `observations.duckdb`, with what the scheduler learned from them. Parts of steps that a resumed run repeats are
-written over.
+Each rank writes Parquet parts while it trains, one at every checkpoint. When training has ended, they are merged into
+`observations.duckdb`, together with the corrections that the scheduler learned from them. When a run is resumed, the
+observations of steps that it repeats are deleted.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ __all__ = [
     "merge_observations",
 ]
 
-# The first steps of a process load data and warm caches and allocators: they are kept and drawn, but no figure is
-# taken from them.
+# The first steps of a process load data and warm caches and allocators. They are kept and drawn, but excluded from all
+# averages.
 NUM_WARMUP_STEPS = 2
-# Beside the parts: it goes when they go.
+# It is in the folder of the parts, so that it is removed with them.
 CORRECTIONS_FILE = "corrections.json"
 # The schedule of one step, from the middle of the run, as it was carried out (`StepSchedule.to_bytes`).
 SCHEDULE_FILE = "schedule-of-a-step.bin"
-# The name of the first rank's parts with where the steps' seconds went.
+# The name of the first rank's parts with the table `step_seconds`.
 _SECONDS = "seconds"
-# A backward's prediction stands beside the whole of it, and beside neither part of one that is split.
+# The values of the column `pass`. A backward has a prediction as a whole; the two parts of a split one have none.
 _PASS = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
@@ -62,21 +62,21 @@ OBSERVATIONS_SCHEMA = {
 
 
 class Taken(NamedTuple):
-    """What `Observations` held: rows of computations, and of the first rank the steps' seconds, a frame a step."""
+    """What `Observations` had buffered: rows of computations, and on the first rank a frame of step seconds a step."""
 
     rows: list[dict[str, object]]
     seconds: list[pl.DataFrame]
 
 
 class Merged(NamedTuple):
-    """All ranks' observations by (step, rank, start), and where each step's seconds went on each rank."""
+    """All ranks' observations, sorted by step, rank and start, and the table `step_seconds`."""
 
     observations: pl.DataFrame
     step_seconds: pl.DataFrame
 
 
 class Observations:
-    """One rank's computations, buffered until they are taken to be written; `nodes` are all of the program's."""
+    """One rank's observations, buffered until they are written; `nodes` are all nodes of the program."""
 
     def __init__(self, folder: Path, rank: int, nodes: Sequence[Node]) -> None:
         self._folder, self._rank, self._nodes = folder, rank, nodes
@@ -86,11 +86,11 @@ class Observations:
 
     @property
     def corrections_path(self) -> Path:
-        """Where the scheduler keeps what it learns."""
+        """The file in which the scheduler keeps its corrections."""
         return self._folder / CORRECTIONS_FILE
 
     def add(self, step: int, schedule: StepSchedule, spans: list[Span], zero_s: float) -> None:
-        """Note one step; `zero_s` is when its first instruction began on this rank."""
+        """Record one step; `zero_s` is the time at which its first instruction began on this rank."""
         predicted = {Op.FORWARD: schedule.forward_s, Op.BACKWARD: schedule.backward_s}
         for span in spans:
             known, node = span.op in predicted, self._nodes[span.node]
@@ -112,21 +112,26 @@ class Observations:
         self._num_steps += 1
 
     def add_seconds(self, step: int, parts: np.ndarray, step_s: float) -> None:
-        """Note where the seconds of the step that was added last went on each rank (`StepSeconds.of_step`)."""
+        """Record where the time of the step that was added last went: `parts` as from `StepSeconds.of_step`."""
         self._seconds.append(seconds_frame(step, parts, step_s, warmup=self._num_steps <= NUM_WARMUP_STEPS))
 
     def keep_schedule(self, schedule: StepSchedule) -> None:
-        """Keep the schedule of a step, so that a report can show what was carried out beside what it took."""
+        """Write the schedule of a step, so that a report can show it beside its measured times. A full disk is
+        ignored."""
         with suppress(OSError), written_whole(self._folder / SCHEDULE_FILE) as beside:
             beside.write_bytes(schedule.to_bytes())
 
     def take(self) -> Taken:
-        """What is buffered, to be given to `write`."""
+        """Empty the buffer and return its content, for `write`."""
         taken, self._rows, self._seconds = Taken(self._rows, self._seconds), [], []
         return taken
 
     def write(self, taken: Taken, num_steps: int) -> None:
-        """Write what was taken as the parts that end at `num_steps`. Where that fails it is kept for the next."""
+        """Write what was taken, as the parts that end at step `num_steps`.
+
+        Raises:
+            OSError: when a file cannot be written. What was taken is then put back into the buffer.
+        """
         try:
             for name, schema, frames in (
                 (f"rank-{self._rank:05d}", OBSERVATIONS_SCHEMA, [_frame(taken.rows)] if taken.rows else []),
@@ -140,7 +145,7 @@ class Observations:
             raise
 
     def forget_from(self, num_steps: int) -> None:
-        """Delete what all ranks noted of steps from `num_steps` on: a resumed run will note them again."""
+        """Delete all ranks' observations of steps from `num_steps` on, because a resumed run records them again."""
         for part in self._folder.glob("*.parquet"):
             name, end = part.stem.rsplit(".", 1)
             if int(end) <= num_steps:
@@ -152,7 +157,8 @@ class Observations:
 
 
 def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: dict[str, str]) -> Merged:
-    """All ranks' parts into `observations.duckdb`, with the corrections, and the samples that were `left_out`."""
+    """Merge all ranks' parts in the folder `parts` into `observations.duckdb` (`path`), with the corrections, and the
+    samples that were `left_out`."""
     frame, seconds = (
         pl.concat([pl.DataFrame(schema=schema), *map(_read, sorted(parts.glob(f"{name}.parquet")))])
         for name, schema in (("rank-*", OBSERVATIONS_SCHEMA), (f"{_SECONDS}.*", STEP_SECONDS_SCHEMA))
@@ -168,7 +174,7 @@ def _frame(rows: list[dict[str, object]]) -> pl.DataFrame:
 
 
 def _read(part: Path) -> pl.DataFrame:
-    """A part's rows; none of one that cannot be read, which is moved aside, and said."""
+    """A part's rows. A part that cannot be read is moved aside with a warning, and gives no rows."""
     schema = STEP_SECONDS_SCHEMA if part.name.startswith(_SECONDS) else OBSERVATIONS_SCHEMA
     try:
         return pl.read_parquet(part).match_to_schema(schema)

@@ -1,8 +1,8 @@
-"""A plan's stages and transformers' own model in one process, to be held against each other.
+"""A plan's stages and transformers' own model in one process, to be compared.
 
-Both take what training's loaders make of samples. The stages follow each other here, without other ranks, and run any
-number of packed samples; transformers' model runs one sample at a time through its own `forward`, which makes masks and
-positions by itself.
+Both take the inputs that training's loaders make of samples. The stages run one after the other, without other ranks,
+on any number of packed samples. Transformers' model runs one sample at a time through its own `forward`, which makes
+masks and positions itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +42,9 @@ class PackedSamples(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What came of a microbatch: logits [num_targets, vocab_size] and ids of its targets, positions [(num_axes,)
-    num_tokens], and what went in, by which a loss can be asked what it depends on."""
+    """The result of a microbatch: `logits` [num_targets, vocab_size], `target_ids` [num_targets] and `positions`
+    [(num_axes,) num_tokens]. `embedded` and `items` are its inputs, by encoder, so that the loss can be differentiated
+    with respect to them."""
 
     logits: torch.Tensor
     target_ids: torch.Tensor
@@ -53,13 +54,14 @@ class Pass(NamedTuple):
 
     @property
     def loss(self) -> torch.Tensor:
+        """The summed loss of all targets."""
         return cross_entropy(self.logits, self.target_ids, reduction="sum")
 
     def detached(self) -> "Pass":
         return Pass(self.logits.detach(), self.target_ids, self.positions)
 
     def split(self, text: TextBatch) -> list["Pass"]:
-        """Each packed sample's part."""
+        """The parts of the packed samples; `text` is their microbatch."""
         segment = torch.bucketize(text.target_positions, torch.tensor(text.segment_ends), right=True)
         num_targets = torch.bincount(segment, minlength=len(text.segment_ends)).tolist()
         lengths = np.diff([0, *text.segment_ends]).tolist()
@@ -72,7 +74,7 @@ class Pass(NamedTuple):
 
 
 class Inputs:
-    """Loads samples as training does, each module with one replica."""
+    """Loads samples as training does, with one replica of each module."""
 
     def __init__(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> None:
         runtime, checkpoint = load_runtime(spec.family), Path(config.model.path) if config.model.path else None
@@ -96,7 +98,11 @@ class Inputs:
         }
 
     def sample(self, shapes: SampleShapes) -> PackedSamples:
-        """These samples, packed."""
+        """These samples, packed.
+
+        Raises:
+            UserError: when a record has changed since it was profiled, or a medium cannot be decoded.
+        """
         media = {}
         for encoder in self._encoders:
             has_media = shapes.items_of(encoder) > 0
@@ -111,6 +117,7 @@ class Inputs:
 def build_stages(
     config: Config, plan: Plan, spec: ModelSpec, hf_config: PretrainedConfig, dtype: torch.dtype
 ) -> dict[str, list[EncoderStage | LlmStage]]:
+    """The stages of each module, whole on this process, as the plan cuts the layers."""
     checkpoint = Path(config.model.path) if config.model.path else None
     return {
         module.name: [
@@ -142,7 +149,7 @@ def build_plain(
 
 
 def pass_stages(stages: Mapping[str, list], sample: PackedSamples) -> Pass:
-    """What the stages make of a microbatch, encoders first."""
+    """Run a microbatch through the stages, encoders first."""
     feature_size = stages["llm"][0].hidden_shape(1, 0)[-1]
     items, features = {}, []
     for encoder, own in stages.items():
@@ -171,7 +178,11 @@ def pass_stages(stages: Mapping[str, list], sample: PackedSamples) -> Pass:
 def pass_plain(
     model: PreTrainedModel, spec: ModelSpec, samples: Sequence[PackedSamples]
 ) -> tuple[list[Pass], dict[str, torch.Tensor]]:
-    """Of each sample, and the gradients of their summed losses by the names of parameters."""
+    """Run each sample through transformers' model. Also returns the gradients of the summed losses, by parameter name.
+
+    Raises:
+        UserError: when transformers' model cannot take a sample.
+    """
     passes, keeps = [], "logits_to_keep" in signature(model.forward).parameters
     for sample in samples:
         text = sample.text
@@ -191,12 +202,13 @@ def pass_plain(
 
 
 def each_stage(stages: Mapping[str, list]) -> Iterator[EncoderStage | LlmStage]:
+    """All stages of all modules, one after the other."""
     return chain.from_iterable(stages.values())
 
 
 @contextmanager
 def _positions_of(hf: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collects the positions that the LLM's rotary embedding is asked for, [(num_axes,) num_tokens]."""
+    """Collect the position ids that the LLM's rotary embedding gets in the context, [(num_axes,) num_tokens]."""
     found: list[torch.Tensor] = []
 
     def keep(_: torch.nn.Module, given: tuple, named: dict) -> None:

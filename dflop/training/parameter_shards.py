@@ -1,9 +1,9 @@
-"""A stage whose replicas share its parameters, with torch's FSDP2 (`fully_shard`), and AdamW on the shards.
+"""A stage whose replicas shard its parameters, with torch's FSDP2 (`fully_shard`), and AdamW on the shards.
 
-The stage is gathered by units (`Stage.units`): before a unit's forward and again before its backward. Its gradients are
-summed into the shards behind every backward, so that all replicas must run as many passes, whether or not they have
-anything to compute. Of a stage that tensor-parallel ranks divide, those in the same place of their groups share their
-part: plain tensors, as everywhere.
+The stage is gathered by units (`Stage.units`): before a unit's forward and again before its backward. Gradients are
+summed into the shards after every backward, so that all replicas must run the same number of passes, whether or not
+they have anything to compute. If tensor-parallel ranks divide the stage, the ranks with the same place in their
+tensor-parallel groups shard their part, which is made of plain tensors as everywhere.
 """
 
 import math
@@ -24,11 +24,10 @@ __all__ = ["ParameterShards", "SharedPasses", "Units"]
 
 
 class Units:
-    """Shares a stage's units out among the replicas that share its parameters, in place and one at a time: whole, a
-    stage may be too large for a rank.
+    """Shards a stage's units over replicas, in place and one at a time, because the whole stage may not fit on a rank.
 
-    A unit's parameters are then this replica's shards, on the device. They are gathered as `dtype`, and their gradients
-    are summed as what parameters are held in. Those that are not trained are held in `dtype`, too.
+    A unit's parameters are then this replica's shards, on the device, in the dtype `held_in(dtype)`, in which gradients
+    are summed, too. They are gathered as `dtype`. Parameters that are not trained are held in `dtype`.
     """
 
     def __init__(self, sharers: Sharers, dtype: torch.dtype, *, is_trained: bool) -> None:
@@ -40,21 +39,21 @@ class Units:
             )
 
     def share(self, unit: nn.Module) -> None:
-        """Share what of a unit is not shared out yet."""
+        """Shard those parameters of a unit that are not sharded yet."""
         unit.requires_grad_(self._is_trained)
         if not self._is_trained:
             compute_in(unit, self._dtype)
         shared = fully_shard(unit, **self._how)
-        # Gradients are summed, where FSDP2 would take means; where a replica makes none, it adds zeros.
+        # Sum gradients, where FSDP2 would take means. A replica without gradients adds zeros.
         shared.set_gradient_divide_factor(1.0)
         shared.set_force_sum_reduction_for_comms(True)
         shared.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 class SharedPasses(nn.Module):
-    """A stage's passes, each begun and ended together by the replicas that share a copy of its parameters.
+    """A stage's passes, which the replicas that share a copy of its parameters begin and end together.
 
-    What of the stage is in none of its units becomes the last one.
+    The parameters that are in none of the stage's units become one more unit.
     """
 
     def __init__(self, stage: Stage, units: Units) -> None:
@@ -63,20 +62,21 @@ class SharedPasses(nn.Module):
         units.share(self)
 
     def forward(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """Run what computes with the stage."""
+        """Run `compute`, which uses the stage."""
         return compute()
 
     def sum_over_copies(self, on: bool) -> None:
-        """Whether the next backward ends with sums over all copies of the parameters: the last one of a step does."""
+        """Set whether the next backward sums gradients over all copies of the parameters, as the last one of a step
+        must."""
         if self._has_copies:
             cast(FSDPModule, self).set_requires_all_reduce(on)
 
 
 class ParameterShards:
-    """AdamW on one replica's shards of the stage's parameters; norms, biases and other vectors do not decay.
+    """AdamW on one replica's shards of the stage's parameters. Norms, biases and other vectors have no weight decay.
 
-    A shard is a run of a parameter's rows. Of several copies of the parameters one is counted in the norm; what other
-    ranks hold as well, apart from replicas, is `counted_elsewhere`.
+    A shard is a range of a parameter's rows. If there are several copies of the parameters, only the first counts in
+    the gradient norm. Parameters in `counted_elsewhere` are counted by another tensor-parallel rank.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ParameterShards:
         counted_elsewhere: Collection[nn.Parameter] = (),
     ) -> None:
         self._is_counted, self._elsewhere = rank in sharers.ranks[0], set(counted_elsewhere)
-        # What is updated: the shard that a parameter looks at.
+        # The shard of each trained parameter, which is updated in place.
         self._trained: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in parameters:
             with torch.no_grad():
@@ -107,7 +107,7 @@ class ParameterShards:
             own.grad = None
 
     def sum_gradients(self) -> None:
-        """Take the sums, which FSDP2 has made of each microbatch."""
+        """Take the summed gradients from FSDP2, which has already reduced those of each microbatch."""
         for parameter, own in self._trained.items():
             if parameter.grad is None:
                 own.grad = torch.zeros_like(own)
@@ -116,7 +116,7 @@ class ParameterShards:
                 own.grad = summed.to(own.dtype)
 
     def norm_squared(self) -> float:
-        """Of this replica's shards; added up over all ranks of the stage it is the stage's."""
+        """The squared gradient norm of this replica's shards. The sum over all ranks of the stage is the stage's."""
         counted = [own for parameter, own in self._trained.items() if parameter not in self._elsewhere]
         norms = [torch.linalg.vector_norm(own.grad) for own in counted if self._is_counted]
         return float(torch.linalg.vector_norm(torch.stack(norms))) ** 2 if norms else 0.0
@@ -132,7 +132,7 @@ class ParameterShards:
         self._optimizer.step()
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
-        """This replica's shard, where it has any values; with moments where it is trained."""
+        """This replica's shard of a parameter, with its moments if it is trained; empty if the shard has no values."""
         first_row, own = rows_of(parameter.detach())
         if not own.numel():
             return []
@@ -143,7 +143,7 @@ class ParameterShards:
         return [Piece(first_row * math.prod(parameter.shape[1:]), own.flatten(), moments)]
 
     def go_on_from(self, num_steps: int) -> None:
-        """Take up moments that were read from a checkpoint of so many steps."""
+        """Set the step number after the moments were read from a checkpoint of `num_steps` steps."""
         for own in self._trained.values():
             self._optimizer.state[own]["step"].fill_(num_steps)
 
@@ -161,7 +161,7 @@ def _adamw(trained: Sequence[nn.Parameter], lr: float, weight_decay: float) -> t
         return None
     optimizer = torch.optim.AdamW(kinds, lr=lr, fused=True)
     for own in trained:
-        # As AdamW would make it in its first step; a checkpoint is read into it before.
+        # As AdamW would make it in its first step; it must exist before, for a checkpoint to be read into it.
         optimizer.state[own] = {
             "step": torch.zeros((), device=own.device),
             "exp_avg": torch.zeros_like(own.detach()),

@@ -1,9 +1,9 @@
-"""Noticing ranks that hang: no step waits for a peer without end, and who did not answer is named.
+"""Detecting ranks that hang: no step waits for a peer forever, and the ranks that hang are named.
 
-Every rank leaves a sign of life in the process group's key-value store, from a thread, with where its main thread is. A
-rank that is at something for longer than it may take looks twice whose signs have changed. Then it names the ranks that
-gave none, or else those that wait for no other rank, ends those of them that are on its host, and ends itself, whatever
-its main thread waits for; torchrun ends the others.
+A thread on every rank writes signs of life (heartbeats) to the process group's key-value store, with the place where
+its main thread is. A rank whose task takes longer than allowed reads all signs twice. It then names the ranks whose
+sign has not changed, or, if all have, those that do not wait for another rank. It kills the silent ranks on its own
+host, and ends itself, whatever its main thread waits for; torchrun ends the others.
 """
 
 import contextlib
@@ -20,25 +20,27 @@ import torch.distributed as dist
 
 __all__ = ["PeerWatch", "longest_wait_s"]
 
-# Signs of life in a time-out.
+# The number of signs of life in one time-out.
 _NUM_SIGNS = 20
 _MOST_BETWEEN_S = 3.0
 # How much longer than predicted, or than the longest one so far, a step may take.
 _TIMES_LONGER = 5
-# Functions in which a rank waits for others; by the end of the file's path and the function.
+# Functions in which a rank waits for others: the end of the file's path, and the beginning of the function's name.
 _WAITS = (("distributed_c10d.py", ""), ("pipeline/run.py", "receive"), ("pipeline/run.py", "end"), ("feed.py", "get"))
 
 
 def longest_wait_s(timeout_s: float, predicted_s: float, longest_s: float) -> float:
-    """How long a step may take: the time-out, or a few times what is predicted or was measured where that is longer."""
+    """How many seconds a step may take: the time-out, or a few times the predicted or the longest step if that is
+    longer."""
     return max(timeout_s, _TIMES_LONGER * predicted_s, _TIMES_LONGER * longest_s)
 
 
 class PeerWatch(threading.Thread):
-    """One rank's thread. The main thread says what it is at with `begin`, which also ends what was before."""
+    """One rank's thread. With `begin`, the main thread starts a task and ends the one before."""
 
     def __init__(self, store: dist.Store, rank: int, carried: str, world_size: int, timeout_s: float) -> None:
-        """`carried` says in words what this rank carries. Every rank must have made its own before one `begin`s."""
+        """`carried` says in words which stages this rank carries. Every rank must have constructed its watch before any
+        of them calls `begin`."""
         super().__init__(daemon=True, name="peer-watch")
         self._store, self._rank, self._world_size = store.clone(), rank, world_size
         self._about = {"carried": carried, "host": socket.gethostname(), "pid": os.getpid()}
@@ -51,22 +53,22 @@ class PeerWatch(threading.Thread):
         self._give_sign()
 
     def begin(self, what: str, limit_s: float | None = None, *, needs_silence: bool = False) -> None:
-        """From now on this rank is at something that may take `limit_s` (None: any time).
+        """Begin a task, described by `what`, that may take `limit_s` seconds (None: any time).
 
-        Where it `needs_silence`, only ranks that give no sign of life end the job, and it may take longer.
+        With `needs_silence`, a task that takes longer ends the job only if a rank gives no sign of life.
         """
         with self._lock:
             self._what, self._began = what, time.monotonic()
             self._limit_s, self._needs_silence = limit_s, needs_silence
 
     def close(self) -> None:
-        """To be called before the process ends: a thread that is at the store then would abort it."""
+        """End the thread. Call this before the process ends, which a thread that uses the store would abort."""
         self._closed.set()
         if self.is_alive():
             self.join()
 
     def run(self) -> None:
-        # Since when this rank was at what it is at, when it looked, and what it saw.
+        # Of the first look: when the task began, when this rank looked, and the signs that it read.
         first_look: tuple[float, float, list[dict]] | None = None
         woke = time.monotonic()
         try:
@@ -75,7 +77,7 @@ class PeerWatch(threading.Thread):
                 now, last, woke = time.monotonic(), woke, time.monotonic()
                 with self._lock:
                     if now - last > 3 * self._between_s + 1:
-                        self._began = now  # this process was stopped itself, maybe all were: give them time
+                        self._began = now  # this process was suspended, and maybe all were: give them time
                     what, began, limit_s, needs_silence = self._what, self._began, self._limit_s, self._needs_silence
                 if limit_s is None or now < began + limit_s / 2:
                     first_look = None
@@ -96,7 +98,7 @@ class PeerWatch(threading.Thread):
         return [json.loads(sign) for sign in self._store.multi_get([f"alive/{r}" for r in range(self._world_size)])]
 
     def _judge(self, what: str, seconds: float, before: list[dict], needs_silence: bool) -> None:
-        """End this process where a rank is silent, or where the step may take no longer."""
+        """End this process if a rank is silent, or if the task may not take longer in any case."""
         now = self._signs()
         silent = [rank for rank, sign in enumerate(now) if sign["count"] == before[rank]["count"]]
         if needs_silence and not silent:
@@ -104,9 +106,9 @@ class PeerWatch(threading.Thread):
         busy = [rank for rank, sign in enumerate(now) if rank not in silent and not sign["at"].startswith("waiting")]
         named = silent or busy
         if self._store.compare_set("who said it", "", str(self._rank)) == str(self._rank).encode():
-            why = "no sign of life came from" if silent else "all are alive, of which these wait for no other"
+            why = "no sign of life came from" if silent else "all are alive, but these do not wait for another rank"
             told = "; ".join(f"rank {rank} ({_told(now[rank])})" for rank in named[:8]) or "none"
-            with contextlib.suppress(OSError):  # nobody may be there any more to be told
+            with contextlib.suppress(OSError):  # stderr may be closed already
                 print(
                     f"dflop: {what} has not ended for {seconds:.0f} s (`train.peer_timeout_s`), and {why}: {told}"
                     + ("; and more" if len(named) > 8 else ""),
@@ -114,15 +116,15 @@ class PeerWatch(threading.Thread):
                     flush=True,
                 )
         for rank in silent:
-            # torchrun would ask it to end, and wait for half a minute before it ends a process that cannot hear.
+            # torchrun would send SIGTERM first, and wait for half a minute before it kills a process that hangs.
             if now[rank]["host"] == self._about["host"] and rank != self._rank:
-                with contextlib.suppress(OSError):  # another rank may have done it
+                with contextlib.suppress(OSError):  # another rank may have killed it already
                     os.kill(now[rank]["pid"], signal.SIGKILL)
         os._exit(1)
 
 
 def _place(frame: FrameType | None) -> str:
-    """Where a thread is, in words: the innermost function of ours or of torch.distributed, and whether that waits."""
+    """Where a thread is, in words: the innermost function of dflop or torch.distributed, and whether it waits."""
     while frame is not None:
         path, function = frame.f_code.co_filename, frame.f_code.co_name
         if any(path.endswith(end) and function.startswith(name) for end, name in _WAITS):

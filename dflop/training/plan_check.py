@@ -1,8 +1,8 @@
-"""A rank of a plan on fake tensors: what it holds, beside what the memory model says.
+"""Run one rank of a plan on fake tensors, to compare the memory that it holds with the memory model.
 
-The rank's stages, optimiser and instruction list are those of training. Their tensors have shapes and no values
-(`FakeTensorMode`), and the other ranks are not there (torch's `fake` process group), so that a plan for a thousand GPUs
-is checked in a minute on a laptop. Every operation's storages are counted as long as they live.
+The rank's stages, optimiser and instruction list are those of training. Tensors have shapes but no values
+(`FakeTensorMode`), and there are no other ranks (torch's `fake` process group). So a plan for a thousand GPUs is
+checked in a minute on a laptop. The storages of all operations' results are counted while they live.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,8 +40,8 @@ __all__ = ["CheckedRank", "MadeUpLoad", "check_rank"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MadeUpLoad:
-    """One sample a microbatch and replica of the LLM: so many square pictures of so many pixels a side, and text, of
-    which every token is learned."""
+    """A load of one sample for each microbatch and replica of the LLM: `num_pictures` square pictures of `picture_side`
+    pixels a side, and `text_tokens` tokens of text, all of which are learned."""
 
     num_pictures: int
     picture_side: int
@@ -50,7 +50,8 @@ class MadeUpLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedRank:
-    """Bytes of a rank by `MEMORY_CATEGORIES`. Activations are what is held at the peak of a step beside all else."""
+    """The predicted and the tracked bytes of a rank, by `MEMORY_CATEGORIES`. Activations are all bytes at the peak of a
+    step that are in no other category."""
 
     rank: int
     nodes: tuple[Node, ...]
@@ -59,8 +60,8 @@ class CheckedRank:
 
 
 def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, rank: int | None) -> CheckedRank:
-    """Build a rank and carry out its step; None is the rank that is predicted to hold most. This process must be in no
-    process group.
+    """Build a rank and carry out one step. If `rank` is None, the rank that is predicted to hold most is taken. This
+    process must not be in a process group.
 
     Raises:
         UserError: for a rank that the plan does not have, or a precision that cannot be checked.
@@ -84,7 +85,7 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
         topology = place_in_world(program, torch.device("cpu"), dtype, dist.HashStore())
         with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
             model = build_rank_model(config, plan, topology, dtype, is_empty=True)
-            live.peak = 0  # of building
+            live.peak = 0  # the peak of building does not count
             _run(config, plan, program, topology, model, spec, load, shapes, assignment)
             tracked = _tracked(model, live.peak)
     finally:
@@ -98,7 +99,7 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
 
 
 def _samples(spec: ModelSpec, plan: Plan, load: MadeUpLoad) -> SampleShapes:
-    """One sample a bucket."""
+    """The shapes of one sample for each bucket (microbatch and LLM replica)."""
     num_samples = plan.num_buckets
     sees = np.array([["image" in encoder.media for encoder in spec.encoders]])
     each = spec.rules.image(load.picture_side, load.picture_side, load.num_pictures)
@@ -128,7 +129,7 @@ def _run(
     shapes: SampleShapes,
     assignment: Assignment,
 ) -> None:
-    """A step up to the gradient sync."""
+    """Carry out all instructions of a step of the rank; the update after them is left out."""
     schedule = _schedule(program, shapes, assignment)
     instructions = StepInstructions(plan, program, config.model.freeze, topology.rank).of(assignment.slots)
     forwards = [(program.nodes[item.node], item.microbatch) for item in instructions if item.op is Op.FORWARD]
@@ -136,7 +137,7 @@ def _run(
     works = make_works(config, plan, model, program, inputs, topology.store)
     for work in works.values():
         work.begin_step(schedule)
-    # Nobody takes what the rank would send, and what has arrived is not held any more.
+    # Without receivers, the rank sends nothing, and so does not hold what in training is sent and has arrived.
     run_instructions(instructions, works, replace(topology.links, sends={}))
 
 
@@ -170,7 +171,7 @@ def _inputs(
     forwards: Iterable[tuple[Node, int]],
     program: Program,
 ) -> Iterator[LoadedMedia | TextBatch]:
-    """What loaders would give for the rank's forwards that read records."""
+    """The inputs that loaders would give for those of the rank's forwards that read records."""
     side = load.picture_side
     each = spec.rules.image(side, side, load.num_pictures)
     pictures = (MediumLayout("image", each.num_items, side, side, each.grid),) * load.num_pictures
@@ -191,7 +192,7 @@ def _inputs(
 
 
 def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray) -> TextBatch:
-    """Features first, then text."""
+    """The text of these samples, with zeros as tokens. The features' positions come first, then those of text."""
     _, segment_ends = segments_of(schedule.llm_tokens[chosen].tolist())
     features = []
     for place, encoder in enumerate(schedule.encoders):
@@ -209,7 +210,7 @@ def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray) -> TextBatch:
 
 
 def _tracked(model: RankModel, peak_bytes: int) -> dict[str, float]:
-    """By category, of a step whose tensors were so many bytes at most."""
+    """The tracked bytes by category, for a step with a peak of `peak_bytes` bytes of tensors."""
     parameters = _bytes_of(parameter for own in model.nodes for parameter in own.stage.parameters())
     gradients = _bytes_of(
         parameter.grad for own in model.nodes for parameter in own.stage.parameters() if parameter.grad is not None
@@ -231,7 +232,7 @@ def _tracked(model: RankModel, peak_bytes: int) -> dict[str, float]:
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> int:
-    """Of their storages, each counted once."""
+    """The bytes of the tensors' storages, each counted once, without the storages of tensors in `but`."""
     sizes = {own._cdata: own.nbytes() for own in map(_storage, tensors)}
     left_out = {_storage(tensor)._cdata for tensor in but}
     return sum(size for key, size in sizes.items() if key not in left_out)

@@ -1,4 +1,4 @@
-"""What torchrun starts on every rank: `python -m dflop.training.rank REQUEST` (JSON)."""
+"""The program that torchrun starts on every rank: `python -m dflop.training.rank REQUEST`, with REQUEST as JSON."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""Where one rank's seconds go: the time from one step's sums to the next one's, divided by what the rank did in it.
+"""Where one rank's time goes: the time between the all-reduces that end two steps, split by what the rank did in it.
 
-All ranks leave the sums of a step together, so a step begins and ends there on all of them. What is not known of a step
-when its sums are taken is how long this rank waits in them; that is what is left, and the first rank works it out
-(`step_seconds`).
+All ranks leave the all-reduce of a step's sums together, so that a step begins and ends there on all ranks. When a rank
+contributes its sums, it cannot know yet how long it will wait in the all-reduce. That is the time that remains, and the
+first rank computes it (`step_seconds`).
 """
 
 import time
@@ -14,37 +14,40 @@ from dflop.pipeline.run import Waits
 
 __all__ = ["KNOWN_PARTS", "RankClock"]
 
-# What a rank knows of its step, in the order of `row`.
+# The parts of a step that a rank knows, in the order of `row`.
 KNOWN_PARTS = ("computing", "data", "peers", "schedule", "sync", "optimiser", "other")
 
 
 class RankClock:
-    """Seconds of the step that runs, on the host's clock."""
+    """The seconds of the current step by part, on the host's clock."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins now, and what was of it before is forgotten."""
+        """Begin a new step now, and drop what was recorded before."""
         self._began, self._seconds = time.monotonic(), dict.fromkeys(KNOWN_PARTS, 0.0)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What happens inside is of this part."""
+        """Count the time in the context as this part."""
         started = time.monotonic()
         yield
         self._seconds[name] += time.monotonic() - started
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is of no step."""
+        """Do not count the time in the context in any step."""
         started = time.monotonic()
         yield
         self._began += time.monotonic() - started
 
     def add_pipeline(self, spans: Sequence[Span], waits: Waits, begin_s: float, end_s: float) -> None:
-        """What the pipeline did between two times. On a GPU, where the host runs ahead, it waited where it computed
-        nothing: for data as long as the host did, else for peers."""
+        """Add the pipeline's time between `begin_s` and `end_s`.
+
+        Gaps between computations count as waits for data or for peers, as far as `waits` recorded them. On a GPU, where
+        the host runs ahead, waits for peers are not recorded, and all gaps that are not waits for data count as such.
+        """
         gaps = _gaps(sorted((span.start_s, span.end_s) for span in spans), begin_s, end_s)
         data_s = _overlap(gaps, waits.data)
         idle_s = sum(end - start for start, end in gaps) - data_s
@@ -60,14 +63,14 @@ class RankClock:
         return list(known.values())
 
     def end(self) -> float:
-        """How long the step took, which ends now; the next one begins."""
+        """End the step, and begin the next. Returns the seconds that the step took."""
         began = self._began
         self.restart()
         return self._began - began
 
 
 def _gaps(busy: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> list[tuple[float, float]]:
-    """The times between two that are in none of these intervals, which are sorted."""
+    """The intervals between `begin_s` and `end_s` that are in none of the `busy` intervals, which must be sorted."""
     gaps, free_from = [], begin_s
     for start, end in busy:
         if start > free_from:
@@ -77,7 +80,7 @@ def _gaps(busy: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> 
 
 
 def _overlap(gaps: Sequence[tuple[float, float]], waits: Sequence[tuple[float, float]]) -> float:
-    """Seconds of the waits that lie in gaps; both are sorted, and neither overlap themselves."""
+    """The seconds of waits that lie in gaps. Both must be sorted, and free of overlaps among themselves."""
     seconds, place = 0.0, 0
     for start, end in waits:
         while place < len(gaps) and gaps[place][1] <= start:

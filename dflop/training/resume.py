@@ -1,4 +1,4 @@
-"""Where a run begins: at its last checkpoint, or at the start, with what another run left moved out of the way."""
+"""Where a run begins: at its last checkpoint, or at the start. In that case another run's outputs are moved aside."""
 
 import sys
 from pathlib import Path
@@ -18,9 +18,13 @@ __all__ = ["take_up"]
 
 
 def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations: Observations) -> tuple[int, int]:
-    """The step to go on with, and how often the run was taken up again; every rank must call this.
+    """Resume a run, or begin a new one. Returns the step to go on with, and how often the run has been resumed; every
+    rank must call this.
 
-    Afterwards the model is as its last whole checkpoint has it, and what was written of later steps is gone.
+    Afterwards the model is that of the last whole checkpoint, and the outputs of later steps are removed.
+
+    Raises:
+        UserError: when the checkpoint lacks values that a rank needs.
     """
     is_main = dist.get_rank() == 0
     found, why_anew = _find_whole(config, files)
@@ -48,9 +52,10 @@ def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations
 
 
 def _find_whole(config: TrainConfig, files: RunFiles) -> tuple[tuple[Path, dict] | None, str | None]:
-    """The latest checkpoint that is whole, with its run; none, and why where there is one, for a new run.
+    """The latest whole checkpoint, with the content of its `run.json`. For a new run None, and the reason if there are
+    checkpoints.
 
-    Later ones that are damaged are moved aside. All ranks share out the reading, and decide alike.
+    Later ones that are damaged are moved aside. The ranks divide the files to be checked, and get the same result.
     """
     num_damaged = 0
     while True:
@@ -76,7 +81,7 @@ def _find_whole(config: TrainConfig, files: RunFiles) -> tuple[tuple[Path, dict]
 
 
 def _look(folder: Path) -> tuple[Path, dict, str | None] | None:
-    """The latest checkpoint, what its `run.json` says, and why that cannot be read."""
+    """The latest checkpoint, the content of its `run.json`, and why that cannot be read, if so."""
     found = checkpoints_in(folder)
     if not found:
         return None
@@ -94,7 +99,7 @@ def _damage_that_any_finds(checkpoint: Path) -> str | None:
 
 
 def _why_anew(config: TrainConfig, generation: Generation, run: dict) -> str | None:
-    """Why the run that left a checkpoint is not taken up; None where it is."""
+    """Why the run of a checkpoint is not resumed; None if it is."""
     if config.resume == "never":
         return "`train.resume` is never"
     if changes := generation.changes_since(Generation.of_run(run)):

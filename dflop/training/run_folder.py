@@ -1,6 +1,6 @@
-"""A run's folder: what training writes there, where it finds it again, and what becomes of another run's outputs.
+"""A run's folder: the paths of what training writes and reads there, and what happens to another run's outputs.
 
-This file imports no torch.
+This file does not import torch.
 """
 
 import re
@@ -13,7 +13,7 @@ from dflop.training.generation import Generation
 __all__ = ["LAST_SUMMARY", "OBSERVED", "RunFiles", "clear_start", "set_aside"]
 
 LAST_SUMMARY = "last_summary.json"
-# What is measured beside predictions, and all that a run leaves.
+# The outputs that hold measurements with predictions, and all outputs of a run.
 OBSERVED = ("observations", "observations.duckdb", "trace.json")
 _OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", LAST_SUMMARY, "tensorboard", *OBSERVED)
 _NUM_KEPT_ASIDE = 2
@@ -44,14 +44,15 @@ class RunFiles:
 
 
 def set_aside(out: Path, names: tuple[str, ...] = _OUTPUTS) -> str:
-    """Move outputs into `old-N` of the same folder, of which the last two are kept; says where they are."""
+    """Move outputs into `old-N` in the same folder, of which the last two are kept. Returns a text that says where they
+    are."""
     earlier = sorted(int(match[1]) for path in out.iterdir() if (match := _ASIDE.fullmatch(path.name)))
     aside = out / f"old-{max(earlier, default=0) + 1}"
     aside.mkdir()
     for name in names:
         if (out / name).exists():
             (out / name).rename(aside / name)
-    # The workflow deletes summary.json, which it declares, before it trains anew; what is kept beside takes its place.
+    # The workflow deletes summary.json, its declared output, before it trains again. The copy takes its place.
     if (aside / LAST_SUMMARY).exists():
         (aside / LAST_SUMMARY).replace(aside / "summary.json")
     said = f"moved to {aside}"
@@ -62,6 +63,6 @@ def set_aside(out: Path, names: tuple[str, ...] = _OUTPUTS) -> str:
 
 
 def clear_start(out: Path) -> None:
-    """Delete what a run left that ended before its first checkpoint."""
+    """Delete the outputs of a run that ended before its first checkpoint."""
     (out / "metrics.jsonl").unlink(missing_ok=True)
     shutil.rmtree(out / "observations", ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Checkpoints written beside training: a step's state is copied at once, and a thread writes the copy to disk.
+"""Asynchronous checkpoints: a step's state is copied at once, and a thread writes the copy to disk.
 
-Ranks agree over a process group of their own, of gloo, so that nothing that a thread says comes between what training
-says. One checkpoint at most is being written; the next one waits for it. torch's own `async_save` would write the
-tensors as well, but a checkpoint is not whole with them: checksums, the run's own file and the folder's name come
-after them, and only where no rank failed.
+The threads communicate over a process group of their own, on gloo, so that their messages never mix with those of
+training. At most one checkpoint is being written, and the next one waits for it. torch's own `async_save` could write
+the tensors, but they are not a whole checkpoint: checksums, `run.json` and the folder's name follow, and only if no
+rank has failed.
 """
 
 import threading
@@ -25,7 +25,7 @@ __all__ = ["CheckpointSaver"]
 
 
 class CheckpointSaver:
-    """One rank's; every rank must make it and call its methods in the same order."""
+    """One rank's saver. Every rank must construct it, and call `save` and `wait` in the same order."""
 
     def __init__(self, folder: Path, observations: Observations) -> None:
         self._folder, self._observations = folder, observations
@@ -33,12 +33,16 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._copies: dict[tuple[int, str, str], torch.Tensor] = {}
-        # What kept any rank from writing the last checkpoint that was ended, with the steps that it is of.
+        # The number of steps of the last checkpoint, and why it could not be written; None if it was written.
         self.unsaved: tuple[int, str] | None = None
 
     def save(self, num_steps: int, parts: Sequence[Part], run: Mapping[str, Any]) -> None:
-        """Begin to write the checkpoint behind so many steps, and what was observed up to there. Returns when both are
-        copied, and the checkpoint before is written."""
+        """Begin to write the checkpoint after `num_steps` steps, and the observations up to there. Returns when both
+        are copied, which is after the checkpoint before has been written.
+
+        Raises:
+            Exception: as `wait`.
+        """
         self.wait()
         staged = [self._staged(number, part) for number, part in enumerate(parts)]
         if any(part.is_cuda for own in parts for part in own.parameters.values()):
@@ -58,7 +62,11 @@ class CheckpointSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when no checkpoint is being written; raise what ended the writing, other than a file system."""
+        """Return when no checkpoint is being written.
+
+        Raises:
+            Exception: what ended the writing, unless it was an error of the file system (see `unsaved`).
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -67,7 +75,7 @@ class CheckpointSaver:
             raise error
 
     def close(self, most_s: float) -> None:
-        """Give a checkpoint that is being written so much time, where training has ended with an error."""
+        """After an error in training, wait at most `most_s` seconds for a checkpoint that is being written."""
         if self._thread is not None:
             self._thread.join(most_s)
 
@@ -77,7 +85,7 @@ class CheckpointSaver:
         for name, parameter in part.parameters.items():
             if name in part.written_elsewhere:
                 continue
-            own = parameters[name] = parameter.detach()  # of which the shape is read, and no value
+            own = parameters[name] = parameter.detach()  # only the shape of this tensor is read
             pieces[own] = [
                 self._copied(piece, (number, f"{name}/{piece.start}")) for piece in part.optimizer.pieces(parameter)
             ]
@@ -88,7 +96,7 @@ class CheckpointSaver:
         return Piece(piece.start, self._copy((*key, "masters"), piece.masters), moments)
 
     def _copy(self, key: tuple[int, str, str], values: torch.Tensor) -> torch.Tensor:
-        """In the host's memory, at the same place each time: pages that are new cost more than what is copied."""
+        """A copy in the host's memory, in the same buffer each time: allocating new pages takes longer than copying."""
         if key not in self._copies:
             self._copies[key] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
         return self._copies[key].copy_(values, non_blocking=True)
@@ -96,7 +104,7 @@ class CheckpointSaver:
 
 @dataclass(frozen=True, slots=True)
 class _StagedPieces:
-    """What this replica held of each parameter."""
+    """The copied pieces of each parameter that this replica holds."""
 
     of_parameter: Mapping[torch.Tensor, list[Piece]]
 
@@ -106,7 +114,7 @@ class _StagedPieces:
 
 @dataclass(frozen=True, slots=True)
 class _StagedPart:
-    """A part as it was when it was copied."""
+    """A copy of a part."""
 
     parameters: Mapping[str, torch.Tensor]
     shards: Mapping[str, Shard]

@@ -1,10 +1,10 @@
-"""AdamW whose moments are shared out over a stage's replicas (Rajbhandari et al., "ZeRO: memory optimizations toward
-training trillion parameter models", 2020, stage 1).
+"""AdamW whose moments are divided among a stage's replicas (ZeRO-1).
 
-Parameters and gradients of a stage lie in flat buckets, and every replica owns as large a share of each. Gradients are
-summed to their owners, owners update, and what they updated goes to everybody: as many bytes as an all-reduce. Where
-parameters are computed in less than fp32, their gradients are in fp32, and the owner of a share has fp32 masters of it,
-which it updates (Micikevicius et al., "Mixed precision training", 2018, section 3.1).
+Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, stage 1.
+Parameters and gradients of a stage are in flat buckets, of which every replica owns an equal share. Gradients are
+reduce-scattered to their owners, the owners update, and the updated values are all-gathered: together as many bytes as
+an all-reduce. If parameters have less precision than fp32, their gradients are fp32, and the owner of a share updates
+fp32 masters of it (Micikevicius et al., "Mixed precision training", 2018, section 3.1).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,16 +20,16 @@ from dflop.runtime.collectives import all_gather_flat, reduce_scatter_flat
 __all__ = ["Piece", "ShardedAdamW"]
 
 _BUCKET_BYTES = 64 * 2**20
-# Parameters begin at multiples of so many values: kernels want aligned operands.
+# Parameters begin at multiples of this number of values, so that kernels have aligned operands.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a parameter's values that this replica holds, from `start` on in the flattened parameter.
+    """A range of a parameter's values that this replica holds, from index `start` of the flattened parameter on.
 
-    `masters` are the values as they are updated, `moments` AdamW's two, by name, or none of a parameter that is not
-    trained; each is [num_values].
+    `masters` are the values that are updated, and `moments` AdamW's two moments by name, or empty for a parameter that
+    is not trained. All are [num_values].
     """
 
     start: int
@@ -39,9 +39,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Flat values and gradients, what of them is this replica's, its masters, and whether it counts them in the norm.
-
-    Masters are a view of the values, or where these are of another dtype apart from them."""
+    """Flat values and gradients. This replica owns the slice `own` of them, and `masters` are its values; they are a
+    view of `values`, or separate if these have another dtype. `is_counted`: whether they count in the gradient norm."""
 
     values: torch.Tensor
     masters: torch.Tensor
@@ -51,11 +50,11 @@ class _Bucket:
 
 
 class ShardedAdamW:
-    """AdamW over the parameters that require gradients; norms, biases and other vectors do not decay.
+    """AdamW over the parameters that require gradients. Norms, biases and other vectors have no weight decay.
 
-    Parameters become views of the buckets, and so do their gradients, which exist from now on. They come as masters,
-    and are `computed_in` another dtype or the same. `replicas` must hold equal parameters. What other ranks hold as
-    well, apart from replicas, is `counted_elsewhere` in the norm.
+    Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
+    the masters' dtype, and are converted to `computed_in`. All `replicas` must have equal parameters. Parameters in
+    `counted_elsewhere` are counted in the gradient norm by another tensor-parallel rank.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class ShardedAdamW:
         self._replicas = replicas
         self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
         trained = sorted((own for own in parameters if own.requires_grad), key=lambda own: own.ndim <= 1)
-        # Bucket and place in it of each parameter.
+        # For each parameter its bucket, and where it begins there.
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._buckets: list[_Bucket] = []
         elsewhere = set(counted_elsewhere)
@@ -80,7 +79,7 @@ class ShardedAdamW:
             alike = [own for own in trained if (own not in elsewhere) == is_counted]
             for own in _in_buckets(alike, bucket_bytes):
                 self._buckets.append(self._make_bucket(own, computed_in, is_counted))
-        # What is updated, by bucket: runs of its own share, of which the later one does not decay.
+        # By bucket, the ranges of the own share that are updated: one with weight decay, then one without.
         self._runs: list[list[tuple[int, nn.Parameter]]] = [[] for _ in self._buckets]
         self._optimizer = self._make_optimizer(lr, weight_decay)
 
@@ -95,19 +94,20 @@ class ShardedAdamW:
             bucket.gradients.zero_()
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over the replicas: afterwards each has the sums of what it owns, and nobody others'."""
+        """Sum the gradients over the replicas. Afterwards each replica has the sums of its own share only."""
         if self._num_replicas > 1:
             for bucket in self._buckets:
                 reduce_scatter_flat(bucket.gradients[bucket.own], bucket.gradients, self._replicas)
 
     def norm_squared(self) -> float:
-        """Of the sums that this replica owns and counts; added up over all ranks of the stage it is the stage's."""
+        """The squared norm of the sums that this replica owns and counts. The sum over all ranks of the stage is the
+        stage's."""
         counted = [bucket for bucket in self._buckets if bucket.is_counted]
         norms = [torch.linalg.vector_norm(bucket.gradients[bucket.own]) for bucket in counted]
         return float(torch.linalg.vector_norm(torch.stack(norms))) ** 2 if norms else 0.0
 
     def step(self, lr: float, scale: float) -> None:
-        """Update with the owned gradients times `scale`, and give everybody the result."""
+        """Update the own share with its gradients times `scale`, and send the result to all replicas."""
         if self._optimizer is None:
             return
         for bucket, start, run in self._updated:
@@ -118,7 +118,7 @@ class ShardedAdamW:
         self._give_values()
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
-        """What this replica updates of a parameter; one that is not trained is whole on every replica."""
+        """The pieces of a parameter that this replica updates; a parameter that is not trained is one whole piece."""
         if parameter not in self._places:
             return [Piece(0, parameter.detach().flatten(), {})]
         number, begin = self._places[parameter]
@@ -133,16 +133,15 @@ class ShardedAdamW:
         return pieces
 
     def go_on_from(self, num_steps: int) -> None:
-        """Take up masters and moments that were read from a checkpoint of so many steps; every replica must call this.
-
-        The number corrects the bias of the moments."""
+        """Go on after masters and moments were read from a checkpoint of `num_steps` steps; every replica must call
+        this. The number of steps is needed to correct the bias of the moments."""
         for _, _, run in self._updated:
             self._optimizer.state[run]["step"].fill_(num_steps)
         self._give_values()
 
     @torch.no_grad()
     def whole_masters(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """The masters of each parameter that is trained, gathered bucket by bucket; every replica must call this."""
+        """The whole masters of each trained parameter, gathered bucket by bucket; every replica must call this."""
         for number, bucket in enumerate(self._buckets):
             masters = bucket.masters
             if self._num_replicas > 1:
@@ -154,7 +153,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def _give_values(self) -> None:
-        """Give every replica the masters' values."""
+        """Send the masters' values to every replica."""
         for bucket in self._buckets:
             if bucket.values.dtype != bucket.masters.dtype:
                 bucket.values[bucket.own].copy_(bucket.masters)
@@ -206,7 +205,7 @@ class ShardedAdamW:
         optimizer = torch.optim.AdamW(kinds, lr=lr, fused=True)
         for runs in self._runs:
             for _, run in runs:
-                # As AdamW would make it in its first step; a checkpoint is read into it before.
+                # As AdamW would make it in its first step; it must exist before, for a checkpoint to be read into it.
                 optimizer.state[run] = {
                     "step": torch.zeros((), device=run.device),
                     "exp_avg": torch.zeros_like(run.detach()),
@@ -216,7 +215,7 @@ class ShardedAdamW:
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Runs of parameters of at most so many bytes together (one larger parameter is a run of its own)."""
+    """Groups of consecutive parameters of at most `most_bytes` together; a larger parameter is a group of its own."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(other.nbytes for other in bucket) + parameter.nbytes > most_bytes:

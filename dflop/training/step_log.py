@@ -1,4 +1,4 @@
-"""What a run says of its steps: a line of `metrics.jsonl` and a line on the screen for each, and warnings once."""
+"""The log of a run's steps: for each a line of `metrics.jsonl` and a line on the screen, and each warning once."""
 
 import contextlib
 import json
@@ -20,19 +20,19 @@ from dflop.training.trackers import Trackers
 __all__ = ["StepLog", "say_if_costs_are_of_another"]
 
 
-# The steps that the time still to go is taken from.
+# The number of recent steps from which the remaining time is estimated.
 _NUM_RECENT = 20
 
 
 class StepLog:
     """The first rank's log of a run of `num_steps` steps over `world_size` ranks.
 
-    A disk that takes no more stops nothing: lines that `metrics.jsonl` did not take are written with a later one.
-    `unsaved` is to be set to what keeps checkpoints from being written, as long as it does: every line says it.
+    A full disk does not stop training: lines that could not be written to `metrics.jsonl` are written with a later one.
+    While checkpoints cannot be written, set `unsaved` to the reason: every line on the screen then says it.
     """
 
     def __init__(self, files: RunFiles, num_steps: int, world_size: int, trackers: Trackers | None = None) -> None:
-        """`trackers` are told every line as well."""
+        """`trackers` get every line as well."""
         self._trackers = trackers
         self._metrics, self._prices = files.metrics, files.generation.prices
         self._num_steps, self._world_size = num_steps, world_size
@@ -51,16 +51,16 @@ class StepLog:
         parts: np.ndarray,
         evaluated: tuple[float, float] | None = None,
     ) -> None:
-        """`totals` are sums over all ranks (waits: means) as the trainer makes them; `parts` of `StepSeconds`.
-
-        `evaluated` is the loss of the evaluation set behind this step, and the seconds that it took.
+        """Log a step. `totals` are the trainer's sums over all ranks (for waits, means), and `parts` are from
+        `StepSeconds.of_step`. `evaluated` is the loss of the evaluation set after this step, and the seconds that
+        evaluating took.
         """
         extrapolated = float(schedule.extrapolated.mean())
         if extrapolated and not self._said_extrapolated:
             self._said_extrapolated = True
             print(
                 f"dflop: warning: step {step + 1}: {extrapolated:.1%} of the ranks' microbatches {BEYOND_MEASURED}; "
-                "said once, metrics.jsonl has the share of every step (`extrapolated`)",
+                "this warning comes once, metrics.jsonl has the share of every step (`extrapolated`)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -118,7 +118,7 @@ class StepLog:
         """A step's line on the terminal; `trouble` is why metrics.jsonl could not be written."""
         step, step_s = line["step"], line["step_s"]
         to_go = timedelta(seconds=round(statistics.median(self._recent_s) * (self._num_steps - step - 1)))
-        with contextlib.suppress(OSError):  # what is printed may go to a file on a full disk as well
+        with contextlib.suppress(OSError):  # stdout may be a file on the full disk as well
             print(
                 f"{datetime.now():%H:%M:%S}  step {step + 1}/{self._num_steps}  loss {line['loss']:.3f}  "
                 f"lr {line['lr']:.2e}  {step_s:.2f} s  {line['num_tokens'] / step_s:,.0f} tokens/s  "
@@ -142,14 +142,14 @@ class StepLog:
                 file.write(self._unwritten)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.truncate(self._metrics, end)  # no part of a line stays
+                os.truncate(self._metrics, end)  # remove what was written of the line
             return str(error)
         self._unwritten = ""
         return None
 
 
 def say_if_costs_are_of_another(measured_on: str | None, running_on: str) -> None:
-    """A warning when the costs were measured on another device than this; `measured_on` is None for analytic ones."""
+    """Warn if the costs were measured on another device than this one; `measured_on` is None for analytic costs."""
     if measured_on not in (None, running_on):
         print(
             f"dflop: warning: the costs were measured on {measured_on!r} and this is {running_on!r}: the plan and "

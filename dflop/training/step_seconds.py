@@ -1,9 +1,10 @@
-"""Where the seconds of a step went on each rank, and what that says of a run.
+"""Where the time of a step went on each rank.
 
-A rank's step is computing, and waiting: for data, for the schedule, in gradient sync, in the optimiser, and for other
-ranks. Of the latter as much is the `bubble` as the schedule predicts for the rank, longer or shorter as computing took
-in all, and the rest is `peers`. The parts of a rank add up to the step. Wherever replicas sync, the first of them waits
-for the last: what it takes longer than the fastest is a wait for peers as well.
+A rank's step consists of computing, waiting for data, waiting for the schedule, gradient sync, the optimiser, waiting
+for other ranks, and other work. Waiting for other ranks is the `bubble`, as far as the schedule predicts it for the
+rank (scaled by how much longer or shorter than predicted computing took on all ranks), and `peers` beyond that. A
+rank's parts add up to the step. Replicas that are early at a gradient sync wait for the last one: what a rank's sync
+takes longer than the fastest one of the same stages counts as `peers`, too.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ PARTS = ("computing", "bubble", "data", "peers", "schedule", "sync", "optimiser"
 
 
 class StepSeconds:
-    """The first rank's: from what all ranks know of a step to the parts of each."""
+    """On the first rank: computes the parts of each rank's step from what all ranks know of the step."""
 
     def __init__(self, program: Program, world_size: int) -> None:
         self._worker = np.zeros(world_size, dtype=np.int64)
@@ -32,13 +33,13 @@ class StepSeconds:
             for worker in program.workers
         ]
         names = sorted(set(carried))
-        # Ranks of a class sync the same stages.
+        # Ranks of the same class carry, and sync, the same stages.
         self._class = np.array([names.index(carried[worker]) for worker in self._worker])
 
     def of_step(self, known: np.ndarray, step_s: float, idle_of_worker: np.ndarray) -> np.ndarray:
-        """The parts of each rank, [num_ranks, len(PARTS)], from `known` [num_ranks, len(KNOWN_PARTS)].
+        """The parts of each rank in seconds, [num_ranks, len(PARTS)], from `known` [num_ranks, len(KNOWN_PARTS)].
 
-        `idle_of_worker` is the share of the predicted step that each worker waits.
+        `idle_of_worker` [num_workers] is the share of the predicted step in which each worker waits.
         """
         known = _within(known, step_s)
         computing, data, peers, schedule, sync, optimiser, other = known.T
@@ -54,10 +55,10 @@ class StepSeconds:
 
 
 def _within(known: np.ndarray, step_s: float) -> np.ndarray:
-    """`known` with no rank's seconds above the step's.
+    """`known`, reduced so that no rank's parts add up to more than the step.
 
-    The step is the first rank's. A rank that left the last step's sums before it began its own step earlier, and has
-    that much more to tell. Its computing is of this step in any case, so the rest is shortened, all parts alike.
+    The step is measured on the first rank. A rank that left the all-reduce before it began its step earlier, so that
+    its parts add up to more. Its computing belongs to this step in any case, so all other parts are scaled down.
     """
     above = np.maximum(0.0, known.sum(axis=1) - step_s)
     rest = known[:, 1:].sum(axis=1)
@@ -74,7 +75,8 @@ def seconds_frame(step: int, parts: np.ndarray, step_s: float, *, warmup: bool) 
 
 
 def split_line(parts: np.ndarray) -> dict[str, Any]:
-    """What `metrics.jsonl` says of a step: the mean rank, and the rank that waits least for others."""
+    """The field `seconds` of `metrics.jsonl`: the parts of the mean rank, and of the rank that waits least for
+    others."""
     own = int(parts[:, [PARTS.index("bubble"), PARTS.index("peers")]].sum(axis=1).argmin())
     return {"mean_rank": _rounded(parts.mean(axis=0)), "slowest_rank": {"rank": own, **_rounded(parts[own])}}
 

@@ -1,4 +1,4 @@
-"""What all ranks tell each other once a step: sums of a few numbers, and each rank's own seconds, in one all-reduce."""
+"""The one all-reduce of numbers in a step: sums of a few values over all ranks, and each rank's own numbers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,8 @@ __all__ = ["sum_over_ranks"]
 def sum_over_ranks(
     values: Mapping[str, float], own: Sequence[float], device: torch.device
 ) -> tuple[dict[str, float], np.ndarray]:
-    """The sums of `values` over all ranks, and every rank's `own`, [num_ranks, len(own)]; every rank must call this."""
+    """The sums of `values` over all ranks, by name, and all ranks' `own`, float64 [num_ranks, len(own)]; every rank
+    must call this."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     of_ranks = np.zeros((num_ranks, len(own)))
     of_ranks[rank] = own

@@ -1,8 +1,7 @@
-"""What steps took, from every rank to the first one and on to the scheduler.
+"""The measured times of steps, sent from every rank to the first one, which passes them on to the scheduler.
 
-A rank leaves its times in the process group's key-value store when it has ended a step; the first rank takes all of
-them once the next but one begins, when all are sure to be there: nobody waits. Only steps whose schedule asks for it
-are reported.
+A rank writes its times to the process group's key-value store when it has ended a step. The first rank reads them when
+the next but one begins, so that all are there and no rank waits. Only steps whose schedule asks for it are reported.
 """
 
 import json
@@ -17,22 +16,22 @@ from dflop.scheduling import REPORT_LAG_STEPS, MeasuredStep
 __all__ = ["StepReports"]
 
 _WAY = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}
-# Keys are used again after so many steps, when the first rank has long taken what they held.
+# Keys are reused after this many steps, when the first rank has read them long ago.
 _NUM_SLOTS = 2 * REPORT_LAG_STEPS
 
 
 class StepReports:
-    """One rank's side: every rank sends, the first one takes. A step's times are those of all nodes."""
+    """One rank's side: every rank sends its nodes' times, and the first one takes the times of all nodes."""
 
     def __init__(self, store: dist.Store, rank: int, *, num_ranks: int, num_nodes: int, num_microbatches: int) -> None:
         self._store, self._rank, self._num_ranks = store.clone(), rank, num_ranks
         self._shape = (2, num_nodes, num_microbatches)
-        # By step: the seconds it took, and those of them (and after them) that went into reporting.
+        # By step: the seconds that it took, and the seconds that sending its times took.
         self._sent: dict[int, tuple[float, float]] = {}
         self._last_take_s = 0.0
 
     def send(self, step: int, spans: list[Span], step_s: float) -> None:
-        """Leave the times of a step, which took `step_s` on this rank, for the first rank."""
+        """Write the times of a step, which took `step_s` seconds on this rank, for the first rank."""
         started = time.monotonic()
         seconds: dict[int, np.ndarray] = {}
         for span in spans:
@@ -45,7 +44,7 @@ class StepReports:
         self._sent[step] = step_s, time.monotonic() - started
 
     def take(self, step: int) -> MeasuredStep | None:
-        """On the first rank, when `step` begins: what the one before the last took; None where it was not reported."""
+        """On the first rank, when `step` begins: the times of the step before the last; None if it was not reported."""
         ended = step - REPORT_LAG_STEPS
         if ended not in self._sent:
             return None
@@ -56,8 +55,8 @@ class StepReports:
             reported, nodes = json.loads(line)
             assert reported == ended, f"times of step {reported} where those of step {ended} ought to be"
             for node, own in nodes:
-                seconds[:, node] = np.maximum(seconds[:, node], own)  # of a node's ranks the slowest counts
-        # What taking costs is known when it is done: the last time stands for this one.
+                seconds[:, node] = np.maximum(seconds[:, node], own)  # the slowest of a node's ranks counts
+        # The time that this reading takes is not known yet, so that of the last one is used.
         overhead = (sending_s + self._last_take_s) / step_s
         self._last_take_s = time.monotonic() - started
         forward_s, backward_s = seconds

@@ -1,8 +1,8 @@
-"""Being asked to stop, and ending a rank.
+"""Stop requests, and how a rank ends.
 
-A rank that gets a SIGTERM or a SIGUSR1 remembers it; all ranks learn of it in the sums that they exchange in every
-step, and stop behind the same one. A SIGTERM of torchrun itself says that another rank has failed: it ends the rank at
-once, and so does the end of torchrun.
+A rank that gets a SIGTERM or a SIGUSR1 remembers it. All ranks learn of it in the sums that they exchange in every
+step, and stop after the same step. A SIGTERM from torchrun itself means that another rank has failed: it ends the rank
+at once, and so does the end of torchrun.
 """
 
 import multiprocessing
@@ -16,11 +16,11 @@ __all__ = ["StopRequest", "end_loaders"]
 
 
 class StopRequest:
-    """Whether this rank was asked to stop. To be made in the main thread before other threads are."""
+    """Whether this rank was asked to stop. It must be constructed in the main thread, before other threads start."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
-        resource_tracker.ensure_running()  # when it starts, it unblocks SIGTERM: loaders would inherit that
+        resource_tracker.ensure_running()  # its start unblocks SIGTERM, which later loaders would otherwise inherit
         self._listener = SignalListener(self._hear, _end_at_once)
         self._listener.start()
 
@@ -34,15 +34,15 @@ class StopRequest:
 
 
 def _end_at_once() -> None:
-    """Whatever the main thread waits for, and with the loaders and the schedule service."""
+    """End this process, whatever its main thread waits for, with its loaders and its schedule service."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(128 + signal.SIGTERM)
 
 
 def end_loaders() -> None:
-    """End what loaders are left. They do not hear the signal by which Python would end them when this process does, and
-    wait for."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's takes an ended loader for a failure
+    """Kill the loaders that are left. At its end, Python would send them SIGTERM, which is blocked in them, and wait
+    for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes a killed loader for a failure
     for child in multiprocessing.active_children():
         child.kill()

@@ -1,4 +1,4 @@
-"""`summary.json`, the last file of a run: what its steps came to, and whether the costs they were planned by hold."""
+"""`summary.json`, the last file of a run: its results, and whether the costs that it was planned by are still right."""
 
 import json
 import math
@@ -32,11 +32,14 @@ def summarise(
     baselines: dict[str, dict[str, object]],
     num_left_out: int,
 ) -> dict[str, Any]:
-    """Write `summary.json`; returns what it holds.
+    """Write `summary.json`; returns its content.
 
-    Losses and counts are those of all steps. What is measured, or compared with a prediction, is of the steps of the
-    last generation that was trained, which may be an earlier one than `generation`, the one of the costs and the plan
-    that there are now. `baselines` says of what others would run how long it would take.
+    Losses and counts are of all steps. Measurements, and comparisons with predictions, are of the steps of the last
+    generation that was trained. This may be an earlier one than `generation`, which belongs to the present costs and
+    plan. `baselines` has the predicted step times of the baselines, by name.
+
+    Raises:
+        UserError: when the folder holds no steps, or no checkpoint.
     """
     steps = mend_metrics(out / "metrics.jsonl")
     found = find_checkpoint(out / "checkpoints")
@@ -48,7 +51,7 @@ def summarise(
     learner = read_learned(out / "observations" / CORRECTIONS_FILE)
     summary = {
         "generation": trained.digest,
-        "prices": trained.prices,  # a digest of the costs and the plan that were trained with
+        "prices": trained.prices,  # a digest of the costs and the plan with which the run was trained
         "num_steps": len(steps),
         **_losses(steps),
         "evaluation": _evaluation(steps),
@@ -56,10 +59,10 @@ def summarise(
         **_speed(own[NUM_WARMUP_STEPS:] or own),
         "total_schedule_wait_s": sum(step["wait_s"] for step in steps),
         "total_data_wait_s": sum(step["data_wait_s"] for step in steps),
-        # Steps of which a part was predicted for loads outside of what was measured.
+        # Steps with microbatches whose loads are outside the measured range.
         "num_extrapolated_steps": sum(step.get("extrapolated", 0.0) > 0 for step in own),
         "extrapolated": statistics.fmean(step.get("extrapolated", 0.0) for step in own),
-        # Assignments that were faster than those taken, and that memory would not have held.
+        # Assignments that were faster than the chosen ones, but did not fit into memory.
         "num_beyond_memory": sum(step.get("num_beyond_memory", 0) for step in steps),
         "num_left_out": num_left_out,  # samples that no device could hold
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
@@ -67,15 +70,15 @@ def summarise(
         "restarts": run["restarts"],
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),
         "measured_over_predicted": _measured_over_predicted(merged.observations),
-        # Where the seconds of the steps went, and what bounds the run.
+        # Where the time of the steps went, and what bounds the run.
         "time_split": time_split(config, merged),
-        # What others would run, predicted beside the plan that was trained.
+        # The baselines' predictions, to compare the trained plan with.
         "baselines": baselines,
         "policy": config.schedule.policy,
-        # By `lpt` beside another policy went those that the schedule service had no answer to.
+        # If the policy is another one, the steps with `lpt` are those for which the schedule service had no schedule.
         "num_steps_by_policy": dict(Counter(step["policy"] for step in steps)),
         "num_steps_without_cbc": sum(without_cbc(step["policy_status"]) for step in steps),
-        # Steps that were trained with other costs say nothing of those there are now.
+        # Steps that were trained with other costs say nothing about the present ones.
         "correction": _correction(config, learner, is_of_now=trained.prices == generation.prices),
     }
     for name in (LAST_SUMMARY, "summary.json"):
@@ -94,7 +97,7 @@ def _correction(config: Config, learner: Learner, *, is_of_now: bool) -> dict[st
 
 
 def _losses(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the first and the last step, and means over a few steps at each end, which a lone batch does not sway."""
+    """The losses of the first and last step, and means over a few steps at each end, which vary less with a batch."""
     losses = [step["loss"] for step in steps]
     num_averaged = max(1, min(5, len(losses) // 2))
     return {
@@ -107,7 +110,7 @@ def _losses(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _evaluation(steps: list[dict[str, Any]]) -> dict[str, float] | None:
-    """The losses of the evaluation set, and behind which step (from 0) the best one was; None where there is none."""
+    """The losses of the evaluation set, and the step (from 0) after which the best one was; None if there is no set."""
     losses = {step["step"]: step["evaluation_loss"] for step in steps if step.get("evaluation_loss") is not None}
     if not losses:
         return None
@@ -146,7 +149,8 @@ def _measured_over_predicted(observations: pl.DataFrame) -> dict[str, float]:
 
 
 def what_to_rerun(learner: Learner) -> str | None:
-    """One line for who trained with costs that most of the learned shape bins contradict; None where they hold."""
+    """One line on what to measure again, if the learned corrections contradict the costs in too many shape bins; else
+    None."""
     if not is_stale(learner.bins):
         return None
     worst: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""An embedding that is the head as well, where the LLM's first and last pipeline stage are on different ranks.
+"""A tied embedding and head, if the LLM's first and last pipeline stage are on different ranks.
 
 The first stage owns the matrix and its moments; the last one has a copy. The copy's gradient is added to the owner's
-before the gradients are summed over replicas, and the copy takes the owner's values after each update, so that both
-ends always hold the same bits.
+before gradients are summed over replicas, and the copy gets the owner's values after each update, so that both always
+have the same bits.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Ends", "TiedEmbedding"]
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The ranks of one replica's first and last stage, and the group that joins the two."""
+    """The ranks of one replica's first stage (`owner`) and last stage (`copy`), and a process group of the two."""
 
     owner: int
     copy: int
@@ -33,16 +33,16 @@ class TiedEmbedding:
             weight.grad = torch.zeros_like(weight)  # as wide as the owner's: the weight may be narrowed later
 
     def zero_grad(self) -> None:
-        """The copy's alone: the owner's is the optimiser's."""
+        """Zero the copy's gradient. The owner's is zeroed by the optimiser."""
         if self.is_copy and self.weight.grad is not None:
             self.weight.grad.zero_()
 
     def give_gradient(self) -> None:
-        """Add the copy's gradient to the owner's."""
+        """Add the copy's gradient to the owner's; both ends must call this."""
         if self.weight.requires_grad:
             dist.reduce(self.weight.grad, dst=self._ends.owner, group=self._ends.group)
 
     def give_values(self) -> None:
-        """Give the copy the owner's values."""
+        """Send the owner's values to the copy; both ends must call this."""
         if self.weight.requires_grad:
             dist.broadcast(self.weight.data, src=self._ends.owner, group=self._ends.group)

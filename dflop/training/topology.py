@@ -1,6 +1,7 @@
-"""Who is who: the nodes of the plan that this rank carries, and the process groups that they need.
+"""The nodes of the plan that this rank carries, and the process groups that they need.
 
-A worker is a run of ranks that act together (`pipeline.layout`): each of them carries out the worker's instructions.
+A worker is a number of consecutive ranks that act together (`pipeline.layout`): each of them carries out the worker's
+instructions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,12 @@ _TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class Sharers:
-    """Replicas that share parameters: a row of `ranks` has one copy of them between it. `mesh` joins this rank's row,
-    and where there are several copies before it the ranks that hold the same of each.
+    """The replicas that shard a stage's parameters. Each row of `ranks` has one copy of the parameters. The last axis
+    of `mesh` is this rank's row; if there are several copies, the first axis is the ranks that hold the same rows of
+    each.
 
-    Where tensor-parallel ranks carry a replica together, these are the ones in this rank's place: each place has its
-    own part of the stage, and shares that out."""
+    If several tensor-parallel ranks carry a replica, `ranks` are those with this rank's place among them: the ranks of
+    each place shard their own part of the stage."""
 
     ranks: tuple[tuple[int, ...], ...]
     mesh: DeviceMesh
@@ -40,10 +42,12 @@ class Sharers:
 class Topology:
     """One rank's view of the world.
 
-    `instructions` are this rank's, over the nodes that it carries. For each of these nodes, `tensor` are the ranks that
-    carry it together, of which this is one, and `replicas` joins the ranks that hold the same shard of the same stage
-    (the stage's dp group); `sharers` are its replicas where they share parameters. `tied` joins the two ends of the
-    LLM's pipeline, for those nodes that are one of them.
+    `instructions` are this rank's, over the nodes that it carries. The mappings have an entry for each of these nodes:
+
+    - `tensor`: the ranks that carry the node together, including this one (its tp group).
+    - `replicas`: the group of the ranks that hold the same part of the same stage (its dp group).
+    - `sharers`: the node's replicas, only if they shard its parameters.
+    - `tied`: the two ends of the LLM's pipeline, only for the nodes at these ends.
     """
 
     rank: int
@@ -75,14 +79,16 @@ class Topology:
 
 
 def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtype) -> Topology:
-    """Join the process group that torchrun's environment describes; every rank must call this."""
+    """Join the process group that torchrun's environment describes, and find this rank's place in the program; every
+    rank must call this."""
     device, store = join_group(device_kind)
     assert dist.get_world_size() == plan.world_size, f"{dist.get_world_size()} processes for {plan.world_size} ranks"
     return place_in_world(program, device, dtype, store)
 
 
 def join_group(device_kind: str) -> tuple[torch.device, dist.Store]:
-    """This rank's device, and the store of the process group that torchrun's environment describes."""
+    """Join the process group that torchrun's environment describes. Returns this rank's device, and the group's
+    store."""
     store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
     device = local_device(device_kind)
     dist.init_process_group(
@@ -104,9 +110,9 @@ def place_in_world(
     *,
     groups_by_route: bool | None = None,
 ) -> Topology:
-    """This process' place in a program, and its groups; every rank of the default process group must call this.
+    """This rank's place in a program, with its groups; every rank of the default process group must call this.
 
-    `groups_by_route`: see `make_links`; None says so on GPUs.
+    For `groups_by_route` see `make_links`; None means True on GPUs and False elsewhere.
     """
     rank = dist.get_rank()
     own = next(
@@ -136,7 +142,8 @@ def place_in_world(
 
 
 class _Groups:
-    """Groups for one purpose by their ranks, each made once. Every rank makes all groups, in one order."""
+    """Process groups for one purpose, by their ranks; each is made once. Every rank makes all groups, in the same
+    order."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -148,7 +155,7 @@ class _Groups:
 
 
 def _ranks_of_nodes(program: Program) -> list[tuple[int, ...]]:
-    """The ranks that carry each node together, in their order: its tp group."""
+    """For each node, the ranks that carry it together, in order: its tp group."""
     ranks: list[list[int]] = [[] for _ in program.nodes]
     for worker in program.workers:
         for node in worker.nodes:
@@ -157,13 +164,13 @@ def _ranks_of_nodes(program: Program) -> list[tuple[int, ...]]:
 
 
 def _tensor_groups(ranks: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup | None]:
-    """Of each node the group of its ranks; a rank alone needs none."""
+    """For each node, the process group of its ranks; None for a single rank."""
     groups = _Groups()
     return [groups.of(own) if len(own) > 1 else None for own in ranks]
 
 
 def _replica_groups(program: Program, ranks: Sequence[tuple[int, ...]]) -> list[list[dist.ProcessGroup]]:
-    """Of each node, the groups of those that hold the same: one for each of its ranks."""
+    """For each node, and each of its ranks, the group of the ranks that hold the same part of the stage."""
     groups = _Groups()
     nodes_of_stage: dict[tuple[str, int], list[int]] = {}
     for index, node in enumerate(program.nodes):
@@ -177,13 +184,13 @@ def _replica_groups(program: Program, ranks: Sequence[tuple[int, ...]]) -> list[
 
 
 def _sharers(program: Program, ranks: Sequence[tuple[int, ...]], rank: int, device: str) -> dict[int, Sharers]:
-    """Of this rank's nodes whose module's parameters are divided among replicas: who they are."""
+    """For each of this rank's nodes whose parameters replicas shard, these replicas."""
     groups, found = _Groups(), {}
     for module, num_shards in program.num_shards.items():
         nodes = [index for index, node in enumerate(program.nodes) if node.module == module]
         if num_shards == 1:
             continue
-        for own in zip(*(ranks[node] for node in nodes), strict=True):  # of each place in a replica
+        for own in zip(*(ranks[node] for node in nodes), strict=True):  # for each tensor-parallel place
             rows = tuple(own[first : first + num_shards] for first in range(0, len(own), num_shards))
             shared = [groups.of(row) for row in rows]
             copies = [groups.of(column) for column in zip(*rows, strict=True)] if len(rows) > 1 else [None] * num_shards
@@ -204,7 +211,8 @@ def _mesh_of(
 
 
 def _tied_ends(program: Program, ranks: Sequence[tuple[int, ...]]) -> dict[int, list[Ends]]:
-    """The two ends of each replica of the LLM, by node and for each of its ranks; none where one rank is both."""
+    """The two ends of each LLM replica's pipeline, by node and for each of its ranks; none if both are on the same
+    ranks."""
     groups = _Groups()
     place = {(node.pp_stage, node.dp_rank): index for index, node in enumerate(program.nodes) if node.module == "llm"}
     last_stage = max(stage for stage, _ in place)

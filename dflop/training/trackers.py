@@ -1,6 +1,6 @@
-"""What others than `metrics.jsonl` are told of the steps: TensorBoard, and Weights & Biases where its environment asks.
+"""Experiment trackers: TensorBoard, and Weights & Biases if its environment variables ask for it.
 
-Neither can stop a run: what one of them fails at is said once, and it is told nothing more.
+A tracker that fails does not stop a run: a warning is printed once, and the tracker is not used any more.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ from dflop.runtime import UserError
 
 __all__ = ["Trackers", "check_trackers"]
 
-# Of a line of `metrics.jsonl`: what they are told, and by which name.
+# The fields of `metrics.jsonl` that trackers get, and the names under which they get them.
 _NAMES = {
     "loss": "loss/train",
     "evaluation_loss": "loss/evaluation",
@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def check_trackers(tensorboard: str) -> None:
-    """Raise `UserError` where events are asked for that nobody can write."""
+    """Raise `UserError` if TensorBoard is asked for but not installed."""
     if tensorboard == "on" and not _is_installed("tensorboard"):
         raise UserError(
             "`train.tensorboard` is 'on', and the package tensorboard is not installed; `pip install tensorboard`, or "
@@ -36,10 +36,10 @@ def check_trackers(tensorboard: str) -> None:
 
 
 class Trackers:
-    """The first rank's. `add` takes a line of `metrics.jsonl`."""
+    """The first rank's trackers."""
 
     def __init__(self, out: Path, first_step: int, tensorboard: str) -> None:
-        """What was told of steps from `first_step` on is replaced."""
+        """`tensorboard` is auto, on or off. Events of steps from `first_step` on, as of a resumed run, are replaced."""
         self._trackers: dict[str, _Tracker] = {}
         if tensorboard != "off" and _is_installed("tensorboard"):
             self._start("TensorBoard", lambda: _TensorBoard(out / "tensorboard", first_step))
@@ -47,6 +47,7 @@ class Trackers:
             self._start("W&B", lambda: _WeightsAndBiases(out))
 
     def add(self, line: Mapping[str, Any]) -> None:
+        """Pass a step on; `line` is its line of `metrics.jsonl`."""
         told = {shown: float(line[known]) for known, shown in _NAMES.items() if line.get(known) is not None}
         told["time/tokens_per_s"] = line["num_tokens"] / line["step_s"]
         told |= {f"seconds/{part}": seconds for part, seconds in line["seconds"]["mean_rank"].items()}
@@ -57,7 +58,7 @@ class Trackers:
                 self._give_up(who, error)
 
     def close(self) -> None:
-        """Have all that was told written."""
+        """Have everything written."""
         for who, tracker in list(self._trackers.items()):
             try:
                 tracker.close()
@@ -72,7 +73,7 @@ class Trackers:
 
     def _give_up(self, who: str, error: Exception) -> None:
         self._trackers.pop(who, None)
-        print(f"dflop: warning: {who} is told nothing more: {error}", file=sys.stderr, flush=True)
+        print(f"dflop: warning: {who} failed and is not used any more: {error}", file=sys.stderr, flush=True)
 
 
 class _Tracker(Protocol):

@@ -1,8 +1,8 @@
 """The training loop of one rank.
 
-A step: take the schedule, carry out the instructions, divide the summed gradients by the global number of
-target tokens, clip by the global norm, update what this rank owns. One small all-reduce a step tells everybody the
-loss, the norm and how busy the ranks were.
+A step: take the schedule, carry out the instructions, divide the summed gradients by the global number of target
+tokens, clip by the global norm, and update what this rank owns. One small all-reduce a step gives all ranks the loss,
+the norm and how busy the ranks were.
 """
 
 import gc
@@ -47,12 +47,16 @@ from dflop.training.work import make_works
 
 __all__ = ["Trainer"]
 
-# Steps between two looks for garbage in cycles.
+# Steps between two runs of the garbage collector.
 _COLLECT_EVERY = 20
 
 
 class Trainer:
-    """One rank. Build it on every rank, then `train()`."""
+    """One rank. Construct it on every rank, then call `train()` on every rank.
+
+    Raises:
+        UserError: when the plan, model, checkpoint or data cannot be used, or the plan's program cannot be run.
+    """
 
     def __init__(self, config: Config, files: RunFiles, stop: StopRequest) -> None:
         self.config, self.files, self.stop = config, files, stop
@@ -99,15 +103,20 @@ class Trainer:
             self.evaluation = Evaluation(config, files, self.plan, self.topology, self.model, self.works)
         dist.barrier()
         self._say(f"all is ready; step {self.first_step + 1} of {config.train.steps} begins")
-        # Until here everybody started up; from here on a wait is a wait.
+        # Waits until here were part of starting up, and do not count.
         self.feed.waited_s.clear()
 
     def train(self) -> None:
-        """Run the remaining steps, then write the model; or those until any rank is asked to stop."""
+        """Run the remaining steps, and then write the model; or run until any rank is asked to stop.
+
+        Raises:
+            UserError: when the loss is not finite, a step cannot be scheduled, or the last step or the model cannot be
+                written.
+        """
         config = self.config.train
         self.watch.start()
         try:
-            # The collector stops a rank whenever it likes, and the others wait: it has its time between steps instead.
+            # The collector would interrupt a rank at any time, while the others wait. It runs between steps instead.
             gc.collect()
             gc.disable()
             self.clock.restart()
@@ -136,7 +145,7 @@ class Trainer:
         dist.destroy_process_group()
 
     def _say(self, what: str) -> None:
-        """How far a start has come, which may take a minute, on the first rank alone."""
+        """Print how far starting has come, on the first rank only; it may take a minute."""
         if self.topology.is_main:
             print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
 
@@ -151,14 +160,14 @@ class Trainer:
             ) from None
 
     def _step(self, step: int) -> bool:
-        """Carry out a step; returns, on every rank alike, whether any was asked to stop."""
+        """Carry out a step. Returns, the same on every rank, whether any rank was asked to stop."""
         if self.publisher:
             self.publisher.step_started(step, self.reports.take(step))
         config = self.config.train
         self.watch.begin(f"step {step + 1}, its schedule,", config.peer_timeout_s, needs_silence=True)
         with self.clock.part("schedule"):
             schedule = self.feed.get(step)
-        # In its first steps a process compiles and fills caches.
+        # In its first steps a process compiles and fills caches, so only silent ranks end the job.
         self.watch.begin(
             f"step {step + 1}",
             longest_wait_s(config.peer_timeout_s, schedule.step_s, self.longest_step_s),
@@ -193,7 +202,7 @@ class Trainer:
         return self.evaluation is not None and is_due
 
     def _evaluate(self, step: int) -> tuple[float, float]:
-        """The loss of the evaluation set, and the seconds that went into it, which are no part of any step."""
+        """The loss of the evaluation set, and the seconds that evaluating took, which count in no step."""
         self.watch.begin(f"evaluating after step {step + 1}", self.config.train.peer_timeout_s, needs_silence=True)
         with self.clock.paused():
             return self.evaluation.run()
@@ -201,8 +210,11 @@ class Trainer:
     def _update(
         self, step: int, schedule: StepSchedule, spans: list[Span]
     ) -> tuple[dict[str, float], np.ndarray, float]:
-        """Normalise, clip and apply the gradients; returns sums over all ranks with the mean rank's waits, what each
-        rank knows of its seconds (`KNOWN_PARTS`), and how long the step took, which ends with the sums."""
+        """Normalise, clip and apply the gradients.
+
+        Returns the sums over all ranks (of waits the means), the known parts of each rank's step, [num_ranks,
+        len(KNOWN_PARTS)], and the seconds that the step took. The step ends with the all-reduce of the sums.
+        """
         config, works = self.config.train, self.works.values()
         with self.clock.part("optimiser"):
             grad_sq = self.model.norm_squared()
@@ -239,7 +251,7 @@ class Trainer:
         with self.clock.part("optimiser"):
             self.model.update(factor, scale / num_targets)
             if self.topology.device.type == "cuda":
-                torch.cuda.synchronize(self.topology.device)  # as the next step's clock would
+                torch.cuda.synchronize(self.topology.device)  # otherwise the next step would be charged with the update
         for work in works:
             for line in work.unreadable:
                 print(f"dflop: not as it was profiled: {line}", flush=True)
@@ -247,8 +259,8 @@ class Trainer:
         return totals, known, step_s
 
     def _save(self, num_steps: int) -> None:
-        """Begin to write a checkpoint. What keeps any rank from writing stops no training: it is said until one is
-        written."""
+        """Begin to write a checkpoint. If any rank cannot write, training goes on, and the reason is shown until a
+        checkpoint is written."""
         self.watch.begin(f"saving step {num_steps}", self.config.train.peer_timeout_s, needs_silence=True)
         run = {
             "generation": self.files.generation.to_dict(),
@@ -258,7 +270,8 @@ class Trainer:
         self.saver.save(num_steps, self.model.nodes, run)
 
     def _unsaved(self, num_steps: int) -> str | None:
-        """What keeps checkpoints from being written, said while `num_steps` are taken; None where nothing does."""
+        """Why the last checkpoint could not be written, and when the next try is, after `num_steps` steps; None if it
+        was written."""
         if self.saver.unsaved is None:
             return None
         config, (of_step, trouble) = self.config.train, self.saver.unsaved
@@ -267,7 +280,7 @@ class Trainer:
         return f"{trouble} (checkpoint of step {of_step} in {self.files.out}{again})"
 
     def _peak_bytes(self) -> dict[str, int]:
-        """The most that a rank of each module has held so far: its process on CPUs, its share of the device on GPUs."""
+        """For each module, the peak bytes of its fullest rank so far: of the process on CPUs, of the device on GPUs."""
         device = self.topology.device
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)

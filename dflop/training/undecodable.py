@@ -1,8 +1,8 @@
-"""Samples whose media could not be decoded weigh nothing in the loss.
+"""Samples whose media could not be decoded do not count in the loss.
 
-Who decodes is seldom who computes the loss. The decoding rank tells of such samples through the process group's
-key-value store, before it sends the features that stand for them; whoever computes the loss of the microbatch has by
-then received what follows from these features, so asking once is enough.
+The rank that decodes is seldom the one that computes the loss. The decoding rank writes the numbers of such samples to
+the process group's key-value store before it sends their (blank) features. A rank that computes the loss has already
+received what was computed from these features, so that it needs to read the store only once.
 """
 
 import json
@@ -19,19 +19,19 @@ __all__ = ["Undecodable", "without_targets_of"]
 
 @dataclass(frozen=True, slots=True)
 class Undecodable:
-    """What ranks tell each other. `batch` names a global batch, alike on all ranks, and samples are their places in
-    its schedule."""
+    """The samples that ranks report as undecodable. `batch` names a global batch, by the same name on all ranks.
+    Samples are given by their index in the batch's schedule."""
 
     store: dist.Store
 
     def tell(self, batch: str, microbatch: int, samples: Collection[int]) -> None:
-        """The store has it when this returns."""
+        """Report samples of a microbatch; when this returns, the store has them."""
         key = self._key(batch, microbatch)
         self.store.append(key, json.dumps(sorted(samples)) + "\n")
         self.store.get(key)
 
     def of(self, batch: str, microbatch: int) -> set[int]:
-        """The samples that were told of."""
+        """The samples of a microbatch that were reported."""
         key = self._key(batch, microbatch)
         if not self.store.check([key]):
             return set()
@@ -42,7 +42,7 @@ class Undecodable:
 
 
 def without_targets_of(batch: TextBatch, segments: Sequence[int]) -> TextBatch:
-    """The microbatch with nothing to be learned from these of its packed samples."""
+    """The microbatch without the targets of these of its packed samples, which are given by their index."""
     is_left = torch.ones_like(batch.target_positions, dtype=torch.bool)
     for segment in segments:
         start = batch.segment_ends[segment - 1] if segment else 0

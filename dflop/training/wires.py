@@ -1,4 +1,4 @@
-"""Wires: which ranks this one sends to and receives from over each edge, and the process groups that carry it."""
+"""Wires: for each edge, which ranks this one sends to and receives from, and over which process groups."""
 
 from collections import defaultdict
 from datetime import timedelta
@@ -29,12 +29,13 @@ def make_links(
     *,
     groups_by_route: bool,
 ) -> Links:
-    """The links of this rank, which is one of `worker`'s. Every rank makes all groups, in one order.
+    """The links of this rank, which is one of the worker number `worker`. Every rank makes all groups, in the same
+    order.
 
-    NCCL carries the messages of a communicator out one after the other, whoever they are for, and a large send waits
-    for its receiver: were all routes in one, two ranks could each wait for what the other sends later. So there each
-    two ranks have a communicator for each channel between them (`groups_by_route`). Gloo delivers each message by
-    itself, and one group for each channel does.
+    NCCL sends the messages of a communicator one after the other, whoever their receivers are, and a large send waits
+    for its receiver. With one communicator for all routes, two ranks could each wait for what the other one sends
+    later. So with NCCL each pair of ranks has a communicator for each channel between them (`groups_by_route`). Gloo
+    delivers each message independently, so one group for each channel is enough.
     """
     rank, routes = dist.get_rank(), make_routes(program.workers, program.edges)
     pairs = {route: _pairs(program, route) for own in (*routes.forward, *routes.backward) for route in own}
@@ -69,7 +70,7 @@ def make_links(
 
 
 def _pairs(program: Program, route: Route) -> list[_Pair]:
-    """The ranks that a message between two workers goes between."""
+    """The pairs of ranks between which a message between two workers goes."""
     sender, receiver = program.workers[route.sender], program.workers[route.receiver]
     return [
         _Pair(sender.first_rank + here, receiver.first_rank + there, route.channel)

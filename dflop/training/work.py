@@ -1,8 +1,8 @@
 """What a node computes in a step: its stage's forward and backward for each microbatch.
 
-The executor in `pipeline.run` says when; these classes hold the stage, the microbatches' inputs and what
-backward needs of forward. The loss is summed over target tokens; the trainer divides by their global
-number, so that how a batch is cut changes nothing.
+The executor in `pipeline.run` calls these classes. They hold the stage, the microbatches' inputs, and what backward
+needs from forward. The loss is summed over target tokens, and the trainer divides by their global number, so that the
+result does not depend on how a batch is cut into microbatches.
 """
 
 import time
@@ -32,14 +32,14 @@ from dflop.training.undecodable import Undecodable, without_targets_of
 __all__ = ["EncoderWork", "LlmWork", "make_works"]
 
 
-# What stands for the loss among the edges that outputs go over.
+# The key of the loss among outputs, which otherwise have the number of their edge.
 _LOSS = -1
 
 
 class _Work(ABC):
-    """Common to encoders and the LLM: the step's schedule, the loader, what is kept between forward and backward.
+    """What encoders and the LLM share: the step's schedule, the loader, and what is kept between forward and backward.
 
-    The works of a rank share its `loader`, which gives their inputs in the order of the rank's forwards.
+    All works of a rank share its `loader`, which gives their inputs in the order of the rank's forwards.
     """
 
     def __init__(
@@ -61,32 +61,33 @@ class _Work(ABC):
         self.unreadable: list[str] = []
         self._outgoing = [number for number, edge in enumerate(program.edges) if edge.source == own.index]
         self._incoming = [number for number, edge in enumerate(program.edges) if edge.target == own.index]
-        # Who made what comes in computes no backward where it is frozen, so it is owed no gradient.
+        # The incoming edges over which a gradient is sent back. A frozen source without a backward needs none.
         self._owed = {
             number
             for number in self._incoming
             if has_backward(program.nodes[program.edges[number].source].module, frozen)
         }
         self._num_replicas = Counter(node.module for node in program.nodes if node.pp_stage == 0)
-        # Who runs the same passes as this node: replicas that share its parameters.
+        # The nodes that run the same passes as this one: the replicas that shard its parameters.
         self._together = [own.node]
         if own.shared:
             self._together = [node for node in program.nodes if node.module == own.node.module]
         self._deferral = Deferral(own.stage) if splits_backward else None
 
     def read_from(self, loader: Iterator) -> Iterator:
-        """From now on inputs come from this loader; returns the one before."""
+        """Take inputs from this loader from now on; returns the former loader."""
         before, self._loader = self._loader, loader
         return before
 
     def begin_step(self, schedule: StepSchedule, batches: str = "training") -> None:
-        """Forget the last step; `batches` says which batches the schedule's step counts."""
+        """Begin a step, and drop what is left of the last one. `batches` names the sequence of batches that the
+        schedule's step is an index of."""
         self.schedule, self._batch = schedule, f"{batches}/{schedule.step}"
         self.data_wait_s = 0.0
         self.num_undecodable = self.num_dropped_targets = 0
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._inputs: dict[int, EncoderBatch | TextBatch] = {}
-        # What went out and what came in, by microbatch and edge, and the weights' gradients that were put off.
+        # By microbatch and edge, what went out and what came in; by microbatch, the deferred weight gradients.
         self._outputs: dict[int, dict[int, torch.Tensor]] = {}
         self._leaves: dict[int, dict[int, torch.Tensor]] = {}
         self._put_off: dict[int, list] = {}
@@ -94,6 +95,7 @@ class _Work(ABC):
         self._own.zero_grad()
 
     def prepare(self, microbatch: int) -> None:
+        """Load the input of a microbatch."""
         if not self.stage.reads_records:
             self._inputs[microbatch] = self._without_records(microbatch)
             return
@@ -102,6 +104,7 @@ class _Work(ABC):
         self.data_wait_s += time.monotonic() - started
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
+        """The shape of the tensor that goes over an edge for a microbatch; None if there is nothing to send."""
         source = self.program.nodes[self.program.edges[edge].source]
         target = self.program.nodes[self.program.edges[edge].target]
         chosen = samples_of(self.schedule, source, microbatch)
@@ -113,6 +116,7 @@ class _Work(ABC):
         return (tokens, self._feature_size) if tokens else None
 
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Compute a microbatch's forward from what was received; returns what is to be sent. Both are by edge."""
         leaves = {
             edge: tensor.detach().requires_grad_(edge in self._owed and tensor.is_floating_point())
             for edge, tensor in received.items()
@@ -124,6 +128,7 @@ class _Work(ABC):
         return {edge: output.detach() for edge, output in outputs.items() if edge != _LOSS}
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Compute a microbatch's backward from the received gradients; returns those to be sent. Both are by edge."""
         outputs, leaves = self._outputs.pop(microbatch, {}), self._leaves.pop(microbatch, {})
         wanted = {edge: output for edge, output in outputs.items() if output.requires_grad}
         gradients = [None if edge == _LOSS else received[edge].to(output.dtype) for edge, output in wanted.items()]
@@ -133,13 +138,14 @@ class _Work(ABC):
         if wanted:
             torch.autograd.backward(list(wanted.values()), gradients)
         owed = {edge: leaf.grad for edge, leaf in leaves.items() if leaf.grad is not None}
-        # Who made what came in waits for a gradient, also where nothing of it reached the loss.
+        # The source of an input waits for a gradient, even if the loss does not depend on that input.
         for edge in self._owed - owed.keys():
             if (shape := self.edge_shape(microbatch, edge)) is not None:
                 owed[edge] = torch.zeros(shape, dtype=self._dtype, device=self.device)
         return owed
 
     def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """As `backward`, but with weight gradients deferred until `backward_weight`."""
         assert self._deferral is not None, "the plan's schedule does not split the backward"
         with self._deferral.collecting() as put_off:
             owed = self.backward(microbatch, received)
@@ -147,41 +153,43 @@ class _Work(ABC):
         return owed
 
     def backward_weight(self, microbatch: int) -> None:
+        """Compute the deferred weight gradients of a microbatch."""
         assert self._deferral is not None, "the plan's schedule does not split the backward"
         self._deferral.compute(self._put_off.pop(microbatch))
 
     def _runs(self, microbatch: int) -> bool:
-        """Whether there is anything to compute; replicas that share parameters run the same passes."""
+        """Whether the stage runs for a microbatch. Replicas that shard parameters run the same passes."""
         return True
 
     def sync_gradients(self) -> None:
+        """Sum the step's gradients over replicas."""
         self._own.sum_gradients()
 
     @abstractmethod
     def _receive_input(self, microbatch: int, loaded: object) -> EncoderBatch | TextBatch:
-        """What the loader gave, on the device."""
+        """The loader's result as the stage's input, on the device."""
 
     @abstractmethod
     def _without_records(self, microbatch: int) -> EncoderBatch | TextBatch:
-        """What a stage in the middle knows of a microbatch from the schedule alone."""
+        """The input of a stage that reads no records, from the schedule alone."""
 
     @abstractmethod
     def _hidden_shape(self, chosen: np.ndarray, layer: int) -> tuple[int, ...] | None:
-        """Shape of these samples' hidden states between two stages, of which the second begins with this layer; None
-        where there are none."""
+        """The shape of these samples' hidden states between two stages, of which the second begins with this layer;
+        None if there are none."""
 
     @abstractmethod
     def _compute(
         self, microbatch: int, batch: EncoderBatch | TextBatch, leaves: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """What goes over each outgoing edge; the last stage gives the loss, under `_LOSS`."""
+        """What goes over each outgoing edge. The LLM's last stage gives the loss, under `_LOSS`."""
 
 
 class EncoderWork(_Work):
-    """Media in, their tokens' features out, one tensor for each LLM replica that awaits some."""
+    """A stage of an encoder. The last one sends features, as one tensor to each LLM replica that needs some."""
 
     def __init__(self, own: NodeModel, processor: MediaProcessor, blank: EncoderBatch, **common: Any) -> None:
-        """`blank` is a batch of one item, for passes that a replica takes part in without any of its own."""
+        """`blank` is a batch of one item, for passes in which a replica takes part without samples of its own."""
         super().__init__(own, **common)
         self._processor, self._blank = processor, blank
 
@@ -193,14 +201,14 @@ class EncoderWork(_Work):
         return self._with_items(loaded.batch.to(self.device, self._dtype))
 
     def _with_items(self, batch: EncoderBatch) -> EncoderBatch:
-        """The batch as all ranks of the node have it, of which the first one decodes."""
+        """The batch with its items on all ranks of the node: the first rank decodes, and sends them to the others."""
         ranks, num_items = self._own.ranks, sum(medium.num_items for media in batch.media for medium in media)
         if ranks.size == 1 or not self.stage.is_first or not num_items:
             return batch
         items = batch.items
         if not ranks.is_first:
             items = torch.empty((num_items, *self._processor.item_shape), dtype=self._dtype, device=self.device)
-        items = items.contiguous()  # whatever order of its axes a processor leaves: memory is sent as it lies
+        items = items.contiguous()  # `broadcast` sends memory as it is, and a processor may leave axes in another order
         dist.broadcast(items, src=ranks.ranks[0], group=ranks.group)
         return replace(batch, items=items)
 
@@ -219,7 +227,7 @@ class EncoderWork(_Work):
     ) -> dict[int, torch.Tensor]:
         chosen = samples_of(self.schedule, self.node, microbatch)
         if not chosen.any():
-            # Others gather parameters for theirs, and sum gradients: zeros from here, which nothing is sent of.
+            # Other replicas gather parameters and sum gradients: take part with gradients of zero, and send nothing.
             blank = self._blank.to(self.device, self._dtype)
             hidden = self.stage.encode(self.stage.embed(blank), blank)
             return {_LOSS: 0.0 * hidden[-1].sum()}
@@ -240,20 +248,20 @@ class EncoderWork(_Work):
 
 
 def _blank(spec: ModelSpec, module: str) -> EncoderBatch:
-    """One item of zeros."""
+    """A batch of one sample with one item of zeros."""
     made_up = load_runtime(spec.family).make_up_media(spec, module, 1)
     media = tuple((medium,) for medium in made_up.media)
     return EncoderBatch(items=torch.zeros((1, *made_up.item_shape)), media=media, kept_tokens=(1,) * len(media))
 
 
 class LlmWork(_Work):
-    """Text and the encoders' features, or the previous stage's hidden states, in; hidden states or the loss out."""
+    """A stage of the LLM: from text and encoders' features, or from hidden states, to hidden states or the loss."""
 
     def _receive_input(self, microbatch: int, loaded: TextBatch) -> TextBatch:
         return loaded.to(self.device)
 
     def _without_records(self, microbatch: int) -> TextBatch:
-        """Where each sample ends, and each token's place in its sample."""
+        """A batch with only the ends of samples, and each token's position in its sample."""
         chosen = samples_of(self.schedule, self.node, microbatch)
         position_ids, segment_ends = segments_of(self.schedule.llm_tokens[chosen].tolist())
         nothing = torch.zeros(0, dtype=torch.int64)
@@ -276,18 +284,18 @@ class LlmWork(_Work):
             (leaf,) = leaves.values()
             hidden = leaf.to(self._dtype)
         if self._own.shared and self._owed and not hidden.requires_grad:
-            hidden.requires_grad_()  # others have a backward for their encoders' sake, and no one alone
+            hidden.requires_grad_()  # other replicas have a backward, for their encoders, so this one must have it, too
         if self.stage.is_last:
             batch = self._learnable(microbatch, batch)
         output = self.stage(hidden, batch)
         if self.stage.is_last:
-            if self._own.ranks.is_first:  # all of the node's ranks know it, and it counts once
+            if self._own.ranks.is_first:  # all ranks of the node have the same loss, which counts once
                 self.loss += output.detach()
             return {_LOSS: output}
         return dict.fromkeys(self._outgoing, output)
 
     def _learnable(self, microbatch: int, batch: TextBatch) -> TextBatch:
-        """The microbatch without the targets of samples that could not be decoded."""
+        """The microbatch without the targets of samples whose media could not be decoded."""
         chosen = np.flatnonzero(samples_of(self.schedule, self.node, microbatch))
         if not self.schedule.num_items[chosen].any():
             return batch
@@ -302,7 +310,7 @@ class LlmWork(_Work):
         return learnable
 
     def _features(self, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """What each encoder's replicas sent, as `feature_positions` has them; nothing where they had no sample."""
+        """The features of each encoder's replicas, in the order of `feature_positions`; empty if none were sent."""
         sent = {}
         for edge, leaf in leaves.items():
             source = self.program.nodes[self.program.edges[edge].source]
@@ -320,8 +328,7 @@ class LlmWork(_Work):
 def make_works(
     config: Config, plan: Plan, model: RankModel, program: Program, loader: Iterator, store: dist.Store
 ) -> dict[int, EncoderWork | LlmWork]:
-    """The work of each of a rank's nodes; they share the loader, and the store in which ranks tell each other of
-    samples."""
+    """The work of each of a rank's nodes, by the node's index; through `store` ranks report undecodable samples."""
     undecodable = Undecodable(store)
     works: dict[int, EncoderWork | LlmWork] = {}
     for own in model.nodes:

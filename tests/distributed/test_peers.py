@@ -71,7 +71,7 @@ def test_a_rank_that_lives_but_waits_for_nobody_is_named(tmp_path):
     assert (codes[0], codes[2]) == (1, 1)
     said = [line for line in (tmp_path / "log").read_text().splitlines() if "has not ended for" in line]
     assert len(said) == 1
-    assert "these wait for no other: rank 1 (llm stage 1 replica 0" in said[0]
+    assert "these do not wait for another rank: rank 1 (llm stage 1 replica 0" in said[0]
 
 
 def test_what_may_take_longer_does_as_long_as_all_give_signs_of_life(tmp_path):

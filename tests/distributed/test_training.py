@@ -155,7 +155,7 @@ def test_a_finished_run_says_so_and_judges_no_costs_but_those_it_was_trained_wit
     with duckdb.connect(str(tmp_path / "again/costs.duckdb")) as connection:
         connection.execute("UPDATE time_model SET per_token_s = 3 * per_token_s")
     train(tmp_path / "again", config, plan_file(folder), tmp_path / "train")
-    assert "costs.duckdb or plan.yaml are others" in (tmp_path / "train/log").read_text()
+    assert "costs.duckdb or plan.yaml have changed since this run was trained" in (tmp_path / "train/log").read_text()
     summary = json.loads((tmp_path / "train/summary.json").read_text())
     assert summary["prices"] == json.loads((out / "summary.json").read_text())["prices"]
     assert summary["correction"]["rerun"] is None

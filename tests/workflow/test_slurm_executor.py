@@ -142,7 +142,7 @@ def test_a_silent_slurm_is_waited_for_and_then_given_up(say, monkeypatch, script
     monkeypatch.setattr(slurm_executor, "_SILENCE_S", -1)
     assert executor.look(jobs) == []
     assert executor.failed == jobs
-    assert "Slurm job 7 (train): Slurm has not said for" in executor.said[-1]
+    assert "Slurm job 7 (train): Slurm has not answered for" in executor.said[-1]
     assert jobs[0].job.attempt > jobs[0].job.restart_times  # it may still run
 
 

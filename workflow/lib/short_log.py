@@ -1,7 +1,7 @@
-"""What Snakemake prints, in a line a job; its own complete log, `.snakemake/log`, keeps everything.
+"""Shorter output of Snakemake, a line or two a job. Its own complete log, in `.snakemake/log`, has everything.
 
-A job's line says its rule and wildcards, a second one that it is done and how long it took. Of a failure stands
-what its log ends with. `--verbose` prints what Snakemake prints without this.
+A job's first line has its rule and wildcards, and its second line says that it is done and how long it took. For a
+failed job the end of its log is shown. With `--verbose`, Snakemake's own output is printed.
 """
 
 import ast
@@ -17,9 +17,10 @@ from snakemake.logging import ColorizingTextHandler, DefaultFormatter, LogEvent,
 
 __all__ = ["Formatter", "changes_in", "install", "last_lines"]
 
-# Of a failed job's log: so many lines of its end are looked through, and so many shown, of ours or of any.
+# Of a failed job's log: how many of its last lines are searched for dflop's own, and how many are shown of dflop's own,
+# or else of any.
 _NUM_READ, _NUM_OURS, _NUM_LINES = 200, 4, 12
-# Of no use to one who waits for a result.
+# Messages that are not printed, because they are of no use to a user who waits for a result.
 _NOISE = re.compile(
     r"host: |Using shell|Building DAG|Assuming unrestricted|Provided |Rules claiming|Select jobs|Execute \d+|Group jobs"
     r"|Conda env|Storing output|SLURM run ID|Cleaning up SLURM|DAG of jobs will be|Updating |Elapsed"
@@ -28,14 +29,14 @@ _NOISE = re.compile(
     r"|MinJobAge|Group job |Shutting down|Workflow defines that|Config file \S+ is"
     r"|Some jobs were|If you |Rules with prov"
 )
-# A failure is told by its job's line.
+# Messages that repeat a failure, which its job's line already reports.
 _SAID = re.compile(r"RuleException:\s+CalledProcessError|Exiting because a job|WorkflowError:\s+At least one job")
 _REASON = re.compile(r"dflop: (?!warning)")
 _CONFIGS = re.compile(r"'(\{.*?\})'(?=[,;}\]]|$| )")
 
 
 def install() -> None:
-    """Print so from now on, unless Snakemake was asked for more, or for a log of another form."""
+    """Print shorter output from now on, unless Snakemake was asked for more output, or for another form of log."""
     for handler in list(logger.handlers):
         if type(handler) is ColorizingTextHandler and logger.level > logging.DEBUG:
             short = _Handler(nocolor=handler.nocolor, stream=handler.stream)
@@ -53,7 +54,7 @@ class _Handler(ColorizingTextHandler):
 
 
 class Formatter(DefaultFormatter):
-    """A line or none for each record."""
+    """Formats each log record as a few lines, or as none."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -100,7 +101,7 @@ class Formatter(DefaultFormatter):
         stats = {name: count for name, count in said["stats"].items() if name not in ("total", "all")}
         listed = ", ".join(f"{count} {name}" if count > 1 else name for name, count in stats.items())
         before, self._said_jobs = self._said_jobs, f"{sum(stats.values())} jobs: {listed}" if stats else ""
-        return "" if self._said_jobs == before else self._said_jobs  # a dry run says it twice
+        return "" if self._said_jobs == before else self._said_jobs  # a dry run reports them twice
 
     def _error(self, said: Mapping[str, Any]) -> str:
         name = _name(said["rule_name"], said.get("wildcards"))
@@ -115,7 +116,7 @@ class Formatter(DefaultFormatter):
 
 
 def changes_in(reason: str) -> str:
-    """What of a rule's params is another, in short; nothing where files are missing or new alone."""
+    """What has changed for a rule, in short, from Snakemake's `reason`; empty if only files are missing or new."""
     parts = []
     if "arams have changed" in reason:
         found = [_as_mapping(text) for text in _CONFIGS.findall(reason)]
@@ -133,7 +134,7 @@ def changes_in(reason: str) -> str:
 
 
 def last_lines(path: Path) -> list[str]:
-    """What a log ends with: sentences of ours, or, where there are none, its last lines."""
+    """The end of a log: dflop's own messages, or if there are none, the last lines."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").rstrip().splitlines()
     except OSError:
@@ -143,7 +144,8 @@ def last_lines(path: Path) -> list[str]:
 
 
 def _written_since(path: Path, when: float) -> bool:
-    """A job may have ended before it wrote into its log, which then is an earlier job's; clocks differ a little."""
+    """Whether a log was written after a time, with a margin, as clocks may differ. If not, it is an earlier job's, and
+    this job has ended before it wrote anything."""
     return path.exists() and path.stat().st_mtime >= when - 30
 
 

@@ -1,9 +1,12 @@
-"""The maintained Slurm executor, with names for jobs, a word where Slurm is silent, and one line on a failure.
+"""Snakemake's Slurm executor plugin, with named jobs, a warning if Slurm does not answer, and one line on a failure.
 
-`install` puts it in the place of the plugin's own. What the plugin does of submitting stays the plugin's. Other here: a
-job is named by its rule and wildcards; whether Slurm keeps accounts is found out by asking it; jobs are asked for by
-their numbers, so that no answer is waited for longer than a minute; a job that was cancelled on purpose is not
-submitted again; what ended a job is said with its number, its reason and where its log lies.
+`install` replaces the plugin's executor by this one, which submits jobs as the plugin does. The differences are:
+
+- a job is named by its rule and wildcards;
+- whether Slurm keeps accounts is found out by asking it;
+- jobs are asked for by their numbers, and an answer is awaited for at most a minute;
+- a job that was cancelled on purpose is not submitted again;
+- a failure is reported with the job's number, the reason, and the path of the log.
 """
 
 import asyncio
@@ -20,15 +23,15 @@ from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 __all__ = ["Executor", "install", "keeps_accounts", "name_of", "parse_states", "why_ended"]
 
 _ANSWER_S = 60
-# Slurm may be away for so long, as when its controller is restarted.
+# Slurm may be silent for this long, as when its controller is restarted.
 _SILENCE_S = 900
-# A job that Slurm does not know is taken as ended after so many answers without it: its files say how.
+# A job is taken as ended after this many answers that do not contain it. Its output files then tell whether it failed.
 _UNKNOWN_ANSWERS = 5
 _FAILED = (
     *("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
     *("LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED"),
 )
-# Why a job waits in the usual course of things; any other reason is said.
+# Reasons for which jobs usually wait; any other reason is reported.
 _USUAL = ("", "None", "Resources", "Priority", "Dependency", "BeginTime", "Prolog", "Cleaning", "JobArrayTaskLimit")
 _TEMPORARY = re.compile(r"time|tempora|contact|connect|try again|socket", re.IGNORECASE)
 _WAYS_OUT = {
@@ -41,7 +44,7 @@ _WAYS_OUT = {
 
 
 def install() -> None:
-    """Let `executor: slurm` mean this one, in this process."""
+    """Make `executor: slurm` use this executor in this process."""
     ExecutorPluginRegistry().get_plugin("slurm").executor = Executor
 
 
@@ -49,18 +52,18 @@ class Executor(plugin.Executor):
     """Snakemake's executor for Slurm."""
 
     def __init__(self, workflow, logger) -> None:
-        # Before the plugin's own, which starts the thread that looks at jobs.
+        # Before the plugin's constructor, which starts the thread that checks jobs.
         self._last_answer = self._last_end = time.monotonic()
         self._is_silent = False
         self._answers_without: dict[str, int] = {}
         self._said_waiting: set[tuple[str, str]] = set()
         self._has_accounts = keeps_accounts()
-        os.environ["DFLOP_SLURM_JOB"] = "1"  # for jobs, which get the environment
+        os.environ["DFLOP_SLURM_JOB"] = "1"  # for jobs, which inherit the environment
         super().__init__(workflow, logger)
 
     def __post_init__(self, test_mode: bool = False) -> None:
         super().__post_init__(test_mode)
-        # One at a time, because a job's name stands where the plugin keeps one for all.
+        # Submit one job at a time, because `run_uuid`, which holds the job's name, is one attribute for all jobs.
         self._job_submission_executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slurm_job_submit")
 
     def run_job(self, job) -> None:
@@ -68,7 +71,7 @@ class Executor(plugin.Executor):
         super().run_job(job)
 
     def get_account_arg(self, job):
-        """The account of the config, or Slurm's default: nothing is guessed."""
+        """The account from the config; without one, Slurm's default is used, and none is guessed."""
         account = job.resources.get("slurm_account")
         yield f" -A {shlex.quote(str(account))}" if account else ""
 
@@ -78,9 +81,9 @@ class Executor(plugin.Executor):
         return ""
 
     async def check_active_jobs(self, active_jobs):
-        """Yield those of the jobs that go on, and report the others."""
+        """Yield the jobs that go on, and report the others."""
         now = time.monotonic()
-        # The longer nothing has ended, the later it is seen that something has, by a tenth.
+        # The longer no job has ended, the longer the time between checks: a tenth of it, up to half a minute.
         self.next_seconds_between_status_checks = min(30.0, max(3.0, 0.1 * (now - self._last_end)))
         if not active_jobs:
             self._last_answer = self._last_end = now
@@ -118,12 +121,12 @@ class Executor(plugin.Executor):
         if waits and (number, reason) not in self._said_waiting:
             self._said_waiting.add((number, reason))
             self.logger.warning(
-                f"Slurm job {number} ({name_of(job.job)}) waits: {reason}; `scancel {number}` gives it up"
+                f"Slurm job {number} ({name_of(job.job)}) waits: {reason}; `scancel {number}` cancels it"
             )
         return True
 
     def _after_silence(self, active_jobs):
-        """The jobs to ask for again; none, each reported, when Slurm has been silent for too long."""
+        """The jobs to ask for again. If Slurm has been silent for too long, none, and each is reported as failed."""
         silent_s = time.monotonic() - self._last_answer
         numbers = ", ".join(job.external_jobid for job in active_jobs)
         if silent_s > _SILENCE_S:
@@ -131,8 +134,9 @@ class Executor(plugin.Executor):
                 job.job.attempt = max(job.job.attempt, job.job.restart_times + 1)
                 self._fail(
                     job,
-                    f"Slurm job {job.external_jobid} ({name_of(job.job)}): Slurm has not said for {silent_s / 60:.0f} "
-                    "minutes how it is; it may still run: see `squeue`, and start the same command when it has ended",
+                    f"Slurm job {job.external_jobid} ({name_of(job.job)}): Slurm has not answered for "
+                    f"{silent_s / 60:.0f} minutes; the job may still run: see `squeue`, and start the same command "
+                    "when it has ended",
                 )
             return []
         if not self._is_silent:
@@ -143,7 +147,7 @@ class Executor(plugin.Executor):
         return active_jobs
 
     async def _ask(self, numbers: list[str]) -> dict[str, tuple[str, str]] | None:
-        """State and reason of jobs by their numbers; None where Slurm does not answer."""
+        """State and reason of jobs by their numbers; None if Slurm does not answer."""
         answer = await _answer_of(_question(numbers, has_accounts=self._has_accounts))
         if answer is None:
             return None
@@ -151,7 +155,7 @@ class Executor(plugin.Executor):
         return parse_states(answer)
 
     def _fail(self, job, why: str) -> None:
-        # Said here, since a group of jobs says no message of its own.
+        # Logged here, because Snakemake prints no message for a group of jobs.
         self.logger.error(why)
         self.report_job_error(job, aux_logs=[str(job.aux["slurm_logfile"])])
 
@@ -160,7 +164,8 @@ class Executor(plugin.Executor):
             job.aux["slurm_logfile"].unlink(missing_ok=True)
 
     def _report_job_error_threadsafe(self, job_info, msg: str) -> None:
-        """What sbatch refused would be refused again, unless it was out of reach."""
+        """Report a job that could not be submitted. If sbatch refused it, it is not submitted again, unless the error
+        was temporary."""
         said = re.search(r"error message was '(.*?)'\.?\n", msg, re.DOTALL)
         if said:
             refusal = " ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in said[1].splitlines())
@@ -175,7 +180,7 @@ class Executor(plugin.Executor):
 
 
 def name_of(job) -> str:
-    """`profile_costs.module=llm.tp=1`; of a group, its name and how many jobs are in it."""
+    """A job's name, such as `profile_costs.module=llm.tp=1`; for a group, its name and its number of jobs."""
     if job.is_group():
         return f"{job.groupid if len(str(job.groupid)) < 30 else 'group'}.{len(job.jobs)}_jobs"
     wildcards = "".join(f".{name}={value}" for name, value in job.wildcards_dict.items())
@@ -194,7 +199,8 @@ def keeps_accounts() -> bool:
 
 
 def parse_states(answer: str) -> dict[str, tuple[str, str]]:
-    """State and reason by job, from lines `number|STATE|reason`; the last of a number counts, as after a requeue."""
+    """State and reason by job, from lines `number|STATE|reason`. If a number occurs several times, as after a requeue,
+    its last line counts."""
     rows = (line.split("|") for line in answer.splitlines() if line.count("|") >= 2)
     # "CANCELLED by 1000", "OUT_OF_ME+"
     return {
@@ -222,7 +228,7 @@ def _question(numbers: list[str], *, has_accounts: bool) -> list[str]:
 
 
 async def _answer_of(command: list[str]) -> str | None:
-    """What a command prints; nothing where it knows no such job, None where it fails or takes too long."""
+    """The output of a command: empty if it does not know the jobs, None if it fails or takes too long."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

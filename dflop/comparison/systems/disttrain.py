@@ -2,8 +2,8 @@
 
 Zhang et al., "DistTrain: addressing model and data heterogeneity with disaggregated training for multimodal large
 language models", arXiv 2408.04275. Within a microbatch, samples go to the replicas by the longest processing time
-first; of a replica's microbatches small ones come first and last, where the pipeline fills and drains. How samples come
-into microbatches is not said: here in the order in which they were drawn, as many for each.
+first. Small microbatches come first and last, where the pipeline fills and drains. The paper does not say how samples
+are divided among microbatches: here equally many go to each, in the order in which they were drawn.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
 """DynaPipe: samples in the order of their lengths are cut into microbatches by a dynamic programme.
 
-Jiang et al., "DynaPipe: optimizing multi-task training through dynamic pipelines", EuroSys '24, arXiv 2311.10418. Of
-cuts into as many microbatches, which all cost the same in sum, the one with the smallest largest microbatch is the
-fastest pipeline. Replicas get microbatches by the longest processing time first. It pads within a microbatch; here
-nobody does.
+Jiang et al., "DynaPipe: optimizing multi-task training through dynamic pipelines", EuroSys '24, arXiv 2311.10418. All
+cuts into a given number of microbatches have the same total cost, so the one whose largest microbatch is smallest gives
+the fastest pipeline. Replicas get microbatches by the longest processing time first. DynaPipe pads within a microbatch;
+here no system pads.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Entrain: one layout for all steps, in which the encoder's work is made equal first.
 
-"Entrain", arXiv 2605.27918. Microbatches get equal encoder work by the longest processing time first; samples without
-media, and then the order, even out what that leaves of the LLM's. Its third part, LLM work that is put off to a later
-microbatch than its encoder's, has no place in our plans: a sample is of one microbatch in all modules.
+"Entrain", arXiv 2605.27918. Microbatches get equal encoder work by the longest processing time first. Samples without
+media, and then the order of microbatches, even out the LLM's work. Its third part is left out: it moves LLM work to a
+later microbatch than the encoder's, while in our plans a sample is in one microbatch for all modules.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism with our own batch sampler (`dflop.balancing.sampler`), which any trainer can use.
 
 Replicas wait for each other in every layer, so each microbatch is balanced on its own, over all modules at once. The
-sampler gives all microbatches as many samples; where a batch cannot be cut so, samples are packed by `lpt_buckets`.
+sampler gives all microbatches equally many samples. Where a batch cannot be divided so, `lpt_buckets` packs it.
 """
 
 import numpy as np

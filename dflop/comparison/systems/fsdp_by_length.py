@@ -1,7 +1,7 @@
 """Fully sharded data parallelism, with samples of like length in a microbatch.
 
-As `group_by_length` of the Hugging Face Trainer, but within a global batch, so that each step learns what it does
-otherwise.
+This is `group_by_length` of the Hugging Face Trainer, but within a global batch, so that each step trains on the same
+samples as with the other systems.
 """
 
 from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of

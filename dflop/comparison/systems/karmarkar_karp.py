@@ -1,8 +1,8 @@
 """verl's balancing: FSDP, and the largest differencing method of Karmarkar and Karp on the lengths of samples.
 
 Sheng et al., "HybridFlow: a flexible and efficient RLHF framework", EuroSys '25, and verl's documentation
-(`balance_batch`); Karmarkar and Karp, "The differencing method of set partitioning", 1982. Lengths are all tokens of
-the LLM: an encoder's work does not count.
+(`balance_batch`); Karmarkar and Karp, "The differencing method of set partitioning", 1982. A sample's length is the
+number of its LLM tokens; the encoders' work does not count.
 """
 
 from dflop.comparison.packing import differencing

@@ -1,7 +1,8 @@
 """LoongForge: the encoder data-parallel on all ranks, batches by the longest processing time first, moves and swaps.
 
-Its documentation (github.com/baidu-baige/LoongForge): the encoder's layout is independent of the LLM's, and samples are
-balanced over the replicas by fitted costs. Our policy `lpt` is of the same kind, over all modules at once.
+By its documentation (github.com/baidu-baige/LoongForge), the encoder's layout is independent of the LLM's, and samples
+are balanced over the replicas by fitted costs. Here our policy `lpt`, which is of the same kind, balances all modules
+at once.
 """
 
 from dflop.balancing import lpt_buckets

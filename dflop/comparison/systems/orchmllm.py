@@ -1,8 +1,9 @@
 """OrchMLLM: every device computes a share of the encoder, too, and each phase is balanced anew over the replicas.
 
 Zheng et al., "OrchMLLM: orchestrate multimodal data with batch post-balancing to accelerate multimodal large language
-model training", arXiv 2503.23830. The LLM's phase is balanced by the LLM's work alone; media go to the encoder's
-replicas by theirs, whoever their samples belong to, as in all our plans of modules that share devices.
+model training", arXiv 2503.23830. The LLM's phase is balanced by the LLM's work alone. Media are balanced over the
+encoder's replicas by the encoder's work, independently of the samples' LLM replicas. Our plans with modules on shared
+devices all do the latter.
 """
 
 from dflop.comparison.packing import longest_first

@@ -1,9 +1,9 @@
 """DFLOP as it is published: a layout for each module by a rule at mean shapes, and batches by a min-max ILP.
 
 "DFLOP: a data-driven framework for multimodal LLM training pipeline optimization", SIGMOD '26, arXiv 2603.25120. The
-plan is of the least `(m + pp_v + pp_l - 1) * max(stage)` at mean shapes. The ILP makes the largest bucket of all
-modules smallest, within a time limit, and falls back to the longest processing time first; it knows no order of
-microbatches.
+plan is the one with the least `(m + pp_v + pp_l - 1) * max(stage)` at mean shapes. The ILP minimises the largest bucket
+over all modules within a time limit, and falls back to the longest processing time first. It does not choose the order
+of microbatches.
 """
 
 from dflop.balancing import CbcProcess, quick_buckets

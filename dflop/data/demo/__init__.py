@@ -1,7 +1,7 @@
 """The demo dataset: a small LLaVA-style mix of pictures, clips, melodies and text, drawn on the spot from a seed.
 
-It needs no download and no licence, spreads in size like real data, and is honest: every answer can be read off the
-pixels (or tones) of its record, so a tiny model learns from it.
+It needs no download and no licence. Its sizes vary like those of real data, and every answer can be seen in the pixels
+(or heard in the tones) of its record, so a tiny model can learn from it.
 """
 
 from dflop.data.demo.dataset import DemoData, make_demo_data

@@ -55,7 +55,11 @@ EVENTS = (
 
 
 def chat(rng: Random, num_turns: int) -> tuple[Turn, ...]:
-    """`num_turns` turns, each of another kind."""
+    """`num_turns` turns, each of another kind; at most 7.
+
+    Raises:
+        ValueError: for more turns than there are kinds.
+    """
     return tuple(make_turn(rng) for make_turn in rng.sample(_KINDS, num_turns))
 
 

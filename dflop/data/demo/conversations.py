@@ -142,6 +142,7 @@ class Turn(NamedTuple):
 
 
 def discuss_picture(picture: Picture, rng: Random, num_turns: int) -> tuple[Turn, ...]:
+    """Turns about one picture; the questions depend on its layout."""
     first = picture.figures[0]
     caption = f"{_a(first.colour)} {first.shape} on {_ground(picture.background)}."
     match picture.layout:
@@ -183,6 +184,7 @@ def discuss_picture(picture: Picture, rng: Random, num_turns: int) -> tuple[Turn
 
 
 def discuss_pictures(pictures: Sequence[Picture], rng: Random, num_turns: int) -> tuple[Turn, ...]:
+    """Turns that compare several pictures of one figure each."""
     figures = [picture.figures[0] for picture in pictures]
     colours = [figure.colour for figure in figures]
     count_of = Counter(colours)
@@ -211,7 +213,8 @@ def discuss_pictures(pictures: Sequence[Picture], rng: Random, num_turns: int) -
 
 
 def discuss_clip(clip: Clip, rng: Random, num_turns: int) -> tuple[Turn, ...]:
-    """Motion is asked about from 3 s on: a trainer that samples one frame a second sees too little of shorter clips."""
+    """Questions about motion are asked only for clips of at least 3 s: of a shorter one, a trainer that samples one
+    frame a second sees too little."""
     motion = "grows" if clip.motion == "grow" else f"moves {clip.motion}"
     turns = [
         Turn(_pick(rng, ASK_COLOUR, shape=clip.shape), f"The {clip.shape} is {clip.colour}."),
@@ -224,6 +227,7 @@ def discuss_clip(clip: Clip, rng: Random, num_turns: int) -> tuple[Turn, ...]:
 
 
 def discuss_melody(melody: Melody, rng: Random, num_turns: int) -> tuple[Turn, ...]:
+    """Turns about a melody. Its direction is asked about only if it has more than one tone."""
     num_tones = len(melody.notes)
     tones = "There is one tone." if num_tones == 1 else f"There are {NUMBER_WORDS[num_tones]} tones."
     turns = [Turn(_pick(rng, ASK_TONES), tones), Turn(_pick(rng, ASK_REGISTER), f"The melody is {melody.register}.")]

@@ -1,4 +1,4 @@
-"""Dataset: draws the demo data into a folder, whole or not at all.
+"""Write the demo data into a folder, whole or not at all.
 
 The same arguments give the same bytes. Cost: about 10 MB and a few seconds on one core for 400 records.
 """
@@ -26,7 +26,7 @@ AUDIO_MANIFEST = "audio.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoData:
-    """What was drawn; `num_records` counts by modality: image, multi_image, video, text, audio."""
+    """The dataset that was drawn; `num_records` counts by modality: image, multi_image, video, text, audio."""
 
     train_manifest: Path
     audio_manifest: Path
@@ -39,9 +39,9 @@ def make_demo_data(
 ) -> DemoData:
     """Draw a small LLaVA-style dataset: `train.json`, `audio.json` and their media, all below `folder`.
 
-    Everything is drawn in a temporary folder beside `folder` and moved when complete, the manifests last; files of the
-    same name are replaced, others stay. While media are replaced there is no manifest, so none ever points at pictures
-    that it does not describe. `progress` is called with the number of records drawn so far.
+    Everything is drawn in a temporary folder beside `folder` and moved when complete, the manifests last. Files of the
+    same name are replaced, others stay. While media are replaced there is no manifest, so none ever names pictures that
+    it does not describe. `progress` is called with the number of records drawn so far.
 
     Raises:
         ValueError: for fewer than 10 records, which could not hold every modality.

@@ -1,4 +1,4 @@
-"""Figures: draws a `Picture` or one frame of a `Clip` with Pillow.
+"""Draw a `Picture` or one frame of a `Clip` with Pillow.
 
 Plain pictures are anti-aliased RGB; ruled scans are drawn in palette mode, where a page of 1240 x 3508 pixels takes
 a few kilobytes. Noise comes from a generator that the caller seeds.
@@ -23,6 +23,7 @@ _OVERSAMPLING = 2
 
 
 def draw_picture(picture: Picture, noise: np.random.Generator) -> Image.Image:
+    """The picture, with grain from `noise` if it has any."""
     if picture.ruled:
         return _draw_scan(picture)
     canvas = Image.new("RGB", (picture.width, picture.height), _RGB[picture.background])
@@ -32,7 +33,7 @@ def draw_picture(picture: Picture, noise: np.random.Generator) -> Image.Image:
 
 
 def draw_clip_frame(clip: Clip, frame: int) -> Image.Image:
-    """Frame `frame` of `clip.num_frames`: the figure is at, or has grown to, its place on the way from start to end."""
+    """Frame number `frame` of a clip, from 0: the figure moves or grows evenly from the first frame to the last."""
     progress = frame / max(1, clip.num_frames - 1)
     side = min(clip.width, clip.height)
     x, y, radius = clip.width // 2, clip.height // 2, round(side * 0.32)

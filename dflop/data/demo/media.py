@@ -1,4 +1,4 @@
-"""Media: writes one scene as a file, the same bytes for the same scene and seed.
+"""Write one scene as a file, with the same bytes for the same scene and seed.
 
 Pictures become PNG or JPEG, clips MPEG-4 in an mp4 container (a codec of every FFmpeg build, encoded on one thread with
 the bit-exact flags), melodies 16 kHz mono 16-bit WAV.
@@ -22,6 +22,7 @@ JPEG_QUALITY = 88
 
 
 def write_scene(scene: Picture | Clip | Melody, path: Path, noise: np.random.Generator) -> None:
+    """Write a scene to `path`, in the format of the scene's suffix; `noise` is for the grain of pictures."""
     match scene:
         case Picture():
             _write_picture(scene, path, noise)

@@ -1,4 +1,4 @@
-"""Records: the demo dataset as a list, each record with its scenes and its conversation, nothing drawn yet.
+"""Records: the demo dataset as a list. Each record has its scenes and its conversation; nothing is drawn yet.
 
 `imagine_records` fixes the mix of modalities and gives every record its own random stream; `manifest_entry` is a
 record's LLaVA form; `conversation_texts` gives the bare text of a dataset, which is what a tokenizer is trained on.
@@ -115,7 +115,7 @@ def _imagine_record(rng: Random, index: int, modality: str) -> Record:
 
 
 def _opening(rng: Random, placeholder: str, num_media: int) -> str:
-    """How the first question stands among the placeholders, as a format string: mostly after them, one by one."""
+    """The first turn's text, with its placeholders, as a format string for the question, which mostly comes last."""
     if num_media == 0:
         return "{question}"
     draw = rng.random()

@@ -40,7 +40,7 @@ COLOURS: dict[str, Rgb] = {
 BACKGROUNDS: dict[str, Rgb] = {"white": (255, 255, 255), "grey": (168, 168, 168), "black": (16, 16, 16)}
 PAPER: Rgb = (226, 224, 218)
 
-# How the single pictures of a LLaVA mix spread over formats: (format, share).
+# The formats of single pictures with their shares, as in a LLaVA mix.
 FORMATS = (("icon", 0.20), ("web", 0.52), ("banner", 0.09), ("scan", 0.10), ("photo", 0.09))
 ICON_SIDES = (32, 40, 48, 64, 64, 72, 96, 128)
 WEB_SIZES = (
@@ -78,7 +78,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """One still picture. `layout` tells how the figures stand: `one`, `row` (alike), `pair` (left, right), `column`.
+    """One still picture. `layout` says how the figures stand: `one`, `row` (alike), `pair` (left, right), `column`.
 
     `grain` is the amplitude of the noise, in grey levels; `ruled` pictures are scans of lined paper.
     """
@@ -147,9 +147,9 @@ def imagine_picture(rng: Random) -> Picture:
 
 
 def imagine_small_pictures(rng: Random, num_pictures: int) -> tuple[Picture, ...]:
-    """Pictures of one figure each, small or medium, as several of them share a record.
+    """Pictures of one figure each, for one record: small or medium, because there are several.
 
-    In a third of the cases all figures have one colour, so that questions of likeness have both answers.
+    In a third of the cases all figures have one colour, so that both answers to questions of likeness occur.
     """
     shared_colour = rng.choice(list(COLOURS)) if rng.random() < 1 / 3 else None
     pictures = []

@@ -1,8 +1,8 @@
-"""What every reader of manifests gives: the span of each record in its file, and the record of a span.
+"""The interface of manifest readers: the span of each record in its file, and the record of a span.
 
-A reader scans its file once. For each record it gives a *span*: byte offsets, or row numbers where the format counts
-rows, and a digest of the record's content. Later it reads single records by their spans. A record that cannot be read
-is given as a `RecordError`, so that the others are still used. Files are streamed: a reader holds one record, one chunk
+A reader scans its file once. For each record it gives a *span*: byte offsets (row numbers in formats that count rows)
+and a digest of the record's content. Later it reads single records by their spans. A record that cannot be read is
+returned as a `RecordError`, so that the others are still used. Files are streamed: a reader holds one record, one chunk
 of JSON or a few rows in memory. The readers themselves are in `json_text`, `tables` and `tar`; `formats` chooses one.
 """
 
@@ -18,15 +18,15 @@ __all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "RecordSpan", "UnreadableFi
 
 DIGEST_BYTES = 16
 
-# What the detail of a record says that is broken because its file ends inside it.
+# The detail of a record that is broken because its file ends inside it.
 CUT_OFF = "the file is cut off here"
 
-# What a picture's or clip's shape is read from; hashing more of an embedded medium would only cost time.
+# A picture's or clip's shape is read from its first bytes; hashing more of an embedded medium would only cost time.
 _HASHED_MEDIA_BYTES = 1 << 16
 
 
 class UnreadableFile(UserError):
-    """A file that is not what its suffix says: empty, damaged, or cut off so that nothing of it can be read."""
+    """A file that is not what its suffix says, or of which nothing can be read: it is empty, damaged or cut off."""
 
 
 class RecordSpan(NamedTuple):
@@ -46,7 +46,7 @@ class EntryReader(Protocol):
         """Every record's span, in order.
 
         Raises:
-            UserError: when the file is no manifest at all.
+            UserError: when the file is not a manifest.
         """
 
     def read(self, start: int, end: int) -> Any | RecordError:

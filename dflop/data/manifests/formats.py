@@ -12,7 +12,7 @@ def open_reader(path: Path) -> EntryReader:
     """The reader for a file or folder, by its suffix.
 
     Raises:
-        UnreadableFile: for files whose content no reader can make anything of.
+        UnreadableFile: for a file whose content is not what its suffix says.
         UserError: for a suffix or folder that no reader knows.
     """
     # Imported where needed: each format has libraries of its own, and a workflow's jobs open few of them.

@@ -1,8 +1,8 @@
 """The index of a manifest: where every record of its files lies, and a digest of each.
 
-Made in one pass and kept (`cache_folder`) for as long as a file's size and modification time stand, because every
-job of the workflow asks again. Indexes are mapped into memory, 32 bytes a record, so that a job
-touches only the part it needs.
+An index is made in one pass and kept in `cache_folder` until its file's size or modification time changes, because
+every job of the workflow needs it again. It is mapped into memory, 32 bytes a record, so that a job reads only the part
+that it needs.
 """
 
 import sys
@@ -37,7 +37,7 @@ _ENTRIES_AT_ONCE = 1 << 16
 class ManifestFile:
     """One file (or saved dataset folder) of a manifest; records are numbered from 0.
 
-    One that cannot be read at all has a single record, which cannot be read.
+    A file that cannot be read at all counts as one bad record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class ManifestFile:
         return len(self) == 1 and self._entries[0].tobytes() == _pack(*_NO_RECORD)
 
     def digests(self, rows: slice | np.ndarray) -> bytes:
-        """The digests of these records, one after the other."""
+        """The digests of these records, one after the other, `DIGEST_BYTES` each."""
         return np.ascontiguousarray(self._entries["digest"][rows]).tobytes()
 
     def digest_words(self) -> np.ndarray:
@@ -69,7 +69,7 @@ class ManifestFile:
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
 
     def read(self, row: int) -> Any | RecordError:
-        """The raw record, or why it cannot be read."""
+        """The raw record at a row, or why it cannot be read."""
         entry = self._entries[row]
         try:
             if self._reader is None:
@@ -105,10 +105,12 @@ class ManifestFile:
 
 
 def stamp_of(kind: str, number: int, files: Sequence[Path]) -> str:
-    """A name for what was made from files as they are now: their paths, sizes and modification times.
+    """A digest of the files' paths, sizes and modification times, to name what is made from the files as they are now.
+
+    `kind` and `number`, a format's version, are part of it.
 
     Raises:
-        UserError: when one does not exist or cannot be looked at.
+        UserError: when a file does not exist or cannot be accessed.
     """
     parts = [kind, str(number)]
     for path in files:
@@ -136,7 +138,7 @@ def _members(path: Path) -> Iterator[Path]:
 
 
 def _progress(path: Path, size: int) -> "tqdm":
-    """A bar for files that take a while."""
+    """A progress bar, shown only if indexing takes more than two seconds."""
     return progress_bar(
         total=size, desc=f"indexing {path.name}", unit="", unit_scale=True, delay=2, leave=False, file=sys.stderr
     )

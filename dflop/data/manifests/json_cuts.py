@@ -1,4 +1,4 @@
-"""Where the elements of a top-level JSON list begin and end: a scan over bytes that knows strings and brackets."""
+"""Where the elements of a top-level JSON list begin and end: a scan over bytes that follows strings and brackets."""
 
 import numpy as np
 
@@ -9,9 +9,10 @@ __all__ = ["find_cuts"]
 
 @kernel
 def find_cuts(chunk, state):
-    """Positions of the top-level list's opening bracket, commas and closing bracket; nothing after that.
+    """Positions in `chunk` of the top-level list's opening bracket, commas and closing bracket; the scan ends there.
 
-    `state` [3] holds depth, in-string and after-backslash across chunks. uint8 `chunk` -> int64 positions.
+    `chunk` is uint8 [num_bytes], the result int64 [num_positions]. `state` int64 [3] holds the depth and whether the
+    last byte is inside a string and a backslash; it is updated in place, for the next chunk.
     """
     positions = np.empty(1024, dtype=np.int64)
     count = 0

@@ -1,9 +1,9 @@
-"""JSON lists and JSON lines, streamed: records of a file of any size, each found again by its bytes.
+"""JSON lists and JSON lines, streamed: records of a file of any size, each found again by its byte offsets.
 
 A scanner that knows only strings and brackets cuts a JSON list at the commas between its elements; each element is then
-parsed on its own. So an element that is not JSON is one bad record, and a file that ends too early keeps all records
-before its end. A stray quote or bracket misleads the scanner: an element that seems to contain other records is
-therefore cut again at the next whole record inside it.
+parsed on its own. So an element that is not JSON is one bad record, and of a file that ends too early all records
+before the end are read. A stray quote or bracket misleads the scanner. An element that seems to contain other records
+is therefore cut again, where the next whole record inside it begins.
 """
 
 import json
@@ -25,7 +25,7 @@ _CHUNK_BYTES = 8 << 20
 _MAX_RECORD_BYTES = 256 << 20
 # An element longer than this is searched for other records inside it.
 _LONG_RECORD_BYTES = 256 << 10
-# A whole record behind a damaged one must be shorter than this to be found; longer ones are lost with it.
+# The first whole record after a damaged one must be shorter than this to be found; a longer one is lost, too.
 _MAX_BYTES_AFTER_DAMAGE = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
@@ -36,10 +36,11 @@ _CONVERSATIONS, _MESSAGES = (f'"{key}"'.encode() for key in _TURN_KEYS)
 
 
 def open_json(path: Path) -> "JsonListReader | JsonLinesReader":
-    """The reader that the file's first character asks for: a list, or objects line by line.
+    """The reader for a file, chosen by how the file begins: with a list, or with objects line by line.
 
     Raises:
         UnreadableFile: when it begins with neither.
+        OSError: when it cannot be opened.
     """
     file = path.open("rb")
     head = file.read(_CHUNK_BYTES)
@@ -57,9 +58,9 @@ def open_json(path: Path) -> "JsonListReader | JsonLinesReader":
 
 
 class _JsonReader:
-    """What lists and lines share: a record is a run of bytes of UTF-8 text."""
+    """What the readers of lists and lines share: a record is a range of bytes of UTF-8 text."""
 
-    _last_sign: str  # with which a complete file ends
+    _last_sign: str  # the character with which a complete file ends
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
@@ -93,7 +94,7 @@ class _JsonReader:
         self._file.close()
 
     def _is_cut_off(self, end: int, content: str, at: int) -> bool:
-        """Whether content that is broken at character `at` might be whole if the file did not end with it."""
+        """Whether content that is broken at character `at` is so because the file ends there."""
         is_open = at >= len(content) or not content.rstrip().endswith(self._last_sign)
         return end >= self.size and not content.startswith("]") and is_open
 
@@ -131,13 +132,15 @@ class JsonListReader(_JsonReader):
         self._start = start
 
     def scan(self) -> Iterator[RecordSpan]:
-        """Spans between the commas. If the file ends before or after its list does, the last is a bad record."""
+        """Spans between the commas. If the file ends inside its list or goes on after it, the last span is a bad
+        record."""
         begin: int | None = self._start
         while begin is not None:
             begin = yield from self._scan_from(begin)
 
     def _scan_from(self, begin: int) -> Generator[RecordSpan, None, int | None]:
-        """The spans from byte `begin` on, up to a damaged one. Returns where the next whole record begins, or None."""
+        """The spans from byte `begin` on, up to a damaged one. Returns where the next whole record begins, or None at
+        the end."""
         searched = begin
         for start, end, content in self._elements(begin):
             if content is not None and _is_sound(content):
@@ -153,12 +156,13 @@ class JsonListReader(_JsonReader):
         return None
 
     def _elements(self, begin: int) -> Iterator[tuple[int, int, bytes | None]]:
-        """Start, end and content of the elements from byte `begin` on; content None for one that is too long so far."""
+        """Start, end and content of the elements from byte `begin` on. An element that is long already, but not at its
+        end, is given with None as its content, and again when more of it is read."""
         from dflop.data.manifests.json_cuts import find_cuts  # numba: only scanning needs it
 
         state = np.array([1, 0, 0])  # depth, inside a string, after a backslash
         position, pending, is_over = begin, bytearray(), False
-        chunk_bytes = min(_LONG_RECORD_BYTES, _CHUNK_BYTES)  # grows, so that many damaged places are soon done with
+        chunk_bytes = min(_LONG_RECORD_BYTES, _CHUNK_BYTES)  # grows; small first, as each damaged place starts again
         while chunk := self._read_bytes(position, position + chunk_bytes):
             chunk_bytes = min(2 * chunk_bytes, _CHUNK_BYTES)
             cuts = [] if is_over else find_cuts(np.frombuffer(chunk, dtype=np.uint8), state).tolist()
@@ -176,7 +180,7 @@ class JsonListReader(_JsonReader):
             if len(pending) > _LONG_RECORD_BYTES or (position == self.size and not is_over):
                 yield begin, position, None
         rest = pending.strip(_SPACE)
-        if is_over and rest:  # with the closing bracket, so that it is no record whatever it holds
+        if is_over and rest:  # with the closing bracket, so that it is never taken for a record
             yield begin - 1, position, b"]" + rest
         if not is_over:
             yield begin, position, rest
@@ -189,7 +193,8 @@ class JsonListReader(_JsonReader):
         Only records have turns (`conversations`, `messages`): that tells them from the objects inside them.
         """
         for first in range(start, end, _CHUNK_BYTES):
-            block = self._read_bytes(first, min(end, first + _CHUNK_BYTES) + 4096)  # for what lies across two blocks
+            # A little more than the block, for a match across two of them.
+            block = self._read_bytes(first, min(end, first + _CHUNK_BYTES) + 4096)
             for match in _BETWEEN_OBJECTS.finditer(block):
                 if first + match.start() < end and self._begins_record(first + match.end()):
                     return first + match.start(1), first + match.end()
@@ -211,7 +216,7 @@ class JsonListReader(_JsonReader):
 
 
 def _is_sound(content: bytes | bytearray) -> bool:
-    """Whether an element seems to be cut rightly: it is an object with the turns of one record, or valid JSON."""
+    """Whether an element seems to be cut correctly: it is an object with the turns of one record, or valid JSON."""
     is_object = not content or (content[0], content[-1]) == _BRACES
     if is_object and content.count(_CONVERSATIONS) + content.count(_MESSAGES) < 2:
         return True
@@ -227,7 +232,7 @@ def _digest(content: bytes | bytearray) -> bytes:
 
 
 def _holds_lines(text: bytes) -> bool:
-    """Whether there is one record a line: the first line is an object, with others behind it or a record's turns."""
+    """Whether there is one record a line: the first line is an object, and more lines follow it or it has turns."""
     first, _, others = text.partition(b"\n")
     try:
         record = json.loads(first)

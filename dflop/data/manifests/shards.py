@@ -1,9 +1,9 @@
 """A source's records and its shards: runs of consecutive records that are profiled as one job.
 
-Where shards are cut depends on the records' content, so that an inserted record changes its own shard and leaves the
-others as they are. A shard is named by its source's path and settings and by a digest of its records and, where media
-are watched, of their files' sizes and times. The other sources and their order do not matter; equal sources share their
-shards.
+Where shards are cut depends on the records' content, so that an inserted record changes its own shard and leaves most
+others as they are. A shard's name depends on its source's path and settings, on its records and, if media are watched,
+on the sizes and times of their files. It does not depend on the other sources or their order, so equal sources share
+their shards.
 """
 
 import json
@@ -50,8 +50,8 @@ class SourceRecords:
         """Open the source; its files are indexed the first time.
 
         Raises:
-            UserError: when a file is missing or is no manifest, or none can be read; where some can, each other
-                is one bad record.
+            UserError: when a file is missing or is not a manifest, or when no file can be read. If only some cannot be
+                read, each of these is one bad record.
         """
         self.source = source
         self.seed = seed
@@ -64,7 +64,7 @@ class SourceRecords:
         return list(accumulate(len(file) for file in self.files))
 
     def __len__(self) -> int:
-        """Records in the manifest, whatever the sampling keeps."""
+        """The number of records in the manifest, also of those that the sampling leaves out."""
         return self._ends[-1]
 
     @cached_property
@@ -91,7 +91,7 @@ class SourceRecords:
         return (self.read(int(row)) for row in rows)
 
     def cuts_below(self, threshold: int) -> np.ndarray:
-        """Positions among the kept rows whose record's digest lies below a threshold, ascending."""
+        """Positions among the kept rows of the records whose digest is below a threshold: int64, ascending."""
         found = [np.zeros(0, dtype=np.int64)]
         for file, end in zip(self.files, self._ends, strict=True):
             found.append(end - len(file) + file.records_below(threshold))
@@ -104,7 +104,7 @@ class SourceRecords:
         return positions[inside]
 
     def digest(self, start: int, end: int) -> str:
-        """The digest of the kept records at positions `[start, end)`, at least one."""
+        """The digest of the kept records at positions `[start, end)`, of which there must be at least one."""
         running = sha256()
         rows = self.kept[start:end]
         for number in range(bisect_right(self._ends, rows[0]), bisect_right(self._ends, rows[-1]) + 1):
@@ -127,9 +127,9 @@ class SourceRecords:
 def list_shards(
     source: Source, samples_per_shard: int, seed: int, *, watch_media: bool = False, look_again: bool = True
 ) -> list[Shard]:
-    """The source's shards, from the cache while its files have not changed.
+    """The source's shards, in order; from the cache if its files have not changed.
 
-    With `watch_media` the sizes and times of all media are looked at each time. With `look_again=False`, as in a
+    With `watch_media` the sizes and times of all media are read at each call. With `look_again=False`, as in a
     workflow's jobs, the last result is used.
 
     Raises:
@@ -165,7 +165,7 @@ def list_shards(
 
 
 def _amount_kept(sampling: str, num_records: int) -> tuple[str, int]:
-    """Which end of so many records a sampling keeps, or `random`, and how many of them."""
+    """Which records a sampling keeps (`first`, `end` or `random`), and how many of them."""
     if sampling == "all":
         return "first", num_records
     how, amount = sampling.split(":")
@@ -179,7 +179,7 @@ def _amount_kept(sampling: str, num_records: int) -> tuple[str, int]:
 def _draw(words: np.ndarray, count: int, key: str) -> np.ndarray:
     """The `count` records with the smallest keyed hashes of their digests' words: int64, ascending.
 
-    A record's hash does not depend on the others, so an inserted record displaces at most one of those that were drawn.
+    A record's hash does not depend on the other records, so an inserted record displaces at most one of those drawn.
     Equal records are numbered (first, second, …), so that their hashes differ.
     """
     by_word = np.argsort(words, kind="stable")
@@ -201,8 +201,8 @@ def _mix(words: np.ndarray) -> np.ndarray:
 def _cut(records: SourceRecords, samples_per_shard: int) -> list[Shard]:
     """Cut after records whose digest falls below a threshold, at about `samples_per_shard` records.
 
-    Shards hold between a half and twice that number. Behind an inserted record the cuts are the old ones again from the
-    first cut that was chosen by content.
+    Shards hold between half and twice that number. After an inserted record, all cuts are the old ones from the first
+    cut on that was chosen by content.
     """
     least, most = max(1, samples_per_shard // 2), 2 * samples_per_shard
     cuts = records.cuts_below((1 << 64) // max(1, samples_per_shard - least))
@@ -231,7 +231,7 @@ def _with_media(shards: list[Shard], records: SourceRecords, owner: str) -> list
     root = str(records.source.media_root)
     seen: dict[str, int] = {}
     watched = []
-    with ThreadPoolExecutor(_STAT_THREADS) as pool:  # threads: on a network file system each look takes a while
+    with ThreadPoolExecutor(_STAT_THREADS) as pool:  # threads, because `stat` is slow on network file systems
         for shard, paths in zip(shards, _media_of_shards(shards, records, owner), strict=True):
             running = sha256(shard.digest.encode())
             for line in pool.map(_stamp_files, [(root, part) for part in _parts(paths)]):
@@ -257,7 +257,7 @@ def _stamp_files(task: tuple[str, list[str]]) -> bytes:
 
 
 def _media_of_shards(shards: list[Shard], records: SourceRecords, owner: str) -> Iterator[list[str]]:
-    """The media paths that each shard's records name, kept beside the index so that records are parsed once."""
+    """The media paths that each shard's records name. They are cached, so that records are parsed only once."""
     caches = [cache_folder() / f"media-{owner}-{shard.digest[:20]}.parquet" for shard in shards]
     remove_outdated(f"media-{owner}-*.parquet", set(caches))
     for shard, cache in zip(shards, caches, strict=True):

@@ -1,7 +1,7 @@
-"""The sources of a dataset: the files that each one names, with the config's defaults filled in.
+"""The sources of a dataset: the config's entries with their defaults filled in, and the files that each one names.
 
 A source's path may be a pattern (`shards-{000..127}.tar`, `*.parquet`), or a YAML file in LLaVA-NeXT's form,
-`datasets: [{json_path, sampling_strategy}, …]`, which stands for one source an entry.
+`datasets: [{json_path, sampling_strategy}, …]`, of which each entry becomes a source.
 """
 
 import glob
@@ -36,13 +36,14 @@ class Source:
 
     @property
     def label(self) -> str:
-        """The manifest's folder and name, up to a pattern's first sign. Unlike `name` it ignores the other sources."""
+        """The manifest's folder and name, up to a pattern's first wildcard. Unlike `name` it does not depend on the
+        other sources."""
         whole = Path(re.split(r"[*?\[{]", str(self.path))[0])
         return _plain_names(whole)[:2][-1]
 
     @property
     def key(self) -> str:
-        """A digest of the settings that decide which samples its records become."""
+        """A digest of the settings that decide which samples this source's records become."""
         parts = (self.label, str(self.media_root), self.sampling, str(self.trust_sizes))
         return sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -75,10 +76,10 @@ def _matches(path: Path) -> Iterator[tuple[str, list[Path]]]:
 
 
 def list_sources(data: DataConfig) -> list[Source]:
-    """The configured sources, lists of datasets opened.
+    """The configured sources; a list of datasets is replaced by its entries.
 
-    Their names are those of the config. Where it gives none, a name is the manifest's, with as many of its
-    folders as tell it from the others (`x-train`); manifests that are named twice are numbered.
+    A source has the name that the config gives it. Without one it is named after its manifest, with as many of its
+    folders as are needed to make the name unique (`x-train`). If that is not enough, names are numbered.
 
     Raises:
         UserError: when there is no source, or a list of datasets cannot be read.
@@ -106,7 +107,11 @@ def _tell_apart(choices: Sequence[list[str]]) -> list[str]:
 
 
 def _open_lists(entry: SourceConfig) -> Iterator[tuple[SourceConfig, list[str]]]:
-    """The entry, or the entries of the list of datasets that it names; each with possible names, the shortest first."""
+    """The entry, or the entries of the list of datasets that it names; each with possible names, the shortest first.
+
+    Raises:
+        UserError: when a list of datasets cannot be read, or its entry has a sampling of its own.
+    """
     path = Path(entry.path)
     if path.suffix not in (".yaml", ".yml"):
         yield entry, [entry.name] if entry.name else _plain_names(path)
@@ -132,7 +137,7 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
     """The entries of a list of datasets, checked.
 
     Raises:
-        UserError: naming the entry that is not as it should be.
+        UserError: naming the file, and the entry that is wrong.
     """
     try:
         content = safe_load(path.read_text(encoding="utf-8"))
@@ -171,9 +176,9 @@ def _fill_defaults(entry: SourceConfig, name: str) -> Source:
 
 
 def _plain_names(path: Path) -> list[str]:
-    """Names for a file: its own, with its folder's, with that one's, and so on.
+    """Possible names for a file: its own, then with its folder's before it, then with that folder's parent, and so on.
 
-    They are as a config may give them: ASCII letters, digits, dot, dash and underscore.
+    They hold only what a config's names may hold: ASCII letters, digits, dot, dash and underscore.
     """
     folders = [part for part in reversed(path.parent.parts) if part != "/"]
     named = accumulate([path.stem, *folders], lambda name, folder: f"{folder}-{name}")
@@ -181,6 +186,6 @@ def _plain_names(path: Path) -> list[str]:
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder that a manifest lies in; of a pattern, the last one before its first sign."""
+    """The folder of a manifest; for a pattern, the deepest folder without a wildcard."""
     parents = list(path.parents)
     return next(parent for parent in parents if not any(sign in str(parent) for sign in "*?[{")) if parents else path

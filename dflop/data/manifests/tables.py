@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetReader", "ParquetReader"]
 
-# What is taken from a file at once: embedded media make rows large.
+# The most that is read from a file at once: embedded media make rows large.
 _BATCH_ROWS = 256
 _BATCH_BYTES = 16 << 20
 
 
 class ParquetReader:
-    """A Parquet file, read forwards, a few rows at a time; to go back, its row group is read again from the start.
+    """A Parquet file, read forwards, a few rows at a time. To go back, a row group is read again from its start.
 
-    It holds one page in memory, the least that can be unpacked, and the dictionary of columns that have one.
+    In memory are one page of each column, the least that can be decompressed, and the columns' dictionaries.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class ParquetReader:
     def read(self, start: int, end: int) -> Any | RecordError:
         group = int(np.searchsorted(self._group_ends, start, side="right"))
         if group != self._group or start < self._first:
-            self._batch, self._group = None, group  # the old batch goes before a new one comes
+            self._batch, self._group = None, group  # free the old batch before the next one is read
             self._batches = self._read_group(group)
             self._first, self._batch = next(self._batches)
         while not isinstance(self._batch, RecordError) and start >= self._first + self._batch.num_rows:
@@ -67,7 +67,7 @@ class ParquetReader:
         return _record(row, f"{self.path.name}, row {start:,}")
 
     def _read_group(self, group: int) -> "Iterator[tuple[int, pyarrow.RecordBatch | RecordError]]":
-        """The batches of a row group, each with its first row; at last an error, for rows that the file lacks."""
+        """The batches of a row group, each with its first row; then an error, for the rows that cannot be read."""
         from pyarrow import ArrowException
 
         row = int(self._group_ends[group - 1]) if group else 0
@@ -85,11 +85,11 @@ class ParquetReader:
 
         self._batches, self._batch = iter(()), None
         self._file.close()
-        default_memory_pool().release_unused()  # it would keep the most that was ever needed
+        default_memory_pool().release_unused()  # the pool would otherwise keep its peak size
 
 
 class DatasetReader:
-    """A folder that `Dataset.save_to_disk` wrote: Arrow files, mapped into memory, any row at once."""
+    """A folder that `Dataset.save_to_disk` wrote: Arrow files, mapped into memory, with random access to rows."""
 
     def __init__(self, path: Path) -> None:
         if (path / "dataset_dict.json").is_file():
@@ -106,9 +106,9 @@ class DatasetReader:
         disable_progress_bar()
         self.path = path
         try:
-            # As Arrow, so that pictures stay the bytes or paths that they are.
+            # As Arrow, so that pictures stay bytes or paths and are not decoded.
             self._rows = load_from_disk(str(path)).with_format("arrow")
-        except Exception as error:  # the library raises whatever its readers raise
+        except Exception as error:  # the library does not say what it raises
             raise UserError(f"the dataset {path} cannot be read: {' '.join(str(error).split())}") from None
         self.size = len(self._rows)
 

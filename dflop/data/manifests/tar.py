@@ -1,8 +1,8 @@
 """WebDataset shards: tar files in which the members of a sample share their name up to the first dot.
 
-A sample's `.json` member is its record. Its media are the members with the suffixes of pictures, clips and sounds, in
-the order in which the record names them, if it does. A sample with a `.txt` and no `.json` is a caption. Media are read
-in place, never unpacked.
+A sample's `.json` member is its record. Its media are the members with the suffixes of pictures, clips and sounds: in
+the order in which the record names them, or else in the archive's. A `.txt` member is the caption of a sample without
+turns. Media are read in place, never unpacked.
 """
 
 import io
@@ -90,7 +90,7 @@ class TarReader:
             ) from None
 
     def scan(self) -> Iterator[RecordSpan]:
-        """Samples in the archive's order. Where the archive is cut off, what remains is one bad record."""
+        """Samples in the archive's order. If the archive is cut off or damaged, the rest of it is one bad record."""
         key, begin, digest, position = None, 0, None, 0
         try:
             for position, member in self._members(0, self.size):
@@ -129,7 +129,7 @@ class TarReader:
         """The files between two offsets, each with the offset of its (first) header.
 
         Raises:
-            tarfile.TarError: where the archive ends inside a member.
+            tarfile.TarError: when a header is damaged or the archive ends inside a member.
         """
         archive, position = self._archive, start
         while position < end:
@@ -181,14 +181,14 @@ class TarReader:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A member's key, its folder included, and its suffix: all from the first dot of the file's name."""
+    """A member's key (its folder, and its file name up to the first dot) and its suffix (from that dot on)."""
     folder, slash, file = name.rpartition("/")
     stem, dot, suffix = file.partition(".")
     return f"{folder}{slash}{stem}", f"{dot}{suffix}"
 
 
 def _in_named_order(media: list[TarMember], named: Any) -> list[TarMember]:
-    """The media in the order in which the record names them; in the archive's where it names others."""
+    """The media in the order in which the record names them; in the archive's order if it names none or others."""
     names = named if isinstance(named, list) else [named]
     by_name: dict[Any, TarMember] = {}
     for member in media:

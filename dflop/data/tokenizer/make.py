@@ -1,6 +1,6 @@
 """Make the shipped tokenizer: `python -m dflop.data.tokenizer.make` writes its two JSON files beside this one.
 
-Run it after any change to the demo's wording or to `corpus.txt`; a test says when it was forgotten. It is
+Run it after any change to the demo's wording or to `corpus.txt`; a test fails if that was forgotten. The tokenizer is
 trained on the project's own text alone: the demo dataset's conversations and `corpus.txt`, a few pages of plain English
 captions, questions and numbers. Any UTF-8 text round-trips, for every byte is a token; the text is not normalised.
 """
@@ -28,14 +28,15 @@ SPLIT = (
 )
 DEMO_SEEDS = range(4)
 DEMO_RECORDS = 400
-# The demo's few hundred words repeat endlessly. Each of its sentences is counted once, and several copies of the corpus
-# stand beside them, so that there is room for the words of ordinary captions.
+# The demo repeats a few hundred words. So each of its sentences is used once, with several copies of the corpus, which
+# leaves room in the vocabulary for the words of ordinary captions.
 CORPUS_COPIES = 8
 # Every message of a chat opens with one of these, so each becomes one token.
 ROLES = "system\nuser\nassistant\n"
 
 
 def train_tokenizer() -> Tokenizer:
+    """The byte-level BPE with `VOCAB_SIZE` tokens; the same for the same texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

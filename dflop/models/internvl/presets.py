@@ -1,7 +1,7 @@
 """Presets: named Hugging Face config fields, and the spec that follows from such fields.
 
 `tiny` has few small layers, and every trait that makes the real family uneven: up to twelve tiles by aspect
-ratio and one of the whole, fewer a picture where there are several. `internvl_2b`, `internvl_8b`,
+ratio, one tile of the whole picture, and fewer tiles a picture if there are several. `internvl_2b`, `internvl_8b`,
 `internvl_38b` and `internvl_78b` have the sizes of `InternVL3-{2B,8B,38B,78B}-hf`: InternViT-300M (6B for the
 larger two) at 448 px and Qwen2.5. Those with `llama3` are the same model around Llama 3, never released.
 """
@@ -26,7 +26,7 @@ _INTERNVIT_300M = {
     "image_size": [448, 448],
     "patch_size": [14, 14],
 }
-# As version 2.5 and InternVL3 have it: 45 of the first version's 48 layers.
+# As in InternVL2.5 and InternVL3: 45 of the first version's 48 layers.
 _INTERNVIT_6B = _INTERNVIT_300M | {
     "hidden_size": 3200,
     "intermediate_size": 12800,
@@ -50,7 +50,7 @@ def _internvit_with(vision: dict[str, Any], text: dict[str, Any]) -> dict[str, A
 
 
 def _internvl3(vision: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """InternVL3 cut the vocabulary to the tokens in use and its own, and has a head of its own at every size."""
+    """InternVL3 reduced the vocabulary to the tokens in use and its own. Its head is not tied at any size."""
     return _internvit_with(vision, text | {"vocab_size": 151_674, "tie_word_embeddings": False})
 
 
@@ -130,7 +130,7 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
 
 
 def _side_of(vision: dict[str, Any], key: str, name: str) -> int:
-    """Pixels of a side, which InternVL's configs give as a number or as a pair."""
+    """The side of a square in pixels, which InternVL's configs give as a number or as a pair."""
     sides = vision[key] if isinstance(vision[key], list) else [vision[key]]
     if len(set(sides)) != 1:
         raise UserError(f"the config of {name} has `vision_config.{key}` {vision[key]}; only squares are known")

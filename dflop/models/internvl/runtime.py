@@ -1,4 +1,4 @@
-"""InternVL to be run: its Hugging Face config for a tokenizer, its stages, its pixels."""
+"""Building and feeding InternVL: its Hugging Face config for a tokenizer, its stages, its pixels."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,7 +15,7 @@ from dflop.models.spec import ModelSpec
 
 __all__ = ["RUNTIME", "make_config"]
 
-# The hub and `save_pretrained` keep the names that the family had first.
+# Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version.
 _FIRST_NAMES = (
     (r"^language_model\.lm_head\.", "lm_head."),
     (r"^language_model\.(model\.)?", "model.language_model."),
@@ -26,12 +26,12 @@ _FIRST_NAMES = (
 def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> InternVLConfig:
     """The Hugging Face config for a tokenizer: its placeholder's id, and a vocabulary that holds all its tokens."""
     config = InternVLConfig(**config_fields(spec, vocab_size))
-    config.image_token_id = placeholder_ids["image"]  # of frames, too
+    config.image_token_id = placeholder_ids["image"]  # it stands for frames, too
     return config
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
-    """The model with so many layers in one module."""
+    """The model with `num_layers` layers in one module."""
     fields = deepcopy(spec.hf_config)
     part = "text_config" if module == "llm" else "vision_config"
     fields[part] = fields.get(part, {}) | {"num_hidden_layers": num_layers}
@@ -39,14 +39,14 @@ def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
 
 
 def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
-    """A clip of so many frames: tiles are put together in the same way, whatever they are of."""
+    """A clip of `num_items` frames: for the encoder, tiles of pictures and frames are alike."""
     side = spec.rules.image_size
     clip = (MediumLayout("video", num_items, side, side),)
     return MadeUpMedia(item_shape=(3, side, side), media=clip)
 
 
 def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str, torch.Tensor]:
-    """Tiles of pictures and frames alike, as they come."""
+    """The tiles of all pictures and frames, in the order of the media."""
     return {"pixel_values": media["vision"].items} if media else {}
 
 

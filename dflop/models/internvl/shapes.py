@@ -1,9 +1,9 @@
 """InternVL's shape rules: from the size of a picture or clip to tiles and tokens.
 
 A picture is stretched over the grid of tiles that is closest to its aspect ratio, however few pixels it
-has; where that is more than one tile, a tile with the whole picture follows. Pictures of one sample share
-the largest number of tiles. A frame is one tile, and every tile takes the same number of tokens. The tests
-compare every number with transformers' own processor and model.
+has. If the grid has more than one tile, a tile with the whole picture follows. The largest allowed number of
+tiles is divided among the pictures of a sample. A frame is one tile, and every tile has the same number of
+tokens. The tests compare every number with transformers' own processor and model.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ __all__ = ["InternvlShapes"]
 class InternvlShapes(ShapeRules):
     """The rules for one encoder resolution.
 
-    A grid has `min_tiles` to `max_tiles` tiles, that of the whole picture not counted; `downsample_ratio` is
-    what pixel shuffle leaves of each side of a tile's patches.
+    A grid has `min_tiles` to `max_tiles` tiles, without the tile of the whole picture. Pixel shuffle reduces the number
+    of patches on each side of a tile by `downsample_ratio`.
     """
 
     image_size: int
@@ -37,7 +37,8 @@ class InternvlShapes(ShapeRules):
 
     @property
     def tokens_per_tile(self) -> int:
-        """What the LLM sees of a tile; the encoder computes on `1 / downsample_ratio**2` as many and a class token."""
+        """Tokens of a tile in the LLM. The encoder computes on `1 / downsample_ratio**2` times as many patches, and on
+        a class token."""
         return int(self.image_size // self.patch_size * self.downsample_ratio) ** 2
 
     def image(self, width: int, height: int, num_images: int) -> ItemCount:
@@ -45,8 +46,8 @@ class InternvlShapes(ShapeRules):
         return self._tiles(_num_tiles(width, height, self.image_size, self.min_tiles, most))
 
     def most_tiles_of_each(self, num_images: int) -> int:
-        """InternVL's training code divides the number among pictures; transformers' processor leaves that to its
-        caller."""
+        """The largest number of tiles of each of a sample's pictures. InternVL's training code divides `max_tiles`
+        among them; transformers' processor leaves that to its caller."""
         return max(1, self.max_tiles // num_images)
 
     def video(self, num_frames: int, width: int, height: int) -> ItemCount:
@@ -72,10 +73,10 @@ class InternvlShapes(ShapeRules):
 
 @lru_cache(maxsize=1 << 16)
 def _num_tiles(width: int, height: int, image_size: int, min_tiles: int, max_tiles: int) -> int:
-    """Tiles of the grid closest to the picture's aspect ratio; where they are several, one more for the whole.
+    """Tiles of the grid that is closest to the picture's aspect ratio, and one more if it has several.
 
-    Of grids that are equally close it is the largest whose area the picture has more than half of, if any, else
-    the smallest.
+    Of equally close grids, the largest is taken of those whose area is less than twice the picture's, or else the
+    smallest of all.
     """
     grids = _grids(min_tiles, max_tiles)
     if not grids:
@@ -90,7 +91,7 @@ def _num_tiles(width: int, height: int, image_size: int, min_tiles: int, max_til
 
 @lru_cache(maxsize=256)
 def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
-    """All (columns, rows) of `min_tiles` to `max_tiles` tiles."""
+    """All grids (columns, rows) of `min_tiles` to `max_tiles` tiles."""
     return tuple(
         (columns, rows)
         for columns in range(1, max_tiles + 1)

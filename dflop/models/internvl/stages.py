@@ -11,7 +11,7 @@ __all__ = ["VisionStage", "cut"]
 
 
 def cut(hf: InternVLForConditionalGeneration, module: str, layers: range) -> EncoderStage | LlmStage:
-    """The stage of these layers of a module, in place, from the whole model."""
+    """The stage of these layers of a module, cut in place from the whole model."""
     if module == "llm":
         return cut_llm(hf, layers, of_encoders=("vision_tower", "multi_modal_projector"))
     hf.model.language_model, hf.lm_head = None, None
@@ -25,7 +25,7 @@ def cut(hf: InternVLForConditionalGeneration, module: str, layers: range) -> Enc
 
 
 class VisionStage(EncoderStage):
-    """InternViT's layers, pixel shuffle and the projector; a tile's features follow each other as they come."""
+    """InternViT's layers, pixel shuffle and the projector. The LLM gets the features of a sample's tiles in order."""
 
     def division(self) -> Division:
         check_kind(self.hf.config.vision_config.model_type, ("internvl_vision",))
@@ -52,7 +52,7 @@ class VisionStage(EncoderStage):
         return self.hf.model.vision_tower.embeddings(batch.items)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """What comes in, and the output of each of this stage's layers."""
+        """The input, and the output of each of this stage's layers."""
         outputs = [hidden]
         for index in self.layers:
             outputs.append(self.hf.model.vision_tower.encoder.layer[index](outputs[-1]))

@@ -1,4 +1,4 @@
-"""What InternVL's modules do in one forward pass: InternViT with pixel shuffle and projector, and the LLM."""
+"""The work of InternVL's modules in one forward pass: InternViT with pixel shuffle and projector, and the LLM."""
 
 from dflop.models.llm_work import llm_work
 from dflop.models.spec import ModelSpec
@@ -12,9 +12,9 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
     """Counts of one module on each of `tp` ranks.
 
     Raises:
-        UserError: when the config lacks a size, or has an LLM of which nothing is known.
+        UserError: when the config lacks a size, or has an LLM that cannot be counted.
     """
-    if module == "llm":  # transformers ties head and embedding where the config says nothing
+    if module == "llm":  # transformers ties head and embedding if the config does not say
         return llm_work(spec, tp, is_tied=spec.hf_config.get("tie_word_embeddings", True))
     return vit_work(_internvit(spec), tp)
 
@@ -41,10 +41,11 @@ def _internvit(spec: ModelSpec) -> VitWidths:
         projected=rules.tokens_per_tile,
         projector_width=wide,
         out=spec.module("llm").hidden_size,
-        # The patch embedding's bias, the class token, positions and mask; behind, the projector's norm.
+        # Before the layers, the patch embedding's bias, the class token, positions and mask token; after them, the
+        # projector's norm.
         in_vectors=hidden * (2 + places + bool(vision.get("use_mask_token", False))),
         out_vectors=2 * wide,
-        # Pixel shuffle copies twice, then comes a norm.
+        # Pixel shuffle copies twice, and a norm follows.
         shuffle_bytes=12.0 * wide,
         shuffle_saved_bytes=2.0 * wide + 8.0,
         has_norm=has_norm,

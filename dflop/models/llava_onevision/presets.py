@@ -23,7 +23,7 @@ def _square_grids(image_size: int, largest: int = 6) -> list[list[int]]:
     return [[height, width] for height in sides for width in sides]
 
 
-# SigLIP has 27 layers; the model reads the output of the 26th, and the last is left out.
+# SigLIP has 27 layers. The model reads the output of the 26th, and has no 27th.
 _SIGLIP_SO400M_384 = {
     "model_type": "siglip_vision_model",
     "hidden_size": 1152,
@@ -83,7 +83,7 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
     """The spec of a model of this family from the fields of its Hugging Face config and processor.
 
     Raises:
-        UserError: naming the field that is missing, or that contradicts another.
+        UserError: naming the field that is missing, that the family's rules cannot use, or that contradicts another.
     """
     processor = processor or {}
     vision = _VISION_DEFAULTS | hf_config.get("vision_config", {})

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision to be run: its Hugging Face config for a tokenizer, its stages, its pixels."""
+"""Building and feeding LLaVA-OneVision: its Hugging Face config for a tokenizer, its stages, its pixels."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,7 +15,7 @@ from dflop.models.spec import ModelSpec
 
 __all__ = ["RUNTIME", "make_config"]
 
-# The hub and `save_pretrained` keep the names that the family had first.
+# Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version.
 _FIRST_NAMES = (
     (r"^language_model\.lm_head\.", "lm_head."),
     (r"^language_model\.(model\.)?", "model.language_model."),
@@ -33,7 +33,7 @@ def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: in
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
-    """The model with so many layers in one module, whose features come from the last layer then."""
+    """The model with `num_layers` layers in one module. Features then come from the encoder's last layer."""
     fields = deepcopy(spec.hf_config)
     fields["text_config" if module == "llm" else "vision_config"]["num_hidden_layers"] = num_layers
     layer = fields.get("vision_feature_layer", -1)
@@ -42,7 +42,7 @@ def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
 
 
 def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
-    """Pictures of a 2x2 grid of crops, and single crops, that make up the number of items."""
+    """As many pictures with a 2x2 grid of crops as fit into `num_items` items, and single crops for the rest."""
     side = spec.rules.image_size
     whole = spec.rules.image(2 * side, 2 * side, 1).num_items
     pictures = (MediumLayout("image", whole, 2 * side, 2 * side),) * (num_items // whole)
@@ -51,7 +51,7 @@ def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
 
 
 def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str, torch.Tensor]:
-    """Crops of pictures, which go on one after the other, apart from frames.
+    """The crops of all pictures one after the other, and the frames of clips apart from them.
 
     Raises:
         ValueError: for clips of several lengths, which transformers' model does not take at once.

@@ -1,8 +1,8 @@
 """LLaVA-OneVision's shape rules: from the size of a picture or clip to crops and tokens.
 
-A picture alone in its sample is cut into the grid that fits it best, plus one crop of the whole picture.
-The encoder sees all of these crops; the LLM sees fewer tokens, since padding is cut off and what exceeds
-`max_crops` crops is scaled down. A picture among others is one square crop. Frames are pooled by two.
+A picture alone in its sample is cut into the grid of crops that fits it best, plus one crop of the whole picture.
+The encoder sees all of these crops. The LLM sees fewer tokens: padding is cut off, and features of more than
+`max_crops` crops are scaled down. A picture among others is one square crop. Frames are pooled by two.
 The tests compare every number with transformers' own processor and model.
 """
 
@@ -37,7 +37,7 @@ class LlavaOnevisionShapes(ShapeRules):
 
     @property
     def tokens_per_item(self) -> int:
-        """Patches of one crop: what the encoder computes on, whatever the LLM gets to see."""
+        """Patches of one crop, on which the encoder computes; the LLM may see fewer."""
         return self.patches_per_side**2
 
     def image(self, width: int, height: int, num_images: int) -> ItemCount:
@@ -73,7 +73,7 @@ def _single_image(rules: LlavaOnevisionShapes, width: int, height: int) -> ItemC
 
 
 def _best_grid(pinpoints: tuple[tuple[int, int], ...], width: int, height: int) -> tuple[int, int]:
-    """The pinpoint that keeps most of the picture's pixels and, among equals, wastes the least area."""
+    """The pinpoint (height, width) that keeps most of the picture's pixels and, among equals, wastes the least area."""
     best, best_kept, best_waste = pinpoints[0], -1, math.inf
     for grid_height, grid_width in pinpoints:
         scale = min(grid_width / width, grid_height / height)

@@ -12,7 +12,11 @@ __all__ = ["VisionStage", "cut"]
 
 
 def cut(hf: LlavaOnevisionForConditionalGeneration, module: str, layers: range) -> EncoderStage | LlmStage:
-    """The stage of these layers of a module, in place, from the whole model."""
+    """The stage of these layers of a module, cut in place from the whole model.
+
+    Raises:
+        UserError: when the encoder's last stage lacks a layer whose output is a feature.
+    """
     if module == "llm":
         return cut_llm(hf, layers, of_encoders=("vision_tower", "multi_modal_projector", "image_newline"))
     hf.model.language_model, hf.lm_head = None, None
@@ -40,7 +44,7 @@ def _least_layers(config: LlavaOnevisionConfig) -> int:
 
 
 def _feature_layers(config: LlavaOnevisionConfig) -> list[int]:
-    """Whose outputs are features: counted from the embedding (0) on, or back from the last layer (-1)."""
+    """The layers whose outputs are features, counted from the embedding (0) on, or back from the last layer (-1)."""
     chosen = config.vision_feature_layer
     return [chosen] if isinstance(chosen, int) else list(chosen)
 
@@ -70,7 +74,7 @@ class VisionStage(EncoderStage):
         return self.hf.model.vision_tower.embeddings(batch.items)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """What comes in, and the output of each of this stage's layers."""
+        """The input, and the output of each of this stage's layers."""
         outputs = [hidden]
         for index in self.layers:
             outputs.append(self.hf.model.vision_tower.encoder.layers[index](outputs[-1], None))

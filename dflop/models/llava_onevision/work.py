@@ -1,4 +1,4 @@
-"""What LLaVA-OneVision's modules do in one forward pass: SigLIP with its projector, and the LLM."""
+"""The work of LLaVA-OneVision's modules in one forward pass: SigLIP with its projector, and the LLM."""
 
 from dflop.models.llm_work import llm_work
 from dflop.models.spec import ModelSpec
@@ -13,7 +13,7 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
     """Counts of one module on each of `tp` ranks.
 
     Raises:
-        UserError: when the config lacks a size, or has a part of which nothing is known.
+        UserError: when the config lacks a size, or has a part that cannot be counted.
     """
     if module == "llm":
         config = spec.hf_config
@@ -43,10 +43,10 @@ def _siglip(spec: ModelSpec) -> VitWidths:
         projected=patches - (config.get("vision_feature_select_strategy", "full") == "default"),
         projector_width=sizes.hidden_size * (1 if isinstance(layers, int) else len(layers)),
         out=spec.module("llm").hidden_size,
-        # The patch embedding's bias and the positions; behind, the newline between rows of patches.
+        # Before the layers, the patch embedding's bias and the positions; after them, the newline's embedding.
         in_vectors=sizes.hidden_size + sizes.hidden_size * patches,
         out_vectors=spec.module("llm").hidden_size,
-        # The features are read from before SigLIP's last norm.
+        # The features are taken before SigLIP's last norm.
         has_norm=True,
         norm_runs=False,
         has_projector_biases=bool(config.get("multimodal_projector_bias", True)),

@@ -1,5 +1,4 @@
-"""Qwen2.5-Omni's thinker: Qwen2.5-VL's vision encoder, an audio encoder of Whisper's kind, and an LLM that hears and
-sees."""
+"""Qwen2.5-Omni's thinker: Qwen2.5-VL's vision encoder, a Whisper-like audio encoder, and the LLM that both feed."""
 
 from dflop.models.family import Family
 from dflop.models.qwen2_5_omni_thinker.presets import PRESETS, make_spec

@@ -38,9 +38,9 @@ _AUDIO_DEFAULTS = {
     "output_dim": 3584,
 }
 _POSITIONS_A_SECOND = 25
-# Of the released processors: longer sounds are cut off.
+# The limit of the released processors: longer sounds are cut off.
 _MOST_SECONDS = 300
-# Other names that transformers knows fields by.
+# Aliases that transformers accepts for fields.
 _VISION_NAMES = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 _AUDIO_NAMES = {
     "num_hidden_layers": "encoder_layers",
@@ -144,5 +144,5 @@ def _renamed(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _sizes(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """The fields under the names that most configs have."""
+    """The fields under the names that most Hugging Face configs use."""
     return {usual: fields[own] for usual, own in names.items()}

@@ -13,7 +13,7 @@ from dflop.models.spec import SOUND_RATE_HZ, ModelSpec
 
 __all__ = ["Qwen25OmniPatches", "Qwen25OmniSounds"]
 
-# Behind a sound, silence for the last frames' windows to reach into, as in the processor's own padding.
+# Samples of silence after a sound, for the windows of its last frames, as in the processor's own padding.
 _SILENCE = 4 * SAMPLES_A_FRAME
 
 
@@ -58,7 +58,7 @@ class Qwen25OmniSounds:
         path.write_text(json.dumps(whole | {"feature_extractor": settings}, indent=2) + "\n", encoding="utf-8")
 
     def sound(self, samples: np.ndarray) -> np.ndarray:
-        """Chunks of a sound, float32 [num_items, num_mel_bins, chunk_frames]; the last one ends in zeros."""
+        """Chunks of a sound, float32 [num_items, num_mel_bins, chunk_frames]; the last one is padded with zeros."""
         heard = samples[: self.rules.most_frames * SAMPLES_A_FRAME]
         num_frames = -(-len(heard) // SAMPLES_A_FRAME)
         silence = num_frames * SAMPLES_A_FRAME - len(heard) + _SILENCE

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's thinker to be run: its Hugging Face config for a tokenizer, its stages, its patches and sounds."""
+"""Building and feeding Qwen2.5-Omni's thinker: its Hugging Face config for a tokenizer, its stages, its items."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -17,7 +17,8 @@ from dflop.models.spec import ModelSpec
 
 __all__ = ["RUNTIME", "make_config"]
 
-# The hub and `save_pretrained` keep the names that the family had first, and the whole model's those of its parts.
+# Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version. In a checkpoint
+# of the whole model, the thinker's names begin with `thinker.`.
 _FIRST_NAMES = (
     (r"^thinker\.", ""),
     (r"^(audio_tower|visual)\.", r"model.\1."),
@@ -39,7 +40,7 @@ def make_config(spec: ModelSpec, token_ids: dict[str, int], vocab_size: int) -> 
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
-    """The model with so many layers in one module; a vision encoder's then all attend beyond windows."""
+    """The model with `num_layers` layers in one module. In the vision encoder, none of these has window attention."""
     if module != "audio":
         return make_spec(spec.name, qwen2_5_vl.fields_with_depth(spec, module, num_layers))
     fields = deepcopy(spec.hf_config)
@@ -48,7 +49,7 @@ def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
 
 
 def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
-    """Pictures as Qwen2.5-VL's, or a sound of so many whole chunks."""
+    """Pictures as for Qwen2.5-VL, or a sound of `num_items` whole chunks."""
     if module == "vision":
         return qwen2_5_vl.make_up_media(spec, module, num_items)
     num_mels, chunk = spec.hf_config["audio_config"].get("num_mel_bins", 128), spec.rules.chunk_frames
@@ -57,7 +58,8 @@ def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
 
 
 def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str, torch.Tensor]:
-    """Patches as Qwen2.5-VL's, mel frames of sounds as long as the longest, and masks: positions follow from them."""
+    """Patches as for Qwen2.5-VL, the sounds' mel frames padded to the longest, and attention masks, from which
+    transformers computes positions."""
     seen = {name: batch for name, batch in media.items() if name == "vision"}
     inputs = qwen2_5_vl.plain_inputs(seen, text)
     inputs.pop("mm_token_type_ids", None)

@@ -1,8 +1,9 @@
 """Qwen2.5-Omni's shape rules: pictures and clips as Qwen2.5-VL has them, and sounds in chunks of two seconds.
 
-A sound becomes mel frames, 100 a second and of at most five minutes. An item of the audio encoder is a chunk of them,
-inside which its positions attend to each other; a convolution halves them, and pairs of them become tokens. The tests
-compare every number with transformers' own processor and model.
+A sound becomes mel frames, 100 a second; what is longer than `most_frames` (usually five minutes) is cut off. An item
+of the audio encoder is a chunk of frames. A convolution makes one position of two frames, positions attend to each
+other inside their chunk, and pairs of positions become tokens. The tests compare every number with transformers' own
+processor and model.
 """
 
 import math
@@ -35,10 +36,10 @@ class Qwen25OmniShapes(Qwen25VlShapes):
         return ("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>")
 
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
-        """Windows and pooling are the model's own: `data.audio` is for models that do not say.
+        """Chunks and tokens of a sound. `audio` (`data.audio`) is not used: chunks and pooling are the model's own.
 
         Raises:
-            ValueError: when a sound is too short for a token.
+            ValueError: when the sound is too short for a token.
         """
         num_frames = min(math.ceil(round(seconds * SOUND_RATE_HZ) / SAMPLES_A_FRAME), self.most_frames)
         num_tokens = ((num_frames - 1) // 2 + 1) // 2
@@ -54,7 +55,8 @@ class Qwen25OmniShapes(Qwen25VlShapes):
         return f"{before}{self.placeholder(kind)}{behind}"
 
     def run_positions(self, kind: str, count: ItemCount, frame_s: float) -> tuple[np.ndarray, int]:
-        """Sounds go on as text does. After a clip text goes on behind its last step in time."""
+        """As Qwen2.5-VL's, except for clips: steps in time are rounded otherwise, and the position of what follows is
+        one more than the largest position in the clip."""
         positions, advance = super().run_positions(kind, count, frame_s)
         if kind == "video":
             # In float32, and in this order, as transformers has them.

@@ -17,7 +17,7 @@ modeling.apply_rotary_pos_emb_vision = qwen2_5_vl.exact_in_float64(modeling.appl
 
 
 def cut(hf: Qwen2_5OmniThinkerForConditionalGeneration, module: str, layers: range) -> EncoderStage | LlmStage:
-    """The stage of these layers of a module, in place, from the whole model."""
+    """The stage of these layers of a module, cut in place from the whole model."""
     if module == "llm":
         return cut_llm(hf, layers, of_encoders=("visual", "audio_tower"), kind="qwen2")
     if module == "vision":
@@ -34,7 +34,7 @@ def cut(hf: Qwen2_5OmniThinkerForConditionalGeneration, module: str, layers: ran
 
 
 class VisionStage(qwen2_5_vl.VisionStage):
-    """The vision transformer's layers and the merger, whose queries, keys and values are matrices of their own."""
+    """The vision transformer's layers and the merger. Queries, keys and values have a matrix each."""
 
     def division(self) -> Division:
         check_kind(self.hf.config.vision_config.model_type, ("qwen2_5_omni_vision_encoder",))
@@ -47,10 +47,10 @@ class VisionStage(qwen2_5_vl.VisionStage):
 
 
 class AudioStage(EncoderStage):
-    """The audio encoder's layers, pooling and the projector. Every chunk has as many positions in the layers; those
-    behind the end of a sound attend to themselves alone, and nothing comes of them."""
+    """The audio encoder's layers, pooling and the projector. Every chunk has the same number of positions in the
+    layers. Those after a sound's end attend only to each other, and are not used."""
 
-    # Of the beginning and the end of a sound in speech that is generated.
+    # Embeddings of the beginning and the end of a sound, for generated speech.
     unread = ("model.audio_tower.audio_bos_eos_token.weight",)
 
     @property
@@ -87,7 +87,7 @@ class AudioStage(EncoderStage):
         return (hidden + positions.to(hidden.dtype)).flatten(0, 1)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """What comes in, and the output of each of this stage's layers."""
+        """The input, and the output of each of this stage's layers."""
         whole, ends = one_segment(hidden), self._segment_ends(batch)
         outputs = [hidden]
         for index in self.layers:
@@ -111,7 +111,7 @@ class AudioStage(EncoderStage):
 
     @property
     def _positions(self) -> int:
-        """Of a chunk, in the layers."""
+        """Positions of a chunk in the layers."""
         return self.hf.config.audio_config.n_window
 
     def _chunk_frames(self, batch: EncoderBatch) -> list[int]:
@@ -134,5 +134,5 @@ def _sounds(batch: EncoderBatch) -> list[MediumLayout]:
 
 
 def _num_positions(num_frames: int) -> int:
-    """Behind the convolution that takes every second one."""
+    """Positions that the convolution of stride two makes of `num_frames` mel frames."""
     return (num_frames - 1) // 2 + 1

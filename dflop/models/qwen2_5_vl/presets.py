@@ -31,7 +31,7 @@ _VISION = {
 
 
 def with_axes(text: dict[str, Any], sections: list[int]) -> dict[str, Any]:
-    """An LLM of Qwen2's with three position axes; `sections` are how many frequencies each has."""
+    """The fields of a Qwen2 LLM, with three position axes; `sections` are the numbers of frequencies of each axis."""
     fields = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": sections}
     return fields | {"model_type": "qwen2_5_vl_text", "rope_parameters": rope}
@@ -91,14 +91,14 @@ _VISION_DEFAULTS = {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-# Fields of the LLM, which the released checkpoints have beside `vision_config`, in no section of their own.
+# Fields of the LLM, which released checkpoints have at the top level of their config, and not in a `text_config`.
 _TEXT_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
     *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "attention_dropout"),
     *("rope_parameters", "rope_scaling", "rope_theta", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# Of transformers' processors, where a checkpoint sets nothing.
+# The defaults of transformers' processors, for checkpoints that set none.
 PICTURE, FRAME = PixelLimits(56 * 56, 28 * 28 * 1280), PixelLimits(128 * 28 * 28, 28 * 28 * 768)
 
 
@@ -139,7 +139,7 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
 
 
 def _in_sections(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The config with a `text_config`, which the released checkpoints' have not."""
+    """The config with a `text_config`, which the configs of released checkpoints lack."""
     fields = {key: value for key, value in hf_config.items() if key not in _TEXT_FIELDS}
     text = hf_config.get("text_config")
     if text is None:
@@ -154,7 +154,11 @@ def _in_sections(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def pixel_limits(processor: dict[str, Any], usual: PixelLimits, name: str) -> PixelLimits:
-    """What a processor's fields scale pictures to."""
+    """The numbers of pixels to which a processor with these fields scales pictures; `usual` if it does not say.
+
+    Raises:
+        UserError: when the limits are not whole numbers in order.
+    """
     size = processor.get("size") or {}
     limits = [
         processor.get(pixels) or size.get(edge) or size.get(pixels) or default

@@ -26,13 +26,13 @@ _PLACEHOLDERS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 
 
 class Qwen25VlPatches:
-    """From decoded pictures to the encoder's items, each the patches of one token."""
+    """From decoded pictures to the encoder's items, each of which is the patches of one token."""
 
     processor_class = "Qwen2_5_VLProcessor"
     video_processor_type = "Qwen2VLVideoProcessor"
-    # Mean and deviation of colours, where a checkpoint does not say others than transformers'.
+    # Mean and deviation of colours, if no checkpoint sets them and they are not transformers' defaults.
     colours: Mapping[str, list[float]] = MappingProxyType({})
-    # What the processor asks the tokenizer for, and its chat template besides.
+    # Tokens that the processor reads from the tokenizer, and further ones that its chat template uses.
     named_tokens: Mapping[str, str] = _NAMED_TOKENS
     template_tokens: Mapping[str, str] = _PLACEHOLDERS
 
@@ -65,20 +65,21 @@ class Qwen25VlPatches:
         )
 
     def images(self, images: list[Image.Image]) -> list[np.ndarray]:
-        """Items of each of a sample's pictures, float32 [num_items, patches of a token, values of a patch]."""
+        """Items of each of a sample's pictures, float32 [num_items, patches a token, values a patch]."""
         made = self.processor(images, return_tensors=None)
         items = np.asarray(made["pixel_values"], dtype=np.float32).reshape(-1, *self.item_shape)
         counts = np.prod(made["image_grid_thw"], axis=1) // self.item_shape[0]
         return np.split(items, np.cumsum(counts)[:-1])
 
     def frames(self, frames: list[Image.Image]) -> np.ndarray:
-        """Items of a clip, step after step in time; the last frame is repeated where one is missing."""
+        """Items of a clip, step after step in time, float32 [num_items, patches a token, values a patch]. If the last
+        step lacks frames, the last frame is repeated."""
         rules, processor = self.rules, self.processor
         rows, columns = self.patches_of_frame(len(frames), *frames[0].size)
         size = SizeDict(height=rows * rules.patch_size, width=columns * rules.patch_size)
         made = []
         for frame in frames:
-            # To that size: the image processor's own `resize` takes limits for a picture.
+            # `PilBackend.resize` takes a size; the image processor's own `resize` takes limits for a picture.
             pixels = np.asarray(frame).transpose(2, 0, 1)
             pixels = PilBackend.resize(processor, pixels, size=size, resample=processor.resample)
             pixels = processor.rescale(pixels, scale=processor.rescale_factor)
@@ -91,7 +92,7 @@ class Qwen25VlPatches:
         return self.rules.patches_of(width, height, self.rules.frame)
 
     def of_videos(self) -> dict[str, Any]:
-        """What the video processor's settings have beside the image processor's."""
+        """The video processor's settings that differ from the image processor's."""
         return {"size": size_within(self.rules.frame)}
 
     def _patches(self, pixels: np.ndarray) -> np.ndarray:
@@ -107,10 +108,11 @@ class Qwen25VlPatches:
             *(rows, *of_token),
             *(columns, *of_token),
         )
-        # Steps; a token's row and column; a patch's in it; channels, frames of the step, pixels.
+        # New order of axes: step; row and column of the token; row and column of the patch in it; channel; frame of
+        # the step; row and column of the pixel.
         return parts.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, *self.item_shape)
 
 
 def size_within(limits: PixelLimits) -> dict[str, int]:
-    """Limits as the processors' settings have them."""
+    """Limits in the form of the processors' `size` setting."""
     return {"shortest_edge": limits.least, "longest_edge": limits.most}

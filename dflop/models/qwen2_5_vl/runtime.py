@@ -1,4 +1,4 @@
-"""Qwen2.5-VL to be run: its Hugging Face config for a tokenizer, its stages, its patches."""
+"""Building and feeding Qwen2.5-VL: its Hugging Face config for a tokenizer, its stages, its patches."""
 
 import math
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from dflop.models.spec import ModelSpec
 
 __all__ = ["RUNTIME", "fields_with_depth", "make_config", "make_up_media", "plain_inputs"]
 
-# The hub and `save_pretrained` keep the names that the family had first.
+# Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version.
 _FIRST_NAMES = (
     (r"^visual\.", "model.visual."),
     (r"^model\.(?!language_model\.|visual\.)", "model.language_model."),
 )
-# Items of a side of made-up pictures, in turn: squares of runs must not follow from the number of items. The small ones
-# have the size of the released models' windows.
+# The sides of small and large made-up pictures, in items. Both are used, so that `sum_sq_items` is not a function of
+# the number of items. The small ones have the size of the released models' windows.
 _SIDES = (4, 32)
 
 
@@ -36,13 +36,13 @@ def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: in
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
-    """The model with so many layers in one module. An encoder's then all attend beyond windows, so that any of them can
-    be measured; small pictures stand for windows (`make_up_media`)."""
+    """The model with `num_layers` layers in one module. In the encoder, none of these has window attention, so that any
+    one of them can be measured; small pictures take the place of windows (`make_up_media`)."""
     return make_spec(spec.name, fields_with_depth(spec, module, num_layers))
 
 
 def fields_with_depth(spec: ModelSpec, module: str, num_layers: int) -> dict[str, Any]:
-    """The config's fields, with so many layers in the vision encoder or the LLM."""
+    """The config's fields, with `num_layers` layers in the vision encoder or the LLM, as `with_depth` wants them."""
     fields = deepcopy(spec.hf_config)
     if module == "llm":
         fields["text_config"]["num_hidden_layers"] = num_layers
@@ -52,7 +52,7 @@ def fields_with_depth(spec: ModelSpec, module: str, num_layers: int) -> dict[str
 
 
 def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
-    """Square pictures, small ones or large ones by the number of items, and a few oblong ones to make it up."""
+    """Square pictures, small or large depending on the number of items, and a few oblong ones for the rest."""
     rules = spec.rules
     most, grids, left = _SIDES[num_items.bit_length() % 2], [], num_items
     while left:
@@ -78,7 +78,7 @@ def make_up_media(spec: ModelSpec, module: str, num_items: int) -> MadeUpMedia:
 
 
 def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str, torch.Tensor]:
-    """Patches of pictures and clips apart, their grids, and which tokens are of which."""
+    """The patches and grids of pictures and, apart from them, of clips, and which tokens belong to which of the two."""
     if not media:
         return {}
     inputs, token_types, (layouts,) = {}, torch.zeros_like(text.token_ids), media["vision"].media

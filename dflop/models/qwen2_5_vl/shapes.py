@@ -1,9 +1,9 @@
 """Qwen2.5-VL's shape rules: from the size of a picture or clip to patches and tokens.
 
-A picture keeps its resolution, but for rounding its sides to whole tokens and keeping its area within limits; two
-frames of a clip become one step in time. An item of the encoder is the square of patches that becomes one token of the
-LLM. In most layers patches attend to those of their window, in a few to all of their picture or step. The tests compare
-every number with transformers' own processor and model.
+A picture keeps its resolution, except that its sides are rounded to whole tokens and its area is kept within limits.
+Two frames of a clip become one step in time. An item of the encoder is the square of patches that becomes one token of
+the LLM. In most layers a patch attends to the patches of its window, in a few to all of its picture or step. The tests
+compare every number with transformers' own processor and model.
 """
 
 import math
@@ -31,8 +31,8 @@ class PixelLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen25VlShapes(ShapeRules):
-    """The rules of one encoder: a token has `merge_size` patches a side, a window is `window_size` pixels wide, and
-    `num_full_layers` of the `num_layers` attend beyond windows."""
+    """The rules of one encoder. A token has `merge_size` patches a side, and a window is `window_size` pixels wide. Of
+    the `num_layers` layers, `num_full_layers` have full and not window attention."""
 
     patch_size: int
     merge_size: int
@@ -79,7 +79,7 @@ class Qwen25VlShapes(ShapeRules):
         if kind == "audio":
             return np.tile(np.arange(count.num_tokens), (3, 1)), count.num_tokens
         num_steps, rows, columns = count.grid[0], count.grid[1] // self.merge_size, count.grid[2] // self.merge_size
-        # In float32, as transformers has them: another rounding would shift a step now and then.
+        # In float32, as in transformers: other rounding would sometimes shift a step.
         seconds_a_step = np.float32(self.temporal_patch_size * frame_s)
         interval = np.float32(self.tokens_per_second) * seconds_a_step if kind == "video" else np.float32(1)
         time = (np.arange(num_steps, dtype=np.float32) * interval).astype(np.int64)
@@ -90,7 +90,7 @@ class Qwen25VlShapes(ShapeRules):
         """Rows and columns of patches of a picture or frame.
 
         Raises:
-            ValueError: when it is more than 200 times as long as wide.
+            ValueError: when one side is more than 200 times the other.
         """
         rows, columns = whole_tokens(width, height, self.token_size, limits)
         return rows * self.merge_size, columns * self.merge_size
@@ -100,7 +100,8 @@ class Qwen25VlShapes(ShapeRules):
         return ItemCount(num_tokens, num_tokens, self.sum_sq_items(grid), grid)
 
     def sum_sq_items(self, grid: tuple[int, int, int]) -> float:
-        """Squared items of what attends to itself in a layer: a step, or in most layers a window; the layers' mean."""
+        """The sum of squared numbers of items that attend to each other: those of a picture or step, or in most layers
+        of a window. The mean over the layers."""
         num_steps, rows, columns = grid[0], grid[1] // self.merge_size, grid[2] // self.merge_size
         window = max(1, self.window_size // self.merge_size // self.patch_size)
         in_windows = _sum_sq_parts(rows, window) * _sum_sq_parts(columns, window)
@@ -112,11 +113,13 @@ class Qwen25VlShapes(ShapeRules):
 def whole_tokens(
     width: int, height: int, side: int, limits: PixelLimits, num_frames: int = 1, num_counted: int = 1
 ) -> tuple[int, int]:
-    """Rows and columns of tokens of this side in pixels that a picture is scaled to. Limits that are for a clip of
-    `num_frames` frames hold it against `num_counted` of them.
+    """Rows and columns of tokens, each `side` pixels wide and high, to which a picture is scaled.
+
+    For a frame of a clip, `limits` are for all `num_frames` frames together. Whether they are exceeded is decided as if
+    the clip had `num_counted` frames.
 
     Raises:
-        ValueError: when it is more than 200 times as long as wide.
+        ValueError: when one side is more than 200 times the other.
     """
     if max(width, height) > _MOST_ASPECT * min(width, height):
         raise ValueError(f"{width} x {height} pixels: one side is more than {_MOST_ASPECT} times the other")
@@ -131,5 +134,5 @@ def whole_tokens(
 
 
 def _sum_sq_parts(length: int, part: int) -> int:
-    """Squared lengths of the parts of a length that is cut into parts, the last one shorter."""
+    """The sum of the parts' squared lengths, if `length` is cut into parts of length `part` and a shorter rest."""
     return length // part * part**2 + (length % part) ** 2

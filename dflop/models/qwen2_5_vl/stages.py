@@ -19,15 +19,16 @@ __all__ = ["VisionStage", "cut", "cut_vision", "exact_in_float64"]
 
 
 def cut(hf: Qwen2_5_VLForConditionalGeneration, module: str, layers: range) -> EncoderStage | LlmStage:
-    """The stage of these layers of a module, in place, from the whole model."""
+    """The stage of these layers of a module, cut in place from the whole model."""
     if module == "llm":
         return cut_llm(hf, layers, of_encoders=("visual",), kind="qwen2")
     return VisionStage(hf, layers, **cut_vision(hf, layers))
 
 
 def cut_vision(hf: PreTrainedModel, layers: range) -> dict[str, bool]:
-    """Leave of a whole model these layers of its `visual` encoder, and what is around them; says at which ends they
-    are."""
+    """Reduce a whole model, in place, to these layers of its `visual` encoder, with the patch embedding before the
+    first and the merger after the last. Returns `is_first` and `is_last`: whether it has the first and the last layer.
+    """
     hf.model.language_model, hf.lm_head = None, None
     tower = hf.model.visual
     is_first, is_last = keep_layers(tower.blocks, layers)
@@ -41,11 +42,11 @@ def cut_vision(hf: PreTrainedModel, layers: range) -> dict[str, bool]:
 
 
 class _PatchProjection(nn.Conv3d):
-    """A convolution over patches that are as large as its kernel, which is a matrix product: as one it takes a third to
-    a sixth of the time on a CPU."""
+    """A convolution over patches as large as its kernel, computed as a matrix product. On a CPU that takes a third to a
+    sixth of the convolution's time."""
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[num_patches, embed_dim] of patches [num_patches, channels, frames, height, width]."""
+        """From patches [num_patches, channels, frames, height, width] to their embeddings [num_patches, embed_dim]."""
         return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
 
 
@@ -53,10 +54,10 @@ Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def exact_in_float64(rotate: Rotation) -> Rotation:
-    """transformers' rotary positions of an encoder, which are applied in float32 whatever it gets, in float64 exactly.
+    """Make an encoder's rotary positions exact in float64. transformers' `rotate` always computes in float32.
 
-    Families put it in place of transformers' own, as the norms that compute in float32 are exchanged in float64
-    (`weights.py`): what is rounded to float32 differs between layouts, now and then, by far more than float64 does.
+    Families replace transformers' function by the result, as `weights.norms_in_float64` replaces norms. Values that are
+    rounded to float32 sometimes differ between layouts by far more than float64 values do.
     """
 
     def rotated(
@@ -75,8 +76,9 @@ modeling.apply_rotary_pos_emb_vision = exact_in_float64(modeling.apply_rotary_po
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a microbatch's patches lie in the layers: items ordered by windows, `order` [num_items] being their places
-    before; ends of windows and of pictures or steps; rotary cosines and sines, [num_patches, head_dim]."""
+    """How a microbatch's patches are arranged in the layers: `order` [num_items] has the original index of each item
+    when items are ordered by windows; the ends of windows, and of pictures or steps, in patches; rotary cosines and
+    sines, [num_patches, head_dim]."""
 
     order: torch.Tensor
     window_ends: list[int]
@@ -115,7 +117,7 @@ class VisionStage(EncoderStage):
         return self._ordered(patches, self._layout(batch, patches.device).order)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """What comes in, and the output of each of this stage's layers."""
+        """The input, and the output of each of this stage's layers."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
         whole = one_segment(hidden)
         outputs = [hidden]
@@ -140,7 +142,7 @@ class VisionStage(EncoderStage):
 
     def _layout(self, batch: EncoderBatch, device: torch.device) -> _Layout:
         tower = self.hf.model.visual
-        with unset_fake_temporarily():  # these are values, whatever the patches are
+        with unset_fake_temporarily():  # real tensors, also when the patches are fake
             grids = torch.tensor([medium.grid for media in batch.media for medium in media])
             order, window_ends = get_vision_window_index(
                 grids, tower.spatial_merge_size, window_size=tower.window_size, patch_size=tower.patch_size

@@ -1,7 +1,8 @@
-"""What Qwen2.5-VL's modules do in one forward pass: the vision transformer with its merger, and the LLM.
+"""The work of Qwen2.5-VL's modules in one forward pass: the vision transformer with its merger, and the LLM.
 
-An encoder's load is its items, the patches of one token each, and the squared items of what attends to itself, the mean
-of windowed and of full layers: a stage with more of either kind than the others has is priced as the mean.
+The encoder's loads are its items, each of which is the patches of one token, and `sum_sq_items`, the mean over layers
+with window and with full attention. So a stage with more layers of one kind than other stages is priced by this mean,
+too.
 """
 
 from dflop.models.llm_work import llm_work
@@ -10,7 +11,8 @@ from dflop.models.work import Layer, ModuleWork, PartWork, coefficients, size_of
 
 __all__ = ["count_work", "vision_work"]
 
-# Forward kernels of eager PyTorch, about: products, norms, rotary positions and pointwise operations.
+# The approximate number of kernels of a forward pass in eager PyTorch: products, norms, rotary positions, pointwise
+# operations.
 _NUM_KERNELS = {"layer": 40, "first": 6, "last": 15}
 
 
@@ -18,7 +20,7 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
     """Counts of one module on each of `tp` ranks.
 
     Raises:
-        UserError: when the config lacks a size, or has an LLM of which nothing is known.
+        UserError: when the config lacks a size, or has an LLM that cannot be counted.
     """
     if module == "llm":
         return llm_work(spec, tp, is_tied=bool(spec.hf_config["tie_word_embeddings"]), kind="qwen2")
@@ -26,7 +28,7 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
 
 
 def vision_work(spec: ModelSpec, tp: int, *, stacked_qkv: bool) -> ModuleWork:
-    """Counts of the vision encoder, whose queries, keys and values may come of one matrix."""
+    """Counts of the vision encoder. With `stacked_qkv`, one matrix gives queries, keys and values."""
     sizes, patches = spec.module("vision"), spec.rules.merge_size**2
     layer = Layer(
         hidden=sizes.hidden_size,
@@ -48,13 +50,13 @@ def vision_work(spec: ModelSpec, tp: int, *, stacked_qkv: bool) -> ModuleWork:
         first=_patches(spec),
         last=_merger(spec, tp),
         input_bytes=coefficients(num_items=2.0 * patches * sizes.hidden_size),
-        # Rotary cosines and sines.
+        # The cosines and sines of rotary positions.
         stage_bytes=coefficients(num_items=8.0 * patches * (sizes.hidden_size // sizes.num_heads)),
     )
 
 
 def _patches(spec: ModelSpec) -> PartWork:
-    """The patch embedding, whole on every rank, and patches put in the order of windows."""
+    """The patch embedding, whole on every rank, and ordering patches by windows."""
     rules, hidden = spec.rules, spec.module("vision").hidden_size
     patches, patch = rules.merge_size**2, 3 * rules.temporal_patch_size * rules.patch_size**2
     return PartWork(
@@ -62,10 +64,10 @@ def _patches(spec: ModelSpec) -> PartWork:
         square_flops=coefficients(),
         causal=False,
         matmul_bytes=coefficients(num_items=2.0 * patches * (patch + hidden)),
-        # Patches put in order.
+        # Ordering patches.
         pointwise_bytes=coefficients(num_items=patches * 4.0 * hidden),
         reduced_bytes=(coefficients(), coefficients()),
-        # The pixels, and the places that patches come from.
+        # The pixels, and the original indices of items.
         saved_bytes=coefficients(num_items=2.0 * patches * patch + 8.0),
         size=coefficients(num_items=patches * hidden),
         num_parameters=patch * hidden,
@@ -84,10 +86,10 @@ def _merger(spec: ModelSpec, tp: int) -> PartWork:
         square_flops=coefficients(),
         causal=False,
         matmul_bytes=coefficients(num_items=2.0 * (wide + 2 * wide / tp + out)),
-        # The norm; the activation, features put back in order.
+        # The norm, the activation, and putting features back in order.
         pointwise_bytes=coefficients(num_items=36.0 * wide + 4.0 * wide / tp + 4.0 * out),
         reduced_bytes=(coefficients(num_items=2.0 * out), coefficients(num_items=2.0 * wide)),
-        # The norm's two and what it gives, the activation's in and out.
+        # The norm's input in fp32, what its weight multiplies and its output; the activation's input and output.
         saved_bytes=coefficients(num_items=8.0 * wide + 4.0 * patches + 4.0 * wide / tp + 8.0),
         size=coefficients(num_items=wide / tp),
         num_parameters=hidden + matrices + wide / tp + out,

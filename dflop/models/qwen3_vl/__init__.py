@@ -1,4 +1,4 @@
-"""Qwen3-VL: a vision transformer at native resolution, and an LLM whose early layers take further features of it."""
+"""Qwen3-VL: a vision transformer at native resolution, and an LLM whose early layers take further features from it."""
 
 from dflop.models.family import Family
 from dflop.models.qwen3_vl.presets import PRESETS, make_spec

@@ -40,7 +40,8 @@ _LARGE_VISION = _VISION | {
 
 
 def _text(sections: list[int], **sizes: int) -> dict[str, Any]:
-    """An LLM of Qwen3's with three position axes in turn; `sections` are how many frequencies each has."""
+    """The fields of a Qwen3 LLM with three interleaved position axes; `sections` are the numbers of frequencies of each
+    axis."""
     rope = {"rope_type": "default", "rope_theta": 5_000_000.0, "mrope_interleaved": True, "mrope_section": sections}
     return {"model_type": "qwen3_vl_text", **sizes, "rms_norm_eps": 1e-6, "rope_parameters": rope}
 
@@ -119,7 +120,7 @@ _VISION_DEFAULTS = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-# Of the released checkpoints' processors, where a checkpoint sets nothing.
+# The limits of the released checkpoints' processors, for checkpoints that set none.
 PICTURE, CLIP = PixelLimits(256 * 256, 4096 * 4096), PixelLimits(64 * 64, 24 * 1024 * 1024)
 _MAX_FRAME_TOKENS = 768
 
@@ -148,7 +149,7 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
 
 
 def spec_of(name: str, hf_config: dict[str, Any], processor: dict[str, Any]) -> ModelSpec:
-    """As `make_spec`, of a config whose parts are not held against each other."""
+    """As `make_spec`, but without checking that the vision encoder and the LLM fit each other."""
     vision = dict(hf_config.get("vision_config", {}))
     for other, own in (("num_hidden_layers", "depth"), ("num_attention_heads", "num_heads")):
         if other in vision:

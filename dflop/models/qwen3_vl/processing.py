@@ -1,6 +1,6 @@
-"""Patches for Qwen3-VL's encoder, through transformers' own image processor, as Qwen2.5-VL's are made.
+"""Patches for Qwen3-VL's encoder, made as Qwen2.5-VL's, through transformers' own image processor.
 
-A clip's frames are scaled to what `Qwen3VLVideoProcessor` scales them to, which itself needs torchvision.
+A clip's frames get the size that `Qwen3VLVideoProcessor`, which needs torchvision, would give them.
 """
 
 from types import MappingProxyType
@@ -12,7 +12,7 @@ __all__ = ["Qwen3VlPatches"]
 
 
 class Qwen3VlPatches(Qwen25VlPatches):
-    """From decoded pictures to the encoder's items, each the patches of one token."""
+    """From decoded pictures to the encoder's items, each of which is the patches of one token."""
 
     processor_class = "Qwen3VLProcessor"
     video_processor_type = "Qwen3VLVideoProcessor"

@@ -1,4 +1,4 @@
-"""Qwen3-VL to be run: its Hugging Face config for a tokenizer, its stages, its patches."""
+"""Building and feeding Qwen3-VL: its Hugging Face config for a tokenizer, its stages, its patches."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -23,15 +23,15 @@ def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: in
     config = Qwen3VLConfig(**deepcopy(config_fields(spec, vocab_size)))
     config.image_token_id = placeholder_ids["image"]
     config.video_token_id = placeholder_ids["video"]
-    # Who only measures leaves out the tokens around media.
+    # For measuring, no ids are given for the tokens around media.
     config.vision_start_token_id = placeholder_ids.get("<|vision_start|>", config.vision_start_token_id)
     config.vision_end_token_id = placeholder_ids.get("<|vision_end|>", config.vision_end_token_id)
     return config
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
-    """The model with so many layers in one module. All of an encoder's features are then those of its last layer: as
-    many mergers have as much to do."""
+    """The model with `num_layers` layers in one module. All of the encoder's features are then taken from its last
+    layer, so that the mergers have the same work."""
     fields = deepcopy(spec.hf_config)
     if module == "llm":
         fields["text_config"]["num_hidden_layers"] = num_layers
@@ -42,7 +42,7 @@ def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
 
 
 def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str, torch.Tensor]:
-    """Patches of pictures and clips apart, their grids, and which tokens are of which. Times stand in the text."""
+    """As for Qwen2.5-VL, without the times of frames, which are in the text."""
     given = plain_patches(media, text)
     given.pop("second_per_grid_ts", None)
     return given

@@ -1,9 +1,9 @@
 """Qwen3-VL's shape rules: from the size of a picture or clip to patches and tokens.
 
-A picture is scaled as Qwen2.5-VL scales it. A clip's frames have limits for all of them together, so that their size
-depends on how many are taken. Two frames become one step in time; in the text each step stands alone, behind its time,
-and in the encoder its patches attend to each other, in all layers. The tests compare every number with transformers'
-own processor and model.
+A picture is scaled as in Qwen2.5-VL. The limits for a clip's frames are for all frames together, so that their size
+depends on how many frames are used. Two frames become one step in time. In the text each step follows its time, with a
+placeholder of its own; in all layers of the encoder the patches of a step attend to each other. The tests compare every
+number with transformers' own processor and model.
 """
 
 import math
@@ -25,8 +25,8 @@ _PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VlShapes(ShapeRules):
-    """The rules of one encoder: a token has `merge_size` patches a side; `clip` limits the pixels of all frames of a
-    clip, and `max_frame_tokens`, where it is set, the tokens of each."""
+    """The rules of one encoder. A token has `merge_size` patches a side. `clip` limits the pixels of all frames of a
+    clip together, and `max_frame_tokens`, if it is set, the tokens of each frame."""
 
     patch_size: int
     merge_size: int
@@ -64,8 +64,8 @@ class Qwen3VlShapes(ShapeRules):
         return _PLACEHOLDERS.get(kind, f"<{kind}>")
 
     def in_text(self, kind: str, count: ItemCount, times_s: Sequence[float] = ()) -> str:
-        """Of a clip each step behind the mean of its first and its last frame's times, and marks around the whole, as
-        transformers' processor leaves them of the chat template."""
+        """For a clip, each step follows the mean time of its first and last frame. The vision tokens around the whole
+        clip come from the chat template, and transformers' processor keeps them, too."""
         placeholder = self.placeholder(kind)
         if kind == "audio":
             return placeholder
@@ -79,7 +79,7 @@ class Qwen3VlShapes(ShapeRules):
         return f"{_BEFORE}{steps}{_BEHIND}"
 
     def run_positions(self, kind: str, count: ItemCount, frame_s: float) -> tuple[np.ndarray, int]:
-        """A picture's, or those of one step of a clip: what its text says is when it is seen."""
+        """The positions of a picture, or of one step of a clip. Its time is in the text, and not in the positions."""
         if kind == "audio":
             return np.tile(np.arange(count.num_tokens), (3, 1)), count.num_tokens
         rows, columns = (length // self.merge_size for length in count.grid[1:])
@@ -87,10 +87,10 @@ class Qwen3VlShapes(ShapeRules):
         return np.stack([axis.ravel() for axis in axes]), max(rows, columns)
 
     def patches_of_frame(self, num_frames: int, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of patches of each of a clip's frames. One frame alone is taken twice.
+        """Rows and columns of patches of each of a clip's frames. A single frame counts as a whole step.
 
         Raises:
-            ValueError: when it is more than 200 times as long as wide.
+            ValueError: when one side is more than 200 times the other.
         """
         side, step = self.token_size, self.temporal_patch_size
         num_frames, most = max(num_frames, step), self.clip.most
@@ -100,7 +100,7 @@ class Qwen3VlShapes(ShapeRules):
         if min(width, height) < side:
             scale = max(side / height, side / width)
             width, height = int(width * scale), int(height * scale)
-        # transformers rounds half of a step to the even number of steps, and holds the limits against these.
+        # transformers rounds the number of steps, half a step to the even number, and compares these with the limits.
         num_counted = round(num_frames / step) * step
         limits = PixelLimits(self.clip.least, most)
         rows, columns = whole_tokens(width, height, side, limits, num_frames, num_counted)
@@ -111,5 +111,5 @@ class Qwen3VlShapes(ShapeRules):
         return ItemCount(num_tokens, num_tokens, self.sum_sq_items(grid), grid)
 
     def sum_sq_items(self, grid: tuple[int, int, int]) -> float:
-        """Squared items of what attends to itself: a picture, or a step of a clip."""
+        """The sum of squared numbers of items that attend to each other: those of a picture, or of a step of a clip."""
         return float(grid[0] * (grid[1] * grid[2] // self.merge_size**2) ** 2)

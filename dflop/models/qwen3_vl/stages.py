@@ -1,7 +1,8 @@
 """Qwen3-VL's encoder as a stage, and how the whole model is cut into stages.
 
-Behind some of its layers the encoder's hidden states are features, too. They go on with the hidden states, along the
-hidden dimension, to the last stage, whose mergers make of each what an early layer of the LLM takes (`LlmStage`).
+The hidden states after some of the encoder's layers are features, too (DeepStack). They are concatenated to the hidden
+states, along the hidden dimension, up to the last stage. There a merger turns each of them into features that an early
+layer of the LLM takes (`LlmStage`).
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ modeling.apply_rotary_pos_emb_vision = exact_in_float64(modeling.apply_rotary_po
 
 
 def cut(hf: Qwen3VLForConditionalGeneration, module: str, layers: range) -> EncoderStage | LlmStage:
-    """The stage of these layers of a module, in place, from the whole model."""
+    """The stage of these layers of a module, cut in place from the whole model."""
     num_deepstack = len(hf.config.vision_config.deepstack_visual_indexes)
     if module == "llm":
         return cut_llm(hf, layers, of_encoders=("visual",), kind="qwen3", num_deepstack=num_deepstack)
@@ -71,17 +72,17 @@ class VisionStage(EncoderStage):
         )
 
     def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
-        """[num_patches, hidden_size of each of the hidden states that go along]."""
+        """[num_patches, hidden_size x (1 + the number of earlier layers whose outputs are features)]."""
         config = self.hf.config.vision_config
         num_carried = sum(index < layer for index in config.deepstack_visual_indexes)
         return (num_items * config.spatial_merge_size**2, config.hidden_size * (1 + num_carried))
 
     def embed(self, batch: EncoderBatch) -> torch.Tensor:
-        """Embedded patches [num_patches, hidden_size], to which the learned positions are added: those of a square
-        grid, interpolated to each picture's."""
+        """Embedded patches [num_patches, hidden_size] plus the learned positions: those of a square grid, interpolated
+        to each picture's grid."""
         tower = self.hf.model.visual
         patches = tower.patch_embed(batch.items)
-        with unset_fake_temporarily():  # these are values, whatever the patches are
+        with unset_fake_temporarily():  # real tensors, also when the patches are fake
             indices, weights = get_vision_interpolation_indices_and_weights(
                 _grids(batch),
                 num_grid_per_side=tower.num_grid_per_side,
@@ -93,7 +94,7 @@ class VisionStage(EncoderStage):
         return patches + positions.sum(1).to(patches.dtype)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """What comes in, and the output of each of this stage's layers."""
+        """The input, and the output of each of this stage's layers."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
         whole = one_segment(hidden)
         outputs, last = [hidden], self._parts([hidden])[0]
@@ -105,12 +106,11 @@ class VisionStage(EncoderStage):
         return outputs
 
     def onward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
-        """The last hidden states, and behind them those that are features."""
+        """The last hidden states, concatenated with those so far that are features."""
         return torch.cat(self._parts(outputs), dim=-1)
 
     def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
-        """Features of each sample, [kept_tokens, feature_size]: those of the last layer, and behind them those of
-        the others."""
+        """Features of each sample, [kept_tokens, feature_size]: those of the last layer, then those of the others."""
         tower, (last, *further) = self.hf.model.visual, self._parts(outputs)
         made = [tower.merger(last)]
         made += [merger(own.contiguous()) for merger, own in zip(tower.deepstack_merger_list, further, strict=True)]
@@ -118,7 +118,7 @@ class VisionStage(EncoderStage):
         return [own[:kept] for own, kept in zip(of_samples, batch.kept_tokens, strict=True)]
 
     def _parts(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of what `encode` gave the last hidden states, and those so far that are features, in the order of layers."""
+        """From the result of `encode`, the last hidden states, and those so far that are features, in layer order."""
         config = self.hf.config.vision_config
         last, *further = outputs[0].split(config.hidden_size, dim=-1)
         for index in config.deepstack_visual_indexes[len(further) :]:

@@ -1,7 +1,7 @@
-"""What Qwen3-VL's modules do in one forward pass: the vision transformer with its mergers, and the LLM.
+"""The work of Qwen3-VL's modules in one forward pass: the vision transformer with its mergers, and the LLM.
 
-An encoder's load is its items, the patches of one token each, and the squared items of what attends to itself. All
-mergers are counted behind the last layer, where stages run them.
+The encoder's loads are its items, each of which is the patches of one token, and `sum_sq_items`. All mergers are
+counted after the last layer, where stages run them.
 """
 
 from dataclasses import replace
@@ -13,9 +13,10 @@ from dflop.models.work import ModuleWork, PartWork, coefficients, size_of
 
 __all__ = ["count_work"]
 
-# Forward kernels of eager PyTorch, about: products, norms, rotary positions and pointwise operations.
+# The approximate number of kernels of a forward pass in eager PyTorch: products, norms, rotary positions, pointwise
+# operations.
 _NUM_KERNELS = {"layer": 24, "first": 12, "merger": 6}
-# Places of the learned grid of positions that a patch's lies between.
+# How many positions of the learned grid a patch's position is interpolated from.
 _NUM_NEIGHBOURS = 4
 
 
@@ -23,7 +24,7 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
     """Counts of one module on each of `tp` ranks.
 
     Raises:
-        UserError: when the config lacks a size, or has an LLM of which nothing is known.
+        UserError: when the config lacks a size, or has an LLM that cannot be counted.
     """
     if module == "llm":
         is_tied = bool(spec.hf_config["tie_word_embeddings"])
@@ -39,7 +40,7 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
         first=_patches(spec),
         last=_mergers(spec, tp),
         input_bytes=coefficients(num_items=2.0 * patches * sizes.hidden_size),
-        # Rotary cosines and sines.
+        # The cosines and sines of rotary positions.
         stage_bytes=coefficients(num_items=8.0 * patches * (sizes.hidden_size // sizes.num_heads)),
     )
 
@@ -57,7 +58,7 @@ def _patches(spec: ModelSpec) -> PartWork:
         # Positions are looked up, weighted in fp32 and summed; their sum is added.
         pointwise_bytes=coefficients(num_items=patches * hidden * (_NUM_NEIGHBOURS * 14.0 + 14.0)),
         reduced_bytes=(coefficients(), coefficients()),
-        # The pixels, and the places and weights of positions.
+        # The pixels, and the indices and weights of positions.
         saved_bytes=coefficients(num_items=patches * (2.0 * patch + _NUM_NEIGHBOURS * 12.0)),
         size=coefficients(num_items=patches * hidden),
         num_parameters=(patch + 1 + num_positions) * hidden,
@@ -67,8 +68,8 @@ def _patches(spec: ModelSpec) -> PartWork:
 
 
 def _mergers(spec: ModelSpec, tp: int) -> PartWork:
-    """A norm and two matrices over the patches of a token, of the last layer and of each other whose features leave:
-    that norm is over a patch, these are over a token."""
+    """The mergers, one for the last layer and one for each other layer whose output is a feature. A merger is a norm,
+    and two matrices over the patches of a token. The last layer's norm is over one patch, the others' over a token."""
     hidden, patches, out = spec.module("vision").hidden_size, spec.rules.merge_size**2, spec.module("llm").hidden_size
     wide, count = patches * hidden, 1 + spec.num_deepstack
     matrices = count * (wide * wide + wide * out) / tp
@@ -78,10 +79,10 @@ def _mergers(spec: ModelSpec, tp: int) -> PartWork:
         square_flops=coefficients(),
         causal=False,
         matmul_bytes=coefficients(num_items=2.0 * count * (wide + 2 * wide / tp + out)),
-        # The norm; the activation; features put side by side.
+        # The norm, the activation, and concatenating features.
         pointwise_bytes=coefficients(num_items=count * (4.0 * wide + 4.0 * wide / tp + 4.0 * out)),
         reduced_bytes=(coefficients(num_items=2.0 * count * out), coefficients(num_items=2.0 * count * wide)),
-        # The norm's input and what it gives with its mean and deviation, and the activation's input and output.
+        # The norm's input and output with its mean and deviation, and the activation's input and output.
         saved_bytes=coefficients(
             num_items=2.0 * wide * (1 + count) + 8.0 * (patches + spec.num_deepstack) + count * 4.0 * wide / tp
         ),

@@ -1,7 +1,7 @@
-"""Placements, by the names that a plan and the config call them.
+"""Placements, by their names in plans and in the config.
 
-What lays out, orders, checks, prices or searches plans asks a placement's object and never compares its name. So a new
-placement is one more file in this folder, with its object as PLACEMENT.
+Code that lays out, orders, checks, prices or searches plans asks a placement's object and never compares its name. So a
+new placement is one more file in this folder, with its object as PLACEMENT.
 """
 
 from dflop.parallelism.placements.colocated import PLACEMENT as COLOCATED

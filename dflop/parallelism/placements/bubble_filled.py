@@ -1,22 +1,22 @@
-"""Bubble-filled: encoders where colocated ones are, on all of the LLM's ranks, computing while a rank would wait.
+"""Bubble-filled: encoders on all of the LLM's ranks, as if colocated, computing while a rank would otherwise wait.
 
-A rank computes encoder forwards before the LLM's where it would wait for hidden states or for gradients, in the order
-in which the LLM's first stage takes the features, and encoder backwards behind the LLM's as gradients come (Feng et
-al., Optimus, ATC 2025, has the idea for microbatches of equal shapes; here their times differ, so the order is made
-anew for each batch, from predicted times: `pipeline.filling`).
+A rank computes encoder forwards when it would wait for hidden states or gradients of the LLM, in the order in which the
+LLM's first stage takes the features. It computes encoder backwards among the LLM's later computations, as gradients
+arrive. The idea is that of Feng et al. (Optimus, ATC 2025) for microbatches of equal shapes. Here their times differ,
+so the order is made anew for each batch from predicted times (`pipeline.filling`).
 
-Such an order is said in whole numbers, the *slots*: how many of a rank's LLM computations stand before its encoders'
-forward of a microbatch, and before their backward. The process that schedules finds them and the schedule carries
-them, so every rank has the same ones, whatever its own arithmetic would make of the times. All workers of a pipeline
-stage share their slots: the order of a batch is as small as the pipeline, however many replicas there are. So each
-replica of an encoder lies on the ranks of one stage, and none gathers parameters from those of another. All do every
-microbatch, those that have no media of it in no time.
+Such an order is given by whole numbers, the *slots*: how many of a rank's LLM computations come before its encoders'
+forward of a microbatch, and before their backward. The scheduling process computes the slots and the schedule contains
+them, so that all ranks use the same ones. All workers of a pipeline stage share their slots, so the size of an order
+depends on the number of stages and not of replicas. Therefore each encoder replica must lie on the ranks of one stage,
+and must not gather parameters from ranks of another. Every replica has all microbatches; one without media of a
+microbatch computes it in no time.
 
-Encoders have the LLM's microbatches, and on each rank they do them in their order, forwards and backwards; of one slot
-forwards come first, since others wait for them. So messages between two ranks come in the order in which they are
-asked for, and nothing can wait in a circle if the merge of all stages' orders ends (`compile_plan`). Without slots the
-order is the colocated one, and it is taken for a batch, too, wherever it is the faster one: a plan of this placement is
-never slower than the colocated one for the same assignment.
+Encoders have the same microbatches as the LLM, and each rank computes them in order, forwards as well as backwards. In
+one slot forwards come first, because other ranks wait for them. So messages between two ranks are sent in the order in
+which they are received, and there is no deadlock if all stages' orders can be merged (`compile_plan`). Without slots
+the order is the colocated one. It is also used for a batch if it is faster, so that a plan of this placement is never
+predicted to be slower than the colocated one for the same assignment.
 """
 
 from collections.abc import Sequence
@@ -45,9 +45,9 @@ class BubbleFilled(Colocated):
         for encoder in plan.grids[:-1]:
             if encoder.gathers:
                 raise UserError(
-                    f"{encoder.module}: sharding: {encoder.sharding} lets replicas meet in every pass, but those of "
-                    f"different stages have orders of their own in a {self.name} plan; use sharding: {PLAIN_SHARDING}, "
-                    "or placement: colocated"
+                    f"{encoder.module}: with sharding: {encoder.sharding} replicas communicate in every pass, but "
+                    f"those of different stages have orders of their own in a {self.name} plan; use sharding: "
+                    f"{PLAIN_SHARDING}, or placement: colocated"
                 )
             if (llm.dp * llm.tp) % encoder.tp:
                 raise UserError(
@@ -59,7 +59,7 @@ class BubbleFilled(Colocated):
     def encoder_layouts(
         self, num_ranks: int, llm: tuple[int, int, int], tp_sizes: Sequence[int], pp_sizes: Sequence[int]
     ) -> list[tuple[int, int, int]]:
-        """None beside an LLM of one stage, which has no bubbles: that is a colocated plan."""
+        """As for `colocated`, but none if the LLM has one stage, as there are then no bubbles to fill."""
         llm_tp, llm_pp, llm_dp = llm
         if llm_pp == 1:
             return []
@@ -81,7 +81,7 @@ def _woven(
     backwards: np.ndarray,
     backward_slots: np.ndarray,
 ) -> np.ndarray:
-    """One rank's LLM computations with encoders' before those whose numbers their slots are."""
+    """One rank's LLM computations, with each encoder computation inserted before the LLM computation number `slot`."""
     slots = np.concatenate([forward_slots[forwards[:, 2]], backward_slots[backwards[:, 2]], np.arange(len(order))])
     return np.concatenate([forwards, backwards, order])[np.argsort(slots, kind="stable")]
 

@@ -1,7 +1,7 @@
 """Monolithic: each encoder sits on the ranks of the LLM's first pipeline stage, with its tp and dp.
 
-This is what frameworks do that do not look at the data. The first stage encodes each microbatch right before its
-forward, and takes the encoders' backward right behind its own.
+This is what frameworks do that do not look at the data. The first stage encodes each microbatch right before its own
+forward, and runs the encoders' backward right after its own backward.
 """
 
 from collections.abc import Sequence

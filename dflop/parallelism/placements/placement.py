@@ -1,7 +1,4 @@
-"""What a placement says of itself.
-
-A placement fixes which ranks the encoders own beside the LLM's.
-"""
+"""The interface of a placement, which fixes on which ranks the encoders are, relative to the LLM's."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,18 +16,19 @@ __all__ = ["Placement", "SharedRanks"]
 
 
 class Placement(ABC):
-    """One placement. Where `shares_ranks`, encoders have ranks of the LLM, and else ranks of their own."""
+    """One placement."""
 
     name: str
+    # Whether encoders are on ranks of the LLM, and not on ranks of their own.
     shares_ranks = False
-    # Whether encoder replicas are chosen apart from the LLM's, so that features cross from any of them to any of the
-    # LLM's. Where not, each replica of the LLM's first stage encodes its own samples, and what both do adds up.
+    # Whether any encoder replica may encode a sample, so that features cross to any replica of the LLM. If not, each
+    # replica of the LLM's first stage encodes its own samples, one module after the other.
     has_bridges = True
-    # Whether all of the LLM's ranks carry encoders.
+    # Whether all of the LLM's ranks have a part of each encoder.
     uses_all_ranks = False
-    # Whether a rank computes all its encoder forwards of a step before the LLM's, and all backwards behind them.
+    # Whether a rank computes all its encoder forwards of a step before the LLM's, and all encoder backwards after them.
     encodes_all_first = False
-    # Whether each batch has an order of its own, in which encoders compute while a rank would wait: `with_encoders_at`.
+    # Whether each batch has its own order, in which encoders compute while a rank would wait (`with_encoders_at`).
     fills_bubbles = False
 
     @abstractmethod
@@ -43,28 +41,28 @@ class Placement(ABC):
 
     @abstractmethod
     def world_size(self, grids: Sequence[Grid]) -> int:
-        """The number of ranks of all modules together."""
+        """The number of ranks that all modules together occupy."""
 
     @abstractmethod
     def encoder_stages(self, pp: int) -> range:
-        """Which of the LLM's `pp` pipeline ranks carry the encoders as well."""
+        """Which of the LLM's `pp` pipeline ranks have the encoders as well."""
 
     @abstractmethod
     def encoder_layouts(
         self, num_ranks: int, llm: tuple[int, int, int], tp_sizes: Sequence[int], pp_sizes: Sequence[int]
     ) -> list[tuple[int, int, int]]:
-        """The (tp, pp, dp) that an encoder may have beside an LLM of such (tp, pp, dp), out of these sizes.
+        """The (tp, pp, dp) that an encoder may have beside an LLM with (tp, pp, dp) `llm`, from these sizes.
 
-        `num_ranks` is what it has where it has ranks of its own.
+        `num_ranks` is the encoder's number of ranks, if it has ranks of its own.
         """
 
     def bridged_replicas(self, encoder_replica: int, llm_dp: int) -> range:
-        """Which of the LLM's replicas take features from this one of an encoder."""
+        """Which of the LLM's replicas may take features from this replica of an encoder."""
         return range(llm_dp) if self.has_bridges else range(encoder_replica, encoder_replica + 1)
 
 
 class SharedRanks(Placement):
-    """Encoders of one stage on ranks of the LLM, which is what `where` says in words."""
+    """Encoders of one pipeline stage each, on ranks of the LLM. `where` names these ranks in messages."""
 
     shares_ranks = True
     where: str
@@ -92,15 +90,20 @@ class SharedRanks(Placement):
     def with_encoders(
         self, pipeline: list[np.ndarray], first: int, forwards: np.ndarray, backwards: np.ndarray
     ) -> list[np.ndarray]:
-        """The orders of the LLM's pipeline ranks with the encoders' computations in them.
+        """The orders of the LLM's pipeline ranks, with the encoders' computations inserted.
 
-        Each row of an order is a pass, a stage and a microbatch; the encoders' `forwards` and `backwards` come by
-        microbatch; `first` is the LLM's first stage.
+        An order is [num_computations, 3]: pass, stage and microbatch. `pipeline` has the order of each pipeline rank,
+        `forwards` and `backwards` are the encoders' computations in the order of microbatches, and `first` is the
+        number of the LLM's first stage.
         """
 
     def with_encoders_at(
         self, slots: np.ndarray, pipeline: list[np.ndarray], forwards: np.ndarray, backwards: np.ndarray
     ) -> list[np.ndarray]:
-        """As `with_encoders`, with the encoders' computations of each microbatch where `slots` [2 (forward, backward),
-        num_pipeline_ranks, num_microbatches] has them: behind so many of the rank's LLM computations."""
+        """As `with_encoders`, but with the encoders' computations in given places. `slots` [2 (forward, backward),
+        num_pipeline_ranks, num_microbatches] says after how many of the rank's LLM computations each of them comes.
+
+        Raises:
+            NotImplementedError: for a placement that does not fill bubbles.
+        """
         raise NotImplementedError(f"{self.name} plans have one order for all batches")

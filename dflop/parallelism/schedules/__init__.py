@@ -1,7 +1,7 @@
-"""Pipeline schedules, by the names that a plan and the config call them.
+"""Pipeline schedules, by their names in plans and in the config.
 
-What orders, checks, simulates, prices or searches plans asks a schedule's object and never compares its name. So a new
-schedule is one more file in this folder, with its object as SCHEDULE.
+Code that orders, checks, simulates, prices or searches plans asks a schedule's object and never compares its name. So a
+new schedule is one more file in this folder, with its object as SCHEDULE.
 """
 
 from dflop.parallelism.schedules.one_f_one_b import SCHEDULE as _PLAIN
@@ -11,5 +11,5 @@ from dflop.parallelism.tables import each_named
 __all__ = ["PLAIN_SCHEDULE", "SCHEDULES", "Schedule"]
 
 SCHEDULES: dict[str, Schedule] = {own.name: own for own in each_named("dflop.parallelism.schedules.*.SCHEDULE")}
-# Where there is nothing to order, this one stands for all.
+# The one that is used where all schedules give the same order.
 PLAIN_SCHEDULE = _PLAIN.name

@@ -1,6 +1,7 @@
 """Interleaved 1F1B: each LLM rank has several chunks of layers (Narayanan et al. 2021, section 2.2.2).
 
-Fill and drain take as many times less as there are chunks, for as many times more transfers between stages.
+With n chunks a rank, fill and drain take a fraction 1/n of the time, but there are n times as many transfers between
+stages.
 """
 
 from typing import TYPE_CHECKING
@@ -21,12 +22,13 @@ class Interleaved(Schedule):
         return 2 * (pp - stage - 1) + (num_chunks - 1) * pp
 
     def most_ahead_of_first(self, pp: int, num_microbatches: int, num_chunks: int) -> int:
-        """Rounds of pp microbatches, two of them at most."""
+        """Two rounds of pp microbatches, or all microbatches if there are fewer."""
         return min(num_microbatches, 2 * pp)
 
     def encoder_lead(self, pp: int) -> int:
-        """Chunks take the encoders' output in rounds: half a round more bridges the time between two of them. In
-        simulations of 2 to 8 stages that made steps 1 to 12 % shorter, and still more ahead brought nothing."""
+        """Half a round. The first chunk takes the encoders' output in rounds, and this lead bridges the time between
+        two of them. In simulations of 2 to 8 stages it made steps 1 to 12 % shorter, and a longer lead gained
+        nothing."""
         return pp // 2
 
     def chunk_counts(self, pp: int) -> tuple[int, ...]:
@@ -39,8 +41,8 @@ class Interleaved(Schedule):
         pp = plan.grid("llm").pp
         if plan.num_chunks < 2 or pp < 2:
             raise UserError(
-                f"{self.name} with num_chunks={plan.num_chunks} and llm pp={pp} interleaves nothing; use both of at "
-                "least 2, or schedule: 1f1b"
+                f"{self.name} with num_chunks={plan.num_chunks} and llm pp={pp} interleaves nothing; both must be at "
+                "least 2, or use schedule: 1f1b"
             )
         if plan.num_microbatches % pp:
             raise UserError(

@@ -1,6 +1,6 @@
-"""1F1B: one forward, one backward, as soon as the first backward can come (Narayanan et al. 2021, section 2.2.1).
+"""1F1B: one forward, one backward, from the first possible backward on (Narayanan et al. 2021, section 2.2.1).
 
-Of all schedules this is the plain one: where there is nothing to order, it stands for all of them.
+This is the plain schedule, which is used where all schedules give the same order.
 """
 
 from dflop.parallelism.schedules.schedule import Schedule

@@ -1,6 +1,6 @@
-"""ZB-H1: weight gradients wait, and fill what would be idle while a pipeline drains (Qi et al. 2023).
+"""ZB-H1: weight gradients are deferred, and fill the time that would be idle while a pipeline drains (Qi et al. 2023).
 
-Each stage puts them off by its place in the chain, so that all stages hold as many microbatches as the first one does.
+Each stage defers them by its index in the chain, so that all stages hold as many microbatches as the first one.
 """
 
 from dflop.parallelism.schedules.schedule import Schedule

@@ -1,7 +1,7 @@
-"""Shardings, by the names that a plan and the config call them.
+"""Shardings, by their names in plans and in the config.
 
-What checks, prices, searches or trains plans asks a sharding's object and never compares its name. So a new sharding is
-one more file in this folder, with its object as SHARDING.
+Code that checks, prices, searches or trains plans asks a sharding's object and never compares its name. So a new
+sharding is one more file in this folder, with its object as SHARDING.
 """
 
 from dflop.parallelism.shardings.optimizer import SHARDING as PLAIN

@@ -1,5 +1,8 @@
-"""Parameters, gradients and moments are divided inside each node, and every node has a copy (HSDP; Zhao et al. 2023,
-section 3.2.2). Layers are gathered over the links inside nodes; gradients are summed between nodes once a step."""
+"""Parameters, gradients and moments are divided inside each node, and every node has a copy.
+
+This is HSDP (Zhao et al. 2023, section 3.2.2). Layers are gathered over the links inside nodes; gradients are summed
+between nodes once a step.
+"""
 
 import math
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Optimizer state alone is divided among the replicas (ZeRO-1, Rajbhandari et al. 2020, section 5.1)."""
+"""Only optimizer state is divided among the replicas (ZeRO-1; Rajbhandari et al. 2020, section 5.1)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,4 @@
-"""What a sharding says of itself.
-
-A sharding fixes what the replicas of a module's stages divide among them.
-"""
+"""The interface of a sharding, which fixes what the replicas of a module's stages divide among them."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
@@ -15,34 +12,35 @@ __all__ = ["Sharding"]
 
 
 class Sharding(ABC):
-    """One sharding. AdamW's moments are always divided, among all replicas or as the parameters are."""
+    """One sharding. AdamW's moments are always divided: among all replicas, or as the parameters are."""
 
     name: str
-    # Whether parameters and gradients are divided as well. Then each layer's parameters are gathered before its forward
-    # and again before its backward, and its gradients are summed into the shards behind every backward: replicas that
-    # share a copy of the parameters meet in every layer of every microbatch.
+    # Whether parameters and gradients are divided as well. Each layer's parameters are then gathered before its forward
+    # and again before its backward, and its gradients are summed into the shards after every backward. So replicas that
+    # share a copy of the parameters communicate in every layer of every microbatch.
     gathers = False
-    # Whether a grid has to say among how many replicas.
+    # Whether a grid must give `shards`.
     needs_shards = False
 
     @abstractmethod
     def num_shards(self, grid: "Grid") -> int:
-        """Among how many replicas, which are neighbours, a copy of the parameters is divided."""
+        """The number of neighbouring replicas that divide a copy of the parameters among them."""
 
     @abstractmethod
     def shards_worth_a_look(self, dp: int, tp: int, devices_per_node: int) -> int | None:
-        """The number of shards that the search tries with such a layout; None where the sharding makes no sense."""
+        """The number of shards that the search tries with such a layout; None if the sharding makes no sense with
+        it."""
 
     def check(self, grid: "Grid") -> None:
-        """Check what the sharding demands of a grid.
+        """Check that the sharding allows a grid.
 
         Raises:
-            UserError: naming the size that does not fit, and what would do.
+            UserError: naming the size that it does not allow, and one that it does.
         """
         if self.gathers and grid.pp > 1:
             raise UserError(
-                f"{grid.module}: sharding={self.name} with pp={grid.pp} would gather each layer for every microbatch "
-                "in flight; use pp: 1, or sharding: optimizer"
+                f"{grid.module}: sharding={self.name} with pp={grid.pp} would gather each layer again for every "
+                "microbatch in flight; use pp: 1, or sharding: optimizer"
             )
         self._check_shards(grid)
 

@@ -1,4 +1,4 @@
-"""The page's section on costs: where they come from, and how far they are off on stages that no fit saw."""
+"""The page's section on costs: where they come from, and their error on stages that were held out from the fit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +10,14 @@ from dflop.reporting.run import Run
 
 __all__ = ["CostsSection", "costs_section"]
 
-# Median errors from which predictions are called rough, and poor.
+# Median errors from which on predictions are called rough, and poor.
 _ROUGH, _POOR = 0.1, 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostsSection:
-    """`errors` are the rows of `fit_error`; `dots` are [fitted, measured] seconds of whole stages."""
+    """The section. `errors` are the rows of `fit_error`; `dots` has lists of [fitted, measured] seconds of whole
+    stages; `extrapolated` is the share of the plan's microbatches that are beyond the measured loads."""
 
     finding: str
     source: str
@@ -29,6 +30,7 @@ class CostsSection:
 
 
 def costs_section(run: Run) -> CostsSection:
+    """The section, from the run's measurements and the errors of the fit."""
     seconds = run.fit_error.filter(pl.col("quantity") == "seconds")
     is_measured = run.costs_source == "measured"
     median = float(seconds["median_error"].median()) if len(seconds) else None
@@ -58,8 +60,8 @@ def _finding(run: Run, seconds: pl.DataFrame) -> str:
     if run.costs_source != "measured":
         return (
             f"Costs are {run.costs_source}: computed from the model's structure and the data sheet of "
-            f"{run.device_name.removesuffix(' (analytic)')}, not measured on it. How far such costs were off "
-            "for published runs stands in the documentation, under What it brings"
+            f"{run.device_name.removesuffix(' (analytic)')}, not measured on it. The documentation says, under What it "
+            "brings, how far such costs were off for published runs"
         )
     if seconds.is_empty():
         return f"Costs were measured on {run.device_name}; no whole stage was kept to test the fit on"

@@ -1,4 +1,4 @@
-"""The page's section on memory: what the fullest device of each kind holds, by category, beside what a device has."""
+"""The page's section on memory: what the fullest device of each kind holds, by category, and what a device has."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ __all__ = ["DeviceBar", "MemorySection", "memory_section"]
 
 _GIB = 2**30
 _PROCESS, _ALLOCATOR = "process", "allocator"
-# Devices that carry the same stages are drawn once; of more kinds than this the fullest are drawn.
+# Devices that carry the same stages are one kind, drawn once. If there are more kinds, the fullest are drawn.
 _MOST_KINDS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceBar:
-    """The fullest of `num_devices` devices that carry the same stages; `parts` are GiB by category, `total_gib` all."""
+    """The fullest of `num_devices` devices that carry the same stages; `parts` is its memory in GiB by category."""
 
     label: str
     num_devices: int
@@ -29,9 +29,12 @@ class DeviceBar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySection:
-    """`measured_gib` is what training's fullest process has held, None where nothing was trained. `scheduled_gib` was
-    predicted for the fullest device of the `num_scheduled` batches that were looked at as they are scheduled, and
-    `predicted_gib` over the batches that the plan was priced on, whose grouping is a simpler one."""
+    """The section.
+
+    `scheduled_gib` is predicted for the fullest device in any of `num_scheduled` scheduled batches, and `predicted_gib`
+    for the batches on which the plan was priced, which are grouped in a simpler way. `measured_gib` is the peak of
+    training's fullest process; None if nothing was trained.
+    """
 
     finding: str
     limit_gib: float
@@ -50,8 +53,8 @@ def memory_section(
     predicted_bytes: dict[str, float],
     measured_bytes: dict[str, float],
 ) -> MemorySection:
-    """Of one step as it was scheduled; beside it, by module, the plan's predicted peak and the measured one, and what
-    was predicted of the batches that were previewed."""
+    """The section, from the schedule of one step. `predicted_bytes` and `measured_bytes` are the plan's predicted and
+    training's measured peak by module; `preview` has the prediction for the previewed batches."""
     held = tensor_bytes(pricer, schedule.shapes, schedule.assignment)
     tensors = sum(held.values())
     held |= {
@@ -100,5 +103,5 @@ def memory_section(
 _IN_WORDS = {
     "optimizer": "the optimiser's state",
     _PROCESS: "what every process holds beside its tensors",
-    _ALLOCATOR: "what the allocator holds in vain",
+    _ALLOCATOR: "what the allocator holds unused",
 }

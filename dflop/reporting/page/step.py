@@ -1,4 +1,4 @@
-"""The page's timeline: the boxes of one step's panels as plain numbers, for the script that draws them."""
+"""The page's timeline: the boxes of one step's panels as plain numbers, for the script that draws it."""
 
 from collections import Counter
 from typing import Any
@@ -12,12 +12,13 @@ from dflop.scheduling import StepSchedule
 __all__ = ["timeline_numbers"]
 
 _PASSES = ("forward", "backward", "weight", "sync")
-# Microseconds are as fine as a step is looked at.
+# Seconds are rounded to microseconds.
 _DIGITS = 6
 
 
 def timeline_numbers(plan: Plan, shown: StepShown) -> dict[str, Any]:
-    """Rows, passes and modules, and of each panel boxes [row, module, chunk, pass, microbatch, start, end]."""
+    """What the script draws: rows, passes and modules, and for each panel its boxes, [row, module, chunk, pass,
+    microbatch, start, end] with the times in seconds."""
     rows = shown_workers(plan)
     modules = [grid.module for grid in plan.grids]
     row_of = {worker: row for row, worker in enumerate(rows)}
@@ -33,7 +34,7 @@ def timeline_numbers(plan: Plan, shown: StepShown) -> dict[str, Any]:
 
 
 def _panel(panel: StepPanel, row_of: dict[int, int], modules: list[str], *, has_loads: bool) -> dict[str, Any]:
-    """`has_loads` is false of a panel that has another assignment than the scheduled one."""
+    """One panel. `has_loads` is false if its assignment is not the scheduled one, so that loads do not apply."""
     kinds = {"backward_input": "backward", "backward_weight": "weight"}
     boxes = [
         [
@@ -58,13 +59,13 @@ def _panel(panel: StepPanel, row_of: dict[int, int], modules: list[str], *, has_
 
 
 def _replicas(plan: Plan, row_of: dict[int, int]) -> list[dict[str, int]]:
-    """Of each row, which replica of each module it carries."""
+    """For each row, the replica of each module that it carries."""
     nodes, workers = nodes_of(plan), workers_of(plan)
     return [{nodes[node].module: nodes[node].dp_rank for node in workers[worker].nodes} for worker in row_of]
 
 
 def _loads(schedule: StepSchedule, modules: list[str]) -> dict[str, list[int]]:
-    """By "module/replica/microbatch": samples, and the tokens or items that are computed."""
+    """By "module/replica/microbatch": the number of samples, and of the tokens or items that are computed."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for place, microbatch in enumerate(schedule.microbatch):

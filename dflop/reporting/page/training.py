@@ -28,7 +28,8 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSection:
-    """`curves` are columns of numbers for the script that draws; `thinned` is how many steps a point stands for."""
+    """The section on training. `curves` has columns of numbers for the script that draws them; each point is the mean
+    of `thinned` steps."""
 
     finding: str
     num_steps: int
@@ -43,8 +44,11 @@ class TrainingSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSection:
-    """`ranks` are a name and the seconds of each of `PARTS`; `ratios` measured over predicted seconds by what was
-    computed; `step_ratio` that of the whole pipeline, its median with the 10th and 90th percentile of steps."""
+    """The section on where the time went.
+
+    `ranks` has the label of each rank and its seconds in each of `PARTS`. `ratios` are measured over predicted seconds,
+    by module and pass. `step_ratio` is the same for the whole pipeline: median, 10th and 90th percentile of steps.
+    """
 
     verdict: str
     mean_step_s: float
@@ -58,6 +62,7 @@ class TimeSection:
 
 
 def training_section(trained: TrainedRun) -> TrainingSection:
+    """The section, from the metrics and the summary of training."""
     metrics, summary, steady = trained.metrics, trained.summary, trained.steady
     width = max(1, min(5, len(metrics) // 2))
     first, last = metrics["loss"].head(width).mean(), metrics["loss"].tail(width).mean()
@@ -66,7 +71,7 @@ def training_section(trained: TrainedRun) -> TrainingSection:
         f"{count:,} {what}"
         for key, what in (
             ("num_left_out", "samples were left out, which no device can hold."),
-            ("num_unreadable", "media could not be read; their places were filled with nothing."),
+            ("num_unreadable", "media were not as profiled; they were scaled, cut, filled up or left blank."),
             ("num_undecodable", "media could not be decoded; nothing was learned from their samples."),
         )
         if (count := summary.get(key))
@@ -101,7 +106,7 @@ def training_section(trained: TrainedRun) -> TrainingSection:
 
 
 def time_section(trained: TrainedRun) -> TimeSection | None:
-    """None where no step after the warm-up was observed."""
+    """The section; None if no step after the warm-up was observed."""
     seconds, summary = trained.step_seconds, trained.summary
     split = summary.get("time_split")
     if not len(seconds) or not split:
@@ -130,6 +135,6 @@ def time_section(trained: TrainedRun) -> TimeSection | None:
 
 
 def step_spread(trained: TrainedRun) -> str:
-    """How far steps are apart, in words."""
+    """The range of step times, in words."""
     low, high = (trained.steady["step_s"].quantile(share, "linear") for share in (0.25, 0.75))
     return f"median; half of the steps {format_seconds(low)} to {format_seconds(high)}"

@@ -1,7 +1,7 @@
-"""An emulated run from its command: what may not be emulated is said in a line, then ranks start, then results follow.
+"""An emulated run, as its command runs it: check that it is possible, start the ranks, and write the results.
 
-This file imports no torch. The folder of an emulated run is its own: `summary.json`, every line of `metrics.jsonl` and
-the `meta` of `observations.duckdb` say `emulated`, and no training run is found or continued there.
+This file does not import torch. An emulated run has a folder of its own: `summary.json`, every line of `metrics.jsonl`
+and the `meta` of `observations.duckdb` say `emulated`, and no training run is found or continued there.
 """
 
 import json
@@ -25,7 +25,7 @@ from dflop.training.run_folder import clear_start
 
 __all__ = ["MOST_RANKS", "emulate", "emulation_text", "is_emulated"]
 
-# What a machine of few cores can carry: ranks sleep, but all of them send, and each takes a third of a GiB.
+# The most ranks on a machine with few cores: ranks sleep, but all of them communicate, and each takes a third of a GiB.
 MOST_RANKS = 16
 _RANKS_PER_CORE = 8
 _SECONDS = ("step_s", "pipeline_s", "predicted_step_s")
@@ -34,10 +34,10 @@ _SECONDS = ("step_s", "pipeline_s", "predicted_step_s")
 def emulate(
     config: Config, *, shapes: Path, costs: Path, plan: Path, out: Path, scale: float, meta: dict[str, str]
 ) -> tuple[dict[str, Any], Merged]:
-    """Run the plan's ranks to the end of `train.steps`; returns what `summary.json` holds, and what was observed.
+    """Run the plan's ranks to the end of `train.steps`. Returns the content of `summary.json`, and the observations.
 
-    All predicted seconds are multiplied by `scale`. Nothing is to be learned from them: `schedule.correction` must be
-    off. Whatever an earlier emulation left in `out` is replaced.
+    All predicted seconds are multiplied by `scale`. The scheduler must not learn from emulated times, so
+    `schedule.correction` must be off. The outputs of an earlier emulation in `out` are replaced.
 
     Raises:
         UserError: when the plan has more ranks than this machine can emulate, `out` holds a training run, the plan,
@@ -64,12 +64,12 @@ def emulate(
     request |= {"config": select_keys(config, COMMANDS["train"].reads), "out": str(out)}
     request |= {"scale": scale, "sync_s": sync_s}
     print(f"{time.strftime('%H:%M:%S')}  {loaded.world_size} ranks start, none of which computes: {loaded}", flush=True)
-    here = ClusterConfig(devices_per_node=loaded.world_size)  # whatever cluster it is that is emulated
+    here = ClusterConfig(devices_per_node=loaded.world_size)  # this machine, and not the emulated cluster
     code, _ = torchrun.run_ranks(
         "dflop.training.emulation.rank", request, here, num_nodes=1, per_node=loaded.world_size
     )
     if code:
-        raise UserError(f"the emulation ended early (torchrun's exit code {code}); the reason stands above")
+        raise UserError(f"the emulation ended early (torchrun's exit code {code}); see the reason above")
     merged = merge_observations(
         out / "observations", out / "observations.duckdb", scheduler.left_out, meta | {"emulated": "true"}
     )
@@ -96,7 +96,7 @@ def is_emulated(folder: Path) -> bool:
 
 
 def emulation_text(summary: dict[str, Any]) -> str:
-    """Measured beside predicted, in a few lines."""
+    """The measured and the predicted times of an emulated run, in a few lines."""
     step, pipeline = summary["measured_over_predicted"], summary["pipeline_over_predicted"]
     slowed = "" if summary["scale"] == 1.0 else f" (all seconds times {summary['scale']:g})"
     return (
@@ -121,7 +121,7 @@ def _check_size(num_ranks: int) -> None:
 
 
 def _check_folder(out: Path) -> None:
-    """A folder in which something was trained is no place for what was not."""
+    """Raise `UserError` if the folder holds a training run."""
     trained = [name for name in ("checkpoints", "model", "last_summary.json") if (out / name).exists()]
     if (out / "metrics.jsonl").exists() and not is_emulated(out):
         trained.append("metrics.jsonl")
@@ -133,13 +133,14 @@ def _check_folder(out: Path) -> None:
 
 
 def _sync_s(scheduler: BatchScheduler) -> list[float]:
-    """The seconds of each node's gradient sync, [num_nodes], which no batch changes."""
+    """The seconds of each node's gradient sync, [num_nodes], which are the same for all batches."""
     schedule = scheduler.schedule(0, "lpt")
     return scheduler.pricer.stage_times(schedule.shapes, schedule.assignment).sync_s.tolist()
 
 
 def _summarise(out: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Write `summary.json`. What is compared are the steps after the warm-up, or all where there are no others."""
+    """Write `summary.json`. The steps after the warm-up are compared with their predictions, or all if there are no
+    others."""
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steady = steps[NUM_WARMUP_STEPS:] or steps
     summary = about | {

@@ -1,4 +1,5 @@
-"""What torchrun starts on each rank that is emulated: `python -m dflop.training.emulation.rank REQUEST` (JSON)."""
+"""The program that torchrun starts for each emulated rank: `python -m dflop.training.emulation.rank REQUEST`, with
+REQUEST as JSON."""
 
 import gc
 import json
@@ -28,14 +29,16 @@ from dflop.training.topology import join_world
 
 __all__ = ["EmulatedRank"]
 
-# Steps between two looks for garbage in cycles, as the trainer has it.
+# Steps between two runs of the garbage collector, as in the trainer.
 _COLLECT_EVERY = 20
 
 
 class EmulatedRank:
-    """One rank. Build it on every rank, then `run()`: a step as `Trainer` has it, without what a model would do.
+    """One rank. Construct it on every rank, then call `run()` on every rank. Its steps are those of `Trainer`, without
+    a model.
 
-    All predicted seconds are multiplied by `scale`. `sync_s` [num_nodes] are those of each node's gradient sync.
+    All predicted seconds are multiplied by `scale`. `sync_s` [num_nodes] are the seconds of each node's gradient sync,
+    which are also multiplied.
     """
 
     def __init__(
@@ -73,12 +76,12 @@ class EmulatedRank:
             for index in self.topology.nodes
         }
         self.longest_step_s = 0.0
-        self.feed.get(0)  # deciding goes on beside the steps, and begins before them
+        self.feed.get(0)  # waiting for the first schedule is part of starting up
         dist.barrier()
         self.feed.waited_s.clear()
 
     def run(self) -> None:
-        """Every step of the run, then what was observed of them."""
+        """Run all steps, then write the observations."""
         self.watch.start()
         try:
             gc.collect()
@@ -126,7 +129,7 @@ class EmulatedRank:
         if self.topology.is_main:
             parts = self.seconds.of_step(known[:, :-1], step_s, schedule.idle_of_worker)
             self.observations.add_seconds(step, parts, step_s)
-            # The pipeline of the rank that takes longest.
+            # `pipeline_s` is that of the slowest rank.
             self._log(step, schedule, totals, step_s, float(known[:, -1].max()), split_line(parts))
         self.feed.forget(step)
 
@@ -139,7 +142,7 @@ class EmulatedRank:
         pipeline_s: float,
         parts: dict[str, Any],
     ) -> None:
-        """A line of `metrics.jsonl`, with the names that training has for the same, and a line on the screen."""
+        """Write a line of `metrics.jsonl`, with the names of training's fields, and a line on the screen."""
         world_size = self.topology.world_size
         line = {
             "step": step,
@@ -167,7 +170,7 @@ class EmulatedRank:
 
 
 def _slowed(schedule: StepSchedule, scale: float) -> StepSchedule:
-    """The schedule with all of its predicted seconds multiplied."""
+    """The schedule with all of its predicted seconds multiplied by `scale`."""
     names = ("forward_s", "backward_s", "step_s", "lower_bound_s")
     return replace(schedule, **{name: getattr(schedule, name) * scale for name in names})
 

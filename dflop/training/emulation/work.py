@@ -1,4 +1,4 @@
-"""A stage of an emulated cluster: it sleeps where it would compute, and what it sends is real."""
+"""A stage of an emulated cluster: it sleeps instead of computing, and really sends its messages."""
 
 import time
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ __all__ = ["EmulatedWork"]
 
 @dataclass
 class EmulatedWork:
-    """A node whose passes take the schedule's seconds, and its gradient sync, with `replicas`, `sync_s` of them.
+    """A node whose passes take the predicted seconds of the schedule, and whose gradient sync with its `replicas` takes
+    `sync_s` seconds.
 
-    Tensors have one number for each token, or for each item inside an encoder. A last stage counts the samples that it
-    has had, on one of its ranks: that which `counts`.
+    Tensors have one number for each token, or for each item between an encoder's stages. With `counts`, the node counts
+    its samples in `num_samples`.
     """
 
     program: Program
@@ -70,7 +71,7 @@ class EmulatedWork:
         _sleep(self.sync_s)
 
     def _tensors(self, microbatch: int, *, forward: bool) -> dict[int, torch.Tensor]:
-        """What goes out: over each edge that begins here, or back over each that ends here."""
+        """What is sent: over each edge that begins at this node in forward, over each that ends here in backward."""
         tensors = {}
         for number, edge in enumerate(self.program.edges):
             if (edge.source if forward else edge.target) != self.index:
@@ -81,7 +82,7 @@ class EmulatedWork:
 
 
 def _sleep(seconds: float) -> None:
-    """As exactly as the system can: where it wakes early, it sleeps again."""
+    """Sleep as exactly as the system can: after waking early, sleep again."""
     until = time.monotonic() + float(seconds)
     while (left := until - time.monotonic()) > 0:
         time.sleep(left)

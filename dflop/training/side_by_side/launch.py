@@ -1,6 +1,6 @@
-"""Measuring from the command: which rows there are, the ranks' request, and what they found.
+"""Starting a measured comparison: which rows there are, the request to the ranks, and their results.
 
-This file imports no torch.
+This file does not import torch.
 """
 
 import json
@@ -17,22 +17,22 @@ from dflop.runtime import UserError, torchrun
 
 __all__ = ["PLAIN_ROWS", "counted_steps", "measure_rows", "num_scheduled"]
 
-# What users would write themselves: plain PyTorch, in as many microbatches as ours where it accumulates.
+# What users would write themselves: plain PyTorch. Rows that accumulate gradients have as many microbatches as ours.
 PLAIN_ROWS = ("DDP", "DDP, accumulated", "DDP, padded", "FSDP2")
-# Steps that are not counted; with loaders that read ahead, until what they had ready at the start is used up.
+# The first steps, which are not counted; with loaders that read ahead, until what they had ready at the start is used.
 _NUM_WARMUP, _NUM_WARMUP_ON_THE_FLY = 3, 12
-# The most steps that a side's loaders are ahead.
+# By how many steps a side's loaders are ahead, at most.
 _NUM_AHEAD = 8
 
 
 def counted_steps(num_steps: int, *, on_the_fly: bool) -> range:
-    """The steps that count when so many are asked for."""
+    """The steps that count if `num_steps` are asked for."""
     first = _NUM_WARMUP_ON_THE_FLY if on_the_fly else _NUM_WARMUP
     return range(first, first + num_steps)
 
 
 def num_scheduled(num_steps: int, *, on_the_fly: bool) -> int:
-    """Steps that need a schedule: loaders are to have as much to do in the last ones."""
+    """How many steps need a schedule: some more than are run, so that loaders have as much to do in the last ones."""
     return counted_steps(num_steps, on_the_fly=on_the_fly).stop + (_NUM_AHEAD if on_the_fly else 0)
 
 
@@ -44,9 +44,11 @@ def measure_rows(
     num_steps: int,
     on_the_fly: bool = False,
 ) -> dict[str, Clocked]:
-    """Train all rows, ours first, step by step in turns on as many ranks as their plans have; returns each one's clock.
+    """Train all rows in turns, step by step, on as many ranks as their plans have. Returns the measured times by row.
 
-    `plain` are names of `PLAIN_ROWS`, which accumulate as often as our plan has microbatches.
+    `planned` are the rows with plans, ours first. `plain` are names of `PLAIN_ROWS`; those that accumulate gradients
+    have as many microbatches as our plan. Batches are loaded before a step's clock starts, or with `on_the_fly` by
+    loader processes that read ahead.
 
     Raises:
         UserError: when a rank failed.
@@ -80,7 +82,7 @@ def measure_rows(
             "dflop.training.side_by_side.rank", request, config.cluster, num_nodes=1, per_node=world_size
         )
         if code:
-            raise UserError(f"measuring ended early (torchrun's exit code {code}); the reason stands above")
+            raise UserError(f"measuring ended early (torchrun's exit code {code}); see the reason above")
         found = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     return {
         name: Clocked(*(own[counted.start : counted.stop] for own in (seconds, found["cpu_seconds"][name])))

@@ -1,4 +1,5 @@
-"""What a user would write herself: torch's DDP or FSDP2 around the same stages, with the same loaders and AdamW."""
+"""Plain training loops as users write them: torch's DDP or FSDP2 around the same stages, with the same loaders and
+AdamW."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -44,12 +45,12 @@ def plain_side(
     padded: bool = False,
     shards: bool = False,
 ) -> Side:
-    """Plain data parallelism over the samples of these steps, dealt out by torch's DistributedSampler, each rank's
-    share in so many microbatches; every rank must call this.
+    """Plain data parallelism over the samples of these steps. torch's DistributedSampler divides them among the ranks,
+    and each rank's share is cut into `num_microbatches`; every rank must call this.
 
-    DDP looks for unused parameters, as it must where a rank may have texts alone. With `shards`, FSDP2 around each
-    layer and the whole: there such a rank encodes a blank item, since all have to gather the same. `padded` makes each
-    sample as long as the longest of its microbatch. The model has one encoder.
+    DDP looks for unused parameters, as it must if a rank may have only texts. With `shards`, FSDP2 is applied to each
+    layer and to the whole model; a rank with only texts then encodes a blank item, because all ranks must gather the
+    same layers. `padded` makes each sample as long as the longest in its microbatch. The model must have one encoder.
     """
     model, plan = _whole_model(config, device)
     (encoder,) = model.spec.encoders
@@ -89,7 +90,7 @@ def plain_side(
 
 
 def _whole_model(config: Config, device: torch.device) -> tuple[RankModel, Plan]:
-    """The encoder's and the LLM's one stage of a rank that has both whole, and the plan of that."""
+    """A rank's model with the whole encoder and the whole LLM as one stage each, and the plan for that."""
     grids = tuple(Grid(module=module.name, num_ranks=1) for module in load_model_spec(config.model).modules)
     plan = Plan(placement="monolithic", grids=grids, num_microbatches=1)
     alone = dist.new_subgroups(group_size=1)[0]
@@ -103,15 +104,15 @@ def _whole_model(config: Config, device: torch.device) -> tuple[RankModel, Plan]
         tied={},
     )
     model = build_rank_model(config, plan, place, COMPUTES_IN[config.train.precision])
-    for own in model.nodes:  # its parameters are views into the flat buckets of an optimiser that is not used here
+    for own in model.nodes:  # parameters are views of the flat buckets of an optimiser that is not used here
         for parameter in own.stage.parameters():
             parameter.data, parameter.grad = parameter.data.clone(), None
     return model, plan
 
 
 class _Whole(nn.Module):
-    """The encoder's and the LLM's one stage, as a user would call them: one loss of a rank's packed samples. Where it
-    `encodes_always`, texts alone come with a blank item, which nothing is made of."""
+    """The encoder and the LLM as one module, as a user would write it: it returns the summed loss of a rank's packed
+    samples. If it `encodes_always`, it encodes a blank item for texts without media, and does not use the result."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class _Whole(nn.Module):
 
 
 def _in_shards(whole: _Whole, device: torch.device) -> nn.Module:
-    """Each layer, the embedding and the head, and the rest, as FSDP2's tutorials have it."""
+    """Apply FSDP2 to each layer, to the embedding and head, and to the rest, as in FSDP2's tutorials."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for stage in (whole.encoder, whole.llm):
         for name in stage.units:
@@ -159,7 +160,7 @@ def _adamw(module: nn.Module, config: Config) -> torch.optim.AdamW:
 
 @dataclass
 class _Jobs:
-    """This rank's microbatches, step after step: what media and what text they are made of."""
+    """The jobs of this rank's microbatches, step after step."""
 
     schedules: Sequence[StepSchedule]
     num_microbatches: int
@@ -184,7 +185,7 @@ def _job_of(batch: SampleShapes) -> MicrobatchJob:
 
 @dataclass
 class _MediaAndText(Dataset):
-    """A rank's media and text of one microbatch."""
+    """Loads a rank's media and text of one microbatch."""
 
     media: MicrobatchLoader
     text: MicrobatchLoader
@@ -193,7 +194,7 @@ class _MediaAndText(Dataset):
     def __getitem__(self, job: MicrobatchJob) -> tuple[EncoderBatch, TextBatch]:
         with_media = [place for place, sizes in enumerate(job.media) if sizes]
         loaded = self.media[_only(job, with_media)].batch
-        # Nothing but its samples' order is known of a microbatch of media: samples without any have no features.
+        # Samples without media are left out of the encoder's batch, and so have no features.
         text = self.text[job]
         return loaded, _padded(text) if self.padded else text
 
@@ -205,7 +206,7 @@ def _only(job: MicrobatchJob, places: list[int]) -> MicrobatchJob:
 
 
 def _padded(text: TextBatch) -> TextBatch:
-    """Each sample as long as the longest; nothing is learned of the padding."""
+    """The microbatch with each sample padded to the longest; nothing is learned from the padding."""
     starts = [0, *text.segment_ends[:-1]]
     lengths = [end - start for start, end in zip(starts, text.segment_ends, strict=True)]
     longest = max(lengths)
@@ -223,7 +224,7 @@ def _padded(text: TextBatch) -> TextBatch:
 
 
 def _data_loader(dataset: Dataset, jobs: _Jobs, config: Config) -> DataLoader:
-    """As training has it: one process a rank that reads ahead and gives way."""
+    """As in training: processes with low priority that read ahead, one a rank unless the config asks for more."""
     return DataLoader(
         dataset,
         sampler=jobs,

@@ -1,4 +1,4 @@
-"""A plan and its schedules, carried out by the runtime of training, as one of several ways that take turns."""
+"""A plan with its schedules, carried out by the runtime of training, as one of the sides that take turns."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -23,9 +23,9 @@ __all__ = ["planned_side"]
 
 
 def planned_side(config: Config, plan: Plan, schedules: Sequence[StepSchedule], device: torch.device) -> Side:
-    """Training as the trainer has it, from schedules that are known; every rank must call this.
+    """A side that trains as the trainer does, with given schedules; every rank must call this.
 
-    Without loader processes (`train.loader_workers`: 0) a step's batches are loaded by `load`.
+    Without loader processes (`train.loader_workers: 0`), the side's `load` loads a step's batches.
     """
     dtype = COMPUTES_IN[config.train.precision]
     program = make_program(plan, config.model.freeze)

@@ -1,4 +1,5 @@
-"""What torchrun starts on every rank that measures: `python -m dflop.training.side_by_side.rank REQUEST` (JSON)."""
+"""The program that torchrun starts on every measuring rank: `python -m dflop.training.side_by_side.rank REQUEST`, with
+REQUEST as JSON."""
 
 import json
 import os
@@ -59,13 +60,13 @@ def _measure(config: Config, request: dict) -> None:
 
 
 def _makers(config: Config, request: dict, device: torch.device) -> dict[str, Callable[[], Side]]:
-    """How each row is made, those of plans first; each rank makes all of them in this order."""
+    """Functions that make the side of each row, those with plans first. Every rank makes all sides in this order."""
     folder, makers, of_all = Path(request["folder"]), {}, []
     for number, name in enumerate(request["planned"]):
         files = (folder / f"{number}-{step}" for step in range(config.train.steps))
         schedules = [StepSchedule.from_bytes(path.read_bytes()) for path in files]
         makers[name] = partial(planned_side, config, load_plan(folder / f"{number}.yaml"), schedules, device)
-        of_all = of_all or schedules  # the same samples in all of them
+        of_all = of_all or schedules  # all rows have the same samples
     for name, how in request["plain"].items():
         makers[name] = partial(plain_side, config, of_all, device=device, on_the_fly=request["on_the_fly"], **how)
     return makers

@@ -1,4 +1,4 @@
-"""A way to train as one of several that take turns, and the clock over all of them."""
+"""Sides, which are ways to train that take turns, and the clock that times them."""
 
 import gc
 import os
@@ -15,13 +15,14 @@ from dflop.runtime.signals import children_of
 
 __all__ = ["Side", "paused", "timed"]
 
-# With loaders that read ahead, sides have turns of so many steps.
+# With loaders that read ahead, a turn has this number of steps.
 _RUN = 6
 
 
 @dataclass
 class Side:
-    """One way to train: `load(step)` gives what `train` takes. `loaders` are processes that read ahead for it."""
+    """One way to train: `train` takes the result of `load(step)`. `loaders` are the process ids of the loaders that
+    read ahead for it."""
 
     load: Callable[[int], object]
     train: Callable[[object], None]
@@ -39,7 +40,7 @@ class Side:
 
 
 def paused(make: Callable[[], Side]) -> Side:
-    """A side whose loaders, which are the processes that making it starts, stand still until it has its turn."""
+    """Make a side, and pause its loaders until its turn. Its loaders are the processes that `make` starts."""
     before = set(children_of(os.getpid()))
     side = make()
     started = [child for child in children_of(os.getpid()) if child not in before]
@@ -49,7 +50,7 @@ def paused(make: Callable[[], Side]) -> Side:
 
 
 def _is_resource_tracker(process: int) -> bool:
-    """Whether a child is the one that cleans up behind all others, who wait for it."""
+    """Whether a child process is Python's resource tracker, for which others wait, so that it must not be paused."""
     return b"resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
 
 
@@ -61,15 +62,15 @@ def timed(
     on_the_fly: bool,
     progress: Callable[[], object],
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Of each side, each step's seconds, and those that the busiest rank's core was busy; every rank must call this.
+    """For each side, the wall seconds of each step, and the CPU seconds of the busiest rank; every rank must call this.
 
-    Batches are loaded before a step's clock starts, or `on_the_fly` by the sides' loaders, in runs of several steps.
-    `progress` is called between steps.
+    Batches are loaded before a step's clock starts, or with `on_the_fly` by the sides' loaders, which read ahead; turns
+    then have several steps. `progress` is called after each step.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
     gc.collect()
-    gc.disable()  # as the trainer has it, for all sides
+    gc.disable()  # as in the trainer, for all sides
     length = _RUN if on_the_fly else 1
     for name, step in _turns(list(sides), num_steps, length):
         side = sides[name]
@@ -91,7 +92,7 @@ def timed(
 
 
 def _turns(names: Sequence[str], num_steps: int, length: int) -> Iterator[tuple[str, int]]:
-    """Each side's steps in runs of so many, the sides in turns."""
+    """The steps of all sides in the order of their turns, of `length` steps each."""
     for first in range(0, num_steps, length):
         for name in names:
             for step in range(first, min(first + length, num_steps)):
@@ -99,7 +100,7 @@ def _turns(names: Sequence[str], num_steps: int, length: int) -> Iterator[tuple[
 
 
 def _meet(device: torch.device) -> None:
-    """When all ranks have come so far, with what their devices do."""
+    """Wait until all ranks, and their devices, have come this far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier()

@@ -107,5 +107,5 @@ def test_an_encoder_whose_replicas_would_lie_on_two_stages_is_refused():
 
 def test_an_encoder_whose_replicas_meet_in_every_pass_is_refused():
     vision, llm = filled(2, 4).grids
-    with pytest.raises(UserError, match=r"vision: sharding: parameters lets .* use sharding: optimizer, or placement"):
+    with pytest.raises(UserError, match=r"vision: with sharding: parameters .* use sharding: optimizer, or placement"):
         dataclasses.replace(filled(2, 4), grids=(dataclasses.replace(vision, sharding="parameters"), llm))

@@ -154,7 +154,7 @@ def test_a_plan_that_is_bound_by_memory_says_that_it_recomputes(search, costs):
     config = make_config(4, 8, memory_gib=0.0095)
     said = yaml.safe_load(describe_choice(search(config), [], config, costs))
     assert said["plan"]["checkpointing"]
-    assert "bound by memory (it recomputes activations: kept, they would not fit into 0.0095 GiB)" in said["why"]
+    assert "bound by memory (it recomputes some layers: kept, they would not fit into 0.0095 GiB)" in said["why"]
 
 
 def test_baselines_that_do_not_fit_are_named(explain):

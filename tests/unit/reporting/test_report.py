@@ -185,7 +185,7 @@ def test_a_chosen_plan_far_behind_the_best_is_drawn_last_and_marked():
     said = words(figure)
     assert said.count("· chosen") == 1
     assert "The chosen plan is predicted to take 30.00x as long as the fastest" in said
-    assert "The chosen plan stands last" in said
+    assert "The chosen plan comes last" in said
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def split_of(observations, **shares):
         ({"bubble": (0.3, 0.2)}, "pipeline bounds this run: its own schedule leaves ranks without work for 25% of"),
         ({"sync": (0.1, 0.1)}, "Gradient sync bounds this run: it takes 10%"),
         ({"optimiser": (0.1, 0.1)}, "The optimiser bounds this run: it takes 10%"),
-        ({"other": (0.2, 0.1)}, "15% of each step goes into what is none"),
+        ({"other": (0.2, 0.1)}, "15% of each step goes into other work"),
         ({"peers": (0.3, 0.0)}, "Rank 1 (llm stage 0) bounds this run: it computes 43% more than the others"),
         ({"peers": (0.2, 0.2)}, "Ranks wait for each other in turns for 20%"),
         ({"data": (0.02, 0.01)}, "Computing bounds this run: ranks compute 98%"),

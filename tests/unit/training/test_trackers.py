@@ -55,7 +55,7 @@ def test_a_tracker_that_cannot_write_is_said_and_told_nothing_more(tmp_path, cap
     (tmp_path / "tensorboard").write_text("a file where the folder ought to be")
     trackers = Trackers(tmp_path, 0, "auto")
     trackers.add(line(0, 1.0))
-    assert capsys.readouterr().err.count("warning: TensorBoard is told nothing more: ") == 1
+    assert capsys.readouterr().err.count("warning: TensorBoard failed and is not used any more: ") == 1
 
 
 def test_events_that_nobody_can_write_are_refused_at_the_start(monkeypatch):
