@@ -1,9 +1,14 @@
-"""Decoding: from the media of a sample to the items of its encoder, of the sizes that were profiled.
+"""Decoding: from the media of a sample to the items of an encoder, in the sizes that were profiled.
 
-A medium that is no longer what was profiled does not stop a run, but it is said: one that cannot be decoded becomes
-blank items, and nothing is learned from its sample; a picture of another size is scaled, and a clip with fewer frames
-repeats its last one; a sound of another length is cut, or goes on in silence. A missing file does stop it, unless its
-size was trusted and nobody has looked for it before.
+A medium that is no longer what was profiled does not stop a run, but it is reported:
+
+- a medium that cannot be decoded becomes blank items, and nothing is learned from its sample;
+- a picture of another size is scaled;
+- a clip with fewer frames repeats its last frame, and further frames are left out;
+- a sound of another length is cut, or padded with silence.
+
+A missing file stops the run, unless it is a picture whose size was taken from its record, so that profiling never
+looked for the file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,15 +31,16 @@ from dflop.models.microbatch import MediaProcessor
 
 __all__ = ["MediaDecoder"]
 
-# A tenth of a second: headers of compressed sound are not always right to the sample.
-_UNSAID_SAMPLES = SOUND_RATE_HZ // 10
+# A tenth of a second. Smaller differences are not reported: headers of compressed sound are not exact to the sample.
+_TOLERATED_SAMPLES = SOUND_RATE_HZ // 10
 
 
 @dataclass(frozen=True, slots=True)
 class MediaDecoder:
-    """Decodes, and hands what it decoded to a family's processor.
+    """Decodes media and passes them to a model family's processor.
 
-    Sentences on what is not as it was profiled are added to `unreadable`, and media that became blank to `blank`.
+    For each medium that is not as it was profiled, a sentence is appended to `unreadable`. Media that became blank are
+    appended to `blank`.
     """
 
     processor: MediaProcessor
@@ -44,7 +50,7 @@ class MediaDecoder:
     blank: list[Medium]
 
     def items_of(self, media: Sequence[Medium], sizes: Sequence[MediumSize], root: Path) -> list[np.ndarray]:
-        """The items of each medium, which are all of one encoder.
+        """The items of each medium, [num_items, *item_shape of the processor]. All media are of the same encoder.
 
         Raises:
             RecordError: missing_media or path_escape.
@@ -63,7 +69,7 @@ class MediaDecoder:
         return items
 
     def _picture(self, medium: Medium, size: MediumSize, root: Path) -> Image.Image:
-        is_trusted = medium.size is not None  # whose file nobody has looked at so far
+        is_trusted = medium.size is not None  # profiling did not look at the file
         try:
             file = resolve_medium(root, medium)
         except RecordError as error:
@@ -87,13 +93,13 @@ class MediaDecoder:
         return picture.resize(size.pixels)
 
     def _sound(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> np.ndarray:
-        """As many samples as were profiled, float32 [num_samples]; more or fewer of them are said."""
+        """As many samples as were profiled, float32 [num_samples]. Another length in the file is reported."""
         try:
             samples = read_sound(file)
         except RecordError as error:
             self._say_blank(medium, error.detail)
             return np.zeros(size.num_samples, dtype=np.float32)
-        if abs(len(samples) - size.num_samples) > _UNSAID_SAMPLES:
+        if abs(len(samples) - size.num_samples) > _TOLERATED_SAMPLES:
             profiled, found = (count / SOUND_RATE_HZ for count in (size.num_samples, len(samples)))
             self.unreadable.append(f"{medium.file}: {found:.6g} s of sound, it was profiled with {profiled:.6g} s")
         return np.pad(samples[: size.num_samples], (0, max(0, size.num_samples - len(samples))))
@@ -103,7 +109,7 @@ class MediaDecoder:
         self.blank.append(medium)
 
     def _frames(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> list[Image.Image]:
-        """As many frames as were profiled; where decoding ends early the last one is repeated, and that is said."""
+        """As many frames as were profiled. If decoding ends early, the last frame is repeated, and that is reported."""
         frames: list[Image.Image] = []
         why = "it has no more"
         try:

@@ -1,13 +1,15 @@
 """Shape profiling: from the records of one shard to one row each, without decoding any medium.
 
-A record that cannot be used becomes a row with a reason; nothing stops the shard. The records of a shard are divided
-among processes, one a core.
+A record that cannot be used becomes a row with a reason; it does not stop the shard. The records of a shard are divided
+among worker processes.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,6 +20,7 @@ import polars as pl
 
 from dflop.data.manifests import Shard, Source, SourceRecords
 from dflop.data.records import Medium, Record, RecordError, parse_record, record_id
+from dflop.data.samples import MEDIA_COLUMNS
 from dflop.data.shapes import MediumShape, PlacedText, ShapeReader, expand_text
 from dflop.data.text import ChatTokenizer
 from dflop.data.token_counts import TextCounts
@@ -26,7 +29,7 @@ from dflop.store import SHARD_SCHEMA
 
 __all__ = ["ShapeProfiler", "profile_shard", "useful_workers"]
 
-# Records that a process takes at once and tokenises together; fewer where texts are long.
+# Records that a process takes at once and tokenises together; fewer if their texts have more characters than this.
 _BATCH = 512
 _BATCH_CHARACTERS = 4 << 20
 _LEAST_RECORDS_PER_WORKER = 2_000
@@ -34,8 +37,8 @@ _LEAST_RECORDS_PER_WORKER = 2_000
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeProfiler:
-    """Makes rows of records: holds everything else that a row depends on. Records with `refused_media`, kinds that the
-    model does not encode, are rejected."""
+    """Turns records into rows, and holds everything else that a row depends on. Records with media of the kinds
+    `refused_media`, which the model does not encode, are rejected."""
 
     source: Source
     reader: ShapeReader
@@ -58,8 +61,7 @@ class ShapeProfiler:
                 else:
                     row |= columns | outcome
                 rows.append(row)
-        columns = {name: [row.get(name) for row in rows] for name in SHARD_SCHEMA}  # faster by far than rows
-        return pl.DataFrame(columns, schema=SHARD_SCHEMA)
+        return _frame(rows)
 
     def _read(self, raw: Any | RecordError) -> "_ReadRecord":
         sample_id = record_id(raw)
@@ -112,7 +114,8 @@ class ShapeProfiler:
 
 
 class _ReadRecord(NamedTuple):
-    """A record until its text is tokenised: its text or why it has none, and columns instead of its media."""
+    """A record that is read but not yet tokenised: the columns that describe its media, and its text with the media
+    placed, or why it cannot be used."""
 
     sample_id: str | None
     media_columns: dict[str, Any]
@@ -160,10 +163,11 @@ def profile_shard(
 ) -> pl.DataFrame:
     """Shapes of a shard's records, in order, as a frame with the columns of `store.SHARD_SCHEMA`.
 
-    Records with `refused_media`, kinds that the model does not encode, are rejected.
+    Records with media of the kinds `refused_media`, which the model does not encode, are rejected. `progress` is called
+    with the number of records done since its last call.
 
     Raises:
-        UserError: when the tokenizer cannot be used, or a process dies.
+        UserError: when the tokenizer or the manifest cannot be used, or a process dies.
     """
     recipe = _Recipe(
         source=source,
@@ -208,7 +212,20 @@ class _Part:
 
     def profile(self, start: int) -> pl.DataFrame:
         """Shapes of the shard's records `[start, start + _BATCH)`."""
-        return self._profiler.profile(self._records.read_shard(self._shard, start, start + _BATCH), first_row=start)
+        with _garbage_left():
+            return self._profiler.profile(self._records.read_shard(self._shard, start, start + _BATCH), first_row=start)
+
+
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Switch the garbage collector off for a batch: it would find few cycles and take a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _part: _Part | None = None
@@ -245,13 +262,34 @@ def _batches(records: Iterable[_ReadRecord]) -> Iterator[list[_ReadRecord]]:
 
 
 def _count(conversations: Sequence[Sequence[Any]], tokenizer: ChatTokenizer) -> list[TextCounts | RecordError]:
-    """Tokens of each conversation, or why it cannot be used. If a batch fails, its texts are taken one by one."""
+    """Tokens of each conversation, or why it cannot be used. If a batch fails, its conversations are counted singly."""
     try:
         return list(tokenizer.count(conversations))
     except RecordError as error:
         if len(conversations) == 1:
             return [error]
     return [counts for turns in conversations for counts in _count([turns], tokenizer)]
+
+
+def _frame(rows: Sequence[dict[str, Any]]) -> pl.DataFrame:
+    """Rows as a frame. The list columns are grouped from long columns with one value a medium: building a polars list
+    for each row would double the time of profiling."""
+    columns = {name: [row.get(name) for row in rows] for name in SHARD_SCHEMA}
+    media = {name: columns.pop(name) for name in MEDIA_COLUMNS}
+    counts = [len(of_row or ()) for of_row in media[MEDIA_COLUMNS[0]]]
+    flat = {name: [value for of_row in lists if of_row for value in of_row] for name, lists in media.items()}
+    each = pl.DataFrame(
+        {"row": np.repeat(np.array(columns["row"], np.int64), counts), **flat},
+        schema={"row": pl.Int64, **dict.fromkeys(flat, pl.Int32)},
+    )
+    frame = pl.DataFrame(columns, schema={name: SHARD_SCHEMA[name] for name in columns})
+    lists = each.group_by("row", maintain_order=True).agg(pl.all())
+    is_used = pl.col("reason").is_null()
+    return (
+        frame.join(lists, on="row", how="left", maintain_order="left")
+        .with_columns(pl.when(is_used).then(pl.col(MEDIA_COLUMNS).fill_null([])))
+        .select(SHARD_SCHEMA.names())
+    )
 
 
 def _media_columns(record: Record, shapes: Sequence[MediumShape]) -> dict[str, Any]:

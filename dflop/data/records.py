@@ -1,4 +1,4 @@
-"""One record of a manifest, read into one form: its media and its turns.
+"""One record of a manifest, read into a common form: its media and its turns.
 
 Two forms are read: LLaVA's `conversations` (`from`, `value`), and the chat form `messages` (`role`, `content`, where
 content is a text or a list of parts). Each medium has one placeholder in the text. `<image>` may stand for a video, as
@@ -25,6 +25,7 @@ __all__ = [
     "Record",
     "RecordError",
     "Turn",
+    "is_text",
     "media_paths",
     "parse_record",
     "record_id",
@@ -40,7 +41,7 @@ _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
 
 class RecordError(Exception):
-    """Why one record cannot be used: `reason` is one of the closed list in `store.REJECT_REASONS`."""
+    """Why one record cannot be used: `reason` is one of `store.REJECT_REASONS`, `detail` a sentence for the user."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -49,6 +50,8 @@ class RecordError(Exception):
 
 
 class ImageSize(NamedTuple):
+    """Pixels."""
+
     width: int
     height: int
 
@@ -69,6 +72,8 @@ class Embedded(ABC):
 
 @dataclass(frozen=True)
 class EmbeddedBytes(Embedded):
+    """A medium whose bytes are in memory."""
+
     content: bytes = field(repr=False)
 
     def open(self) -> BinaryIO:
@@ -77,7 +82,8 @@ class EmbeddedBytes(Embedded):
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """`file`: a path under the media root, or the embedded medium; `size`: the record's own, where it is trusted."""
+    """One of `MEDIA_KINDS`. `file` is a path under the media root or the embedded medium; `size` is the one that the
+    record gives, if the source's sizes are trusted."""
 
     kind: str
     file: str | Embedded
@@ -86,13 +92,16 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
+    """One message of a conversation; `role` is user, assistant or system."""
+
     role: str
     content: str
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record whose media stand in the order of their placeholders; every placeholder names its kind."""
+    """A record with its media in the order of their placeholders. Each placeholder in the turns names its medium's
+    kind."""
 
     sample_id: str | None
     media: tuple[Medium, ...]
@@ -100,7 +109,7 @@ class Record:
 
 
 def parse_record(raw: Any, *, trust_sizes: bool = False) -> Record:
-    """Read one record. With `trust_sizes` its `width` and `height` count as its pictures' sizes, unopened.
+    """Read one record. With `trust_sizes` its `width` and `height` are taken as its pictures' sizes.
 
     Raises:
         RecordError: bad_record, empty or placeholder_mismatch.
@@ -120,7 +129,7 @@ def parse_record(raw: Any, *, trust_sizes: bool = False) -> Record:
 
 
 def media_paths(raw: Any) -> list[str]:
-    """The paths of all media that a raw record names; none where it cannot be read."""
+    """The paths of all media that a raw record names; none if the record cannot be used."""
     try:
         record = parse_record(raw)
     except RecordError:
@@ -129,7 +138,7 @@ def media_paths(raw: Any) -> list[str]:
 
 
 def record_id(raw: Any) -> str | None:
-    """The id that a raw record gives itself. Half surrogate pairs, which JSON may hold, become escapes."""
+    """The id that a raw record gives itself, or None. Unpaired surrogates, which JSON may hold, become escapes."""
     given = raw.get("id") if isinstance(raw, dict) else None
     return None if given in (None, "") else str(given).encode("utf-8", "backslashreplace").decode()
 
@@ -199,11 +208,11 @@ def _media_file(entry: Any, name: str, where: str) -> str | Embedded:
     """
     if isinstance(entry, dict) and ("bytes" in entry or "path" in entry):
         path = entry.get("path")
-        name = path if _is_text(path) and path else name
+        name = path if is_text(path) and path else name
         entry = entry["bytes"] if entry.get("bytes") is not None else path
     if isinstance(entry, bytes):
         return EmbeddedBytes(name, entry)
-    if isinstance(entry, Embedded) or (_is_text(entry) and entry):
+    if isinstance(entry, Embedded) or (is_text(entry) and entry):
         return entry
     shown = repr(entry)
     raise RecordError(
@@ -212,7 +221,8 @@ def _media_file(entry: Any, name: str, where: str) -> str | Embedded:
 
 
 def _trusted_sizes(raw: dict[str, Any], num_images: int) -> list[ImageSize | None]:
-    """`width` and `height` of each picture; the record holds numbers or lists of them. None: it does not say."""
+    """The size of each picture from the record's `width` and `height`, which are numbers or lists of numbers; None for
+    a picture whose size they do not give."""
     width, height = (
         value if isinstance(value, list) else [value] * min(num_images, 1)
         for value in (raw.get("width"), raw.get("height"))
@@ -226,7 +236,11 @@ def _trusted_sizes(raw: dict[str, Any], num_images: int) -> list[ImageSize | Non
 
 
 def _turns(raw: dict[str, Any]) -> tuple[list[Turn], dict[str, list[str | Embedded]]]:
-    """The turns, and by kind the media that are given inside `messages`, as parts of a content."""
+    """The turns, and by kind the media that are given as parts of a content in `messages`.
+
+    Raises:
+        RecordError: bad_record or empty.
+    """
     forms = {"conversations": ("from", "value"), "messages": ("role", "content")}
     present = [key for key in forms if raw.get(key) is not None]
     if not present:
@@ -244,7 +258,7 @@ def _turns(raw: dict[str, Any]) -> tuple[list[Turn], dict[str, list[str | Embedd
             content = "".join(_read_parts(content, parts))
         if not isinstance(content, str):
             raise RecordError("bad_record", f"{where} needs `{role_key}` and a text in `{text_key}`")
-        if not _is_text(content):
+        if not is_text(content):
             raise RecordError("bad_record", f"{where} holds half a surrogate pair, which is no character")
         speaker = entry.get(role_key)
         if not isinstance(speaker, str) or speaker not in _ROLES:
@@ -256,13 +270,17 @@ def _turns(raw: dict[str, Any]) -> tuple[list[Turn], dict[str, list[str | Embedd
 
 
 def _read_parts(content: list[Any], media: dict[str, list[str | Embedded]]) -> Iterator[str]:
-    """The texts of a content's parts, with a placeholder for each medium; media that stand there are added to `media`.
+    """The texts of a content's parts, with a placeholder for each medium.
 
-    A medium's part may name the file (`{type: image, image: …}`) or leave that to the record's `images`.
+    A medium's part may name the file (`{type: image, image: …}`), which is then added to `media`, or leave that to the
+    record's `images`.
+
+    Raises:
+        RecordError: bad_record.
     """
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text" and _is_text(part.get("text")):
+        if kind == "text" and is_text(part.get("text")):
             yield part["text"]
         elif kind in MEDIA_KINDS:
             given = next((part[key] for key in (kind, "path", "bytes") if part.get(key) is not None), None)
@@ -279,13 +297,17 @@ def _json_name(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _is_text(value: Any) -> bool:
-    """Whether it is a str without half surrogate pairs: no tokenizer, table or file system takes those."""
-    return isinstance(value, str) and not _HALF_PAIR.search(value)
+def is_text(value: Any) -> bool:
+    """Whether a value is a str without unpaired surrogates, which no tokenizer, table or file system accepts."""
+    return isinstance(value, str) and (value.isascii() or not _HALF_PAIR.search(value))
 
 
 def _match_placeholders(turns: list[Turn], by_kind: dict[str, list[Medium]]) -> tuple[list[Turn], list[Medium]]:
-    """Pair placeholders with media, in order; `<image>` becomes `<video>` where only that makes them match."""
+    """Pair placeholders with media, in order. `<image>` becomes `<video>` if only then placeholders and media match.
+
+    Raises:
+        RecordError: placeholder_mismatch.
+    """
     found = [kind[1:-1] for turn in turns for kind in _PLACEHOLDER.findall(turn.content)]
     have = {kind: len(media) for kind, media in by_kind.items()}
     if found.count("image") == have["video"] > 0 == have["image"] == found.count("video"):

@@ -1,7 +1,7 @@
-"""What a model makes of one record: items and tokens of its media, from their headers, and its text around them.
+"""What a model makes of one record: the items and tokens of its media, and its text with the media in it.
 
-Profiling and training both read records through this file, so that what was profiled is what training makes. Profiling
-reads the media's headers; training takes their sizes from what profiling stored.
+Profiling and training both read records through this file, so that training makes what was profiled. Profiling reads
+the media's headers; training takes the sizes that profiling stored.
 """
 
 import os
@@ -30,21 +30,21 @@ from dflop.models import SOUND_RATE_HZ, ItemCount, ShapeRules
 
 __all__ = ["MediumShape", "MediumSize", "PlacedText", "ShapeReader", "expand_text", "place_positions"]
 
-# What a column of 32 bits holds: half an hour of microseconds, 37 hours of sound, 2,147 frames a second.
+# The most that a column of 32 bits holds: half an hour of microseconds, 37 hours of sound, 2,147 frames a second.
 _MOST = 2**31 - 1
 
-# Headers that `remembering` keeps: of so many files, 20 MB in all.
+# How many headers `remembering` keeps: 20 MB in all.
 _MOST_HEADERS = 1 << 16
 
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
 
 class MediumShape(NamedTuple):
-    """What one medium becomes, and what its header says: the size of its pictures in pixels, or its sound's length.
+    """What one medium becomes (`count`), and what its header says: the picture size in pixels, or the sound's length.
 
-    `frame_us` are the microseconds between two of the frames that are taken of a clip, the mean of its length,
-    `rate_uhz` all frames that it has in a million seconds, and `num_samples` a sound's samples at 16 kHz. A sound's
-    `seconds` and own rate are known where the header was read just now.
+    For a clip, `num_frames` is the number of frames that are used, `frame_us` the mean microseconds between two of
+    them, and `rate_uhz` the clip's own frame rate in µHz. For a sound, `num_samples` counts samples at 16 kHz;
+    `seconds` and `rate_hz` (its own sample rate) are known only if the header was read just now.
     """
 
     kind: str
@@ -59,8 +59,8 @@ class MediumShape(NamedTuple):
 
 
 class MediumSize(NamedTuple):
-    """What is kept of a profiled medium: `num_frames` frames, or a picture where that is 0, of so many pixels, the
-    microseconds between two frames, a sound's samples at 16 kHz, and a clip's frames in a million seconds."""
+    """What profiling stores of a medium: one row of `MediaSizes.values`. `num_frames` is 0 for all but clips; for the
+    other fields see `MediumShape`."""
 
     width: int
     height: int
@@ -75,8 +75,8 @@ class MediumSize(NamedTuple):
 
 
 class PlacedText(NamedTuple):
-    """A record's turns with its media as the model's family writes them. Lists have one entry a placeholder: the medium
-    that it stands for, and for how many of that medium's tokens."""
+    """A record's turns, with its media as the model's family writes them. Both lists have one entry a placeholder: the
+    medium that it stands for, and the number of that medium's tokens that it stands for."""
 
     turns: tuple[Turn, ...]
     media: list[MediumShape]
@@ -95,14 +95,15 @@ def _header_of(medium: Medium, media_root: Path, max_pixels: int) -> _Header:
 
 @dataclass(frozen=True)
 class ShapeReader:
-    """A model's rules, and the config's limits and rates."""
+    """Reads records by a model's `rules` and the limits and rates of the config's `data`."""
 
     rules: ShapeRules
     data: DataConfig
     read_header: Callable[[Medium, Path, int], _Header] = _header_of
 
     def remembering(self) -> "ShapeReader":
-        """The same, for one pass over records: a file that many of them name is opened once."""
+        """A copy for one pass over many records: it remembers headers, so that a file that many records name is opened
+        once."""
         kept = lru_cache(_MOST_HEADERS)(_header_of)
 
         def read_header(medium: Medium, media_root: Path, max_pixels: int) -> _Header:
@@ -112,7 +113,7 @@ class ShapeReader:
         return replace(self, read_header=read_header)
 
     def read_media(self, record: Record, media_root: Path) -> list[MediumShape]:
-        """The shape of each of a record's media, in order.
+        """The shape of each of a record's media, in order, from their headers.
 
         Raises:
             RecordError: missing_media, path_escape or unreadable_media.
@@ -121,10 +122,10 @@ class ShapeReader:
         return [self._read_medium(medium, media_root, num_images) for medium in record.media]
 
     def stored_media(self, record: Record, sizes: Sequence[MediumSize]) -> list[MediumShape]:
-        """What `read_media` gave for a record when it was profiled, from the sizes that are known since.
+        """What `read_media` gave for a record when it was profiled, from the sizes that were stored then.
 
         Raises:
-            RecordError: when the record has another number of media now.
+            RecordError: bad_record, when the record has another number of media now.
         """
         if len(sizes) != len(record.media):
             raise RecordError("bad_record", f"{len(record.media)} media, {len(sizes)} were profiled")
@@ -135,10 +136,10 @@ class ShapeReader:
         """The record's text with its media in it.
 
         Raises:
-            RecordError: too_long, for a text beyond any use; placeholder_mismatch, for one that holds what stands for
-                media once they are in it.
+            RecordError: too_long, for a text of more than `data.max_text_bytes`; placeholder_mismatch, for a text that
+                already holds a token by which the family stands for media.
         """
-        num_bytes = sum(len(turn.content.encode()) for turn in record.turns)
+        num_bytes = sum([_num_bytes(turn.content) for turn in record.turns])
         if num_bytes > self.data.max_text_bytes:
             raise RecordError(
                 "too_long", f"{num_bytes:,} bytes of text, over {self.data.max_text_bytes:,} (`data.max_text_bytes`)"
@@ -150,6 +151,8 @@ class ShapeReader:
                 raise RecordError("placeholder_mismatch", detail)
         media: list[MediumShape] = []
         num_tokens: list[int] = []
+        if not shapes:
+            return PlacedText(record.turns, media, num_tokens)
         remaining = iter(shapes)
 
         def in_text(_: re.Match) -> str:
@@ -200,7 +203,7 @@ class ShapeReader:
         return MediumShape("audio", count, num_samples=num_samples)
 
     def _times_s(self, shape: MediumShape) -> list[float]:
-        """Seconds into a clip at which the frames stand that are taken of it; nothing where its rate is not known."""
+        """The times in the clip of the frames that are used, in seconds; empty if the clip's frame rate is unknown."""
         if not shape.rate_uhz:
             return []
         rate_hz = shape.rate_uhz / 1e6
@@ -218,7 +221,8 @@ class ShapeReader:
 def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Put media into a text: each placeholder becomes as many copies of itself as its medium has tokens.
 
-    Returns the token ids and the target mask, both cut after `max_llm_tokens`.
+    `num_tokens` has one number a placeholder. Returns the token ids, int64 [num_tokens], and the target mask, bool
+    [num_tokens], both cut after `max_llm_tokens`.
     """
     repeats = np.ones(len(text.token_ids), dtype=np.int64)
     repeats[text.placeholders] = np.minimum(list(num_tokens), max_llm_tokens)  # more would only be cut off
@@ -227,8 +231,8 @@ def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: 
 
 
 def place_positions(text: TokenizedText, placed: PlacedText, rules: ShapeRules, max_llm_tokens: int) -> np.ndarray:
-    """Positions of a sample's tokens in the LLM once its media are in, [num_position_axes, num_tokens], cut as
-    `expand_text` cuts them: text goes on by one a token, and media's runs as the family's rules have it."""
+    """The position ids of a sample's tokens once its media are in, [num_position_axes, num_tokens], cut as
+    `expand_text` cuts the tokens. Text advances by one a token on all axes, and media by the family's rules."""
     parts, now, behind = [], 0, 0
     for place, medium in zip(text.placeholders, placed.media, strict=True):
         parts.append(np.tile(np.arange(now, now + place - behind), (rules.num_position_axes, 1)))
@@ -240,8 +244,16 @@ def place_positions(text: TokenizedText, placed: PlacedText, rules: ShapeRules, 
     return np.concatenate(parts, axis=1)[:, :max_llm_tokens]
 
 
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def _refuse_escape(medium: Medium, media_root: Path) -> None:
-    """Refuse a path outside of the media root by its text alone: files of trusted sizes are not looked at."""
+    """Refuse a path outside the media root by its text alone: if sizes are trusted, the file system is not asked.
+
+    Raises:
+        RecordError: path_escape.
+    """
     if not isinstance(medium.file, Embedded) and os.path.normpath(medium.file).startswith(("..", "/")):
         root = os.path.abspath(media_root)
         if not os.path.normpath(os.path.join(root, medium.file)).startswith(root.rstrip("/") + "/"):

@@ -1,23 +1,21 @@
-"""Text as the LLM sees it: chat template, tokens, which of them are learned, and where media go.
+"""Text as the LLM sees it: chat template, tokens, which tokens are learned (enter the loss), and where media go.
 
 Shape profiling and training share this file, so that their token counts agree by construction. Only the
 `tokenizers` library and a Jinja template are needed; transformers is not imported.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jinja2.exceptions import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from dflop.config import ModelConfig
-from dflop.data.records import MEDIA_KINDS, RecordError, Turn
+from dflop.data.chat_template import ChatTemplate, Rendered
+from dflop.data.records import MEDIA_KINDS, Turn
+from dflop.data.template_files import TemplateFile, read_named_tokens, read_template, write_template
 from dflop.data.token_counts import TextCounts, WordCounter
 from dflop.models import ShapeRules
 from dflop.runtime import UserError
@@ -29,6 +27,7 @@ BUNDLED_TOKENIZER = Path(__file__).parent / "tokenizer"
 _FILES = (
     "tokenizer*.json",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
@@ -55,19 +54,15 @@ class TokenizedText:
     placeholders: np.ndarray
 
 
-# A conversation as one text, and the spans of its characters that are learned.
-_Rendered = tuple[str, list[tuple[int, int]]]
-
-
 class ChatTokenizer:
     """A Hugging Face tokenizer directory: `tokenizer.json` and its chat template."""
 
     def __init__(self, folder: Path | None = None, rules: ShapeRules | None = None) -> None:
-        """Load from `folder`, or the bundled tokenizer; tokens that the texts of a family need by its `rules`, and that
-        are not there, are added.
+        """Load from `folder`, or the bundled tokenizer. Tokens that a model family's `rules` need are added if they are
+        missing.
 
         Raises:
-            UserError: when the folder is not a tokenizer directory.
+            UserError: when the folder is not a tokenizer directory, or its chat template cannot be used.
         """
         self.folder = Path(folder) if folder else BUNDLED_TOKENIZER
         tokenizer_file = self.folder / "tokenizer.json"
@@ -92,52 +87,75 @@ class ChatTokenizer:
         self._tokenizer.add_special_tokens(self._lacked)
         self.placeholder_ids = {kind: self._tokenizer.token_to_id(token) for kind, token in self._placeholders.items()}
         self.special_ids = {token: self._tokenizer.token_to_id(token) for token in self._special_tokens}
-        self._template = _compile_template(_read_template(self.folder))
-        self._wants_parts = self._template_wants_parts()
+        self._template_file = read_template(self.folder)
+        self._template = self._compile(self._template_file)
         self._media_ids = list(self.placeholder_ids.values())
         is_countable = WordCounter.able(self._tokenizer)
         self._counter = WordCounter(self._tokenizer, self._media_ids) if is_countable else None
 
+    def _compile(self, file: TemplateFile) -> ChatTemplate:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        placeholders = set(self._placeholders.values())
+        return ChatTemplate(
+            file.source,
+            file=file.path,
+            named_tokens=read_named_tokens(self.folder),
+            special_tokens=[each.content for each in added if each.special and each.content not in placeholders],
+            placeholders=self._placeholders,
+        )
+
     def vocab_size(self, kinds: Iterable[str] = MEDIA_KINDS) -> int:
-        """How many ids a model needs whose texts have media of these kinds: up to the largest that can occur."""
+        """How many ids a model needs if its texts have media of these kinds: one more than the largest that can
+        occur."""
         unused = {f"<{kind}>" for kind in MEDIA_KINDS} - self._tokens_of(kinds)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         return 1 + max(number for token, number in ids.items() if token not in unused)
 
     def save(self, folder: Path, kinds: Iterable[str] = MEDIA_KINDS) -> None:
-        """Copy the tokenizer's files. Where texts with media of these kinds need tokens that were added, those are in
-        the files, too."""
+        """Copy the tokenizer's files to `folder`, with the added tokens if texts with media of these kinds need any."""
         for pattern in _FILES:
             for file in self.folder.glob(pattern):
-                shutil.copy(file, folder / file.name)
+                copy = folder / file.relative_to(self.folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)  # not its mode: a read-only file's copy may have to be changed
         if self._tokens_of(kinds) & set(self._lacked):
             self._tokenizer.save(str(folder / "tokenizer.json"))
+
+    def save_template(self, folder: Path) -> None:
+        """Make this tokenizer's chat template that of `folder`, which may also hold the files of another checkpoint's
+        processor.
+
+        Raises:
+            UserError: when `processor_config.json` of the folder cannot be read.
+        """
+        write_template(folder, self._template_file.source)
 
     def _tokens_of(self, kinds: Iterable[str]) -> set[str]:
         return {*self._special_tokens, *(self._placeholders[kind] for kind in kinds)}
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[TokenizedText]:
-        """Tokenise conversations; the turns' placeholders become one token each.
+        """Tokenise conversations; each placeholder in the turns becomes one token.
 
         Raises:
-            RecordError: when the chat template refuses a conversation, or rewrites it so that its learned tokens
-                cannot be told.
+            RecordError: bad_record, when the chat template refuses a conversation, or rewrites it so that its learned
+                tokens cannot be determined.
         """
-        return self._encode([self._render_with_targets(turns) for turns in conversations])
+        return self._encode([self._template.render(turns) for turns in conversations])
 
     def count(self, conversations: Sequence[Sequence[Turn]]) -> list[TextCounts]:
-        """How many tokens `encode` makes of each, without making them where the tokenizer is of a kind that allows it.
+        """How many tokens `encode` makes of each conversation. For tokenizers that `WordCounter` knows they are counted
+        word by word, which is faster.
 
         Raises:
             RecordError: as `encode`.
         """
-        rendered = [self._render_with_targets(turns) for turns in conversations]
+        rendered = [self._template.render(turns) for turns in conversations]
         counts = self._counter.count(rendered) if self._counter else [None] * len(rendered)
         uncounted = [each for each, found in zip(rendered, counts, strict=True) if found is None]
         encoded = iter(self._encode(uncounted))
         return [_counts_of(next(encoded)) if found is None else found for found in counts]
 
-    def _encode(self, rendered: Sequence[_Rendered]) -> list[TokenizedText]:
+    def _encode(self, rendered: Sequence[Rendered]) -> list[TokenizedText]:
         encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         texts = []
         for (text, spans), encoding in zip(rendered, encodings, strict=True):
@@ -147,55 +165,15 @@ class ChatTokenizer:
                 first = _token_at(encoding, text, start)
                 last = _token_at(encoding, text, end)
                 is_target[first:last] = True
+                if start < end < len(text) and encoding.char_to_token(end - 1) == last < len(is_target):
+                    is_target[last] = True  # a token with the answer's last characters and what follows them
             placeholders = np.flatnonzero(np.isin(token_ids, self._media_ids))
             texts.append(TokenizedText(token_ids, is_target, placeholders))
         return texts
 
-    def _render(self, turns: Sequence[Turn], *, prompt: bool) -> str:
-        messages = [
-            {"role": turn.role, "content": _as_part(turn.content) if self._wants_parts else turn.content}
-            for turn in turns
-        ]
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt)
-        except TemplateError as error:
-            raise RecordError("bad_record", f"the tokenizer's chat template refuses it: {error}") from None
-
-    def _render_with_targets(self, turns: Sequence[Turn]) -> _Rendered:
-        """The whole text and the character spans that are learned: each answer with its end-of-turn token."""
-        whole = self._render(turns, prompt=False)
-        spans = []
-        for index, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
-            before = self._render(turns[:index], prompt=True)
-            until = whole if index == len(turns) - 1 else self._render(turns[: index + 1], prompt=False)
-            if not (whole.startswith(before) and whole.startswith(until.rstrip())):
-                detail = (
-                    f"the tokenizer's chat template changes turn {index + 1} when others follow, so that the learned "
-                    "tokens cannot be told; use a template that only appends"
-                )
-                raise RecordError("bad_record", detail)
-            spans.append((len(before), len(until.rstrip())))
-        return whole, spans
-
-    def _template_wants_parts(self) -> bool:
-        """Whether message content must be a list of parts (multimodal processors) instead of a text."""
-        try:
-            return "probe" not in self._template.render(
-                messages=[{"role": "user", "content": "probe"}], add_generation_prompt=False
-            )
-        except TemplateError:
-            return True
-
 
 def _counts_of(text: TokenizedText) -> TextCounts:
     return TextCounts(len(text.token_ids), int(text.is_target.sum()), len(text.placeholders))
-
-
-def _as_part(content: str) -> list[dict[str, str]]:
-    """A content as a single part of text, placeholders included: of parts, templates move the media to the front."""
-    return [{"type": "text", "text": content}]
 
 
 def _token_at(encoding, text: str, position: int) -> int:
@@ -206,30 +184,3 @@ def _token_at(encoding, text: str, position: int) -> int:
             return token
         position += 1
     return len(encoding.ids)
-
-
-def _read_template(folder: Path) -> str:
-    plain = folder / "chat_template.jinja"
-    if plain.is_file():
-        return plain.read_text(encoding="utf-8")
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        path = folder / name
-        if path.is_file():
-            template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-            if isinstance(template, str):
-                return template
-    raise UserError(
-        f"{folder} has no chat template: put one into chat_template.jinja or `chat_template` of tokenizer_config.json"
-    )
-
-
-def _compile_template(source: str):
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise UserError(f"the chat template is not valid Jinja: {error}") from None

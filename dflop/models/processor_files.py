@@ -1,7 +1,7 @@
 """The files of a Hugging Face processor: read from a checkpoint, and written beside a trained model.
 
-`AutoProcessor` puts a processor together from them and from the tokenizer's. Its video processors need torchvision;
-their settings are written without it.
+`AutoProcessor` makes a processor from these files and the tokenizer's. Its video processors need torchvision; their
+settings are written without it.
 """
 
 import json
@@ -23,7 +23,7 @@ _Images = TypeVar("_Images", bound=BaseImageProcessor)
 
 
 def read_image_processor(checkpoint: Path | None, usual: _Images) -> _Images:
-    """The checkpoint's image processor, or the usual one where there is none; items have the usual one's size."""
+    """The checkpoint's image processor, with the `size` of the usual one; the usual one if the checkpoint has none."""
     if checkpoint is None:
         return usual
     whole = _read(checkpoint / _PROCESSOR)
@@ -44,16 +44,16 @@ def write_processor(
     named_tokens: Mapping[str, str] | None = None,
     template_tokens: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a processor's files into `folder`, which has the tokenizer's: those of the checkpoint, if it has any.
+    """Write a processor's files into `folder`, which has the tokenizer's files: the checkpoint's, if it has any.
 
-    Otherwise `processor_class` gets `fields`, and a video processor that treats frames as `images` treats pictures, but
-    for what `of_videos` says.
-    `named_tokens` are what the processor asks its tokenizer for, by attribute. Where the tokenizer does not know them,
-    it gets them, and with them `template_tokens` for its chat template.
+    Otherwise the settings of a `processor_class` with `fields` are written, with a video processor that treats frames
+    as `images` treats pictures, except for the settings in `of_videos`.
+    `named_tokens` are the tokens that the processor reads from its tokenizer, by attribute. If the tokenizer's config
+    lacks one, all of them are written into it, with `template_tokens` for its chat template.
     """
     found = [checkpoint / name for name in _FILES if (checkpoint / name).is_file()] if checkpoint else []
     for file in found:
-        shutil.copy(file, folder / file.name)
+        shutil.copyfile(file, folder / file.name)
     if not found:
         settings = images.to_dict()
         whole = {

@@ -1,7 +1,8 @@
-"""The trained model as a Hugging Face directory: every stage writes its weights, the first rank the rest."""
+"""The trained model as a Hugging Face directory. Every stage writes its weights, and the first rank all other files."""
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,20 +12,25 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from dflop.data.text import ChatTokenizer
+from dflop.models.runtime import MediaProcessor
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.parallelism import Plan
 from dflop.training.parameter_shards import ParameterShards
 from dflop.training.rank_model import NodeModel, RankModel
 
-__all__ = ["export_model"]
+__all__ = ["export_model", "write_processors"]
 
 
 def export_model(folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype) -> None:
     """Write `folder`, whole or not at all, from what each rank holds of the model; every rank must call this. Weights
-    are written as `dtype`, those that are wider than what was computed in from the optimiser's masters.
+    are written as `dtype`. If that is wider than the dtype of the parameters, they come from the optimiser's masters.
 
-    The model is gathered nowhere: its files are those of an ordinary sharded checkpoint, one a pipeline stage, and of
-    a stage that several ranks share each of them writes some of the tensors.
+    No rank gathers the whole model. The files are those of an ordinary sharded checkpoint, one for each pipeline stage
+    and tensor-parallel rank; the tensor-parallel ranks of a stage divide its tensors among them.
+
+    Raises:
+        OSError, SafetensorError: when a file cannot be written.
     """
     part = folder.with_name(f".{folder.name}.part")
     is_main = dist.get_rank() == 0
@@ -54,9 +60,7 @@ def export_model(folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype)
         _write_index(part)
         model.hf_config.dtype = dtype
         model.hf_config.save_pretrained(part)
-        model.tokenizer.save(part, model.spec.media)
-        for processor in model.processors.values():
-            processor.save(part)
+        write_processors(part, model.tokenizer, model.processors.values(), model.spec.media)
         _generation_config(part).save_pretrained(part)
         if folder.exists():
             shutil.rmtree(folder)
@@ -64,10 +68,21 @@ def export_model(folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype)
     dist.barrier()
 
 
+def write_processors(
+    folder: Path, tokenizer: ChatTokenizer, processors: Iterable[MediaProcessor], media: Iterable[str]
+) -> None:
+    """Write the files of the processors, and of the tokenizer for texts with these kinds of media. The chat template is
+    the tokenizer's, even if the processors' files come from a checkpoint with another one."""
+    tokenizer.save(folder, media)
+    for processor in processors:
+        processor.save(folder)
+    tokenizer.save_template(folder)
+
+
 def _masters(own: NodeModel) -> dict[str, torch.Tensor]:
-    """The masters of what is trained, by name and in the host's memory; every replica must call this."""
+    """The masters of the trained parameters, by name and in the host's memory; every replica must call this."""
     if isinstance(own.optimizer, ParameterShards):
-        return {}  # its shards are the masters
+        return {}  # the parameters' shards are the masters
     names = {parameter: name for name, parameter in own.parameters.items()}
     return {names[parameter]: whole.to("cpu", copy=True) for parameter, whole in own.optimizer.whole_masters()}
 
@@ -75,15 +90,15 @@ def _masters(own: NodeModel) -> dict[str, torch.Tensor]:
 def _own_weights(
     own: NodeModel, masters: dict[str, torch.Tensor], dtype: torch.dtype, *, is_tied: bool
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a stage that this rank writes: whole ones, of about as many bytes as each of the others does.
-    Of parameters that replicas share, the first one writes what all of them give, and the others nothing."""
+    """The tensors of a stage that this rank writes. They are whole, and each tensor-parallel rank writes about the same
+    number of bytes. Parameters that replicas shard are gathered, and only the first replica writes them."""
     stage, ranks = own.stage, own.ranks
     weights, held_bytes = {}, [0] * ranks.size
     for name, values in stage.hf_state_dict().items():
         if is_tied and name == "lm_head.weight":  # checkpoints hold it once, under the embedding's name
             continue
         if isinstance(values, DTensor):
-            values = values.full_tensor()  # which all replicas take part in
+            values = values.full_tensor()  # a collective of all replicas
             if own.node.dp_rank:
                 continue
         tensor = masters.get(name, values).to(values.device, dtype)
@@ -97,7 +112,7 @@ def _own_weights(
 
 
 def _gathered(tensor: torch.Tensor, shard: Shard, ranks: TensorGroup, writer: int) -> torch.Tensor:
-    """On the writer all ranks' parts of a tensor in one."""
+    """On the rank that writes it, the whole tensor, received from the other tensor-parallel ranks."""
     if ranks.place != writer:
         dist.send(tensor.contiguous(), ranks.ranks[writer], group=ranks.group)
         return tensor
@@ -129,7 +144,7 @@ def _bytes_of(dtype: str) -> int:
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """Generation ends at the tokenizer's end of turn."""
+    """A config with the tokenizer's end-of-turn token as the end of generation."""
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]

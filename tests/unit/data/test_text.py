@@ -146,7 +146,7 @@ def of_each_kind(tmp_path_factory, tokenizer):
 
 def test_texts_are_counted_by_words_where_the_tokenizer_allows_it(of_each_kind):
     turns = [Turn("user", "What is it?"), Turn("assistant", "A word.")]
-    rendered = [of_each_kind[0]._render_with_targets(turns)]
+    rendered = [of_each_kind[0]._template.render(turns)]
     counted = [each._counter is not None and each._counter.count(rendered) != [None] for each in of_each_kind]
     assert counted == [True, True, True, False, False]
 
@@ -295,12 +295,21 @@ def test_a_template_that_refuses_a_conversation_is_named_with_its_own_words(tmp_
         mine.encode([[Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c")]])
 
 
+def test_a_template_may_change_what_is_before_an_answer_when_others_follow(tmp_path, plain):
+    """The answers are found by themselves, and learned as they stand in the whole."""
+    mine = ChatTokenizer(make_folder(tmp_path / "counting", template="{{ messages|length }}" + CHATML))
+    (text,) = mine.encode([[Turn("user", "a"), Turn("assistant", " b "), Turn("user", "b"), Turn("assistant", "a")]])
+    assert learned_texts(plain, text) == [" b <|im_end|>", "a<|im_end|>"]
+
+
 def test_a_conversation_that_the_template_rewrites_is_refused_and_no_other(tmp_path):
-    template = "{{ messages|length }}" + CHATML
-    mine = ChatTokenizer(make_folder(tmp_path / "counting", template=template))
+    said_twice = CHATML.replace("message['content']", "message['content'] * 2")
+    template = "{% if messages|length > 2 %}{{ messages|length }}{% endif %}" + said_twice
+    mine = ChatTokenizer(make_folder(tmp_path / "twice", template=template))
     with pytest.raises(RecordError, match="changes turn 2 when others follow") as caught:
-        mine.encode([[Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"), Turn("assistant", "d")]])
+        mine.encode([[Turn("user", "a"), Turn("assistant", "bc"), Turn("user", "c"), Turn("assistant", "d")]])
     assert caught.value.reason == "bad_record"
+    assert mine.encode([[Turn("user", "a"), Turn("assistant", "bc")]])[0].is_target.any()
 
 
 def test_a_template_runs_in_a_sandbox(tmp_path):

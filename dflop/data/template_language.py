@@ -1,0 +1,81 @@
+"""The language of chat templates: Jinja in a sandbox, with what transformers adds to it.
+
+Templates may refuse a conversation (`raise_exception`), write JSON without HTML's escapes (`tojson`), leave loops
+early, and mark what the assistant says: `{% generation %} … {% endgeneration %}` writes its body. If a rendering is
+given `MARKS`, it writes them around that body.
+"""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+__all__ = ["MARKS", "has_generation_blocks", "is_generation_block", "make_environment"]
+
+# The template variable that holds two marks. A rendering that is given them writes one before and one after the body of
+# each generation block. No template can use a name that begins with a digit.
+MARKS = "0marks"
+
+# The day that `strftime_now` always gives: the one that Llama 3.1's and 3.2's templates write without a clock. With the
+# real day, a sample's tokens in training could differ from those that were counted.
+_TODAY = datetime(2024, 7, 26)
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """The Jinja environment in which templates are compiled."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _TODAY.strftime
+    return environment
+
+
+def has_generation_blocks(template: nodes.Template) -> bool:
+    """Whether a template marks what the assistant says."""
+    return any(map(is_generation_block, template.find_all(nodes.CallBlock)))
+
+
+def is_generation_block(statement: nodes.Node) -> bool:
+    """Whether a statement is `{% generation %}` with its body."""
+    match statement:
+        case nodes.CallBlock(call=nodes.Call(node=nodes.ExtensionAttribute(identifier=_GenerationBlocks.identifier))):
+            return True
+    return False
+
+
+class _GenerationBlocks(Extension):
+    """The tag `generation`. Its body has a scope of its own, as in transformers."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own form)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_write", [nodes.Name(MARKS, "load")])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _write(self, marks: Any, caller: Callable[[], str]) -> str:
+        """The body, between the marks if there are any; `marks` is undefined in renderings without them."""
+        return marks[0] + caller() + marks[1] if marks else caller()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
