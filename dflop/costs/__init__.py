@@ -1,4 +1,4 @@
-"""Costs: measuring modules on a device or counting what they do, fitting, and the model that predicts time and memory.
+"""Costs: modules are measured on a device, or their work is counted; a fitted model then predicts time and memory.
 
 `measure`, `made_up`, `live_bytes`, `profile_rank` and `links` need torch: they run in the ranks that
 `dflop profile-costs` and `dflop profile-links` start.
@@ -11,10 +11,10 @@ from dflop.costs.measured import Measured, read_measured, require_parquet, write
 from dflop.costs.memory import Resident, StageMemory, resident_bytes, resident_parts, sync_bytes
 from dflop.costs.model import NO_WORKING_BYTES, CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
-from dflop.costs.stage_kind import PARTS, StageKind, stage_kinds
+from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, stage_kinds
 from dflop.models.loads import Loads
 
-# What to say of microbatches, after their number, that `CostModel.is_extrapolated` marks.
+# The warning about microbatches that `CostModel.is_extrapolated` marks; their number stands before it.
 BEYOND_MEASURED = (
     "are larger (or smaller) than what was measured: either `costs.time_budget_s` left no room for them (one run may "
     "take a sixtieth of it), then raise it; or the data has changed since, then measure again with `snakemake "
@@ -22,6 +22,7 @@ BEYOND_MEASURED = (
 )
 
 __all__ = [
+    "ALL_PARTS",
     "BEYOND_MEASURED",
     "NO_WORKING_BYTES",
     "PARTS",

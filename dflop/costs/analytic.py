@@ -1,8 +1,8 @@
 """Costs from the model's structure and a device's data sheet, for hardware that is not at hand.
 
-The model's family counts what a layer, and what begins and ends a module, do in one forward pass;
-`analytic_points` turns the counts into seconds on a device of `devices.yaml` and gives the frames that
-measuring gives, so that `fit_costs` and all that follows take them as they take measured ones.
+The model's family counts the work of a layer, and of a module's first and last part, in one forward pass.
+`analytic_points` turns the counts into seconds on a device of `devices.yaml`. It returns the same frames as measuring
+does, so that `fit_costs` and everything after it treat both alike.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from dflop.runtime.devices import DeviceModel
 
 __all__ = ["AnalyticPoints", "analytic_points", "points_of_work"]
 
-# What is priced: piece, number of layers, checkpointing; `whole` tells how well a fit of the others adds up.
+# The pieces that are priced: piece, number of layers, whether layers are recomputed. `whole` checks the fit of the
+# other pieces.
 _PIECES = (
     ("layers", 1, False),
     ("layers", 4, False),
@@ -29,40 +30,52 @@ _PIECES = (
     ("whole", 3, True),
 )
 _NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597, 2000)
-# Of an encoder whose items attend to each other in runs: their number, and the squares of their runs over it.
+# For an encoder whose items attend to each other in runs: numbers of items, and numbers of items in a run.
 _NUM_RUN_ITEMS = tuple(16 << doubling for doubling in range(13))
 _RUN_LENGTHS = (16, 256, 4_096)
 _NUM_TOKENS = tuple(64 << doubling for doubling in range(12))
-# The length of a microbatch's segments, and the share of its tokens that are learned.
+# The length of a microbatch's segments in tokens, and the share of its tokens that are targets.
 _TEXT_FORMS = ((16_384, 0.5), (2_048, 0.05), (2_048, 0.5), (256, 0.1))
 
 
 @dataclass(frozen=True, slots=True)
 class AnalyticPoints:
-    """What measuring gives: the rows of `measurements`, and the sizes of the parts' parameters, with the number of
-    targets of which logits stand at a time (endless in other parts)."""
+    """The same frames that measuring gives.
+
+    `measurements` are rows of the table of this name. `parameters` has the parameters' bytes of each part, and
+    `targets_at_once`: for how many targets the head holds logits at a time (infinite for other parts).
+    """
 
     measurements: pl.DataFrame
     parameters: pl.DataFrame
 
 
 def analytic_points(
-    spec: ModelSpec, module: str, tp: int, device: DeviceModel, implementation: str = "eager"
+    spec: ModelSpec,
+    module: str,
+    tp: int,
+    device: DeviceModel,
+    implementation: str = "eager",
+    *,
+    is_frozen: bool = False,
 ) -> AnalyticPoints:
     """Roofline seconds and saved bytes of `module` at two depths and over the loads that real data has.
 
-    Matrix products take the longer of computing and moving their operands; attention is computed, pointwise
-    kernels move bytes, all-reduces follow a ring, and every kernel is launched. `implementation` is one of
-    `models.work.IMPLEMENTATIONS`.
+    Matrix products take the time of computing or that of moving their operands, whichever is longer. Attention takes
+    its computing time, pointwise kernels the time of moving their bytes, all-reduces that of a ring, and every kernel
+    its launch. `implementation` is one of `models.work.IMPLEMENTATIONS`. With `is_frozen` the weights are not trained,
+    and backward computes gradients of activations only.
 
     Raises:
-        UserError: when tp does not divide the module's heads, the config lacks a size, or nothing is known of a part.
+        UserError: when tp does not divide the module's heads, the config lacks a size, or the work of a part is not
+            known.
     """
-    return points_of_work(count_work(spec, module, tp).by(implementation), module, tp, device)
+    work = count_work(spec, module, tp).by(implementation)
+    return points_of_work(work.without_training() if is_frozen else work, module, tp, device)
 
 
 def points_of_work(work: ModuleWork, module: str, tp: int, device: DeviceModel) -> AnalyticPoints:
-    """As `analytic_points`, of a module whose parts do this `work` on each of `tp` ranks."""
+    """As `analytic_points`, for a module whose parts do this `work` on each of `tp` ranks."""
     points = _text_points() if main_load(module) == "num_tokens" else _item_points(work)
     loads = Loads(*(np.array([point[feature] for point in points], dtype=float) for feature in FEATURES))
     nothing = np.zeros(len(points))
@@ -72,20 +85,20 @@ def points_of_work(work: ModuleWork, module: str, tp: int, device: DeviceModel) 
         seconds = {
             part: _part_s(getattr(work, part), device, loads, direction, tp) for part in ("layer", "first", "last")
         }
-        again_s = _part_s(work.layer, device, loads, "forward", tp) if direction == "backward" else nothing
+        recomputing_s = _part_s(work.layer, device, loads, "forward", tp) if direction == "backward" else nothing
         if direction == "backward" and work.last.again:
             beyond = work.last.loads_again(loads)
             of_beyond_s = _part_s(work.last.again, device, beyond, "forward", tp)
             seconds["last"] = seconds["last"] + np.where(beyond.num_targets > 0, of_beyond_s, 0.0)
         for piece, depth, checkpointing in _PIECES:
-            layer_s = depth * (seconds["layer"] + checkpointing * again_s)
+            layer_s = depth * (seconds["layer"] + checkpointing * recomputing_s)
             saved = depth * (work.input_bytes(loads) if checkpointing else kept["layer"])
-            # One layer at a time is computed again in full, and goes back.
+            # One layer at a time is recomputed, and holds all its activations during its backward.
             transient = work.layer.most_passing_bytes(loads) + (kept["layer"] if checkpointing else nothing)
             if piece in ("first", "last"):
                 transient = nothing
             if piece == "whole" and module == "llm":
-                transient = np.maximum(transient - kept["last"], 0.0)  # the head has given that up by then
+                transient = np.maximum(transient - kept["last"], 0.0)  # the head's activations are free by then
             if piece in ("last", "whole"):
                 transient = np.maximum(transient, work.last.most_passing_bytes(loads))
             if piece != "layers":
@@ -143,14 +156,16 @@ def _text_points() -> list[dict[str, int]]:
 
 
 def _part_s(part: PartWork, device: DeviceModel, loads: Loads, direction: str, tp: int) -> np.ndarray:
-    """Seconds of one part in one direction.
+    """Seconds of one part in one direction, an array of the loads' shape.
 
-    Backward adds bf16 gradients to the fp32 ones that other microbatches left (10 bytes a parameter).
+    Backward adds bf16 gradients to the fp32 gradients of earlier microbatches, which moves 10 bytes a parameter.
     """
-    times, added_bytes = (1, 0.0) if direction == "forward" else (2, 10.0)
+    times = 1 if direction == "forward" else 2
+    is_trained = direction == "backward" and not part.is_frozen
+    products, added_bytes = (2, 10.0) if is_trained else (1, 0.0)
     memory_rate = device.memory_bytes_per_s * device.memory_share
-    computing_s = times * part.dense_flops(loads) / device.matmul_flops_per_s(part.size(loads))
-    moving_s = times * (part.matmul_bytes(loads) + 2.0 * part.num_matrix_parameters) / memory_rate
+    computing_s = products * part.dense_flops(loads) / device.matmul_flops_per_s(part.size(loads))
+    moving_s = products * (part.matmul_bytes(loads) + 2.0 * part.num_matrix_parameters) / memory_rate
     attention_s = times * part.attention_flops(loads) / (device.peak_flops_per_s * device.attention_share)
     pointwise_s = (times * part.pointwise_bytes(loads) + added_bytes * part.num_matrix_parameters) / memory_rate
     on_the_ring = 2 * (tp - 1) / tp * part.reduced_bytes[direction == "backward"](loads)

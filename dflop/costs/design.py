@@ -25,9 +25,9 @@ from dflop.runtime import UserError
 
 __all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "fitted_depths", "load_bounds"]
 
-# How many sizes each piece is measured at first.
+# At how many sizes each piece is measured before the first fit.
 _FIRST_SIZES = 5
-# So many of the smallest sizes may be measured however long they take.
+# This many of the smallest sizes may be measured however long they take.
 _LEAST_SIZES = 3
 # Points that are chosen between two fits.
 _BATCH = 4
@@ -47,7 +47,7 @@ _LEAST_LONGEST_S = 0.05
 
 
 class Point(NamedTuple):
-    """One microbatch to measure on one piece of a module: so many items, or text in segments of these lengths."""
+    """One microbatch to measure on one piece of a module: items, or text in segments of these lengths in tokens."""
 
     piece: str
     num_layers: int
@@ -79,8 +79,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadBounds:
-    """The least and the most of what microbatches hold: items, tokens, tokens of one segment, and the share of tokens
-    that are targets."""
+    """Lower and upper bounds of what a microbatch holds: items, tokens, tokens of one segment, and the share of its
+    tokens that are targets."""
 
     num_items: tuple[int, int] = (1, 128)
     num_tokens: tuple[int, int] = (32, 16_384)
@@ -92,9 +92,10 @@ class LoadBounds:
 
 
 def bounds_of_samples(num_items: np.ndarray, llm_tokens: np.ndarray, target_tokens: np.ndarray) -> LoadBounds:
-    """Bounds that these samples and microbatches of up to 8 mean samples stay in, rounded outwards to powers of two.
+    """Bounds that hold these samples, and microbatches of up to 8 mean samples, rounded outwards to powers of two.
 
-    Rounding keeps the bounds, and so what was measured, as they are while the data changes a little.
+    All three arrays are [num_samples]. Because of the rounding, a small change of the data changes neither the bounds
+    nor what is measured.
     """
     items = num_items[num_items > 0] if (num_items > 0).any() else np.ones(1)
     tokens = llm_tokens[llm_tokens > 0] if (llm_tokens > 0).any() else np.full(1, 32)
@@ -112,7 +113,7 @@ def bounds_of_samples(num_items: np.ndarray, llm_tokens: np.ndarray, target_toke
 
 
 def load_bounds(path: Path) -> LoadBounds:
-    """Read what `dflop merge-shapes` wrote.
+    """Read `load_bounds.json`, which `dflop merge-shapes` wrote.
 
     Raises:
         UserError: when the file is missing or holds something else.
@@ -120,11 +121,11 @@ def load_bounds(path: Path) -> LoadBounds:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         bounds = LoadBounds(**{name: (low, high) for name, (low, high) in fields.items()})
-        assert fields.keys() == asdict(bounds).keys()
-        assert all(0 < low <= high for low, high in asdict(bounds).values())
         counts = (*bounds.num_items, *bounds.num_tokens, *bounds.segment_tokens)
-        assert all(isinstance(count, int) for count in counts)
-    except (OSError, ValueError, TypeError, AttributeError, AssertionError):
+        is_whole = fields.keys() == asdict(bounds).keys() and all(type(count) is int for count in counts)
+        if not is_whole or not all(0 < low <= high for low, high in asdict(bounds).values()):
+            raise ValueError
+    except (OSError, ValueError, TypeError, AttributeError):
         raise UserError(f"{path} holds no load bounds; `dflop merge-shapes` writes them beside shapes.duckdb") from None
     return bounds
 
@@ -149,7 +150,8 @@ class Design:
         time_budget_s: float,
         room_bytes: float = math.inf,
     ) -> None:
-        """`room_bytes`: what a rank has left for microbatches; none is asked for that would not fit."""
+        """`target_error` is the median relative error at which measuring may end; `room_bytes` is the memory that a
+        rank has for microbatches: no point is chosen that would need more."""
         self.module, self.tp, self.num_layers, self.bounds = module, tp, num_layers, bounds
         self._reads_text = main_load(module) == "num_tokens"
         self.depths = fitted_depths(num_layers)
@@ -171,9 +173,10 @@ class Design:
         self._queue = self._rounds(self._spread_points(_FIRST_SIZES) + self._held_out(_FIRST_HELD_OUT))
 
     def next(self, rows: list[dict], parameters: pl.DataFrame) -> tuple[Point, int] | None:
-        """The next point and which repeat of it this is, given all rows so far; None when predictions are good enough.
+        """The next point and the number of its repeat; None when predictions are good enough or no point is left.
 
-        Points take turns, so that what slows the machine for a moment spoils one repeat of each and not all of one.
+        `rows` are all measurements so far. Points take turns, so that what slows the machine for a moment spoils one
+        repeat of several points, and not all repeats of one. Raises `UserError` when points are too few for a fit.
         """
         while True:
             while self._queue:
@@ -194,17 +197,17 @@ class Design:
 
     @property
     def is_covered(self) -> bool:
-        """Whether every point that was to come first has been measured, so that a fit is possible."""
+        """Whether every point of the queue has been asked for once, so that a fit is possible."""
         return not any(self._is_new(point) for point in self._queue)
 
     def took(self, point: Point, seconds: float | None, peak_bytes: int | None = None) -> None:
-        """Note how long one run of the point lasted (None if it ran out of memory), and its bytes if it says."""
+        """Note the seconds of one run of the point (None if it ran out of memory), and its peak bytes if known."""
         kind, size = point[:3], point.size
         if seconds is None:
             self._limits[kind] = min(size - 1, self._limits.get(kind, size))
             return
         if peak_bytes and math.isfinite(self.room_bytes):
-            # Taken as proportional to the size; constants make it less for a larger one.
+            # Bytes are taken as proportional to the size. A constant part makes larger sizes need less than that.
             fitting = max(size, int(size * self.room_bytes / peak_bytes))
             self._fitting[kind] = max(fitting, self._fitting.get(kind, 0))
         least, least_s = self._shortest.setdefault(kind, (size, seconds))
@@ -213,7 +216,7 @@ class Design:
             self._limits[kind] = max(self._sizes[:_LEAST_SIZES][-1], int(size + more))
 
     def _is_too_large(self, point: Point) -> bool:
-        """Whether it would take too long or too much memory."""
+        """Whether the point would take too long or too much memory."""
         return point.size > self._largest(point[:3])
 
     def _largest(self, kind: tuple[str, int, bool]) -> float:
@@ -221,7 +224,7 @@ class Design:
         return min(min(self._limits.get(kind, math.inf), self._fitting.get(kind, math.inf)) for kind in kinds)
 
     def _spread_points(self, count: int) -> list[Point]:
-        """`count` sizes of each piece over the range that does not take too long, small ones first."""
+        """Points at `count` sizes of each piece, spread over the sizes that are not too large, small ones first."""
         points = []
         for kind in self._kinds:
             sizes = [size for size in self._sizes if size <= self._largest(kind)] or self._sizes[:1]
@@ -231,7 +234,7 @@ class Design:
         return sorted(points, key=lambda point: point.size)
 
     def _forms(self, piece: str, depth: int, checkpointing: bool, size: int) -> list[Point]:
-        """The points of a size: one for an encoder; of text, long and short segments, or few and many targets."""
+        """The points of a size: one for an encoder; of text, with long and short segments, or few and many targets."""
         point = Point(piece, depth, checkpointing)
         if not self._reads_text:
             return [point._replace(num_items=size)]
@@ -241,7 +244,7 @@ class Design:
         return [_with_text(point, (length,) * max(1, size // length), share) for length in lengths for share in shares]
 
     def _held_out(self, count: int) -> list[Point]:
-        """The next whole stages, at depths that are not fitted where there are such, every third with checkpointing."""
+        """The next `count` held-out points: whole stages, between the fitted depths, a third with recomputed layers."""
         points = []
         depths = range(min(2, self.depths[1]), max(3, self.depths[1]))
         for _ in range(count):
@@ -255,31 +258,31 @@ class Design:
         return points
 
     def _segments(self, num_tokens: int) -> tuple[int, ...]:
-        """Segments of random lengths that make up so many tokens."""
+        """Segments of random lengths with `num_tokens` tokens in all."""
         lengths: list[int] = []
         while (rest := num_tokens - sum(lengths)) > 0:
             lengths.append(min(rest, round(_between(self.bounds.segment_tokens, self._rng.random()))))
         return tuple(lengths)
 
     def _more(self, rows: list[dict], parameters: pl.DataFrame) -> list[Point]:
-        """What comes next; nothing when the predictions are good enough."""
+        """The points to measure next; none when the predictions are good enough."""
         missing = [point for point in self._spread_points(_FIRST_SIZES) if self._is_new(point)]
         if missing:
-            return missing  # what took too long had left its piece with fewer sizes
+            return missing  # sizes of the first round that took too long are replaced by smaller ones
         points = median_points(pl.DataFrame(rows))
         model = fit_model(points, parameters)
         errors = relative_errors(model, points)
         if len(errors):
             self.error = (float(errors["error"].median()), float(errors["error"].quantile(0.95, "linear")))
             good = self.error[0] <= self.target_error and self.error[1] <= _TAIL * self.target_error
-            if good and len(errors) >= 2 * _LEAST_HELD_OUT:  # of two passes each
+            if good and len(errors) >= 2 * _LEAST_HELD_OUT:  # each has a forward and a backward row
                 return []
         return self._most_doubtful(points, model) + [
             point for point in self._held_out(_HELD_OUT_A_BATCH) if self._is_new(point)
         ]
 
     def _most_doubtful(self, points: pl.DataFrame, model: CostModel) -> list[Point]:
-        """Candidates where fits to parts of the points disagree most, as a share of a whole stage's time."""
+        """The new points where fits to parts of the measurements disagree most, as a share of a whole stage's time."""
         doubts: list[tuple[float, Point]] = []
         for piece in PIECES:
             for checkpointing in (False, True) if piece == "layers" else (False,):
@@ -321,7 +324,7 @@ def _with_text(point: Point, segments: tuple[int, ...], target_share: float) -> 
 
 
 def _between(bounds: tuple[float, float], share: float) -> float:
-    """So far from the lower to the upper bound, on a logarithmic scale."""
+    """The number at this share of the way from the lower to the upper bound, on a logarithmic scale."""
     low, high = bounds
     return low * (high / low) ** share
 

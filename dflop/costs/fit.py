@@ -1,11 +1,16 @@
 """From measurements to the fitted tables, with the error on stages that the fit has not seen.
 
-Each piece that was measured alone (`layers` at two depths, `first`, `last`) is one non-negative least-squares
-problem a pass: columns for a constant, for each load, and for load beyond a few hinges, so that time never falls
-as load grows and may rise faster where caches are full or kernels no longer wait for their launch; bytes of a head
-that computes a chunk of logits at a time rise more slowly beyond it. Rows are
-weighted by 1/seconds, so that relative errors count, and once more so that outliers of a noisy machine do not.
-Whole stages (`whole`: embedding to loss, at depths between) are kept out of every fit and give `fit_error`.
+Each piece that was measured alone (`layers` at two depths, `first`, `last`) gives one non-negative least-squares
+problem for each pass. It has columns for a constant, for each load, and for the load beyond a few hinges. So time never
+falls as a load grows, and may rise faster where caches are full or kernels no longer wait for their launch. The bytes
+of a head that computes one chunk of logits at a time rise more slowly beyond one chunk. Rows are weighted by 1/seconds,
+so that relative errors count, and weighted down where they are outliers of a noisy machine.
+
+The backward of a recomputed layer takes the time of another layer's backward and forward together. Recomputed layers
+have no fit of their own: the noise between two fits is as large as the time of recomputing one layer.
+
+Whole stages (`whole`: embedding to loss, at depths between the fitted ones, some with recomputed layers) are kept out
+of every fit. The error of their predictions is `fit_error`.
 """
 
 import math
@@ -31,8 +36,11 @@ __all__ = [
     "relative_errors",
 ]
 
-# What is measured, and the parts it is made of: once, or once a layer.
+# The pieces that are measured, and the parts that each is made of. A piece has its `layer` part once a layer.
 PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
+
+# Seconds by module, tp, part, whether layers are recomputed, and pass.
+Times = dict[tuple[str, int, str, bool, str], Coefficients]
 
 _NUM_HINGES = 4
 _NUMBERS = pl.List(pl.Float64)
@@ -44,8 +52,11 @@ _REWEIGHTINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """One part's columns: the loads that it depends on, how often each row has it, and where a unit of the load
-    `along` adds more: from one number of them to another, or from one on."""
+    """One part's columns of the least-squares problem.
+
+    The part depends on the loads `features`, and a row has it `times` [num_points] times. Besides, its cost may rise
+    with the load `along` inside each range of `ramps`, whose end may be infinite.
+    """
 
     part: str
     along: int
@@ -72,7 +83,8 @@ class _Columns:
 
 
 def median_points(measurements: pl.DataFrame) -> pl.DataFrame:
-    """One row a point and pass, medians of its repeats; points that ran out of memory are left out."""
+    """One row a point and pass: the median seconds and the most bytes of its repeats, without those that ran out of
+    memory."""
     return (
         measurements.filter(pl.col("seconds").is_not_null())
         .group_by(*POINT_KEYS, "pass", maintain_order=True)
@@ -81,7 +93,9 @@ def median_points(measurements: pl.DataFrame) -> pl.DataFrame:
 
 
 def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "measured") -> CostModel:
-    """The cost model of all modules and tp sizes in `points` (of `median_points`).
+    """The cost model of all modules and tp sizes in `points` (a frame of `median_points`).
+
+    `parameters` has the columns module, tp, part, parameter_bytes and targets_at_once (infinite where it is missing).
 
     Raises:
         UserError: when a module has too few points to fit.
@@ -103,16 +117,18 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
             )
         keys = [(module, tp, part, checkpointing) for part in PIECES[piece]]
         chunk = at_once.get((module, tp), math.inf) if piece == "last" else math.inf
-        fitted = fit_piece(frame, module, piece, "seconds", chunk=chunk)
-        times |= {(*key, direction): fit for key, fit in zip(keys, fitted, strict=True)}
+        if not checkpointing:
+            fitted = fit_piece(frame, module, piece, "seconds", chunk=chunk)
+            times |= {(*key, direction): fit for key, fit in zip(keys, fitted, strict=True)}
         if direction == "forward":
             activations |= dict(zip(keys, fit_piece(frame, module, piece, "saved_bytes", chunk=chunk), strict=True))
             passing = frame.with_columns(transient=(pl.col("peak_bytes") - pl.col("saved_bytes")).clip(0))
-            # Layers run one after the other: however many there are, one of them is at work.
+            # Layers run one after the other: however many there are, only one at a time has transient bytes.
             nothing = Coefficients(0.0, (0.0,) * len(FEATURES))
             transients |= dict.fromkeys(keys, nothing)
             only = PIECES[piece][-1:]
             transients[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=only, chunk=chunk)[0]
+    times |= _recomputing(times)
     for (module, tp, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
         "module", "tp", "checkpointing"
     ):
@@ -132,8 +148,20 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
     )
 
 
+def _recomputing(times: Times) -> Times:
+    """Seconds of recomputed layers, and of the part `stage` in stages that have such layers."""
+    own: Times = {}
+    for (module, tp, part, checkpointing, direction), fit in times.items():
+        if part not in PIECES["layers"] or checkpointing:
+            continue
+        if (part, direction) == ("layer", "backward"):
+            fit = fit + times[module, tp, "layer", False, "forward"]
+        own[module, tp, part, True, direction] = fit
+    return own
+
+
 def _bounds(points: pl.DataFrame, feature: str) -> tuple[float, float]:
-    """The least of a load, and the most of it that was measured at every depth."""
+    """The smallest measured load, and the largest load that was measured at every depth; 0 and 0 where none was."""
     points = points.filter(pl.col(feature) > 0)
     if points.is_empty():
         return 0.0, 0.0
@@ -143,12 +171,12 @@ def _bounds(points: pl.DataFrame, feature: str) -> tuple[float, float]:
 
 
 def relative_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
-    """The points of whole stages, with `predicted_s` and the absolute relative `error` of each."""
+    """The points of whole stages, with their predicted seconds `predicted_s` and absolute relative `error`."""
     rows = []
     for (module, tp, depth, checkpointing, direction), frame in points.filter(pl.col("piece") == "whole").group_by(
         "module", "tp", "num_layers", "checkpointing", "pass", maintain_order=True
     ):
-        both = model.stage_time(StageKind.whole(module, tp, depth, checkpointing=checkpointing), measured_loads(frame))
+        both = model.stage_time(_whole(module, tp, depth, checkpointing), measured_loads(frame))
         predicted_s = both[direction == "backward"]
         rows.append(frame.with_columns(predicted_s=pl.Series(predicted_s)))
     if not rows:
@@ -157,20 +185,23 @@ def relative_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
 
 
 def memory_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
-    """The points of whole stages, with `predicted_bytes` at their peak and the absolute relative `error` of each."""
+    """The points of whole stages, with their predicted peak `predicted_bytes` and absolute relative `error`."""
     frames = [points.clear().with_columns(predicted_bytes=pl.lit(0.0))]
     known = points.filter((pl.col("piece") == "whole") & (pl.col("pass") == "forward") & (pl.col("peak_bytes") > 0))
     for (module, tp, depth, checkpointing), frame in known.group_by(
         "module", "tp", "num_layers", "checkpointing", maintain_order=True
     ):
-        memory = model.stage_memory(
-            StageKind.whole(module, tp, depth, checkpointing=checkpointing), measured_loads(frame)
-        )
+        memory = model.stage_memory(_whole(module, tp, depth, checkpointing), measured_loads(frame))
         frames.append(frame.with_columns(predicted_bytes=pl.Series(memory.activation_bytes + memory.transient_bytes)))
     return pl.concat(frames).with_columns(error=(pl.col("predicted_bytes") / pl.col("peak_bytes") - 1).abs())
 
 
+def _whole(module: str, tp: int, num_layers: int, checkpointing: bool) -> StageKind:
+    return StageKind.whole(module, tp, num_layers, num_recomputed=num_layers if checkpointing else 0)
+
+
 def measured_loads(points: pl.DataFrame) -> Loads:
+    """The loads of the points, arrays [num_points]."""
     return Loads(*(points[feature].to_numpy().astype(float) for feature in FEATURES))
 
 
@@ -179,9 +210,10 @@ def fit_costs(
 ) -> dict[str, pl.DataFrame]:
     """The tables `time_model`, `memory_model`, `load_range` and `fit_error`.
 
-    `fit_error` has a row for the seconds of each pass and one, without a pass, for the bytes at the peak.
+    `fit_error` has a row for the seconds of each pass and one, without a pass, for the bytes at the peak. It has no
+    rows for analytic costs.
 
-    `measurements` has the columns of `dflop profile-costs`; `parameters` has module, tp, part, parameter_bytes.
+    `measurements` has the columns of `dflop profile-costs`; `parameters` those of `fit_model`.
 
     Raises:
         UserError: when a module has too few points to fit.
@@ -189,7 +221,7 @@ def fit_costs(
     points = median_points(measurements)
     model = fit_model(points, parameters, source)
     errors, byte_errors = relative_errors(model, points), memory_errors(model, points)
-    if source == "analytic":  # a sum of formulas says nothing of how far they are off
+    if source == "analytic":  # sums of the same formulas do not show how far the formulas are off
         errors, byte_errors = errors.clear(), byte_errors.clear()
     memory = [
         _row(key, fit, "bytes") | {"kind": kind, "parameter_bytes": model.parameter_bytes[key[:3]]}
@@ -235,9 +267,10 @@ def fit_piece(
     parts: tuple[str, ...] | None = None,
     chunk: float = math.inf,
 ) -> list[Coefficients]:
-    """Coefficients of each of the piece's parts, or of these as if the piece had each once, from one pass's points.
+    """Coefficients of each of the piece's parts, fitted to the column `target` of one pass's points.
 
-    Of so many targets at a time, a `chunk`, logits stand: another one makes bytes grow more slowly, and takes longer.
+    With `parts`, the piece is taken to have each of these parts once, however many layers it has. A head holds logits
+    for `chunk` targets at a time: beyond that many targets, bytes grow more slowly and seconds faster.
     """
     loads = np.column_stack(measured_loads(frame))
     once = np.ones(len(frame))
@@ -269,7 +302,8 @@ def _columns(
 
 
 def _non_negative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Non-negative coefficients of small relative error; columns are scaled to be comparable."""
+    """Non-negative coefficients [num_columns] of small relative error, from `design` [num_points, num_columns] and
+    `target` [num_points]. Columns are scaled to be comparable."""
     from scipy.optimize import nnls  # takes longer to import than most commands take
 
     weighted = design / target[:, None]

@@ -1,4 +1,4 @@
-"""What was fitted, part by part, as `costs.duckdb` holds it: read, checked, and asked what it knows."""
+"""The fitted costs of each part, as `costs.duckdb` holds them: reading them, checking them, and what they cover."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,14 +7,16 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from dflop.config import Config
 from dflop.costs.link_model import LinkModel
+from dflop.models import ModelSpec, digest_of_spec, passes_gradients_on
 from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads, main_load
 from dflop.runtime import UserError
 from dflop.store import read_tables
 
 __all__ = ["FittedCosts", "LoadRange", "column_of"]
 
-# What no number in the tables can exceed: an hour, and more bytes than any cluster has.
+# Upper limits of the numbers in the tables: an hour, and more bytes than any cluster has.
 _MOST_S, _MOST_BYTES = 3600.0, 1e18
 _MADE_FOR = ("model", "precision", "device_model")
 _TABLES = ("time_model", "memory_model", "load_range", "device", "link_model", "meta")
@@ -26,7 +28,7 @@ def column_of(feature: str, unit: str) -> str:
 
 
 class LoadRange(NamedTuple):
-    """The least and the most of each load (in the order of `FEATURES`) that a module was measured at."""
+    """The smallest and the largest value of each load (in the order of `FEATURES`) that a module was measured at."""
 
     least: tuple[float, ...]
     most: tuple[float, ...]
@@ -35,7 +37,10 @@ class LoadRange(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedCosts:
     """What every part costs: `times` in seconds by (module, tp, part, checkpointing, pass), `activations` and
-    `transients` in bytes by (module, tp, part, checkpointing), `parameter_bytes` by (module, tp, part)."""
+    `transients` in bytes by (module, tp, part, checkpointing), `parameter_bytes` (fp32) by (module, tp, part).
+
+    `checkpointing` is whether the layers are recomputed in backward.
+    """
 
     times: dict[tuple[str, int, str, bool, str], Coefficients]
     activations: dict[tuple[str, int, str, bool], Coefficients]
@@ -43,21 +48,25 @@ class FittedCosts:
     parameter_bytes: dict[tuple[str, int, str], float]
     # By (module, tp, checkpointing).
     ranges: dict[tuple[str, int, bool], LoadRange] = field(default_factory=dict)
-    # What a process holds beside its tensors, and what its allocator holds in vain, as a share of the tensors.
+    # Bytes that a process holds beside its tensors, and bytes that its allocator reserves without using them, as a
+    # share of the tensors' bytes.
     overhead_bytes: float = 0.0
     allocator_share: float = 0.0
-    # Where the costs come from: measured, or analytic, which everything made from them says.
+    # Where the costs come from: measured or analytic. Everything made from analytic costs says so.
     source: str = "measured"
-    # The model's digest, the precision and the device model that they are costs of, as far as the file says.
+    # The model's digest, the precision, the device model and whether the LLM is `trained` or `frozen` in these costs,
+    # as far as the file says.
     made_for: dict[str, str] = field(default_factory=dict)
     links: LinkModel = field(default_factory=LinkModel)
+    # A cache of the forms of modules' parts.
+    _parts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read `costs.duckdb`.
 
         Raises:
-            UserError: when it is missing, of another schema version, holds no fit, or numbers that cannot be true.
+            UserError: when the file is missing, has another schema version, or holds no fit or impossible numbers.
         """
         tables = read_tables(path, _TABLES, made_by="fit-costs")
         times = {(*_key(row), row["pass"]): _coefficients(row, "s") for row in tables["time_model"]}
@@ -83,12 +92,12 @@ class FittedCosts:
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
             allocator_share=max(row["allocator_share"] for row in tables["device"]),
             source=next((row["value"] for row in tables["meta"] if row["key"] == "source"), "measured"),
-            made_for={key: tables["device"][0][key] for key in _MADE_FOR if key in tables["device"][0]},
+            made_for=_made_for(tables["device"]),
             links=LinkModel.from_rows(tables["link_model"]),
         )
 
     def is_extrapolated(self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False) -> np.ndarray:
-        """Which microbatches are larger than any that was measured, or smaller."""
+        """Which microbatches have a load above or below the measured range: bools of the loads' shape."""
         outside = np.zeros(np.shape(loads.num_items), dtype=bool)
         if bounds := self.ranges.get((module, tp, checkpointing)):
             for load, least, most in zip(loads, *bounds, strict=True):
@@ -97,23 +106,38 @@ class FittedCosts:
 
     @property
     def tp_sizes(self) -> dict[str, list[int]]:
-        """The tp that there are costs of, by module."""
+        """The tp sizes that there are costs for, by module."""
         sizes: dict[str, set[int]] = {}
         for module, tp, *_ in self.times:
             sizes.setdefault(module, set()).add(tp)
         return {module: sorted(own) for module, own in sizes.items()}
 
-    def require_made_for(self, **wanted: str) -> None:
-        """Raise `UserError` when these are costs of another model, precision or device model."""
+    def require_made_for(self, spec: ModelSpec, config: Config) -> None:
+        """Check that these costs were made for the config's model, precision and device model, and that both either
+        train or freeze the LLM.
+
+        Raises:
+            UserError: naming the first that differs.
+        """
+        wanted = {
+            "model": digest_of_spec(spec),
+            "precision": config.train.precision,
+            "device_model": config.cluster.device_model,
+            "llm": _how_taken(passes_gradients_on("llm", config.model.freeze)),
+        }
         for key, value in wanted.items():
             if (own := self.made_for.get(key, value)) != value:
-                what = "another model" if key == "model" else f"`{key}` {own!r}, and the config has {value!r}"
+                what = f"`{key}` {own!r}, and the config has {value!r}"
+                if key == "model":
+                    what = "another model"
+                elif key == "llm":
+                    what = f"a {own} LLM, and by `model.freeze` it is {value}"
                 raise UserError(
                     f"the costs are of {what}; run `dflop profile-costs` and `dflop fit-costs` again with this config"
                 )
 
     def require_modules(self, modules: Iterable[str]) -> None:
-        """Raise `UserError` when there are no costs of one of these modules, at any tp."""
+        """Raise `UserError` when there are no costs, at any tp, for one of these modules."""
         for module in modules:
             if module not in self.tp_sizes:
                 raise UserError(
@@ -143,7 +167,7 @@ def _check_tables(
     parameter_bytes: dict[tuple, float],
     devices: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Times never fall and begin at no more than an hour, bytes are those of something that exists."""
+    """Refuse numbers that cannot be true: negative times, a time above an hour, or more bytes than any cluster has."""
     numbers = [("time_model", key, (fit.const, *fit.per_load), 0.0, _MOST_S) for key, fit in times.items()]
     numbers += [
         ("memory_model", key, (fit.const, *fit.per_load), -_MOST_BYTES, _MOST_BYTES) for key, fit in memory.items()
@@ -155,8 +179,8 @@ def _check_tables(
             if not least <= value <= most:
                 what = f", {key[0]} tp={key[1]}, part {key[2]}" if key else ""
                 raise UserError(
-                    f"{path}, table {table}{what}: {value:g} cannot be true, which must be "
-                    f"{least:g} to {most:g}; measure anew (delete costs/ of the run, or `dflop profile-costs` and "
+                    f"{path}, table {table}{what}: {value:g} cannot be true, it must be from "
+                    f"{least:g} to {most:g}; measure again (delete costs/ of the run, or `dflop profile-costs` and "
                     "`dflop fit-costs`)"
                 )
 
@@ -172,3 +196,16 @@ def _coefficients(row: Mapping[str, Any], unit: str) -> Coefficients:
         tuple(row[column_of(feature, unit)] for feature in FEATURES),
         tuple(Hinge(along, at, slope) for at, slope in zip(row["hinge_at"], row[f"hinge_{unit}"], strict=True)),
     )
+
+
+def _made_for(device: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """`FittedCosts.made_for`, from the rows of the table `device`."""
+    made_for = {key: device[0][key] for key in _MADE_FOR if key in device[0]}
+    for row in device:
+        if row.get("module") == "llm" and "is_frozen" in row:
+            made_for["llm"] = _how_taken(row["is_frozen"])
+    return made_for
+
+
+def _how_taken(is_frozen: bool) -> str:
+    return "frozen" if is_frozen else "trained"

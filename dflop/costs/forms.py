@@ -1,7 +1,8 @@
-"""Functions of the loads as arrays, and how compiled kernels read them.
+"""Forms, that is functions of a microbatch's loads (`Coefficients`), as arrays that compiled kernels can read.
 
-`pack_forms` lays out the functions of several stages (`CostModel.time_forms`, `stage_memory_forms`) in arrays of one
-shape; `form_at` evaluates one of them inside a kernel, as `Coefficients` does it with numpy.
+`pack_forms` lays out the functions of several stages (`CostModel.time_forms`, `stage_memory_forms`), or of a module's
+parts, in arrays of one shape. Inside kernels, `form_at` evaluates one of them and `forms_at` several, with the same
+results as `Coefficients`.
 """
 
 from collections.abc import Sequence
@@ -12,25 +13,35 @@ import numpy as np
 from dflop.models.loads import Coefficients
 from dflop.runtime.kernels import kernel
 
-__all__ = ["PackedForms", "PackedTerms", "form_at", "largest_at", "pack_forms", "pack_terms", "terms_at"]
+__all__ = [
+    "PackedForms",
+    "PackedTerms",
+    "form_at",
+    "forms_at",
+    "largest_at",
+    "pack_forms",
+    "pack_terms",
+    "terms_at",
+]
 
 
 class PackedForms(NamedTuple):
     """Functions of a microbatch's loads, one a stage."""
 
-    lines: np.ndarray  # [num_stages, 5]: a constant, and a unit of each load
-    hinges: np.ndarray  # [num_stages, num_hinges, 3]: load, at, slope; a slope of 0 where a stage has fewer
+    lines: np.ndarray  # [num_stages, 5]: a constant, then the slope of each load
+    hinges: np.ndarray  # [num_stages, num_hinges, 3]: index of the load, at, slope; 0 where a stage has fewer
 
 
 class PackedTerms(NamedTuple):
-    """Several functions a stage, each with the least that it counts as."""
+    """Several functions a stage, called terms. A term with a value below its `least` counts as `least`."""
 
-    first: np.ndarray  # [num_stages + 1]: of each stage, and behind all
+    first: np.ndarray  # [num_stages + 1]: the index of each stage's first term, then the number of terms
     forms: PackedForms
     least: np.ndarray  # [num_terms]
 
 
 def pack_terms(of_stages: Sequence[Sequence[tuple[Coefficients, float]]]) -> PackedTerms:
+    """Pack each stage's terms, given as (function, least)."""
     terms = [term for of_stage in of_stages for term in of_stage]
     return PackedTerms(
         first=np.cumsum([0, *map(len, of_stages)]),
@@ -40,6 +51,7 @@ def pack_terms(of_stages: Sequence[Sequence[tuple[Coefficients, float]]]) -> Pac
 
 
 def pack_forms(forms: Sequence[Coefficients]) -> PackedForms:
+    """Pack one function a stage."""
     hinges = np.zeros((len(forms), max((len(form.hinges) for form in forms), default=0), 3))
     for stage, form in enumerate(forms):
         if form.hinges:
@@ -60,8 +72,18 @@ def form_at(forms, stage, loads):
 
 
 @kernel
+def forms_at(forms, places, loads):
+    """The values [num_places, num_microbatches] of the functions at these places, for loads [4, num_microbatches]."""
+    found = np.empty((len(places), loads.shape[1]))
+    for row in range(len(places)):
+        for microbatch in range(loads.shape[1]):
+            found[row, microbatch] = form_at(forms, places[row], loads[:, microbatch])
+    return found
+
+
+@kernel
 def terms_at(terms, stage, loads):
-    """The sum of a stage's functions at a microbatch's loads [4], none less than it counts at least; 0 without any."""
+    """The sum of a stage's terms at a microbatch's loads [4]; 0 without terms."""
     total = 0.0
     if terms is None:
         return total
@@ -72,7 +94,7 @@ def terms_at(terms, stage, loads):
 
 @kernel
 def largest_at(terms, stage, loads):
-    """The largest of a stage's functions at a microbatch's loads [4], and of the least that each counts as."""
+    """The largest of a stage's terms at a microbatch's loads [4], and at least 0."""
     largest = 0.0
     for number in range(terms.first[stage], terms.first[stage + 1]):
         largest = max(largest, form_at(terms.forms, number, loads), terms.least[number])

@@ -29,11 +29,11 @@ from dflop.runtime.memory import available_bytes, process_bytes
 
 __all__ = ["Bench"]
 
-# Short runs are repeated at once until they fill this time.
+# Short runs are repeated until they take this time together.
 _LEAST_MEASURED_S = 0.02
 _MOST_RUNS = 5
 _CPU_CACHE_BYTES = 32 * 2**20
-# Of the free memory, so that fragments do not matter.
+# The share of the free memory that is used, so that fragmentation does not matter.
 _USABLE_SHARE = 0.9
 
 _Result = TypeVar("_Result")
@@ -41,6 +41,8 @@ _Result = TypeVar("_Result")
 
 class Bench:
     """A module of `depth` layers on one device, or on the tensor-parallel `ranks`, ready to be measured.
+
+    With `is_frozen` its weights are not trained, and backward computes the gradients of its inputs only.
 
     Raises:
         UserError: when the model's family cannot be run, or tp does not divide its heads.
@@ -57,6 +59,7 @@ class Bench:
         device: torch.device,
         precision: str,
         is_compiled: bool = False,
+        is_frozen: bool = False,
         ranks: TensorGroup = ALONE,
     ) -> None:
         self.module, self.device, self.depth = module, device, depth
@@ -75,26 +78,28 @@ class Bench:
             draw_on=device,
             ranks=ranks,
         )
+        self.stage.requires_grad_(not is_frozen)
         if is_compiled:
             compile_layers(self.stage)
         compute_in(self.stage, dtype)
         self._runs = MadeUpRuns(spec, module, self.stage, dtype)
-        for parameter in self.stage.parameters():
+        self._trained = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
+        for parameter in self._trained:
             parameter.grad = torch.zeros_like(parameter, dtype=held_in(dtype))
         self._flushed = torch.zeros(_cache_bytes(device) // 4, device=device)
         self._largest: tuple[Point, int] | None = None
         self._reserved_share = 0.0
         gc.collect()
-        gc.freeze()  # what is there by now stays; looking through it at every point would take longer than the point
+        gc.freeze()  # exempt all present objects: scanning them at every point would take longer than the point
 
     def measure(self, point: Point, repeat: int) -> list[dict[str, Any]]:
-        """One row a pass: the median of a few runs after a warm-up, short ones more often; the slowest rank counts.
+        """One row a pass, with the median seconds of a few runs after a warm-up. Short runs are repeated more often.
 
-        Bytes, the fullest rank's, are measured in the first repeat alone. Out of memory is a measurement without
-        seconds and bytes.
+        Of the tensor-parallel ranks, the slowest one's seconds and the fullest one's bytes count. Bytes are measured
+        in the first repeat only. A point that runs out of memory gives rows without seconds and bytes.
         """
         self.stage.layers = range(point.num_layers)
-        self.stage.set_checkpointing(point.checkpointing)
+        self.stage.set_recomputed(point.num_layers if point.checkpointing else 0)
         saved_bytes = peak_bytes = None
         seconds: list[float | None] = [None, None]
         try:
@@ -113,7 +118,7 @@ class Bench:
         except torch.OutOfMemoryError:
             run = saved_bytes = peak_bytes = None
         if seconds[0] is None:
-            self._tidy()  # now, and not while the error is handled: it holds the pass's frames, and they its tensors
+            self._tidy()  # only now: while the error is handled, its traceback keeps the pass's tensors alive
         about = {"module": self.module, "tp": self.tp} | self._runs.loads(point)
         bytes_of = {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "repeat": repeat}
         return [
@@ -122,8 +127,10 @@ class Bench:
         ]
 
     def parameter_sizes(self) -> pl.DataFrame:
-        """fp32 bytes of a layer's, the first and the last part's parameters on one rank, and of how many targets
-        logits stand at a time (endless in other parts)."""
+        """fp32 bytes of the parameters of a layer, the first and the last part on one rank, one row each.
+
+        `targets_at_once` is the number of targets for which the head holds logits at a time (infinite for other parts).
+        """
         sizes = dict.fromkeys(("layer", "first", "last"), 0.0)
         for name, parameter in self.stage.named_hf_parameters().items():
             part = self.stage.part_of(name)
@@ -140,7 +147,7 @@ class Bench:
         )
 
     def room_bytes(self) -> float:
-        """What the microbatches of this process may take, the least over all ranks; they share a machine's memory."""
+        """Bytes that the microbatches of a rank may take, the least over all ranks. Ranks on CPUs share the memory."""
         if self.device.type == "cuda":
             room = float(torch.cuda.mem_get_info(self.device)[0])
         else:
@@ -152,24 +159,26 @@ class Bench:
         return -float(least)
 
     def overhead(self) -> tuple[int, float]:
-        """Bytes that the process holds beside its tensors, and what its allocator holds in vain (a share of them)."""
+        """Bytes that the process holds beside its tensors, and bytes that its allocator reserves without using them, as
+        a share of the tensors' bytes."""
         self._tidy()
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free - torch.cuda.memory_reserved(self.device), self._reserved_share
         own_bytes = self._flushed.nbytes
-        own_bytes += sum(parameter.nbytes + parameter.grad.nbytes for parameter in self.stage.parameters())
+        own_bytes += sum(parameter.nbytes for parameter in self.stage.parameters())
+        own_bytes += sum(parameter.grad.nbytes for parameter in self._trained)
         ctypes.CDLL(None).malloc_trim(0)
         held_bytes = max(0, process_bytes("VmRSS") - own_bytes)
         if self._largest is None:
             return held_bytes, 0.0
         point, peak_bytes = self._largest
         self.stage.layers = range(point.num_layers)
-        self.stage.set_checkpointing(point.checkpointing)
+        self.stage.set_recomputed(point.num_layers if point.checkpointing else 0)
         run = self._runs.make(point)
         before = process_bytes("VmRSS")
         try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted anew
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
         except OSError:
             return held_bytes, 0.0  # not Linux, or a container that does not let a process do so
         self._timed(run)
@@ -194,7 +203,7 @@ class Bench:
         return [self._between(start, half), self._between(resumed, end)]
 
     def _zero_gradients(self) -> None:
-        for parameter in self.stage.parameters():
+        for parameter in self._trained:
             parameter.grad.zero_()
 
     def _mark(self) -> float | torch.cuda.Event:
@@ -211,13 +220,13 @@ class Bench:
         return start.elapsed_time(end) / 1000
 
     def _together(self, call: Callable[[], _Result]) -> _Result:
-        """What the call returns. What is out of memory on one of the ranks that act as one is so on all of them.
+        """The result of `call`, or an error on all tensor-parallel ranks if one of them runs out of memory.
 
-        They hold equal parts and run out alike. One that does so alone while others wait for it in an all-reduce of
-        the pass ends measuring: its collective does not match theirs.
+        The ranks hold equal parts, so they run out of memory together. If only one does, while others wait for it in
+        an all-reduce of the pass, measuring fails: its next collective does not match theirs.
 
         Raises:
-            torch.OutOfMemoryError: on every one of these ranks.
+            torch.OutOfMemoryError: on all of these ranks.
         """
         result, failure = None, None
         try:
@@ -232,7 +241,7 @@ class Bench:
         return result
 
     def _slowest(self, numbers: Sequence[float]) -> Sequence[float]:
-        """The largest over the ranks that act as one, who therefore decide alike by it."""
+        """The largest of each number over the tensor-parallel ranks, so that these decide alike."""
         if self._group is None:
             return numbers
         largest = torch.tensor(numbers, dtype=torch.float64)  # on the host: gloo carries it, whatever the device does
@@ -240,7 +249,7 @@ class Bench:
         return largest.tolist()
 
     def _bytes(self, run: Run) -> tuple[int, int]:
-        """Bytes that live from forward to backward, and the most that live at any time; a warm-up too."""
+        """Bytes that live from forward to backward, and the most that live at any time. This is a warm-up, too."""
         self._tidy()
         if self.device.type == "cuda":
             self._timed(run)  # libraries allocate their workspaces when they are first used
@@ -274,7 +283,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _cache_bytes(device: torch.device) -> int:
-    """So much that writing it leaves nothing else in the device's last cache."""
+    """The size of a buffer that fills the device's last-level cache when it is written."""
     if device.type == "cuda":
         return 2 * torch.cuda.get_device_properties(device).L2_cache_size
     try:

@@ -19,13 +19,13 @@ _COLUMNS = (
     ("module", "tp", "part", "parameter_bytes", "targets_at_once"),
     (
         *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
-        *("overhead_bytes", "allocator_share", "seconds", "config_digest"),
+        *("is_frozen", "overhead_bytes", "allocator_share", "seconds", "config_digest"),
     ),
 )
 
 
 class Measured(NamedTuple):
-    """Rows of points, sizes of parts' parameters, and a row on the device and what was measured there."""
+    """The measured points, the sizes of the parts' parameters, and for each module and tp a row about the device."""
 
     measurements: pl.DataFrame
     parameters: pl.DataFrame
@@ -40,11 +40,11 @@ def write_measured(path: Path, measured: Measured) -> None:
 
 
 def read_measured(paths: Sequence[Path]) -> Measured:
-    """The files of `dflop profile-costs`, one a module and tp, and what lies beside them.
+    """The contents of files of `dflop profile-costs`, one a module and tp, and of the files beside them.
 
     Raises:
-        UserError: when one is missing, is no such file, holds nothing that can be fitted, or does not belong to the
-            others: the same module again, another model, device or precision.
+        UserError: when a file is missing, is not such a file, or holds nothing that can be fitted; when two files have
+            the same module and tp; or when they differ in model, device, precision, source or version of torch.
     """
     parts = []
     for path in paths:
@@ -75,7 +75,7 @@ def read_measured(paths: Sequence[Path]) -> Measured:
 
 
 def require_parquet(path: Path) -> None:
-    """Raise `UserError` for a name that does not end as those of measurements do, beside which others are named."""
+    """Raise `UserError` for a path that does not end in .parquet: names of other files are derived from it."""
     if path.suffix != _SUFFIXES[0]:
         raise UserError(
             f"{path}: the name of measurements must end in {_SUFFIXES[0]} (sizes and device go beside them, as "

@@ -1,4 +1,4 @@
-"""What a stage holds on a rank: what follows from its parts' bytes, and from its parameters'."""
+"""The memory of a stage on a rank, from the bytes of its parts and of its parameters."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
@@ -12,8 +12,8 @@ __all__ = ["Resident", "StageMemory", "memory_of_parts", "resident_bytes", "resi
 
 
 class StageMemory(NamedTuple):
-    """Bytes of one stage on one rank: what each microbatch in flight keeps, and what comes on top of that while the
-    microbatch is computed."""
+    """Bytes of one stage on one rank, for each microbatch: `activation_bytes` while the microbatch is in flight, and
+    `transient_bytes` on top of them while it is computed."""
 
     activation_bytes: np.ndarray
     transient_bytes: np.ndarray
@@ -24,8 +24,8 @@ Form = TypeVar("Form", np.ndarray, Coefficients)
 
 
 class Resident(NamedTuple):
-    """What a rank always holds of a stage: parameters as they are computed with, or their shards; gradients; and of the
-    optimiser moments and masters."""
+    """Bytes that a rank always holds of a stage: parameters in the computing precision, or shards of them; gradients;
+    and the optimiser's moments and master weights."""
 
     parameters: float | np.ndarray
     gradients: float | np.ndarray
@@ -35,11 +35,12 @@ class Resident(NamedTuple):
 def resident_parts(
     parameter_bytes: float | np.ndarray, dp: int, *, value_bytes: int, is_frozen: bool, num_shards: int = 1
 ) -> Resident:
-    """Of a stage with so many replicas and `parameter_bytes` of parameters in fp32.
+    """The bytes of a stage with `dp` replicas and `parameter_bytes` of parameters in fp32.
 
-    Parameters are values of `value_bytes`; where they are trained, gradients and AdamW's two moments are in fp32 at
-    least, and smaller values have fp32 masters. Moments and masters are divided among the replicas. Where parameters
-    are divided among `num_shards` of the replicas, so is everything else, and the masters are all there is of them."""
+    Parameters are values of `value_bytes`. Where they are trained, gradients and AdamW's two moments are in fp32 at
+    least, and parameters in a smaller precision have fp32 masters. Moments and masters are divided among the replicas.
+    With `num_shards` above 1, each group of `num_shards` replicas shards the parameters and everything else. Of trained
+    parameters only the masters are then held, which serve for computing, too."""
     count, held_bytes = parameter_bytes / 4, max(4, value_bytes)
     if is_frozen:
         return Resident(count * (value_bytes / num_shards), 0.0 * count, 0.0 * count)
@@ -57,19 +58,24 @@ def resident_bytes(parameter_bytes: Bytes, dp: int, *, value_bytes: int, is_froz
 
 
 def sync_bytes(parameter_bytes: Bytes, *, value_bytes: int, num_shards: int | np.ndarray = 1) -> Bytes:
-    """What a gradient sync moves, as bytes of an all-reduce: half of it is gradients that are summed, in fp32 at least,
-    half the updated values on their way back. Shards of parameters have gradients to sum alone, there and back."""
+    """Bytes that a gradient sync moves, given as the bytes of an all-reduce that takes as long.
+
+    Half of the sync sums gradients, in fp32 at least; half sends the updated parameters back. With parameters sharded
+    among `num_shards` > 1 replicas, the gradients of a shard's copies are all-reduced, and no parameters move."""
     back_bytes = np.where(np.asarray(num_shards) > 1, max(4, value_bytes), value_bytes)
     return parameter_bytes / 4 * ((max(4, value_bytes) + back_bytes) / 2)
 
 
 def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[str, Form]) -> tuple[Form, list[Form]]:
-    """What a stage's microbatch keeps, and what each of its parts in turn needs on top of that.
+    """What a microbatch keeps on a stage, and what each of the stage's parts needs on top of that while it computes.
 
-    `kept` and `passing` are of each part once: bytes at some loads, or functions of the loads.
+    `kept` and `passing` give both for one unit of each part: as bytes at some loads, or as functions of the loads.
     """
     each = {part: passing[part] for part, _ in kind.parts}
     if kind.module == "llm" and kind.is_last:
-        # Backward comes to the layers when the head has given up what it kept (an encoder's output stays).
+        # When backward reaches the layers, the head's activations are free (those of an encoder's last part are not).
         each |= {part: own + -1.0 * kept["last"] for part, own in each.items() if part != "last"}
+    if "recomputed_layer" in each and "layer" in each:
+        # A stage's first layers are the recomputed ones: when backward reaches them, the others' activations are free.
+        each["recomputed_layer"] += -float(dict(kind.parts)["layer"]) * kept["layer"]
     return kind.total(kept), list(each.values())

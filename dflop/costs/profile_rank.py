@@ -1,7 +1,7 @@
-"""What torchrun starts to measure: `python -m dflop.costs.profile_rank REQUEST` (JSON).
+"""The process that torchrun starts on each rank to measure: `python -m dflop.costs.profile_rank REQUEST` (JSON).
 
 On GPUs there are tp ranks. On CPUs there are as many as training will have on the node, and all run the same point
-at the same time: cores share caches and memory, and a rank that has them for itself would look faster than it is.
+at the same time: cores share caches and memory, and a rank alone on the machine would be faster than in training.
 """
 
 import json
@@ -28,7 +28,7 @@ from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.runtime import UserError, progress_bar
 from dflop.runtime.local_device import device_name, local_device
 
-# A point may take minutes on a large model; a rank that is gone must not be waited for much longer.
+# A point may take minutes on a large model. Other ranks shall not wait much longer than that for one that is gone.
 _TIMEOUT = timedelta(minutes=5)
 
 
@@ -65,6 +65,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         device=device,
         precision=config.train.precision,
         is_compiled=compiles_layers(config.train.compile, device)[0],
+        is_frozen=request["is_frozen"],
         ranks=ranks,
     )
     design = Design(
@@ -109,7 +110,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
 
 
 def _tp_ranks(tp: int) -> TensorGroup:
-    """This rank and those that share the module with it, in a group that waits no longer than the others."""
+    """The tensor-parallel group of this rank, with the same timeout as the other groups."""
     for first in range(0, dist.get_world_size(), tp):
         ranks = range(first, first + tp)
         group = dist.new_group(list(ranks), timeout=_TIMEOUT)  # all ranks make all groups
@@ -119,7 +120,7 @@ def _tp_ranks(tp: int) -> TensorGroup:
 
 
 def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, seconds: float) -> dict[str, Any]:
-    """What was measured, on what; every rank must call this, since it runs a point once more."""
+    """The row of the table `device`. Every rank must call this, since it runs a point once more."""
     overhead_bytes, allocator_share = bench.overhead()
     return {
         "module": request["module"],
@@ -132,6 +133,7 @@ def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, se
         "torch": torch.__version__,
         "num_ranks": dist.get_world_size(),
         "threads": torch.get_num_threads(),
+        "is_frozen": request["is_frozen"],
         "overhead_bytes": overhead_bytes,
         "allocator_share": allocator_share,
         "seconds": seconds,
@@ -140,7 +142,7 @@ def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, se
 
 
 def _told(asked: tuple[Point, int] | None) -> tuple[Point, int] | None:
-    """Rank 0's point and repeat on every rank; None ends measuring."""
+    """Rank 0's point and repeat, broadcast to every rank; None ends measuring."""
     text = torch.tensor(list(json.dumps(asked).encode()), dtype=torch.uint8)
     size = torch.tensor([len(text)])
     dist.broadcast(size, src=0)

@@ -1,15 +1,16 @@
-"""What passes take and devices hold where a module's parameters are sharded among its replicas.
+"""Seconds of passes and bytes on devices where a module's parameters are sharded among its replicas.
 
-Every layer is a unit of its own, as are what begins the module and what ends it (FSDP2's `fully_shard` on each). A unit
-is gathered while the one before it is computed; behind its backward its gradients are summed into the shards while the
-next one is computed. So a unit takes as long as its computing or as what moves beside it, whichever is longer, and the
-first gather and the last sum are waited for. Where the same cores compute and move, nothing is hidden, and a pass takes
-the sum of both. Such a pass never falls when a load grows, and is convex in the loads.
+Every layer is a unit of its own, as are the module's first and last part (FSDP2's `fully_shard` on each). A unit's
+parameters are gathered while the unit before it computes. After its backward, its gradients are summed into the shards
+while the next unit computes. So a unit takes the time of its computing or of the transfers beside it, whichever is
+longer. Only the first gather and the last sum are waited for. Where the same cores compute and communicate, nothing is
+hidden, and a pass takes the sum of both. The time of such a pass never falls when a load grows, and is convex in the
+loads.
 """
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,11 +19,15 @@ __all__ = ["Moving", "PassTerm", "ShardedPass", "sharded_passes", "working_bytes
 
 Seconds = TypeVar("Seconds", float, np.ndarray)
 _UNITS = ("first", "layer", "last")
+# A field of `Moving`, and the unit whose parameters or gradients move.
+_Move = tuple[str, str]
 
 
 class Moving(NamedTuple):
-    """Seconds that a unit's parameters take to be gathered, and its gradients to be summed into the shards: of each
-    part; numbers, or arrays that times of the parts can be compared with."""
+    """Seconds to gather a unit's parameters, and to sum its gradients into the shards, for each kind of unit.
+
+    They are numbers, or arrays that broadcast with the times of the parts.
+    """
 
     gather_s: Mapping[str, float | np.ndarray]
     reduce_s: Mapping[str, float | np.ndarray]
@@ -37,8 +42,11 @@ class Moving(NamedTuple):
         value_bytes: int,
         is_frozen: bool,
     ) -> "Moving":
-        """Over a link whose gradient sync takes `latency_s` and `byte_s` a byte: a gather and a sum are half of one
-        each. `parameter_bytes` are in fp32; parameters move as values of `value_bytes`, gradients in fp32 at least."""
+        """The seconds over a link on which a gradient sync takes `latency_s`, and `byte_s` for each byte.
+
+        A gather and a sum each take half of a sync. `parameter_bytes` are in fp32. Parameters move as values of
+        `value_bytes`, gradients in fp32 at least; frozen parameters have no gradients.
+        """
 
         def seconds(num_values: float, size: int) -> float | np.ndarray:
             return 0.5 * (latency_s + num_values * size * byte_s)
@@ -52,7 +60,7 @@ class Moving(NamedTuple):
 
 
 class PassTerm(NamedTuple):
-    """`count` units of a part, beside each of which something moves for `moved_s`."""
+    """`count` units of a part, each with transfers of `moved_s` seconds beside its computing."""
 
     part: str
     count: int
@@ -67,61 +75,64 @@ class ShardedPass:
     terms: tuple[PassTerm, ...]
 
     def seconds(self, part_s: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Of replicas whose parts compute so long."""
+        """Seconds of the pass where one unit of each part computes for `part_s` seconds."""
         total = self.exposed_s
         for part, count, moved_s in self.terms:
             total = total + count * np.maximum(part_s[part], moved_s)
         return np.asarray(total)
 
 
-def sharded_passes(num_layers: int, moving: Moving, *, is_hidden: bool = True) -> tuple[ShardedPass, ShardedPass]:
-    """Forward and backward of a module of one stage; `is_hidden` where devices compute while they communicate.
+def sharded_passes(
+    num_layers: int, moving: Moving, *, num_recomputed: int = 0, is_hidden: bool = True
+) -> tuple[ShardedPass, ShardedPass]:
+    """Forward and backward of a module of one stage, whose first `num_recomputed` layers are recomputed in backward.
 
-    The backward begins with the unit that the forward ended with, which is gathered again only if that was long ago;
-    the way from the one pass to the other is taken to be short.
+    `is_hidden` is whether devices compute while they communicate. The backward begins with the unit that the forward
+    ended with. This unit is taken to be still gathered, since backward is taken to follow shortly after forward.
     """
-    gather_s, reduce_s = moving
     units = ["first", *["layer"] * num_layers, "last"]
-    forward = [(unit, gather_s[behind]) for unit, behind in itertools.pairwise(units)]
-    backward = [(units[-1], gather_s[units[-2]])]
-    for place in range(len(units) - 2, -1, -1):
-        moved_s = reduce_s[units[place + 1]]
-        backward.append((units[place], moved_s + gather_s[units[place - 1]] if place else moved_s))
-    forward.append((units[-1], 0.0 * gather_s["last"]))
-    return _pass(gather_s["first"], forward, is_hidden), _pass(reduce_s["first"], backward, is_hidden)
+    parts = ["first", *["recomputed_layer"] * num_recomputed, *["layer"] * (num_layers - num_recomputed), "last"]
+    forward = [(part, (("gather_s", behind),)) for part, behind in zip(parts, units[1:], strict=False)]
+    forward.append(("last", ()))
+    backward = [("last", (("gather_s", units[-2]),))]
+    for place in range(len(units) - 2, 0, -1):
+        backward.append((parts[place], (("reduce_s", units[place + 1]), ("gather_s", units[place - 1]))))
+    backward.append(("first", (("reduce_s", units[1]),)))
+    stage = "recomputing_stage" if num_recomputed else "stage"
+    return (
+        _pass(moving, ("gather_s", "first"), [(stage, ()), *forward], is_hidden),
+        _pass(moving, ("reduce_s", "first"), [(stage, ()), *backward], is_hidden),
+    )
 
 
-def _pass(exposed_s: float | np.ndarray, units: list[tuple[str, float | np.ndarray]], is_hidden: bool) -> ShardedPass:
-    """Of units with what moves beside each of them."""
-    nothing = 0.0 * exposed_s
+def _pass(moving: Moving, exposed: _Move, units: list[tuple[str, tuple[_Move, ...]]], is_hidden: bool) -> ShardedPass:
+    """The pass of units, each with the moves beside its computing; equal neighbours become one term."""
+    exposed_s = _seconds(moving, (exposed,))
+    terms = [PassTerm(part, len(list(alike)), _seconds(moving, moves)) for (part, moves), alike in groupby(units)]
     if not is_hidden:
-        exposed_s = sum((moved_s for _, moved_s in units), exposed_s)
-        units = [(unit, nothing) for unit, _ in units]
-    return ShardedPass(exposed_s, (PassTerm("stage", 1, nothing), *_grouped(units)))
+        exposed_s = sum((term.count * term.moved_s for term in terms), exposed_s)
+        terms = [term._replace(moved_s=0.0 * exposed_s) for term in terms]
+    return ShardedPass(exposed_s, tuple(terms))
 
 
-def _grouped(units: list[tuple[str, float | np.ndarray]]) -> list[PassTerm]:
-    """Neighbours of one part that the same moves beside, as one term."""
-    terms: list[PassTerm] = []
-    for part, moved_s in units:
-        if terms and terms[-1].part == part and np.array_equal(terms[-1].moved_s, moved_s):
-            terms[-1] = terms[-1]._replace(count=terms[-1].count + 1)
-        else:
-            terms.append(PassTerm(part, 1, moved_s))
-    return terms
+def _seconds(moving: Moving, moves: Sequence[_Move]) -> float | np.ndarray:
+    """Seconds of these moves, one after the other."""
+    return sum((getattr(moving, way)[unit] for way, unit in moves), 0.0 * moving.gather_s["first"])
 
 
 def working_bytes(
     module: str, parameter_bytes: Mapping[str, float], *, value_bytes: int, is_frozen: bool
 ) -> dict[str, float]:
-    """What passes need beside their activations, while each of `PARTS` is at work: under `stage` what does not lie
-    beside the workspace of any other.
+    """Bytes that passes need beside their activations, while each of `PARTS` computes.
 
-    A layer's backward has it and the layer before it gathered, and the gradients of the unit behind it on their way
-    into the shards, in fp32 at least. Its own are there as they are computed, all of them when its workspace is gone.
-    When a unit's backward is done it is let go, and its gradients are there in both forms. An LLM's embedding and head
-    are units of their own where they are two (`Stage.units`); what else stands at a module's ends stays gathered from
-    forward to backward.
+    The bytes of `stage` are those of moments when no part's own workspace is held.
+
+    During a layer's backward, this layer and the one before it are gathered, and the gradients of the unit after it
+    are being summed into the shards, in fp32 at least. The layer's own gradients appear one by one; all of them are
+    there only when its workspace is free. When a unit's backward ends, its gathered parameters are freed, and its
+    gradients exist both in the computing precision and in fp32. An LLM's embedding and head are units of their own
+    where they are separate parameters (`Stage.units`). Other parameters at a module's ends stay gathered from forward
+    to backward.
     """
     layer, first, last = (parameter_bytes[part] / 4 for part in ("layer", "first", "last"))
     are_units = module == "llm" and last >= first

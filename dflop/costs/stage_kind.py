@@ -1,8 +1,10 @@
-"""What a pipeline stage is to the cost model: stages of equal kind cost the same.
+"""The kind of a pipeline stage: to the cost model, stages of equal kind cost the same.
 
-A stage is made of parts: what every stage has (`stage`: rotary positions, its output), its layers, and, where it
-begins or ends the module, `first` (embedding; patches and positions) and `last` (norm, head and loss; projector and
-token layout). Whatever is asked of a stage (seconds, bytes, forms of the loads) is the sum of that of its parts.
+A stage is made of parts: the part `stage` that every stage has (rotary positions, its output); its layers, each a part
+`layer`; where it begins the module, `first` (embedding; patches and positions); and where it ends the module, `last`
+(norm, head and loss; projector and token layout). Recomputed layers are parts of another kind (`recomputed_layer`), and
+a stage that has any has the part `recomputing_stage` in place of `stage`. The costs of a stage (seconds, bytes, forms
+of the loads) are the sums of those of its parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,53 +13,68 @@ from functools import lru_cache, reduce
 from operator import add
 from typing import TypeVar
 
-__all__ = ["PARTS", "StageKind", "stage_kinds"]
+__all__ = ["ALL_PARTS", "PARTS", "StageKind", "as_tabled", "stage_kinds"]
 
 T = TypeVar("T")
 
+# The parts by their names in the cost tables. For the two recomputing parts, the tables have a column instead.
 PARTS = ("stage", "layer", "first", "last")
+_RECOMPUTING = {"recomputing_stage": "stage", "recomputed_layer": "layer"}
+ALL_PARTS = (*PARTS, *_RECOMPUTING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageKind:
-    """`num_layers` layers of a module on `tp` ranks, with the module's embedding (`is_first`) and head (`is_last`)."""
+    """`num_layers` layers of a module on `tp` ranks, with the module's embedding (`is_first`) and head (`is_last`).
+
+    The first `num_recomputed` layers keep only their inputs, and recompute their activations in backward.
+    """
 
     module: str
     tp: int
     num_layers: int
     is_first: bool
     is_last: bool
-    checkpointing: bool = False
+    num_recomputed: int = 0
 
     @classmethod
-    def whole(cls, module: str, tp: int, num_layers: int, *, checkpointing: bool = False) -> "StageKind":
+    def whole(cls, module: str, tp: int, num_layers: int, *, num_recomputed: int = 0) -> "StageKind":
         """A module that is one stage."""
         ends = {"is_first": True, "is_last": True}
-        return cls(module=module, tp=tp, num_layers=num_layers, checkpointing=checkpointing, **ends)
+        return cls(module=module, tp=tp, num_layers=num_layers, num_recomputed=num_recomputed, **ends)
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """Each of `PARTS` that the stage has, and how often."""
-        return _parts(self.num_layers, self.is_first, self.is_last)
+        """Each of `ALL_PARTS` that the stage has, and how often."""
+        return _parts(self.num_layers, self.num_recomputed, self.is_first, self.is_last)
 
     def total(self, of_part: Mapping[str, T]) -> T:
-        """The sum over the stage's parts of anything that can be added and multiplied by a count: arrays of seconds or
-        bytes at some loads, functions of the loads (`Coefficients`), or numbers.
+        """The sum of a quantity over the stage's parts, given for one unit of each part.
 
-        This is the one place where a stage is put together.
+        The quantity is anything that can be added and multiplied by a count: arrays of seconds or bytes at some loads,
+        functions of the loads (`Coefficients`), or numbers. No other code sums over the parts of a stage.
         """
         each = (of_part[part] if count == 1 else count * of_part[part] for part, count in self.parts)
         return reduce(add, each)
 
 
 @lru_cache(maxsize=1024)
-def _parts(num_layers: int, is_first: bool, is_last: bool) -> tuple[tuple[str, int], ...]:
-    times = (1, num_layers, int(is_first), int(is_last))
-    return tuple((part, count) for part, count in zip(PARTS, times, strict=True) if count)
+def _parts(num_layers: int, num_recomputed: int, is_first: bool, is_last: bool) -> tuple[tuple[str, int], ...]:
+    recomputes = int(num_recomputed > 0)
+    times = (1 - recomputes, num_layers - num_recomputed, int(is_first), int(is_last), recomputes, num_recomputed)
+    return tuple((part, count) for part, count in zip(ALL_PARTS, times, strict=True) if count)
 
 
-def stage_kinds(module: str, tp: int, layers: Sequence[int], *, checkpointing: bool = False) -> list[StageKind]:
-    """The stages of a module that is split into stages of so many layers each, in order."""
+def as_tabled(part: str) -> tuple[str, bool]:
+    """The name in the cost tables of one of `ALL_PARTS`, and whether it is a recomputing part."""
+    return _RECOMPUTING.get(part, part), part in _RECOMPUTING
+
+
+def stage_kinds(module: str, tp: int, layers: Sequence[int], recomputed: Sequence[int] = ()) -> list[StageKind]:
+    """The kinds of a module's stages, in order, from the number of layers in each stage.
+
+    `recomputed` gives as many numbers: how many of its layers each stage recomputes, none by default.
+    """
     last = len(layers) - 1
     return [
         StageKind(
@@ -66,7 +83,7 @@ def stage_kinds(module: str, tp: int, layers: Sequence[int], *, checkpointing: b
             num_layers=count,
             is_first=stage == 0,
             is_last=stage == last,
-            checkpointing=checkpointing,
+            num_recomputed=num_recomputed,
         )
-        for stage, count in enumerate(layers)
+        for stage, (count, num_recomputed) in enumerate(zip(layers, recomputed or (0,) * len(layers), strict=True))
     ]

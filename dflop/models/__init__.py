@@ -1,8 +1,8 @@
 """Model families: what a sample becomes in a model, what the model costs, and the model itself cut into stages.
 
-A family is one folder behind one object (`family`); README.md says how to add one. What several families share stands
-beside them: presets and work counts of LLMs and vision transformers, which are plain Python, and stages, weights,
-packed attention and tensor parallelism, which need torch and transformers and are never imported here.
+A family is one folder behind one object (`family`); README.md says how to add one. Beside the folders is what families
+share: presets and work counts of LLMs and vision transformers, which are plain Python, and stages, weights, packed
+attention and tensor parallelism, which need torch and transformers and are never imported here.
 """
 
 from dflop.models.family import (
@@ -26,6 +26,7 @@ from dflop.models.spec import (
     check_modules,
     check_tp,
     digest_of_spec,
+    passes_gradients_on,
 )
 from dflop.models.work import ModuleWork
 
@@ -48,5 +49,6 @@ __all__ = [
     "load_model_spec",
     "load_runtime",
     "model_digest",
+    "passes_gradients_on",
     "why_family_cannot_run",
 ]

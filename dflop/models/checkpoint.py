@@ -1,9 +1,10 @@
-"""What a Hugging Face checkpoint directory says of itself: its config, its processor's, the names of its tensors.
+"""What a Hugging Face checkpoint directory says of itself: its config, its processor's settings, its tensors' names.
 
-Only JSON is read, neither weights nor torch.
+Only JSON is read, no weights, and torch is not imported.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,26 +20,38 @@ _MOST_HEADER_BYTES = 100_000_000  # as safetensors allows
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a checkpoint.
 
-    Where it does not say whether the head is the embedding, the tensors do: a checkpoint holds a tied one once.
-    transformers unties them, too, when it finds both.
+    If it does not say whether the head is tied to the embedding, the tensors do: a head among them is not tied.
+    transformers decides likewise.
 
     Raises:
-        UserError: where there is none, or it cannot be read.
+        UserError: when there is no config.json, or a file cannot be read.
     """
     fields = _read_fields(folder / "config.json")
     if fields is None:
         raise UserError(
             f"`model.path` {folder} is not a Hugging Face checkpoint directory: it has no config.json; "
-            "name the folder that `save_pretrained` wrote, or set `model.path: null` and choose a `model.preset`"
+            f"{_way_to(folder)}, or set `model.path: null` and choose a `model.preset`"
         )
     if "tie_word_embeddings" not in fields and any(name.endswith("lm_head.weight") for name in _tensor_names(folder)):
         fields["tie_word_embeddings"] = False
     return fields
 
 
+def _way_to(folder: Path) -> str:
+    """What to do about a folder that is no checkpoint. The id of a model on the Hub is not a folder."""
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        return f"download a model of the Hub with `hf download {folder} --local-dir FOLDER` and name FOLDER"
+    return "name the folder that `save_pretrained` wrote"
+
+
 def read_processor(folder: Path) -> dict[str, Any]:
-    """The fields that a checkpoint's processor and its image processor set; as transformers does, a processor's own
-    come first. Those of its video processor, else the image processor's, are under `video_processor`."""
+    """The fields that a checkpoint's processor and its image processor set. Files are looked up in transformers' order:
+    `processor_config.json` first. Under `video_processor` are the fields of the video processor, or else those of the
+    image processor.
+
+    Raises:
+        UserError: when a file cannot be read.
+    """
     whole = _read_fields(folder / "processor_config.json") or {}
     images = whole.get("image_processor") or _read_fields(folder / "preprocessor_config.json") or {}
     videos = whole.get("video_processor") or _read_fields(folder / "video_preprocessor_config.json") or images
@@ -47,7 +60,7 @@ def read_processor(folder: Path) -> dict[str, Any]:
 
 
 def check_output_width(name: str, field: str, width: int, text_config: Mapping[str, Any]) -> None:
-    """Whether what leaves an encoder, `width` numbers a token by this field of the config, is what the LLM takes.
+    """Check that an encoder's output is as wide as the LLM's hidden states. `field` is the config's name of `width`.
 
     Raises:
         UserError: naming both fields.
@@ -60,10 +73,10 @@ def check_output_width(name: str, field: str, width: int, text_config: Mapping[s
 
 
 def check_processor(name: str, processor: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Whether what a checkpoint's processor sets is what the model's config makes it.
+    """Check that a checkpoint's processor has the values that follow from the model's config (`wanted`).
 
     Raises:
-        UserError: naming the first field that contradicts.
+        UserError: naming the first field that contradicts the config.
     """
     for key, value in wanted.items():
         found = processor.get(key)
@@ -80,7 +93,7 @@ def _shown(value: Any) -> str:
 
 
 def _tensor_names(folder: Path) -> Iterator[str]:
-    """Of all safetensors files, by their index or, where it has none, by a file's own header."""
+    """The names of the tensors in all safetensors files, from their index or else from each file's header."""
     index = _read_fields(folder / "model.safetensors.index.json")
     if index is not None:
         yield from index.get("weight_map", {})
@@ -95,7 +108,11 @@ def _tensor_names(folder: Path) -> Iterator[str]:
 
 
 def _read_fields(path: Path) -> dict[str, Any] | None:
-    """A JSON file's keys and values; None where there is no file."""
+    """A JSON file's keys and values; None if there is no file.
+
+    Raises:
+        UserError: when the file cannot be read, or is not a JSON object.
+    """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

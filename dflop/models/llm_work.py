@@ -1,4 +1,4 @@
-"""What the embedding, layers and head of a Llama or Qwen do in one forward pass, for the counts of `work`."""
+"""The work of a Llama's or Qwen's embedding, layers and head in one forward pass, as the counts of `work`."""
 
 from dataclasses import replace
 
@@ -9,26 +9,27 @@ from dflop.runtime import UserError
 
 __all__ = ["llm_work", "targets_at_once"]
 
-# Forward kernels of eager PyTorch, about: products, norms, rotary positions and pointwise operations.
+# The approximate number of kernels of a forward pass in eager PyTorch: products, norms, rotary positions, pointwise
+# operations.
 _NUM_KERNELS = {"layer": 40, "first": 6, "last": 15}
 _TEXT_TYPES = ("llama", "qwen2", "qwen3")
-# Logits that stand at a time, in fp32. Products of so many rows and a vocabulary are as fast as larger ones.
+# The logits that are in memory at a time, in fp32. A matrix product of that many rows is as fast as a larger one.
 _LOGITS_BYTES = 512 * 2**20
-# Numbers of rows that matrix products are good at.
+# Matrix products are fast for multiples of this number of rows.
 _ROWS = 128
 
 
 def targets_at_once(vocabulary: float) -> int:
-    """Of how many targets logits stand at a time on a rank that holds so much of the vocabulary: those of 512 MiB in
-    fp32, or a few less."""
+    """For how many targets a rank holds logits at a time, if it has `vocabulary` ids of the vocabulary: at most 512 MiB
+    of them in fp32."""
     return max(1, int(_LOGITS_BYTES / (4 * vocabulary * _ROWS))) * _ROWS
 
 
 def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool, kind: str | None = None, num_deepstack: int = 0) -> ModuleWork:
-    """Counts of the LLM in `text_config` on each of `tp` ranks; `is_tied` where its head is its embedding.
+    """Counts of the LLM in `text_config` on each of `tp` ranks; `is_tied` says that its head is its embedding.
 
-    `kind` is the LLM whose layers it has, where its own `model_type` names it otherwise. Adding further features behind
-    `num_deepstack` layers is counted where they come in.
+    `kind` names the LLM whose layers it has (llama, qwen2 or qwen3), if its `model_type` is another name. The features
+    that are added after the first `num_deepstack` layers are counted with the embedding.
 
     Raises:
         UserError: for an LLM of another kind, or a size that the config lacks.
@@ -63,32 +64,33 @@ def llm_work(spec: ModelSpec, tp: int, *, is_tied: bool, kind: str | None = None
         first=_embedding(sizes.hidden_size, vocabulary, num_deepstack),
         last=_head(sizes.hidden_size, vocabulary, tp, is_tied=is_tied),
         input_bytes=coefficients(num_tokens=2.0 * sizes.hidden_size),
-        # Rotary cosines and sines.
+        # The cosines and sines of rotary positions.
         stage_bytes=coefficients(num_tokens=4.0 * head_dim),
     )
 
 
 def _embedding(hidden: int, vocabulary: float, num_deepstack: int) -> PartWork:
-    """The embedding, of which this rank holds `vocabulary` ids, and putting the encoders' features in: those of the
-    tokens' own places, and those that wait for a layer."""
-    return PartWork(
+    """The embedding, of which this rank holds `vocabulary` ids, and the insertion of the encoders' features, also of
+    those that are added after later layers."""
+    embedding = PartWork(
         dense_flops=coefficients(),
         square_flops=coefficients(),
         causal=True,
         matmul_bytes=coefficients(),
         pointwise_bytes=coefficients(num_tokens=12.0 * hidden * (1 + num_deepstack)),
         reduced_bytes=(coefficients(num_tokens=2.0 * hidden), coefficients()),
-        # Ids; features are held as they came (`pricing.edge_bytes`).
+        # Token ids and the features' positions. `pricing.edge_bytes` counts the features themselves.
         saved_bytes=coefficients(num_tokens=16.0),
         size=coefficients(),
         num_parameters=vocabulary * hidden,
         num_matrix_parameters=0.0,
         num_kernels=_NUM_KERNELS["first"],
     )
+    return replace(embedding, frozen=replace(embedding, saved_bytes=coefficients(num_tokens=8.0)))  # no ids
 
 
 def _head(hidden: int, vocabulary: float, tp: int, *, is_tied: bool) -> PartWork:
-    """The last norm, the head on target positions only, and the loss, of a chunk of targets at a time."""
+    """The last norm, the head on target positions only, and the loss, computed for a chunk of targets at a time."""
     matrix, num_kept = vocabulary * hidden, targets_at_once(vocabulary)
 
     def chunk(number: int, bytes_of_logit: float) -> Coefficients:
@@ -99,35 +101,49 @@ def _head(hidden: int, vocabulary: float, tp: int, *, is_tied: bool) -> PartWork
         square_flops=coefficients(),
         causal=True,
         matmul_bytes=coefficients(num_targets=2.0 * (hidden + vocabulary)),
-        # The norm, the logits in fp32, their softmax.
+        # The norm, the logits in fp32, and their softmax.
         pointwise_bytes=coefficients(num_targets=40.0 * hidden + 14.0 * vocabulary),
         # Two all-reduces of the loss's three numbers a target.
         reduced_bytes=(coefficients(num_targets=12.0), coefficients(num_targets=2.0 * hidden)),
-        # The norm's two, what it gives, and a chunk's log-probabilities in fp32.
+        # The norm's input in fp32, what its weight multiplies, its output, and a chunk's log-probabilities in fp32.
         saved_bytes=coefficients(num_targets=24.0 + 8.0 * hidden) + chunk(0, 4.0),
         size=coefficients(num_targets=hidden / tp),
         num_parameters=(0 if is_tied else matrix) + hidden,
         num_matrix_parameters=matrix,
         num_kernels=_NUM_KERNELS["last"],
-        # In forward the logits beside them. In backward, when they are gone, their gradient and that of the matrix,
-        # both in bf16; then this beside the next chunk and its gradient.
+        # In forward, a chunk's logits beside its log-probabilities. In backward, after the log-probabilities are freed,
+        # the gradients of the logits and of the matrix, both in bf16; then the latter beside the next chunk's logits
+        # and their gradient.
         passing_bytes=(
             chunk(0, 4.0),
             coefficients(2.0 * matrix) + chunk(0, -2.0),
             coefficients(2.0 * matrix) + chunk(0, -4.0) + chunk(1, 6.0),
         ),
     )
-    # The logits in fp32 and what is taken from them; the matrix's gradient is added to that of the chunks before.
+    # For the other chunks, the logits are computed again in fp32, and the matrix's gradient is added to the sum so far.
     again = replace(
         eager, pointwise_bytes=coefficients(num_targets=14.0 * vocabulary + 4.0 * matrix / num_kept), passing_bytes=()
     )
     fused = replace(
         eager,
-        # The norm in one kernel; the loss reads the logits once for their sum, and once for the loss.
+        # The norm is one kernel. The loss reads the logits twice: for the sum over the vocabulary, and for the loss.
         pointwise_bytes=coefficients(num_targets=4.0 * hidden + 4.0 * vocabulary),
-        # The norm's input and what it gives, and all logits in bf16, whose place their gradient takes.
+        # The norm's input and output, and all logits in bf16. The gradient of the logits overwrites them.
         saved_bytes=coefficients(num_targets=20.0 + 4.0 * hidden + 2.0 * vocabulary),
         num_kernels=3,
         passing_bytes=(coefficients(2.0 * matrix),),
     )
-    return replace(eager, fused=fused, num_kept=num_kept, again=again)
+    eager = replace(eager, num_kept=num_kept, again=again)
+    # Only an eager norm, of several kernels, keeps the values that its weight multiplies.
+    fused = replace(fused, frozen=_frozen(fused, bytes_for_weights=0.0))
+    return replace(eager, fused=fused, frozen=_frozen(eager, bytes_for_weights=2.0 * hidden))
+
+
+def _frozen(head: PartWork, *, bytes_for_weights: float) -> PartWork:
+    """The head without its matrix's gradient, and without the `bytes_for_weights` bytes a target that are kept for the
+    gradients of weights."""
+    return replace(
+        head,
+        saved_bytes=head.saved_bytes + coefficients(num_targets=-bytes_for_weights),
+        passing_bytes=tuple(replace(form, const=0.0) for form in head.passing_bytes),
+    )

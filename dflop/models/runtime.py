@@ -1,7 +1,7 @@
 """The half of a family that builds and feeds its models: `RUNTIME` in the family's `runtime.py`.
 
-Who measures or trains gets it from `load_runtime`, and asks it for a config, a stage with its weights, and what turns
-decoded media into the encoders' items. Everything here needs torch and transformers.
+Measuring and training get it from `load_runtime`. It gives a Hugging Face config, stages with their weights, and the
+processors that turn decoded media into the encoders' items. Everything here needs torch and transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ __all__ = ["FamilyRuntime", "MadeUpMedia", "config_fields"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MadeUpMedia:
-    """Media for measuring an encoder: one item's shape, and the media that a number of items belong to, with the
-    squares of their runs (`models.ItemCount`)."""
+    """Media for measuring an encoder: the shape of an item, the media that the items belong to, and the sum of squares
+    of these media (`models.ItemCount.sum_sq_items`)."""
 
     item_shape: tuple[int, ...]
     media: tuple[MediumLayout, ...]
@@ -36,19 +36,21 @@ class MadeUpMedia:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyRuntime:
-    """What a family gives to run its models.
+    """The functions by which a family runs its models.
 
-    `architecture` is the Hugging Face class of the whole model. `make_config(spec, token_ids, vocab_size)` gives its
-    config for a tokenizer: the ids of the media's placeholders by kind and of `special_tokens` by themselves, and a
-    vocabulary that holds all tokens.
-    `cut(model, module, layers)` takes a model without weights, removes what is not of these layers of the module, and
-    gives the stage. `weight_renamings` lead from the names in checkpoints to the model's (pattern, replacement; in
-    order). `processors` give, for each encoder by name, `(spec, checkpoint)`, the media processor of a checkpoint or,
-    without one, the usual one. With `packs_media` the layers of encoders take the ends of segments, as the LLM's do
-    (`attention.py`). `with_depth(spec, module, num_layers)` is the same model with so many layers in one module, and
-    `make_up_media(spec, module, num_items)` gives an encoder something to do: both serve measuring.
-    `plain_inputs(media, text)` is what `architecture.forward` takes of one sample's media beside its token ids, by the
-    names of its parameters: it serves comparing stages with the unpacked model.
+    - `architecture`: the Hugging Face class of the whole model.
+    - `make_config(spec, token_ids, vocab_size)`: its config for a tokenizer. `token_ids` has the ids of the media's
+      placeholders, by kind, and of `special_tokens`, by token; the vocabulary has at least `vocab_size` ids.
+    - `cut(model, module, layers)`: removes from a model without weights everything but these layers of the module, and
+      returns the stage.
+    - `weight_renamings`: (pattern, replacement) pairs, applied in order, from names in checkpoints to the model's.
+    - `packs_media`: whether the layers of encoders take the ends of segments, as the LLM's do (`attention.py`).
+    - `processors`: for each encoder, by name, a function `(spec, checkpoint)` that makes its media processor, with the
+      checkpoint's settings if there is one.
+    - `with_depth(spec, module, num_layers)`: the same model with `num_layers` layers in one module, for measuring.
+    - `make_up_media(spec, module, num_items)`: media with that many items, to measure an encoder.
+    - `plain_inputs(media, text)`: the arguments, by name, that `architecture.forward` takes for one sample's media
+      beside its token ids. They serve to compare stages with the unpacked model.
     """
 
     architecture: type[PreTrainedModel]
@@ -71,7 +73,7 @@ class FamilyRuntime:
         checkpoint: Path | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        checkpointing: bool = False,
+        num_recomputed: int = 0,
         draw_on: torch.device | str = "cpu",
         ranks: TensorGroup = ALONE,
         share: Callable[[nn.Module], None] | None = None,
@@ -79,14 +81,16 @@ class FamilyRuntime:
     ) -> EncoderStage | LlmStage:
         """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
 
-        Weights are drawn on the CPU, so that every device has the same; `draw_on` the device itself is quicker. Of
-        several `ranks` each keeps its part of a block as soon as this is drawn, and reads that part alone. Where
-        replicas share parameters, `share` leaves of each unit (`Stage.units`) their rows, as DTensors on the device, as
-        soon as the unit is drawn, and these are read alone. Nobody reads the weights of a stage that `is_empty`: it may
-        be made of fake tensors.
+        Weights are drawn on the CPU, so that they are the same on every device; drawing them on the device itself
+        (`draw_on`) is quicker. With several tensor-parallel `ranks`, each keeps its part of a block as soon as the
+        block is drawn, and reads only that part from the checkpoint. If replicas shard parameters, `share` turns each
+        unit (`Stage.units`), as soon as it is drawn, into this replica's rows of it, as DTensors on the device; only
+        these rows are read from the checkpoint. If `is_empty`, the values of the weights do not matter, and the stage
+        may be made of fake tensors. The first `num_recomputed` layers are recomputed in backward
+        (`Stage.set_recomputed`).
 
         Raises:
-            UserError: for a checkpoint without this stage's weights, or a model that cannot be cut or divided so.
+            UserError: for a checkpoint without this stage's weights, or a model that cannot be cut or divided this way.
         """
         for name in config.sub_configs:
             part = getattr(config, name)
@@ -104,7 +108,7 @@ class FamilyRuntime:
             if divide:
                 divide(name, drawn)
             if name in units:
-                unit = hf.get_submodule(name)  # a divided one may be another
+                unit = hf.get_submodule(name)  # dividing may have replaced it
                 share(unit if is_empty else _as_dtype(unit, dtype))
 
         draw_weights(hf, seed, draw_on, complete, is_empty=is_empty)
@@ -112,8 +116,7 @@ class FamilyRuntime:
             hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
         if checkpoint is not None and not is_empty:
             load_weights(hf, checkpoint, self.weight_renamings, stage.shards, names)
-        if checkpointing:
-            stage.set_checkpointing(True)
+        stage.set_recomputed(num_recomputed)
         return (stage if is_empty else _as_dtype(stage, dtype).to(device)).train()
 
 
@@ -124,7 +127,7 @@ def _as_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def config_fields(spec: ModelSpec, vocab_size: int) -> dict[str, Any]:
-    """The fields of a model's Hugging Face config, with a vocabulary that holds at least so many tokens."""
+    """The fields of a model's Hugging Face config, with a vocabulary of at least `vocab_size` ids."""
     text = spec.hf_config["text_config"]
     text = text | {"vocab_size": max(text.get("vocab_size", 0), vocab_size)}
     return {key: value for key, value in spec.hf_config.items() if key != "model_type"} | {"text_config": text}

@@ -1,13 +1,13 @@
 """What the rest of dflop knows of a model without building it: its modules' sizes and its shape rules.
 
-A family makes the spec from a preset or from the `config.json` of a Hugging Face checkpoint (`family`); neither torch
-nor transformers is imported for it.
+A family makes the spec from a preset or from the `config.json` of a Hugging Face checkpoint (`family`), without torch
+or transformers.
 """
 
 import difflib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
@@ -27,20 +27,21 @@ __all__ = [
     "check_tp",
     "digest_of_spec",
     "encoder_of",
+    "passes_gradients_on",
     "vision_and_llm",
 ]
 
 
-# What sounds are resampled to, by all encoders of Whisper's kind.
+# The sample rate that sounds are resampled to: that of all Whisper-like encoders.
 SOUND_RATE_HZ = 16_000
 
 
 class ItemCount(NamedTuple):
     """What one medium becomes: items for its encoder and tokens for the LLM.
 
-    Where an encoder's items attend to each other in runs that differ in length, `sum_sq_items` is the sum of these
-    runs' squared lengths, the mean of its layers. `grid` is what the items are laid out by where they are not pictures
-    of one size: steps in time, rows and columns of patches; of a sound its frames.
+    `sum_sq_items` is for encoders whose items attend to each other in runs of different lengths: the sum of the runs'
+    squared lengths in items, averaged over the layers. `grid` is for encoders whose items are not pictures of one size:
+    the numbers of steps in time, and of rows and columns of patches; for a sound the number of mel frames, 1 and 1.
     """
 
     num_items: int
@@ -50,7 +51,8 @@ class ItemCount(NamedTuple):
 
 
 class ShapeRules(Protocol):
-    """A family's rule from media sizes, as their headers give them, to items and tokens."""
+    """A family's rules from media sizes, as headers give them, to items and tokens. A size that the model cannot take
+    raises ValueError."""
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -58,33 +60,36 @@ class ShapeRules(Protocol):
 
     @property
     def num_position_axes(self) -> int:
-        """How many positions a token has in the LLM; with several, `run_positions` gives those of media's tokens."""
+        """How many position ids a token has in the LLM. With several, `run_positions` gives those of media tokens."""
         return 1
 
     def image(self, width: int, height: int, num_images: int) -> ItemCount:
-        """One picture of a sample that holds `num_images` pictures."""
+        """One picture of `width` x `height` pixels, in a sample that holds `num_images` pictures."""
 
     def video(self, num_frames: int, width: int, height: int) -> ItemCount:
-        """One clip of which `num_frames` frames of this size are taken."""
+        """One clip of which `num_frames` frames of `width` x `height` pixels are used."""
 
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
-        """One audio file."""
+        """One sound of this length."""
 
     def placeholder(self, kind: str) -> str:
         """The token that stands for media of this kind in tokenised text; kinds of one encoder may share it."""
 
     def in_text(self, kind: str, count: ItemCount, times_s: Sequence[float] = ()) -> str:
-        """What the `<kind>` of one medium in a record becomes in the text before it is tokenised.
+        """What replaces a medium's `<kind>` in a record's text before the text is tokenised.
 
-        Each `placeholder(kind)` in it stands for `num_tokens` over the number of them: an equal share of the tokens.
-        `times_s` are the seconds into a clip at which the frames stand that are taken of it.
+        Each `placeholder(kind)` in the result stands for an equal share of the medium's `num_tokens` tokens. `times_s`
+        are the times in seconds, from the beginning of the clip, of the frames that are used.
         """
 
     def run_positions(self, kind: str, count: ItemCount, frame_s: float) -> tuple[np.ndarray, int]:
-        """Positions [num_position_axes, num_tokens] of the tokens that one `placeholder(kind)` stands for, counted from
-        the first, and by how much the position of what follows is more than that of the first.
+        """The position ids of the tokens that one `placeholder(kind)` stands for, int64 [num_position_axes,
+        num_tokens], relative to the position at which the medium begins; and the relative position of what follows it.
 
-        `frame_s` are the seconds between frames that are taken of a clip.
+        `frame_s` are the seconds between two of the frames that are used of a clip.
+
+        Raises:
+            NotImplementedError: for a family with one position id a token.
         """
         raise NotImplementedError(f"the LLM of {type(self).__name__} has one position a token: its place in the sample")
 
@@ -106,8 +111,8 @@ class ModelSpec:
     """A model of one family.
 
     `hf_config` holds the fields of its Hugging Face config. `modules` are its encoders, any number of them, and then
-    the LLM, whose name is `llm`; no two encoders take the same kind of medium. Behind each of the LLM's first
-    `num_deepstack` layers further features of the media are added to those of their tokens (DeepStack).
+    the LLM, whose name is `llm`; no two encoders take the same kind of medium. After each of the LLM's first
+    `num_deepstack` layers, further encoder features are added to the hidden states of media tokens (DeepStack).
     """
 
     family: str
@@ -129,13 +134,13 @@ class ModelSpec:
 
     @property
     def feature_size(self) -> int:
-        """How wide the features are that encoders give for a token: what the embedding has, and for each layer that
-        takes further ones as much again."""
+        """The width of the features that encoders give for a token: the LLM's hidden size, plus as much again for each
+        DeepStack layer."""
         return self.hidden_size_before(0)
 
     def hidden_size_before(self, layer: int) -> int:
-        """How wide the hidden states of a token are that come to a layer of the LLM, with the further features that
-        wait for it or for a later one: before the first layer `feature_size`."""
+        """The width of what enters a layer of the LLM for each token: its hidden state, and the DeepStack features that
+        are still to be added, after this layer or a later one. For layer 0 this is `feature_size`."""
         return self.module("llm").hidden_size * (1 + max(0, self.num_deepstack - layer))
 
     @property
@@ -144,6 +149,11 @@ class ModelSpec:
         return tuple(kind for module in self.encoders for kind in module.media)
 
     def module(self, name: str) -> ModuleSpec:
+        """The module of this name.
+
+        Raises:
+            UserError: when the model has no such module.
+        """
         for module in self.modules:
             if module.name == name:
                 return module
@@ -152,10 +162,10 @@ class ModelSpec:
 
 
 def check_modules(spec: ModelSpec, names: Iterable[str], key: str) -> None:
-    """Whether the model has every module that is named below a key of the config.
+    """Check that the model has every module that is named under a key of the config.
 
     Raises:
-        UserError: naming the one that it has not, and those that it has.
+        UserError: naming the one that it lacks, and those that it has.
     """
     known = [module.name for module in spec.modules]
     for name in names:
@@ -166,10 +176,10 @@ def check_modules(spec: ModelSpec, names: Iterable[str], key: str) -> None:
 
 
 def check_tp(spec: ModelSpec, module: str, tp: int) -> None:
-    """Whether `tp` ranks can divide the module, whose attention they share head by head.
+    """Check that `tp` ranks can divide the module: each takes as many attention heads and key-value heads.
 
     Raises:
-        UserError: naming the sizes that can.
+        UserError: when they cannot, naming the sizes that can.
     """
     sizes = spec.module(module)
     most = math.gcd(sizes.num_heads, sizes.num_kv_heads)
@@ -182,7 +192,7 @@ def check_tp(spec: ModelSpec, module: str, tp: int) -> None:
 
 
 def able_tp_sizes(spec: ModelSpec, tp_sizes: Sequence[int]) -> dict[str, list[int]]:
-    """Of these tensor-parallel sizes those that can divide each module, by its name.
+    """For each module, by name, those of the tensor-parallel sizes that can divide it.
 
     Raises:
         UserError: for a module that none of them can divide, naming the sizes that can.
@@ -196,13 +206,18 @@ def able_tp_sizes(spec: ModelSpec, tp_sizes: Sequence[int]) -> dict[str, list[in
 
 
 def _divides(sizes: "ModuleSpec", tp: int) -> bool:
-    """Whether each of `tp` ranks gets as many attention heads, and as many key-value heads."""
+    """Whether every one of `tp` ranks gets the same number of attention heads and of key-value heads."""
     return tp >= 1 and sizes.num_heads % tp == 0 and sizes.num_kv_heads % tp == 0
 
 
 def digest_of_spec(spec: ModelSpec) -> str:
-    """What the costs of a model depend on: its family and the fields of its config."""
+    """A digest of what the costs of a model depend on: its family and the fields of its config."""
     return sha256(json.dumps([spec.family, spec.hf_config], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def passes_gradients_on(module: str, frozen: Collection[str]) -> bool:
+    """Whether the module is frozen but still has a backward: a frozen LLM passes gradients on to trained encoders."""
+    return module == "llm" and module in frozen
 
 
 def vision_and_llm(name: str, vision: dict[str, Any], text: dict[str, Any]) -> tuple[ModuleSpec, ModuleSpec]:

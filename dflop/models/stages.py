@@ -1,4 +1,4 @@
-"""Pipeline stages: a Hugging Face model from which a family took out what other ranks own.
+"""Pipeline stages: a Hugging Face model without the parts that other stages own.
 
 A stage keeps the parameter names of the whole model, so that checkpoints of any layout are unions of the stages'
 state dicts and the final weights are an ordinary Hugging Face checkpoint. `LlmStage` runs any language model of
@@ -24,23 +24,23 @@ __all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "keep_layers"]
 
 
 class Stage(nn.Module, ABC):
-    """Common to all stages: the partial Hugging Face model `hf`, and which layers of the module it has."""
+    """What all stages share: `hf`, the partial Hugging Face model, and `layers`, the module's layers that it has."""
 
-    # A pattern of layers' names in `hf`.
+    # A pattern for the names of layers in `hf`.
     layer_name = r"\blayers?\.\d+"
-    # Names in `hf` of parameters that no pass reads: they are never trained, as weight decay would wear them away.
+    # Names in `hf` of parameters that no pass reads. They are never trained, because weight decay would shrink them.
     unread: tuple[str, ...] = ()
 
     def __init__(self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.hf, self.layers, self.is_first, self.is_last = hf, layers, is_first, is_last
-        # Of parameters by their names in `hf` that tensor-parallel ranks share: which part of it this rank has.
+        # For each parameter that tensor-parallel ranks divide, by its name in `hf`: which part of it this rank has.
         self.shards: dict[str, Shard] = {}
 
     @property
     def reads_records(self) -> bool:
-        """Whether it takes more in than the stage before it gives: media and text at one end, their layout and the
-        targets at the other; in between it may be where media lie."""
+        """Whether the stage needs its microbatch's samples and not only hidden states. The first needs media or text,
+        the last the media's layout or the targets; a stage between them may need to know where media lie."""
         return self.is_first or self.is_last
 
     @property
@@ -55,12 +55,12 @@ class Stage(nn.Module, ABC):
 
     @property
     def units(self) -> list[str]:
-        """Names in `hf` of what is gathered at a time where replicas share parameters: each layer, and an LLM's
-        embedding and its head, where these are two. What else there is belongs to the whole stage."""
+        """Names in `hf` of the submodules that are gathered one at a time if replicas shard parameters: each layer, and
+        an LLM's embedding and head, if they are not tied. All other parameters are gathered with the whole stage."""
         return self.layer_names
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Whether it is trained, but for what no pass reads."""
+        """Set whether the stage is trained, except for parameters that no pass reads."""
         super().requires_grad_(requires_grad)
         for name, parameter in self.named_hf_parameters().items():
             if name in self.unread:
@@ -69,26 +69,28 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def division(self) -> Division:
-        """What tensor-parallel ranks share of the stage.
+        """What tensor-parallel ranks divide of the stage.
 
         Raises:
-            UserError: where nobody knows how to divide layers of this kind.
+            UserError: when it is not known how to divide layers of this kind.
         """
 
     def part_of(self, name: str) -> str:
-        """Which part of the module a parameter is of, by its name: `layer`, `first` or `last`."""
+        """Which part of the module a parameter belongs to, by its name in `hf`: `layer`, `first` or `last`."""
         if re.search(rf"{self.layer_name}\.", name):
             return "layer"
         return "first" if "embed" in name else "last"
 
-    def set_checkpointing(self, on: bool) -> None:
-        """Whether layers keep their inputs only and compute the rest again in backward."""
-        # transformers 5.23 renamed both; the old names are to go in version 6.
-        if on:
-            enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
-        else:
+    def set_recomputed(self, num_layers: int) -> None:
+        """Have the first `num_layers` layers, and no others, keep only their inputs and recompute in backward."""
+        # transformers 5.23 renamed both methods, and version 6 will remove the old names.
+        if not num_layers:
             (getattr(self.hf, "activation_checkpointing_disable", None) or self.hf.gradient_checkpointing_disable)()
+            return
+        enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        for name in self.layer_names[num_layers:]:
+            self.hf.get_submodule(name).gradient_checkpointing = False
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         return self.hf.state_dict()
@@ -98,23 +100,23 @@ class Stage(nn.Module, ABC):
 
 
 class EncoderStage(Stage):
-    """A run of an encoder's layers, with what comes before the first and the projector behind the last."""
+    """Consecutive layers of an encoder, with what comes before the first layer and the projector after the last."""
 
     @abstractmethod
     def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
-        """Shape of what a stage whose first layer this is gets from the one before: [num_items, num_positions,
-        hidden_size], wherever it does not say another."""
+        """The shape of what a stage with this first layer receives from the stage before: [num_items, num_positions,
+        hidden_size] unless a family says otherwise."""
 
     @abstractmethod
     def embed(self, batch: EncoderBatch) -> torch.Tensor:
-        """What the first layer takes, [num_items, num_positions, hidden_size]."""
+        """The first layer's input, [num_items, num_positions, hidden_size] unless a family says otherwise."""
 
     @abstractmethod
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """What comes in, and the output of each of this stage's layers."""
+        """The input, and the output of each of this stage's layers."""
 
     def onward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
-        """What the next stage gets of what `encode` gave."""
+        """What is sent to the next stage, from the result of `encode`."""
         return outputs[-1]
 
     @abstractmethod
@@ -122,18 +124,20 @@ class EncoderStage(Stage):
         """Features of each sample, [kept_tokens, feature_size] (`ModelSpec.feature_size`)."""
 
     def forward(self, batch: EncoderBatch, hidden: torch.Tensor | None = None) -> torch.Tensor | list[torch.Tensor]:
-        """Hidden states in and out; the first stage takes the batch's items instead, and the last one gives each
-        sample's features."""
+        """From hidden states to hidden states. The first stage takes the batch's items instead, and the last returns
+        each sample's features."""
         outputs = self.encode(self.embed(batch) if self.is_first else hidden, batch)
         return self.finish(outputs, batch) if self.is_last else self.onward(outputs)
 
 
 class LlmStage(Stage):
-    """A run of the LLM's layers, with the embedding if it is the first and the head and loss if it is the last.
+    """Consecutive layers of the LLM, with the embedding if it is the first stage and the head and loss if it is the
+    last.
 
-    `kind` is the LLM whose layers it has (`division.py`): by default the `model_type` of its config. Behind each of the
-    first `num_deepstack` layers further features of the encoders are added. Until then they go along behind the hidden
-    states, [1, num_tokens, hidden_size a time], zeros for tokens of text: so any layer can be a stage's first.
+    `kind` names the LLM whose layers it has (`division.py`); by default it is the `model_type` of its config. After
+    each of the first `num_deepstack` layers further encoder features are added. Until then they are concatenated to the
+    hidden states, along the hidden dimension, [1, num_tokens, hidden_size] each and zero for text tokens. So any layer
+    can be a stage's first.
     """
 
     def __init__(
@@ -152,7 +156,7 @@ class LlmStage(Stage):
 
     @property
     def reads_records(self) -> bool:
-        """Positions with several axes (mRoPE) follow from where media lie in the text, on every stage."""
+        """With several position axes (mRoPE), every stage needs the media's places in the text for its positions."""
         return super().reads_records or hasattr(self.hf.model.language_model.rotary_emb, "mrope_section")
 
     @property
@@ -164,19 +168,22 @@ class LlmStage(Stage):
         return llm_division(self.kind)
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
-        """Without the copy of a tied embedding, which is the first stage's."""
+        """The weights, without the last stage's copy of a tied embedding, which belongs to the first stage."""
         weights = super().hf_state_dict()
         if not self.is_first:
             weights.pop("model.language_model.embed_tokens.weight", None)
         return weights
 
     def hidden_shape(self, num_tokens: int, layer: int) -> tuple[int, ...]:
-        """Shape of what a stage whose first layer this is gets from the one before, or from `embed`."""
+        """The shape of what a stage with this first layer receives from the stage before, or from `embed`."""
         num_carried = max(0, self.num_deepstack - layer)
         return (1, num_tokens, self.hf.config.get_text_config().hidden_size * (1 + num_carried))
 
     def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
-        """Token embeddings [1, num_tokens, feature_size] with the encoders' features put in their places."""
+        """Token embeddings [1, num_tokens, feature_size], with the encoders' `features` put in their positions.
+
+        `features` are [num_features, feature_size], one for each of the batch's `feature_positions`.
+        """
         hidden = self.hf.model.language_model.embed_tokens(batch.token_ids)
         if self.num_deepstack:
             hidden = pad(hidden, (0, self.num_deepstack * hidden.shape[-1]))
@@ -186,8 +193,8 @@ class LlmStage(Stage):
         return hidden.unsqueeze(0)
 
     def encode(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
-        """Hidden states [1, num_tokens, hidden_size] behind this stage's layers, and further features that are still
-        to be added."""
+        """The hidden states after this stage's layers, [1, num_tokens, hidden_size], concatenated with the DeepStack
+        features that are still to be added."""
         language_model = self.hf.model.language_model
         hidden, *further = hidden.split(self.hf.config.get_text_config().hidden_size, dim=-1)
         rotary = language_model.rotary_emb(hidden, batch.position_ids.unsqueeze(-2))
@@ -205,7 +212,7 @@ class LlmStage(Stage):
         return self.hf.lm_head(at_targets, batch.target_ids)
 
     def forward(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
-        """Hidden states in and out; on the last stage the loss comes out."""
+        """From hidden states to hidden states, or on the last stage to the summed loss."""
         hidden = self.encode(hidden, batch)
         return self.finish(hidden, batch) if self.is_last else hidden
 
@@ -218,11 +225,11 @@ def cut_llm(
     kind: str | None = None,
     num_deepstack: int = 0,
 ) -> LlmStage:
-    """The LLM's stage of these layers, in place, from a whole model with `model.language_model` and `lm_head`.
+    """The LLM's stage of these layers, cut in place from a whole model with `model.language_model` and `lm_head`.
 
-    `of_encoders` names the submodules and parameters of `hf.model` that are not the LLM's, `kind` the LLM whose layers
-    it has where its config calls it otherwise, and `num_deepstack` how many layers of the whole LLM take further
-    features. Where the head is the embedding (tied), the last stage has a copy of it under the embedding's name.
+    `of_encoders` names the submodules and parameters of `hf.model` that are not the LLM's. `kind` names the LLM whose
+    layers it has, if its config's `model_type` is another name. `num_deepstack` layers of the whole LLM take further
+    features. If the head is tied to the embedding, the last stage has a copy of it under the embedding's name.
     """
     language_model = hf.model.language_model
     for name in of_encoders:
@@ -238,7 +245,7 @@ def cut_llm(
 
 
 def keep_layers(stack: nn.ModuleList, layers: range) -> tuple[bool, bool]:
-    """Take all other layers out of a module's stack, in place; whether the first and the last layer are left."""
+    """Remove all other layers from a module's stack, in place. Returns whether the first and the last one are kept."""
     for index in set(range(len(stack))) - set(layers):
         stack[index] = nn.Identity()
     return layers.start == 0, layers.stop == len(stack)

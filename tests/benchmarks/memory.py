@@ -2,7 +2,7 @@
 
     python tests/benchmarks/memory.py [--only NAME ...]
 
-Eight plans of a 7B model and of a 78B one (6B + 72B), which differ in what memory depends on: placement, tensor and
+Ten plans of a 7B model and of a 78B one (6B + 72B), which differ in what memory depends on: placement, tensor and
 pipeline parallelism, schedule, checkpointing and sharding. Checked is the first rank of each module's first and last
 pipeline stage; one rank stands for all that carry the same stages. Four pictures of 768 pixels and 2,048 tokens of
 text go through each microbatch. No memory and no GPU is needed; a rank takes a quarter of a minute to one. A table is
@@ -54,6 +54,26 @@ def llm(num_ranks: int, **how) -> Grid:
 PLANS = {
     "7b-shared": ("llava_ov_7b", plan("colocated", vision(8, **SHARED), llm(8, **SHARED), 2)),
     "7b-monolithic": ("llava_ov_7b", plan("monolithic", vision(4, tp=2), llm(8, tp=2, pp=2), 4, checkpointing=True)),
+    "7b-shared, some layers": (
+        "llava_ov_7b",
+        plan(
+            "monolithic",
+            vision(8, **SHARED, recomputed=(26,)),
+            llm(8, **SHARED, recomputed=(17,)),
+            2,
+            checkpointing=True,
+        ),
+    ),
+    "7b-disjoint, some layers": (
+        "llava_ov_7b",
+        plan(
+            "disjoint",
+            vision(2, recomputed=(10,)),
+            llm(8, tp=2, pp=4, rank_offset=2, recomputed=(5, 4, 2, 0)),
+            8,
+            checkpointing=True,
+        ),
+    ),
     "7b-zero-bubble": (
         "llava_ov_7b",
         plan("disjoint", vision(2), llm(8, tp=2, pp=4, rank_offset=2), 8, schedule="zb_h1"),

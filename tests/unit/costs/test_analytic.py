@@ -242,6 +242,21 @@ def test_the_llms_flops_are_those_that_torch_counts(name, num_segments, length, 
     assert backward == pytest.approx(2 * expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_backward_through_a_frozen_llm_is_what_torch_counts(name):
+    spec, loads = SPECS[name], make_loads(0, 640, 2 * 320**2, 320)
+    model = build(spec, "eager")
+    model.model.language_model.requires_grad_(False)
+    model.lm_head.requires_grad_(False)
+    forward, backward = counted_flops(lambda: run_llm(model, 2, 320, 320))
+    dense, squares = (
+        whole(spec, "llm", lambda part, count=count: getattr(part, count)(loads))
+        for count in ("dense_flops", "square_flops")
+    )
+    assert forward == pytest.approx(dense + squares, rel=1e-9)
+    assert backward == pytest.approx(dense + 2 * squares, rel=1e-9)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Logits of as few targets stand at a time as there can be, 128, whatever the vocabulary."""
@@ -368,39 +383,46 @@ def test_what_an_audio_encoder_keeps_is_what_autograd_keeps():
         assert found == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_what_an_llm_keeps_is_what_autograd_keeps(name):
+def test_what_an_llm_keeps_is_what_autograd_keeps(name, is_frozen):
     spec = variant(name)
-    model = build(spec, PACKED, "cpu")
+    model = build(spec, PACKED, "cpu").requires_grad_(not is_frozen)
     for num_segments, length, num_targets in ((1, 160, 40), (4, 200, 777)):
         num_tokens = num_segments * length
         found = saved_bytes(model, lambda form=(num_segments, length, num_targets): run_llm(model, *form))
-        # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well.
+        # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well where
+        # it is the input of a matrix that is trained.
         attention = model.model.language_model.layers[0].self_attn.o_proj.in_features
-        copies = 2 * 2 * num_tokens * attention
+        copies = 0 if is_frozen else 2 * 2 * num_tokens * attention
         copies += 2 * num_tokens * spec.feature_size  # features came over an edge, and are counted there
         loads = make_loads(0, num_tokens, num_segments * length**2, num_targets)
-        expected = whole(spec, "llm", lambda part, loads=loads: part.saved_bytes(loads))
+        work = count_work(spec, "llm", 1)
+        work = work.without_training() if is_frozen else work
+        expected = work.first.saved_bytes(loads) + 2 * work.layer.saved_bytes(loads) + work.last.saved_bytes(loads)
         # A chunk of log-probabilities is kept by the head itself, of which autograd knows nothing.
         expected -= 4 * num_targets * spec.hf_config["text_config"]["vocab_size"]
-        expected += count_work(spec, "llm", 1).stage_bytes(loads)
+        expected += work.stage_bytes(loads)
         assert found - copies == pytest.approx(expected, rel=1e-5)  # nor the loss's weight
 
 
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", ["siglip_qwen2", "siglip_llama", "internvit_qwen3"])
-def test_what_a_compiled_layer_keeps_is_what_fused_layers_are_taken_to_keep(name):
+def test_what_a_compiled_layer_keeps_is_what_fused_layers_are_taken_to_keep(name, is_frozen):
     spec, length = variant(name), 256
-    model = build(spec, "sdpa", "cpu").model.language_model
+    model = build(spec, "sdpa", "cpu").model.language_model.requires_grad_(not is_frozen)
     compute_in(model, torch.bfloat16)
     hidden = torch.randn(1, length, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     positions = model.rotary_emb(hidden, torch.arange(length)[None])
     # The backend that chooses what is kept as torch.compile does, and needs no compiler.
     layer = torch.compile(model.layers[0], backend="aot_eager_decomp_partition")
     found = saved_bytes(model, lambda: layer(hidden, position_embeddings=positions))
-    work = count_work(spec, "llm", 1).by("compiled")
+    eager = count_work(spec, "llm", 1)
+    eager = eager.without_training() if is_frozen else eager
+    work = eager.by("compiled")
     expected = work.layer.saved_bytes(make_loads(num_tokens=length)) + work.stage_bytes(make_loads(num_tokens=length))
     assert found == pytest.approx(expected, rel=0.03)
-    assert found < 0.85 * count_work(spec, "llm", 1).layer.saved_bytes(make_loads(num_tokens=length))
+    assert found < 0.85 * eager.layer.saved_bytes(make_loads(num_tokens=length))
 
 
 def test_the_more_is_fused_the_less_time_it_takes_and_the_less_it_keeps(h100):
@@ -560,7 +582,7 @@ def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp,
     assert float(kept.activation_bytes) == pytest.approx(float(expected), rel=1e-3)
     num_parameters = 20 * work.layer.num_parameters + sum(part.num_parameters for part in ends)
     assert costs.stage_parameter_bytes(StageKind.whole("llm", tp, 20)) == 4 * num_parameters
-    checkpointed = costs.stage_memory(StageKind.whole("llm", tp, 20, checkpointing=True), loads)
+    checkpointed = costs.stage_memory(StageKind.whole("llm", tp, 20, num_recomputed=20), loads)
     assert checkpointed.activation_bytes < kept.activation_bytes / 2
 
 

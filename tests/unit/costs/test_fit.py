@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.cli import cli
+from dflop.config import ModelConfig, load_config
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
 from dflop.costs.fit import fit_model, median_points
 from dflop.costs.fitted import column_of
 from dflop.costs.measured import read_measured
+from dflop.models import digest_of_spec, load_model_spec
 from dflop.models.loads import FEATURES, Coefficients, Hinge
 from dflop.runtime import UserError
 
@@ -44,9 +46,10 @@ def fitted(frames) -> CostModel:
 @pytest.mark.parametrize(("is_first", "is_last"), [(True, True), (True, False), (False, True), (False, False)])
 def test_the_costs_that_made_the_measurements_are_found(costs, measure_as, module, checkpointing, is_first, is_last):
     found = fitted(measure_as(costs))
-    ask = {"is_first": is_first, "is_last": is_last, "checkpointing": checkpointing}
+    ask = {"is_first": is_first, "is_last": is_last}
     for depth in (1, 7, 28):
-        kind = StageKind(module=module, tp=1, num_layers=depth, **ask)
+        num_recomputed = (depth + 1) // 2 if checkpointing else 0
+        kind = StageKind(module=module, tp=1, num_layers=depth, num_recomputed=num_recomputed, **ask)
         expected, predicted = (
             (*model.stage_time(kind, LOADS[module]), *model.stage_memory(kind, LOADS[module]))
             for model in (costs, found)
@@ -82,6 +85,22 @@ def test_no_coefficient_is_ever_negative(costs, measure_as, noise, seed):
     assert (times["hinge_s"].list.min().fill_null(0) >= 0).all()
     assert (times.filter(pl.col("part") != "last")["per_target_s"] == 0).all()  # the head alone sees targets
     assert (times.filter(pl.col("part") != "layer")["per_sum_sq_token_s"] == 0).all()  # and layers alone attend
+
+
+@settings(max_examples=20)
+@given(noise=st.floats(0.0, 1.0), seed=st.integers(0, 1000), num_tokens=st.integers(1, 5000))
+def test_each_recomputed_layer_takes_its_forward_once_more_however_noisy_the_device_is(
+    costs, measure_as, noise, seed, num_tokens
+):
+    frames = measure_as(costs, modules=("llm",), noise=noise, repeats=1, seed=seed)
+    model = fit_model(median_points(frames.measurements), frames.parameters)
+    loads = Loads(*(np.array([float(load)]) for load in (0, num_tokens, num_tokens**2, num_tokens // 3)))
+    layer_s = model.times["llm", 1, "layer", False, "forward"](loads)[0]
+    forward_s, backward_s = model.stage_time(StageKind.whole("llm", 1, 4), loads)
+    for count in range(1, 5):
+        with_some = model.stage_time(StageKind.whole("llm", 1, 4, num_recomputed=count), loads)
+        assert with_some[0] == pytest.approx(forward_s)
+        assert with_some[1] == pytest.approx(backward_s + count * layer_s)
 
 
 def test_exact_measurements_leave_no_error_and_noisy_ones_about_their_noise(costs, measure_as):
@@ -189,7 +208,7 @@ def write_measured(folder, frames, name, **device) -> Path:
     """What `dflop profile-costs` writes of one module."""
     path, module = folder / f"{name}.parquet", name.split("-")[0]
     about = {"module": module, "tp": 1, "model": "m", "device": "a card", "device_model": "card", "source": "measured"}
-    about |= {"precision": "fp32", "torch": "2", "num_ranks": 1, "threads": 1, "overhead_bytes": 0}
+    about |= {"precision": "fp32", "torch": "2", "num_ranks": 1, "threads": 1, "is_frozen": False, "overhead_bytes": 0}
     about |= {"allocator_share": 0.0, "seconds": 1.0, "config_digest": ""} | device
     frames.measurements.filter(pl.col("module") == module).write_parquet(path)
     frames.parameters.filter(pl.col("module") == module).write_parquet(path.with_suffix(".parameters.parquet"))
@@ -237,14 +256,19 @@ def test_a_name_under_which_measurements_cannot_be_written_is_refused_before_mea
 
 
 def test_costs_of_another_model_precision_or_device_are_refused(costs):
-    made = dataclasses.replace(costs, made_for={"model": "a", "precision": "bf16", "device_model": "h100"})
-    right = {"model": "a", "precision": "bf16", "device_model": "h100"}
-    made.require_made_for(**right)
-    costs.require_made_for(model="b", precision="fp32", device_model="cpu")  # a file that does not say
+    spec = load_model_spec(ModelConfig(preset="tiny"))
+    right = {"train": {"precision": "bf16"}, "cluster": {"device_model": "h100-80g"}}
+    made_for = {"model": digest_of_spec(spec), "precision": "bf16", "device_model": "h100-80g", "llm": "trained"}
+    made = dataclasses.replace(costs, made_for=made_for)
+    made.require_made_for(spec, load_config(right))
+    costs.require_made_for(spec, load_config({"model": {"freeze": ["llm"]}}))  # a file that does not say
+    made.require_made_for(spec, load_config(right | {"model": {"freeze": ["vision"]}}))
+    with pytest.raises(UserError, match="the costs are of another model; run `dflop profile-costs`"):
+        made.require_made_for(load_model_spec(ModelConfig(preset="llava_ov_7b")), load_config(right))
     for wrong, said in (
-        ({"model": "b"}, "the costs are of another model; run `dflop profile-costs`"),
-        ({"precision": "fp32"}, "the costs are of `precision` 'bf16', and the config has 'fp32'"),
-        ({"device_model": "cpu"}, "the costs are of `device_model` 'h100', and the config has 'cpu'"),
+        ({"train": {"precision": "fp32"}}, "the costs are of `precision` 'bf16', and the config has 'fp32'"),
+        ({"cluster": {"device_model": "cpu"}}, "the costs are of `device_model` 'h100-80g', and the config has 'cpu'"),
+        ({"model": {"freeze": ["llm"]}}, "the costs are of a trained LLM, and by `model.freeze` it is frozen"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
-            made.require_made_for(**right | wrong)
+            made.require_made_for(spec, load_config(right | wrong))

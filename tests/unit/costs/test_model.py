@@ -36,15 +36,15 @@ def llm_loads(*lengths: int) -> Loads:
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_many_microbatches_at_once_are_those_one_by_one(costs, module, checkpointing):
+@pytest.mark.parametrize("num_recomputed", [0, 2, 6])
+def test_many_microbatches_at_once_are_those_one_by_one(costs, module, num_recomputed):
     rng = np.random.default_rng(0)
     loads = make_loads(*rng.integers(0, 500, (4, 3, 5)))
     loads.num_items[1, 2] = loads.num_tokens[1, 2] = 0
 
     def ask(chosen):
-        times = costs.stage_time(whole(module, 1, 6, checkpointing=checkpointing), chosen)
-        memory = costs.stage_memory(whole(module, 1, 6, checkpointing=checkpointing), chosen)
+        times = costs.stage_time(whole(module, 1, 6, num_recomputed=num_recomputed), chosen)
+        memory = costs.stage_memory(whole(module, 1, 6, num_recomputed=num_recomputed), chosen)
         return np.array([*times, memory.activation_bytes, memory.transient_bytes])
 
     together = ask(loads)
@@ -68,7 +68,7 @@ def test_a_stage_costs_what_its_layers_and_its_ends_cost(costs):
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_nothing_to_do_takes_no_time_at_all(costs, module):
-    for times in costs.stage_time(whole(module, 1, 4, checkpointing=True), make_loads(*np.zeros((4, 3)))):
+    for times in costs.stage_time(whole(module, 1, 4, num_recomputed=4), make_loads(*np.zeros((4, 3)))):
         assert (times == 0).all()
 
 
@@ -81,22 +81,25 @@ def test_more_load_never_takes_less_time_or_memory(costs, lengths, more, depth):
             assert float(greater) > float(less)
 
 
-@given(num_items=st.integers(1, 500), num_tokens=st.integers(1, 10_000), depth=st.integers(2, 48))
+@given(num_items=st.integers(1, 500), num_tokens=st.integers(1, 10_000), depth=st.integers(2, 48), data=st.data())
 @pytest.mark.parametrize("module", ["vision", "llm"])
-def test_checkpointing_costs_a_second_forward_of_the_layers_and_saves_memory(
-    costs, module, num_items, num_tokens, depth
+def test_each_recomputed_layer_costs_its_forward_once_more_and_keeps_less(
+    costs, module, num_items, num_tokens, depth, data
 ):
+    num_recomputed = data.draw(st.integers(1, depth))
     loads = make_loads(num_items) if module == "vision" else llm_loads(num_tokens)
     plain = costs.stage_time(whole(module, 1, depth), loads)
-    checkpointed = costs.stage_time(whole(module, 1, depth, checkpointing=True), loads)
-    layers_s = costs.stage_time(inner(module, depth), loads)[0] - 2e-5
-    assert float(checkpointed[0]) == float(plain[0])
+    checkpointed = costs.stage_time(whole(module, 1, depth, num_recomputed=num_recomputed), loads)
+    layers_s = costs.stage_time(inner(module, num_recomputed), loads)[0] - 2e-5
+    assert float(checkpointed[0]) == pytest.approx(float(plain[0]))
     assert float(checkpointed[1]) == pytest.approx(float(plain[1] + layers_s))
     fat, thin = (
-        costs.stage_memory(whole(module, 1, depth, checkpointing=checkpointing), loads)
-        for checkpointing in (False, True)
+        costs.stage_memory(whole(module, 1, depth, num_recomputed=count), loads) for count in (0, num_recomputed)
     )
-    assert float(thin.activation_bytes) < float(fat.activation_bytes)
+    kept, input_alone = (float(costs.activations[module, 1, "layer", again](loads)) for again in (False, True))
+    saved = num_recomputed * (kept - input_alone)
+    assert float(fat.activation_bytes - thin.activation_bytes) == pytest.approx(saved, rel=1e-6)
+    assert saved > 0
 
 
 def test_a_stage_has_the_parameters_of_its_parts(costs):
@@ -105,11 +108,13 @@ def test_a_stage_has_the_parameters_of_its_parts(costs):
 
 
 def test_stages_of_a_module_differ_by_their_layers_and_their_ends_alone():
-    kinds = stage_kinds("llm", 2, (3, 4, 4, 4), checkpointing=True)
+    kinds = stage_kinds("llm", 2, (3, 4, 4, 4), (3, 4, 4, 4))
     assert [(kind.num_layers, kind.is_first, kind.is_last) for kind in kinds] == [
         (3, True, False), (4, False, False), (4, False, False), (4, False, True)
     ]  # fmt: skip
     assert len(set(kinds)) == 3
+    assert [kind.num_recomputed for kind in kinds] == [3, 4, 4, 4]
+    assert len(set(stage_kinds("llm", 2, (4, 4, 4, 4), (4, 4, 2, 0)))) == 4
     assert stage_kinds("llm", 1, (4,)) == [whole("llm", 1, 4)]
 
 
@@ -140,8 +145,17 @@ def test_what_a_microbatch_needs_on_top_is_that_of_the_part_that_needs_most(cost
     parts = [float(costs.transients["vision", 1, part, False](loads)) for part in ("layer", "first", "last")]
     assert float(costs.stage_memory(whole("vision", 1, 9), loads).transient_bytes) == max(parts)
     loads = llm_loads(100)
-    again = costs.stage_memory(inner("llm", 9, checkpointing=True), loads)
+    again = costs.stage_memory(inner("llm", 9, num_recomputed=9), loads)
     assert float(again.transient_bytes) == float(costs.activations["llm", 1, "layer", False](loads))
+
+
+def test_layers_are_recomputed_where_those_behind_them_have_given_up_what_they_kept(costs):
+    loads = llm_loads(100)
+    kept = float(costs.activations["llm", 1, "layer", False](loads))
+    of_one, again = (float(costs.transients["llm", 1, "layer", recomputed](loads)) for recomputed in (False, True))
+    for num_recomputed in range(1, 9):
+        some = costs.stage_memory(inner("llm", 9, num_recomputed=num_recomputed), loads)
+        assert float(some.transient_bytes) == max(of_one, again - (9 - num_recomputed) * kept, 0.0)
 
 
 def test_the_llms_layers_use_again_what_the_head_has_given_up(costs):

@@ -66,15 +66,15 @@ def passed(stage: Stage, size: Sequence[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("module", "checkpointing", "sizes"),
+    ("module", "num_recomputed", "sizes"),
     [
-        ("llm", False, [[30, 11], [9, 50, 3], [64]]),
-        ("llm", True, [[30, 11], [9, 50, 3], [64]]),
-        ("vision", False, [[2, 1], [5], [1, 1, 2]]),
+        ("llm", 0, [[30, 11], [9, 50, 3], [64]]),
+        ("llm", 1, [[30, 11], [9, 50, 3], [64]]),
+        ("vision", 0, [[2, 1], [5], [1, 1, 2]]),
     ],
 )
-def test_compiled_layers_have_the_gradients_of_eager_ones_whatever_the_size(module, checkpointing, sizes):
-    eager, compiled = (build(module, checkpointing=checkpointing) for _ in range(2))
+def test_compiled_layers_have_the_gradients_of_eager_ones_whatever_the_size(module, num_recomputed, sizes):
+    eager, compiled = (build(module, num_recomputed=num_recomputed) for _ in range(2))
     torch._dynamo.utils.counters.clear()
     compile_layers(compiled)
     num_graphs = []

@@ -1,6 +1,8 @@
 """Qwen2.5-Omni's rules, sounds and positions agree with transformers' processor, feature extractor and model."""
 
+import csv
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2_5OmniThinkerConfig, WhisperFeatureExtractor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder, Qwen2_5OmniThinkerModel
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import _get_feat_extract_output_lengths
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dflop.config import ModelConfig, load_config
 from dflop.data.records import RecordError, parse_record
@@ -54,6 +57,35 @@ def test_a_sound_has_the_frames_and_tokens_that_transformers_gives_it(extractor,
     in_a_row = items.transpose(1, 0, 2).reshape(80, -1)
     np.testing.assert_allclose(in_a_row[:, : frames.shape[1]], frames, atol=1e-6)
     assert not in_a_row[:, frames.shape[1] :].any()
+
+
+@pytest.mark.parametrize("table", ["clotho_audio", "soundbible_audio"])
+def test_the_sounds_of_real_tables_have_transformers_tokens(shared_data, table):
+    """A frame starts every 160 samples, as drawn sounds show above; what lies behind five minutes is not heard."""
+    rules = make_spec("a model", PRESETS["qwen2_5_omni_7b"]).rules
+    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
+        seconds = [float(row["audio_seconds"]) for row in csv.DictReader(file)]
+    assert len(seconds) > 1000
+    counts = [rules.audio(own, None) for own in seconds]
+    frames = [min(30_000, math.ceil(round(own * RATE) / 160)) for own in seconds]
+    assert [count.grid for count in counts] == [(own, 1, 1) for own in frames]
+    assert [count.num_tokens for count in counts] == [_get_feat_extract_output_lengths(own) for own in frames]
+
+
+@pytest.mark.parametrize("table", ["coco_val2017", "math_v", "tuxpaint_stamps"])
+def test_the_shapes_of_real_pictures_are_transformers(shared_data, table):
+    rules = make_spec("a model", PRESETS["qwen2_5_omni_7b"]).rules
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": rules.picture.least, "longest_edge": rules.picture.most},
+        patch_size=rules.patch_size,
+        merge_size=rules.merge_size,
+    )
+    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
+        known = [(int(row["width"]), int(row["height"])) for row in csv.DictReader(file)]
+    assert len(known) > 700
+    assert [4 * rules.image(*size, 1).num_tokens for size in known] == [
+        processor.get_number_of_image_patches(height, width) for width, height in known
+    ]
 
 
 def test_of_a_long_sound_the_first_minutes_are_heard():

@@ -81,6 +81,8 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, checkpoint):
     message = refusal(path=str(tmp_path))
     assert "it has no config.json" in message
     assert "name the folder that `save_pretrained` wrote" in message
+    hub = refusal(path="Qwen/Qwen2.5-VL-7B-Instruct")
+    assert "download a model of the Hub with `hf download Qwen/Qwen2.5-VL-7B-Instruct --local-dir FOLDER`" in hub
     (tmp_path / "weights.bin").touch()
     assert "weights.bin is not a Hugging Face checkpoint directory" in refusal(path=str(tmp_path / "weights.bin"))
     checkpoint("config.json", ["a list"])

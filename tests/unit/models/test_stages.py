@@ -367,16 +367,16 @@ def test_random_weights_are_spread_as_transformers_spreads_them(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "pp", "checkpointing"),
+    ("case", "pp", "num_recomputed"),
     [
-        *((name, pp, checkpointing) for name in CASES for pp, checkpointing in ((1, False), (2, True))),
-        ("llava_onevision", 3, False),
+        *((name, pp, num_recomputed) for name in CASES for pp, num_recomputed in ((1, 0), (2, 1))),
+        ("llava_onevision", 3, 0),
     ],
     indirect=["case"],
 )
-def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(case, samples, pp, checkpointing):
+def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(case, samples, pp, num_recomputed):
     config = case.config()
-    vision, llm = case.stages(config, pp, checkpointing=checkpointing)
+    vision, llm = case.stages(config, pp, num_recomputed=num_recomputed)
     model = whole_model(case, config, union_of([vision, *llm]))
     loss, expected = run_stages(vision, llm, samples), run_whole(model, samples)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
@@ -420,10 +420,10 @@ def test_what_goes_from_stage_to_stage_has_the_shape_they_say_and_the_result_is_
     assert hidden.item() == pytest.approx(llm[0](llm[0].embed(text, features), text).item(), rel=1e-12)
 
 
-def test_checkpointing_keeps_less_between_forward_and_backward(case, samples):
-    kept = {}
-    for checkpointing in (False, True):
-        vision, llm = case.stages(case.config(), 1, checkpointing=checkpointing)
+def test_each_recomputed_layer_keeps_less_between_forward_and_backward(case, samples):
+    kept = []
+    for num_recomputed in range(NUM_LAYERS + 1):
+        vision, llm = case.stages(case.config(), 1, num_recomputed=num_recomputed)
         sizes: dict[int, int] = {}
 
         def note(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
@@ -432,9 +432,12 @@ def test_checkpointing_keeps_less_between_forward_and_backward(case, samples):
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             run_stages(vision, llm, samples)
-        kept[checkpointing] = sum(sizes.values())
+        kept.append(sum(sizes.values()))
     # Mergers of several layers' features are behind the layers, and keep as much either way.
-    assert kept[True] < kept[False] / (2 if case.spec.num_deepstack else 2.5)
+    assert kept[-1] < kept[0] / (2 if case.spec.num_deepstack else 2.5)
+    saved = -np.diff(kept)
+    assert (saved > 0).all()
+    assert saved == pytest.approx([saved.mean()] * NUM_LAYERS, rel=0.1)
 
 
 def test_a_truncated_sample_keeps_the_first_of_its_visual_tokens(case, samples):
@@ -521,7 +524,7 @@ def test_a_checkpoint_with_a_tensor_that_the_model_has_not_names_it(case, tmp_pa
     (file,) = tmp_path.glob("*.safetensors")
     more = {"language_model.model.layers.9.mlp.up_proj.weight": torch.zeros(2), "rotary_emb.inv_freq": torch.zeros(2)}
     save_file(load_file(file) | more, file)
-    with pytest.raises(UserError, match=r"holds language_model\.model\.layers\.9\.mlp\.up_proj\.weight, of which"):
+    with pytest.raises(UserError, match=r"holds language_model\.model\.layers\.9\.mlp\.up_proj\.weight, which a model"):
         case.stage(config, "vision", checkpoint=tmp_path)
 
 
