@@ -2,8 +2,8 @@
 
 Both take a `BatchProblem` and return `bucket[num_samples]`. The balanced packing first lowers the largest bucket
 (seconds, over all modules) as far as `goal_s`, then evens out every module. It is a heuristic without a guarantee:
-with eight samples a bucket it nearly always meets the goal, with two it may end 5 to 10 % above the bound. It knows
-nothing of the order of a pipeline or of step times.
+with eight samples a bucket it nearly always meets the goal, with two it may end 5 to 10 % above the bound. It does not
+look at the order of a pipeline or at step times.
 """
 
 import heapq
@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 NO_CAP = np.iinfo(np.int64).max
-# Above so many (load, bucket) pairs each sample goes to the least loaded bucket instead of the one it suits best.
+# Above this number of (load, bucket) pairs, each sample goes to the least loaded bucket, not to the best fitting one.
 _MOST_PLACES = 1_000_000
 
 
 def random_buckets(problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
-    """As many randomly drawn samples for each bucket, to within one: what training without a scheduler does.
+    """Equally many randomly drawn samples for each bucket, to within one, as in training without a scheduler.
 
     Samples change places only where a bucket would hold more tokens than memory allows.
 
@@ -94,8 +94,8 @@ def quick_buckets(loads_s: np.ndarray, num_buckets: int) -> np.ndarray:
 def descend(problem: BatchProblem, bucket: np.ndarray, share: np.ndarray | None = None) -> np.ndarray:
     """Move and swap samples of a valid assignment until the largest bucket meets `goal_s` and modules are even.
 
-    `share` as for `lpt_buckets`; with it the goal is that of the largest share. The largest bucket ends below the goal
-    or no larger than it was. Returns a new array.
+    `share` is that of `lpt_buckets`; with it the goal is that of the largest share. The largest bucket ends below the
+    goal, or no larger than it was. Returns a new array.
     """
     bucket = np.array(bucket, dtype=np.int64)
     exchange_samples(
@@ -126,7 +126,10 @@ def _module_weights(problem: BatchProblem) -> np.ndarray:
 
 
 def filled_s(problem: BatchProblem, share: np.ndarray | None) -> np.ndarray:
-    """What each bucket is taken to hold before it is given anything, [num_buckets, num_modules]."""
+    """Seconds that each bucket counts as holding before it gets any sample, [num_buckets, num_modules].
+
+    With `share` (`lpt_buckets`) that is its difference to a bucket of the largest share; without, it is 0.
+    """
     if share is None:
         return np.zeros((problem.num_buckets, problem.num_modules))
     mean_s = problem.loads_s.sum(axis=0) / problem.num_buckets
@@ -171,10 +174,14 @@ def _place(loads_s, weight, llm_tokens, order, filled_s, cap):
         for b in range(num_buckets):
             if (only_empty and count[b] > 0) or tokens[b] + llm_tokens[i] > cap:
                 continue
-            peak, squares = 0.0, 0.0
+            peak = 0.0
+            for k in range(num_modules):
+                peak = max(peak, (load[b, k] + loads_s[i, k]) * weight[k])
+            if peak > best_peak:
+                continue
+            squares = 0.0
             for k in range(num_modules):
                 after = (load[b, k] + loads_s[i, k]) * weight[k]
-                peak = max(peak, after)
                 squares += after * after - (load[b, k] * weight[k]) ** 2
             if peak < best_peak or (
                 peak == best_peak and (squares < best_squares or (squares == best_squares and count[b] < count[best]))

@@ -1,4 +1,4 @@
-"""The commands that hold a plan's predicted memory and its stages' results against what they should be."""
+"""The commands that check a plan: its predicted memory, and the results of its stages."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ __all__ = ["check_model_command", "check_plan_command"]
 @config_option
 @click.option("--costs", type=FILE, required=True)
 @click.option("--plan", "plan_path", type=FILE, required=True)
-@click.option("--rank", type=int, help="Without it, the one that is predicted to hold most.")
+@click.option("--rank", type=int, help="The rank to check; without it, the one that is predicted to hold most.")
 @click.option("--pictures", type=click.IntRange(min=1), default=4, show_default=True, help="Pictures a microbatch.")
 @click.option("--side", type=click.IntRange(min=28), default=768, show_default=True, help="Pixels of a picture's side.")
 @click.option(
@@ -23,10 +23,10 @@ __all__ = ["check_model_command", "check_plan_command"]
 def check_plan_command(
     configs: tuple[str, ...], costs: Path, plan_path: Path, rank: int | None, pictures: int, side: int, text_tokens: int
 ) -> None:
-    """Hold a rank's predicted memory against what its step takes on tensors without values: no GPU, no memory."""
+    """Compare a rank's predicted memory with that of its step, tracked on tensors without values: no GPU is needed."""
     from dflop.config import load_config
     from dflop.costs import CostModel
-    from dflop.models import digest_of_spec, load_model_spec
+    from dflop.models import load_model_spec
     from dflop.parallelism import load_plan
     from dflop.training import check_plan
     from dflop.training.plan_check import MadeUpLoad, check_rank
@@ -37,11 +37,7 @@ def check_plan_command(
     spec = load_model_spec(config.model)
     check_plan(plan_path, plan, spec)
     cost_model = CostModel.load(costs)
-    cost_model.require_made_for(
-        model=digest_of_spec(spec),
-        precision=config.train.precision,
-        device_model=config.cluster.device_model,
-    )
+    cost_model.require_made_for(spec, config)
     checked = check_rank(
         config, plan, cost_model, MadeUpLoad(num_pictures=pictures, picture_side=side, text_tokens=text_tokens), rank
     )
@@ -60,15 +56,15 @@ def check_plan_command(
 @click.option("--shapes", type=FILE)
 @click.option("--samples", type=click.IntRange(min=1), default=6, show_default=True, help="Samples to run.")
 @click.option(
-    "--precision", type=click.Choice(["fp64", "fp32"]), default="fp64", show_default=True, help="fp32 needs half of it."
+    "--precision", type=click.Choice(["fp64", "fp32"]), default="fp64", show_default=True, help="fp32: half the memory."
 )
 @run_argument(plan_path="plan.yaml", shapes="shapes.duckdb")
 def check_model_command(configs: tuple[str, ...], plan_path: Path, shapes: Path, samples: int, precision: str) -> None:
-    """Run a few samples in a plan's stages, packed and one by one, and in plain transformers; say what differs.
+    """Run a few samples in a plan's stages, packed and one by one, and in plain transformers; print what differs.
 
-    It answers whether packed samples see each other and whether positions are right, in one process on the CPU, which
-    must hold the model's weights and three times its gradients. RUN is a run of the workflow, by its name or folder;
-    then the files are the run's. What is wrong is said, and the exit code is 2.
+    It shows whether packed samples see each other and whether positions are right. It runs in one process on the CPU,
+    which must hold the model's weights and three times its gradients. RUN is a run of the workflow, by its name or
+    folder; then the files are the run's. If anything is wrong, it is printed, and the exit code is 2.
     """
     from dflop.config import load_config
     from dflop.models import load_model_spec

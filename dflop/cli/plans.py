@@ -34,15 +34,15 @@ def plan_command(
 ) -> None:
     """Search the layouts and choose the one with the shortest expected step.
 
-    RUN is a run of the workflow, by its name or folder: `dflop plan RUN` explains the plan of its data and costs. What
-    is not asked for by --out or --candidates is not written. With --manifest the run is made first, from a manifest and
-    a Hugging Face config, with analytic costs: `dflop plan mine --manifest train.json --model FOLDER --config
-    cluster.num_nodes=8 --config train.global_batch_size=512` writes results/mine, its report included.
+    RUN is a run of the workflow, by its name or folder: `dflop plan RUN` explains the plan for its data and costs.
+    Files are only written where --out or --candidates name them. With --manifest the run is made first, from a manifest
+    and a Hugging Face config, with analytic costs: `dflop plan mine --manifest train.json --model FOLDER --config
+    cluster.num_nodes=8 --config train.global_batch_size=512` writes results/mine with its report.
     """
     from dflop.config import excess_memory
     from dflop.costs import CostModel
     from dflop.data import read_loading_times
-    from dflop.models import digest_of_spec, load_model_spec
+    from dflop.models import load_model_spec
     from dflop.planning import (
         beyond_device,
         candidates_frame,
@@ -59,9 +59,7 @@ def plan_command(
     if excess := excess_memory(config.cluster):
         click.echo(f"warning: {excess}; plans may not fit there", err=True)
     spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
-    cost_model.require_made_for(
-        model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
-    )
+    cost_model.require_made_for(spec, config)
     all_samples, samples = _samples_to_plan(config, spec, cost_model, shapes)
     require_todays_layout(config, spec, cost_model)
     found = _search(config, spec, cost_model, samples, compares=explain)
@@ -80,6 +78,7 @@ def plan_command(
         beyond = beyond_device(best.plan, config, spec, cost_model, all_samples)
         click.echo(explain_choice(found, baselines, config, cost_model, beyond) + "\n")
     _echo_choice(out, best, cost_model, need)
+    _echo_price(configs, best, baselines, num_samples=len(samples))
     if emit:
         print_in_words_of(emit, best.plan, spec, config.train.global_batch_size)
     if not explain:  # which says the same in full
@@ -87,7 +86,7 @@ def plan_command(
 
 
 def _loading_need(best, loading_times, config):
-    """What loading takes of the hosts under this plan."""
+    """The loader processes and core time that this plan needs."""
     from dflop.planning import loading_need
 
     return loading_need(
@@ -101,7 +100,10 @@ def _loading_need(best, loading_times, config):
 
 
 def _samples_to_plan(config, spec, cost_model, shapes: Path):
-    """All samples of the model's media, and those that some plan can hold; what is left out, and why, is printed."""
+    """All samples with media that the model reads, and those of them that some plan can hold.
+
+    The others are printed with the reason.
+    """
     from dflop.data import load_samples
     from dflop.planning import leave_out_what_no_plan_holds
     from dflop.pricing import describe_left_out
@@ -111,12 +113,12 @@ def _samples_to_plan(config, spec, cost_model, shapes: Path):
         click.echo(f"{count} samples with {media} are left out: the model has no {media} encoder")
     held, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
     for line in describe_left_out(left_out):
-        click.echo(f"by no plan held, so {line}", err=True)
+        click.echo(f"too large for any plan, so {line}", err=True)
     return samples, held
 
 
 def _search(config, spec, cost_model, samples, *, compares: bool):
-    """What the search finds, with a bar of the plans priced so far."""
+    """The result of the search, with a progress bar of the plans decided so far."""
     from dflop.planning import search_plans, with_finalists_scheduled
 
     with progress_bar(unit=" plans", unit_scale=True) as bar:
@@ -130,20 +132,39 @@ def _search(config, spec, cost_model, samples, *, compares: bool):
 
 
 def _echo_choice(out: Path | None, best, cost_model, need) -> None:
-    """The chosen plan in a line, what to know of its price, and what loading needs."""
+    """Print the chosen plan in one line, a warning about extrapolated costs, and a note on loading."""
     from dflop.costs import BEYOND_MEASURED
     from dflop.planning import loading_note
 
     if best.extrapolated:
-        click.echo(f"{best.extrapolated:.1%} of its microbatches {BEYOND_MEASURED}")
+        click.echo(f"{best.extrapolated:.1%} of the plan's microbatches {BEYOND_MEASURED}")
     of_costs = "" if cost_model.source == "measured" else f" ({cost_model.source} costs)"
     click.echo(f"{out or 'the plan'}: {best.plan}; expected step {best.step_s:.3g} s{of_costs}, idle {best.idle:.0%}")
     if need:
         click.echo(loading_note(need, best.step_s))
 
 
+def _echo_price(configs: tuple[str, ...], best, baselines, *, num_samples: int) -> None:
+    """Print the price of an epoch, if the config has a price.
+
+    The workflow does not pass the price to `dflop plan`, so that another price does not rerun the search; its report
+    shows the price.
+    """
+    from dflop.config import load_config
+    from dflop.planning import Epoch, price_note
+
+    config = load_config(*configs, has_cluster=True)
+    epoch = Epoch(
+        num_samples=num_samples,
+        global_batch_size=config.train.global_batch_size,
+        num_devices=best.plan.world_size,
+    )
+    if note := price_note(epoch, config.cluster, best.step_s, baselines):
+        click.echo(note)
+
+
 def _echo_notes(found, baselines, config) -> None:
-    """What is worth knowing of a chosen plan, where all of it is not asked for."""
+    """Print notes on the chosen plan, for output without `--explain`."""
     from dflop.planning import faster_baselines_note, uneven_note
 
     if note := uneven_note(found, config):
@@ -186,7 +207,7 @@ def schedule_command(
     check_devices(config, load_plan(plan_path))
     with open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path).open() as scheduler:
         schedules = [scheduler.schedule(step) for step in range(batches)]
-        random_s = [scheduler.at_random(step).step_s for step in range(batches)]
+        at_random = [scheduler.at_random(step) for step in range(batches)]
         samples, stages, steps = preview_frames(schedules, scheduler.pricer.nodes)
     for ending, frame in (("", samples), ("_stages", stages), ("_steps", steps), ("_rejects", scheduler.left_out)):
         with written_whole(out.with_name(f"{out.stem}{ending}.parquet")) as beside:
@@ -197,9 +218,12 @@ def schedule_command(
         click.echo(f"{share:.1%} of the ranks' microbatches {BEYOND_MEASURED}")
     step_s = statistics.fmean(schedule.step_s for schedule in schedules)
     bound_s = statistics.fmean(schedule.lower_bound_s for schedule in schedules)
+    random_s = statistics.fmean(schedule.step_s for schedule in at_random)
+    num_beyond = sum(schedule.num_beyond_memory for schedule in at_random)
+    beyond = f" (whose groups do not fit into memory in {num_beyond} of {batches} batches)" if num_beyond else ""
     click.echo(
         f"{out}: {batches} batches by {config.schedule.policy}: predicted step {step_s:.3g} s, "
-        f"{statistics.fmean(random_s) / step_s:.2f}x faster than random, {step_s / bound_s:.2f}x the lower bound, "
+        f"{random_s / step_s:.2f}x faster than random{beyond}, {step_s / bound_s:.2f}x the lower bound, "
         f"idle {steps['idle'].mean():.0%}, decided in {steps['deciding_s'].median() * 1e3:.0f} ms at the median"
     )
     if number := sum(without_cbc(schedule.status) for schedule in schedules):

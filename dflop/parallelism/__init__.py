@@ -1,13 +1,13 @@
-"""What a plan is made of: grids, and the placements, pipeline schedules and shardings that there are.
+"""What a plan is made of: grids, placements, pipeline schedules and shardings.
 
-These are light to import: the config takes its choices from here, and the workflow reads it again for every job. What
-they come to, in instructions and in seconds, is `pipeline`'s to say.
+This package is light to import, because the config takes its choices from here and every job of the workflow reads the
+config again. `pipeline` turns a plan into instructions and simulates them.
 """
 
 from dflop.parallelism.grid import Grid, tile_world
 from dflop.parallelism.placements import COLOCATED, DISJOINT, MONOLITHIC, PLACEMENTS, Placement
 from dflop.parallelism.plan import Plan, split_layers
-from dflop.parallelism.plan_file import load_plan, plan_from_dict
+from dflop.parallelism.plan_file import check_layers, load_plan, plan_from_dict
 from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
 from dflop.parallelism.shardings import PLAIN_SHARDING, SHARDINGS, Sharding
 from dflop.parallelism.tables import modules_named
@@ -26,6 +26,7 @@ __all__ = [
     "Plan",
     "Schedule",
     "Sharding",
+    "check_layers",
     "load_plan",
     "modules_named",
     "plan_from_dict",

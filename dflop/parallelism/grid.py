@@ -15,18 +15,26 @@ __all__ = ["Grid", "tile_world"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Layout of one module over consecutive ranks, ordered (pp, dp, tp), tp fastest."""
+    """Layout of one module over consecutive ranks, ordered (pp, dp, tp), tp fastest.
+
+    Raises:
+        UserError: when a number is out of range, the ranks do not divide by tp x pp, or the sharding refuses the grid.
+    """
 
     module: str
     num_ranks: int
     tp: int = 1
     pp: int = 1
     rank_offset: int = 0
-    # Layers of each pipeline stage where they are not split evenly; with `num_chunks`, of each of the stages' chunks.
+    # The number of layers of each pipeline stage (with chunks, of each chunk of each stage); empty for an even split.
     layers: tuple[int, ...] = ()
+    # With checkpointing: how many of its layers each pipeline stage recomputes in backward, one number a stage as in
+    # `layers`. A stage recomputes its first layers: when backward reaches them, the memory of the others is free. See
+    # `Plan` for what an empty tuple means.
+    recomputed: tuple[int, ...] = ()
     # What replicas divide among them: a name in the table `SHARDINGS`.
     sharding: str = PLAIN_SHARDING
-    # Of `hybrid`: among how many replicas, those of a node, a copy of the parameters is divided.
+    # For `hybrid` only: the number of replicas, those of one node, that divide a copy of the parameters among them.
     shards: int | None = None
 
     def __post_init__(self) -> None:
@@ -39,6 +47,8 @@ class Grid:
             )
         if any(count < 1 for count in self.layers):
             raise UserError(f"{self.module}: layers {list(self.layers)}; every pipeline stage needs at least one")
+        if any(count < 0 for count in self.recomputed):
+            raise UserError(f"{self.module}: recomputed {list(self.recomputed)}; a stage recomputes 0 layers or more")
         if self.sharding not in SHARDINGS:
             raise UserError(f"{self.module}: sharding is {self.sharding!r}; it must be one of {', '.join(SHARDINGS)}")
         SHARDINGS[self.sharding].check(self)
@@ -49,16 +59,16 @@ class Grid:
 
     @property
     def num_shards(self) -> int:
-        """Among how many replicas a copy of the parameters is divided."""
+        """The number of replicas that divide a copy of the parameters among them."""
         return SHARDINGS[self.sharding].num_shards(self)
 
     @property
     def gathers(self) -> bool:
-        """Whether replicas gather parameters, and so meet in every layer."""
+        """Whether replicas gather parameters, and so communicate in every layer."""
         return SHARDINGS[self.sharding].gathers and self.num_shards > 1
 
     def first_rank(self, pp_stage: int, dp_rank: int) -> int:
-        """Global rank of tp rank 0 of one stage replica."""
+        """Global rank of tp rank 0 of one replica of a stage."""
         return self.rank_offset + (pp_stage * self.dp + dp_rank) * self.tp
 
 
@@ -66,7 +76,7 @@ def tile_world(grids: Sequence[Grid], world_size: int) -> None:
     """Check that the grids cover ranks [0, world_size) without gap or overlap.
 
     Raises:
-        UserError: naming the first rank that no module, or more than one, owns.
+        UserError: naming the first rank that no module, or more than one, owns, or that does not exist.
     """
     ordered = sorted(grids, key=lambda grid: grid.rank_offset)
     ends = [0, *(grid.rank_offset + grid.num_ranks for grid in ordered)]

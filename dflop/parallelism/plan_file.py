@@ -1,6 +1,6 @@
-"""Reading a plan: what `plan.yaml` holds may have been written by hand, so every field is checked.
+"""Reading a plan. A `plan.yaml` may have been written by hand, so every field is checked.
 
-Messages name the field as it stands in the file, its value and what would be right.
+Messages name the field as it is in the file, its value, and what would be right.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,22 +16,23 @@ from dflop.parallelism.schedules import SCHEDULES
 from dflop.parallelism.shardings import PLAIN_SHARDING, SHARDINGS
 from dflop.runtime import UserError, way_out_of
 
-__all__ = ["load_plan", "plan_from_dict"]
+__all__ = ["check_layers", "load_plan", "plan_from_dict"]
 
-# More than any cluster or batch has: what is larger is a slip, and would take hours to lay out.
+# More than any cluster, batch or model has. A larger number is a mistake, and would take hours to lay out.
 _MOST_RANKS = 1_000_000
 _MOST_MICROBATCHES = 65_536
 _MOST_LAYERS = 10_000
 _PLAN_FIELDS = ("placement", "grids", "num_microbatches", "checkpointing", "schedule", "num_chunks")
-_GRID_FIELDS = ("num_ranks", "tp", "pp", "dp", "rank_offset", "layers", "sharding", "shards")
+_GRID_FIELDS = ("num_ranks", "tp", "pp", "dp", "rank_offset", "layers", "recomputed", "sharding", "shards")
 
 
 def plan_from_dict(values: Mapping[str, Any]) -> Plan:
-    """The plan that `to_dict` gave. As in older files, `num_chunks` may be missing, and a grid's `dp`, `layers`,
-    `sharding` and `shards`.
+    """The plan that `Plan.to_dict` gave. `num_chunks` may be missing, and so may a grid's `dp`, `layers`, `recomputed`,
+    `sharding` and `shards`, as in older files.
 
     Raises:
-        UserError: naming a field that is missing, unknown or no value of its kind, or a `dp` that is not the grid's.
+        UserError: naming a field that is missing, unknown or of the wrong kind, or a `dp` that does not follow from the
+            grid's other fields; also as `Grid` and `Plan`.
     """
     plan = _mapping(values, "plan", _PLAN_FIELDS)
     if "grids" not in plan:
@@ -53,10 +54,10 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan of a `plan.yaml`.
+    """The plan in a `plan.yaml`.
 
     Raises:
-        UserError: when the file is missing, holds no plan, or one that cannot be.
+        UserError: when the file is missing, or holds no plan or an impossible one.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -73,20 +74,31 @@ def load_plan(path: Path) -> Plan:
         raise UserError(f"{path}: {error}") from None
 
 
+def check_layers(path: Path, plan: Plan, num_layers: Mapping[str, int]) -> None:
+    """Check the layers that a plan gives to its stages, and those that stages recompute, against the model's number of
+    layers, by module. `path` is the plan's file, for messages.
+
+    Raises:
+        UserError: naming the file and the grid, when they do not fit.
+    """
+    for grid in plan.grids:
+        try:
+            plan.recomputed_of(grid.module, num_layers[grid.module])
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+
 def _grid(module: str, values: Any) -> Grid:
     where = f"plan.grids.{module}"
     own = _mapping(values, where, _GRID_FIELDS)
-    given = own.get("layers")
-    if given is not None and not isinstance(given, list):
-        raise UserError(f"`{where}.layers` is {given!r}; it must be a list of whole numbers, one a stage, or null")
-    layers = {f"layers[{number}]": count for number, count in enumerate(given or ())}
     grid = Grid(
         module=module,
         num_ranks=_whole(own, where, "num_ranks", 1, _MOST_RANKS),
         tp=_whole(own, where, "tp", 1, _MOST_RANKS),
         pp=_whole(own, where, "pp", 1, _MOST_RANKS),
         rank_offset=_whole(own, where, "rank_offset", 0, _MOST_RANKS),
-        layers=tuple(_whole(layers, where, name, 1, _MOST_LAYERS) for name in layers),
+        layers=_counts(own, where, "layers", 1),
+        recomputed=_counts(own, where, "recomputed", 0),
         sharding=_choice({"sharding": PLAIN_SHARDING} | own, where, "sharding", SHARDINGS),
         shards=None if own.get("shards") is None else _whole(own, where, "shards", 1, _MOST_RANKS),
     )
@@ -98,8 +110,17 @@ def _grid(module: str, values: Any) -> Grid:
     return grid
 
 
+def _counts(grid: Mapping[str, Any], where: str, name: str, least: int) -> tuple[int, ...]:
+    """A field with one number of layers for each stage; empty if the field is missing or null."""
+    given = grid.get(name)
+    if given is not None and not (isinstance(given, list) and given):
+        raise UserError(f"`{where}.{name}` is {given!r}; it must be a list of whole numbers, one a stage, or null")
+    counts = {f"{name}[{number}]": count for number, count in enumerate(given or ())}
+    return tuple(_whole(counts, where, place, least, _MOST_LAYERS) for place in counts)
+
+
 def _mapping(values: Any, where: str, fields: Collection[str] = ()) -> Mapping[str, Any]:
-    """A section of the file; where its `fields` are given it may have no others."""
+    """A section of the file. If `fields` are given, it may have no others."""
     if not isinstance(values, Mapping):
         raise UserError(f"`{where}` is {values!r}; it must hold {', '.join(fields) or 'a grid for each module'}")
     for key in values if fields else ():
@@ -139,7 +160,7 @@ def _choice(values: Mapping[str, Any], where: str, name: str, choices: Collectio
 
 
 def _as_written(value: Any) -> str:
-    """A value as it stands in YAML: `true`, `null`."""
+    """A value as YAML writes it: `true`, `null`."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,4 +1,4 @@
-"""Planning: the search space, bounds on it, the price of a plan on scheduled batches, the search, and baselines."""
+"""Planning: the search space, lower bounds, the price of a plan on regrouped batches, the search, and baselines."""
 
 from dflop.planning.baselines import (
     PIPELINES,
@@ -8,9 +8,11 @@ from dflop.planning.baselines import (
     price_baselines,
     read_baselines,
     require_todays_layout,
+    search_todays_layout,
     whole_on_every_device,
 )
 from dflop.planning.candidate import Candidate, PlanPricer
+from dflop.planning.epoch import Epoch, hour_of, price_note
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
 from dflop.planning.finalists import FINALISTS_WITHIN, with_finalists_scheduled
 from dflop.planning.grouped_batches import GroupedBatches, like_lengths
@@ -26,6 +28,7 @@ __all__ = [
     "Baseline",
     "BeyondDevice",
     "Candidate",
+    "Epoch",
     "GroupedBatches",
     "LoadingNeed",
     "PlanPricer",
@@ -36,6 +39,7 @@ __all__ = [
     "enumerate_space",
     "explain_choice",
     "faster_baselines_note",
+    "hour_of",
     "leave_out_what_no_plan_holds",
     "like_lengths",
     "loading_need",
@@ -44,9 +48,11 @@ __all__ = [
     "plan_of",
     "planned_loaders",
     "price_baselines",
+    "price_note",
     "read_baselines",
     "require_todays_layout",
     "search_plans",
+    "search_todays_layout",
     "uneven_note",
     "whole_on_every_device",
     "with_finalists_scheduled",

@@ -1,15 +1,15 @@
-"""What others would run, priced by the same simulator on the same batches, so that every claim is a ratio of one run.
+"""Baselines: common ways to train, priced by the same simulator on the same batches as our plan.
 
 - Megatron-style: the encoder in the LLM's first stage, one (tp, pp, dp) for both, even splits, 1F1B, batches as they
-  are drawn; the best such plan that fits.
-- FSDP-style: every device computes the whole model on its own samples; parameters, gradients and moments are sharded
-  over all of them, or inside each node where that is faster (`costs.sharded`). Batches are as they are drawn, grouped
-  by length, or balanced as ours are; the best such plan of each that fits.
-- Today's layout, where `plan.today` names one, with batches as they are drawn. What it leaves open is as frameworks do
-  it: the encoder in the LLM's first stage, 1F1B, a sharded optimiser, and of all else the fastest that fits.
+  are drawn; the fastest such plan that fits.
+- FSDP-style: every device computes the whole model on its own samples. Parameters, gradients and moments are sharded
+  over all devices, or inside each node where that is faster (`costs.sharded`). Batches are as they are drawn, grouped
+  by length, or balanced as ours are; for each, the fastest such plan that fits.
+- Today's layout, where `plan.today` gives one, with batches as they are drawn. Where it leaves them open, the encoder
+  is in the LLM's first stage, the schedule is 1F1B and the optimiser state is sharded, as in common frameworks. Of the
+  remaining plans, the fastest that fits.
 - The published rule (DFLOP, arXiv 2603.25120): `(m + pp_v + pp_l - 1) * max(stage)` at mean shapes over disjoint grids,
-  with balanced batches; of several encoders, the stages of all count. The plan of its least value is taken: what the
-  rule itself asks for, whatever it accepts.
+  with balanced batches; the stages of all encoders count. Of the plans that fit, the one with the rule's least value.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,8 @@ from dflop.models import ModelSpec
 from dflop.parallelism import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING, SHARDINGS, Plan
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
-from dflop.planning.search import search_plans
+from dflop.planning.recompute import may_recompute
+from dflop.planning.search import SearchResult, search_plans
 from dflop.planning.space import enumerate_space, plan_of
 from dflop.pricing import loads_of
 from dflop.runtime import UserError
@@ -35,10 +36,12 @@ __all__ = [
     "PIPELINES",
     "TODAY",
     "Baseline",
+    "DoesNotFit",
     "plan_by_published_rule",
     "price_baselines",
     "read_baselines",
     "require_todays_layout",
+    "search_todays_layout",
     "whole_on_every_device",
 ]
 
@@ -46,7 +49,7 @@ __all__ = [
 # Megatron-style plans.
 PIPELINES = PlanConfig(placements=[MONOLITHIC.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
 TODAY = "today's layout, random batches (plan.today)"
-# Of the plans that `plan.today` leaves open, where none fits, so many are asked what they need.
+# Where none of the plans that `plan.today` leaves open fits: for how many of them the needed memory is computed.
 _MOST_NEEDS = 64
 # How FSDP-style training groups its batches, in code and in words.
 _GROUPINGS = (("random", "random"), ("by_length", "length-grouped"), ("balanced", "balanced"))
@@ -54,7 +57,8 @@ _GROUPINGS = (("random", "random"), ("by_length", "length-grouped"), ("balanced"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """One way to train without our planner; `plan` is None where it cannot be, which `why_not` says."""
+    """One way to train without our planner. Where no plan of the kind is possible, `plan` is None and `why_not` says
+    why. `steps_s` are the steps of each batch."""
 
     name: str
     plan: Plan | None
@@ -68,7 +72,10 @@ class Baseline:
         return float(np.mean(self.steps_s)) if self.plan else np.inf
 
     def beside(self, best: Candidate) -> dict[str, object]:
-        """What `plan.yaml` says of it, beside the chosen plan; `over_batches` is how far batches are apart in that."""
+        """The baseline's entry in `plan.yaml`, compared with the chosen plan.
+
+        `over_batches` are the least and the largest ratio of step times over the batches.
+        """
         if self.plan is None:
             return {"name": self.name, "why_not": self.why_not}
         ratios = np.divide(self.steps_s, best.steps_s)
@@ -84,13 +91,16 @@ class Baseline:
 
 
 def read_baselines(plan: Path) -> dict[str, str]:
-    """What a `plan.yaml` says of each baseline: how long it would take, or why not; nothing in one written by hand."""
+    """The text of each baseline in a `plan.yaml`: how long it would take, or why it is not possible.
+
+    A `plan.yaml` written by hand has no baselines.
+    """
     said = yaml.safe_load(plan.read_text(encoding="utf-8")).get("baselines", [])
     return {own["name"]: own.get("would_take") or own["why_not"] for own in said}
 
 
 def require_todays_layout(config: Config, spec: ModelSpec, costs: CostModel) -> None:
-    """Raise `UserError` when no plan for the devices is as `plan.today` says, whether it fits into memory or not."""
+    """Raise `UserError` when no plan for the devices agrees with `plan.today`; whether one fits is not checked."""
     if config.plan.today:
         _todays_rows(config, spec, costs)
 
@@ -103,47 +113,73 @@ def _todays_rows(config: Config, spec: ModelSpec, costs: CostModel) -> tuple[Pla
 
 
 def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Baseline]:
-    """All of them, on the batches that plans are priced on; `plan.fixed` does not bind them.
+    """All baselines, priced on the batches that plans are priced on. `plan.fixed` does not limit them.
 
     Raises:
-        UserError: when no plan for the devices is as `plan.today` says.
+        UserError: when no plan for the devices agrees with `plan.today`.
     """
     batches = GroupedBatches(config, spec, costs, samples)
     return [
-        *([_todays_layout(config, spec, costs, samples, batches)] if config.plan.today else []),
+        *([_todays_layout(config, spec, costs, samples)] if config.plan.today else []),
         _published_rule(config, spec, costs, batches),
         _megatron_style(config, spec, costs, samples),
         *(_fsdp_style(config, spec, costs, samples, *how) for how in _GROUPINGS),
     ]
 
 
-def _todays_layout(
-    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, batches: GroupedBatches
-) -> Baseline:
-    """What a user trains with today; one that does not fit is said to not fit, with the bytes that it needs."""
+class DoesNotFit(UserError):
+    """No plan of a layout fits into memory; `needed_bytes` is what the smallest of these plans needs on a device."""
+
+    def __init__(self, message: str, needed_bytes: float) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+def search_todays_layout(
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, *, compares: bool = False
+) -> SearchResult:
+    """The search among the plans that `plan.today` leaves open, with batches as they are drawn.
+
+    `compares` is that of `search_plans`.
+
+    Raises:
+        DoesNotFit: when none of these plans fits into memory.
+        UserError: when no plan for the devices agrees with `plan.today`.
+    """
     within, rows = _todays_rows(config, spec, costs)
     try:
-        found = search_plans(config, spec, costs, samples, grouping="random", within=within, splits_evenly=True)
+        return search_plans(
+            config, spec, costs, samples, grouping="random", within=within, splits_evenly=True, compares=compares
+        )
     except UserError:  # the space is not empty, so nothing in it fits
-        plan, needed_bytes = _nearest(rows, config, spec, costs, batches)
+        plan, needed_bytes = _nearest(rows, config, spec, costs, GroupedBatches(config, spec, costs, samples))
         why_not = (
             f"does not fit: {plan} needs {needed_bytes / 2**30:.3g} GiB a device ({needed_bytes:,.0f} bytes) of "
             f"`cluster.memory_gib` = {config.cluster.memory_gib:.4g}"
         )
-        return replace(_nothing(TODAY), memory_bytes=needed_bytes, why_not=why_not)
+        raise DoesNotFit(why_not, needed_bytes) from None
+
+
+def _todays_layout(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Baseline:
+    """The baseline of `plan.today`; where it does not fit, `why_not` gives the bytes that it needs."""
+    try:
+        found = search_todays_layout(config, spec, costs, samples)
+    except DoesNotFit as error:
+        return replace(_nothing(TODAY), memory_bytes=error.needed_bytes, why_not=str(error))
     return _as_baseline(TODAY, found.candidates[0])
 
 
 def _nearest(
     rows: pl.DataFrame, config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches
 ) -> tuple[Plan, float]:
-    """Of the rows, the plan that needs least memory, and its bytes; of many, those of most microbatches are asked."""
+    """The plan of the rows that needs least memory, and its bytes; among many rows, those with most microbatches."""
     needs = []
-    fullest = rows.sort("num_microbatches", "checkpointing", descending=True, maintain_order=True)
-    for row in fullest.head(_MOST_NEEDS).iter_rows(named=True):
-        pricer = PlanPricer(plan_of(row, {}), config, spec, costs, batches, "random")
-        each = (max(pricer.memory_bytes(batch).values()) for batch in range(len(batches)))
-        needs.append((max(pricer.alone_bytes(), *each), pricer.plan))
+    pinned = config.plan.today.checkpointing
+    for row in (
+        rows.sort("num_microbatches", descending=True, maintain_order=True).head(_MOST_NEEDS).iter_rows(named=True)
+    ):
+        plan = plan_of(row, {}, checkpointing=may_recompute(row["schedule"], pinned))
+        needs.append((PlanPricer(plan, config, spec, costs, batches, "random").needed_bytes(), plan))
     needed_bytes, plan = min(needs, key=lambda need: need[0])
     return plan, needed_bytes
 
@@ -166,20 +202,23 @@ def _published_rule(config: Config, spec: ModelSpec, costs: CostModel, batches: 
 def plan_by_published_rule(
     config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches
 ) -> Candidate | None:
-    """The plan of the rule's least value that fits, priced on balanced batches; None where nothing fits."""
+    """Of the plans that fit, the one with the rule's least value, priced on balanced batches; None where none fits."""
     within = PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
     try:
         rows = enumerate_space(config, spec, costs.tp_sizes, {}, within)
     except UserError:
         return None
+    recomputing = pl.DataFrame({"checkpointing": [False, True]})  # the rule recomputes all layers or none
+    rows = rows.join(recomputing, how="cross", maintain_order="left_right")
     stage_s = np.max([_mean_stage_s(rows, spec, costs, batches, module.name) for module in spec.modules], axis=0)
     num_stages = sum(rows[f"{module.name}_pp"] for module in spec.modules)
     places = rows["num_microbatches"] + num_stages - 1
     budget = config.cluster.memory_gib * 2**30
-    for row in np.argsort(places.to_numpy() * stage_s, kind="stable"):
-        pricer = PlanPricer(plan_of(rows.row(int(row), named=True), {}), config, spec, costs, batches, "balanced")
-        needs = (max(pricer.memory_bytes(batch).values()) for batch in range(len(batches)))
-        if pricer.alone_bytes() <= budget and all(needed <= budget for needed in needs):
+    for place in np.argsort(places.to_numpy() * stage_s, kind="stable"):
+        row = rows.row(int(place), named=True)
+        plan = plan_of(row, {}, checkpointing=row["checkpointing"])
+        pricer = PlanPricer(plan, config, spec, costs, batches, "balanced")
+        if pricer.needed_bytes() <= budget:
             return pricer.candidate()
     return None
 
@@ -187,21 +226,22 @@ def plan_by_published_rule(
 def _mean_stage_s(
     rows: pl.DataFrame, spec: ModelSpec, costs: CostModel, batches: GroupedBatches, module: str
 ) -> np.ndarray:
-    """Forward and backward of one of a module's stages on the mean microbatch, [num_rows]."""
+    """Forward plus backward seconds of one of a module's stages on the mean microbatch, [num_rows]."""
     each = [loads_of(module, shapes) for shapes in batches.shapes]
     loads = [np.mean([load.sum() for load in column]) for column in zip(*each, strict=True)]
     seconds = np.zeros(len(rows))
     keys = (f"{module}_tp", "checkpointing")
     for (tp, checkpointing), own in rows.with_row_index("place").group_by(*keys):
         buckets = (own[f"{module}_dp"] * own["num_microbatches"]).to_numpy()
-        whole = StageKind.whole(module, tp, spec.module(module).num_layers, checkpointing=checkpointing)
+        num_layers = spec.module(module).num_layers
+        whole = StageKind.whole(module, tp, num_layers, num_recomputed=num_layers if checkpointing else 0)
         both = costs.stage_time(whole, Loads(*(load / buckets for load in loads)))
         seconds[own["place"].to_numpy()] = (both[0] + both[1]) / own[f"{module}_pp"].to_numpy()
     return seconds
 
 
 def whole_on_every_device(spec: ModelSpec) -> PlanConfig:
-    """The plans of fully sharded data parallelism."""
+    """The limits of the search space for fully sharded data parallelism."""
     whole = {module.name: FixedGrid(tp=1, pp=1) for module in spec.modules}
     return PlanConfig(
         placements=[MONOLITHIC.name],

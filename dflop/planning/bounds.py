@@ -1,9 +1,10 @@
-"""Step times that no assignment of a batch can undercut, for every row of the search space at once.
+"""Lower bounds of the step time over all assignments of a batch, for every row of the search space at once.
 
 Part times are convex in a microbatch's loads, so a replica's microbatches take at least as long as if each held the
 mean (Jensen). A stage also waits until the first microbatch has come through the stages before it, and after its last
 backward the stages before it still have theirs to do; no microbatch is smaller than the smallest sample. And every
-sample has to pass the whole pipeline, forwards and backwards. What the bounds rule out is never simulated.
+sample has to pass the whole pipeline, forwards and backwards. Layers count without recomputing, unless a caller says
+what share of the encoders' layers is recomputed. Rows that the bounds rule out are never simulated.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,6 @@ _LLM_KEYS = (
     *layout_columns("llm"),
     *sharding_columns("llm"),
     "num_microbatches",
-    "checkpointing",
     "schedule",
     "num_chunks",
     "balanced",
@@ -36,10 +36,10 @@ _LLM_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderBounds:
-    """Seconds of one encoder, [num_keys, num_batches]; a row's stand at its `place`.
+    """Bounds for one encoder in seconds, [num_keys, num_batches]. `place` [num_rows] is the index of each row's key.
 
-    `alone_s` bounds the step by itself. Where the encoder shares ranks, `shared_s` is what it adds to the mean of
-    them, and `least_s` what it adds to each.
+    `alone_s` is a bound of the step by itself. Where the encoder shares ranks, `shared_s` is the least mean time that
+    it adds to these ranks, and `least_s` the least time that it adds to each of them.
     """
 
     place: np.ndarray
@@ -48,18 +48,19 @@ class EncoderBounds:
     least_s: np.ndarray
 
     def means(self) -> "EncoderBounds":
-        """Of the mean batch alone, [num_keys, 1]."""
+        """The means over the batches, [num_keys, 1]."""
         seconds = {name: getattr(self, name).mean(axis=1, keepdims=True) for name in ("alone_s", "shared_s", "least_s")}
         return EncoderBounds(place=self.place, **seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowerBounds:
-    """Seconds of the LLM, [num_keys], a row's at its `llm_place`, and those of every encoder.
+    """Bounds for the LLM in seconds, [num_keys], and those for every encoder. `llm_place` [num_rows] is the index of
+    each row's key.
 
-    `llm_s` bounds the step alone. Where modules share ranks, the `shared_s` of all of them together do. What is the
-    LLM's bounds the mean over the batches and no single one of them, so modules meet as means alone: the mean of the
-    larger of both, batch by batch, would be no bound.
+    `llm_s` is a bound of the step by itself. Where modules share ranks, the sum of `llm_shared_s` and the encoders'
+    `shared_s` is one. The LLM's values bound the mean over the batches, but no single batch. So they are compared with
+    the encoders' means only: the mean over batches of the larger of both would be no bound.
     """
 
     llm_place: np.ndarray
@@ -68,9 +69,12 @@ class LowerBounds:
     llm_shared_s: np.ndarray
     encoders: tuple[EncoderBounds, ...]
     encoder_means: tuple[EncoderBounds, ...]
+    # The same for encoders whose layers are all recomputed.
+    encoders_again: tuple[EncoderBounds, ...]
+    encoder_means_again: tuple[EncoderBounds, ...]
 
     def means(self) -> np.ndarray:
-        """Of every row the least mean step over the batches, [num_rows]."""
+        """A lower bound of every row's mean step time over the batches, [num_rows]."""
         alone_s, together_s = np.zeros(len(self.llm_place)), self.llm_shared_s[self.llm_place]
         for own in self.encoder_means:
             alone_s = np.maximum(alone_s, own.alone_s[own.place, 0])
@@ -78,24 +82,43 @@ class LowerBounds:
         sharing = [name for name, placement in PLACEMENTS.items() if placement.shares_ranks]
         return np.maximum(self.llm_s[self.llm_place], np.where(np.isin(self.placement, sharing), together_s, alone_s))
 
-    def of_pipeline(self, row: int, step_s: np.ndarray, rank_s: np.ndarray) -> np.ndarray:
-        """The least step of each batch, [num_batches], given the LLM's alone (`MeanPipelines`): its step
-        [num_batches] and its work on each pipeline rank [num_batches, pp]; or of the mean batch, given that, [1].
+    def of_pipeline(
+        self,
+        row: int,
+        step_s: np.ndarray,
+        rank_s: np.ndarray,
+        *,
+        encoders_again: float = 0.0,
+        adds_s: np.ndarray | float = 0.0,
+    ) -> np.ndarray:
+        """A lower bound of a row's step for each batch, [num_batches], or for the mean batch, [1].
 
-        Where an encoder's passes lie before and after the LLM's on every rank, what any rank has to do of them adds to
-        the LLM's step; where they lie between, they do not make it shorter. A rank works no longer than the step takes,
-        whichever module it works for: that holds for the mean over all ranks that carry encoders.
+        It is made from the LLM alone (`MeanPipelines`) on these batches: its step time `step_s` [num_batches], and its
+        work on each pipeline rank `rank_s` [num_batches, pp]. At least the share `encoders_again` of each encoder's
+        layers is recomputed. `adds_s` is the least time that encoders add to the LLM's step as their media are dealt
+        (`DealtMedia`).
+
+        Where an encoder's passes run before and after the LLM's on every rank, the least that any rank computes of them
+        adds to the LLM's step. Where they run between the LLM's, they at least do not shorten it. No rank works longer
+        than the step, for all its modules together; this also holds for the mean over all ranks with encoders.
         """
         placement = PLACEMENTS[self.placement[row]]
         alone_s, shared_s, least_s = 0.0, 0.0, 0.0
-        for own in self.encoder_means if len(step_s) == 1 else self.encoders:
+        plain, again = self.encoders, self.encoders_again
+        if len(step_s) == 1:
+            plain, again = self.encoder_means, self.encoder_means_again
+        for own, with_all in zip(plain, again, strict=True):
             place = own.place[row]
-            alone_s = np.maximum(alone_s, own.alone_s[place])
-            shared_s, least_s = shared_s + own.shared_s[place], least_s + own.least_s[place]
+            own_s = np.array([own.alone_s[place], own.shared_s[place], own.least_s[place]])
+            if encoders_again:  # every recomputed layer adds the same time
+                with_all_s = [with_all.alone_s[place], with_all.shared_s[place], with_all.least_s[place]]
+                own_s = own_s + encoders_again * (with_all_s - own_s)
+            alone_s = np.maximum(alone_s, own_s[0])
+            shared_s, least_s = shared_s + own_s[1], least_s + own_s[2]
         if not placement.shares_ranks:
-            return np.maximum(step_s, alone_s)
+            return np.maximum(step_s + adds_s, alone_s)
         if placement.encodes_all_first:
-            step_s = step_s + least_s
+            step_s = step_s + np.maximum(least_s, adds_s)
         num_carriers = len(placement.encoder_stages(rank_s.shape[1]))
         return np.maximum(step_s, rank_s[:, :num_carriers].mean(axis=1) + shared_s)
 
@@ -108,16 +131,18 @@ def lower_bounds(
     splits: Splits,
     links: LeastLinks,
 ) -> LowerBounds:
-    """Bounds of every row of the space for every batch."""
+    """The bounds of every row of the space, on these batches."""
     frozen = links.frozen
     llm_keys, llm_place = _distinct(rows, _LLM_KEYS)
     llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links, "llm" in frozen)
-    encoders = []
+    encoders, again = [], []
     for encoder in spec.encoders:
         own = (*layout_columns(encoder.name), *sharding_columns(encoder.name))
-        keys, place = _distinct(rows, (*own, "num_microbatches", "checkpointing"))
-        bounds = _encoder_bounds(encoder, keys, batches, costs, links, encoder.name in frozen)
-        encoders.append(EncoderBounds(place=place, **bounds))
+        keys, place = _distinct(rows, (*own, "num_microbatches"))
+        is_frozen = encoder.name in frozen
+        for found, recomputes in (encoders, False), (again, not is_frozen):
+            bounds = _encoder_bounds(encoder, keys, batches, costs, links, is_frozen, recomputes)
+            found.append(EncoderBounds(place=place, **bounds))
     return LowerBounds(
         llm_place=llm_place,
         placement=rows["placement"].cast(pl.String).to_numpy(),
@@ -125,18 +150,20 @@ def lower_bounds(
         llm_shared_s=llm_shared_s,
         encoders=tuple(encoders),
         encoder_means=tuple(own.means() for own in encoders),
+        encoders_again=tuple(again),
+        encoder_means_again=tuple(own.means() for own in again),
     )
 
 
 def _distinct(rows: pl.DataFrame, columns: Sequence[str]) -> tuple[pl.DataFrame, np.ndarray]:
-    """The different values of these columns, numbered as `place`, and the number of each row's, [num_rows]."""
+    """The distinct values of these columns with their index `place`, and the index of each row's, [num_rows]."""
     keys = rows.select(columns).unique(maintain_order=True).with_row_index("place")
     places = rows.select(columns).join(keys, on=columns, how="left", maintain_order="left")
     return keys, places["place"].to_numpy()
 
 
 def _over(loads: Sequence[Loads], function: Callable[[np.ndarray], float]) -> Loads:
-    """A number of every load of every batch, [num_batches]."""
+    """`function` of the samples' loads in each batch, for each kind of load, [num_batches]."""
     return Loads(*(np.array([function(load) for load in column]) for column in zip(*loads, strict=True)))
 
 
@@ -149,10 +176,10 @@ def _llm_bounds(
     links: LeastLinks,
     is_frozen: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of the LLM alone, and what it adds to the encoders' work on ranks that carry both, [num_keys].
+    """The LLM's `llm_s` and `llm_shared_s` (`LowerBounds`), [num_keys].
 
-    Both bound the mean over the batches, by Jensen once more, and no single batch. One long function: what is computed
-    once for a kind of rows stays beside the loop that needs it.
+    Both bound the mean over the batches (by Jensen's inequality once more), but no single batch. This is one long
+    function so that everything that is computed once for a kind of rows stands beside the loop that needs it.
     """
     texts = [loads_of("llm", shapes) for shapes in batches]
     total, least = (
@@ -160,24 +187,23 @@ def _llm_bounds(
     )
     bound_s, shared_s = np.zeros((len(keys), 1)), np.zeros((len(keys), 1))
     num_layers = spec.module("llm").num_layers
-    for (tp, checkpointing), own in keys.group_by("llm_tp", "checkpointing"):
-        ask = {"checkpointing": checkpointing}
-        least_forward_s, least_backward_s = costs.part_times("llm", tp, least, **ask)
-        whole = StageKind.whole("llm", tp, num_layers, **ask)
+    for (tp,), own in keys.group_by("llm_tp"):
+        least_forward_s, least_backward_s = costs.part_times("llm", tp, least, PARTS)
+        whole = StageKind.whole("llm", tp, num_layers)
         chain_s = {
             is_split: np.mean([_chain_s(costs, whole, loads, is_split) for loads in texts])
             for is_split in (False, True)
         }
         buckets, inverse = np.unique((own["llm_dp"] * own["num_microbatches"]).to_numpy(), return_inverse=True)
         mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
-        forward_s, backward_s = costs.part_times("llm", tp, mean, **ask)
+        forward_s, backward_s = costs.part_times("llm", tp, mean, PARTS)
         part_s = {part: forward_s[part] + backward_s[part] for part in PARTS}
         for (pp, schedule, num_chunks, balanced, sharding), group in own.with_columns(bucket=inverse).group_by(
             "llm_pp", "schedule", "num_chunks", "balanced", "llm_sharding"
         ):
             num_stages = pp * num_chunks
             layers = splits[tp, pp] if balanced else even_layers(num_layers, num_stages)
-            kinds = stage_kinds("llm", tp, layers, **ask)
+            kinds = stage_kinds("llm", tp, layers)
             at, dp = group["bucket"].to_numpy(), group["llm_dp"].to_numpy()
             count = group["num_microbatches"].to_numpy()[:, None]
             place = group["place"].to_numpy()
@@ -214,24 +240,25 @@ def _encoder_bounds(
     costs: CostModel,
     links: LeastLinks,
     is_frozen: bool,
+    recomputes: bool,
 ) -> dict[str, np.ndarray]:
-    """The fields of `EncoderBounds` but the places, [num_keys, num_batches].
+    """The fields of `EncoderBounds` without `place`, [num_keys, num_batches].
 
-    Each sample's items go to the replica that has least, so that every replica has at least the mean less the largest
-    sample (Graham 1969).
+    Each sample's items go to the replica with the fewest, so every replica has at least the mean number of items less
+    those of the largest sample (Graham 1969).
     """
     name = encoder.name
     items = [loads_of(name, shapes) for shapes in batches]
     total, largest = _over(items, np.sum), _over(items, np.max)
     alone_s, shared_s, least_s = (np.zeros((len(keys), len(batches))) for _ in range(3))
-    for (tp, checkpointing), own in keys.group_by(f"{name}_tp", "checkpointing"):
+    for (tp,), own in keys.group_by(f"{name}_tp"):
         dp, count = (own[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
         place = own["place"].to_numpy()
         part_s, least_part_s = (
-            _items_s(costs, name, tp, Loads(*(load / count for load in loads)), checkpointing, is_frozen)
+            _items_s(costs, name, tp, Loads(*(load / count for load in loads)), is_frozen)
             for loads in (
                 [load / dp for load in total],
-                # Squares of runs follow no rule for the least loaded replica, which is chosen by its items.
+                # This does not hold for the squares of runs, since replicas are chosen by their items: they count as 0.
                 [np.maximum(total.num_items / dp - largest.num_items, 0.0), *(0.0 * dp * load for load in total[1:])],
             )
         )
@@ -239,7 +266,8 @@ def _encoder_bounds(
             at = group["at"].to_numpy()
             own_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
             latency_s, byte_s = links.sync(dp[at, 0], tp, own[f"{name}_shards"].to_numpy()[at])
-            for kind in stage_kinds(name, tp, even_layers(encoder.num_layers, pp), checkpointing=checkpointing):
+            layers = even_layers(encoder.num_layers, pp)
+            for kind in stage_kinds(name, tp, layers, layers if recomputes else ()):
                 busy_s = count[at] * kind.total(own_s)
                 size = costs.stage_parameter_bytes(kind)
                 sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
@@ -249,19 +277,18 @@ def _encoder_bounds(
     return {"alone_s": alone_s, "shared_s": shared_s, "least_s": least_s}
 
 
-def _items_s(
-    costs: CostModel, encoder: str, tp: int, loads: Loads, checkpointing: bool, is_frozen: bool
-) -> dict[str, np.ndarray]:
-    """Seconds of each of the encoder's parts, without their constants: a replica that gets no item takes no time."""
-    passes = costs.part_times(encoder, tp, loads, checkpointing=checkpointing)
-    resting = costs.part_times(encoder, tp, Loads(*np.zeros((4, 1))), checkpointing=checkpointing)
+def _items_s(costs: CostModel, encoder: str, tp: int, loads: Loads, is_frozen: bool) -> dict[str, np.ndarray]:
+    """Seconds of each of the encoder's parts, without their constants, since a replica without items takes no time."""
+    passes = costs.part_times(encoder, tp, loads)
+    resting = costs.part_times(encoder, tp, Loads(*np.zeros((4, 1))))
     forward_s, backward_s = (
-        {part: seconds[part] - const[part] for part in PARTS} for seconds, const in zip(passes, resting, strict=True)
+        {part: seconds[part] - const[part] for part in seconds} for seconds, const in zip(passes, resting, strict=True)
     )
-    return forward_s if is_frozen else {part: forward_s[part] + backward_s[part] for part in PARTS}
+    return forward_s if is_frozen else {part: forward_s[part] + backward_s[part] for part in forward_s}
 
 
 def _chain_s(costs: CostModel, whole: StageKind, loads: Loads, is_split: bool) -> float:
-    """The way of the slowest sample through all layers and back; weights' gradients may be left for later."""
+    """Seconds of the slowest sample through all layers and back; with a split backward, without the backward, since
+    gradients of weights may come later."""
     forward_s, backward_s = costs.stage_time(whole, loads)
     return float((forward_s + (0.0 if is_split else 1.0) * backward_s).max())

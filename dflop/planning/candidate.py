@@ -1,5 +1,7 @@
-"""The price of a plan: what its regrouped batches would take, and what keeps them from taking less."""
+"""The price of a plan: its step times on regrouped batches, its memory, and its bottleneck."""
 
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,10 +20,12 @@ __all__ = ["Candidate", "PlanPricer"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A priced plan; times are means over the batches, memory is the highest of them, or a single sample's.
+    """A priced plan. Times are means over the batches.
 
-    `steps_s` are the steps of each batch, `busy_s` is that of each module's busiest rank. `why_not_runnable` is None
-    for a plan that can be trained today.
+    `steps_s` are the step times of the batches. `memory_bytes` is the peak of each module's fullest rank over the
+    batches; the largest of them also covers any sample alone in a microbatch. `busy_s` are the seconds that each
+    module's busiest rank computes. `extrapolated` is the share of microbatches with loads outside the measured range.
+    `why_not_runnable` is None for a plan that can be trained today.
     """
 
     plan: Plan
@@ -40,8 +44,11 @@ class Candidate:
 
 
 class PlanPricer:
-    """Prices one plan, batch by batch. `grouping` is `balanced`, or `random` or `by_length`: training without a
-    scheduler."""
+    """Prices one plan, batch by batch.
+
+    `grouping` is the method of `GroupedBatches` that groups samples: `balanced`, or, for training without a scheduler,
+    `random` or `by_length`.
+    """
 
     def __init__(
         self, plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches, grouping: str
@@ -54,22 +61,58 @@ class PlanPricer:
             plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
         )
 
+    def recomputing(self, plan: Plan) -> "PlanPricer":
+        """The pricer of a plan that differs from this one only in the layers that it recomputes."""
+        other = copy.copy(self)
+        other.plan, other._pricer = plan, self._pricer.recomputing(plan)
+        if PLACEMENTS[plan.placement].fills_bubbles:
+            other._assigned = {}  # the order of such a plan depends on how much memory is free
+        return other
+
     def memory_bytes(self, batch: int) -> dict[str, float]:
-        """The peak of each module's fullest rank."""
+        """The peak bytes of each module's fullest rank."""
         return self._pricer.memory_bytes(*self._grouped(batch))
 
+    def bytes_along_pipeline(self, batches: Iterable[int]) -> dict[str, np.ndarray]:
+        """By module, the peak bytes over these batches of the fullest rank in each place of its pipeline, [pp]."""
+        of_batches = [self._pricer.bytes_along_pipeline(*self._grouped(batch)) for batch in batches]
+        return {grid.module: np.max([own[grid.module] for own in of_batches], axis=0) for grid in self.plan.grids}
+
+    def fullest_batch(self) -> tuple[int, float]:
+        """The batch that needs most memory, and the bytes of the fullest rank."""
+        needed = [max(self.memory_bytes(batch).values()) for batch in range(len(self._batches))]
+        return int(np.argmax(needed)), max(needed)
+
+    def needed_bytes(self, enough: float = np.inf) -> float:
+        """Bytes that the fullest rank needs for all batches, and for any one sample alone.
+
+        From `enough` on, the result may be a lower bound.
+        """
+        needed = self.alone_bytes()
+        for batch in range(len(self._batches)):
+            if needed >= enough:
+                break
+            needed = max(needed, *self.memory_bytes(batch).values())
+        return needed
+
     def alone_bytes(self) -> float:
-        """What the largest sample takes at least, alone in its microbatch."""
+        """Bytes of the fullest device with the sample that needs most, alone in its microbatch."""
         return float(alone_bytes(self._pricer, self._batches.largest).max())
 
     def step_s(self, batch: int) -> float:
+        """The predicted step time of a batch, in seconds."""
         return self._pricer.step_s(*self._grouped(batch))
 
+    def mean_step_s(self) -> float:
+        """The mean step time over all batches, in seconds."""
+        return float(np.mean([self.step_s(batch) for batch in range(len(self._batches))]))
+
     def stage_times(self, batch: int) -> StageTimes:
+        """The predicted seconds of a batch's computations and transfers."""
         return self._pricer.stage_times(*self._grouped(batch))
 
     def candidate(self) -> Candidate:
-        """All there is to say of the plan."""
+        """The plan with all its figures."""
         steps, idles, extrapolated = [], [], []
         memory: dict[str, list[float]] = {}
         busy: dict[str, list[float]] = {}
@@ -120,9 +163,10 @@ class PlanPricer:
         return busiest
 
     def _bottleneck(self, times: StageTimes, slots: np.ndarray | None, timeline: Timeline) -> str:
-        """What takes most of the step: computing on the busiest rank, or what it waits for.
+        """The largest part of the step: computing on the busiest rank, bridges, gradient syncs, or the bubble.
 
-        What goes when bridges or gradient syncs take no time is theirs; the rest of the waiting is the bubble.
+        The part of bridges, or of gradient syncs, is the time by which the step is shorter without them. The bubble is
+        the rest of the step.
         """
         nowhere = replace(times.bridges, seconds=np.zeros_like(times.bridges.seconds))
         without = {

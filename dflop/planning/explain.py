@@ -1,4 +1,4 @@
-"""A search told to people: the table of the best plans, `candidates.parquet`, and what `plan.yaml` says."""
+"""The results of a search for people: the printed table of the best plans, `candidates.parquet` and `plan.yaml`."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from dflop.planning.search import SearchResult, more_than
 __all__ = ["candidates_frame", "describe_choice", "explain_choice", "faster_baselines_note", "uneven_note"]
 
 _NUM_SHOWN = 10
-# Of the chosen plan's step time; who takes hardly less is as fast.
+# A baseline counts as faster where its step time is below this share of the chosen plan's.
 _WORTH_A_WORD = 0.995
 
 
@@ -44,9 +44,11 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
                 "runnable": candidate.why_not_runnable is None,
                 **{f"{grid.module}_sharding": grid.sharding for grid in plan.grids},
                 **{f"{grid.module}_shards": grid.num_shards for grid in plan.grids},
+                **{f"{grid.module}_recomputed": list(grid.recomputed) or None for grid in plan.grids},
             }
         )
-    return pl.DataFrame(rows, schema_overrides={"llm_layers": pl.List(pl.Int64)})
+    lists = [name for name in rows[0] if name == "llm_layers" or name.endswith("_recomputed")]
+    return pl.DataFrame(rows, schema_overrides=dict.fromkeys(lists, pl.List(pl.Int64)))
 
 
 def describe_choice(
@@ -58,10 +60,10 @@ def describe_choice(
     num_left_out: int = 0,
     loading: LoadingNeed | None = None,
 ) -> str:
-    """`plan.yaml`: the best plan that can be trained, what is predicted for it and from which costs, and why it won.
+    """The text of `plan.yaml`: the chosen plan, its predictions, the costs that they come from, and why it won.
 
-    Beside it stand the plan that was passed over and what others would run. `num_left_out` samples are held by no plan.
-    `loading` is None where it was not measured.
+    It also has the faster plan that cannot be trained, if any, and the baselines. `num_left_out` is the number of
+    samples that no plan can hold. `loading` is None where loading was not measured.
     """
     best = result.best
     values = {
@@ -98,7 +100,7 @@ def describe_choice(
 def explain_choice(
     result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel, beyond: BeyondDevice
 ) -> str:
-    """What `dflop plan --explain` prints; `beyond` is of the best plan."""
+    """The text that `dflop plan --explain` prints; `beyond` is that of the best plan."""
     best = result.best
     cluster = config.cluster
     lines = [
@@ -160,7 +162,7 @@ def _predicted(candidate: Candidate, config: Config) -> dict[str, object]:
         "memory_bytes": {module: round(size) for module, size in candidate.memory_bytes.items()},
         "bottleneck": candidate.bottleneck,
         "num_batches": candidate.num_batches,
-        # The share of the microbatches that lie outside of what was measured.
+        # The share of the microbatches with loads outside the measured range.
         "extrapolated": round(candidate.extrapolated, 4),
     }
 
@@ -191,10 +193,11 @@ def _of_finalists(result: SearchResult) -> str:
 
 
 def _bound_by(candidate: Candidate, config: Config) -> str:
-    """The bottleneck in words: a plan may be bound by memory and use little of it."""
+    """The bottleneck in words. A plan that is bound by memory may use little of it, since it recomputes layers."""
     if candidate.bottleneck != "memory":
         return candidate.bottleneck
-    return f"memory (it recomputes activations: kept, they would not fit into {config.cluster.memory_gib:.4g} GiB)"
+    which = "some layers" if any(grid.recomputed for grid in candidate.plan.grids) else "all layers"
+    return f"memory (it recomputes {which}: kept, they would not fit into {config.cluster.memory_gib:.4g} GiB)"
 
 
 def _next_constraint(result: SearchResult, config: Config) -> str:
@@ -207,20 +210,20 @@ def _next_constraint(result: SearchResult, config: Config) -> str:
         "bubble": "the pipeline's fill and drain; a larger `train.global_batch_size` gives it more microbatches",
         "bridge": "features on their way to the LLM; a faster `cluster.inter_node_gbps` or encoders nearby",
         "gradient sync": "gradients on their way; a faster network, or a larger `train.global_batch_size`",
-        "memory": "memory: without activation checkpointing this plan would not fit, nor anything as fast",
+        "memory": "memory: with fewer layers recomputed this plan would not fit, nor anything as fast",
     }
     return f"bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
 
 
 def faster_baselines_note(result: SearchResult, baselines: Sequence[Baseline]) -> str:
-    """Says which baselines are predicted to be faster than the chosen plan; empty where none is."""
+    """A note on the baselines that are predicted to be faster than the chosen plan; empty where none is."""
     ratios = {own.name: own.step_s / result.best.step_s for own in baselines}
     faster = [f"{name} {ratio:.2f}x as long" for name, ratio in ratios.items() if ratio < _WORTH_A_WORD]
     return f"note: predicted to be faster than this plan on the same batches: {'; '.join(faster)}" if faster else ""
 
 
 def uneven_note(result: SearchResult, config: Config) -> str:
-    """A global batch that replicas cannot share equally costs as if it were larger."""
+    """A note where replicas get unequal numbers of samples, which takes as long as a larger batch; else empty."""
     size, dp = config.train.global_batch_size, result.best.plan.grid("llm").dp
     if size % dp == 0 or size / dp > 8:
         return ""

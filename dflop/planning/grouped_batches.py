@@ -1,7 +1,7 @@
 """The global batches that plans are priced on, and how each is regrouped for a number of replicas and microbatches.
 
-The grouping does not depend on the rest of a plan: samples are weighed by what they cost a whole module, relative to
-the others. So it is made once for all plans with as many buckets.
+The grouping does not depend on the rest of a plan: a sample's load is its cost in each whole module, relative to the
+other samples. So the grouping is computed once for all plans with the same number of buckets.
 """
 
 from functools import lru_cache
@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop.balancing import dealt_at_random, quick_buckets, small_at_both_ends
 from dflop.config import Config
-from dflop.costs import CostModel, Loads, StageKind
+from dflop.costs import PARTS, CostModel, Loads, StageKind
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.pricing import loads_of
@@ -18,7 +18,7 @@ from dflop.scheduling import GlobalBatches
 
 __all__ = ["GroupedBatches", "like_lengths"]
 
-# The larger a batch is, the less it differs from the next.
+# How many batches are drawn: enough for `_ENOUGH_SAMPLES` samples, since large batches differ less from each other.
 _LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
 
 
@@ -33,7 +33,7 @@ class GroupedBatches:
         drawn = GlobalBatches(len(samples), size, config.seed)
         self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
         self._text = [loads_of("llm", shapes) for shapes in self.shapes]
-        # A plan must hold every sample, drawn or not: where it holds these it does.
+        # A plan must hold every sample, drawn or not. It does so if it holds each of these.
         self.largest = samples.take(_largest(samples))
         self._seed = config.seed
         self._loads_s = [_loads_s(shapes, spec, costs) for shapes in self.shapes]
@@ -44,30 +44,28 @@ class GroupedBatches:
 
     def balanced(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         """LLM replica and microbatch of each sample: even buckets, small ones first and last on every replica."""
-        bucket, load = self._buckets(batch, dp * num_microbatches)
-        # Replicas draw in turns, there and back, so that each gets as much.
-        by_load = np.argsort(-load, kind="stable").reshape(num_microbatches, dp)
+        bucket, by_load = self._buckets(batch, dp * num_microbatches)
+        # Replicas draw buckets in turns, in alternating directions, so that each gets about the same load.
+        by_load = by_load.reshape(num_microbatches, dp).copy()
         by_load[1::2] = by_load[1::2, ::-1]
-        # Row 0 has the largest: they go to the middle.
-        places = np.empty(num_microbatches, dtype=np.int64)
-        places[small_at_both_ends(-np.arange(num_microbatches))] = np.arange(num_microbatches)
-        rank, microbatch = np.empty(len(load), dtype=np.int64), np.empty(len(load), dtype=np.int64)
-        rank[by_load] = np.arange(dp)[None, :]
-        microbatch[by_load] = places[:, None]
-        return rank[bucket], microbatch[bucket]
+        cell = np.empty(by_load.size, dtype=np.int64)
+        cell[by_load] = np.arange(dp) * num_microbatches + _places(num_microbatches)[:, None]
+        return np.divmod(cell[bucket], num_microbatches)
 
     def random(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-        """As many samples for each bucket, to within one, whatever they cost: training without a scheduler."""
+        """LLM replica and microbatch of each sample: random, with equally many samples a bucket, to within one."""
         rng = np.random.default_rng([self._seed, batch])
         return np.divmod(dealt_at_random(len(self.shapes[batch]), dp * num_microbatches, rng), num_microbatches)
 
     def by_length(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples of like length in a microbatch. They are those of the batch, so that each step learns what it does
-        otherwise."""
+        """LLM replica and microbatch of each sample: samples of similar length share a microbatch (`like_lengths`).
+
+        The batch is the same as with the other groupings, so that steps train on the same samples.
+        """
         return like_lengths(self.shapes[batch].llm_tokens, dp, num_microbatches)
 
     def mean_text(self, grouping: str, dp: int, num_microbatches: int) -> Loads:
-        """Text of each microbatch, means over the LLM's replicas, [num_batches, num_microbatches]."""
+        """The LLM's loads in each microbatch, as means over its replicas, [num_batches, num_microbatches]."""
         rows = []
         for batch, text in enumerate(self._text):
             _, microbatch = getattr(self, grouping)(batch, dp, num_microbatches)
@@ -75,11 +73,11 @@ class GroupedBatches:
         return Loads(*np.stack(rows, axis=1))
 
     def mean_part_s(self, costs: CostModel, tp: int) -> tuple[float, float, float]:
-        """What the mean sample adds to one LLM layer, to the embedding and to the head, forward and backward."""
+        """Forward plus backward seconds that the mean sample adds to one LLM layer, the embedding and the head."""
         columns = zip(*self._text, strict=True)
         mean = Loads(*(np.atleast_1d(np.mean([load.mean() for load in column])) for column in columns))
         nothing = Loads(*np.zeros((4, 1)))
-        with_one, without = (costs.part_times("llm", tp, own) for own in (mean, nothing))
+        with_one, without = (costs.part_times("llm", tp, own, PARTS) for own in (mean, nothing))
         layer_s, first_s, last_s = (
             float((sum(times[part] for times in with_one) - sum(times[part] for times in without))[0])
             for part in ("layer", "first", "last")
@@ -87,15 +85,27 @@ class GroupedBatches:
         return layer_s, first_s, last_s
 
     def _bucketed(self, batch: int, num_buckets: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bucket of each sample, and the relative load of each bucket."""
+        """Bucket of each sample, and the buckets, the largest first."""
         loads_s = self._loads_s[batch]
         bucket = quick_buckets(loads_s, num_buckets)
-        return bucket, np.bincount(bucket, weights=loads_s.sum(axis=1), minlength=num_buckets)
+        load = np.bincount(bucket, weights=loads_s.sum(axis=1), minlength=num_buckets)
+        return bucket, np.argsort(-load, kind="stable")
+
+
+@lru_cache(maxsize=64)
+def _places(num_microbatches: int) -> np.ndarray:
+    """Where in its replica's order a microbatch comes, the largest first: those go to the middle."""
+    places = np.empty(num_microbatches, dtype=np.int64)
+    places[small_at_both_ends(-np.arange(num_microbatches))] = np.arange(num_microbatches)
+    return places
 
 
 def like_lengths(lengths: np.ndarray, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-    """Replica and microbatch of each sample, so that a microbatch has samples of like length: as many for each bucket,
-    to within one. The longest come first, and replicas are dealt to there and back."""
+    """Replica and microbatch of each sample, so that a microbatch has samples of similar length.
+
+    Buckets get equally many samples, to within one. The longest samples come first. Within a microbatch, samples are
+    dealt to the replicas in alternating directions.
+    """
     order = np.argsort(-lengths, kind="stable")
     turn = np.arange(len(order)) * num_microbatches // len(order)
     rank, microbatch = np.empty(len(order), dtype=np.int64), np.empty(len(order), dtype=np.int64)
@@ -106,7 +116,7 @@ def like_lengths(lengths: np.ndarray, dp: int, num_microbatches: int) -> tuple[n
 
 
 def _largest(samples: SampleShapes) -> np.ndarray:
-    """Indices of samples such that each of the others is no larger than one of them in anything."""
+    """Indices of samples such that any other sample is no larger than one of these in every size."""
     sizes = [samples.num_items, samples.llm_tokens, samples.target_tokens, samples.kept_tokens]
     if samples.sum_sq_items is not None:
         sizes.append(samples.sum_sq_items)
@@ -120,7 +130,7 @@ def _largest(samples: SampleShapes) -> np.ndarray:
 
 
 def _loads_s(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndarray:
-    """What each sample adds to each whole module, as shares of the batch's, [num_samples, num_modules]."""
+    """Seconds that each sample adds to each whole module, as shares of the batch's, [num_samples, num_modules]."""
     columns = []
     for module in spec.modules:
         tp = min(costs.tp_sizes[module.name])

@@ -1,7 +1,10 @@
-"""Which samples no plan can hold, as a single huge one must not leave a cluster without a plan, and how many one plan
-cannot."""
+"""Samples that no plan can hold in memory, and the share of samples that one plan cannot hold.
+
+Samples that no plan can hold are left out, so that a single huge sample does not leave a cluster without a plan.
+"""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +14,8 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.parallelism import SHARDINGS, Plan
+from dflop.parallelism import SCHEDULES, SHARDINGS, Plan
+from dflop.planning.recompute import may_recompute
 from dflop.planning.space import enumerate_space, modules_of, plan_of
 from dflop.pricing import (
     MOST_LEFT_OUT,
@@ -22,13 +26,15 @@ from dflop.pricing import (
 
 __all__ = ["BeyondDevice", "beyond_device", "leave_out_what_no_plan_holds"]
 
-# So many kinds of layouts are asked, those that split the model furthest first.
+# The most kinds of layouts that are tried, beginning with those that split the model into most parts.
 _MOST_KINDS = 256
 
 
 class BeyondDevice(NamedTuple):
-    """Of all samples and of all their LLM tokens the share that is of samples which a plan's devices cannot hold, even
-    alone in a microbatch: those that context parallelism would concern."""
+    """The share of samples, and of LLM tokens, in samples that a plan's devices cannot hold even alone in a microbatch.
+
+    Context parallelism would be for these samples.
+    """
 
     of_samples: float
     of_tokens: float
@@ -43,7 +49,7 @@ class BeyondDevice(NamedTuple):
 
 
 def beyond_device(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BeyondDevice:
-    """Of `samples`, also those that were left out before."""
+    """The shares of `samples` that the plan's devices cannot hold. Give all samples, including those left out."""
     pricer = Pricer(plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision)
     is_beyond = alone_bytes(pricer, samples) > pricer.memory.limit_bytes
     tokens = samples.llm_tokens.astype(float)
@@ -55,8 +61,8 @@ def leave_out_what_no_plan_holds(
 ) -> tuple[SampleShapes, pl.DataFrame]:
     """The samples that plans are searched for, and a row for each of the others (`LEFT_OUT_SCHEMA`).
 
-    The kind of layout that holds most of them decides. Where that leaves out more than a tenth, none is left out: then
-    memory is too small for any plan, which the search says better.
+    The kind of layout that can hold most samples decides. Where even this leaves out more than a tenth, no sample is
+    left out: memory is then too small for any plan, and the search has the better message for that.
 
     Raises:
         UserError: when the space is empty, or a module has no costs.
@@ -64,13 +70,21 @@ def leave_out_what_no_plan_holds(
     costs.require_modules(module.name for module in spec.modules)
     limit_bytes = config.cluster.memory_gib * 2**30
     least_bytes = np.full(len(samples), np.inf)
-    for row in _kinds(enumerate_space(config, spec, costs.tp_sizes, {})).iter_rows(named=True):
+    pinned = config.plan.fixed.checkpointing if config.plan.fixed else None
+    able = [name for name in SCHEDULES if may_recompute(name, pinned)]
+    for row in _kinds(enumerate_space(config, spec, costs.tp_sizes, {}), able).iter_rows(named=True):
+        recomputes = may_recompute(row["schedule"], pinned)
         pricer = Pricer(
-            plan_of(row, {}), costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
+            plan_of(row, {}, checkpointing=recomputes),
+            costs,
+            spec,
+            config.cluster,
+            frozen=config.model.freeze,
+            precision=config.train.precision,
         )
         too_large = np.flatnonzero(least_bytes > limit_bytes)
         if (alone_bytes(pricer, samples.take(too_large)) > limit_bytes).all():
-            continue  # none that was not held so far
+            continue  # it holds no sample that was too large so far
         needed_bytes = alone_bytes(pricer, samples)
         num_too_large = int((needed_bytes > limit_bytes).sum())
         if num_too_large < len(too_large):
@@ -82,8 +96,11 @@ def leave_out_what_no_plan_holds(
     return without(samples, least_bytes, limit_bytes)
 
 
-def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
-    """One row of each kind of layout that may hold a sample that others cannot."""
+def _kinds(rows: pl.DataFrame, able: Sequence[str]) -> pl.DataFrame:
+    """One row of each kind of layout that may hold a sample that the other kinds cannot.
+
+    `able` are the schedules that may recompute layers, and so hold more.
+    """
     modules = modules_of(rows.columns)
     tp, pp, sharding = ([f"{module}_{size}" for module in modules] for size in ("tp", "pp", "sharding"))
     gathers = [name for name, own in SHARDINGS.items() if own.gathers]
@@ -91,13 +108,14 @@ def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
         rows.with_columns(
             num_parts=pl.col("llm_pp") * math.prod(map(pl.col, tp)),
             num_sharded=pl.sum_horizontal(pl.col(name).is_in(gathers) for name in sharding),
+            recomputes=pl.col("schedule").is_in(able),
         )
-        .sort("num_parts", "num_sharded", "checkpointing", "llm_dp", descending=True, maintain_order=True)
+        .sort("num_parts", "num_sharded", "recomputes", "llm_dp", descending=True, maintain_order=True)
         .unique(["placement", *tp, *pp, *sharding], keep="first", maintain_order=True)
         .head(_MOST_KINDS)
     )
 
 
 def _percent(share: float) -> str:
-    """In words that never say 0 of what there is."""
+    """A share above 0 as text, which never reads as 0."""
     return f"{share:.2%}" if share >= 5e-5 else "less than 0.01%"

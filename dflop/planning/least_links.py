@@ -1,5 +1,7 @@
-"""The least that moving takes among a module's replicas, wherever in the cluster they lie: for bounds on rows of the
-search space, which do not say where."""
+"""Lower bounds of transfer times among a module's replicas, wherever in the cluster their ranks are.
+
+They are for bounds of rows of the search space, which do not say where ranks are.
+"""
 
 from collections.abc import Collection, Mapping
 from functools import lru_cache
@@ -16,12 +18,12 @@ __all__ = ["LeastLinks", "possible_scopes"]
 
 
 def possible_scopes(cluster: ClusterConfig, distance: int) -> set[bool]:
-    """Whether two ranks so far from each other may lie in one node, in two, or in either way."""
+    """Whether two ranks at this distance may be in one node (True), in two (False), or both are possible."""
     return {distance < cluster.devices_per_node, cluster.num_nodes == 1}
 
 
 class LeastLinks:
-    """Gradient syncs and sharded passes of a cluster's modules, parameters moving as values of `value_bytes`."""
+    """Least times of gradient syncs and sharded passes; one value of a parameter takes `value_bytes`."""
 
     def __init__(
         self, costs: CostModel, spec: ModelSpec, cluster: ClusterConfig, frozen: Collection[str], value_bytes: int
@@ -31,30 +33,38 @@ class LeastLinks:
         self._least = lru_cache(maxsize=4096)(self._least_link)
 
     def sync(self, dp: np.ndarray, tp: int, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Latency, and seconds a byte of fp32 parameters, of a gradient sync over `dp` replicas of tp ranks each;
-        `shards` of them share a copy of the parameters and need none among them."""
+        """The least latency of a gradient sync, and its seconds for each byte of fp32 parameters, [num_rows] each.
+
+        There are `dp` [num_rows] replicas of `tp` ranks each. Groups of `shards` [num_rows] replicas share a copy of
+        the parameters; only the copies are synced.
+        """
         each = [self._least(int(all_ // own), int(all_ - 1) * tp) for all_, own in zip(dp, shards, strict=True)]
         latency_s, byte_s = np.array(each).reshape(-1, 2).T
         return latency_s, sync_bytes(byte_s / shards, value_bytes=self.value_bytes, num_shards=shards)
 
-    def passes(self, module: str, tp: int, shards: np.ndarray) -> tuple[ShardedPass, ShardedPass]:
-        """Forward and backward where so many replicas share a copy of the parameters, [num_rows] of them; seconds are
-        [num_rows, 1]."""
+    def passes(
+        self, module: str, tp: int, shards: np.ndarray, num_recomputed: int = 0
+    ) -> tuple[ShardedPass, ShardedPass]:
+        """Forward and backward where groups of `shards` [num_rows] replicas share a copy of the parameters.
+
+        The first `num_recomputed` layers are recomputed. Seconds of transfers are [num_rows, 1].
+        """
         each = [self._least(int(own), int(own - 1) * tp) for own in shards]
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
         sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
         how = {"value_bytes": self.value_bytes, "is_frozen": module in self.frozen}
         moving = Moving.over(sizes, latency_s, byte_s, **how)
-        return sharded_passes(self._spec.module(module).num_layers, moving, is_hidden=self._cluster.hides_transfers)
+        how = {"num_recomputed": num_recomputed, "is_hidden": self._cluster.hides_transfers}
+        return sharded_passes(self._spec.module(module).num_layers, moving, **how)
 
     def of_row(self, row: Mapping[str, Any], module: str) -> tuple[float, float]:
-        """`sync` of a row of the search space."""
+        """`sync` for a row of the search space."""
         dp, shards = (np.array([row[f"{module}_{size}"]]) for size in ("dp", "shards"))
         (latency_s,), (byte_s,) = self.sync(dp, row[f"{module}_tp"], shards)
         return float(latency_s), float(byte_s)
 
     def _least_link(self, num_ranks: int, distance: int) -> tuple[float, float]:
-        """Latency and seconds a byte among so many, the first and the last of which are so far from each other."""
+        """Least latency, and seconds for each byte, among `num_ranks` ranks, with this distance from first to last."""
         if num_ranks == 1:
             return 0.0, 0.0
         links = [

@@ -1,12 +1,13 @@
-"""Bytes that a plan needs at the very least, from some of its replicas: what cannot fit is not priced.
+"""Lower bounds of a plan's memory, from some of its replicas: plans that cannot fit are not priced.
 
-The fullest replica holds at least the mean, and what any one holds. A stage of `1f1b` and its like holds as many
-consecutive microbatches as stages follow it, and one; an encoder that shares all ranks holds those of the whole step.
+The fullest replica holds at least as much as the mean, and as any other. A stage under 1F1B or a similar schedule holds
+one consecutive microbatch more than there are stages after it. An encoder that shares all ranks holds those of the
+whole step.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,15 +17,28 @@ from dflop.models import ModelSpec
 from dflop.models.work import coefficients
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.planning.grouped_batches import GroupedBatches
+from dflop.planning.recompute import of_stages
 from dflop.planning.space import Splits, even_layers, llm_layers
 from dflop.pricing import loads_of
 from dflop.runtime.kernels import kernel
 
 __all__ = ["LeastMemory"]
 
+Bytes = TypeVar("Bytes", float, np.ndarray)
+
+
+class _OfEncoders(NamedTuple):
+    """The least bytes of the encoders' tensors: on the mean of the LLM's devices, on each of them, on those of its
+    first stage, and on a device of the encoders' own."""
+
+    on_mean: float = 0.0
+    on_all: float = 0.0
+    on_first: float = 0.0
+    apart: float = 0.0
+
 
 class LeastMemory:
-    """What rows of the search space need on the first batch."""
+    """The least bytes that rows of the search space need on the first batch."""
 
     def __init__(
         self,
@@ -44,47 +58,110 @@ class LeastMemory:
         self._most_items = batches.shapes[0].num_items.max(axis=0).astype(float).tolist()
         self._stages = lru_cache(maxsize=4096)(self._stage_bytes)
 
-    def of_llm(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Bytes of tensors of each of the LLM's stages, for the mean replica and a few full ones [num_replicas, pp]."""
+    def of_llm(self, row: Mapping[str, Any], recomputed: tuple[int, ...]) -> np.ndarray:
+        """Bytes of the LLM's tensors on each of its pipeline ranks, [num_replicas, pp].
+
+        They are those of the mean replica, then of a few full ones. `recomputed` is the number of recomputed layers in
+        each stage.
+        """
         pp, count = row["llm_pp"], row["num_microbatches"]
         layers = llm_layers(row, self._splits, self._spec.module("llm").num_layers)
         gathers = SHARDINGS[row["llm_sharding"]].gathers
-        stages = self._stages("llm", row["llm_tp"], layers, row["checkpointing"], gathers)
+        stages = self._stages("llm", row["llm_tp"], layers, recomputed, gathers)
         replicas, _ = self._loads(row["llm_dp"], count)
         resident, *forms = stages
         schedule = SCHEDULES[row["schedule"]]
         in_flight = np.array([schedule.ahead(stage, pp, count, row["num_chunks"]) + 1 for stage in range(pp)])
         return _held(self._resident("llm", resident, row["llm_dp"], row["llm_shards"]), *forms, replicas, in_flight)
 
-    def least_bytes(self, row: Mapping[str, Any], of_llm: np.ndarray) -> float:
-        """Bytes of a device with the encoders; `of_llm` is the LLM's share of them."""
+    def least_recomputed(
+        self,
+        row: Mapping[str, Any],
+        limit_bytes: float,
+        ends: Sequence[np.ndarray],
+        *,
+        beside_encoders: bool = False,
+    ) -> tuple[int, ...]:
+        """The least number of layers of each LLM stage that have to be recomputed so that a device can hold them.
+
+        With `beside_encoders`, the device also holds encoders that share it, with all their layers recomputed. `ends`
+        are the LLM's bytes (`of_llm`) with no layer recomputed and with all of them.
+        """
+        pp, layers = row["llm_pp"], llm_layers(row, self._splits, self._spec.module("llm").num_layers)
+        beside = self._of_encoders(row, recomputes=True) if beside_encoders else _OfEncoders()
+
+        def on_devices(of_llm: np.ndarray) -> np.ndarray:
+            tensors = of_llm.max(axis=0) + beside.on_all
+            if pp == 1:
+                tensors = np.maximum(tensors, of_llm[0] + beside.on_mean)
+            return self.of_device(tensors)
+
+        enough = np.array(layers).reshape(-1, pp).sum(axis=0)
+        fewest = np.zeros_like(enough)
+        # Bytes fall about evenly with each recomputed layer: so the first guess is mostly right, or else the second.
+        plain, again = (on_devices(of_llm) for of_llm in ends)
+        guess = np.ceil(enough * (plain - limit_bytes) / np.maximum(plain - again, 1.0))
+        guesses = iter((guess, guess - 1))
+        while (fewest < enough).any():
+            counts = np.clip(next(guesses, (fewest + enough) // 2), fewest, np.maximum(enough - 1, fewest)).astype(int)
+            fits = on_devices(self.of_llm(row, of_stages(counts, layers))) <= limit_bytes
+            enough = np.where(fits, counts, enough)
+            fewest = np.minimum(np.where(fits, fewest, counts + 1), enough)
+        return of_stages(enough, layers)
+
+    def least_of_encoders(self, row: Mapping[str, Any], of_llm: np.ndarray, limit_bytes: float) -> float:
+        """The least share of the encoders' layers that has to be recomputed so that a device can hold them and the LLM.
+
+        No layer of the LLM is recomputed. The encoders' bytes fall linearly with that share.
+        """
+        limit = (limit_bytes - self.of_device(0.0)) / (self.of_device(1.0) - self.of_device(0.0))
+        plain, again = (self._of_encoders(row, recomputes=recomputes) for recomputes in (False, True))
+        shares = [0.0]
+        for llm, before, after in (
+            (of_llm[0].mean(), plain.on_mean, again.on_mean),
+            (of_llm.max(), plain.on_all, again.on_all),
+        ):
+            if llm + before > limit and before > after:
+                shares.append((llm + before - limit) / (before - after))
+        return min(1.0, max(shares))
+
+    def least_bytes(self, row: Mapping[str, Any], of_llm: np.ndarray, *, recomputes: bool) -> float:
+        """The least bytes of a device with the LLM and the encoders.
+
+        With `recomputes`, all layers of the encoders are recomputed, else none; `of_llm` are the LLM's bytes for that.
+        """
+        beside, mean, fullest = self._of_encoders(row, recomputes=recomputes), of_llm[0].mean(), of_llm.max()
+        tensors = max(
+            mean + beside.on_mean, fullest + beside.on_all, of_llm[:, 0].max() + beside.on_first, beside.apart
+        )
+        return self.of_device(float(tensors))
+
+    def _of_encoders(self, row: Mapping[str, Any], *, recomputes: bool) -> "_OfEncoders":
         placement = PLACEMENTS[row["placement"]]
-        mean, fullest = of_llm[0].mean(), of_llm.max()
         _, items = self._loads(row["llm_dp"], row["num_microbatches"])
-        resident, of_mean, of_any = 0.0, 0.0, 0.0
+        resident, of_mean, of_any, apart = 0.0, 0.0, 0.0, 0.0
         for encoder, own, most in zip(self._spec.encoders, items, self._most_items, strict=True):
             layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
             gathers = SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
-            stages = self._stages(encoder.name, row[f"{encoder.name}_tp"], layers, row["checkpointing"], gathers)
+            recomputed = layers if recomputes else (0,) * len(layers)
+            stages = self._stages(encoder.name, row[f"{encoder.name}_tp"], layers, recomputed, gathers)
             dp, shards = row[f"{encoder.name}_dp"], row[f"{encoder.name}_shards"]
             parameters = self._resident(encoder.name, stages[0], dp, shards)
             share = row["llm_dp"] / row[f"{encoder.name}_dp"]
             each = own * share if encoder.name not in self._frozen else np.zeros_like(own)
             if not placement.shares_ranks:
-                fullest = max(fullest, self._apart(row, encoder.name, parameters, *stages[1:], each))
+                apart = max(apart, self._apart(row, encoder.name, parameters, *stages[1:], each))
                 continue
             resident += parameters[0]
-            per_item = stages[1].lines[0, 1]  # constants are not certain, since a replica may have no item
-            # Items are dealt to the least loaded: no rank has less than the mean and the largest sample's.
+            per_item = stages[1].lines[0, 1]  # without constants, since a replica may have no item
+            # Items are dealt to the least loaded replica: none has less than the mean minus the largest sample's.
             of_mean += per_item * each.sum()
             of_any += per_item * max(0.0, each.sum() - most)
         if placement.encodes_all_first:
-            return self.of_device(resident + max(mean + of_mean, fullest + of_any))
+            return _OfEncoders(on_mean=resident + of_mean, on_all=resident + of_any)
         if placement.uses_all_ranks:
-            return self.of_device(resident + fullest)
-        if placement.shares_ranks:
-            return self.of_device(max(fullest, of_llm[:, 0].max() + resident))
-        return self.of_device(fullest)
+            return _OfEncoders(on_all=resident)
+        return _OfEncoders(on_first=resident if placement.shares_ranks else 0.0, apart=apart)
 
     def _apart(
         self,
@@ -95,8 +172,10 @@ class LeastMemory:
         passing: PackedTerms,
         items: np.ndarray,
     ) -> float:
-        """Bytes of the fullest stage of an encoder on ranks of its own, for the mean replica's items
-        [num_microbatches]."""
+        """The least bytes of tensors on the fullest stage of an encoder on ranks of its own.
+
+        `items` are those of the mean replica, [num_microbatches].
+        """
         pp, count, num_stages = row["llm_pp"], row["num_microbatches"], row[f"{encoder}_pp"]
         ahead = min(pp, SCHEDULES[row["schedule"]].ahead(0, pp, count, row["num_chunks"]) + 1)
         return max(
@@ -104,19 +183,19 @@ class LeastMemory:
             + _fullest(
                 kept.lines[stage, 1] * items,
                 _without_consts(passing, stage, items),
-                # As far as the LLM's first stage runs ahead, and the stages between.
+                # As many as the LLM's first stage runs ahead, and one more for each stage between.
                 min(count, ahead + num_stages - stage),
             )
             for stage in range(num_stages)
         )
 
-    def of_device(self, tensors: float) -> float:
-        """With what every process holds beside its tensors."""
-        return float(self._costs.overhead_bytes + tensors * (1 + self._costs.allocator_share))
+    def of_device(self, tensors: Bytes) -> Bytes:
+        """Bytes that a process with these bytes of tensors holds in all."""
+        return self._costs.overhead_bytes + tensors * (1 + self._costs.allocator_share)
 
     def _replica_loads(self, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-        """Loads of text of the mean and of a few full replicas [num_replicas, 4, num_microbatches], and the items that
-        come with the mean's for each encoder [num_encoders, num_microbatches]."""
+        """The LLM's loads on the mean replica and on a few full ones, [num_replicas, 4, num_microbatches]; and each
+        encoder's items that belong to the mean replica, [num_encoders, num_microbatches]."""
         shapes = self._batches.shapes[0]
         rank, microbatch = self._group(0, dp, num_microbatches)
         cell = rank * num_microbatches + microbatch
@@ -135,25 +214,30 @@ class LeastMemory:
         return np.stack([text.mean(axis=1), *(text[:, replica] for replica in sorted(full))]), items.mean(axis=1)
 
     def _stage_bytes(
-        self, module: str, tp: int, layers: tuple[int, ...], checkpointing: bool, gathers: bool
+        self, module: str, tp: int, layers: tuple[int, ...], recomputed: tuple[int, ...], gathers: bool
     ) -> tuple[np.ndarray, PackedForms, PackedTerms]:
-        """Of each stage its parameters' bytes [num_stages], and functions (`CostModel.stage_memory_forms`) of what a
-        microbatch keeps and of what comes on top."""
+        """The bytes of each stage's parameters, [num_stages], and functions (`CostModel.stage_memory_forms`) for the
+        bytes that a microbatch keeps on each stage, and for those that come on top.
+
+        Where layers are recomputed, only the bytes on top at the other parts of the stage count.
+        """
         working, last = NO_WORKING_BYTES, len(layers) - 1
         if gathers:
             sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
             how = {"value_bytes": self._value_bytes, "is_frozen": module in self._frozen}
             working = working_bytes(module, sizes, **how)
         parameters, kept, passing = [], [], []
-        asked = {}  # stages of as many layers between the ends are alike
-        for stage, kind in enumerate(stage_kinds(module, tp, layers, checkpointing=checkpointing)):
+        asked = {}  # stages of one kind have equal costs
+        for stage, kind in enumerate(stage_kinds(module, tp, layers, recomputed)):
             if kind not in asked:
                 own, on_top = self._costs.stage_memory_forms(kind, working)
+                if kind.num_recomputed:
+                    on_top = [form for (part, _), form in zip(kind.parts, on_top, strict=True) if "layer" not in part]
                 asked[kind] = self._costs.stage_parameter_bytes(kind), own, [(form, 0.0) for form in on_top]
             size, own, on_top = asked[kind]
             if last:
-                # What came in, which layers that are recomputed keep anyway, and what went out.
-                num_held = (stage == 0 or not checkpointing) + (stage < last)
+                # The input, unless a recomputed layer keeps it anyway, and the output.
+                num_held = (stage == 0 or not kind.num_recomputed) + (stage < last)
                 own = own + coefficients(num_tokens=num_held * self._token_bytes)
             parameters.append(size)
             kept.append(own)
@@ -166,7 +250,7 @@ class LeastMemory:
 
 
 def _without_consts(passing: PackedTerms, stage: int, items: np.ndarray) -> np.ndarray:
-    """What microbatches with so many items need on top, [num_microbatches], without constants."""
+    """Bytes on top of what is kept, [num_microbatches], for microbatches with `items`, without constants."""
     own = slice(passing.first[stage], passing.first[stage + 1])
     at, slope = (passing.forms.hinges[own, :, place, None] for place in (1, 2))  # [num_forms, num_hinges, 1]
     beyond = (slope * np.maximum(items - at, 0.0)).sum(axis=1)
@@ -175,15 +259,17 @@ def _without_consts(passing: PackedTerms, stage: int, items: np.ndarray) -> np.n
 
 @kernel
 def _held(resident, kept_forms, passing_forms, replicas, in_flight):
-    """Bytes of each LLM rank of a pipeline, for replicas' loads [num_replicas, 4, num_microbatches].
+    """The least bytes of tensors on each LLM rank of a pipeline, [num_replicas, pp], for loads `replicas`
+    [num_replicas, 4, num_microbatches].
 
-    `in_flight` [pp] is how many microbatches each rank holds at least, where the batch has as many.
+    `in_flight` [pp] is the least number of microbatches that each rank holds if the batch has as many.
     """
     held = np.zeros((len(replicas), len(in_flight)))
     for replica in range(len(replicas)):
         loads = replicas[replica].copy()
         if replica == 0:
-            # Of the mean it is certain what tokens take: that of targets grows more slowly beyond a chunk of them.
+            # Targets do not count for the mean replica: their bytes grow more slowly beyond a chunk of logits, so the
+            # bytes at the mean may exceed the mean of the bytes.
             loads[3] = 0.0
         held[replica] = _held_by_one(resident, kept_forms, passing_forms, loads, in_flight)
     return held
@@ -202,14 +288,14 @@ def _held_by_one(resident, kept_forms, passing_forms, loads, in_flight):
             passing[microbatch] = largest_at(passing_forms, stage, loads[:, microbatch])
         if num_stages == pp:
             most[rank] = _fullest(kept, passing, min(num_microbatches, in_flight[rank]))
-        elif stage < num_stages - pp:  # of the last chunk nothing is certain
+        elif stage < num_stages - pp:  # nothing is certain about the last chunk
             held[rank] += kept[:pp].sum()
     return held + most
 
 
 @kernel
 def _fullest(kept, passing, num_in_flight):
-    """The most that so many consecutive microbatches keep while the last of them is computed."""
+    """The peak bytes over time of `num_in_flight` consecutive microbatches, while the last of them is computed."""
     now, most = 0.0, 0.0
     for microbatch in range(len(kept)):
         now += kept[microbatch]

@@ -1,8 +1,8 @@
 """A tighter bound: the LLM's pipeline simulated with one replica that holds the mean of all.
 
 A step time is a maximum of sums of durations, so it is convex in them, and durations are convex in loads. The mean
-replica's step is therefore not above the mean of the replicas' steps (Jensen), and that not above the slowest
-one's. Unlike `bounds` it knows how the batch is grouped, and so what first and last microbatches hold.
+replica's step is therefore not above the mean of the replicas' steps (Jensen), which is not above the slowest one's.
+Unlike `bounds`, this bound uses how the batch is grouped, and so the loads of the first and last microbatches.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dflop.config import Config
-from dflop.costs import CostModel, Loads, ShardedPass, StageKind, stage_kinds
+from dflop.costs import ALL_PARTS, PARTS, CostModel, Loads, ShardedPass, StageKind, stage_kinds
 from dflop.models import ModelSpec
 from dflop.parallelism import DISJOINT, PLACEMENTS, SCHEDULES, SHARDINGS, Grid, Plan
 from dflop.pipeline import Bridges, CompiledPlan, StageTimes, compile_plan, simulate_step_s
@@ -25,7 +25,7 @@ __all__ = ["MeanPipelines"]
 
 
 class MeanPipelines:
-    """The LLM alone, of rows of the search space: of the mean batch, or of each."""
+    """The pipeline of the LLM alone, for rows of the search space: on the mean batch, or on each batch."""
 
     def __init__(
         self,
@@ -51,24 +51,29 @@ class MeanPipelines:
         self._kinds = lru_cache(maxsize=1024)(_distinct_kinds)
         self._best_link = lru_cache(maxsize=4096)(self._least_link)
 
-    def of_batches(self, row: Mapping[str, Any], *, mean: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Of each batch the LLM's part of the step [num_batches], and what each pipeline rank works [num_batches, pp],
-        gradient sync and all. `mean`: of the mean batch alone, [1] and [1, pp], whose step is not above the mean of the
-        batches' steps, by Jensen once more."""
+    def of_batches(
+        self, row: Mapping[str, Any], recomputed: tuple[int, ...], *, mean: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For each batch, the seconds of the LLM's step, [num_batches], and of each pipeline rank's work with its
+        gradient sync, [num_batches, pp].
+
+        `recomputed` is the number of recomputed layers in each stage. With `mean`, the results are those of the mean
+        batch, [1] and [1, pp], whose step is not above the mean of the batches' steps, by Jensen once more.
+        """
         tp, pp, dp = row["llm_tp"], row["llm_pp"], row["llm_dp"]
         count = row["num_microbatches"]
         layers = llm_layers(row, self._splits, self._num_layers)
-        of_parts = self._parts(tp, dp, count, row["checkpointing"], mean)
+        of_parts = self._parts(tp, dp, count, any(recomputed), mean)
         if SHARDINGS[row["llm_sharding"]].gathers:
-            passes = zip(self._passes(tp, row["llm_shards"]), of_parts, strict=True)
+            passes = zip(self._passes(tp, row["llm_shards"], recomputed[0]), of_parts, strict=True)
             forward_s, backward_s = (own.seconds(of_part)[:, None] for own, of_part in passes)
         else:
-            kinds, places = self._kinds(tp, layers, row["checkpointing"])
+            kinds, places = self._kinds(tp, layers, recomputed)
             forward_s, backward_s = (
                 np.stack([kind.total(of_part) for kind in kinds], axis=1).take(places, axis=1) for of_part in of_parts
             )
         splits_backward = SCHEDULES[row["schedule"]].splits_backward
-        # Of a frozen module no weights have a gradient, and its backward is not split.
+        # The weights of a frozen module have no gradients, so its backward has no weight part.
         weight_share = WEIGHT_SHARE if "llm" not in self._frozen else 0.0
         sync_s = self._sync_s(row, layers)
         chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
@@ -87,14 +92,18 @@ class MeanPipelines:
         return step_s, of_stages.reshape(len(of_stages), row["num_chunks"], pp).sum(axis=1)
 
     def num_before(self, row: Mapping[str, Any]) -> int:
-        """Encoder stages that the LLM's order depends on: the gradients of its weights are put off for them."""
+        """The number of encoder stages before the LLM, by which its order puts off gradients of weights; 0 where the
+        schedule does not put them off."""
         if not SCHEDULES[row["schedule"]].splits_backward or PLACEMENTS[row["placement"]].shares_ranks:
             return 0
         return max((row[f"{encoder}_pp"] for encoder in self._trained_encoders), default=0)
 
     def _chain_s(self, tp: int, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]) -> np.ndarray:
-        """From stage to stage, on the best of the links that may lie between: the least latency of any and the most
-        bandwidth, for the faster link itself would be concave in the bytes, and Jensen's way would not hold."""
+        """Seconds of transfers between stages, as a lower bound over the links that may be between them.
+
+        The bound takes the least latency and the largest bandwidth of all these links. The minimum over the links would
+        be concave in the bytes, and Jensen's inequality would not hold.
+        """
         latency_s, bytes_per_s = self._best_link(dp * tp)
         num_bytes = self._text(dp, num_microbatches, mean).num_tokens * self.token_bytes
         return np.repeat((latency_s + num_bytes / bytes_per_s)[:, None], shape[1], axis=1)
@@ -106,11 +115,15 @@ class MeanPipelines:
         ]
         return min(link.latency_s for link in links), max(link.bytes_per_s for link in links)
 
-    def _sharded_passes(self, tp: int, shards: int) -> tuple[ShardedPass, ShardedPass]:
-        return self._links.passes("llm", tp, np.array([shards]))
+    def _sharded_passes(self, tp: int, shards: int, num_recomputed: int) -> tuple[ShardedPass, ShardedPass]:
+        return self._links.passes("llm", tp, np.array([shards]), num_recomputed)
+
+    def sync_s(self, row: Mapping[str, Any], layers: tuple[int, ...]) -> float:
+        """Seconds of the longest gradient sync of the LLM's stages."""
+        return float(self._sync_s(row, layers).max())
 
     def _sync_s(self, row: Mapping[str, Any], layers: tuple[int, ...]) -> np.ndarray:
-        """Gradient sync of each stage, [num_stages]."""
+        """Seconds of each stage's gradient sync, [num_stages]."""
         if "llm" in self._frozen:
             return np.zeros(len(layers))
         latency_s, byte_s = self._links.of_row(row, "llm")
@@ -120,27 +133,32 @@ class MeanPipelines:
         return np.array([self._costs.stage_parameter_bytes(kind) for kind in stage_kinds("llm", tp, layers)])
 
     def _mean_text(self, dp: int, num_microbatches: int, mean: bool) -> Loads:
-        """Of the mean replica, [num_batches, num_microbatches]."""
-        text = self._batches.mean_text(self._grouping, dp, num_microbatches)
-        return Loads(*(load.mean(axis=0, keepdims=True) for load in text)) if mean else text
+        """The LLM's loads on the mean replica, [num_batches, num_microbatches]; with `mean` those of the mean batch,
+        [1, num_microbatches]."""
+        if not mean:
+            return self._batches.mean_text(self._grouping, dp, num_microbatches)
+        return Loads(*(load.mean(axis=0, keepdims=True) for load in self._text(dp, num_microbatches, False)))
 
     def _part_times(
-        self, tp: int, dp: int, num_microbatches: int, checkpointing: bool, mean: bool
+        self, tp: int, dp: int, num_microbatches: int, recomputes: bool, mean: bool
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Forward and backward of the LLM's parts on the mean replica, [num_batches, num_microbatches]."""
+        """Forward and backward seconds of the LLM's parts on the mean replica, [num_batches, num_microbatches]."""
         text = self._text(dp, num_microbatches, mean)
-        return self._costs.part_times("llm", tp, text, checkpointing=checkpointing)
+        return self._costs.part_times("llm", tp, text, ALL_PARTS if recomputes else PARTS)
 
 
-def _distinct_kinds(tp: int, layers: tuple[int, ...], checkpointing: bool) -> tuple[list[StageKind], np.ndarray]:
-    """The different kinds of the LLM's stages, and which of them each stage is, [num_stages]."""
-    kinds = stage_kinds("llm", tp, layers, checkpointing=checkpointing)
+def _distinct_kinds(
+    tp: int, layers: tuple[int, ...], recomputed: tuple[int, ...]
+) -> tuple[list[StageKind], np.ndarray]:
+    """The distinct kinds of the LLM's stages, and the index of each stage's kind, [num_stages]."""
+    kinds = stage_kinds("llm", tp, layers, recomputed)
     distinct = list(dict.fromkeys(kinds))
     return distinct, np.array([distinct.index(kind) for kind in kinds])
 
 
 def _behind(num_before: int, seconds: np.ndarray) -> np.ndarray:
-    """The stages' times behind those of an encoder that takes none, [num_batches, num_nodes, num_microbatches]."""
+    """The stages' times after those of `num_before` encoder stages that take no time, [num_batches, num_nodes,
+    num_microbatches]."""
     if not num_before:
         return seconds
     num_batches, num_nodes, num_microbatches = seconds.shape

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import polars as pl
@@ -22,11 +23,14 @@ from dflop.models import ModelSpec
 from dflop.parallelism import Plan
 from dflop.planning.bounds import LowerBounds, lower_bounds
 from dflop.planning.candidate import Candidate, PlanPricer
+from dflop.planning.dealt_media import DealtMedia
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.least_links import LeastLinks
 from dflop.planning.least_memory import LeastMemory
 from dflop.planning.pins import pins_of
 from dflop.planning.pipelines import MeanPipelines
+from dflop.planning.recompute import JustEnough
+from dflop.planning.row_bounds import MARGIN, Row, RowBounds
 from dflop.planning.space import Splits, enumerate_space, plan_of
 from dflop.planning.splits import balanced_splits
 from dflop.planning.trainable import trainable_rows
@@ -35,28 +39,28 @@ from dflop.runtime import UserError
 
 __all__ = ["NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
 
-# How many of the fastest plans are found for certain where people compare them, and in spaces of at most `_FEW_PLANS`,
-# where that takes no time. In other searches it is as many as `finalists` tells apart.
+# The search finds this many of the fastest plans for certain where users compare plans, and in spaces of at most
+# `_FEW_PLANS`, where that takes no time. Other searches find `NUM_FINALISTS`, among which `finalists` chooses.
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
 NUM_FINALISTS = 3
-# To say what more memory would bring: of the plans that memory excludes, `_MOST_MISSES` are looked at and `_NUM_LARGER`
-# of them priced. Among few plans `_NUM_LARGER_OF_FEW` are priced, so that the one that needs least is rarely missed.
+# To tell the gain of more memory: of the plans that memory excludes, `_MOST_MISSES` are looked at and `_NUM_LARGER` of
+# them priced. In small spaces `_NUM_LARGER_OF_FEW` are priced, so that the one that needs least is rarely missed.
 _MOST_MISSES, _NUM_LARGER, _NUM_LARGER_OF_FEW = 4096, 64, 512
-# Where no plan fits: how many of those with the lowest bounds are asked what memory they need.
+# How many times as fast a plan must be to be worth more memory.
+_WORTH_IT = 1.01
+# Where no plan fits: for how many of those with the least bounds of memory the needed bytes are computed.
 _NUM_NEAREST = 256
-# Bounds are summed in another order than prices, so rounding can put a bound above its price. This margin keeps such a
-# plan in.
-_MARGIN = 1 + 1e-9
 _PROGRESS_EVERY = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
-    `candidates` are those priced on all batches, fastest first; the first is the fastest of the space.
+    `candidates` are the plans priced on all batches, fastest first; the first is the fastest of the space.
     `least_bound_s` is the lowest bound of a plan that was not priced to the end: no plan of the space is faster than
-    it or the first candidate. `larger` is faster than all of them, and needs a little more memory than there is.
+    both that bound and the first candidate. `larger` is at least 1 % faster than all candidates, but needs more memory
+    than there is; of such plans that were looked at, it needs least.
     """
 
     candidates: list[Candidate]
@@ -64,20 +68,20 @@ class SearchResult:
     num_priced: int
     least_bound_s: float
     larger: Candidate | None
-    # Of plans priced alike, the one whose scheduled batches take least (`finalists`), and among how many.
+    # Of plans with nearly equal prices, the one with the fastest scheduled batches (`finalists`), and their number.
     chosen: Candidate | None = None
     num_finalists: int = 0
 
     @property
     def best(self) -> Candidate:
-        """The chosen plan: the fastest that can be trained today, or where there is none the fastest."""
+        """The chosen plan: the fastest that can be trained today, or, where none can, the fastest of all."""
         if self.chosen is not None:
             return self.chosen
         return next((own for own in self.candidates if own.why_not_runnable is None), self.candidates[0])
 
     @property
     def passed_over(self) -> Candidate | None:
-        """A faster plan that cannot be trained today."""
+        """The fastest plan, if it cannot be trained today; else None."""
         first = self.candidates[0]
         return None if first.why_not_runnable is None or first is self.best else first
 
@@ -94,12 +98,12 @@ def search_plans(
     splits_evenly: bool = False,
     compares: bool = False,
 ) -> SearchResult:
-    """Search the config's space; `progress` is called with the number of decided plans and of all.
+    """Search the config's space; `progress` is called with the number of decided plans and of all plans.
 
-    `grouping` is how a batch is shared out (`PlanPricer`); `within` are other limits than those of `config.plan`;
-    `splits_evenly` leaves uneven splits out; `compares` finds the ten fastest plans for certain.
+    `grouping` is how batches are grouped (`PlanPricer`); `within` are limits in place of those of `config.plan`;
+    `splits_evenly` leaves out uneven splits of layers; `compares` finds the ten fastest plans for certain.
 
-    Activation checkpointing costs time: a plan with it is the faster one only where the same does not fit without.
+    A plan recomputes just enough layers to fit (`recompute`), or all or none where `plan.fixed.checkpointing` pins it.
 
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
@@ -109,8 +113,10 @@ def search_plans(
     rows = enumerate_space(config, spec, costs.tp_sizes, splits, within)
     links = LeastLinks(costs, spec, config.cluster, config.model.freeze, BYTES_PER_VALUE[config.train.precision])
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, links)
+    fixed = (within or config.plan).fixed
+    pinned = fixed.checkpointing if fixed else None
     num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else NUM_FINALISTS
-    search = _Search(config, spec, costs, batches, rows, splits, bounds, links, grouping, num_best)
+    search = _Search(config, spec, costs, batches, rows, splits, bounds, links, grouping, num_best, pinned)
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     least_s, order = mean_s[order].tolist(), order.tolist()
@@ -136,7 +142,7 @@ def search_plans(
 
 
 class _Search:
-    """Rows that were looked at, and the fastest of them: of all, and of those that can be trained today."""
+    """The state of a search: rows that do not fit, the fastest of all plans, and the fastest that can be trained."""
 
     def __init__(
         self,
@@ -150,69 +156,71 @@ class _Search:
         links: LeastLinks,
         grouping: str,
         num_best: int,
+        pinned: bool | None,
     ) -> None:
-        self._num_best = num_best
-        self._config, self._rows, self._splits, self._bounds = config, rows, splits, bounds
-        self._columns = rows.columns  # polars makes the list anew each time it is asked
+        self._num_best, self._pinned = num_best, pinned
+        self._config, self._spec, self._rows, self._splits = config, spec, rows, splits
         self._about = (config, spec, costs, batches, grouping)
         self._num_batches = len(batches)
         self._budget_bytes = config.cluster.memory_gib * 2**30
-        # Of all plans, and of those that can be trained today, as heaps with the slowest on top.
+        # Negated step times of the fastest plans: of all (False), and of those that can be trained today (True).
         self._fastest: dict[bool, list[float]] = {True: [], False: []}
-        # Step time, memory and row of what was priced on all batches.
-        self._priced: list[tuple[float, float, int]] = []
-        self._misses: list[tuple[float, int]] = []
-        # Of each layout of the LLM: bytes of its stages and of a device with them, and the step of its mean pipeline.
-        self._llm_place = bounds.llm_place.tolist()
-        self._llm_bytes: dict[int, np.ndarray] = {}
-        self._device_bytes: dict[int, float] = {}
-        self._llm_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self._llm_each_s: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self._pipelines = MeanPipelines(config, spec, costs, batches, splits, links, grouping)
-        self._memory = LeastMemory(spec, costs, batches, splits, grouping, config.model.freeze, links.value_bytes)
+        # The plans priced on all batches.
+        self._priced: list[PlanPricer] = []
+        # The least bytes of rows that do not fit, by the row's number and whether all layers are recomputed or none.
+        self._misses: dict[tuple[int, bool], float] = {}
+        frozen = config.model.freeze
+        self._bounds = RowBounds(
+            rows,
+            splits,
+            spec.module("llm").num_layers,
+            bounds,
+            MeanPipelines(config, spec, costs, batches, splits, links, grouping),
+            DealtMedia(spec, costs, batches, grouping, frozen),
+            LeastMemory(spec, costs, batches, splits, grouping, frozen, links.value_bytes),
+            limit_bytes=self._budget_bytes,
+            pinned=pinned,
+        )
+        self._enough = JustEnough(spec, frozen, self._budget_bytes)
         self._is_runnable = trainable_rows(spec.family, rows, splits).tolist()
         self._kinds = {False, *self._is_runnable}
-        # The slowest of the fastest, by kind; whose bound is not below the higher cannot be among those asked for.
+        # The slowest of the fastest, by kind. A row with a bound above both cannot be among the plans that are wanted.
         self._slowest_s = dict.fromkeys((False, True), np.inf)
         self.threshold_s = np.inf
 
-    def look_at(self, row: int, level: int, bound_s: float) -> float | None:
-        """A tighter bound than that of the level, or after the last the price; None of what is decided."""
-        return (self._by_mean_batch, self._by_batches, self._price)[level](row, bound_s)
+    def look_at(self, number: int, level: int, bound_s: float) -> float | None:
+        """The row's bound of the next level after `level`; None when the row is priced or dropped."""
+        return (self._by_mean_batch, self._by_batches, self._price)[level](self._bounds.row(number), bound_s)
 
-    def _by_mean_batch(self, row: int, bound_s: float) -> float | None:
-        place = self._llm_place[row]
-        if place not in self._llm_bytes:
-            self._llm_bytes[place] = self._memory.of_llm(self._values(row))
-            self._device_bytes[place] = self._memory.of_device(self._llm_bytes[place].max())
-        if not self._fits(row, self._device_bytes[place] / _MARGIN):
+    def _by_mean_batch(self, row: Row, bound_s: float) -> float | None:
+        if not self._may_fit(row, self._bounds.llm_bytes):
             return None
-        return max(bound_s, self._mean_bound_s(row, self._values(row)))
+        return max(bound_s, self._bounds.mean_s(row))
 
-    def _by_batches(self, row: int, bound_s: float) -> float | None:
-        values = self._values(row)
-        if not self._fits(row, self._memory.least_bytes(values, self._llm_bytes[self._llm_place[row]]) / _MARGIN):
+    def _by_batches(self, row: Row, bound_s: float) -> float | None:
+        if not self._may_fit(row, self._bounds.device_bytes):
             return None
-        return max(bound_s, float(self._batch_bounds_s(row, values).mean()))
+        return max(bound_s, float(self._bounds.batches_s(self._as_far_as_known(row)).mean()))
 
-    def _price(self, row: int, bound_s: float) -> None:
-        values = self._values(row)
-        pricer = self._pricer(plan_of(values, self._splits))
-        if not self._fits(row, needed_bytes := max(pricer.memory_bytes(0).values())):
+    def _price(self, row: Row, bound_s: float) -> None:
+        row = self._as_far_as_known(row)
+        is_fast = partial(self.may_be_among_the_best, row.number)
+        if not is_fast(self._bounds.dealt_s(row).mean()):
             return
-        step_s = self._mean_s(pricer, row, values, lambda least_s: self.may_be_among_the_best(row, least_s))
+        pricer = self._pricer(row, recomputes=row.choices[0])
+        if len(row.choices) > 1 and (row.number, False) in self._misses:
+            pricer = pricer.recomputing(self._bounds.least_plan(row, self._spec))
+        step_s = self._mean_s(pricer, row, is_fast)
         if step_s is None:
-            return
-        for batch in range(1, self._num_batches):  # a later batch may hold a fuller microbatch
-            needed_bytes = max(needed_bytes, *pricer.memory_bytes(batch).values())
-            if not self._fits(row, needed_bytes):
+            return  # with more layers recomputed it would take even longer
+        if not self._fits(row, pricer):
+            pricer = self._enough.of(pricer) if len(row.choices) > 1 else None
+            if pricer is None or (step_s := self._mean_s(pricer, row, is_fast)) is None:
                 return
-        needed_bytes = max(needed_bytes, pricer.alone_bytes())
-        if not self._fits(row, needed_bytes):
-            return
-        assert step_s * _MARGIN >= bound_s, (values, step_s, bound_s)
-        self._priced.append((step_s, needed_bytes, row))
-        for kind in {False, self._is_runnable[row]}:
+        # Costs may be made by others, and have recomputed layers that take less time than kept ones.
+        assert pricer.plan.checkpointing or step_s * MARGIN >= bound_s, (row, step_s, bound_s)
+        self._priced.append(pricer)
+        for kind in {False, self._is_runnable[row.number]}:
             heap = self._fastest[kind]
             (heapq.heappushpop if len(heap) == self._num_best else heapq.heappush)(heap, -step_s)
             if len(heap) == self._num_best:
@@ -222,92 +230,86 @@ class _Search:
     def result(self, least_bound_s: float) -> SearchResult:
         if not self._priced:
             raise UserError(self._why_nothing_fits())
-        candidates = [self._pricer(self._plan(row)).candidate() for _, _, row in sorted(self._priced)]
+        candidates = [pricer.candidate() for pricer in self._priced]
+        candidates.sort(key=lambda own: (own.step_s, max(own.memory_bytes.values())))
         return SearchResult(
             candidates=[self._with_memory_named(own) for own in candidates],
             num_plans=len(self._rows),
             num_priced=len(self._priced),
             least_bound_s=least_bound_s,
-            larger=self._larger(candidates[0].step_s),
+            larger=self._larger(candidates[0]),
         )
 
-    def _fits(self, row: int, needed_bytes: float) -> bool:
-        if needed_bytes > self._budget_bytes:
-            self._misses.append((needed_bytes, row))
-        return needed_bytes <= self._budget_bytes
+    def _may_fit(self, row: Row, least_bytes: Callable[[Row, bool], float]) -> bool:
+        """Whether a row may still fit, by its least bytes with all layers recomputed or with none."""
+        for recomputes in row.choices:
+            if (row.number, recomputes) not in self._misses:
+                needed = least_bytes(row, recomputes) / MARGIN
+                if needed > self._budget_bytes:
+                    self._misses[row.number, recomputes] = needed
+        return any((row.number, recomputes) not in self._misses for recomputes in row.choices)
+
+    def _fits(self, row: Row, pricer: PlanPricer) -> bool:
+        """Whether the row's first choice fits."""
+        key = row.number, row.choices[0]
+        if key not in self._misses and (needed := pricer.needed_bytes()) > self._budget_bytes:
+            self._misses[key] = needed
+        return key not in self._misses
+
+    def _as_far_as_known(self, row: Row) -> Row:
+        """The row with the layers that have to be recomputed, if its plan without recomputed layers does not fit."""
+        if len(row.choices) > 1 and (row.number, False) in self._misses:
+            return self._bounds.recomputing(row)
+        return row
 
     def may_be_among_the_best(self, row: int, bound_s: float) -> bool:
         return bound_s < self._slowest_s[False] or (self._is_runnable[row] and bound_s < self._slowest_s[True])
 
-    def _plan(self, row: int) -> Plan:
-        return plan_of(self._values(row), self._splits)
-
-    def _pricer(self, plan: Plan) -> PlanPricer:
-        return PlanPricer(plan, *self._about)
+    def _pricer(self, row: Row, *, recomputes: bool) -> PlanPricer:
+        return PlanPricer(plan_of(row.values, self._splits, checkpointing=recomputes), *self._about)
 
     def _with_memory_named(self, candidate: Candidate) -> Candidate:
-        """Who checkpoints is short of memory: that is what bounds the plan."""
-        if candidate.plan.checkpointing and not (self._config.plan.fixed and self._config.plan.fixed.checkpointing):
+        """The candidate; memory is its bottleneck if it recomputes layers that are not pinned."""
+        if candidate.plan.checkpointing and self._pinned is None:
             return replace(candidate, bottleneck="memory")
         return candidate
 
-    def _larger(self, step_s: float) -> Candidate | None:
-        """Of the faster plans that memory excludes the one that needs least, as far as they are looked at."""
-        least_bytes, found, num_priced = np.inf, None, 0
+    def _larger(self, fastest: Candidate) -> Candidate | None:
+        """Of plans that memory excludes and that are worth it, the one that needs least, as far as they are looked
+        at: the fastest plan with fewer recomputed layers, and rows that recompute none or all of their layers."""
+        step_s, num_priced = fastest.step_s / _WORTH_IT, 0
+        fewer = self._enough.fewer(PlanPricer(fastest.plan, *self._about)) if fastest.plan.checkpointing else ()
+        found = next((pricer for pricer in fewer if pricer.mean_step_s() < step_s), None)
+        least_bytes = np.inf if found is None else found.needed_bytes()
         most_priced = _NUM_LARGER_OF_FEW if len(self._rows) <= _FEW_PLANS else _NUM_LARGER
-        for least, row in sorted(self._misses)[:_MOST_MISSES]:
+        for least, number, recomputes in self._nearest_misses()[:_MOST_MISSES]:
             if least >= least_bytes or num_priced == most_priced:
                 break
-            values = self._values(row)
-            if self._mean_bound_s(row, values) >= step_s:
+            row = self._bounds.row(number).with_all(recomputes)
+            if self._bounds.mean_s(row) >= step_s:
                 continue
             num_priced += 1
-            pricer = self._pricer(plan_of(values, self._splits))
-            needed = self._needed_bytes(pricer, least_bytes)
-            if needed < least_bytes and self._mean_s(pricer, row, values, lambda least_s: least_s < step_s):
+            pricer = self._pricer(row, recomputes=recomputes)
+            needed = pricer.needed_bytes(least_bytes)
+            if needed < least_bytes and self._mean_s(pricer, row, lambda least_s: least_s < step_s):
                 least_bytes, found = needed, pricer
         return None if found is None else found.candidate()
 
-    def _needed_bytes(self, pricer: PlanPricer, enough: float = np.inf) -> float:
-        """Of all batches; what is no less than `enough` need not be known to the byte."""
-        needed = pricer.alone_bytes()
-        for batch in range(self._num_batches):
-            if needed >= enough:
-                break
-            needed = max(needed, *pricer.memory_bytes(batch).values())
-        return needed
+    def _nearest_misses(self) -> list[tuple[float, int, bool]]:
+        """The rows that memory excludes: (least bytes, row, whether all layers are recomputed), least bytes first."""
+        return sorted((needed, number, recomputes) for (number, recomputes), needed in self._misses.items())
 
-    def _mean_s(
-        self, pricer: PlanPricer, row: int, values: dict[str, object], is_fast: Callable[[float], bool]
-    ) -> float | None:
-        """The mean step over the batches; None as soon as it is certain not to be fast."""
-        known_s = self._batch_bounds_s(row, values).copy()  # then the steps themselves
+    def _mean_s(self, pricer: PlanPricer, row: Row, is_fast: Callable[[float], bool]) -> float | None:
+        """The mean step time over the batches; None as soon as it is certain that `is_fast` does not hold for it."""
+        known_s = self._bounds.dealt_s(row).copy()  # bounds, which are replaced by step times one by one
         for batch in range(self._num_batches):
             known_s[batch] = pricer.step_s(batch)
             if not is_fast(known_s.mean()):
                 return None
         return float(known_s.mean())
 
-    def _batch_bounds_s(self, row: int, values: dict[str, object]) -> np.ndarray:
-        """The step of each batch is no shorter, as the LLM's mean pipeline on it has it, [num_batches]."""
-        key = (self._llm_place[row], self._pipelines.num_before(values))
-        if key not in self._llm_each_s:
-            self._llm_each_s[key] = self._pipelines.of_batches(values)
-        return self._bounds.of_pipeline(row, *self._llm_each_s[key])
-
-    def _mean_bound_s(self, row: int, values: dict[str, object]) -> float:
-        """The mean step over the batches is no shorter, as the LLM's mean pipeline on the mean batch has it."""
-        key = (self._llm_place[row], self._pipelines.num_before(values))
-        if key not in self._llm_s:
-            self._llm_s[key] = self._pipelines.of_batches(values, mean=True)
-        (bound_s,) = self._bounds.of_pipeline(row, *self._llm_s[key])
-        return float(bound_s)
-
-    def _values(self, row: int) -> dict[str, object]:
-        return dict(zip(self._columns, self._rows.row(row), strict=True))
-
     def _why_nothing_fits(self) -> str:
-        needed, row = self._nearest()
+        needed, plan = self._nearest()
         memory_gib = self._config.cluster.memory_gib
         needed_gib, most_gib = needed / 2**30, most_memory_gib(self._config.cluster)
         if needed_gib > most_gib:
@@ -316,7 +318,7 @@ class _Search:
             way = f"raise the memory to that ({more_than(memory_gib, needed_gib)}) or the number of devices"
         return (
             f"no plan fits into `cluster.memory_gib` = {memory_gib:g}: of {len(self._rows)} the nearest, "
-            f"{self._plan(row)}, needs {_rounded_up(needed_gib):.4g} GiB a device; {way}, or lower "
+            f"{plan}, needs {_rounded_up(needed_gib):.4g} GiB a device; {way}, or lower "
             f"`train.global_batch_size` or `data.max_llm_tokens`{self._or_loosen_pins()}"
         )
 
@@ -324,24 +326,25 @@ class _Search:
         pins = pins_of(self._config.plan.fixed) if self._config.plan.fixed else []
         return f", or loosen `plan.fixed` ({', '.join(pins)})" if pins else ""
 
-    def _nearest(self) -> tuple[float, int]:
-        """The bytes and the row of the plan that needs least: what was said of a miss is a bound, this is its need."""
-        nearest = (np.inf, -1)
-        for least, row in sorted(self._misses)[:_NUM_NEAREST]:
+    def _nearest(self) -> tuple[float, Plan]:
+        """The bytes that the plan with the least need of memory really needs, beyond the bounds; and that plan."""
+        nearest: tuple[float, Plan | None] = (np.inf, None)
+        for least, number, recomputes in self._nearest_misses()[:_NUM_NEAREST]:
             if least >= nearest[0]:
                 break
-            needed = self._needed_bytes(self._pricer(self._plan(row)), nearest[0])
-            if needed < nearest[0]:  # else it is not known to the byte
-                nearest = needed, row
+            pricer = self._pricer(self._bounds.row(number), recomputes=recomputes)
+            needed = pricer.needed_bytes(nearest[0])
+            if needed < nearest[0]:  # otherwise `needed` may be a lower bound only
+                nearest = needed, pricer.plan
         return nearest
 
 
 def more_than(limit: float, needed: float) -> str:
-    """By how much a need exceeds a limit, in words."""
+    """By how much a need exceeds a limit, as text."""
     return "less than 1% more" if needed < 1.01 * limit else f"{needed / limit - 1:.0%} more"
 
 
 def _rounded_up(value: float) -> float:
-    """To four digits: what a message names is enough."""
+    """The value rounded up to four digits, so that the number in a message is enough."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 3)
     return math.ceil(value / unit) * unit

@@ -1,9 +1,9 @@
 """The search space: every layout of a number of devices that the config does not rule out, one row each.
 
-Placement x (tp, pp, dp) and sharding of each module x microbatches x activation checkpointing x pipeline schedule x
-split of the layers. Rows are numbers in a table, since a large cluster has millions of them; `plan_of` makes a plan of
-one. Every module has its columns `<module>_tp`, `<module>_pp` and `<module>_dp`, and `<module>_sharding` and
-`<module>_shards`: the encoders' first, the LLM's last.
+The space is placement x (tp, pp, dp) and sharding of each module x microbatches x pipeline schedule x split of the
+layers. How many layers are recomputed follows from the memory of the devices (`recompute`). Rows are kept as numbers in
+a table, since a large cluster has millions of them; `plan_of` makes a plan of a row. Every module has the columns
+`<module>_tp`, `<module>_pp`, `<module>_dp`, `<module>_sharding` and `<module>_shards`, those of the encoders first.
 """
 
 import itertools
@@ -30,16 +30,16 @@ __all__ = [
     "sharding_columns",
 ]
 
-# Layers of each stage, by (LLM tp, number of stages), where another split than the even one is worth a look.
+# The layers of each stage, by (LLM tp, number of stages), where a split other than the even one is tried, too.
 Splits = Mapping[tuple[int, int], tuple[int, ...]]
 
 # Numbers of pipeline stages that encoders may have. They are shallow: more stages only add transfers.
 _ENCODER_PP = (1, 2, 4)
 # In a cluster of more devices than this, modules get multiples of this fraction of them.
 _FINEST_SHARE = 64
-# On more devices than this, several encoders get less choice each than one alone would have, which would make nineteen
-# million plans of two encoders on 64 devices: 1, 2, 3, 4, 6, 8, 12, … such multiples, one stage, and one sharding for
-# all of them. What `plan.fixed` says of an encoder leaves that one every choice.
+# On more devices than this, several encoders get fewer choices than a single one: 1, 2, 3, 4, 6, 8, 12, … such
+# multiples, one stage, and the same sharding for all. With all choices, two encoders on 64 devices would have nineteen
+# million plans. An encoder that `plan.fixed` names keeps all choices.
 _FEW_DEVICES = 16
 
 
@@ -51,14 +51,14 @@ def enumerate_space(
     within: PlanConfig | None = None,
     pins_are: str = "plan.fixed",
 ) -> pl.DataFrame:
-    """All layouts that use every device, `within` other limits than those of `config.plan` if given.
+    """The table of all layouts that use every device, within the limits of `config.plan` or those of `within`.
 
-    `tp_sizes` are those that costs are known for; `pins_are` the key of the config whose pins `within` has.
+    `tp_sizes` are the sizes that there are costs for, by module. `pins_are` is the config key that the pins of `within`
+    come from.
 
-    Up to 64 devices any number of them may go to an encoder; of more, a multiple of a 64th. Several encoders on more
-    than 16 devices get 1, 2, 3, 4, 6, 8, 12, … of these each, one stage, and one sharding for all of them, but for
-    those that `plan.fixed` speaks of. Microbatch counts are 1, 2, 3, 4, 6, 8, 12, … as far as every bucket can hold a
-    sample.
+    Of up to 64 devices, an encoder may get any number; of more, a multiple of a 64th. On more than 16 devices, several
+    encoders get 1, 2, 3, 4, 6, 8, 12, … such multiples each, one stage, and the same sharding, except for encoders that
+    `plan.fixed` names. Microbatch counts are 1, 2, 3, 4, 6, 8, 12, … as far as every bucket can hold a sample.
 
     Raises:
         UserError: when the devices, the global batch and the pins leave nothing.
@@ -94,7 +94,7 @@ def _rows(
         .join(_microbatches(config, fixed, grids), on="llm_dp")
         .filter(pl.col("num_microbatches") % pl.col("per_round") == 0)
         .drop("per_round")
-        # With one microbatch in flight there is nothing to order differently.
+        # With one microbatch, all schedules have the same order.
         .filter(
             (pl.col("schedule") == PLAIN_SCHEDULE)
             | (pl.col("num_microbatches") > 1)
@@ -103,31 +103,30 @@ def _rows(
         .join(_splits(splits), on=("llm_tp", "llm_pp", "num_chunks"), how="left", coalesce=True)
         .with_columns(pl.col("balanced").fill_null([False]))
         .explode("balanced")
-        .join(_checkpointing(fixed), how="cross")
-        .filter(~pl.col("checkpointing") | pl.col("schedule").is_in(may_checkpoint))
+        .filter(pl.lit(fixed.checkpointing is not True) | pl.col("schedule").is_in(may_checkpoint))
         .filter(~pl.col("llm_sharding").is_in(gathering) | pl.col("schedule").is_in(whole_backward))
-        # Bubbles are filled between microbatches, by replicas that do not meet.
+        # Bubbles are filled between microbatches, by encoder replicas that do not wait for each other in each layer.
         .filter(~pl.col("placement").is_in(filling) | ((pl.col("num_microbatches") > 1) & ~pl.any_horizontal(meet)))
     )
 
 
 def layout_columns(module: str) -> tuple[str, str, str]:
-    """A module's columns."""
+    """The columns of a module's tp, pp and dp."""
     return f"{module}_tp", f"{module}_pp", f"{module}_dp"
 
 
 def sharding_columns(module: str) -> tuple[str, str]:
-    """The name of a module's sharding, and among how many replicas a copy of the parameters is divided."""
+    """The columns of a module's sharding, and of the number of replicas among which its parameters are divided."""
     return f"{module}_sharding", f"{module}_shards"
 
 
 def modules_of(columns: Iterable[str]) -> list[str]:
-    """The modules that a row or the table has columns of, in their order."""
+    """The modules that a row or the table has columns for, in their order."""
     return [name.removesuffix("_tp") for name in columns if name.endswith("_tp")]
 
 
-def plan_of(row: Mapping[str, object], splits: Splits) -> Plan:
-    """The plan of a row of `enumerate_space`."""
+def plan_of(row: Mapping[str, object], splits: Splits, *, checkpointing: bool = False) -> Plan:
+    """The plan of a row of `enumerate_space`, with all layers recomputed or none."""
     grids, rank_offset = [], 0
     for module in modules_of(row):
         tp, pp, dp = (row[name] for name in layout_columns(module))
@@ -152,14 +151,14 @@ def plan_of(row: Mapping[str, object], splits: Splits) -> Plan:
         placement=row["placement"],
         grids=tuple(grids),
         num_microbatches=row["num_microbatches"],
-        checkpointing=row["checkpointing"],
+        checkpointing=checkpointing,
         schedule=row["schedule"],
         num_chunks=row["num_chunks"],
     )
 
 
 def llm_layers(row: Mapping[str, object], splits: Splits, num_layers: int) -> tuple[int, ...]:
-    """Layers of each of the LLM's stages, all chunks, in a row of `enumerate_space`."""
+    """The number of layers in each of the LLM's stages (chunks included), for a row of `enumerate_space`."""
     if row["balanced"]:
         return splits[row["llm_tp"], row["llm_pp"]]
     return even_layers(num_layers, row["llm_pp"] * row["num_chunks"])
@@ -167,13 +166,14 @@ def llm_layers(row: Mapping[str, object], splits: Splits, num_layers: int) -> tu
 
 @lru_cache(maxsize=4096)
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """The number of layers in each stage of an even split."""
     return tuple(len(part) for part in split_layers(num_layers, num_stages))
 
 
 def _of_placement(
     config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], fixed: FixedPlan, name: str
 ) -> pl.DataFrame:
-    """Grids of all modules, one combination a row."""
+    """The grids of all modules in one placement, one combination a row."""
     num_devices, per_node = config.cluster.num_devices, config.cluster.devices_per_node
     unit = max(1, num_devices // _FINEST_SHARE)
     tp_of = {module.name: [size for size in tp_sizes[module.name] if per_node % size == 0] for module in spec.modules}
@@ -195,7 +195,7 @@ def _of_placement(
         starts = [0, *itertools.accumulate(shares)]
         for llm in _llm_layouts(num_devices - starts[-1], tp_of["llm"], spec.module("llm").num_layers):
             if starts[-1] % llm[0]:
-                continue  # a group would lie on two nodes
+                continue  # a tensor-parallel group would lie on two nodes
             layouts = []
             for encoder, num_ranks, start in zip(spec.encoders, shares, starts, strict=False):
                 able = placement.encoder_layouts(num_ranks, llm, tp_of[encoder.name], pp_sizes[encoder.name])
@@ -207,14 +207,14 @@ def _of_placement(
 
 
 def _with_less_choice(config: Config, spec: ModelSpec, fixed: FixedPlan) -> list[str]:
-    """The encoders that get less choice, so that the space does not explode (`_FEW_DEVICES`)."""
+    """The encoders that get fewer choices, so that the space does not explode (`_FEW_DEVICES`)."""
     if len(spec.encoders) < 2 or config.cluster.num_devices <= _FEW_DEVICES:
         return []
     return [encoder.name for encoder in spec.encoders if encoder.name not in fixed.modules]
 
 
 def _shares(num_devices: int, sizes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Numbers of devices for each of the encoders, each of its sizes, that leave some for the LLM."""
+    """Combinations of the encoders' `sizes` (numbers of devices) that leave some devices for the LLM."""
     if not sizes:
         yield ()
         return
@@ -231,7 +231,7 @@ def _doublings(most: int) -> list[int]:
 
 
 def _llm_layouts(num_ranks: int, tp_sizes: Sequence[int], num_layers: int) -> Iterator[tuple[int, int, int]]:
-    """The (tp, pp, dp) of an LLM on so many ranks."""
+    """All (tp, pp, dp) of an LLM on `num_ranks` ranks."""
     for tp in tp_sizes:
         for pp in range(1, min(num_layers, num_ranks // tp) + 1):
             if num_ranks % (tp * pp) == 0:
@@ -239,7 +239,7 @@ def _llm_layouts(num_ranks: int, tp_sizes: Sequence[int], num_layers: int) -> It
 
 
 def _placements(within: PlanConfig, spec: ModelSpec) -> list[str]:
-    """Without encoders they are all the same: one is enough."""
+    """The placements of the space. Without encoders all placements are the same, so one is enough."""
     names = [within.fixed.placement] if within.fixed and within.fixed.placement else within.placements
     return names if spec.encoders else names[:1]
 
@@ -271,7 +271,7 @@ def _shardings(config: Config, within: PlanConfig, fixed: FixedPlan, grids: pl.D
 
 
 def _pipelines(within: PlanConfig, spec: ModelSpec, grids: pl.DataFrame) -> pl.DataFrame:
-    """Schedules of each number of stages; one stage alone has nothing to order."""
+    """The schedules for each number of stages; a single stage has one order only."""
     fixed = within.fixed or FixedPlan()
     schedules = within.schedules if fixed.schedule is None else [fixed.schedule]
     num_layers = spec.module("llm").num_layers
@@ -299,14 +299,10 @@ def _microbatches(config: Config, fixed: FixedPlan, grids: pl.DataFrame) -> pl.D
 
 
 def _splits(splits: Splits) -> pl.DataFrame:
-    """Which (tp, pp) have a second split; chunks are always split evenly."""
+    """The (tp, pp) that have an uneven split, too; chunks are always split evenly."""
     rows = [(tp, pp, 1, [False, True]) for tp, pp in splits]
     schema = {"llm_tp": pl.Int32, "llm_pp": pl.Int32, "num_chunks": pl.Int32, "balanced": pl.List(pl.Boolean)}
     return pl.DataFrame(rows, schema=schema, orient="row")
-
-
-def _checkpointing(fixed: FixedPlan) -> pl.DataFrame:
-    return pl.DataFrame({"checkpointing": [False, True] if fixed.checkpointing is None else [fixed.checkpointing]})
 
 
 def _why_nothing(

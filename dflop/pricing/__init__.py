@@ -1,12 +1,12 @@
-"""What an assignment of samples costs a plan: stage times, transfers, memory, and what was learned of their errors.
+"""The costs of an assignment of samples in a plan: stage times, transfers, memory, and corrections learned from runs.
 
-Planning and scheduling both ask here. Files: `assignment` (who computes what), `stage_costs` (computations),
-`transfers`, `memory` and `device_memory` (what devices hold), `batch_problem` (what is to be balanced), `pricer`
-(a whole step), `memory_limit` (what fits), `sharing` (who waits in every layer), `correction` (measured against
-predicted).
+Planning and scheduling both use it. Files: `assignment` (which replica computes what), `stage_costs` (computations),
+`transfers`, `memory` and `device_memory` (bytes on devices), `batch_problem` (the balancing problem of a batch),
+`pricer` (a whole step), `memory_limit` (what fits), `sharing` (replicas that wait for each other in every layer),
+`correction` (measured against predicted times).
 """
 
-from dflop.pricing.assignment import Assignment
+from dflop.pricing.assignment import Assignment, deal_items, starts_anew_in_microbatches
 from dflop.pricing.batch_problem import seconds_of_columns
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
 from dflop.pricing.correction_file import CorrectionFile, prices_digest, read_learned
@@ -38,6 +38,7 @@ __all__ = [
     "Pricer",
     "alone_bytes",
     "bin_of",
+    "deal_items",
     "describe_left_out",
     "find_link",
     "fits",
@@ -50,6 +51,7 @@ __all__ = [
     "read_learned",
     "seconds_of_columns",
     "stale_share",
+    "starts_anew_in_microbatches",
     "tensor_bytes",
     "without",
 ]

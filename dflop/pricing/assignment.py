@@ -1,7 +1,7 @@
-"""Assignments: where each sample of a batch goes, and what follows for each module's microbatches.
+"""Assignments: where each sample of a batch goes, and the loads of each module's microbatches that follow from it.
 
-Whoever decides gives an LLM replica and a microbatch to each sample; `deal_media` adds the replicas that encode its
-media. `cells_of` then sums what every replica of every module has in every microbatch.
+A policy gives each sample an LLM replica and a microbatch; `deal_media` adds the replicas that encode its media.
+`cells_of` then sums the loads of every replica of every module in every microbatch.
 """
 
 import heapq
@@ -12,20 +12,29 @@ import numpy as np
 
 from dflop.costs import Loads
 from dflop.data import SampleShapes
-from dflop.parallelism import PLACEMENTS, Plan
+from dflop.parallelism import PLACEMENTS, Placement, Plan
 from dflop.pricing.stage_costs import loads_of
 from dflop.runtime.kernels import kernel
 
-__all__ = ["Assignment", "Cells", "cells_of", "deal_media", "edge_tokens", "samples_alone"]
+__all__ = [
+    "Assignment",
+    "Cells",
+    "cells_of",
+    "deal_items",
+    "deal_media",
+    "edge_tokens",
+    "samples_alone",
+    "starts_anew_in_microbatches",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
     """Where each sample of a batch goes: `llm_dp_rank` and `microbatch` are [num_samples].
 
-    `encoder_rank` [num_samples, num_encoders] is, of each encoder in the plan's order, the dp rank that computes the
-    sample's media. `slots` are where encoders compute in the order of a plan that fills bubbles with them
-    (`pipeline.filling`), None where its one order, or the colocated one, holds.
+    `encoder_rank` [num_samples, num_encoders] gives, for each encoder in the plan's order, the dp rank that computes
+    the sample's media. In a plan that fills bubbles with encoders, `slots` say where they compute in this batch's order
+    (`pipeline.filling`). They are None for the colocated order, and in all other plans, which have one order.
     """
 
     llm_dp_rank: np.ndarray
@@ -35,9 +44,9 @@ class Assignment:
 
 
 class Cells(NamedTuple):
-    """What a module has to do: its loads, and the tokens that come into each of its stages or go out.
+    """A module's loads, and the tokens that cross the edges of its stages (`edge_tokens`).
 
-    Arrays are [dp, num_microbatches], or [num_samples] where each sample is looked at alone.
+    Arrays are [dp, num_microbatches], or [num_samples] where each sample stands by itself.
     """
 
     loads: Loads
@@ -47,9 +56,9 @@ class Cells(NamedTuple):
 def deal_media(plan: Plan, shapes: SampleShapes, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> Assignment:
     """Complete an assignment: give each encoder's media to its replicas, largest first to the least loaded.
 
-    Encoders on ranks of their own, or whose replicas share parameters, balance each microbatch. Others on the LLM's
-    ranks, which do all their forwards before anything else, balance what they have been given so far. Without bridges,
-    they take what their LLM replica does.
+    An encoder on ranks of its own, or whose replicas share parameters, is balanced in each microbatch. Another encoder
+    on the LLM's ranks does all its forwards before anything else, so the sums over the microbatches so far are
+    balanced. Without bridges, each encoder replica computes the media of its own LLM replica's samples.
     """
     placement = PLACEMENTS[plan.placement]
     encoder_rank = np.empty((len(shapes), len(shapes.encoders)), dtype=np.int64)
@@ -57,16 +66,30 @@ def deal_media(plan: Plan, shapes: SampleShapes, llm_dp_rank: np.ndarray, microb
         if not placement.has_bridges:
             encoder_rank[:, column] = llm_dp_rank
             continue
-        num_items = shapes.num_items[:, column].astype(np.int64)
-        most = num_items.max(initial=0)
-        order = np.argsort(microbatch * (most + 1) + most - num_items, kind="stable")
-        starts_anew = not placement.shares_ranks or plan.grid(encoder).gathers
-        encoder_rank[:, column] = _deal(order, microbatch, num_items, plan.grid(encoder).dp, starts_anew)
+        grid = plan.grid(encoder)
+        starts_anew = starts_anew_in_microbatches(placement, gathers=grid.gathers)
+        encoder_rank[:, column] = deal_items(shapes.num_items[:, column], microbatch, grid.dp, starts_anew=starts_anew)
     return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=encoder_rank)
 
 
+def starts_anew_in_microbatches(placement: Placement, *, gathers: bool) -> bool:
+    """Whether an encoder's load is balanced in each microbatch, and not in sum over the microbatches so far."""
+    return not placement.shares_ranks or gathers
+
+
+def deal_items(num_items: np.ndarray, microbatch: np.ndarray, dp: int, *, starts_anew: bool) -> np.ndarray:
+    """The replica of an encoder, out of `dp`, that computes each sample's media, [num_samples].
+
+    `starts_anew` is that of `starts_anew_in_microbatches`; the other arrays are [num_samples].
+    """
+    num_items = num_items.astype(np.int64)
+    most = num_items.max(initial=0)
+    order = np.argsort(microbatch * (most + 1) + most - num_items, kind="stable")
+    return _deal(order, microbatch, num_items, dp, starts_anew)
+
+
 def cells_of(plan: Plan, shapes: SampleShapes, assignment: Assignment) -> dict[str, Cells]:
-    """What every replica of each module has in every microbatch; arrays [dp, num_microbatches]."""
+    """The loads of every replica of each module in every microbatch; arrays [dp, num_microbatches]."""
     cells = {}
     for module, alone in samples_alone(plan, shapes).items():
         shape = (plan.grid(module).dp, plan.num_microbatches)
@@ -83,17 +106,17 @@ def cells_of(plan: Plan, shapes: SampleShapes, assignment: Assignment) -> dict[s
 
 
 def samples_alone(plan: Plan, shapes: SampleShapes) -> dict[str, Cells]:
-    """What each sample brings to each module; arrays [num_samples]."""
+    """The loads that each sample adds to each module; arrays [num_samples]."""
     return {
         grid.module: Cells(loads_of(grid.module, shapes), edge_tokens(plan, grid.module, shapes)) for grid in plan.grids
     }
 
 
 def edge_tokens(plan: Plan, module: str, shapes: SampleShapes) -> np.ndarray:
-    """Tokens of each sample that come into a stage of the module or go out, [num_samples].
+    """Tokens of each sample that travel over an edge into or out of a stage of the module, [num_samples].
 
-    Between stages of the LLM these are all of its tokens. What travels inside an encoder is taken to be as much as its
-    features: no shape says how much it is.
+    Between stages of the LLM these are all of the sample's tokens. Between stages of an encoder they are taken to be
+    as many as its features, since the shapes do not give their true number.
     """
     if module == "llm" and plan.num_stages("llm") > 1:
         return shapes.llm_tokens
@@ -104,11 +127,12 @@ def edge_tokens(plan: Plan, module: str, shapes: SampleShapes) -> np.ndarray:
 
 @kernel
 def _deal(order, microbatch, num_items, num_replicas, starts_anew):
-    """Each sample's encoder replica: samples come in `order`, by microbatch; `starts_anew` with each of them.
+    """Each sample's encoder replica. Samples come in `order`, by microbatch; with `starts_anew`, loads count from 0 in
+    each microbatch.
 
-    Of replicas with as much in the microbatch the one is next that has least of all so far: else the same one would
-    have the largest sample of every microbatch. The heap holds one number for load, total and replica, in this order
-    of weight: it is several times faster with numbers than with tuples.
+    Of replicas with equal loads in the microbatch, the one with the least total so far is next; otherwise the same
+    replica would get the largest sample of every microbatch. The heap's entries are single numbers made of load, total
+    and replica, in this order of weight: it is several times faster with numbers than with tuples.
     """
     encoder_rank = np.zeros(len(order), dtype=np.int64)
     total = np.zeros(num_replicas, dtype=np.int64)

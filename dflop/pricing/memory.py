@@ -1,7 +1,7 @@
-"""What a plan's ranks hold: parameters, gradients and optimiser state, and the microbatches in flight.
+"""Memory on a plan's ranks: parameters, gradients and optimiser state, and the microbatches in flight.
 
-A worker is a group of ranks that act together (`pipeline.layout`); all of its ranks hold as much. Which batches fit is
-asked of `memory_limit`.
+A worker is a group of ranks that act together (`pipeline.layout`); all of its ranks hold equally many bytes.
+`memory_limit` decides which batches fit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from dflop.runtime import UserError
 
 __all__ = ["PlanMemory"]
 
-# Of a bucket's tokens, how many are learned, and in how many samples they come, where nobody says.
+# Assumptions about a bucket: the share of its tokens that are targets (a default), and the number of its samples.
 _TARGET_SHARE = 0.25
 _SAMPLES_A_BUCKET = 4
 
 
 class PlanMemory:
-    """Bytes of one plan's devices."""
+    """Predicted bytes on the devices of one plan."""
 
     def __init__(
         self, stage_costs: StageCosts, compiled: CompiledPlan, cluster: ClusterConfig, edge_bytes: EdgeBytes
@@ -36,35 +36,40 @@ class PlanMemory:
 
     @property
     def limit_bytes(self) -> float:
-        """What a device has."""
+        """Bytes of memory that a device has."""
         return self._cluster.memory_gib * 2**30
 
     @property
     def tensor_limit_bytes(self) -> float:
-        """What a process can have of tensors, so that it holds no more than the limit."""
+        """The most bytes of tensors with which a process holds no more than the limit."""
         return (self.limit_bytes - self._costs.overhead_bytes) / (1 + self._costs.allocator_share)
 
     def held_bytes(self, tensor_bytes: np.ndarray) -> np.ndarray:
-        """What a process with such tensors holds."""
+        """Bytes that a process with these bytes of tensors holds in all."""
         return self._costs.overhead_bytes + tensor_bytes * (1 + self._costs.allocator_share)
 
     def of_modules(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, float]:
-        """Predicted peak of each module's fullest rank in this order of the plan. Where modules share ranks, a rank
-        holds both, and counts for both."""
+        """Predicted peak bytes of each module's fullest rank in this order of the plan. Where modules share ranks, a
+        rank holds all of them, and its bytes count for each."""
+        return {module: float(held.max()) for module, held in self.along_pipeline(cells, order).items()}
+
+    def along_pipeline(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, np.ndarray]:
+        """By module, the predicted peak bytes of the fullest rank in each place of its pipeline, [pp]."""
         held = self.held_bytes(self.resident_bytes + self.peak_bytes(cells, order))
-        return {grid.module: float(held[self._workers(grid.module)].max()) for grid in self._plan.grids}
+        of_ranks = {grid: held[self._workers(grid.module)].reshape(grid.pp, -1) for grid in self._plan.grids}
+        return {grid.module: own.max(axis=1) for grid, own in of_ranks.items()}
 
     def fullest(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> float:
-        """Bytes of the fullest device, whose microbatches need so much (`of_stages`), in this order of the plan."""
+        """Bytes of the fullest device in this order of the plan, given the microbatches' bytes (see `of_stages`)."""
         return float(self.held_bytes(self.resident_bytes + self._peak_bytes(of_stages, order)).max())
 
     def peak_bytes(self, cells: Mapping[str, Cells], order: CompiledPlan) -> np.ndarray:
-        """Of microbatches alone, the most that each worker's ranks hold in this order of the plan, [num_workers]."""
+        """Peak bytes of microbatches alone on each worker's ranks in this order of the plan, [num_workers]."""
         return self._peak_bytes(self.of_stages(cells), order)
 
     @cached_property
     def resident_bytes(self) -> np.ndarray:
-        """Parameters, gradients and optimiser state on each worker's ranks, [num_workers]."""
+        """Bytes of parameters, gradients and optimiser state on each worker's ranks, [num_workers]."""
         resident = np.zeros(self._compiled.num_workers)
         for stage in self._stage_costs.stages:
             workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
@@ -72,10 +77,10 @@ class PlanMemory:
         return resident
 
     def of_stages(self, cells: Mapping[str, Cells]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each stage what a microbatch with such loads keeps until its backward, and what comes on top while it is
-        computed; arrays shaped as the cells'.
+        """For each stage, the bytes that a microbatch keeps until its backward, and those that come on top while it is
+        computed. Arrays have the shape of the cells'.
 
-        What came over an edge, or went, is held as well (`EdgeBytes.held`).
+        Tensors that a stage receives and sends are kept, too (`EdgeBytes.held`).
         """
         of_stages = []
         for grid in self._plan.grids:
@@ -94,14 +99,14 @@ class PlanMemory:
     def max_bucket_tokens(
         self, items_per_token: Mapping[str, float] | None = None, target_share: float = _TARGET_SHARE
     ) -> int:
-        """LLM tokens that all buckets may hold so that the fullest LLM rank stays within the device's memory.
+        """LLM tokens that every bucket may hold, all at once, so that the fullest LLM rank stays within its memory.
 
-        `items_per_token` are each encoder's items that come with a token, where encoders share the LLM's ranks;
-        `target_share` of the tokens are learned. These are means: a bucket with more of either may take more than is
-        counted here.
+        `items_per_token` are each encoder's items for each LLM token, where encoders share the LLM's ranks;
+        `target_share` is the share of tokens that are targets. Both are means: a bucket with more items or targets may
+        need more memory than is counted here.
 
         Raises:
-            UserError: when the parameters alone exceed it.
+            UserError: when a module's parameters, gradients and optimiser state alone exceed the memory.
         """
         own = self._workers("llm")
         room = self.require_room()
@@ -131,7 +136,7 @@ class PlanMemory:
         return room
 
     def _alike(self, tokens: float, items_per_token: Mapping[str, float], target_share: float) -> dict[str, Cells]:
-        """Cells of buckets that all hold so many tokens."""
+        """The cells of buckets that all hold `tokens` LLM tokens."""
         has_bridges = PLACEMENTS[self._plan.placement].has_bridges
         cells = {}
         for grid in self._plan.grids:
@@ -142,16 +147,16 @@ class PlanMemory:
                 cells[grid.module] = Cells(loads, full)
                 continue
             loads = Loads(full * items_per_token.get(grid.module, 0.0), nothing, nothing, nothing)
-            # As if all of the text were features, where these are sent at all.
+            # Where features are sent, they are counted as if every token were one.
             cells[grid.module] = Cells(loads, full if has_bridges else nothing)
         return cells
 
     def _peak_bytes(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> np.ndarray:
-        """What each worker's ranks hold of microbatches at most, [num_workers]."""
+        """Peak bytes of microbatches on each worker's ranks, [num_workers]."""
         kept, transient = zip(*of_stages, strict=True)
         return peak_bytes(order, np.concatenate(kept), np.concatenate(transient), self._stage_costs.put_off)
 
     def _workers(self, module: str) -> slice:
-        """The workers that carry a module: they lie side by side, those of its first stage first."""
+        """The workers that carry a module: they have consecutive indices, those of its first stage first."""
         own = [stage for stage in self._stage_costs.stages if stage.module == module]
         return slice(own[0].first_worker, max(stage.first_worker + stage.dp * stage.span for stage in own))

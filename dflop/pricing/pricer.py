@@ -1,7 +1,7 @@
-"""Pricing an assignment: from who computes which samples to the times of a step, by the cost model.
+"""Pricing an assignment: the times of a step from the samples of each replica and the cost model.
 
-`Pricer` is where a plan, a model's costs and a batch's shapes meet, and where planning and scheduling ask. It prices
-times itself; what devices hold is `memory`'s, the question that a batch poses `batch_problem`'s.
+`Pricer` brings together a plan, a model's costs and a batch's shapes, for planning and scheduling. It computes times
+itself; `memory` computes bytes on devices, and `batch_problem` the balancing problem of a batch.
 """
 
 import copy
@@ -39,12 +39,15 @@ from dflop.pricing.transfers import Transfers
 __all__ = ["BYTES_PER_VALUE", "WEIGHT_SHARE", "Pricer"]
 
 BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp64": 8}
-# Of a backward pass, where the costs do not know better.
+# The share of a backward pass that is taken to compute the gradients of weights.
 WEIGHT_SHARE = 0.5
 
 
 class Pricer:
-    """Stage times, step times and memory of one plan. The encoders of shapes must be the plan's, in its order."""
+    """Stage times, step times and memory of one plan.
+
+    Methods take shapes whose encoders are the plan's, in its order.
+    """
 
     def __init__(
         self,
@@ -59,14 +62,20 @@ class Pricer:
         self.plan, self.costs = plan, costs
         self.placement = PLACEMENTS[plan.placement]
         self.transfers = Transfers(plan, costs.links, cluster)
-        sharing = {grid.module: self.transfers.sharing_link(grid.module) for grid in plan.grids if grid.gathers}
-        self.stage_costs = StageCosts(
-            plan, costs, spec, frozen, sharing, BYTES_PER_VALUE[precision], cluster.hides_transfers
-        )
+        self._about = spec, cluster, frozenset(frozen), BYTES_PER_VALUE[precision]
         self.compiled = compile_plan(plan, frozen)
         self._with_slots = lru_cache(maxsize=16)(lambda slots: compile_plan(plan, frozen, self._unpacked(slots)))
         self.feature_bytes = spec.feature_size * BYTES_PER_VALUE[precision]
-        self.edge_bytes = edge_bytes_of(plan, spec, BYTES_PER_VALUE[precision])
+        self._price_stages()
+
+    def _price_stages(self) -> None:
+        """Set everything that depends on which layers the plan recomputes."""
+        spec, cluster, frozen, value_bytes = self._about
+        sharing = {grid.module: self.transfers.sharing_link(grid.module) for grid in self.plan.grids if grid.gathers}
+        self.stage_costs = StageCosts(
+            self.plan, self.costs, spec, frozen, sharing, value_bytes, cluster.hides_transfers
+        )
+        self.edge_bytes = edge_bytes_of(self.plan, spec, value_bytes)
         self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.edge_bytes)
         self.stages = self.stage_costs.stages
 
@@ -75,14 +84,21 @@ class Pricer:
         return self.stage_costs.corrections
 
     def corrected(self, corrections: Corrections = NO_CORRECTIONS) -> "Pricer":
-        """The same plan priced by the cost table with these corrections, and no others."""
-        other = copy.copy(self)  # what is compiled and cached holds no times of computations
+        """The same plan priced by the cost table with these corrections instead of the present ones."""
+        other = copy.copy(self)  # the compiled plan and the cached properties do not depend on times of computations
         other.stage_costs = self.stage_costs.corrected(corrections)
+        return other
+
+    def recomputing(self, plan: Plan) -> "Pricer":
+        """The pricer of a plan that differs from this one only in the layers that it recomputes."""
+        other = copy.copy(self)  # the compiled plan does not depend on the recomputed layers
+        other.plan = plan
+        other._price_stages()
         return other
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """What the rows of stage times stand for."""
+        """The nodes that the rows of stage times belong to."""
         return nodes_of(self.plan)
 
     def problem(self, shapes: SampleShapes) -> BatchProblem:
@@ -90,13 +106,16 @@ class Pricer:
         return pose_problem(self.stage_costs, self.memory, shapes)
 
     def assign(self, shapes: SampleShapes, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> Assignment:
-        """Complete an assignment by the replicas that encode the samples' media (`deal_media`), and by the slots of
-        encoders where the plan's placement has such (`filled`)."""
+        """Complete an assignment with the replicas that encode the samples' media (`deal_media`), and, where the plan's
+        placement fills bubbles, with the slots of encoders (`filled`)."""
         return self.filled(shapes, deal_media(self.plan, shapes, llm_dp_rank, microbatch))
 
     def filled(self, shapes: SampleShapes, assignment: Assignment) -> Assignment:
-        """The assignment with the fastest order known that memory holds, or else the one that holds least at a time;
-        as it is where the plan has one order for all batches, or where memory holds none."""
+        """The assignment with the slots of the fastest known order that fits into memory.
+
+        Where none of the tried orders fits, it gets the order that needs least memory. It is returned unchanged where
+        the plan has one order for all batches, or where no order can fit.
+        """
         if self.filler is None:
             return assignment
         cells = cells_of(self.plan, shapes, assignment)
@@ -114,7 +133,7 @@ class Pricer:
         return best
 
     def _least_bytes(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-        """What the fullest device holds at least, whatever the slots."""
+        """A lower bound of the fullest device's bytes over all slots."""
         assert self.filler is not None
         alone = [
             (kept, passing if stage.module == "llm" else np.zeros_like(passing))
@@ -123,8 +142,8 @@ class Pricer:
         return self.memory.fullest(alone, self._least_held)
 
     def _fillings(self, times: StageTimes) -> Iterator[np.ndarray | None]:
-        """Slots to be tried, None for the colocated order: the fastest known, the other, and slower ones that hold ever
-        fewer microbatches of the encoders."""
+        """Slots to try, None for the colocated order: that order and the filler's slots, the faster of the two first;
+        then slots that hold the encoders' activations of ever fewer microbatches."""
         assert self.filler is not None
         num_microbatches = self.plan.num_microbatches
         both = [None, self.filler.slots(times, num_microbatches)]
@@ -147,14 +166,14 @@ class Pricer:
 
     @cached_property
     def filler(self) -> BubbleFiller | None:
-        """What finds slots, where the plan's placement has such."""
+        """The search for slots, where the plan's placement fills bubbles."""
         return BubbleFiller(self.plan, self.stage_costs.frozen) if self.placement.fills_bubbles else None
 
     def stage_times(self, shapes: SampleShapes, assignment: Assignment) -> StageTimes:
         """Predicted seconds of every computation, transfer and gradient sync of the step.
 
-        The weights' part of a backward is taken to be half of it: the gradients of a matrix's input and of its weights
-        are products of the same size. Attention, which has no weights, is thereby shared out too.
+        The weight part of a backward is taken to be half of it: the gradients of a matrix's input and of its weights
+        are products of the same size. Attention has no weights, but half of its backward counts as weight part, too.
         """
         return self._times(shapes, assignment, cells_of(self.plan, shapes, assignment))
 
@@ -180,35 +199,40 @@ class Pricer:
         return {module: own.loads for module, own in cells_of(self.plan, shapes, assignment).items()}
 
     def step_s(self, shapes: SampleShapes, assignment: Assignment) -> float:
+        """The predicted step time, in seconds."""
         return simulate_step_s(self.order(assignment.slots), self.stage_times(shapes, assignment))
 
     def timeline(self, times: StageTimes, slots: np.ndarray | None) -> Timeline:
-        """Of an assignment with such times and slots."""
+        """The timeline of an assignment with these times and slots."""
         return simulate(self.order(slots), times)
 
     def lower_bound_s(self, shapes: SampleShapes) -> float:
-        """No schedule of this batch is faster."""
+        """A lower bound of the step time of any schedule of this batch, in seconds (`least_step_s`)."""
         return least_step_s(self.stage_costs, shapes)
 
     def memory_bytes(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, float]:
-        """Predicted peak of each module's fullest rank: what is resident, and the microbatches in flight."""
+        """Predicted peak bytes of each module's fullest rank, with parameters, optimiser state and microbatches."""
         return self.memory.of_modules(cells_of(self.plan, shapes, assignment), self.order(assignment.slots))
 
+    def bytes_along_pipeline(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, np.ndarray]:
+        """`memory_bytes` in each place of each module's pipeline, [pp]."""
+        return self.memory.along_pipeline(cells_of(self.plan, shapes, assignment), self.order(assignment.slots))
+
     def activation_bytes(self, shapes: SampleShapes, assignment: Assignment, order: CompiledPlan) -> np.ndarray:
-        """What each worker's ranks hold of microbatches at most, [num_workers]."""
+        """Peak bytes of microbatches on each worker's ranks, [num_workers]."""
         return self.memory.peak_bytes(cells_of(self.plan, shapes, assignment), order)
 
     def extrapolated(self, shapes: SampleShapes, assignment: Assignment) -> np.ndarray:
-        """Which nodes' microbatches hold loads outside of what was measured, bool [num_nodes, num_microbatches]."""
+        """Which nodes' microbatches have loads outside the measured range, bool [num_nodes, num_microbatches]."""
         by_module = self._outside(shapes, assignment)
         return np.concatenate([by_module[stage.module] for stage in self.stages])
 
     def extrapolated_share(self, shapes: SampleShapes, assignment: Assignment) -> float:
-        """The share of the microbatches whose loads lie outside of what was measured."""
+        """The share of the modules' microbatches whose loads lie outside the measured range."""
         return float(np.concatenate([flags.ravel() for flags in self._outside(shapes, assignment).values()]).mean())
 
     def _outside(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, np.ndarray]:
-        """By module, bool [dp, num_microbatches]."""
+        """By module, which microbatches have loads outside the measured range, bool [dp, num_microbatches]."""
         loads = self.loads(shapes, assignment)
         return {
             grid.module: self.costs.is_extrapolated(
@@ -219,12 +243,12 @@ class Pricer:
 
     @cached_property
     def trains(self) -> np.ndarray:
-        """Which nodes compute gradients of weights, [num_nodes]."""
+        """Which nodes compute gradients of weights, bool [num_nodes]."""
         own = [stage.module not in self.stage_costs.frozen for stage in self.stages]
         return np.repeat(own, [stage.dp for stage in self.stages])
 
     @cached_property
     def sync_s(self) -> np.ndarray:
-        """The gradient sync of each node, [num_nodes]."""
+        """Seconds of each node's gradient sync, [num_nodes]."""
         own = [self.transfers.gradient_sync_s(stage, self.stage_costs.sync_bytes(stage)) for stage in self.stages]
         return np.repeat(own, [stage.dp for stage in self.stages]) * self.trains

@@ -1,7 +1,7 @@
-"""What the cost model says of a plan's stages, each asked for with all its replicas and microbatches together.
+"""The costs of a plan's stages by the cost model, each computed for all its replicas and microbatches together.
 
-Stages of one kind (as many layers, in the middle of the module) are asked for once. A module whose replicas share
-parameters is one stage, and its passes are those of `costs.sharded`.
+The costs of stages of one kind (such as those in the middle of a module with equally many layers) are computed once. A
+module whose replicas share parameters is one stage, and its passes are those of `costs.sharded`.
 """
 
 import copy
@@ -43,8 +43,10 @@ T = TypeVar("T")
 
 
 def loads_of(module: str, shapes: SampleShapes) -> Loads:
-    """What every sample brings to a module, arrays [num_samples]: items to an encoder, with the squares of the runs in
-    which they attend to each other, and text to the LLM."""
+    """The loads that each sample adds to a module, arrays [num_samples].
+
+    An encoder gets items, and the squared lengths of the runs in which they attend to each other; the LLM gets tokens.
+    """
     nothing = np.zeros(len(shapes))
     if module != "llm":
         return Loads(shapes.items_of(module).astype(float), nothing, shapes.sum_sq_of(module), nothing)
@@ -53,15 +55,17 @@ def loads_of(module: str, shapes: SampleShapes) -> Loads:
 
 
 class TimeForm(NamedTuple):
-    """Seconds as a function of a microbatch's loads: the form, and of each term its own form or the constant beside it,
-    whichever is more."""
+    """Seconds as a function of a microbatch's loads: the sum of `form` and all terms.
+
+    A term is a form and a constant; whichever is larger at the loads counts.
+    """
 
     form: Coefficients
     terms: tuple[tuple[Coefficients, float], ...]
 
 
 class StageCosts:
-    """Seconds and bytes of a plan's stages, by a cost model and what was learned of its errors."""
+    """Seconds and bytes of a plan's stages, by a cost model and its learned corrections."""
 
     corrections = NO_CORRECTIONS
 
@@ -75,44 +79,53 @@ class StageCosts:
         value_bytes: int,
         is_hidden: bool,
     ) -> None:
-        """`sharing_links` (`Transfers.sharing_link`) are those of the modules whose replicas share parameters; these
-        are values of `value_bytes`, and move hidden behind computing or not."""
+        """`sharing_links` (`Transfers.sharing_link`) are those of the modules whose replicas share parameters.
+
+        A parameter takes `value_bytes`; `is_hidden` is whether devices compute while parameters move.
+        """
         self.plan, self.costs, self.frozen, self._value_bytes = plan, costs, frozenset(frozen), value_bytes
         self.stages = stages_of(plan)
-        # The kinds of each module's stages, without repetition, and of which of these each stage is.
+        # The kinds of each module's stages, without repetition, and the index of each stage's kind among them.
         self._kinds: dict[str, list[StageKind]] = {}
         self._places: dict[str, list[int]] = {}
         for grid in plan.grids:
-            layers = [len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers)]
-            kinds = stage_kinds(grid.module, grid.tp, layers, checkpointing=plan.checkpointing)
+            num_layers = spec.module(grid.module).num_layers
+            layers = [len(part) for part in plan.layers_of(grid.module, num_layers)]
+            kinds = stage_kinds(grid.module, grid.tp, layers, plan.recomputed_of(grid.module, num_layers))
             self._kinds[grid.module] = list(dict.fromkeys(kinds))
             self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
-        # Of the modules whose replicas share parameters, forward and backward, and what a pass works with.
+        # For modules whose replicas share parameters: forward and backward, and the bytes that passes need.
         self._sharded: dict[str, tuple[ShardedPass, ShardedPass]] = {}
         self._working_bytes = {grid.module: NO_WORKING_BYTES for grid in plan.grids}
         for module, link in sharing_links.items():
             sizes = {part: costs.parameter_bytes[module, plan.grid(module).tp, part] for part in PARTS}
             how = {"value_bytes": value_bytes, "is_frozen": module in self.frozen}
             moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
-            num_layers = self._kinds[module][0].num_layers
-            self._sharded[module] = sharded_passes(num_layers, moving, is_hidden=is_hidden)
+            (kind,) = self._kinds[module]
+            self._sharded[module] = sharded_passes(
+                kind.num_layers, moving, num_recomputed=kind.num_recomputed, is_hidden=is_hidden
+            )
             self._working_bytes[module] = working_bytes(module, sizes, **how)
-        self._put_off = {
-            grid.module: _put_off_share(spec, grid, value_bytes) if splits_backward(plan, grid.module) else 1.0
-            for grid in plan.grids
-        }
+        self._put_off = {grid.module: self._put_off_share(spec, grid) for grid in plan.grids}
+
+    def _put_off_share(self, spec: ModelSpec, grid: Grid) -> float:
+        """The module's entry of `put_off`; 0 in a frozen module, whose weights have no gradients to put off."""
+        if not splits_backward(self.plan, grid.module):
+            return 1.0
+        return 0.0 if grid.module in self.frozen else _put_off_share(spec, grid, self._value_bytes)
 
     def corrected(self, corrections: Corrections) -> "StageCosts":
-        """The same stages, with these corrections and no others."""
+        """The same stages, with these corrections instead of the present ones."""
         other = copy.copy(self)
         other.corrections = corrections
         return other
 
     def has_backward(self, module: str) -> bool:
+        """Whether the module has a backward: a frozen encoder has none."""
         return has_backward(module, self.frozen)
 
     def stage_times(self, of_module: dict[str, Loads]) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward seconds, [num_nodes, num_microbatches], of modules' loads [dp, num_microbatches]."""
+        """Forward and backward seconds, [num_nodes, num_microbatches], for modules' loads [dp, num_microbatches]."""
         forward_s, backward_s = [], []
         for grid in self.plan.grids:
             loads = of_module[grid.module]
@@ -130,9 +143,10 @@ class StageCosts:
         if module not in self._sharded:
             return self.costs.stage_times(self._kinds[module], loads)
         (kind,) = self._kinds[module]
-        # Who has nothing to compute takes part in the gathers, and waits for the others as those of others do.
+        # A replica without work counts as 0 s here: it takes part in the gathers and waits for the other replicas, and
+        # the simulator adds this wait.
         empty = (loads.num_items == 0) & (loads.num_tokens == 0)
-        part_s = self.costs.part_times(module, kind.tp, loads, checkpointing=kind.checkpointing)
+        part_s = self.costs.part_times(module, kind.tp, loads, [part for part, _ in kind.parts])
         passes = zip(self._sharded[module], part_s, strict=True)
         forward_s, backward_s = (np.where(empty, 0.0, own.seconds(of_part)) for own, of_part in passes)
         return [(forward_s, backward_s)]
@@ -151,7 +165,7 @@ class StageCosts:
         if stage.module not in self._sharded:
             forward, backward = self.costs.time_forms(kind)
             return TimeForm(forward, ()), TimeForm(backward, ())
-        of_parts = self.costs.part_forms(stage.module, kind.tp, checkpointing=kind.checkpointing)
+        of_parts = self.costs.part_forms(stage.module, kind.tp)
         forward, backward = (
             TimeForm(
                 Coefficients(float(own.exposed_s), (0.0,) * 4),
@@ -162,43 +176,44 @@ class StageCosts:
         return forward, backward
 
     def memories(self, module: str, loads: Loads) -> list[StageMemory]:
-        """Of each of the module's stages, without gradients and what the optimiser holds; those of one kind share one
-        object."""
+        """The memory of microbatches on each of the module's stages; stages of one kind share one object."""
         memories = [self.costs.stage_memory(kind, loads, self._working_bytes[module]) for kind in self._kinds[module]]
         return self._of_stages(module, memories)
 
     def memory_forms(self, stage: StageReplicas) -> tuple[Coefficients, list[Coefficients]]:
-        """What `memories` gives, as functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
+        """`memories` of one stage as functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
         return self.costs.stage_memory_forms(self.kind(stage), self._working_bytes[stage.module])
 
     @cached_property
     def put_off(self) -> np.ndarray:
-        """Of what each stage keeps of a microbatch, the share that it keeps on from the input part of a backward that
-        is split to the weights' part, [num_stages]."""
+        """The share of a microbatch's activations that each stage still keeps between the input part and the weight
+        part of a split backward, [num_stages]."""
         return np.array([self._put_off[stage.module] for stage in self.stages])
 
     def parameter_bytes(self, stage: StageReplicas) -> float:
+        """Bytes of a stage's parameters on one rank, in fp32 and before they are sharded among replicas."""
         return self.costs.stage_parameter_bytes(self.kind(stage))
 
     def resident_bytes(self, stage: StageReplicas) -> float:
-        """Parameters, gradients, and the rank's share of optimiser state."""
+        """Bytes of parameters, gradients and the rank's share of optimiser state."""
         return sum(self.resident_parts(stage))
 
     def resident_parts(self, stage: StageReplicas) -> Resident:
+        """The parts of `resident_bytes`."""
         num_shards = self.plan.grid(stage.module).num_shards
         how = {"value_bytes": self._value_bytes, "is_frozen": stage.module in self.frozen}
         return resident_parts(self.parameter_bytes(stage), stage.dp, num_shards=num_shards, **how)
 
     def sync_bytes(self, stage: StageReplicas) -> float:
-        """What a sync of the stage's gradients moves."""
+        """Bytes that a sync of the stage's gradients moves (`costs.sync_bytes`)."""
         num_shards = self.plan.grid(stage.module).num_shards
         return float(sync_bytes(self.parameter_bytes(stage), value_bytes=self._value_bytes, num_shards=num_shards))
 
     def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
-        """Seconds that each sample adds to each pipeline stage, [pp, num_samples]; `least`: whatever the microbatch.
+        """Seconds that each sample adds to each pipeline rank, [pp, num_samples].
 
-        Which shape bin its microbatch will fall into is not known yet: the smallest correction that may hold counts
-        with `least`, else that of a mean microbatch, for all samples.
+        With `least` they are a lower bound that holds in any microbatch. The shape bin of the sample's microbatch is
+        not known yet: with `least` the smallest possible correction counts, else that of a mean microbatch.
         """
         how = {"has_backward": self.has_backward(module), "least": least}
         added = [self.costs.additive_loads_s(kind, loads, **how) for kind in self._kinds[module]]
@@ -219,17 +234,20 @@ class StageCosts:
         return float(by_pass_s @ self.corrections.at(module, mean)[:, 0] / total_s) if total_s else 1.0
 
     def kind(self, stage: StageReplicas) -> StageKind:
-        """A stage as the cost model knows it."""
+        """The kind of a stage, for the cost model."""
         return self._kinds[stage.module][self._places[stage.module][stage.pp_stage]]
 
     def _of_stages(self, module: str, of_kinds: Sequence[T]) -> list[T]:
-        """What is known of each kind of stage, for each of the module's stages in order."""
+        """Values given by kind of stage, for each of the module's stages in order."""
         return [of_kinds[place] for place in self._places[module]]
 
 
 def _put_off_share(spec: ModelSpec, grid: Grid, value_bytes: int) -> float:
-    """By what a layer of the module keeps and what its matrices' gradients are made from, both in bf16 and eager, as
-    layers are whose backward is split. Wider values keep more of it, and of some layers nothing is known: all."""
+    """The share of a layer's activations from which the gradients of its matrices are computed.
+
+    It is counted for eager layers in bf16, as those are whose backward is split. For wider values, and for layers whose
+    work is not known, the share is taken to be 1.
+    """
     if value_bytes != 2:
         return 1.0
     try:

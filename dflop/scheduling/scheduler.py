@@ -1,12 +1,13 @@
-"""The scheduler: one step's global batch, regrouped by a policy and kept if the simulator says so.
+"""The scheduler: it regroups one step's global batch by a policy, and chooses by simulated step times.
 
-`random` draws buckets and `lpt` balances them. `search` takes the better of balanced buckets and of buckets that are
-small where the pipeline fills and drains, and then changes what lengthens the simulated step. `ilp` lets CBC try before
-that. A schedule holds all that a rank needs to load and compute its part.
+`random` draws buckets and `lpt` balances them. `search` starts from the better of two packings, balanced buckets and
+buckets that are small where the pipeline fills and drains, and changes it as long as the simulated step gets shorter.
+`ilp` lets CBC improve the better packing before the search. A schedule holds all that a rank needs to load and compute
+its part.
 
-A schedule depends on nothing but the seed, the step, the data, the plan, the costs and the pricer's corrections; with
-`ilp` also on how far CBC gets within its time limit, unless `schedule.deterministic` limits CBC's work instead. Every
-assignment is checked before it is taken, memory with all microbatches in flight.
+A schedule depends only on the seed, the step, the data, the plan, the costs and the pricer's corrections. With `ilp` it
+also depends on how far CBC gets within its time limit, unless `schedule.deterministic` limits CBC's work instead. Every
+assignment is checked before it is taken, including its memory with all microbatches in flight.
 """
 
 import copy
@@ -43,17 +44,17 @@ from dflop.store import LEFT_OUT_SCHEMA
 
 __all__ = ["BatchScheduler"]
 
-# Above as many, a search has fewer trials, so that 1,024 buckets are decided within a second.
+# Above this number of buckets, a search has fewer trials, so that 1,024 buckets are decided within a second.
 MOST_BUCKETS = 256
-# Of a run so many batches are looked at before it starts: 1 to 20 ms each.
+# The number of a run's batches that are checked before it starts, at 1 to 20 ms each.
 MOST_CHECKED = 1000
-# Where microbatches as unequal as they should be take too much memory: by how much less unequal others are.
+# Where microbatches of the ideal, unequal sizes need too much memory: shares of the inequality that are tried instead.
 FLATTER = (0.8, 0.6, 0.4, 0.2)
 Packed = TypeVar("Packed")
 
 
 class BatchScheduler:
-    """`schedule(step)` for every step of a run. Close it (or use it as a context) to end the CBC process."""
+    """`schedule(step)` for every step of a run. Close it, or use it with `open()`, to end the CBC process."""
 
     def __init__(
         self,
@@ -64,26 +65,22 @@ class BatchScheduler:
         seed: int,
         left_out: pl.DataFrame | None = None,
     ) -> None:
-        """`left_out` (`LEFT_OUT_SCHEMA`) are the samples that are not among `samples` since no device holds them."""
+        """`left_out` (`LEFT_OUT_SCHEMA`) are the samples that are not in `samples` because no device can hold them."""
         self.samples, self.pricer, self.batches, self._config, self._seed = samples, pricer, batches, config, seed
         self.left_out = LEFT_OUT_SCHEMA.to_frame() if left_out is None else left_out
         self._cbc: CbcProcess | None = None
 
     def schedule(self, step: int, policy: str | None = None) -> StepSchedule:
-        """Decide one step, by the configured policy or the named one.
+        """Schedule one step, by the configured policy or by `policy`.
 
         Raises:
-            UserError: when memory does not hold the batch.
+            UserError: when no assignment of the batch is found that fits into memory.
         """
         return self._schedule(step, policy or self._config.policy, self._decide)
 
     def at_random(self, step: int) -> StepSchedule:
-        """The step in random groups, to compare with: as they were drawn where memory holds none that are made to
-        fit."""
-        try:
-            return self.schedule(step, "random")
-        except UserError:
-            return self._schedule(step, "random", self._beyond_memory)
+        """The step in random groups, for comparison: as they are drawn, whether they fit into memory or not."""
+        return self._schedule(step, "random", self._as_drawn)
 
     def _schedule(self, step: int, policy: str, decide: Callable[..., tuple[Assignment, str, int]]) -> StepSchedule:
         started = time.perf_counter()
@@ -101,14 +98,14 @@ class BatchScheduler:
         )
 
     def priced_by(self, pricer: Pricer) -> "BatchScheduler":
-        """A scheduler of the same steps that follows another pricer of the plan, to be closed like this one."""
+        """A scheduler of the same steps with another pricer of the plan. It has to be closed like this one."""
         other = copy.copy(self)
         other.pricer, other._cbc = pricer, None
         return other
 
     @property
     def num_trials(self) -> int:
-        """Of a step's search: as configured, and fewer where there are so many buckets that each takes longer."""
+        """Trials of a step's search: as configured, but fewer above `MOST_BUCKETS`, where each trial takes longer."""
         return int(self._config.search_trials * min(1.0, MOST_BUCKETS / self.pricer.plan.num_buckets))
 
     @cached_property
@@ -116,8 +113,11 @@ class BatchScheduler:
         return ideal_shares(self.pricer.corrected(), self.samples, self.batches.global_batch_size)
 
     def check(self, num_steps: int) -> None:
-        """Raise `UserError` when a batch of a run's first thousand steps cannot be scheduled within the plan's buckets
-        and memory."""
+        """Check that the batches of the first `num_steps` steps, and of a thousand at most, can be scheduled.
+
+        Raises:
+            UserError: when a batch cannot fill the plan's buckets or does not fit into memory.
+        """
         for step in range(min(num_steps, MOST_CHECKED)):
             shapes = self.samples.take(self.batches[step])
             problem = self.pricer.problem(shapes)
@@ -126,35 +126,39 @@ class BatchScheduler:
                 self.schedule(step, "lpt")
 
     def close(self) -> None:
+        """End the CBC process, if there is one."""
         if self._cbc is not None:
             self._cbc.close()
             self._cbc = None
 
     @contextmanager
     def open(self) -> Iterator["BatchScheduler"]:
+        """A context with this scheduler, which is closed at its end."""
         try:
             yield self
         finally:
             self.close()
 
-    def _beyond_memory(
+    def _as_drawn(
         self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
     ) -> tuple[Assignment, str, int]:
-        """Random groups as they are drawn, which memory does not hold."""
-        _, drawn = self._drawn(shapes, problem, np.random.default_rng([self._seed, step]))
-        return drawn, "random, beyond memory", 1
+        """Random groups as they are drawn."""
+        problem, drawn = self._drawn(shapes, problem, np.random.default_rng([self._seed, step]))
+        if self._holds(shapes, problem, drawn):
+            return drawn, policy, 0
+        return drawn, f"{policy}, beyond memory", 1
 
     def _drawn(
         self, shapes: SampleShapes, problem: BatchProblem, rng: np.random.Generator
     ) -> tuple[BatchProblem, Assignment]:
-        """Random groups, and the problem that they solve."""
+        """Random groups, and the problem that they solve (`_packed`)."""
         problem, buckets = _packed(problem, lambda own: random_buckets(own, rng))
         return problem, self._split(shapes, problem, buckets)
 
     def _decide(
         self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
     ) -> tuple[Assignment, str, int]:
-        """The assignment, how it came about, and how many were not taken since memory would not hold them."""
+        """The assignment, how it was found, and the number of faster ones that were not taken because of memory."""
         rng = np.random.default_rng([self._seed, step])
         if policy == "random":
             problem, drawn = self._drawn(shapes, problem, rng)
@@ -191,10 +195,10 @@ class BatchScheduler:
         fitting: "_Start | None",
         rng: np.random.Generator,
     ) -> tuple[Assignment, str]:
-        """What the step search makes of the fastest start that fits, and how it came about.
+        """The result of the step search from the fastest start that fits, and how it was found.
 
-        Where memory excludes the fastest of all, flatter packings are looked at. Where none fits, the search begins
-        with the one that takes least, and brings it within memory.
+        Where the fastest start of all does not fit into memory, packings with less unequal microbatches are tried, too.
+        Where no start fits, the search begins with the one that needs least memory, and brings it within the limit.
         """
         if fitting is None or fitting.step_s > min(own.step_s for own in starts):
             starts = [*starts, *self._with_flatter_ends(shapes, problem)]
@@ -208,8 +212,11 @@ class BatchScheduler:
         return found, f"{start.name}, search {found_s / start.step_s - 1:+.1%}"
 
     def _even_numbers(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
-        """Each microbatch balanced by itself, of as many samples on every replica: for replicas of the LLM that share
-        parameters, and so meet in every microbatch."""
+        """A start with each microbatch balanced by itself, and equally many samples in all buckets.
+
+        It is for LLM replicas that share parameters, and so wait for each other in every microbatch; other plans, and
+        batches that do not divide evenly, get none.
+        """
         dp, num_microbatches = self.pricer.plan.grid("llm").dp, problem.num_microbatches
         size, rest = divmod(len(shapes), dp * num_microbatches)
         if rest or not self.pricer.plan.grid("llm").gathers:
@@ -219,8 +226,7 @@ class BatchScheduler:
         return [_Start(self.pricer.step_s(shapes, assignment), "even numbers", assignment)]
 
     def _with_flatter_ends(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
-        """Packings between ideal shares and equal ones, the flatter the less the fullest device holds, until one
-        fits."""
+        """Packings between ideal and equal shares, ever closer to equal ones, until one fits into memory."""
         starts = []
         for part in FLATTER:
             share = 1.0 + part * (self._shares - 1.0)
@@ -251,13 +257,13 @@ class BatchScheduler:
         )
 
     def _holds(self, shapes: SampleShapes, problem: BatchProblem, assignment: Assignment) -> bool:
-        """Whether memory holds an assignment; that it is one at all is asserted."""
+        """Whether an assignment fits into memory; an invalid assignment raises ValueError."""
         uncapped = replace(problem, max_bucket_tokens=None)
         check_assignment(uncapped, assignment.llm_dp_rank * problem.num_microbatches + assignment.microbatch)
         return fits(self.pricer, shapes, assignment)
 
     def _ordered(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray, name: str) -> list["_Start"]:
-        """The orders of a packing's microbatches: as they come, or small ones at both ends."""
+        """A start for each order of a packing's microbatches: as they come, or with small ones at both ends."""
         orders = (np.arange(problem.num_microbatches), *_orders(problem, buckets))
         assignments = [self._split(shapes, problem, _reordered(problem, buckets, order)) for order in orders]
         return [_Start(self.pricer.step_s(shapes, own), name, own) for own in assignments]
@@ -268,7 +274,7 @@ class BatchScheduler:
 
 
 class _Start(NamedTuple):
-    """An assignment, its step, and how it came about."""
+    """An assignment, its step time, and how it was found."""
 
     step_s: float
     name: str
@@ -276,15 +282,16 @@ class _Start(NamedTuple):
 
 
 def _with_ilp(name: str, status: str) -> str:
-    """The name of a start beside an ILP that ended so; the ILP's own is `…, kept`."""
+    """The name of a start with the status of the ILP added; the name of the ILP's own result ends in `, kept`."""
     packing, _, kept = name.partition(", ")
     return f"{packing}, ilp {status}{kept and ', kept'}"
 
 
 def _packed(problem: BatchProblem, pack: Callable[[BatchProblem], Packed]) -> tuple[BatchProblem, Packed]:
-    """The buckets, and the problem that they solve: without its token cap where no packing within that was found.
+    """The packing, and the problem that it solves: without the token limit where no packing within it was found.
 
-    The cap is an even part of memory, by which nobody is bound; what is, memory, is looked at afterwards.
+    The token limit is what memory allows when all buckets are full alike, so it is no strict limit. Whether the
+    assignment fits into memory is checked afterwards.
     """
     try:
         return problem, pack(problem)
@@ -294,7 +301,8 @@ def _packed(problem: BatchProblem, pack: Callable[[BatchProblem], Packed]) -> tu
 
 
 def _orders(problem: BatchProblem, buckets: np.ndarray) -> Iterator[np.ndarray]:
-    """Orders in which fill and drain meet small microbatches: by all modules' load, and by each one's.
+    """Orders with small microbatches first and last, where the pipeline fills and drains: by all modules' load, and by
+    each module's.
 
     `order[place]` is the microbatch that runs at that place.
     """

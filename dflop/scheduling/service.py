@@ -1,12 +1,12 @@
-"""The scheduler as a process of its own, ahead of training and out of its way.
+"""The scheduler as a process of its own, which works ahead of training.
 
 `ScheduleService` starts the process and reads its schedules: the bytes of one `StepSchedule` after the other, each
-behind its length. The first is empty, and says that the process is ready: all its code is compiled.
+after its length. The first one is empty. It says that the process is ready, with all its code compiled.
 
-The process is `python -m dflop.scheduling.service`. On stdin it gets its request, and then the trainer's progress with
+The process is `python -m dflop.scheduling.service`. On stdin it gets its request, and then the trainer's progress and
 the measured times of each step. It stays `lookahead_steps` ahead of the trainer and ends when stdin closes, so it
-cannot outlive the trainer. Corrections of the cost table are written beside the run after every step that changed them;
-a resumed run starts from them.
+cannot outlive the trainer. Corrections of the cost table are written to a file of the run after every step that changed
+them; a resumed run starts from them.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from dflop.balancing import WORK_TIMEOUT_S
 from dflop.config import Config, load_config, select_keys
 from dflop.costs import CostModel
 from dflop.data import SampleShapes, load_samples
-from dflop.models import ModelSpec, check_modules, digest_of_spec, load_model_spec
-from dflop.parallelism import Plan, load_plan
+from dflop.models import ModelSpec, check_modules, load_model_spec
+from dflop.parallelism import Plan, check_layers, load_plan
 from dflop.pricing import CorrectionFile, Pricer, leave_out_too_large
 from dflop.runtime import UserError
 from dflop.runtime.commands import COMMANDS
@@ -38,7 +38,7 @@ from dflop.scheduling.scheduler import BatchScheduler
 
 __all__ = ["ScheduleService", "open_evaluation", "open_scheduler"]
 
-# The process counts as hanging when a step takes it longer than `_PATIENCE_S` and `_LIMITS_OF_PATIENCE` times its time
+# The process counts as hanging when a step takes it longer than `_PATIENCE_S` plus `_LIMITS_OF_PATIENCE` times its time
 # limit. It has `_STARTING_S` to get ready, because compiling on a busy machine takes minutes. Ranks wait ten minutes
 # for a schedule before they give up.
 _PATIENCE_S = 20.0
@@ -57,7 +57,7 @@ def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> 
 
 
 def open_evaluation(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
-    """As `open_scheduler`, of the samples that are held out: its steps are the batches of the evaluation set."""
+    """As `open_scheduler`, for the samples that are held out: its steps are the batches of the evaluation set."""
     samples, left_out, pricer = _open(config, shapes, costs, plan, evaluation=True)
     batches = EvaluationBatches(len(samples), config.train.global_batch_size, pricer.plan.num_buckets)
     return BatchScheduler(samples, pricer, batches, config.schedule, config.seed, left_out)
@@ -66,14 +66,12 @@ def open_evaluation(config: Config, *, shapes: Path, costs: Path, plan: Path) ->
 def _open(
     config: Config, shapes: Path, costs: Path, plan: Path, *, evaluation: bool
 ) -> tuple[SampleShapes, pl.DataFrame, Pricer]:
-    """The samples that the plan's devices hold, those that they do not, and the plan's pricer."""
+    """The samples that the plan's devices can hold, rows of those that they cannot, and the plan's pricer."""
     spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
     loaded = load_plan(plan)
     _check_plan(plan, loaded, spec, config.train.global_batch_size)
     samples, _ = load_samples(shapes, spec.encoders, evaluation=evaluation)
-    cost_model.require_made_for(
-        model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
-    )
+    cost_model.require_made_for(spec, config)
     pricer = Pricer(
         loaded,
         cost_model,
@@ -87,7 +85,8 @@ def _open(
 
 
 def _check_plan(path: Path, plan: Plan, spec: ModelSpec, global_batch_size: int) -> None:
-    """Whether a plan, which may be written by hand, has the model's modules and no more buckets than a batch can fill.
+    """Check a plan, which may be written by hand: it must have the model's modules and layers, and no more buckets than
+    a batch can fill.
 
     Raises:
         UserError: naming what does not fit, and what would.
@@ -103,6 +102,7 @@ def _check_plan(path: Path, plan: Plan, spec: ModelSpec, global_batch_size: int)
             f"{path}: the plan's modules come as {', '.join(given)} and those of {spec.name} as {', '.join(known)}; "
             "give their grids, and their `rank_offset`, that order"
         )
+    check_layers(path, plan, {module.name: module.num_layers for module in spec.modules})
     replicas = plan.grid("llm").dp
     if plan.num_buckets > global_batch_size:
         most = global_batch_size // replicas
@@ -120,7 +120,7 @@ class ScheduleService:
     def __init__(
         self, config: Config, *, shapes: Path, costs: Path, plan: Path, corrections: Path, first_step: int
     ) -> None:
-        """`corrections` is the file in which what was learned is kept; it need not exist yet."""
+        """`corrections` is the file for learned corrections (`CorrectionFile`); it need not exist yet."""
         request = {
             "config": select_keys(config, COMMANDS["schedule"].reads),
             "shapes": str(shapes),
@@ -139,7 +139,7 @@ class ScheduleService:
         if config.schedule.deterministic:
             self._patience_s += WORK_TIMEOUT_S
         self._received = bytearray()
-        # Of the answer that comes next: its step, and since when the process is at work on it, or on getting ready.
+        # The step of the next answer, and since when the process has been at work on it, or on getting ready.
         self._due_step, self._waits_since, self._is_ready = first_step, time.monotonic(), False
         self._at_step, self.why_none = first_step, ""
         os.set_blocking(self._process.stdin.fileno(), False)
@@ -151,9 +151,9 @@ class ScheduleService:
         return self._process.pid
 
     def next(self) -> bytes | None:
-        """The next step's schedule, encoded; None when the process is gone, or silent for longer than any step takes.
+        """The next step's schedule, encoded (`StepSchedule.to_bytes`).
 
-        `why_none` then says which.
+        None when the process is gone, or silent for longer than any step takes; `why_none` then says which.
         """
         looked = time.monotonic()
         while (end := self._end_of_first()) is None:
@@ -165,7 +165,7 @@ class ScheduleService:
                 self._received += received
                 self._note_readiness()
                 continue
-            # Time in which this process was suspended itself is not the other one's.
+            # Time in which this process itself was suspended does not count as silence of the other one.
             self._waits_since += max(0.0, time.monotonic() - looked - 2 * _POLL_S)
             looked = time.monotonic()
             silent_s = looked - self._waits_since if self._is_due else 0.0
@@ -179,13 +179,13 @@ class ScheduleService:
         return encoded
 
     def _note_readiness(self) -> None:
-        """Take the empty schedule off: from then on the process is at work on the first step."""
+        """Drop the empty schedule when it has come: from then on the process is at work on the first step."""
         if not self._is_ready and self._end_of_first() == _LENGTH.size:
             del self._received[: _LENGTH.size]
             self._is_ready, self._waits_since = True, time.monotonic()
 
     def _end_of_first(self) -> int | None:
-        """Where the first schedule in what was received ends; None while it is not whole."""
+        """The offset at which the first received schedule ends; None while it is not there completely."""
         if len(self._received) < _LENGTH.size:
             return None
         end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
@@ -197,7 +197,7 @@ class ScheduleService:
         return self._due_step - self._lookahead_steps <= self._at_step
 
     def step_started(self, step: int) -> None:
-        """Tell how far training is; the service goes on to `step + lookahead_steps`."""
+        """Tell the process that training begins `step`; it then works up to `step + lookahead_steps`."""
         was_due = self._is_due
         self._at_step = max(step, self._at_step)
         if self._is_due and not was_due:
@@ -205,23 +205,25 @@ class ScheduleService:
         self._send(str(step))
 
     def observe(self, measured: MeasuredStep) -> None:
-        """Tell what a step took. To be told before the start of the step that makes it known."""
+        """Tell the process a step's measured times. Call this before `step_started` of the step in which the schedules
+        may use them."""
         self._send(measured.to_json())
 
     def kill(self) -> None:
-        """End the process, whatever it does: `next` returns None."""
+        """Kill the process, whatever it is doing; `next` then returns None."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """After `kill`, when nobody is in `next` any more."""
+        """Kill the process and close its pipes. No thread may be inside `next`."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
     def _send(self, line: str) -> None:
-        """Without waiting: a process that hangs does not drain its pipe. What did not get through goes first later."""
+        """Write to the process without waiting, since a process that hangs does not read its pipe. Unsent bytes are
+        sent first by the next call."""
         self._unsent += line.encode() + b"\n"
         with contextlib.suppress(BrokenPipeError, BlockingIOError):  # `next` will tell of a process that is gone
             self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]
@@ -230,7 +232,7 @@ class ScheduleService:
 def _serve() -> None:
     request = json.loads(sys.stdin.readline())
     config = load_config(request["config"])
-    # Schedules alone go where stdout went: what a library prints there must not come between them.
+    # Only schedules go to the original stdout: the prints of libraries must not come between them.
     schedules = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     progress = _Progress(request["first_step"])
@@ -241,7 +243,7 @@ def _serve() -> None:
     with scheduler.open():
         loop.prepare(request["first_step"])
         if config.cluster.device == "cpu":
-            # From now on it works ahead, and CBC with it; the ranks that it shares cores with are waited for.
+            # From now on this process and CBC work ahead of time, while training waits for the ranks on the same cores.
             os.nice(19)
         _write(schedules, b"")
         for step in range(request["first_step"], request["num_steps"]):
@@ -251,7 +253,7 @@ def _serve() -> None:
                 loop.observe(measured)
             _write(schedules, loop.schedule(step).to_bytes())
             file.write(loop.learner)
-        # Nothing is left to schedule; what the last steps took is of use to the next run.
+        # Nothing is left to schedule, but the times of the last steps are of use to a resumed run.
         while progress.wait_for_measured():
             for measured in progress.take_measured():
                 loop.observe(measured)
@@ -265,7 +267,7 @@ def _write(schedules: BinaryIO, encoded: bytes) -> None:
 
 
 class _Progress:
-    """The step that training is at and what steps took, as told over stdin."""
+    """The step that training is at, and the measured steps, as received over stdin."""
 
     def __init__(self, step: int) -> None:
         self._step, self._ended, self._changed = step, False, threading.Condition()
@@ -285,13 +287,13 @@ class _Progress:
             self._changed.notify_all()
 
     def wait_until(self, step: int) -> bool:
-        """Wait for the trainer to reach a step; False when it has gone."""
+        """Wait for the trainer to reach a step; False when the trainer is gone."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._step >= step)
             return not self._ended
 
     def wait_for_measured(self) -> bool:
-        """Wait for the trainer to tell what a step took; False when it has gone."""
+        """Wait for the measured times of a step; False when the trainer is gone."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._measured)
             return not self._ended
@@ -305,5 +307,5 @@ class _Progress:
 if __name__ == "__main__":
     _serve()
     sys.stdout.flush()
-    # The thread that reads stdin is still blocked in it; an orderly exit would tear the interpreter down under it.
+    # The thread that reads stdin is still blocked in its read. A normal exit would destroy the interpreter under it.
     os._exit(0)

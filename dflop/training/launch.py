@@ -1,6 +1,6 @@
 """Starting a training run: torchrun over the plan's ranks, unless the run is finished.
 
-This file imports no torch. `python -m dflop.training.rank` is what torchrun starts on every rank.
+This file does not import torch. torchrun starts `python -m dflop.training.rank` on every rank.
 """
 
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflop.config import Config, select_keys
 from dflop.models import ModelSpec, check_runnable, check_tp, load_model_spec
-from dflop.parallelism import Plan, load_plan
+from dflop.parallelism import Plan, check_layers, load_plan
 from dflop.pipeline import why_not_runnable
 from dflop.runtime import ToBeContinued, UserError
 from dflop.runtime.commands import COMMANDS
@@ -26,7 +26,8 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
     Raises:
         UserError: when the model's family or the plan cannot be trained, the plan is for other devices than the
             config's, a rank failed, or the run was asked to stop before its last step.
-        ToBeContinued: when this command was asked to by a SIGUSR1, as ahead of a time limit, and steps were made.
+        ToBeContinued: when this command was asked to stop by a SIGUSR1, as ahead of a time limit, after steps were
+            trained.
     """
     check_runnable(config.model.family)
     loaded = load_plan(plan)
@@ -53,9 +54,10 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
     onward = f"; the same command goes on from {found[0]}" if found else ""
     if code:
         after = " after it was asked to stop" if stopped else ""
-        raise UserError(f"training ended early{after} (torchrun's exit code {code}); the reason stands above{onward}")
+        raise UserError(f"training ended early{after} (torchrun's exit code {code}); see the reason above{onward}")
     if found and found[1]["step"] < config.train.steps:
-        # Ranks may have been asked that this command was not. One that makes no step would be continued for ever.
+        # Ranks may have been asked to stop when this command was not. A run that trains no step must not be continued,
+        # as it might be continued forever.
         goes_on = signal.SIGUSR1 in stopped and (before is None or before[1] != found[1])
         raise (ToBeContinued if goes_on else UserError)(
             f"training stopped after step {found[1]['step']} of {config.train.steps}, as asked{onward}"
@@ -63,7 +65,7 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
 
 
 def check_plan(path: Path, plan: Plan, spec: ModelSpec) -> None:
-    """Raise `UserError` when a plan, read from `path`, cannot be trained today, or not with this model."""
+    """Raise `UserError` when a plan, read from `path`, cannot be trained yet, or does not fit the model."""
     if why := why_not_runnable(plan):
         raise UserError(f"{path}: {why}")
     for grid in plan.grids:
@@ -71,10 +73,11 @@ def check_plan(path: Path, plan: Plan, spec: ModelSpec) -> None:
             check_tp(spec, grid.module, grid.tp)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
+    check_layers(path, plan, {module.name: module.num_layers for module in spec.modules})
 
 
 def check_devices(config: Config, plan: Plan) -> None:
-    """The plan must be for the configured devices."""
+    """Raise `UserError` when a plan is not for the configured devices."""
     if config.cluster.num_nodes > 1 and plan.world_size != config.cluster.num_devices:
         raise UserError(
             f"the plan is for {plan.world_size} devices, `cluster` has {config.cluster.num_devices} on "
@@ -88,7 +91,7 @@ def check_devices(config: Config, plan: Plan) -> None:
 
 
 def finished_at(config: Config, out: Path, generation: Generation) -> Path | None:
-    """The last checkpoint of a run that has trained all of its steps and left its model; None where work is left."""
+    """The last checkpoint of a run that has trained all of its steps and written its model; None if work is left."""
     found = find_checkpoint(out / "checkpoints")
     if found is None or config.train.resume == "never" or not (out / "model").is_dir():
         return None

@@ -1,4 +1,4 @@
-"""What a rank holds of the model: the stage of each node that it carries, and the optimiser that trains it."""
+"""What a rank holds of the model: the stage of each node that the rank carries, and the stage's optimiser."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +29,18 @@ __all__ = ["NodeModel", "RankModel", "build_rank_model", "forwards_that_read"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NodeModel:
-    """One node: its index in the program, its stage, the ranks that share it, and the optimiser over its replicas.
+    """One node of the program on this rank.
 
-    `parameters` are the stage's, under the names of the whole Hugging Face model, `shards` which part of each the rank
-    and its replicas have where they have not all of it, and `lr` their module's learning rate. It computes in `dtype`.
-    Parameters that other nodes or ranks hold as well, replicas apart, are `written_elsewhere`. `tied` is the matrix
-    that it shares with the other end of the LLM's pipeline, where the head is the embedding. Where replicas share
-    parameters, `shared` runs the stage, and `parameters` are DTensors over these replicas.
+    - `index`: of the node in the program.
+    - `ranks`: the tensor-parallel ranks that share the node.
+    - `optimizer`: over the node's replicas.
+    - `parameters`: the stage's, by their names in the whole Hugging Face model. If replicas shard them, DTensors.
+    - `shards`: which part of a parameter this rank and its replicas have, if they do not have the whole.
+    - `lr`: the module's learning rate.
+    - `dtype`: the dtype of computation.
+    - `written_elsewhere`: names of parameters that another node or tensor-parallel rank writes to checkpoints.
+    - `tied`: the matrix shared with the other end of the LLM's pipeline, if the head is tied to the embedding.
+    - `shared`: runs the stage, if replicas shard its parameters.
     """
 
     index: int
@@ -52,7 +57,7 @@ class NodeModel:
     shared: SharedPasses | None = None
 
     def run(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """What computes with the stage, begun and ended together with replicas that share its parameters."""
+        """Run `compute`, which uses the stage; if replicas shard its parameters, together with these."""
         return self.shared(compute) if self.shared else compute()
 
     def zero_grad(self) -> None:
@@ -61,7 +66,7 @@ class NodeModel:
             self.tied.zero_grad()
 
     def sum_gradients(self) -> None:
-        """Over the node's replicas."""
+        """Sum the gradients over the node's replicas."""
         if self.tied:
             self.tied.give_gradient()
         self.optimizer.sum_gradients()
@@ -69,8 +74,8 @@ class NodeModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankModel:
-    """The nodes of a rank, and what all nodes share: spec, config, each encoder's media processor, and tokenizer of
-    the model."""
+    """The nodes of a rank, and what all nodes share: the model's spec, its Hugging Face config, each encoder's media
+    processor, and the tokenizer."""
 
     nodes: tuple[NodeModel, ...]
     spec: ModelSpec
@@ -83,7 +88,7 @@ class RankModel:
         return next(own for own in self.nodes if own.index == index)
 
     def norm_squared(self) -> float:
-        """Of the summed gradients that this rank owns; added up over all ranks it is the model's."""
+        """The squared norm of the summed gradients that this rank owns. The sum over all ranks is the model's."""
         return sum(own.optimizer.norm_squared() for own in self.nodes)
 
     def update(self, lr_factor: float, scale: float) -> None:
@@ -111,7 +116,11 @@ def build_rank_model(
     config: Config, plan: Plan, topology: Topology, dtype: torch.dtype, *, is_empty: bool = False
 ) -> RankModel:
     """Build the stages of a rank's nodes, to compute in `dtype`, with weights from `model.path` or drawn from the
-    seed, or without values (`FamilyRuntime.build_stage`)."""
+    seed, or with `is_empty` without values (`FamilyRuntime.build_stage`).
+
+    Raises:
+        UserError: for a model, tokenizer or checkpoint that cannot be read, or stages that cannot be built this way.
+    """
     spec = load_model_spec(config.model)
     tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
     runtime = load_runtime(spec.family)
@@ -143,7 +152,7 @@ def _build_node(
     checkpoint: Path | None,
     is_empty: bool,
 ) -> NodeModel:
-    """One long function: whether replicas share its parameters decides of each part in turn."""
+    """One node. The function is long, because most of its parts depend on whether replicas shard the parameters."""
     node, ranks = topology.program.nodes[index], topology.tensor[index]
     is_trained = node.module not in config.model.freeze
     stage, units = _build_stage(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
@@ -151,12 +160,12 @@ def _build_node(
     lr, weight_decay = config.train.of_module(node.module)
     common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
     if not stage.is_trained:
-        compute_in(stage, dtype)  # what is never updated has no masters
-    # What is whole on every tensor-parallel rank, the first one counts and writes.
+        compute_in(stage, dtype)  # parameters that are never updated have no masters
+    # Parameters that are whole on every tensor-parallel rank are counted and written by the first one.
     of_first = [name for name in stage.named_hf_parameters() if not ranks.is_first and name not in stage.shards]
     if units:
         shared = SharedPasses(stage, units)
-        stage.requires_grad_(is_trained)  # what no pass reads stays as it is
+        stage.requires_grad_(is_trained)  # again, so that parameters that no pass reads are not trained
         parameters = stage.named_hf_parameters()
         own = ParameterShards(
             list(parameters.values()),
@@ -186,8 +195,8 @@ def _build_node(
         computed_in=dtype,
         counted_elsewhere=[parameters[name] for name in of_first],
     )
-    unread = [parameters[name] for name in stage.unread if name in parameters]  # written as they were read
-    compute_in(stage, dtype, but=unread)  # the copy, if there is one: it is no replica's to update
+    unread = [parameters[name] for name in stage.unread if name in parameters]  # they are written as they were read
+    compute_in(stage, dtype, but=unread)  # of trained parameters only the tied copy, which no optimiser has converted
     return NodeModel(
         **common,
         optimizer=optimizer,
@@ -209,7 +218,7 @@ def _build_stage(
     checkpoint: Path | None,
     is_empty: bool,
 ) -> tuple[Stage, Units | None]:
-    """A node's stage, compiled where that is wanted, and the units that replicas share, where they share parameters."""
+    """A node's stage, compiled if that is wanted, and what shards its units, if replicas shard its parameters."""
     node, ranks = topology.program.nodes[index], topology.tensor[index]
     check_tp(spec, node.module, ranks.size)
     units = None
@@ -223,7 +232,7 @@ def _build_stage(
         checkpoint=checkpoint,
         dtype=held_in(dtype),
         device=topology.device,
-        checkpointing=plan.checkpointing,
+        num_recomputed=plan.recomputed_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
         ranks=ranks,
         share=units.share if units else None,
         is_empty=is_empty,

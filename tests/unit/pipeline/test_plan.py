@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.parallelism import SHARDINGS, Grid, Plan, Sharding, load_plan, plan_from_dict, split_layers
+from dflop.parallelism import SHARDINGS, Grid, Plan, Sharding, check_layers, load_plan, plan_from_dict, split_layers
 from dflop.pipeline import why_not_runnable
 from dflop.runtime import UserError
 
@@ -100,7 +100,19 @@ def test_a_field_that_a_hand_got_wrong_is_named_with_what_would_be_right(tmp_pat
         ({"rank_ofset": 1}, "unknown field `plan.grids.llm.rank_ofset` .*did you mean `plan.grids.llm.rank_offset`"),
         ({"layers": 4}, "`plan.grids.llm.layers` is 4; it must be a list of whole numbers"),
         ({"layers": [2, 2.0]}, r"`plan.grids.llm.layers\[1\]` is 2.0; it must be a whole number from 1"),
-        ({"layers": [2, 1, 1]}, "llm: layers are given for 3 stages, but pp=2 makes 2"),
+        ({"layers": [2, 1, 1]}, r"llm: layers is \[2, 1, 1\], but pp=2 makes 2 stages; .* out for an even split"),
+        ({"layers": []}, r"`plan.grids.llm.layers` is \[\]; it must be a list of whole numbers, one a stage, or null"),
+        ({"recomputed": 4}, "`plan.grids.llm.recomputed` is 4; it must be a list of whole numbers"),
+        ({"recomputed": [2, -1]}, r"`plan.grids.llm.recomputed\[1\]` is -1; it must be a whole number from 0"),
+        ({"recomputed": []}, r"`plan.grids.llm.recomputed` is \[\]; it must be a list of whole numbers, one a stage"),
+        (
+            {"recomputed": [2]},
+            r"llm: recomputed is \[2\], but pp=2 makes 2 stages; .* out of all grids to recomp",
+        ),
+        (
+            {"recomputed": [1, 0]},
+            r"llm: recomputed is \[1, 0\], but the plan has no checkpointing; use checkpointing: true, or leave",
+        ),
         ({"num_ranks": 10**12}, "`plan.grids.llm.num_ranks` is 1000000000000; it must be .* to 1000000"),
     ],
 )
@@ -109,6 +121,50 @@ def test_a_grid_that_a_hand_got_wrong_is_named_with_what_would_be_right(change, 
     values["grids"]["llm"] |= change
     with pytest.raises(UserError, match=complaint):
         plan_from_dict(values)
+
+
+def test_some_layers_of_each_stage_are_recomputed_all_or_none():
+    plan = make_plan(llm_pp=2, checkpointing=True)
+    assert plan.recomputed_of("llm", 5) == (3, 2)
+    assert make_plan(llm_pp=2).recomputed_of("llm", 5) == (0, 0)
+    some = [dataclasses.replace(grid, recomputed=own) for grid, own in zip(plan.grids, ((0,), (3, 1)), strict=True)]
+    plan = dataclasses.replace(plan, grids=tuple(some))
+    assert plan.recomputed_of("llm", 5) == (3, 1)
+    assert str(plan).endswith(", checkpointing (layers vision 0, llm 3+1)")
+    assert plan_from_dict(yaml.safe_load(yaml.safe_dump(plan.to_dict()))) == plan
+
+
+def test_a_grid_recomputes_nothing_where_it_leaves_to_another_to_say_how_much():
+    values = make_plan(llm_pp=2, checkpointing=True).to_dict()
+    values["grids"]["llm"]["recomputed"] = [1, 0]
+    plan = plan_from_dict(values)
+    assert (plan.recomputed_of("vision", 3), plan.recomputed_of("llm", 5)) == ((0,), (1, 0))
+    assert str(plan).endswith(", checkpointing (layers vision 0, llm 1+0)")
+    assert plan_from_dict(plan.to_dict()) == plan
+    values["grids"]["llm"]["recomputed"] = None
+    assert plan_from_dict(values) == make_plan(llm_pp=2, checkpointing=True)
+    del values["grids"]["llm"]["recomputed"], values["grids"]["vision"]["recomputed"]
+    assert plan_from_dict(values).recomputed_of("vision", 3) == (3,)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"recomputed": [0, 9]}, r"`plan\.grids\.llm\.recomputed\[1\]` is 9; the stage has 2 layers: use at most 2"),
+        (
+            {"layers": [4, 1], "recomputed": [0, 2]},
+            r"`plan\.grids\.llm\.recomputed\[1\]` is 2; the stage has 1 layer: use at most 1",
+        ),
+        ({"layers": [4, 2]}, r"llm: the plan's layers \[4, 2\] are 6 together, the model has 5"),
+    ],
+)
+def test_layers_that_the_model_does_not_have_are_named_with_the_file(tmp_path, change, complaint):
+    values = make_plan(llm_pp=2, checkpointing=True).to_dict()
+    values["grids"]["llm"] |= change
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"plan": values}))
+    with pytest.raises(UserError, match=rf"plan\.yaml: {complaint}"):
+        check_layers(path, load_plan(path), {"vision": 3, "llm": 5})
 
 
 def test_a_grid_may_leave_out_its_dp():
@@ -163,7 +219,7 @@ def test_a_file_from_before_chunks_and_layers_still_loads():
         (("colocated", {"num_ranks": 4}, {"num_ranks": 4, "rank_offset": 4}), "llm owns rank 4, but there are only 4"),
         (
             ("colocated", {"num_ranks": 4}, {"num_ranks": 4, "layers": (2, 2)}),
-            r"layers are given for 2 stages, but pp=1 makes 1",
+            r"layers is \[2, 2\], but pp=1 makes 1 stage;",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from dflop.models.loads import Coefficients, Hinge
 from dflop.pipeline import why_not_runnable
 from dflop.planning import PlanPricer, enumerate_space, plan_of
 from dflop.planning.grouped_batches import GroupedBatches
+from dflop.planning.recompute import JustEnough, may_recompute
 from dflop.planning.splits import balanced_splits
 
 ALL_PLACEMENTS = ["disjoint", "colocated", "monolithic"]
@@ -94,24 +95,47 @@ def space_of(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleS
 def price_all(
     config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping: str = "balanced"
 ) -> pl.DataFrame:
-    """Every row of the space with its plan's mean step, its highest memory, and whether it can be trained today."""
+    """Every row of the space with its plan's mean step, its highest memory, and whether it can be trained today. The
+    plan recomputes just enough layers, or all of them where even that does not fit."""
     batches, splits, rows = space_of(config, spec, costs, samples)
     priced = []
     for row in rows.iter_rows(named=True):
-        plan = plan_of(row, splits)
-        pricer = PlanPricer(plan, config, spec, costs, batches, grouping)
-        steps = range(len(batches))
+        pricer = PlanPricer(plan_of(row, splits), config, spec, costs, batches, grouping)
+        pricer = just_enough(pricer, config, spec)
         priced.append(
             {
-                "plan": str(plan),
-                "step_s": float(np.mean([pricer.step_s(batch) for batch in steps])),
-                "memory_bytes": max(
-                    pricer.alone_bytes(), *(max(pricer.memory_bytes(batch).values()) for batch in steps)
-                ),
-                "is_runnable": why_not_runnable(plan) is None,
+                "plan": str(pricer.plan),
+                "step_s": float(np.mean([pricer.step_s(batch) for batch in range(len(batches))])),
+                "memory_bytes": pricer.needed_bytes(),
+                "is_runnable": why_not_runnable(pricer.plan) is None,
             }
         )
     return pl.DataFrame(priced)
+
+
+def some_needs(
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping: str = "balanced"
+) -> np.ndarray:
+    """What plans of rows all over the space need, with everything recomputed and with nothing."""
+    batches, splits, rows = space_of(config, spec, costs, samples)
+    pinned = config.plan.fixed.checkpointing if config.plan.fixed else None
+    needs = []
+    for row in rows.gather_every(1 + len(rows) // 200).iter_rows(named=True):
+        for recomputes in (False, True):
+            if pinned in (None, recomputes) and not (recomputes and row["schedule"] == "zb_h1"):
+                plan = plan_of(row, splits, checkpointing=recomputes)
+                needs.append(PlanPricer(plan, config, spec, costs, batches, grouping).needed_bytes())
+    return np.array(needs)
+
+
+def just_enough(nothing: PlanPricer, config: Config, spec: ModelSpec) -> PlanPricer:
+    """A plan that recomputes nothing, with just enough layers recomputed, or all where even that does not fit."""
+    limit = config.cluster.memory_gib * 2**30
+    pinned = config.plan.fixed.checkpointing if config.plan.fixed else None
+    if pinned is not True and (nothing.needed_bytes() <= limit or not may_recompute(nothing.plan.schedule, pinned)):
+        return nothing
+    found = None if pinned else JustEnough(spec, config.model.freeze, limit).of(nothing)
+    return found or nothing.recomputing(dataclasses.replace(nothing.plan, checkpointing=True))
 
 
 def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2), modules: Sequence[str] = ("vision", "llm")) -> CostModel:
@@ -131,13 +155,14 @@ def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2), modules: Sequence[
                 again_s, kept_share = rng.uniform(1.5, 2.5), rng.uniform(0.05, 0.4)
                 forward = _bent(rng, along[part], scale * unit_s, module == "llm" and part == "layer", is_bent)
                 kept = _bent(rng, along[part], scale * unit_bytes, False, False)
+                on_top = _bent(rng, along[part], scale * unit_bytes, False, is_bent)
                 for checkpointing in (False, True) if part in ("stage", "layer") else (False,):
                     key = (module, tp, part, checkpointing)
                     again = float(checkpointing and part == "layer")
                     times[*key, "forward"] = forward
                     times[*key, "backward"] = (again_s + again) * forward
                     activations[key] = kept_share * kept if again else kept
-                    transients[key] = kept if again else _bent(rng, along[part], scale * unit_bytes, False, is_bent)
+                    transients[key] = kept if again else on_top
                 parameter_bytes[module, tp, part] = rng.uniform(0, 1e6) * share / tp if part != "stage" else 0.0
     return CostModel(
         times=times,

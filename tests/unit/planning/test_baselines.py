@@ -70,7 +70,7 @@ def test_the_rule_takes_the_least_of_its_formula_at_mean_shapes(price, tiny_spec
         for grid in plan.grids:
             sums = [[load.sum() for load in loads_of(grid.module, shapes)] for shapes in batches.shapes]
             mean = np.mean(sums, axis=0)[:, None] / (grid.dp * plan.num_microbatches)
-            whole = StageKind.whole(grid.module, grid.tp, 4, checkpointing=plan.checkpointing)
+            whole = StageKind.whole(grid.module, grid.tp, 4, num_recomputed=4 if plan.checkpointing else 0)
             whole_s = sum(costs.stage_time(whole, Loads(*mean)))
             stages_s.append(whole_s.item() / grid.pp)
         return (plan.num_microbatches + sum(grid.pp for grid in plan.grids) - 1) * max(stages_s)
@@ -119,7 +119,7 @@ def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(pri
             for turn in range(own.plan.num_microbatches):
                 held = [shapes.take(np.flatnonzero((device == rank) & (microbatch == turn))) for rank in range(4)]
                 loads = [Loads(*(np.array([load.sum()]) for load in loads_of(module, one))) for one in held]
-                whole = StageKind.whole(module, 1, 4, checkpointing=own.plan.checkpointing)
+                whole = StageKind.whole(module, 1, 4, num_recomputed=own.plan.recomputed_of(module, 4)[0])
                 both = np.array([costs.stage_time(whole, one) for one in loads])
                 step_s += both.max(axis=0).sum()
         steps_s.append(step_s)

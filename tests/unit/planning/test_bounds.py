@@ -12,9 +12,12 @@ from spaces import bent_costs, make_config, space_of, uneven_samples
 
 from dflop.planning import PlanPricer, plan_of
 from dflop.planning.bounds import lower_bounds
+from dflop.planning.dealt_media import DealtMedia
 from dflop.planning.least_links import LeastLinks
 from dflop.planning.least_memory import LeastMemory
 from dflop.planning.pipelines import MeanPipelines
+from dflop.planning.recompute import JustEnough, may_recompute, with_recomputed
+from dflop.planning.space import llm_layers
 
 # Costs are drawn from a seed: a smaller seed is no simpler a case.
 _UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -44,15 +47,29 @@ class Case:
         links = LeastLinks(costs, spec, config.cluster, freeze, 4)
         self.bounds = lower_bounds(self.rows, batches.shapes, costs, spec, splits, links)
         self.pipelines = MeanPipelines(config, spec, costs, batches, splits, links, grouping)
+        self.media = DealtMedia(spec, costs, batches, grouping, freeze)
         self.memory = LeastMemory(spec, costs, batches, splits, grouping, freeze, 4)
-        self.pricers = [
-            PlanPricer(plan_of(row, splits), config, spec, costs, batches, grouping)
-            for row in self.rows.iter_rows(named=True)
-        ]
+        self.rng, self.spec, self.splits, self.frozen = np.random.default_rng(seeds), spec, splits, freeze
+        self.pricer_of = lambda plan: PlanPricer(plan, config, spec, costs, batches, grouping)
         self.num_batches = len(batches)
 
     def __iter__(self):
-        return zip(range(len(self.rows)), self.rows.iter_rows(named=True), self.pricers, strict=True)
+        """Each row with how many layers its plan recomputes of each of the LLM's stages, drawn, and the pricer."""
+        for place, row in enumerate(self.rows.iter_rows(named=True)):
+            plan = plan_of(row, self.splits)
+            counts = {grid.module: np.zeros(grid.pp, dtype=int) for grid in plan.grids}
+            if may_recompute(plan.schedule, None) and self.rng.random() < 0.7:
+                for grid in plan.grids:
+                    layers = plan.layers_of(grid.module, self.spec.module(grid.module).num_layers)
+                    most = [sum(map(len, layers[device :: grid.pp])) for device in range(grid.pp)]
+                    counts[grid.module] = self.rng.integers(0, most, endpoint=True)
+            plan = with_recomputed(plan, counts, self.spec)
+            yield place, row, plan.recomputed_of("llm", self.spec.module("llm").num_layers), self.pricer_of(plan)
+
+    def ends(self, row):
+        """What the LLM needs at least with no layer recomputed, and with all of them."""
+        layers = llm_layers(row, self.splits, self.spec.module("llm").num_layers)
+        return [self.memory.of_llm(row, own) for own in ((0,) * len(layers), tuple(layers))]
 
 
 @settings(max_examples=20, phases=_UNSHRUNK)
@@ -60,14 +77,16 @@ class Case:
 def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, grouping, device_model):
     case = Case(tiny_spec, shape, seeds, freeze, grouping, device_model)
     means_s = case.bounds.means()
-    for place, row, pricer in case:
+    for place, row, recomputed, pricer in case:
         steps_s = np.array([pricer.step_s(batch) for batch in range(case.num_batches)])
         assert means_s[place] <= _SLACK * steps_s.mean(), row
-        of_mean_batch = case.pipelines.of_batches(row, mean=True)
+        of_mean_batch = case.pipelines.of_batches(row, recomputed, mean=True)
         assert of_mean_batch[0].item() <= _SLACK * steps_s.mean(), row
         (of_mean_s,) = case.bounds.of_pipeline(place, *of_mean_batch)
+        sync_s = case.pipelines.sync_s(row, tuple(llm_layers(row, case.splits, case.spec.module("llm").num_layers)))
+        adds_s = case.media.adds_s(row, 0.0, sync_s)
         assert of_mean_s <= _SLACK * steps_s.mean(), row
-        of_each_s = case.bounds.of_pipeline(place, *case.pipelines.of_batches(row))
+        of_each_s = case.bounds.of_pipeline(place, *case.pipelines.of_batches(row, recomputed), adds_s=adds_s)
         assert (of_each_s <= _SLACK * steps_s).all(), row
 
 
@@ -75,11 +94,30 @@ def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, grou
 @drawn
 def test_no_plan_needs_less_memory_than_its_bounds(tiny_spec, shape, seeds, freeze, grouping, device_model):
     case = Case(tiny_spec, shape, seeds, freeze, grouping, device_model)
-    for _, row, pricer in case:
+    for _, row, recomputed, pricer in case:
         needed = max(max(pricer.memory_bytes(batch).values()) for batch in range(case.num_batches))
-        of_llm = case.memory.of_llm(row)
+        of_llm = case.memory.of_llm(row, recomputed)
         assert case.memory.of_device(of_llm.max()) <= _SLACK * needed, row
-        assert case.memory.least_bytes(row, of_llm) <= _SLACK * needed, row
+        recomputes = pricer.plan.checkpointing
+        assert case.memory.least_bytes(row, of_llm, recomputes=recomputes) <= _SLACK * needed, row
+
+
+@settings(max_examples=20, phases=_UNSHRUNK)
+@drawn
+def test_no_plan_that_fits_recomputes_fewer_layers_than_it_must(
+    tiny_spec, shape, seeds, freeze, grouping, device_model
+):
+    case = Case(tiny_spec, shape, seeds, freeze, grouping, device_model)
+    for _, row, recomputed, pricer in case:
+        limit = _SLACK * max(max(pricer.memory_bytes(batch).values()) for batch in range(case.num_batches))
+        if may_recompute(row["schedule"], None):
+            must = case.memory.least_recomputed(row, limit, case.ends(row))
+            assert all(least <= own for least, own in zip(must, recomputed, strict=True)), row
+        nothing = case.pricer_of(plan_of(row, case.splits))
+        found = JustEnough(tiny_spec, freeze, limit).of(nothing) if pricer.plan.checkpointing else None
+        if found is not None and nothing.needed_bytes() > limit:
+            must = case.memory.least_recomputed(row, limit, case.ends(row), beside_encoders=True)
+            assert all(least <= own for least, own in zip(must, found.plan.recomputed_of("llm", 4), strict=True)), row
 
 
 def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
@@ -95,7 +133,9 @@ def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
     assert rows["schedule"].n_unique() == 4
     for row in rows.iter_rows(named=True):
         step_s = PlanPricer(plan_of(row, splits), config, tiny_spec, costs, batches, "balanced").step_s(0)
-        bound_s = bounds.of_pipeline(row["place"], *pipelines.of_batches(row))[0]
+        bound_s = bounds.of_pipeline(
+            row["place"], *pipelines.of_batches(row, (0,) * row["llm_pp"] * row["num_chunks"])
+        )[0]
         assert bound_s == pytest.approx(step_s, rel=1e-9), row
 
 

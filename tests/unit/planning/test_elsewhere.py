@@ -72,7 +72,13 @@ def test_the_example_of_eight_nodes_says_what_it_saves_beside_todays_layout(tmp_
     today = said["baselines"][0]
     assert today["name"] == TODAY
     assert today["plan"].endswith("vision tp2 pp1 dp32 + llm tp2 pp1 dp32, 8 microbatches, 1f1b, checkpointing")
-    assert f"{today['step_s']:.3f} s" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{today['step_s']:.3f} s" in out
+    (priced,) = (line for line in out.splitlines() if " at 2.50 an hour" in line)
+    assert priced.startswith("an epoch of 600 samples, 2 steps: ")
+    money = [2 * 64 * step_s / 3600 * 2.5 for step_s in (said["predicted"]["step_s"], today["step_s"])]
+    assert f"GPU-hours, {money[0]:.2f} at 2.50 an hour; with today's layout " in priced
+    assert f"GPU-hours, {money[1]:.2f} (predicted)" in priced
     page = Path("results/what-if/report/index.html").read_text()
     assert "today&#39;s layout would take" in page
     assert "at 2.50 an hour" in page
@@ -81,7 +87,9 @@ def test_the_example_of_eight_nodes_says_what_it_saves_beside_todays_layout(tmp_
 def test_what_was_made_is_a_run_like_any_other(planned, monkeypatch, capsys):
     monkeypatch.chdir(planned.parents[1])
     cli.main(["plan", "mine"], standalone_mode=False)
-    assert "chosen: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "chosen: " in said
+    assert "an epoch of" not in said  # without a price
 
 
 def test_the_same_data_is_not_read_again_for_another_cluster(planned, monkeypatch, capsys):

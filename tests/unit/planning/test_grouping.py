@@ -51,9 +51,10 @@ def test_small_microbatches_stand_at_both_ends_of_every_replica(grouped, layout,
     """Along a replica's microbatches loads rise to one peak and fall again."""
     dp, num_microbatches, batch_size = layout
     batches = grouped(batch_size, seed)
-    _, load = batches._bucketed(0, dp * num_microbatches)
     rank, microbatch = batches.balanced(0, dp, num_microbatches)
-    bucket = quick_buckets(batches._loads_s[0], dp * num_microbatches)
+    loads_s = batches._loads_s[0]
+    bucket = quick_buckets(loads_s, dp * num_microbatches)
+    load = np.bincount(bucket, weights=loads_s.sum(axis=1))
     of_place = np.zeros((dp, num_microbatches))
     of_place[rank, microbatch] = load[bucket]
     for along in of_place:

@@ -138,14 +138,18 @@ def test_fewer_samples_than_buckets(schedule, make_run):
         ),
         (
             lambda grids: {**grids, "llm": {**grids["llm"], "layers": [1, 99]}},
-            r"layers \[1, 99\] are 100 together, the model has \d+",
+            r"plan\.yaml: llm: the plan's layers \[1, 99\] are 100 together, the model has \d+",
+        ),
+        (
+            lambda grids: {**grids, "llm": {**grids["llm"], "recomputed": [0] * (grids["llm"]["pp"] - 1) + [99]}},
+            r"plan\.yaml: `plan\.grids\.llm\.recomputed\[\d\]` is 99; the stage has \d+ layers?: use at most \d",
         ),
     ],
 )
 def test_a_plan_with_other_modules_or_layers_than_the_model(schedule, make_run, change, said):
     run = make_run()
     written = yaml.safe_load(run.paths["plan"].read_text())
-    written["plan"]["grids"] = change(written["plan"]["grids"])
+    written["plan"] |= {"checkpointing": True, "grids": change(written["plan"]["grids"])}
     run.paths["plan"].write_text(yaml.safe_dump(written, sort_keys=False))
     assert_one_line(schedule(run), said)
 

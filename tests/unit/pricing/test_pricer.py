@@ -115,7 +115,7 @@ def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(make_pr
                 num_layers=num_layers,
                 is_first=node.pp_stage == 0,
                 is_last=node.pp_stage == pp - 1,
-                checkpointing=plan.checkpointing,
+                num_recomputed=num_layers if plan.checkpointing else 0,
             )
             expected = costs.stage_time(kind, Loads(*loads))
             assert times.forward_s[index, microbatch] == pytest.approx(float(expected[0]))

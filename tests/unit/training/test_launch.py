@@ -61,11 +61,15 @@ def test_nothing_is_started_for_a_plan_that_does_not_fit(tmp_path):
     ("change", "complaint"),
     [
         ({"num_ranks": 4, "tp": 4}, "tp=4 does not divide llm's 4 attention heads and 2 key-value heads of tiny; use"),
+        (
+            {"num_ranks": 1, "recomputed": (9,)},
+            r"`plan.grids.llm.recomputed\[0\]` is 9; the stage has 4 layers: use at most 4",
+        ),
     ],
 )
 def test_nothing_is_started_for_a_plan_that_does_not_fit_the_model(tmp_path, change, complaint):
     grids = (make_plan().grids[0], Grid(module="llm", rank_offset=2, **change))
-    plan = dataclasses.replace(make_plan(), grids=grids)
+    plan = dataclasses.replace(make_plan(), grids=grids, checkpointing=True)
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
     with pytest.raises(UserError, match=f"plan.yaml: {complaint}"):

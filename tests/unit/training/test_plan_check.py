@@ -65,9 +65,11 @@ def costs_file(tiny_spec, tmp_path_factory):
     return write_costs_of(tiny_spec, tmp_path_factory.mktemp("costs") / "costs.duckdb", (1, 2))
 
 
-def write_costs_of(spec: ModelSpec, path: Path, tp_sizes: Sequence[int]) -> Path:
+def write_costs_of(spec: ModelSpec, path: Path, tp_sizes: Sequence[int], frozen: Sequence[str] = ()) -> Path:
     points = [
-        analytic_points(spec, module.name, tp, load_device("h100-80g")) for module in spec.modules for tp in tp_sizes
+        analytic_points(spec, module.name, tp, load_device("h100-80g"), is_frozen=module.name in frozen)
+        for module in spec.modules
+        for tp in tp_sizes
     ]
     measurements = pl.concat([own.measurements for own in points])
     tables = fit_costs(measurements, pl.concat([own.parameters for own in points]))
@@ -84,6 +86,16 @@ def test_a_rank_holds_what_the_memory_model_says(name, costs_file):
     for category in MEMORY_CATEGORIES[:3]:  # parameters begin at round places, which small ones fill with nothing
         assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=5e-3), category
     assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["pipelined", "weights' gradients put off", "tensor parallelism, recomputing"])
+def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tiny_spec, tmp_path):
+    config = load_config(CONFIG | {"model": {"freeze": ["llm"]}})
+    costs = CostModel.load(write_costs_of(tiny_spec, tmp_path / "costs.duckdb", (1, 2), frozen=["llm"]))
+    grid = PLANS[name].grid("llm")
+    for rank in range(grid.rank_offset, grid.rank_offset + grid.num_ranks):
+        checked = check_rank(config, PLANS[name], costs, LOAD, rank)
+        assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1), rank
 
 
 @pytest.mark.parametrize("family", family_names())
