@@ -1,4 +1,4 @@
-"""The command that compares: what others would run, and we, on the same data, costs and cluster."""
+"""The command that compares other systems with ours on the same data, costs and cluster."""
 
 from pathlib import Path
 from typing import Any
@@ -33,24 +33,24 @@ __all__ = ["compare_command"]
 def compare_command(
     configs: tuple[str, ...], shapes: Path, costs: Path, batches: int, out: Path, ablate: bool, scale: str | None
 ) -> None:
-    """Price published ways to train beside ours: the same batches, costs and cluster, one simulator.
+    """Price published ways to train, and `plan.today`, beside ours: the same batches, costs and cluster, one simulator.
 
     RUN is a run of the workflow, by its name or folder; then the files are the run's.
     """
-    from dflop.comparison import ABLATION, SYSTEMS, keys_of_size, scaling_frame, scaling_text
+    from dflop.comparison import ABLATION, keys_of_size, scaling_frame, scaling_text, systems_of
     from dflop.runtime import written_whole
 
-    config, systems = load_for("compare", configs), ABLATION if ablate else SYSTEMS
+    config = load_for("compare", configs)
     if ablate:
         out = out.with_stem(f"{out.stem}-ablation")
     if scale is None:
-        _write(_rows(config, shapes, costs, batches, systems), config, costs, out)
+        _write(_rows(config, shapes, costs, batches, ABLATION if ablate else systems_of(config)), config, costs, out)
         return
     sizes = {size: load_for("compare", (*configs, *keys_of_size(config, size))) for size in _sizes(scale)}
     found = {}
     for size, sized in sizes.items():
         click.echo(f"{size} devices", err=True)
-        found[size] = _rows(sized, shapes, costs, batches, systems)
+        found[size] = _rows(sized, shapes, costs, batches, ABLATION if ablate else systems_of(sized))
     with written_whole(out.with_stem(f"{out.stem}-scale")) as path:
         scaling_frame(found).write_parquet(path)
     click.echo(scaling_text(found))
@@ -64,19 +64,18 @@ def _sizes(text: str) -> list[int]:
 
 
 def _rows(config: Any, shapes: Path, costs: Path, batches: int, systems: tuple) -> list:
-    """What was found of each system; samples that no plan holds are left out, and said."""
+    """A row for each system. Samples that no plan can hold are left out, and their number is printed."""
     from dflop.comparison import compare_systems
     from dflop.costs import CostModel
     from dflop.data import load_samples
-    from dflop.models import digest_of_spec, load_model_spec
-    from dflop.planning import leave_out_what_no_plan_holds
+    from dflop.models import load_model_spec
+    from dflop.planning import leave_out_what_no_plan_holds, require_todays_layout
 
     spec = load_model_spec(config.model)
     samples, _ = load_samples(shapes, spec.encoders)
     cost_model = CostModel.load(costs)
-    cost_model.require_made_for(
-        model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
-    )
+    cost_model.require_made_for(spec, config)
+    require_todays_layout(config, spec, cost_model)
     samples, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
     if len(left_out):
         click.echo(f"{len(left_out)} samples are left out: no plan holds them", err=True)
@@ -92,7 +91,7 @@ def _rows(config: Any, shapes: Path, costs: Path, batches: int, systems: tuple) 
 
 
 def _write(rows: list, config: Any, costs: Path, out: Path) -> None:
-    """The table, as Parquet, JSON and a figure, and as text on the screen."""
+    """Write the table as Parquet, JSON and a figure, and print it."""
     from dflop.comparison import comparison_frame, comparison_json, comparison_text
     from dflop.costs import CostModel
     from dflop.reporting.comparison import plot_comparison

@@ -10,7 +10,7 @@ from dflop.runtime import UserError
 
 __all__ = ["fit_costs_command", "profile_costs", "profile_links"]
 
-# Fewer whole stages kept out of the fit, or a larger median error, than this are worth a word.
+# Users are warned where fewer whole stages than this were kept out of the fit, or where the median error is larger.
 _FEW_HELD_OUT, _LARGE_ERROR = 6, 0.2
 
 
@@ -27,7 +27,7 @@ _FEW_HELD_OUT, _LARGE_ERROR = 6, 0.2
     "--out", type=FILE, required=True, help="Parquet file to write; sizes go beside it as *.parameters.parquet."
 )
 def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path | None, out: Path) -> None:
-    """What a module's layers cost at several sizes: measured on this device, or (`costs.source`) analytic."""
+    """Find the costs of a module's layers at several sizes: measured on this device, or analytic (`costs.source`)."""
     import polars as pl
 
     from dflop.costs import require_parquet
@@ -46,16 +46,17 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path |
 
 
 def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None:
-    """Write points of the roofline of `cluster.device_model` where measurements would stand, and that device."""
+    """Write points of the roofline of `cluster.device_model`, and a row about that device, in place of measurements."""
     import polars as pl
 
     from dflop.costs import Measured, analytic_points, write_measured
-    from dflop.models import digest_of_spec
+    from dflop.models import digest_of_spec, passes_gradients_on
     from dflop.runtime.devices import load_device
 
     own_file = config.cluster.device_models
     device = load_device(config.cluster.device_model, Path(own_file) if own_file else None)
-    points = analytic_points(spec, module, tp, device, config.costs.implementation)
+    is_frozen = passes_gradients_on(module, config.model.freeze)
+    points = analytic_points(spec, module, tp, device, config.costs.implementation, is_frozen=is_frozen)
     about = {
         "device": f"{config.cluster.device_model} (analytic)",
         "model": digest_of_spec(spec),
@@ -65,6 +66,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
         "tp": tp,
         "num_ranks": tp,
         "threads": 0,
+        "is_frozen": is_frozen,
         "precision": "bf16",
         "torch": "",
         "overhead_bytes": int(device.overhead_bytes),
@@ -80,7 +82,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     from dflop.config import select_keys
     from dflop.costs.design import load_bounds
     from dflop.data import ChatTokenizer, tokenizer_folder
-    from dflop.models import check_runnable
+    from dflop.models import check_runnable, passes_gradients_on
     from dflop.runtime.commands import COMMANDS
     from dflop.runtime.torchrun import run_ranks
 
@@ -98,6 +100,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
         "config": select_keys(config, COMMANDS["profile-costs"].reads),
         "module": module,
         "tp": tp,
+        "is_frozen": passes_gradients_on(module, config.model.freeze),
         "bounds": str(bounds) if bounds else None,
         "tokenizer": str(tokenizer.folder),
         "out": str(out),
@@ -106,7 +109,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     per_node = tp if cluster.device == "cuda" else cluster.devices_per_node // tp * tp
     code, _ = run_ranks("dflop.costs.profile_rank", request, cluster, num_nodes=1, per_node=per_node)
     if code:
-        raise UserError(f"measuring {module} at tp={tp} ended early (torchrun's exit code {code}); why stands above")
+        raise UserError(f"measuring {module} at tp={tp} ended early (torchrun's exit code {code}); see above")
 
 
 @click.command("profile-links")
@@ -175,7 +178,10 @@ def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, o
         )
     errors = tables["fit_error"]
     if len(errors) and (errors["num_held_out"].min() < _FEW_HELD_OUT or errors["median_error"].max() > _LARGE_ERROR):
-        click.echo("  few or rough; raise `costs.time_budget_s`, or measure on a machine that does nothing else")
+        click.echo(
+            "  these errors are large, or come from few measurements; raise `costs.time_budget_s`, or measure on a "
+            "machine that does nothing else"
+        )
     for row in tables["link_model"].iter_rows(named=True) if links_path else ():
         click.echo(
             f"  {row['kind']} {row['scope']}, {row['num_ranks']} ranks: {row['latency_s'] * 1e6:.3g} µs and "

@@ -1,6 +1,6 @@
-"""`dflop compare --measure`: rows of the comparison train for real, in turns, on the devices that there are.
+"""`dflop compare --measure`: the systems of the comparison really train, in turns, on this machine's devices.
 
-The workflow never comes here.
+The workflow does not use this module.
 """
 
 import functools
@@ -17,7 +17,7 @@ __all__ = ["may_measure"]
 
 
 def may_measure(function: Callable) -> Callable:
-    """A command that compares predictions, or with `--measure` the clock as well."""
+    """Add `--measure` to the command that compares predictions: it then measures step times as well."""
 
     @click.option(
         "--measure",
@@ -26,9 +26,11 @@ def may_measure(function: Callable) -> Callable:
         "predicted ones: our plan and policy, the same plan with random groups, plain DDP and FSDP2, and each system "
         "by the fastest plan of its kind. Writes *-measured.parquet.",
     )
-    @click.option("--plan", "plan_path", type=FILE, help="With --measure: our plan; plan.yaml beside the shapes else.")
-    @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="With --measure: counted.")
-    @click.option("--row", "rows", multiple=True, help="With --measure: this row beside ours, not all. Repeatable.")
+    @click.option("--plan", "plan_path", type=FILE, help="With --measure: our plan. Default: plan.yaml by the shapes.")
+    @click.option(
+        "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="With --measure: steps that count."
+    )
+    @click.option("--row", "rows", multiple=True, help="With --measure: only this row beside ours. Repeatable.")
     @click.option(
         "--on-the-fly",
         is_flag=True,
@@ -60,7 +62,7 @@ def _measure(
     names: tuple[str, ...],
     on_the_fly: bool,
 ) -> None:
-    from dflop.comparison import OURS_AT_RANDOM, SYSTEMS, SystemRow, measured_frame, measured_text
+    from dflop.comparison import OURS_AT_RANDOM, TODAYS, SystemRow, measured_frame, measured_text, systems_of
     from dflop.config import load_config
     from dflop.models import check_runnable, load_model_spec
     from dflop.training.side_by_side import PLAIN_ROWS, measure_rows
@@ -72,7 +74,9 @@ def _measure(
             "to 1, with a plan for one node"
         )
     check_runnable(config.model.family)
-    known = (OURS_AT_RANDOM, *PLAIN_ROWS, *(system.name for system in SYSTEMS))
+    known = (OURS_AT_RANDOM, *PLAIN_ROWS, *(system.name for system in systems_of(config)))
+    if TODAYS in names and TODAYS not in known:
+        raise UserError(f"there is no row {TODAYS!r}: the config has no `plan.today`, which would say what it is")
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"there is no row {unknown[0]!r}; --row takes {', '.join(map(repr, known))}")
     spec, chosen = load_model_spec(config.model), names or known
@@ -100,13 +104,12 @@ def _contenders(
     names: tuple[str, ...],
     on_the_fly: bool,
 ) -> list:
-    """Ours, and the chosen ones of those that have a plan, with what each decides for every step."""
-    from dflop.comparison import OURS, SYSTEMS, contenders
+    """Our system and the chosen others (`comparison.contenders`), with their schedules of all steps."""
+    from dflop.comparison import OURS, contenders, systems_of
     from dflop.costs import CostModel
     from dflop.data import load_samples
-    from dflop.models import digest_of_spec
     from dflop.parallelism import load_plan
-    from dflop.planning import leave_out_what_no_plan_holds
+    from dflop.planning import leave_out_what_no_plan_holds, require_todays_layout
     from dflop.training import check_devices, check_plan
     from dflop.training.side_by_side import counted_steps, num_scheduled
 
@@ -115,11 +118,10 @@ def _contenders(
     check_devices(config, plan)
     samples, _ = load_samples(shapes, spec.encoders)
     cost_model = CostModel.load(costs)
-    cost_model.require_made_for(
-        model=digest_of_spec(spec), precision=config.train.precision, device_model=config.cluster.device_model
-    )
+    cost_model.require_made_for(spec, config)
+    require_todays_layout(config, spec, cost_model)
     samples, _ = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
-    systems = [system for system in SYSTEMS if system.name in names]
+    systems = [system for system in systems_of(config) if system.name in names]
     with progress_bar(unit=" rows", total=len(systems) + 2) as bar:
 
         def progress(name: str) -> None:

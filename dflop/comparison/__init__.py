@@ -1,8 +1,8 @@
-"""Comparison: published ways to train beside ours, on the same batches, costs and cluster, by one simulator.
+"""Comparison of published training systems with ours, on the same batches, costs and cluster, by one simulator.
 
-`systems/` has a file for each; `compare` prices them, `table` writes down what was found. `ablation` takes ours apart,
-`scaling` does it all at several sizes of the cluster, `contenders` are rows that can be carried out, and `measured`
-sets what that took beside what was predicted.
+`systems/` has a file for each system; `compare` prices them, `table` writes the results. `ablation` compares parts of
+our system, `scaling` repeats the comparison at several sizes of the cluster. `contenders` are the systems that can be
+trained here, and `measured` puts their measured times beside the predicted ones.
 """
 
 from dflop.comparison.ablation import ABLATION
@@ -10,7 +10,7 @@ from dflop.comparison.compare import OURS, SystemRow, compare_systems
 from dflop.comparison.contenders import OURS_AT_RANDOM, Contender, contenders
 from dflop.comparison.measured import Clocked, measured_frame, measured_text
 from dflop.comparison.scaling import keys_of_size, scaling_frame, scaling_text
-from dflop.comparison.systems import SYSTEMS
+from dflop.comparison.systems import SYSTEMS, TODAYS, systems_of
 from dflop.comparison.table import comparison_frame, comparison_json, comparison_text
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "OURS",
     "OURS_AT_RANDOM",
     "SYSTEMS",
+    "TODAYS",
     "Clocked",
     "Contender",
     "SystemRow",
@@ -31,4 +32,5 @@ __all__ = [
     "measured_text",
     "scaling_frame",
     "scaling_text",
+    "systems_of",
 ]

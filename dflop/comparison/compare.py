@@ -1,4 +1,4 @@
-"""What each system's step takes on the same batches, costs and cluster, by the same simulator."""
+"""Each system's step time on the same batches, costs and cluster, by the same simulator."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,18 +31,18 @@ __all__ = [
 ]
 
 OURS = "dflop"
-# Batches on which a system's plan is chosen, of those that plans are searched on.
+# The number of batches on which a system's plan is chosen; they are among those that plans are searched on.
 NUM_TRIED = 2
 
 
 @dataclass(kw_only=True, slots=True)
 class SystemRow:
-    """What was found of a system: means over the batches, the highest memory, and why there is nothing.
+    """The results of a system: means over the batches, and the peak memory over them.
 
-    `variation` is the standard deviation of what microbatches cost over its mean, of the module where that is largest;
-    `gap` what the step takes above the lower bound of any schedule of the system's own plan; `num_fitted` of how many
-    batches samples had to change places, since memory would not have held what the system decided. `steps_s` are the
-    steps of each batch.
+    `variation` is the coefficient of variation of the microbatches' seconds in a stage, for the stage where it is
+    largest. `gap` is the step time over the lower bound of any schedule of the system's own plan, less 1. `num_fitted`
+    is the number of batches in which samples had to change places, because the system's assignment did not fit into
+    memory. `steps_s` are the step times of the batches. Where there is no result, `why_not` says why.
     """
 
     name: str
@@ -63,7 +63,7 @@ class SystemRow:
 
 @dataclass(frozen=True, slots=True)
 class PricedStep:
-    """What the simulator says of one batch of one system."""
+    """The simulated result of one batch of one system; the fields are those of `SystemRow`."""
 
     step_s: float
     idle: float
@@ -84,10 +84,12 @@ def compare_systems(
     systems: Sequence[System] = SYSTEMS,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[SystemRow]:
-    """A row for each system, ours last, on batches that no plan was chosen on; `progress` is told who is next.
+    """A row for each system, ours last, on `num_batches` batches on which no plan was chosen.
+
+    `progress` is called with the name of each system before it is priced.
 
     Raises:
-        UserError: when nothing of ours fits, or there are too few samples.
+        UserError: when none of our plans fits, or there are too few samples.
     """
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
     num_searched = len(GroupedBatches(config, spec, costs, samples))
@@ -128,11 +130,17 @@ def fastest_plan(
     samples: SampleShapes,
     shapes: Mapping[int, SampleShapes],
 ) -> tuple[Pricer | None, str | None]:
-    """Of the plans that a system may have, the pricer of the one that is fastest with what it decides for the first
-    batches of `shapes`; none, and why, where none fits."""
+    """The pricer of a system's fastest plan, by its own assignments of the first batches in `shapes`.
+
+    Returns None and the reason where no plan fits.
+    """
     best: tuple[float, Pricer] | None = None
     why_not = "no plan of the kind fits into memory"
-    for pricer in [pricer_of(plan, config, spec, costs) for plan in system.plans(config, spec, costs, samples)]:
+    try:
+        plans = system.plans(config, spec, costs, samples)
+    except UserError as error:
+        return None, str(error)
+    for pricer in [pricer_of(plan, config, spec, costs) for plan in plans]:
         try:
             tried = [_step_of(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
         except UserError as error:
@@ -147,15 +155,16 @@ def fastest_plan(
 def decided_by(
     system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int
 ) -> tuple[Assignment, float, bool]:
-    """What a system makes of a batch, the seconds that it took, and whether samples had to change places, since memory
-    would not have held what it decided.
+    """A system's assignment of a batch, the seconds that it took to decide, and whether it was changed to fit.
+
+    An assignment that does not fit into memory is changed until it does.
 
     Raises:
-        UserError: when memory holds the batch in no way.
+        UserError: when no assignment is found that fits into memory.
     """
     rng = np.random.default_rng([seed, step])
     batch = Batch(pricer=pricer, shapes=shapes, rng=rng)
-    _ = batch.problem  # every system is given it
+    _ = batch.problem  # made before the clock starts, since every system gets it
     started = time.perf_counter()
     assignment = system.decide(batch)
     deciding_s = time.perf_counter() - started
@@ -183,7 +192,7 @@ def _our_row(
     pricer = pricer_of(plan, config, spec, costs)
     found = []
     with BatchScheduler(samples, pricer, batches, config.schedule, config.seed).open() as scheduler:
-        scheduler.schedule(0)  # what is worked out once a run
+        scheduler.schedule(0)  # so that work done once a run is not timed below
         for step in steps:
             decided = scheduler.schedule(step)
             own = priced(pricer, decided.shapes, decided.assignment, decided.deciding_s, was_fitted=False)
@@ -193,12 +202,14 @@ def _our_row(
 
 
 def pricer_of(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel) -> Pricer:
+    """The pricer of a plan for the config's cluster, frozen modules and precision."""
     return Pricer(plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision)
 
 
 def priced(
     pricer: Pricer, shapes: SampleShapes, assignment: Assignment, deciding_s: float, *, was_fitted: bool
 ) -> PricedStep:
+    """The simulated result of an assignment that took `deciding_s` seconds to decide."""
     times = pricer.stage_times(shapes, assignment)
     timeline = pricer.timeline(times, assignment.slots)
     return PricedStep(
@@ -213,13 +224,15 @@ def priced(
 
 
 def _variations(pricer: Pricer, seconds: np.ndarray) -> Iterator[float]:
-    """Of what microbatches cost each stage of the plan, [num_nodes, num_microbatches]."""
+    """The coefficient of variation of the microbatches' `seconds` [num_nodes, num_microbatches] in each stage."""
     for stage in pricer.stages:
         own = seconds[stage.first_node : stage.first_node + pricer.plan.grid(stage.module).dp]
         yield float(own.std() / own.mean()) if own.any() else 0.0
 
 
 def row_of_steps(name: str, plan: Plan, steps: list[PricedStep]) -> SystemRow:
+    """The row of a system: means over its steps, and the peak of their memory."""
+
     def mean(column: str) -> float:
         return float(np.mean([getattr(own, column) for own in steps]))
 

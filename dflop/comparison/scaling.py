@@ -1,4 +1,4 @@
-"""The comparison at several sizes of the cluster, each device with as many samples a step, and the table of it."""
+"""The comparison at several sizes of the cluster, with equally many samples for each device and step; and its table."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,13 @@ __all__ = ["keys_of_size", "scaling_frame", "scaling_text"]
 
 
 def keys_of_size(config: Config, num_devices: int) -> tuple[str, ...]:
-    """The keys, as `--config` takes them, that make the config's cluster one of so many devices of the same kind, and
-    the batch as large for each of them.
+    """The keys, as `--config` takes them, that give the config's cluster `num_devices` devices of the same kind.
+
+    The global batch keeps its number of samples for each device. `plan.today`, which describes a layout for the
+    config's own number of devices, is set to null for any other number.
 
     Raises:
-        UserError: where that is no number of whole nodes, or its batch no whole number of samples.
+        UserError: where the devices do not make whole nodes, or the batch would not be a whole number of samples.
     """
     cluster, batch_size = config.cluster, config.train.global_batch_size
     per_node = min(num_devices, cluster.devices_per_node)
@@ -33,23 +35,28 @@ def keys_of_size(config: Config, num_devices: int) -> tuple[str, ...]:
         f"cluster.num_nodes={num_devices // per_node}",
         f"cluster.devices_per_node={per_node}",
         f"train.global_batch_size={batch_size * num_devices // cluster.num_devices}",
+        *(["plan.today=null"] if config.plan.today and num_devices != cluster.num_devices else []),
     )
 
 
 def scaling_frame(found: Mapping[int, Sequence[SystemRow]]) -> pl.DataFrame:
-    """The tables of `comparison_frame` by number of devices, which the column `devices` says."""
+    """The tables of `comparison_frame` for all numbers of devices, with the number in the column `devices`."""
     frames = (comparison_frame(rows).select(pl.lit(size).alias("devices"), pl.all()) for size, rows in found.items())
     return pl.concat(frames, how="vertical_relaxed")
 
 
 def scaling_text(found: Mapping[int, Sequence[SystemRow]]) -> str:
-    """A line for each system, two columns for each size: the step, and how many times ours it is."""
+    """A line for each system, with two columns for each size: the step time, and its ratio to ours."""
     lines = [f"{'system':<34}" + "".join(f"{f'{size} devices':>20}" for size in found)]
-    for name in [row.name for row in next(iter(found.values()))]:
+    for name in [row.name for row in max(found.values(), key=len)]:  # today's layout has a row at one size only
         cells = []
         for rows in found.values():
-            own_s, ours_s = (next(row.step_s for row in rows if row.name == wanted) for wanted in (name, OURS))
-            cells.append(f"{own_s:.4g} s  {own_s / ours_s:.3f}x" if math.isfinite(own_s) else "nothing fits")
+            steps_s = {row.name: row.step_s for row in rows}
+            own_s, ours_s = steps_s.get(name), steps_s[OURS]
+            if own_s is None:
+                cells.append("of another size")
+            else:
+                cells.append(f"{own_s:.4g} s  {own_s / ours_s:.3f}x" if math.isfinite(own_s) else "nothing fits")
         lines.append(f"{name:<34}" + "".join(f"{cell:>20}" for cell in cells))
     said = "Predicted: the step, and how many times that of dflop it is. The batch grows with the devices."
     return "\n".join([*lines, "", said])

@@ -1,4 +1,4 @@
-"""What a system is, for a comparison: the plans that it may have, and how it shares out a batch."""
+"""A system in a comparison: the plans that it may have, and how it assigns the samples of a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.parallelism import Plan
-from dflop.planning import search_plans
+from dflop.planning import SearchResult, search_plans
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError
 
-__all__ = ["Batch", "PlanChoice", "System", "bucket_numbers", "fastest_of"]
+__all__ = ["Batch", "PlanChoice", "System", "bucket_numbers", "fastest_of", "offered"]
 
-# Of the fastest plans of a space so many are offered to a system, which may share out batches in another way.
+# How many of the fastest plans of a space are tried for a system, since its assignments may differ from the search's.
 _NUM_OFFERED = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One global batch that a system shares out by a plan; who draws, draws from `rng`."""
+    """One global batch that a system assigns to the buckets of a plan; random choices are drawn from `rng`."""
 
     pricer: Pricer
     shapes: SampleShapes
@@ -36,7 +36,7 @@ class Batch:
 
     @cached_property
     def problem(self) -> BatchProblem:
-        """What each sample adds to its bucket in seconds of each module, without a cap on tokens."""
+        """The balancing problem of the batch, without a limit on tokens."""
         posed = self.pricer.problem(self.shapes)
         return BatchProblem(
             loads_s=posed.loads_s,
@@ -50,15 +50,16 @@ class Batch:
         return self.pricer.assign(self.shapes, *np.divmod(bucket, self.plan.num_microbatches))
 
 
-# The plans that a system may have, the one that it would rather have first; none where nothing fits.
+# Returns the plans that a system may have, the preferred one first. Where no plan fits it returns none, or raises a
+# UserError that says why.
 PlanChoice = Callable[[Config, ModelSpec, CostModel, SampleShapes], list[Plan]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """One way to train, by its published description: `plans` are those it may have, and `decide` shares out a batch.
+    """One way to train, by its published description: `plans` finds its possible plans, `decide` assigns a batch.
 
-    Of several plans it gets the one that is fastest with its own `decide`.
+    Of several plans, the system gets the one that is fastest with its own `decide`.
     """
 
     name: str
@@ -69,8 +70,10 @@ class System:
 def fastest_of(
     within: PlanConfig | Callable[[ModelSpec], PlanConfig], *, grouping: str = "balanced", splits_evenly: bool = True
 ) -> PlanChoice:
-    """The fastest plans within these limits, with batches grouped so (`planning.PlanPricer`), by our search and our
-    simulator: no slower than what the system's own planner finds."""
+    """The choice of the fastest plans within these limits, by our search and our simulator.
+
+    Batches are grouped by `grouping` (`planning.PlanPricer`). The system's own planner could find no faster plans.
+    """
 
     def plans(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Plan]:
         limits = within if isinstance(within, PlanConfig) else within(spec)
@@ -87,11 +90,16 @@ def fastest_of(
             )
         except UserError:
             return []
-        return [own.plan for own in found.candidates[:_NUM_OFFERED]]
+        return offered(found)
 
     return plans
 
 
+def offered(found: SearchResult) -> list[Plan]:
+    """The fastest plans of a search, which are tried for a system."""
+    return [own.plan for own in found.candidates[:_NUM_OFFERED]]
+
+
 def bucket_numbers(rank: np.ndarray, microbatch: np.ndarray, num_microbatches: int) -> np.ndarray:
-    """Buckets of samples on these replicas and in these microbatches, [num_samples]."""
+    """The buckets [num_samples] of samples by their LLM replicas and microbatches."""
     return rank * num_microbatches + microbatch

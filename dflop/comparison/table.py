@@ -1,4 +1,4 @@
-"""What a comparison found, as a table to read, a table to compute with, and JSON."""
+"""The results of a comparison as text, as a data frame, and as JSON."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from dflop.costs import CostModel
 
 __all__ = ["comparison_frame", "comparison_json", "comparison_text"]
 
-# The row that speed-ups and idle are counted from, where it fits.
+# The row that speed-ups are relative to, where it has a plan that fits.
 _REFERENCE = "Megatron-style, random"
 _COLUMNS = {
     "system": 34,
@@ -28,7 +28,7 @@ _COLUMNS = {
 
 
 def comparison_frame(rows: Sequence[SystemRow]) -> pl.DataFrame:
-    """A row for each system; a system that nothing fits of has nulls."""
+    """A row for each system; a system without a plan that fits has nulls."""
     reference_s, ours_s = (_step_s(rows, name) for name in (_REFERENCE, OURS))
     columns = [
         row.to_dict() | {"speed_up": _over(reference_s, row.step_s), "over_ours": _over(row.step_s, ours_s)}
@@ -38,10 +38,10 @@ def comparison_frame(rows: Sequence[SystemRow]) -> pl.DataFrame:
 
 
 def comparison_json(rows: Sequence[SystemRow], config: Config, costs: CostModel) -> str:
-    """The rows, and what they were priced for."""
+    """The rows, and the model, devices and batch size that they were priced for."""
     cluster = config.cluster
     said = {
-        "model": config.model.preset or config.model.path,
+        "model": config.model.path or config.model.preset,
         "devices": cluster.num_nodes * cluster.devices_per_node,
         "device_model": cluster.device_model,
         "memory_gib": cluster.memory_gib,
@@ -53,7 +53,7 @@ def comparison_json(rows: Sequence[SystemRow], config: Config, costs: CostModel)
 
 
 def comparison_text(rows: Sequence[SystemRow]) -> str:
-    """A line for each system, fastest last, and what each plan is."""
+    """A line for each system, the fastest last, and below them the plan of each."""
     reference_s, ours_s = (_step_s(rows, name) for name in (_REFERENCE, OURS))
     (system, width), *others = _COLUMNS.items()
     lines = [f"{system:<{width}}" + "".join(f"{name:>{wide}}" for name, wide in others)]

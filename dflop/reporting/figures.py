@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from dflop.models import ModelSpec
 from dflop.planning import read_baselines
-from dflop.reporting.run import Run
+from dflop.reporting.run import Run, num_unheard
 from dflop.reporting.schedules import PreviewPrices
 from dflop.reporting.shapes import items_tokens_correlation
 from dflop.reporting.steps import StepShown
@@ -22,6 +23,7 @@ def write_figures(
     path: Path,
     name: str,
     run: Run,
+    spec: ModelSpec,
     prices: PreviewPrices | None,
     shown: StepShown,
     *,
@@ -29,10 +31,14 @@ def write_figures(
     num_too_large: int,
     is_of_these: bool,
 ) -> None:
-    """`is_of_these` says whether the run was trained with the costs and the plan that the other figures are of."""
+    """Write `summary.json`.
+
+    `num_too_large` counts the samples that the plan's devices cannot hold. `is_of_these` says whether the run was
+    trained with the costs and the plan of the other figures.
+    """
     summary = {
         "run": name,
-        "data": _data_figures(run, num_too_large),
+        "data": _data_figures(run, spec, num_too_large),
         "costs": _cost_figures(run),
         "plan": _plan_figures(run, read_baselines(run.folder / "plan.yaml")),
         "schedule": _schedule_figures(prices, policy) if prices else None,
@@ -44,14 +50,14 @@ def write_figures(
         beside.write_text(json.dumps(_rounded(summary), indent=2) + "\n", encoding="utf-8")
 
 
-def _data_figures(run: Run, num_too_large: int) -> dict[str, Any]:
+def _data_figures(run: Run, spec: ModelSpec, num_too_large: int) -> dict[str, Any]:
     samples = run.samples
     return {
         "num_samples": len(samples),
         "num_rejects": len(run.rejects),
         "rejects": _counts(run.rejects["reason"]),
         "modalities": _counts(samples["modality"]),
-        "num_with_audio_left_out": int((samples["audio_tokens"] > 0).sum()),
+        "num_with_audio_left_out": num_unheard(samples, spec),
         "num_too_large_left_out": num_too_large,
         "num_truncated": int(samples["truncated"].sum()),
         "num_items": _quantiles(samples["num_items"]),
@@ -118,7 +124,7 @@ def _quantiles(column: pl.Series) -> dict[str, float]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to four digits, for people to read."""
+    """A copy with floats rounded to four significant digits, for people to read."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The plot of the plans: the best ones side by side, with what bounds them, how idle they are and what they hold."""
+"""The plot of the plans: the best ones side by side, with their bottleneck, idle share and memory."""
 
 import numpy as np
 import polars as pl
@@ -13,7 +13,7 @@ from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, hea
 __all__ = ["best_plans", "draw_plans", "is_plan", "plan_labels", "plans_finding", "plans_height_in"]
 
 _MOST_PLANS = 12
-# Steps that differ by less are told as the same.
+# Step times whose ratio is smaller are called the same.
 _ALIKE = 1.005
 _SAME = ("placement", "num_microbatches", "checkpointing", "schedule", "num_chunks")
 
@@ -23,7 +23,7 @@ def plans_height_in(candidates: pl.DataFrame) -> float:
 
 
 def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gib: float) -> None:
-    """`candidates` is the table `candidates.parquet`; `memory_gib` what a device has."""
+    """Draw the plot. `candidates` is the table `candidates.parquet`; `memory_gib` is the memory of a device."""
     candidates = candidates.sort("rank")
     modules = [name.removesuffix("_memory_bytes") for name in candidates.columns if name.endswith("_memory_bytes")]
     shown = best_plans(candidates, chosen, modules)
@@ -58,7 +58,7 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
 
     for module, marker in zip(modules, "os^D", strict=False):
         sizes = shown[f"{module}_memory_bytes"].to_numpy()
-        # Modules that share devices hold as much: rings lie around what is filled.
+        # Modules that share devices have the same value, so the LLM's marker is a ring around the filled one.
         ring = {"markerfacecolor": "none", "markeredgewidth": 1.6, "markersize": 9} if module == "llm" else {}
         memory.plot(sizes / 2**30, places, marker, color=_shades(module)[1], label=module, **{"markersize": 5} | ring)
     memory.axvline(memory_gib, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
@@ -83,7 +83,7 @@ def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gi
 
 
 def best_plans(candidates: pl.DataFrame, chosen: Plan, modules: list[str]) -> pl.DataFrame:
-    """The best plans, and among them the chosen one, wherever it stands."""
+    """The best plans. The chosen plan is always among them; if its rank is too low, it comes last."""
     place = next((at for at, row in enumerate(candidates.iter_rows(named=True)) if is_plan(row, chosen, modules)), 0)
     if place < _MOST_PLANS:
         return candidates.head(_MOST_PLANS)
@@ -102,6 +102,7 @@ def is_plan(row: dict, plan: Plan, modules: list[str]) -> bool:
         # Older tables know no sharding.
         and row.get(f"{module}_sharding", plan.grid(module).sharding) == plan.grid(module).sharding
         and row.get(f"{module}_shards", plan.grid(module).num_shards) == plan.grid(module).num_shards
+        and tuple(row.get(f"{module}_recomputed") or ()) == plan.grid(module).recomputed
         for module in modules
     )
     rest = (*(row[name] for name in _SAME), tuple(row["llm_layers"] or ()))
@@ -109,7 +110,8 @@ def is_plan(row: dict, plan: Plan, modules: list[str]) -> bool:
 
 
 def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -> list[str]:
-    """Layouts in short: what is 1 everywhere, or the same in all plans, is left out."""
+    """A short label for each plan in `shown`. Sizes that are 1, and settings that are equal, in all `candidates` are
+    left out."""
     labels = []
     for row in shown.iter_rows(named=True):
         parts = []
@@ -124,7 +126,8 @@ def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str
             parts.append(f"{module} {' '.join(sizes)}")
         parts.append(f"{row['num_microbatches']} mb")
         if row["checkpointing"]:
-            parts.append("ckpt")
+            counts = [f"{module} {sum(own)}" for module in modules if (own := row.get(f"{module}_recomputed"))]
+            parts.append(" ".join(["ckpt", *counts]))
         if candidates["schedule"].n_unique() > 1:
             parts.append(row["schedule"] + (f" x{row['num_chunks']}" if row["num_chunks"] > 1 else ""))
         if row["llm_layers"]:
@@ -136,7 +139,7 @@ def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str
 
 
 def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
-    """How the chosen plan stands among those that were priced, in a sentence."""
+    """A sentence that compares the chosen plan with the others that were priced."""
     candidates = candidates.sort("rank")
     modules = [name.removesuffix("_memory_bytes") for name in candidates.columns if name.endswith("_memory_bytes")]
     shown = best_plans(candidates, chosen, modules)
@@ -157,7 +160,7 @@ def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
 
 
 def _why_not_first(faster: pl.DataFrame, chosen_s: float) -> str:
-    """Why the chosen plan is not the first of its list; `faster` are the plans before it."""
+    """Why the chosen plan is not the first in the list; `faster` are the plans before it."""
     could_be_trained = faster.filter(pl.col("runnable"))
     if could_be_trained.is_empty():
         return ", which cannot be trained yet"
@@ -171,7 +174,7 @@ def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:
     if any(name.endswith("_sharding") and (shown[name] != PLAIN_SHARDING).any() for name in shown.columns):
         note += "; parameters/8: shared among 8 replicas"
     if shown["checkpointing"].any():
-        note += "; ckpt: activation checkpointing"
+        note += "; ckpt: activation checkpointing, of so many layers or all"
     if not shown["runnable"].all():
         note += "; *: priced, not trainable yet"
     note += "."
@@ -180,9 +183,7 @@ def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:
         note += f" Means over {' or '.join(str(count) for count in counts)} global batches, regrouped."
     if len(shown) < len(candidates):
         is_best = shown["rank"][-1] == len(shown)
-        note += (
-            f" The best {len(shown)} of {len(candidates)} are drawn." if is_best else " The chosen plan stands last."
-        )
+        note += f" The best {len(shown)} of {len(candidates)} are drawn." if is_best else " The chosen plan comes last."
     return note
 
 

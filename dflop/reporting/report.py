@@ -1,7 +1,7 @@
 """The report: one page on a run, its plots as files of their own, and its figures as numbers.
 
-What is computed for them stands here; every plot is a file that draws what it is given, and the page has a folder.
-Predictions and measurements are named as such throughout.
+This file computes what the plots and the page show. Each plot has a file that draws what it is given, and the page has
+a folder. Every number is marked as predicted or measured.
 """
 
 import sys
@@ -32,9 +32,9 @@ _FOREIGN = "; the run was trained by another plan or other costs"
 
 
 def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
-    """The page, the plots of what there is, and `summary.json`, which is written last; returns their paths.
+    """Write the page, the plots and `summary.json`, which is written last; returns their paths.
 
-    A run that was not trained yet has a page without the training. `plot_shapes` draws the data.
+    If the run was not trained yet, the page and the plots leave training out. `plot_shapes` draws the data.
 
     Raises:
         UserError: when the data, the costs or the plan are missing, naming the command that makes them.
@@ -46,7 +46,8 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         of_these = _of_these(run, prices_digest(scheduler.pricer))
         preview = run.preview is not None and price_preview(scheduler, run.preview, run_folder / "schedule.parquet")
         shown = show_step(scheduler, config.schedule.policy, of_these)
-        parts = PageParts(config=config, spec=load_model_spec(config.model), run=run, trained=of_these, shown=shown)
+        spec = load_model_spec(config.model)
+        parts = PageParts(config=config, spec=spec, run=run, trained=of_these, shown=shown)
         written = [write_page(parts, scheduler, preview or None, out / "index.html")]
     is_foreign = run.trained is not None and of_these is None
     if is_foreign:
@@ -61,6 +62,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
         out / "summary.json",
         config.run,
         run,
+        spec,
         preview or None,
         shown,
         policy=config.schedule.policy,
@@ -71,7 +73,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
 
 
 def _of_these(run: Run, prices: str) -> TrainedRun | None:
-    """The training, where it was done with these costs and this plan."""
+    """The training, if it was done with the present costs and plan; else None. `prices` is their digest."""
     return run.trained if run.trained and run.trained.summary.get("prices") in (None, prices) else None
 
 
@@ -97,7 +99,7 @@ def _draw(config: Config, run: Run, shown: StepShown, finding: str, out: Path) -
 
 
 def plot_shapes(shapes: Path, out: Path) -> None:
-    """Draw the shapes of a dataset, of which nothing but `shapes.duckdb` is needed.
+    """Draw the shapes of a dataset, from `shapes.duckdb` alone.
 
     Raises:
         UserError: when that file is missing.

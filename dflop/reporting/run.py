@@ -1,6 +1,6 @@
-"""What a run left behind, read once for all that the report draws. What is not made yet is None.
+"""The results of a run, read once for the whole report.
 
-The data, the costs and the plan must be there; the preview and the training may still be missing.
+The data, the costs and the plan must exist. The preview and the training may be missing, and are then None.
 """
 
 import json
@@ -12,6 +12,7 @@ import polars as pl
 import yaml
 
 from dflop.costs import CostModel
+from dflop.models import ModelSpec
 from dflop.parallelism import Plan, load_plan
 from dflop.runtime import UserError
 from dflop.scheduling import StepSchedule
@@ -19,14 +20,15 @@ from dflop.store import read_meta, read_table
 from dflop.training import NUM_WARMUP_STEPS, SCHEDULE_FILE
 from dflop.training.emulation import is_emulated
 
-__all__ = ["Run", "TrainedRun", "read_run"]
+__all__ = ["Run", "TrainedRun", "num_unheard", "read_run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainedRun:
-    """What training left: `metrics` has a row a step, `step_seconds` those after the warm-up.
+    """The results of training.
 
-    `schedule` is that of one step as it was carried out, None where training kept none.
+    `metrics` has a row a step, and `step_seconds` a row a step and rank, for the steps after the warm-up. `schedule` is
+    that of one step as it was carried out; None if training kept none.
     """
 
     metrics: pl.DataFrame
@@ -37,13 +39,13 @@ class TrainedRun:
 
     @property
     def steady(self) -> pl.DataFrame:
-        """The steps after the warm-up, or all where there are no others."""
+        """The steps after the warm-up, or all steps if there are none after it."""
         return self.metrics[NUM_WARMUP_STEPS:] if len(self.metrics) > NUM_WARMUP_STEPS else self.metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Run:
-    """`plan_text` is all that `plan.yaml` says, the plan itself included."""
+    """The tables and files of a run. `plan_text` is all of `plan.yaml`, including the plan itself."""
 
     folder: Path
     samples: pl.DataFrame
@@ -72,8 +74,8 @@ def read_run(folder: Path) -> Run:
     """Read the folder of a run.
 
     Raises:
-        UserError: when the data, the costs or the plan are missing, naming the command that makes them; or an emulated
-            run lies where a training should.
+        UserError: when the data, the costs or the plan are missing, naming the command that makes them; or when
+            `train` in the folder holds an emulated run.
     """
     if is_emulated(folder / "train"):
         raise UserError(
@@ -101,8 +103,14 @@ def read_run(folder: Path) -> Run:
     )
 
 
+def num_unheard(samples: pl.DataFrame, spec: ModelSpec) -> int:
+    """The number of samples with sound that are left out of training, since the model has no audio encoder."""
+    hears = any("audio" in encoder.media for encoder in spec.encoders)
+    return 0 if hears else int((samples["audio_tokens"] > 0).sum())
+
+
 def _read_training(folder: Path) -> TrainedRun | None:
-    """None where training has not ended, which `summary.json` says."""
+    """The results of training; None if it has not ended, which means that there is no `summary.json`."""
     if not (folder / "summary.json").is_file():
         return None
     if not (folder / "metrics.jsonl").is_file():

@@ -1,7 +1,7 @@
-"""One step as it was scheduled, as random batches would have it, and as it went: panels of one global batch.
+"""One step in three panels of the same global batch: as scheduled, with random microbatches, and as measured.
 
-The scheduled step is the one that training carried out, where it kept its schedule; else the batch is scheduled anew.
-What is predicted is priced by the cost table alone, so that the two predictions can be compared.
+The scheduled step is one that training carried out, if it kept the schedule; otherwise the batch is scheduled again.
+Both predictions are priced by the cost table alone, without corrections, so that they can be compared.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ __all__ = ["StepShown", "show_step"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepShown:
-    """`finding` says in a sentence what the panels show, `figures` in numbers. `schedule` is the first panel's."""
+    """A step and its panels. `finding` says in a sentence what they show, and `figures` in numbers. `schedule` is that
+    of the first panel."""
 
     step: int
     schedule: StepSchedule
@@ -33,9 +34,12 @@ class StepShown:
 
 
 def show_step(scheduler: BatchScheduler, policy: str, trained: TrainedRun | None) -> StepShown:
-    """A step from the middle of the training, or the first where `trained` is None.
+    """A step from the middle of the training, or the first step if `trained` is None.
 
-    `trained` must be of the scheduler's plan and costs.
+    `trained` must have been done with the scheduler's plan and costs.
+
+    Raises:
+        UserError: when observations and metrics of the training have no step in common.
     """
     kept = trained.schedule if trained and _is_observed(trained, trained.schedule) else None
     step = kept.step if kept else _middle_step(trained) if trained else 0
@@ -44,9 +48,10 @@ def show_step(scheduler: BatchScheduler, policy: str, trained: TrainedRun | None
     (_, own), (_, at_random) = replayed
     faster = at_random.step_s / own.step_s
     policy = ours.policy if kept else policy
+    times_as_long = f"{faster:.2f}x as long" + ", in more memory than there is" * bool(other.num_beyond_memory)
     titles = (
         f"{policy}, predicted: {format_seconds(own.step_s)}, idle {own.idle:.0%}",
-        f"random, predicted: {format_seconds(at_random.step_s)}, idle {at_random.idle:.0%}, {faster:.2f}x as long",
+        f"random, predicted: {format_seconds(at_random.step_s)}, idle {at_random.idle:.0%}, {times_as_long}",
     )
     panels = [
         StepPanel(title, predicted_boxes(scheduler.pricer.plan, times, timeline), timeline.step_s)
@@ -68,14 +73,14 @@ def show_step(scheduler: BatchScheduler, policy: str, trained: TrainedRun | None
 
 
 def _is_observed(trained: TrainedRun, schedule: StepSchedule | None) -> bool:
-    """A run that was taken up again may have gone back behind the step that it had kept."""
+    """Whether there are measurements of a schedule's step. A resumed run may have gone back to before that step."""
     return schedule is not None and all(
         schedule.step in table["step"] for table in (trained.observations, trained.metrics)
     )
 
 
 def _middle_step(trained: TrainedRun) -> int:
-    """The step in the middle of those that were observed warm."""
+    """The step in the middle of those that were observed after the warm-up."""
     observed = trained.observations
     if "warmup" in observed.columns and not observed["warmup"].all():
         observed = observed.filter(~pl.col("warmup"))
@@ -88,7 +93,7 @@ def _middle_step(trained: TrainedRun) -> int:
 def _measured(
     scheduler: BatchScheduler, trained: TrainedRun, ours: StepSchedule, *, is_kept: bool, policy: str
 ) -> tuple[StepPanel, dict[str, float]]:
-    """The step as it went, and figures of it."""
+    """The panel of the step as measured, and its figures."""
     observed = trained.observations.filter(pl.col("step") == ours.step)
     line = trained.metrics.filter(pl.col("step") == ours.step).row(0, named=True)
     is_same = is_kept or _is_trained_as(observed, scheduler.pricer.nodes, ours.forward_s, ours.backward_s)
@@ -101,7 +106,7 @@ def _measured(
     if is_kept and ours.corrections_version:
         title += f" of {format_seconds(line['predicted_step_s'])}, made with what had been learned of the costs"
     boxes = measured_boxes(scheduler.pricer.plan, observed)
-    # The first rank's pipeline; one that began later may end later by its own clock.
+    # `pipeline_s` is the first rank's. A rank that began later may end later by its own clock.
     ended_s = max(line["pipeline_s"], boxes["end_s"].max() or 0.0)
     panel = StepPanel(title, boxes, ended_s, is_measured=True)
     return panel, {"measured_s": line["pipeline_s"], "measured_over_predicted": slower}
@@ -114,7 +119,8 @@ def _faster(ratio: float) -> str:
 def _is_trained_as(
     observed: pl.DataFrame, nodes: tuple[Node, ...], forward_s: np.ndarray, backward_s: np.ndarray
 ) -> bool:
-    """Whether the trainer's predictions are these: a time limit or a correction may have led it elsewhere."""
+    """Whether these times are the trainer's predictions. After a time limit or a correction, its schedule may have been
+    another."""
     place = {(node.module, node.pp_stage, node.dp_rank): index for index, node in enumerate(nodes)}
     computed = observed.filter(pl.col("predicted_s").is_not_null())
     times = {"forward": forward_s, "backward": backward_s}

@@ -1,7 +1,7 @@
-"""The systems of a comparison, one in each file, in the order in which they are printed; ours is added to them last.
+"""The systems of a comparison, one in each file. Ours is added last, and `plan.today` of a config adds one more.
 
-Each is written from its paper or documentation alone. What a description leaves open is decided in its favour, and said
-in its file.
+Each is written from its paper or documentation alone. What a description leaves open is decided in the system's favour,
+and its file says so.
 """
 
 from dflop.comparison.system import System
@@ -17,9 +17,11 @@ from dflop.comparison.systems import (
     megatron,
     orchmllm,
     published,
+    today,
 )
+from dflop.config import Config
 
-__all__ = ["SYSTEMS"]
+__all__ = ["SYSTEMS", "TODAYS", "systems_of"]
 
 SYSTEMS: tuple[System, ...] = tuple(
     own.SYSTEM
@@ -37,3 +39,10 @@ SYSTEMS: tuple[System, ...] = tuple(
         fsdp_balanced,
     )
 )
+
+TODAYS: str = today.SYSTEM.name
+
+
+def systems_of(config: Config) -> tuple[System, ...]:
+    """All systems, with the layout of `plan.today` first where the config has one."""
+    return (*([today.SYSTEM] if config.plan.today else []), *SYSTEMS)

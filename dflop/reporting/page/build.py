@@ -1,6 +1,6 @@
-"""One page of all sections: what a run left is turned into records, and these are put into templates.
+"""The whole page: a run's results are turned into sections, which are rendered with templates.
 
-The page is whole in itself: styles, scripts and numbers stand in it, and nothing is fetched.
+The page contains its styles, scripts and numbers, and fetches nothing.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ _TEMPLATE = "page.html.jinja"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageParts:
-    """What a page is made from. `trained` is the training where it was done with this plan and these costs, and None
-    where there is none yet or it was done with others."""
+    """What a page is made from. `trained` is the training, if it was done with this plan and these costs; None if there
+    is no training yet, or it was done with others."""
 
     config: Config
     spec: ModelSpec
@@ -48,7 +48,7 @@ class PageParts:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure at the head of the page; `mark` says whether it is measured or predicted."""
+    """A number at the top of the page; `mark` says whether it is measured or predicted."""
 
     label: str
     value: str
@@ -57,7 +57,7 @@ class Tile:
 
 
 def write_page(parts: PageParts, scheduler: BatchScheduler, preview: PreviewPrices | None, out: Path) -> Path:
-    """Write the page and return its path. `preview` are the first batches' prices, where they were previewed."""
+    """Write the page to `out` and return that path. `preview` has the predicted times of the previewed batches."""
     run, config, trained = parts.run, parts.config, parts.trained
     plan = plan_section(run, parts.spec, config.cluster.memory_gib)
     costs = costs_section(run)
@@ -82,7 +82,7 @@ def write_page(parts: PageParts, scheduler: BatchScheduler, preview: PreviewPric
         created=run.costs_meta.get("created", ""),
         verdict=_verdict(plan.next, costs, trained, time),
         tiles=_tiles(run, costs, trained, savings),
-        data=data_section(run.samples, run.rejects, scheduler.left_out),
+        data=data_section(run.samples, run.rejects, scheduler.left_out, parts.spec),
         costs=costs,
         plan=plan,
         memory=memory_section(
@@ -116,14 +116,18 @@ def _environment() -> Environment:
         "percent": lambda share: f"{share:.0%}" if share == 0 or share >= 0.01 else f"{share:.1%}",
         "times": lambda ratio: f"{ratio:.2f}x",
         "code": _with_code,
-        "three": lambda value: f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}",
+        "three": _three,
         "width": lambda share: f"{100 * max(0.0, min(1.0, share)):.2f}%",
     }
     return environment
 
 
+def _three(value: float) -> str:
+    return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
 def _with_code(text: str) -> Markup:
-    """A sentence with what stands in backticks as code."""
+    """A sentence as HTML, with the parts in backticks as code."""
     parts = str(escape(text)).split("`")
     return Markup("".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts)))
 
@@ -158,7 +162,7 @@ def _tiles(run: Run, costs: CostsSection, trained: TrainedRun | None, savings: S
                 name, _, style = other.name.removesuffix(")").rpartition(" (")
                 tiles.append(Tile(f"{style} instead", f"{other.ratio:.2f}x", "predicted", f"as long; {name}{far}"))
         cost = f", {savings.hours * savings.cost_of_hour:,.2f} in money" if savings.cost_of_hour else ""
-        tiles.append(Tile(f"{savings.hour}s", f"{savings.hours:,.3g}", savings.hours_are, f"{savings.horizon}{cost}"))
+        tiles.append(Tile(f"{savings.hour}s", _three(savings.hours), savings.hours_are, f"{savings.horizon}{cost}"))
     if costs.median_error is not None:
         tiles.append(Tile("Cost error", f"{costs.median_error:.0%}", "measured", "median, on unseen stages"))
     return tiles

@@ -1,4 +1,4 @@
-"""The page's section on the data: how much samples differ, what was refused, and what no device can hold."""
+"""The page's section on the data: how much samples differ, what was rejected, and what no device can hold."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from dflop.models import ModelSpec
+from dflop.reporting.run import num_unheard
 from dflop.reporting.shapes import items_tokens_correlation, shapes_finding
 from dflop.store import MODALITIES
 
@@ -17,7 +19,8 @@ _MOST_SOURCES, _MOST_NAMED, _MOST_DOTS = 8, 20, 1200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """One quantity of a group of samples; `bars` are heights of a histogram from 0 to 1, on a logarithmic axis."""
+    """The distribution of one quantity over a group of samples. `bars` are the heights of a histogram's bars, from 0 to
+    1, on a logarithmic axis."""
 
     p50: float
     p95: float
@@ -28,7 +31,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Samples of a modality or a source; the shares are of all samples' items and tokens."""
+    """Samples of a modality or a source, with their shares of all items and of all tokens."""
 
     name: str
     kind: str
@@ -41,13 +44,14 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSection:
-    """`ranges` are the ends of the histograms' axes, `dots` what the scatter plot draws."""
+    """The section. `ranges` has the ends of the histograms' axes; `dots` has [items, tokens] pairs by modality, for the
+    scatter plot."""
 
     finding: str
     num_samples: int
     num_rejects: int
     num_truncated: int
-    num_with_audio: int
+    num_unheard: int
     num_sources: int
     groups: tuple[Group, ...]
     ranges: dict[str, tuple[float, float]]
@@ -59,8 +63,9 @@ class DataSection:
     num_dots: int
 
 
-def data_section(samples: pl.DataFrame, rejects: pl.DataFrame, left_out: pl.DataFrame) -> DataSection:
-    """The tables `samples` and `rejects` of `shapes.duckdb`, and the samples that the plan's devices cannot hold."""
+def data_section(samples: pl.DataFrame, rejects: pl.DataFrame, left_out: pl.DataFrame, spec: ModelSpec) -> DataSection:
+    """The section, from the tables `samples` and `rejects` of `shapes.duckdb`; `left_out` are the samples that the
+    plan's devices cannot hold."""
     ranges = {name: _range(samples[column].to_numpy()) for name, column in _COLUMNS.items()}
     totals = {column: max(1, samples[column].sum()) for column in _COLUMNS.values()}
     dots = samples
@@ -71,7 +76,7 @@ def data_section(samples: pl.DataFrame, rejects: pl.DataFrame, left_out: pl.Data
         num_samples=len(samples),
         num_rejects=len(rejects),
         num_truncated=int(samples["truncated"].sum()),
-        num_with_audio=int((samples["audio_tokens"] > 0).sum()),
+        num_unheard=num_unheard(samples, spec),
         num_sources=samples["source"].n_unique(),
         groups=tuple(_group(name, kind, frame, totals, ranges) for name, kind, frame in _groups(samples)),
         ranges=ranges,
@@ -94,7 +99,7 @@ _COLUMNS = {"items": "num_items", "tokens": "llm_tokens"}
 
 
 def _groups(samples: pl.DataFrame) -> list[tuple[str, str, pl.DataFrame]]:
-    """All samples, those of each modality, and those of the largest sources where there are several."""
+    """All samples, those of each modality, and those of the largest sources, if there are several."""
     groups = [("all samples", "all", samples)]
     modalities = samples.partition_by("modality", as_dict=True)
     present = [name for name in MODALITIES if (name,) in modalities]
@@ -135,7 +140,7 @@ def _spread(values: np.ndarray, limits: tuple[float, float]) -> Spread:
 
 
 def _range(values: np.ndarray) -> tuple[float, float]:
-    """From just below the least to just above the most; what is 0 has no place on a logarithmic axis."""
+    """From just below the least to just above the largest value; zeros are not on a logarithmic axis."""
     present = values[values > 0]
     return (0.95 * float(present.min()), 1.05 * float(present.max())) if len(present) else (0.95, 1.05)
 

@@ -1,4 +1,4 @@
-"""The page's section on the plan: what was chosen and why, what else there was, and what more memory would bring."""
+"""The page's section on the plan: what was chosen and why, the other candidates, and what more memory would bring."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ _PLACEMENTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridRow:
-    """One module's layout; `layers` are those of each pipeline stage."""
+    """One module's layout; `layers` says how many each pipeline stage has."""
 
     module: str
     tp: int
@@ -34,6 +34,8 @@ class GridRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateRow:
+    """One plan that was priced; `ratio` is its step time over the chosen plan's."""
+
     label: str
     step_s: float
     ratio: float
@@ -46,7 +48,8 @@ class CandidateRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSection:
-    """`passed_over` and `with_more_memory` are a plan, its step and its memory; None where there is none."""
+    """The section. `passed_over` is a faster plan that cannot be trained yet, and `with_more_memory` one that does not
+    fit, each with its step time and memory; None if there is none."""
 
     finding: str
     plan: str
@@ -63,6 +66,7 @@ class PlanSection:
 
 
 def plan_section(run: Run, spec: ModelSpec, memory_gib: float) -> PlanSection:
+    """The section, from the run's plan and candidates; `memory_gib` is the memory of a device."""
     text, plan = run.plan_text, run.plan
     return PlanSection(
         finding=plans_finding(run.candidates, plan),
@@ -102,7 +106,7 @@ def _facts(plan: Plan, text: dict[str, Any], memory_gib: float) -> tuple[tuple[s
     facts = [
         ("microbatches", str(plan.num_microbatches)),
         ("schedule", plan.schedule + (f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else "")),
-        ("checkpointing", "activations are recomputed" if plan.checkpointing else "none"),
+        ("recomputed layers", _recomputed(plan)),
     ]
     if predicted:
         facts.append(("bound by", predicted["bottleneck"]))
@@ -112,6 +116,14 @@ def _facts(plan: Plan, text: dict[str, Any], memory_gib: float) -> tuple[tuple[s
         processes = loading["processes"]
         facts.append(("loading", f"{processes} process{'es' * (processes != 1)} a rank"))
     return tuple(facts)
+
+
+def _recomputed(plan: Plan) -> str:
+    """For each module, how many layers of each stage are recomputed, in words."""
+    if not plan.checkpointing:
+        return "none"
+    each = [f"{grid.module} {' + '.join(map(str, grid.recomputed)) or 'all'}" for grid in plan.grids]
+    return ", ".join(each) if any(grid.recomputed for grid in plan.grids) else "all"
 
 
 def _candidates(run: Run) -> tuple[CandidateRow, ...]:
@@ -138,7 +150,7 @@ def _candidates(run: Run) -> tuple[CandidateRow, ...]:
 
 
 def _other(said: dict[str, Any] | None, text: dict[str, Any]) -> dict[str, Any] | None:
-    """A plan that was not taken, beside the chosen one."""
+    """A plan that was not chosen, with its step time, and that over the chosen plan's."""
     if not said:
         return None
     predicted = said["predicted"]

@@ -1,8 +1,8 @@
-"""The page's section on savings: step time, idle, device-hours and money beside what others would run.
+"""The page's section on savings: step time, idle, device-hours and money, compared with the baselines.
 
-What others would take is never measured here: it is the ratio of two predictions, made by one simulator on the same
-global batches. Beside each ratio stands how far single batches are apart in it. Where the run was trained, its own
-seconds are measured, and a saving is a measured time multiplied by a predicted ratio: a prediction, and marked so.
+The times of baselines are never measured here. They are ratios of two predictions, made by one simulator on the same
+global batches. Each ratio is shown with its range over single batches. If the run was trained, its own time is
+measured; a saving is then a measured time multiplied by a predicted ratio, and is marked as predicted.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflop.config import ClusterConfig
-from dflop.planning import TODAY
+from dflop.planning import TODAY, Epoch, hour_of
 from dflop.reporting.run import Run, TrainedRun
 from dflop.reporting.schedules import PreviewPrices
 
@@ -19,8 +19,8 @@ __all__ = ["SavingsSection", "savings_section"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Other:
-    """One way to train without this plan; `why_not` where it cannot be. `ratio` is its step over ours, `least` and
-    `most` that of single batches."""
+    """A baseline: one way to train without this plan. `why_not` says why it is impossible, if it is. `ratio` is its
+    step time over ours; `least` and `most` are the range of that ratio over single batches."""
 
     name: str
     plan: str = ""
@@ -34,7 +34,8 @@ class Other:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavingsSection:
-    """`horizon` says in words what the hours are of, `hours` our own there, `hours_are` measured or predicted."""
+    """The section. `hours` are this plan's device-hours over the `horizon`, which is described in words; `hours_are` is
+    `measured` or `predicted`."""
 
     finding: str
     others: tuple[Other, ...]
@@ -61,7 +62,7 @@ def savings_section(
     num_samples: int,
     batch_size: int,
 ) -> SavingsSection | None:
-    """None for a plan that was written by hand, which has nothing beside it."""
+    """The section; None for a plan that was written by hand, which has no baselines."""
     predicted = run.plan_text.get("predicted")
     if not predicted or not run.plan_text.get("baselines"):
         return None
@@ -70,11 +71,9 @@ def savings_section(
         hours, hours_are = trained.summary.get("train_s", 0.0) * num_devices / 3600, "measured"
         horizon = f"this run's {len(trained.metrics):,} steps"
     else:
-        num_steps = max(1, num_samples // batch_size)
-        hours, hours_are = num_steps * step_s * num_devices / 3600, "predicted"
-        horizon = f"an epoch of {num_samples:,} samples, {num_steps:,} steps"
+        epoch = Epoch(num_samples=num_samples, global_batch_size=batch_size, num_devices=num_devices)
+        hours, hours_are, horizon = epoch.hours(step_s), "predicted", str(epoch)
     others = tuple(_other(said, step_s) for said in run.plan_text["baselines"])
-    hour = "device-hour" if not cluster.hides_transfers else "GPU-hour"
     return SavingsSection(
         finding=_finding(others, run.costs_source),
         others=others,
@@ -86,7 +85,7 @@ def savings_section(
         hours=hours,
         hours_are=hours_are,
         horizon=horizon,
-        hour=hour,
+        hour=hour_of(cluster),
         cost_of_hour=cluster.gpu_hour_cost,
         regrouping=preview,
         costs_source=run.costs_source,
@@ -130,5 +129,5 @@ def _finding(others: tuple[Other, ...], source: str) -> str:
 
 
 def _short(other: Other) -> str:
-    """Without what kind of training it stands for."""
+    """The baseline's name without its style in brackets, such as `(FSDP-style)`."""
     return re.sub(r" \([^)]*-style\)$", "", other.name)

@@ -6,19 +6,31 @@ import math
 import numpy as np
 import pytest
 
-from dflop.comparison import OURS, SYSTEMS, compare_systems, comparison_frame, comparison_json, comparison_text
+from dflop.comparison import (
+    OURS,
+    SYSTEMS,
+    TODAYS,
+    compare_systems,
+    comparison_frame,
+    comparison_json,
+    comparison_text,
+    contenders,
+    systems_of,
+)
 from dflop.comparison.system import Batch
 from dflop.config import load_config
 from dflop.parallelism import PLACEMENTS
+from dflop.planning import search_plans
 from dflop.pricing import Pricer
+from dflop.reporting.comparison import plot_comparison
 
 
-def make_config(memory_gib: float):
+def make_config(memory_gib: float, today: dict | None = None, devices: int = 4):
     return load_config(
         {
-            "cluster": {"devices_per_node": 4, "memory_gib": memory_gib},
+            "cluster": {"devices_per_node": devices, "memory_gib": memory_gib},
             "train": {"global_batch_size": 16},
-            "plan": {"schedules": ["1f1b"], "search_batches": 3},
+            "plan": {"schedules": ["1f1b"], "search_batches": 3, "today": today},
         }
     )
 
@@ -89,3 +101,65 @@ def test_a_system_that_nothing_fits_of_says_so(inputs):
     for row in without:
         assert row.why_not
         assert row.why_not in comparison_text(rows)
+
+
+# Of four devices; what is left open is as most frameworks do it.
+TODAY = {"llm": {"tp": 1, "pp": 2, "dp": 2}, "num_microbatches": 4}
+
+
+def test_the_layout_of_today_is_a_row_where_the_config_names_one():
+    assert systems_of(make_config(64.0)) == SYSTEMS
+    first, *others = systems_of(make_config(64.0, TODAY))
+    assert (first.name, tuple(others)) == (TODAYS, SYSTEMS)
+
+
+@pytest.fixture(scope="module")
+def with_today(inputs):
+    _, spec, costs, samples = inputs
+    config = make_config(64.0, TODAY)
+    return compare_systems(config, spec, costs, samples, num_batches=2, systems=systems_of(config)[:2])
+
+
+def test_the_layout_of_today_is_priced_as_it_stands_on_random_batches(with_today):
+    todays, _, ours = with_today
+    assert todays.plan == "monolithic: vision tp1 pp1 dp2 + llm tp1 pp2 dp2, 4 microbatches, 1f1b"
+    assert todays.step_s > ours.step_s
+    assert todays.step_s == pytest.approx(np.mean(todays.steps_s))
+
+
+def test_the_tables_and_the_figure_have_the_layout_of_today(inputs, with_today, tmp_path):
+    config, _, costs, _ = inputs
+    assert comparison_frame(with_today)["name"].to_list() == [TODAYS, "Megatron-style, random", OURS]
+    (first, *_) = json.loads(comparison_json(with_today, config, costs))["systems"]
+    assert first["over_ours"] == pytest.approx(with_today[0].step_s / with_today[-1].step_s)
+    assert f"\n{TODAYS}: {with_today[0].plan}" in comparison_text(with_today)
+    plot_comparison(with_today, tmp_path / "figure.svg")
+    assert TODAYS in (tmp_path / "figure.svg").read_text()
+
+
+def test_a_layout_of_today_that_does_not_fit_says_what_it_needs(inputs):
+    _, spec, costs, samples = inputs
+    least_bytes = min(
+        max(own.memory_bytes.values()) for own in search_plans(make_config(64.0), spec, costs, samples).candidates
+    )
+    config = make_config(1.05 * least_bytes / 2**30, {"llm": {"pp": 1}, "num_microbatches": 1, "checkpointing": False})
+    rows = compare_systems(config, spec, costs, samples, num_batches=1, systems=systems_of(config)[:1])
+    todays, _ours = rows
+    assert todays.plan is None
+    assert "does not fit: monolithic" in todays.why_not
+    assert "GiB a device" in todays.why_not
+    assert todays.why_not in comparison_text(rows)
+
+
+def test_the_layout_of_today_can_be_carried_out_or_says_why_not(inputs):
+    _, spec, costs, samples = inputs
+    config = make_config(64.0, TODAY)
+    plan = search_plans(make_config(64.0), spec, costs, samples).best.plan
+    systems = systems_of(config)[:1]
+    *_, todays = contenders(config, spec, costs, samples, plan, systems=systems, num_steps=2, counted=range(1, 2))
+    assert todays.name == TODAYS
+    assert todays.plan.grid("llm").pp == 2
+    assert len(todays.schedules) == 2
+    two = search_plans(make_config(64.0, devices=2), spec, costs, samples).best.plan
+    *_, todays = contenders(config, spec, costs, samples, two, systems=systems, num_steps=2, counted=range(1, 2))
+    assert todays.row.why_not == "its plan has 4 ranks, and ours 2"

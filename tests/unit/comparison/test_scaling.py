@@ -39,6 +39,17 @@ def test_a_cluster_of_another_size_has_the_same_nodes_and_as_many_samples_a_devi
     assert (config.cluster.num_nodes, config.cluster.devices_per_node, config.train.global_batch_size) == shape
 
 
+def test_the_layout_of_today_is_of_its_own_size_alone():
+    today = {"plan": {"today": {"llm": {"tp": 1, "pp": 1, "dp": 16}}}}
+    cluster = {"cluster": {"num_nodes": 2, "devices_per_node": 8}, "train": {"global_batch_size": 64}}
+    config = load_config(cluster, today)
+    assert load_config(cluster, today, *keys_of_size(config, 8)).plan.today is None
+    assert load_config(cluster, today, *keys_of_size(config, 16)).plan.today == config.plan.today
+    rows = [SystemRow(name=name, step_s=2.0, plan="p", steps_s=[2.0]) for name in ("today", OURS)]
+    lines = scaling_text({8: rows[1:], 16: rows}).splitlines()
+    assert lines[1].split() == ["today", "of", "another", "size", "2", "s", "1.000x"]
+
+
 def test_sizes_that_are_no_cluster_say_what_is_wrong():
     with pytest.raises(UserError, match=r"12 devices are no whole nodes of 8"):
         keys_of_size(sized(), 12)
@@ -127,6 +138,7 @@ def test_what_was_measured_stands_beside_predictions_and_what_was_not_says_why()
     [
         (["--measure", "--ablate"], "leave out --ablate and --scale"),
         (["--measure", "--row", "nobody"], "there is no row 'nobody'; --row takes"),
+        (["--measure", "--row", "today's layout, random"], r"the config has no `plan\.today`"),
         (["--measure", "--config", "cluster.num_nodes=2"], "on the devices of one node"),
         (["--scale", "8,many"], "give numbers of devices with commas"),
         (["--scale", "3,5"], "would have no whole batch"),

@@ -4,12 +4,16 @@ import json
 import re
 import shutil
 
+import polars as pl
 import pytest
 import yaml
 from browser import LAPTOP, PHONE, SCHEMES, browser, find_chromium, overflow
 from reported_runs import SMALL, SUMMARY, make_run, report_of
 
+from dflop.config import ModelConfig
+from dflop.models import load_model_spec
 from dflop.planning import TODAY
+from dflop.reporting.run import num_unheard
 
 SECTIONS = ["data", "costs", "plan", "memory", "step", "training", "time", "savings", "made"]
 
@@ -134,7 +138,7 @@ def test_a_run_that_is_only_planned_has_a_page_without_training(write_made_up_co
     ]
     assert re.findall(r'<section id="(\w+)">', page) == [name for name in SECTIONS if name not in ("training", "time")]
     assert "Not trained yet; predicted, it is: bound by llm compute" in words(page)
-    assert "Over an epoch of 60 samples, 3 steps, this plan takes" in words_of(page, "savings")
+    assert "Over an epoch of 60 samples, 4 steps, this plan takes" in words_of(page, "savings")
     assert len(numbers_of(page)["timeline"]["panels"]) == 2
     assert json.loads((folder / "report/summary.json").read_text())["training"] is None
 
@@ -220,3 +224,13 @@ def words_of(page: str, section: str) -> str:
 
 def numbers_of(page: str) -> dict:
     return json.loads(re.search(r'id="numbers">(.*?)</script>', page)[1])
+
+
+def test_samples_with_sound_count_as_left_out_only_where_no_encoder_hears_them():
+    samples = pl.DataFrame({"audio_tokens": [0, 30, 2]})
+    deaf, hearing = (
+        load_model_spec(ModelConfig(family=family, preset="tiny"))
+        for family in ("llava_onevision", "qwen2_5_omni_thinker")
+    )
+    assert num_unheard(samples, deaf) == 2
+    assert num_unheard(samples, hearing) == 0
