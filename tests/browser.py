@@ -126,7 +126,8 @@ def browser(chromium: str) -> Iterator[Browser]:
     our_answers, its_answers = os.pipe()
     # High numbers, so that neither is one of the two at which it looks.
     given = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (its_orders, its_answers)]
-    with tempfile.TemporaryDirectory() as profile:
+    # Its children may still write into the profile when the browser itself is gone.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [
                 chromium,

@@ -149,7 +149,7 @@ def _measure_as(
             saved = sum(count * model.activations[keys[part]](loads) for part, count in each.items())
             passing = np.max([model.transients[keys[part]](loads) for part in parts], axis=0)
             if piece == "whole":
-                kind = StageKind.whole(module, 1, depth, checkpointing=checkpointing)
+                kind = StageKind.whole(module, 1, depth, num_recomputed=depth if checkpointing else 0)
                 passing = model.stage_memory(kind, loads).transient_bytes
             for direction in ("forward", "backward"):
                 seconds = sum(count * model.times[*keys[part], direction](loads) for part, count in each.items())

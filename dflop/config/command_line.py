@@ -1,7 +1,7 @@
-"""Config keys on the workflow's own command line, which knows neither dotted keys nor the types of our values.
+"""Config keys on Snakemake's command line, which knows neither dotted keys nor the types of our values.
 
-`snakemake --config train.lr=1e-3` is parsed by Snakemake before it reads the workflow, and what was read is
-passed on to the processes of jobs as text.
+Snakemake parses `snakemake --config train.lr=1e-3` before it reads the workflow. It hands the parsed values to the
+processes of its jobs as text.
 """
 
 import json
@@ -13,14 +13,14 @@ from dflop.config.layers import read_layer
 __all__ = ["with_dotted_keys", "with_texts_read"]
 
 _Parser = Callable[[list[str] | None], dict[str, Any]]
-# What Python and YAML write where a text stands for no text.
-_NO_TEXTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+# How Python and YAML spell true, false and null, and the value that each spelling means.
+_VALUES_BY_SPELLING = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
 
 def with_dotted_keys(parse: _Parser) -> _Parser:
     """A parser of `key=value` entries that takes dotted keys, too, by writing them in `parse`'s own form.
 
-    The list itself is changed: Snakemake hands it on to jobs, which know `parse` alone.
+    The list of entries is changed in place: Snakemake hands it on to its jobs, which use `parse` itself.
     """
 
     def parse_entries(entries: list[str] | None) -> dict[str, Any]:
@@ -32,12 +32,15 @@ def with_dotted_keys(parse: _Parser) -> _Parser:
 
 
 def with_texts_read(values: Any) -> Any:
-    """The same with the texts for true, false and null as what they stand for: a job gets its config as texts."""
+    """The values with texts such as "true", "False" and "null" replaced by True, False and None.
+
+    A job of the workflow gets the values of its config as texts.
+    """
     if isinstance(values, Mapping):
         return {key: with_texts_read(value) for key, value in values.items()}
     if isinstance(values, list):
         return [with_texts_read(value) for value in values]
-    return _NO_TEXTS.get(values, values) if isinstance(values, str) else values
+    return _VALUES_BY_SPELLING.get(values, values) if isinstance(values, str) else values
 
 
 def _undotted(entry: str) -> str:

@@ -15,7 +15,7 @@ __all__ = ["COMMANDS", "IN_PARAMS", "Command", "code_digest"]
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
 _LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video", "data.audio")
 _SHARDS = ("seed", "data.sources", "data.samples_per_shard", "data.watch_media")
-# What a device costs is read by the report alone: another price reruns nothing else.
+# Without `cluster.gpu_hour_cost`, which only the report reads: another price reruns nothing else.
 _CLUSTER = (
     *("cluster.device", "cluster.num_nodes", "cluster.devices_per_node", "cluster.memory_gib"),
     *("cluster.intra_node_gbps", "cluster.inter_node_gbps", "cluster.device_model", "cluster.device_models"),
@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
         "dflop.cli.costs.profile_costs",
         (
             *_MODEL,
+            "model.freeze",
             "cluster.device",
             "cluster.device_model",
             "cluster.device_models",
@@ -88,22 +89,23 @@ COMMANDS: dict[str, Command] = {
     ),
 }
 
-# Not followed to what is behind a command: what these find out is among the command's params.
+# Code that does not count as behind a command. The results of the first four are among the command's params.
 IN_PARAMS = frozenset(
     {
         "dflop.runtime.commands",
         "dflop.config.load.load_config",
         "dflop.runtime.devices.find_device",
         "dflop.runtime.devices.load_device",
-        "dflop.cli.elsewhere",  # the workflow gives files, and needs nothing of it
-        "dflop.cli.emulation",  # the workflow trains
-        "dflop.cli.measuring",  # the workflow compares predictions
+        # Options that the workflow never uses:
+        "dflop.cli.elsewhere",  # a manifest in place of a run
+        "dflop.cli.emulation",  # emulated training
+        "dflop.cli.measuring",  # measured steps in a comparison
     }
 )
 
 
 @cache
 def code_digest(command: str) -> str:
-    """Of the code behind a command, as this process found it."""
+    """Digest of the code behind a command, as it was at this process's first call."""
     digests = code_digests((own.function for own in COMMANDS.values()), IN_PARAMS)
     return digests[COMMANDS[command].function]

@@ -1,8 +1,8 @@
-"""Starting torchrun: the same processes for measuring as for training, ended when their parent is.
+"""Starting torchrun, in the same way for measuring as for training. The ranks end when their parent process ends.
 
-`python -m dflop.runtime.torchrun` is torchrun itself, which says in a line which rank failed first and how; why, the
-rank has said. Ranks that can stop by themselves are asked to, and then take the time that they need. The functions here
-import no torch.
+`python -m dflop.runtime.torchrun` runs torchrun itself. It says in one line which rank failed first, and with which
+exit code or signal; the rank itself has printed why. Ranks that can stop by themselves are asked to stop, and are given
+the time that they need. The functions that other modules import from here import no torch.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from dflop.runtime.signals import STOP_SIGNALS, SignalListener, children_of, sto
 
 __all__ = ["is_first_node", "rendezvous", "run_ranks", "threads_per_rank"]
 
-# Ports below those that Linux gives to clients; a variable names another one.
+# Ports below those that Linux gives to clients. An environment variable can give another one.
 _PORTS = range(20_000, 30_000)
 _PORT_VARIABLE = "DFLOP_RENDEZVOUS_PORT"
 _POLL_S = 0.2
-# Before torchrun's own arguments: the ranks stop by themselves when they are asked to.
+# This argument stands before torchrun's own. It says that the ranks stop by themselves when they are asked to.
 _ASKS_FIRST = "--asks-first"
-# How often ranks are asked: those that start later are, too.
+# Seconds between two requests to the ranks: requests are repeated so that ranks that start later get one, too.
 _BETWEEN_ASKING_S = 1.0
 
 
@@ -46,14 +46,17 @@ def run_ranks(
 ) -> tuple[int, list[int]]:
     """Run `python -m module REQUEST` (JSON) on `per_node` ranks of each of `num_nodes` nodes, to its end.
 
-    In a Slurm job this command runs on each node and starts the node's own ranks. Outside of one, several nodes of CPUs
-    are all of this machine's processes: handy for trying a cluster's layout. Returns torchrun's exit code, and the
-    signals that stopped it: SIGTERM, which is passed on. With `asks_first` the ranks are asked to stop by a
-    SIGUSR1 instead, also where this command gets one, and torchrun ends when they have; they start with both signals
+    In a Slurm job this command runs on each node and starts the ranks of its own node. Outside of a Slurm job, the
+    ranks of several nodes with CPUs all run on this machine: that is handy for trying a cluster's layout.
+
+    Returns torchrun's exit code, and the signals that this command got and passed on. Without `asks_first` that is
+    SIGTERM, which ends the ranks. With `asks_first` it is SIGTERM or SIGUSR1: either makes torchrun send the ranks
+    SIGUSR1, which asks them to stop, and torchrun ends when they have stopped. These ranks start with both signals
     blocked.
 
     Raises:
-        UserError: when there are several nodes of GPUs and this runs outside `srun`, or the port's variable holds none.
+        UserError: when there are several nodes of GPUs and this runs outside `srun`, or when the environment variable
+            for the port holds no port.
     """
     is_here = _is_all_here(num_nodes, cluster)
     environment = os.environ | {
@@ -129,14 +132,19 @@ def threads_per_rank(cluster: ClusterConfig, num_nodes_here: int = 1) -> int:
 
 
 def is_first_node(cluster: ClusterConfig) -> bool:
-    """Whether this is the one command of a run that speaks for all nodes (each node runs its own)."""
+    """Whether this command is the one that prints for all nodes. Each node runs a command of its own."""
     return cluster.num_nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 def rendezvous(num_nodes: int) -> list[str]:
-    """How the nodes' torchruns meet: on one node at a free port, on several at the first node of the Slurm job.
+    """torchrun's arguments for the rendezvous: on one node at a free port, on several at the Slurm job's first node.
 
-    There the port follows from the job and its step, which all nodes know, so that jobs that share a node stay apart.
+    On several nodes the port is a hash of the job's and the step's ids, which all nodes know, so that jobs that share
+    a node use different ports.
+
+    Raises:
+        UserError: when there are several nodes and this runs outside `srun`, or when the environment variable for the
+            port holds no port.
     """
     if num_nodes == 1:
         return ["--standalone"]
@@ -161,7 +169,7 @@ def _of_slurm(kind: str, name: str) -> str:
 
 
 def _address_of(node: str) -> str:
-    """A node's name, or, where that leads nowhere from here, the address by which Slurm reaches it."""
+    """A node's name; where the name cannot be resolved here, the address by which Slurm reaches the node."""
     try:
         socket.getaddrinfo(node, None)
     except socket.gaierror:
@@ -180,11 +188,11 @@ def _port_of(step: str) -> int:
 
 
 def _main() -> int:
-    """torchrun, without its stack of its own calls where a rank fails or a signal ends all of them."""
+    """torchrun without a traceback where a rank fails or a signal ends all ranks."""
     arguments = sys.argv[1:]
     if arguments[:1] == [_ASKS_FIRST]:
         arguments = arguments[1:]
-        _pass_on_what_asks()
+        _ask_ranks_to_stop_on_signals()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -214,13 +222,15 @@ def _main() -> int:
 
 
 def _own_name() -> str:
-    """What this node is called; Slurm may know it by another name than itself."""
+    """This node's name: Slurm's name for it where there is one, which may differ from the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _pass_on_what_asks() -> None:
-    """From now on every signal that asks this process to stop asks the ranks, which are its children. They end at once
-    where the command that started this process is gone, and nobody would know of them."""
+def _ask_ranks_to_stop_on_signals() -> None:
+    """From now on, when a signal asks this process to stop, ask its children, the ranks, to stop.
+
+    When the command that started this process is gone, end the ranks at once: nobody would know of them.
+    """
     is_asked = threading.Event()
     SignalListener(lambda number, sender: is_asked.set(), lambda: os.kill(os.getpid(), signal.SIGHUP)).start()
 

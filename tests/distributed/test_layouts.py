@@ -39,6 +39,8 @@ from dflop.training.work import make_works
 
 pytestmark = pytest.mark.serial
 
+# Steps of the whole model. Layouts of each kind take two of them (`TWICE`), which shows that what the first changed is
+# what the second computes with, and the others the first.
 _NUM_STEPS = {
     "plain": 2,
     "tied": 2,
@@ -93,10 +95,17 @@ PLANS = {
     "encoder pp 2 dp 2": disjoint({"num_ranks": 4, "pp": 2}, ONE, checkpointing=True),
     "zb_h1": disjoint(ONE, PIPELINE, num_microbatches=4, schedule="zb_h1"),
     "zb_h1, encoder pp 2": disjoint(PIPELINE, {"num_ranks": 3, "pp": 3}, num_microbatches=4, schedule="zb_h1"),
-    "interleaved": disjoint(ONE, PIPELINE, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2),
+    "interleaved": disjoint(
+        {"num_ranks": 1, "recomputed": (0,)},
+        PIPELINE | {"recomputed": (1, 1, 0, 1)},
+        num_microbatches=4,
+        schedule="interleaved_1f1b",
+        num_chunks=2,
+        checkpointing=True,
+    ),
     "colocated 1": shared("colocated", ONE),
     "colocated 2": shared("colocated", TWO),
-    "colocated pp 2": shared("colocated", PIPELINE, checkpointing=True),
+    "colocated pp 2": shared("colocated", PIPELINE | {"recomputed": (2, 1)}, checkpointing=True),
     "colocated pp 2 dp 2": shared("colocated", {"num_ranks": 4, "pp": 2}, num_microbatches=2),
     "colocated zb_h1": shared("colocated", PIPELINE, num_microbatches=4, schedule="zb_h1"),
     "colocated interleaved": shared(
@@ -133,7 +142,9 @@ PLANS |= {
     "parameters of the first stage's encoder": sharding(
         shared("monolithic", {"num_ranks": 4, "pp": 2}, 2), "parameters", "optimizer"
     ),
-    "parameters of the LLM": sharding(disjoint(ONE, TWO, checkpointing=True), "optimizer", "parameters"),
+    "parameters of the LLM": sharding(
+        disjoint(ONE, TWO | {"recomputed": (3,)}, checkpointing=True), "optimizer", "parameters"
+    ),
     "parameters 2x2": sharding(shared("monolithic", {"num_ranks": 4}, 2), "parameters", "hybrid"),
     "parameters 2x2 of both": sharding(shared("colocated", {"num_ranks": 4}, 2), "hybrid", "hybrid"),
     "parameters 2, tp 2": sharding(shared("monolithic", SHARED_TWICE, 2, encoder_tp=2), "parameters", "parameters"),
@@ -222,6 +233,22 @@ DAMAGED = (
     "monolithic tp 2 dp 2",
     "parameters 2",
 )
+TWICE = (
+    "disjoint 1+2, LLM pp 2",
+    "disjoint 3+2",
+    "disjoint 1+2, LLM tp 2",
+    "interleaved",
+    "zb_h1",
+    "colocated encoder dp 4, LLM tp 2 pp 2",
+    "bubble-filled pp 2 dp 2",
+    "monolithic pp 2 dp 2",
+    "parameters 2",
+    "parameters 2, tp 2",
+    "parameters 2x2 of both",
+    "parameters of the LLM",
+    "three modules 1+1+2, LLM dp 2",
+    "three modules, parameters 2",
+)
 CASES = [
     *(
         (name, variant)
@@ -277,19 +304,27 @@ def folder(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_f
         scheduler = BatchScheduler(samples[variant], pricer, batches[variant], ScheduleConfig(policy="random"), 3)
         path = folder / f"{name} {variant}".replace("/", "-")
         path.mkdir()
-        for step in range(_NUM_STEPS[variant]):
+        for step in range(_num_steps(name, variant)):
             (path / str(step)).write_bytes(scheduler.schedule(step).to_bytes())
     return folder
 
 
+def _num_steps(name: str, variant: str) -> int:
+    return _NUM_STEPS[variant] if name in TWICE else 1
+
+
 def _batches_of_all_kinds(run: Path, samples: SampleShapes) -> GlobalBatches:
-    """Batches whose first steps have samples of every kind."""
+    """Batches of which the first has samples of every kind, and the second media for both encoders.
+
+    An encoder for which a batch has no media gets gradients of zero here. In the whole model it gets none, and its
+    weights stay as they are.
+    """
     table = read_table(run / "shapes.duckdb", "samples", made_by="merge-shapes")
     kind_of = dict(table.select("sample_id", "modality").iter_rows())
     for seed in range(1000):
         batches = GlobalBatches(len(samples), 8, seed)
-        chosen = np.concatenate([batches[step] for step in range(_NUM_STEPS["omni"])])
-        if {kind_of[name] for name in samples.sample_id[chosen]} == OMNI_KINDS:
+        first, second = ({kind_of[name] for name in samples.sample_id[batches[step]]} for step in range(2))
+        if first == OMNI_KINDS and {"image", "audio"} <= second:
             return batches
     raise AssertionError("no batch has samples of every kind")
 
@@ -317,24 +352,21 @@ def _without_one_damaged(batch: SampleShapes, dataset: Path, copy: Path) -> Samp
 
 
 def _expected(config, batches: list[SampleShapes]) -> dict:
-    """Losses and gradients of the steps, and the weights after them."""
+    """Losses and gradients of the steps, and the weights after each."""
     model = build_whole_model(config)
     for name in config.model.freeze:
         for part, parameter in model.named_parameters():
             if ("language_model" in part or "lm_head" in part) == (name == "llm"):
                 parameter.requires_grad_(False)
     optimizer = optimizer_of(model, _LR)
-    losses, gradients = [], []
+    losses, gradients, weights = [], [], []
     for batch in batches:
         optimizer.zero_grad()
         losses.append(loss_of_batch(model, config, batch))
         gradients.append({name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None})
         optimizer.step()
-    return {
-        "losses": losses,
-        "gradients": gradients,
-        "weights": {name: own.detach() for name, own in model.named_parameters()},
-    }
+        weights.append({name: own.detach().clone() for name, own in model.named_parameters()})
+    return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
 def _run_rank(rank: int, folder: Path, shares: bool) -> None:
@@ -361,7 +393,7 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
     topology = place_in_world(program, torch.device("cpu"), torch.float64, _make_store())
     model = build_rank_model(config, plan, topology, torch.float64)
     assert all((own.shared is not None) == plan.grid(own.node.module).gathers for own in model.nodes)
-    num_steps = _NUM_STEPS[variant]
+    num_steps = _num_steps(name, variant)
     schedules = [
         StepSchedule.from_bytes((folder / f"{name} {variant}" / str(step)).read_bytes()) for step in range(num_steps)
     ]
@@ -390,7 +422,9 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
         model.update(1.0, 1 / num_targets)
     for own in model.nodes:
         for parameter_name, parameter in own.parameters.items():
-            theirs = part_of(expected["weights"][parameter_name], own.shards.get(parameter_name), parameter.shape)
+            theirs = part_of(
+                expected["weights"][num_steps - 1][parameter_name], own.shards.get(parameter_name), parameter.shape
+            )
             ours = parameter.detach()
             if isinstance(ours, DTensor):  # of which each replica has some rows
                 ours, theirs = ours.to_local().flatten(), _held_of(theirs.flatten(), own.optimizer.pieces(parameter))

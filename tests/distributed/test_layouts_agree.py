@@ -42,14 +42,22 @@ IN_BF16 = {
 COMPILED = {"shared parameters"}
 
 
-def test_thirty_steps_in_bf16_lose_what_they_lose_in_single_precision(run, tmp_path):
+HOW = {"steps": 30, "lr": 1e-3, "grad_clip": 1.0, "checkpoint_every": 30}
+
+
+@pytest.fixture(scope="module")
+def losses_in_fp32(run, tmp_path_factory):
     folder, config = run
-    how = {"steps": 30, "lr": 1e-3, "grad_clip": 1.0, "checkpoint_every": 30}
-    plan = plan_file(folder, placement="colocated")
-    full = train(folder, config, plan, tmp_path / "fp32", precision="fp32", **how)
-    assert full[-1]["loss"] < 0.8 * full[0]["loss"]
-    for number, (name, layout) in enumerate(IN_BF16.items()):
-        how["compile"] = "on" if name in COMPILED else "off"
-        half = train(folder, config, plan_file(folder, **layout), tmp_path / str(number), precision="bf16", **how)
-        for ours, theirs in zip(half, full, strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02), (name, ours["step"])
+    out = tmp_path_factory.mktemp("fp32")
+    steps = train(folder, config, plan_file(folder, placement="colocated"), out, precision="fp32", **HOW)
+    return [step["loss"] for step in steps]
+
+
+@pytest.mark.parametrize("name", IN_BF16)
+def test_thirty_steps_in_bf16_lose_what_they_lose_in_single_precision(name, run, losses_in_fp32, tmp_path):
+    folder, config = run
+    assert losses_in_fp32[-1] < 0.8 * losses_in_fp32[0]
+    how = HOW | {"precision": "bf16", "compile": "on" if name in COMPILED else "off"}
+    steps = train(folder, config, plan_file(folder, **IN_BF16[name]), tmp_path, **how)
+    for step, expected in zip(steps, losses_in_fp32, strict=True):
+        assert step["loss"] == pytest.approx(expected, rel=0.02), step["step"]

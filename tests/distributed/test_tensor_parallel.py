@@ -150,7 +150,7 @@ def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
         layers=case.layers,
         seed=1,
         dtype=held_in(dtype),
-        checkpointing=case.checkpointing,
+        num_recomputed=len(case.layers) if case.checkpointing else 0,
         ranks=ranks,
     )
     with torch.no_grad():

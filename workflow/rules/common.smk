@@ -1,6 +1,7 @@
-"""What the rules share: the checked config, the shards of the sources, resources of jobs on many devices.
+"""What the rules share: the checked config, the shards of the sources, and the params and inputs of jobs.
 
-Snakemake sees only the shell text of a command, so params hold `code_digest(command)` beside the config keys.
+Snakemake sees only the shell text of a command, and not its code. So params hold `code_digest(command)` beside the
+config keys.
 """
 
 import json
@@ -17,22 +18,29 @@ from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 from dflop.config import load_config, select_keys, with_texts_read
 from dflop.data.manifests import list_shards, list_sources
 from dflop.data.profile import useful_workers
-from dflop.models import able_tp_sizes, check_modules, check_runnable, load_model_spec, model_digest
+from dflop.models import (
+    able_tp_sizes,
+    check_modules,
+    check_runnable,
+    load_model_spec,
+    model_digest,
+    passes_gradients_on,
+)
 from dflop.runtime.commands import COMMANDS, code_digest
 from dflop.runtime.devices import load_device
 from dflop.runtime.errors import UserError, way_out_of
 
 
 def stop_with(error):
-    """A mistake in the config or the data's manifests: one line, no traceback."""
+    """End with one line and no traceback, for a mistake in the config or the data's manifests."""
     print(f"dflop: {error}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
-# Only the main process looks at media files again; the processes of jobs use what it found.
+# Only the main process reads the state of media files again; jobs use what it found.
 IS_MAIN = workflow.is_main_process
 
-# Where it is, manifests' indexes are kept in it, for this process and for the jobs.
+# If this folder exists, indexes of manifests are cached in it, for this process and for jobs.
 Path(".snakemake").mkdir(exist_ok=True)
 
 DEMO_DATA = "results/demo-data"
@@ -43,7 +51,7 @@ def is_demo(source):
 
 
 WORKFLOW = Path(workflow.current_basedir.get_path_or_uri(secret_free=False)).parent
-# What has to do with Snakemake itself.
+# Python modules that extend Snakemake.
 sys.path.insert(0, str(WORKFLOW / "lib"))
 
 try:
@@ -58,7 +66,7 @@ try:
     check_modules(SPEC, CONFIG.plan.fixed.modules if CONFIG.plan.fixed else (), "plan.fixed")
     check_modules(SPEC, CONFIG.train.modules, "train.modules")
     MODULES = [module.name for module in SPEC.modules]
-    # Some models have modules that not every size can divide.
+    # Not every tp size can divide every module of a model.
     TP_SIZES = able_tp_sizes(SPEC, CONFIG.costs.tp_sizes)
 except UserError as error:
     stop_with(error)
@@ -67,7 +75,7 @@ RESULTS = f"results/{CONFIG.run}"
 
 
 def write_run_config():
-    """Leave the whole config beside what is made with it: for readers, and for `dflop plan RUN` and its like."""
+    """Write the whole config into the results folder, for people, and for commands such as `dflop plan RUN`."""
     sections = [section.name for section in fields(CONFIG)]
     path = Path(RESULTS, "config.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,8 +87,11 @@ OUTPUT_CACHE = "SNAKEMAKE_OUTPUT_CACHE"
 
 
 def output_cache():
-    """The latest folder; a new one where rules are forced to run: Snakemake would take their outputs from the old one,
-    which other runs' results are links into."""
+    """The folder of the output cache: the latest one, or a new one if rules are forced to run.
+
+    Snakemake would take the forced rules' outputs from the old folder. That one cannot be emptied, because other runs'
+    results link into it.
+    """
     forcing = {"-f", "--force", "-F", "--forceall", "-R", "--forcerun"}
     forced = IS_MAIN and not workflow.output_settings.dryrun and not forcing.isdisjoint(sys.argv)
     folders = sorted(Path(".snakemake").glob("output-cache*"), key=lambda path: path.stat().st_mtime)
@@ -93,14 +104,14 @@ Path(os.environ.setdefault(OUTPUT_CACHE, str(output_cache()))).mkdir(parents=Tru
 
 
 def config_for(command, **replaced):
-    """The config keys that a command reads, as JSON text for `--config`; `replaced` gives keys other values."""
+    """The config keys that a command reads, as JSON text for `--config`; `replaced` has other values for some keys."""
     return json.dumps(select_keys(CONFIG, COMMANDS[command].reads) | replaced, sort_keys=True)
 
 
 @cache
 def shards_of(source):
     """The shards of a source; the demo's manifests are made first."""
-    if is_demo(source) and IS_MAIN:  # a job only starts when they are there
+    if is_demo(source) and IS_MAIN:  # jobs start only when they are made
         checkpoints.demo_data.get()
     data = CONFIG.data
     try:
@@ -113,22 +124,22 @@ def shards_of(source):
 
 @cache
 def shards_by_name():
-    """The source and the shard by each shard's name."""
+    """The source and the shard for each shard's name."""
     return {shard.name: (source, shard) for source in SOURCES for shard in shards_of(source)}
 
 
 def threads_for_shard(wildcards):
-    """As many as the shard's records can keep busy, so that small shards run side by side; those of a group of jobs,
-    which run at once, share its cores."""
+    """As many threads as the shard's records can keep busy, so that small shards run side by side. The jobs of a group
+    run at the same time, and divide the group's cores."""
     _, shard = shards_by_name()[wildcards.shard]
     in_group = min(workflow.group_settings.group_components.get("shards", 0), len(shards_by_name()))
     return min(max(1, cpus_of("profile_shapes") // in_group) if in_group else 8, useful_workers(shard.num_records))
 
 
 def config_for_shard(wildcards):
-    """The config of a shard's job: its own source alone, so that other sources that come or go rerun nothing.
+    """The config of a shard's job, with only the shard's source, so that other sources that come or go rerun nothing.
 
-    The source's name is left out, too: it depends on what the others are called.
+    The source's name is left out, too, because it depends on the names of the others.
     """
     source, _ = shards_by_name()[wildcards.shard]
     part = json.loads(config_for("profile-shapes"))
@@ -144,13 +155,22 @@ def config_for_shard(wildcards):
     return json.dumps(part, sort_keys=True)
 
 
+def config_for_costs():
+    """The config of the jobs that measure. Frozen encoders are left out of `model.freeze`: they are measured like
+    trained ones, so that freezing or unfreezing one reruns no measurement."""
+    part = json.loads(config_for("profile-costs"))
+    frozen = CONFIG.model.freeze
+    part["model"]["freeze"] = [name for name in frozen if passes_gradients_on(name, frozen)]
+    return json.dumps(part, sort_keys=True)
+
+
 def seed_for(sources):
-    """The seed where samples are drawn at random, else 0: another seed then reruns nothing."""
+    """The seed if samples are drawn at random; otherwise 0, so that another seed reruns nothing."""
     return CONFIG.seed if any("random" in source.sampling for source in sources) else 0
 
 
 def seed_for_merging():
-    """The seed where it decides which samples are kept, or held out for evaluation, else 0."""
+    """The seed if it decides which samples are kept, or held out for evaluation; otherwise 0."""
     return CONFIG.seed if CONFIG.data.evaluation_share else seed_for(SOURCES)
 
 
@@ -163,7 +183,7 @@ def is_measured():
 
 
 def check_model():
-    """Stop before any job where the family can be neither measured nor trained."""
+    """Stop before any job if the family can be neither measured nor trained."""
     try:
         check_runnable(CONFIG.model.family)
     except UserError as error:
@@ -171,7 +191,8 @@ def check_model():
 
 
 def shapes_to_plan(wildcards):
-    """A global batch that no data can fill stops here, before any job; the demo's records are not counted yet."""
+    """The shapes as an input of planning. Stops before any job if there are too few records for a global batch; the
+    demo's records cannot be counted yet."""
     num_records = sum(shard.num_records for source in SOURCES if not is_demo(source) for shard in shards_of(source))
     wanted = CONFIG.train.global_batch_size
     if wanted > num_records and not any(map(is_demo, SOURCES)):
@@ -188,14 +209,14 @@ def plan_to_train(wildcards):
 
 
 def all_measurements(wildcards):
-    """The measurements that costs are fitted to, a file for each module and tp."""
+    """The measurements to which costs are fitted: a file for each module and tp."""
     if is_measured():
         check_model()
     return [f"{RESULTS}/costs/{module}.tp{tp}.parquet" for module in MODULES for tp in TP_SIZES[module]]
 
 
 def data_sheet():
-    """The device's numbers where costs are computed from them, for params, so that another number reruns them."""
+    """The device's numbers, if costs are computed from them; they are params, so that a changed number reruns costs."""
     if is_measured():
         return None
     own = CONFIG.cluster.device_models
@@ -203,17 +224,17 @@ def data_sheet():
 
 
 def load_bounds():
-    """The file with the range of loads to measure over; none for analytic costs, which are known at any load."""
+    """The file with the range of loads over which to measure; none for analytic costs, which are known at any load."""
     return [f"{RESULTS}/load_bounds.json"] if is_measured() else []
 
 
 def measured_links():
-    """The file of measured links; none where the devices are not at hand, or where there is only one."""
+    """The file of measured links; none if the costs are analytic, or if there is only one device."""
     return [f"{RESULTS}/costs/links.parquet"] if is_measured() and CONFIG.cluster.num_devices > 1 else []
 
 
 def measured_loading():
-    """The file that says how long loading takes; none where the machines that train are not at hand."""
+    """The file that says how long loading takes; none if the costs are analytic."""
     return [f"{RESULTS}/loading.parquet"] if is_measured() else []
 
 
@@ -223,7 +244,7 @@ for source in SOURCES:
 
 
 def all_cores():
-    """All cores of this Snakemake run, so that no other job runs beside; 1 where their number is not given."""
+    """All cores of this Snakemake run, so that no other job runs at the same time; 1 if their number is not given."""
     try:
         return workflow.cores
     except WorkflowError:

@@ -1,10 +1,10 @@
-"""Measure what microbatches cost on each module and what transfers cost on each link, and fit models to both."""
+"""Measure the costs of microbatches on each module and of transfers on each link, and fit models to both."""
 
 
 rule cost_settings:
     """Write down everything that costs depend on, apart from the range of loads.
 
-    This is a file because Snakemake ignores changed params of a job while jobs upstream of it have to run. Changed
+    They are in a file, because Snakemake ignores changed params of a job while jobs upstream of it have to run: changed
     data and changed settings together would leave the old costs in place.
     """
     output:
@@ -12,7 +12,7 @@ rule cost_settings:
     log:
         f"{RESULTS}/logs/cost_settings.log",
     params:
-        config=config_for("profile-costs"),
+        config=config_for_costs(),
         model=model_digest(CONFIG.model),
         device=data_sheet(),
         code=code_digest("profile-costs"),
@@ -23,8 +23,8 @@ rule cost_settings:
 rule profile_costs:
     input:
         settings=f"{RESULTS}/costs/settings.json",
-        # Made first where it is missing. Ancient, because a load costs the same whatever data it comes from: new data
-        # alone starts no measurement. The next one covers the new range.
+        # If it is missing, it is made first. It is ancient, so that new data alone starts no measurement, because a
+        # load costs the same whatever data it comes from. The next measurement covers the new range.
         bounds=ancient(load_bounds()),
     output:
         measurements=f"{RESULTS}/costs/{{module}}.tp{{tp}}.parquet",
@@ -39,7 +39,7 @@ rule profile_costs:
         **jobs_of_tp(),
         measuring=int(is_measured()),
     params:
-        # Wildcards are no part of the between-workflow cache's key, params are.
+        # The key of the output cache does not contain wildcards, but it contains params.
         module="{module}",
         tp="{tp}",
         bounds="--bounds" if load_bounds() else "",

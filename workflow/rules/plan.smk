@@ -45,7 +45,7 @@ rule preview_schedule:
 
 
 rule compare:
-    """Published systems beside ours, by the same costs: asked for by name, `snakemake compare`."""
+    """Compare published systems with ours, by the same costs. It runs only if asked for: `snakemake compare`."""
     input:
         shapes=shapes_to_plan,
         costs=f"{RESULTS}/costs.duckdb",

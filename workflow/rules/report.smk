@@ -1,4 +1,4 @@
-"""The page on the run, its plots and figures; `snakemake --report` binds the page into one of its own."""
+"""The run's page, plots and figures. `snakemake --report` puts the page into Snakemake's own report."""
 
 
 rule report:

@@ -19,15 +19,15 @@ rule profile_shapes:
         f"{RESULTS}/shapes/{{shard}}.parquet",
     log:
         f"{RESULTS}/logs/profile_shapes/{{shard}}.log",
-    # Mistakes in the data show here within seconds, so these jobs go before others.
+    # Mistakes in the data are found here within seconds, so these jobs run before others.
     priority: 10
-    # Under Slurm so many shards are one job; the profile says how many.
+    # Under Slurm several shards are one job; the profile says how many.
     group:
         "shards"
     threads: threads_for_shard
     resources:
         **jobs_of_stage("profile_shapes"),
-        # Of a group's jobs as many run at once as it has cores.
+        # So many of a group's jobs run at the same time as the group has cores.
         shard_slots=max(1, -(-SHARD_SLOTS // cpus_of("profile_shapes"))),
     params:
         config=config_for_shard,
@@ -56,7 +56,7 @@ rule merge_shapes:
 
 
 rule profile_loading:
-    """Measure what a sample takes to load, where training will run."""
+    """Measure how long samples take to load, on a machine on which training will run."""
     input:
         f"{RESULTS}/shapes.duckdb",
     output:

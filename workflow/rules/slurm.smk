@@ -1,9 +1,9 @@
-"""What jobs ask Slurm for: from the config's `cluster`, which knows devices and nodes, and `slurm`, which knows the site.
+"""What jobs ask Slurm for, from the config's sections `cluster` (devices and nodes) and `slurm` (the site).
 
-Without Slurm the resources here mean nothing, but for `measuring`: jobs that measure never run side by side.
+Without Slurm the resources here have no effect, except for `measuring`: jobs that measure never run side by side.
 """
 
-# What a stage asks for where the config says nothing: minutes, GiB of host memory of a node, CPU cores of a node.
+# The defaults of a stage: its time limit, GiB of host memory a node, CPU cores a node.
 STAGES = {
     "profile_shapes": {"time": "20m", "memory_gib": 2, "cpus": 16},
     "profile_loading": {"time": "60m"},
@@ -13,7 +13,7 @@ STAGES = {
     "compare": {"time": "60m", "memory_gib": 16, "cpus": 4},
     "train": {"time": "24h"},
 }
-# What a group of shards' jobs share, by the profile.
+# The slots that the jobs of a group of shards share; the profile has the same number.
 SHARD_SLOTS = 16
 MINUTES = {"m": 1, "h": 60, "d": 24 * 60}
 
@@ -23,26 +23,28 @@ for stage in CONFIG.slurm.stages:
 
 
 def of_stage(stage, key):
-    """What the config says of a stage, else what stands above."""
+    """A stage's value from the config, or else its default."""
     own = CONFIG.slurm.stages.get(stage)
     value = getattr(own, key) if own else None
     return STAGES[stage].get(key) if value is None else value
 
 
 def minutes_of(stage):
+    """A stage's time limit in minutes."""
     time = of_stage(stage, "time")
     return int(time.rstrip("mhd")) * MINUTES.get(time[-1], 1)
 
 
 def cpus_of(stage):
-    """Cores of a node: those of the stage, else of a node that trains."""
+    """CPU cores a node: those of the stage, or else those of a node that trains."""
     devices, cluster = CONFIG.cluster.devices_per_node, CONFIG.cluster
     of_node = CONFIG.slurm.cpus_per_node or devices * (8 if cluster.device == "cuda" else 2)
     return of_stage(stage, "cpus") or of_node
 
 
 def memory_mb_of(stage):
-    """Of a node. Beside GPUs, the host holds a copy of the state that is being saved, and what loaders read ahead."""
+    """Host memory a node, in MiB. Beside GPUs the host holds a copy of the state that is being saved, and what loaders
+    read ahead."""
     devices, cluster = CONFIG.cluster.devices_per_node, CONFIG.cluster
     of_node = CONFIG.slurm.memory_gib or devices * (cluster.memory_gib if cluster.device == "cpu" else 64)
     return round((of_stage(stage, "memory_gib") or of_node) * 1024)
@@ -51,8 +53,8 @@ def memory_mb_of(stage):
 def jobs_of_stage(stage, num_devices=0, num_nodes=1, *, starts_itself=False, takes_signals=False):
     """Resources of a stage's jobs, as the Slurm executor reads them.
 
-    `num_devices` are GPUs of each node. Where the rule starts its command by `srun` itself (`starts_itself`), a key named
-    mpi keeps the executor from doing so. Jobs that take signals are told of their end ahead of time by a SIGUSR1.
+    `num_devices` is the number of GPUs a node. If the rule starts its command by `srun` itself (`starts_itself`), the
+    key `mpi` keeps the executor from doing so. Jobs with `takes_signals` get a SIGUSR1 ahead of their time limit.
     """
     slurm = CONFIG.slurm
     partition = slurm.partition if stage in DEVICE_STAGES else slurm.cpu_partition or slurm.partition
@@ -69,7 +71,7 @@ def jobs_of_stage(stage, num_devices=0, num_nodes=1, *, starts_itself=False, tak
         "constraint": slurm.constraint,
         "slurm_extra": " ".join(filter(None, extra)) or None,
     }
-    if stage != "profile_shapes":  # of which a group of jobs has its threads together
+    if stage != "profile_shapes":  # its jobs are grouped, and a group gets the threads of its jobs
         resources["cpus_per_task"] = cpus_of(stage)
     if gpus and not gpus.startswith("--"):
         resources |= {"gres": gpus, "tasks_per_gpu": 0}
@@ -80,23 +82,23 @@ def jobs_of_stage(stage, num_devices=0, num_nodes=1, *, starts_itself=False, tak
 
 
 def gpu_request(num_devices):
-    """How GPUs of each node are asked for: a value for `--gres`, or an option of sbatch."""
+    """How a node's GPUs are asked for: a value for `--gres`, or an option of sbatch; empty for none."""
     if not num_devices:
         return ""
     wanted = [*filter(None, [CONFIG.slurm.gpu_type]), str(num_devices)]
     return ":".join(["gpu", *wanted]) if CONFIG.slurm.gpu_request == "gres" else f"--gpus-per-node={':'.join(wanted)}"
 
 
-# These run where training will.
+# These stages run on the partition on which training will run.
 DEVICE_STAGES = ("profile_loading", "profile_costs", "profile_links", "train")
 
 
 def launcher(stage):
-    """What starts a stage's command on every node of a Slurm job; nothing outside of one.
+    """Shell text before a stage's command, which starts it on every node of a Slurm job, and is empty outside of one.
 
-    It is among the resources, which rerun nothing. The step asks for its cores, since srun does not take over what the
-    job asked for. After the first task that ends, the others get ten minutes. One node's commands are started so in
-    the executor's own jobs alone, which say that they are: elsewhere a job's step may already hold the cores.
+    It is a resource, because changed resources do not rerun a job. The srun step asks for cores itself, because it does
+    not inherit what the job asked for. When the first task has ended, the others get ten minutes. On a single node it
+    is used only in the executor's own jobs, which set `DFLOP_SLURM_JOB`: elsewhere a step may already hold the cores.
     """
     nodes = CONFIG.cluster.num_nodes
     asks = f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={cpus_of(stage)} --wait=600"
@@ -104,7 +106,7 @@ def launcher(stage):
 
 
 def jobs_of_tp():
-    """Resources of a job that measures at one tp: that many GPUs, with their share of the node."""
+    """Resources of a job that measures at one tp: `tp` GPUs, and their share of the node's cores and memory."""
     if not is_measured():
         return {}
     if CONFIG.cluster.device == "cpu":
@@ -117,7 +119,7 @@ def jobs_of_tp():
 
 
 def on_all_devices(stage, **others):
-    """Resources of a job on the whole cluster, such as training: every node with all its devices."""
+    """Resources of a job on the whole cluster, such as training: all nodes, with all their devices."""
     cluster = CONFIG.cluster
     asked = jobs_of_stage(stage, cluster.devices_per_node, cluster.num_nodes, starts_itself=True, **others)
     return asked | {"launcher": launcher(stage)}

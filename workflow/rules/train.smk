@@ -1,8 +1,8 @@
-"""Train with the plan. Checkpoints are no declared outputs: Snakemake would delete them when a run is interrupted.
+"""Train with the plan. Checkpoints are not declared as outputs: Snakemake would delete them if a run is interrupted.
 
-A signal that asks all of a job's processes to stop must not end `tee` before training has saved and said so. Ahead of a
-Slurm job's time limit training is asked by a SIGUSR1, saves, and ends with exit code 75: the job is put back into the
-queue under its own number, and goes on from there. A retry would do the same, but there are few of them.
+A signal that asks all processes of a job to stop must not end `tee` before training has saved and reported it. Ahead of
+a Slurm job's time limit, training gets a SIGUSR1, saves, and ends with exit code 75. The job is then requeued under its
+own number, and training goes on from the checkpoint. A retry would do the same, but the number of retries is limited.
 """
 
 
