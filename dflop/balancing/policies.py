@@ -174,14 +174,10 @@ def _place(loads_s, weight, llm_tokens, order, filled_s, cap):
         for b in range(num_buckets):
             if (only_empty and count[b] > 0) or tokens[b] + llm_tokens[i] > cap:
                 continue
-            peak = 0.0
-            for k in range(num_modules):
-                peak = max(peak, (load[b, k] + loads_s[i, k]) * weight[k])
-            if peak > best_peak:
-                continue
-            squares = 0.0
+            peak, squares = 0.0, 0.0
             for k in range(num_modules):
                 after = (load[b, k] + loads_s[i, k]) * weight[k]
+                peak = max(peak, after)
                 squares += after * after - (load[b, k] * weight[k]) ** 2
             if peak < best_peak or (
                 peak == best_peak and (squares < best_squares or (squares == best_squares and count[b] < count[best]))
