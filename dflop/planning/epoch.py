@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dflop.config import ClusterConfig
 from dflop.planning.baselines import TODAY, Baseline
+from dflop.scheduling import steps_in_epochs
 
 __all__ = ["Epoch", "hour_of", "price_note"]
 
@@ -19,7 +20,7 @@ class Epoch:
 
     @property
     def num_steps(self) -> int:
-        return max(1, -(-self.num_samples // self.global_batch_size))
+        return steps_in_epochs(1, self.num_samples, self.global_batch_size)
 
     def hours(self, step_s: float) -> float:
         """Device-hours of the epoch, with steps of `step_s` seconds."""

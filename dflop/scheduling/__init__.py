@@ -4,7 +4,7 @@
 """
 
 from dflop.scheduling.correction_loop import REPORT_LAG_STEPS, CorrectionLoop, MeasuredStep
-from dflop.scheduling.global_batches import GlobalBatches
+from dflop.scheduling.global_batches import GlobalBatches, steps_in_epochs
 from dflop.scheduling.preview import preview_frames, rank_columns
 from dflop.scheduling.scheduler import BatchScheduler
 from dflop.scheduling.step_schedule import StepSchedule, schedule_of
@@ -21,4 +21,5 @@ __all__ = [
     "preview_frames",
     "rank_columns",
     "schedule_of",
+    "steps_in_epochs",
 ]

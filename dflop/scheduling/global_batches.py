@@ -10,7 +10,12 @@ import numpy as np
 
 from dflop.runtime import UserError
 
-__all__ = ["EvaluationBatches", "GlobalBatches"]
+__all__ = ["EvaluationBatches", "GlobalBatches", "steps_in_epochs"]
+
+
+def steps_in_epochs(epochs: float, num_samples: int, global_batch_size: int) -> int:
+    """How many steps it takes to draw every sample `epochs` times: whole global batches, at least one."""
+    return max(1, math.ceil(epochs * num_samples / global_batch_size - 1e-9))
 
 
 class GlobalBatches:
@@ -30,7 +35,7 @@ class GlobalBatches:
 
     def steps_in(self, epochs: float) -> int:
         """How many steps it takes to draw every sample `epochs` times."""
-        return max(1, math.ceil(epochs * self.num_samples / self.global_batch_size - 1e-9))
+        return steps_in_epochs(epochs, self.num_samples, self.global_batch_size)
 
     def __getitem__(self, step: int) -> np.ndarray:
         start = step * self.global_batch_size
