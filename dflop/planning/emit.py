@@ -2,7 +2,7 @@
 
 Flags give the layout only: parallel sizes, layers of each stage, schedule, microbatches, recomputed layers, sharding.
 What a framework cannot express is printed as sentences. The regrouping of batches is always among them: it takes
-`dflop.BalancedBatchSampler` in a loop of the user's own. Flags are those of the releases in `VERSIONS`.
+`dflop.BalancedBatchSampler` in a loop of the user's own. Flags are those of the releases in `FRAMEWORKS`.
 """
 
 import shlex
@@ -15,9 +15,6 @@ from dflop.parallelism import Plan
 from dflop.runtime import UserError
 
 __all__ = ["FRAMEWORKS", "Emitted", "emit"]
-
-# The releases whose flags these are.
-VERSIONS = {"megatron": "Megatron-LM with Megatron Core 0.16", "torchtitan": "torchtitan 0.3"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,7 +29,7 @@ class Emitted:
 
     def to_text(self, framework: str, plan: Plan) -> str:
         """The flags, one a line and ready to be pasted, and the sentences as comments of the shell."""
-        lines = [f"# {plan}", f"# as flags of {VERSIONS[framework]}:"]
+        lines = [f"# {plan}", f"# as flags of {FRAMEWORKS[framework].release}:"]
         values = {name: [value] if isinstance(value, str) else value or [] for name, value in self.flags.items()}
         lines.append(" \\\n".join(shlex.join([name, *own]) for name, own in values.items()))
         if self.beyond:
@@ -51,19 +48,21 @@ def emit(framework: str, plan: Plan, spec: ModelSpec, global_batch_size: int) ->
         raise UserError(
             f"a plan has no flags for the framework {framework!r}; it must be one of {', '.join(FRAMEWORKS)}"
         )
-    emitted = FRAMEWORKS[framework](plan, spec, global_batch_size)
-    emitted.beyond += _of_batches(plan, global_batch_size)
+    # Frameworks give all microbatches the same number of samples: the rounded mean of the plan's.
+    micro_batch = max(1, round(global_batch_size / plan.num_buckets))
+    emitted = FRAMEWORKS[framework].flags_of(plan, spec, micro_batch)
+    emitted.beyond += _of_batches(plan, global_batch_size, micro_batch)
     return emitted
 
 
-def _megatron(plan: Plan, spec: ModelSpec, global_batch_size: int) -> Emitted:
+def _megatron(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
     emitted = Emitted(
         flags={
             "--tensor-model-parallel-size": str(llm.tp),
             "--pipeline-model-parallel-size": str(llm.pp),
-            "--micro-batch-size": str(_micro_batch(plan, global_batch_size)),
-            "--global-batch-size": str(_micro_batch(plan, global_batch_size) * plan.num_buckets),
+            "--micro-batch-size": str(micro_batch),
+            "--global-batch-size": str(micro_batch * plan.num_buckets),
         }
     )
     flags, beyond = emitted.flags, emitted.beyond
@@ -122,10 +121,9 @@ def _megatron_layout(layers: list[int], pp: int) -> str:
     return "|".join(stages)
 
 
-def _torchtitan(plan: Plan, spec: ModelSpec, global_batch_size: int) -> Emitted:
+def _torchtitan(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
     shards = llm.num_shards if llm.gathers else 1
-    micro_batch = _micro_batch(plan, global_batch_size)
     emitted = Emitted(
         flags={
             "--parallelism.tensor_parallel_degree": str(llm.tp),
@@ -214,11 +212,6 @@ def _of_recomputed(place: str, planned: Sequence[int], flagged: Sequence[int]) -
     ]
 
 
-def _micro_batch(plan: Plan, global_batch_size: int) -> int:
-    """The mean number of samples in a microbatch, rounded: frameworks give all microbatches equally many."""
-    return max(1, round(global_batch_size / plan.num_buckets))
-
-
 def _of_encoders(plan: Plan, spec: ModelSpec, why: str) -> list[str]:
     sentences = []
     for grid in plan.grids[:-1]:
@@ -237,7 +230,7 @@ def _of_encoders(plan: Plan, spec: ModelSpec, why: str) -> list[str]:
     return sentences
 
 
-def _of_batches(plan: Plan, global_batch_size: int) -> list[str]:
+def _of_batches(plan: Plan, global_batch_size: int, micro_batch: int) -> list[str]:
     sentences = [
         "who computes which samples: the predicted step is that of regrouped batches; `dflop.BalancedBatchSampler` "
         "regroups them in a loop of your own",
@@ -245,7 +238,6 @@ def _of_batches(plan: Plan, global_batch_size: int) -> list[str]:
         "these flags keep the framework's microbatches of one length, and its precision",
     ]
     if global_batch_size % plan.num_buckets:
-        micro_batch = _micro_batch(plan, global_batch_size)
         sentences.append(
             f"{global_batch_size} samples do not divide by {plan.num_buckets} microbatches: the flags give each "
             f"{micro_batch}, {micro_batch * plan.num_buckets} in all"
@@ -257,4 +249,15 @@ def _joined(counts: Sequence[int]) -> str:
     return "+".join(map(str, counts))
 
 
-FRAMEWORKS: dict[str, Callable[[Plan, ModelSpec, int], Emitted]] = {"megatron": _megatron, "torchtitan": _torchtitan}
+@dataclass(frozen=True, slots=True)
+class _Framework:
+    """A framework: the release whose flags are emitted, and `flags_of(plan, spec, micro_batch)`, which makes them."""
+
+    release: str
+    flags_of: Callable[[Plan, ModelSpec, int], Emitted]
+
+
+FRAMEWORKS = {
+    "megatron": _Framework("Megatron-LM with Megatron Core 0.16", _megatron),
+    "torchtitan": _Framework("torchtitan 0.3", _torchtitan),
+}
