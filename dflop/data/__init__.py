@@ -6,7 +6,7 @@
 from dflop.data.loading_times import LoadingTimes, read_loading_times
 from dflop.data.manifests import Shard, Source, SourceRecords, list_shards, list_sources
 from dflop.data.profile import ShapeProfiler, profile_shard
-from dflop.data.samples import MediaSizes, SampleShapes, load_samples
+from dflop.data.samples import MediaSizes, SampleShapes, load_samples, without_unencoded
 from dflop.data.shapes import ShapeReader
 from dflop.data.text import BUNDLED_TOKENIZER, ChatTokenizer, tokenizer_folder
 
@@ -27,4 +27,5 @@ __all__ = [
     "profile_shard",
     "read_loading_times",
     "tokenizer_folder",
+    "without_unencoded",
 ]

@@ -15,7 +15,7 @@ from dflop.models import ModuleSpec
 from dflop.runtime import UserError
 from dflop.store import read_table
 
-__all__ = ["MEDIA_COLUMNS", "MediaSizes", "SampleShapes", "load_samples"]
+__all__ = ["MEDIA_COLUMNS", "MediaSizes", "SampleShapes", "load_samples", "without_unencoded"]
 
 # The columns of `samples` with the items of an encoder of these media, and with the tokens that the LLM gets from it.
 _COLUMNS = {
@@ -112,14 +112,7 @@ def load_samples(
         if encoder.media not in _COLUMNS:
             raise ValueError(f"{encoder.name}: `samples` has no columns for an encoder of {encoder.media} alone")
     frame = read_table(path, "samples", made_by="merge-shapes").filter(pl.col("evaluation") == evaluation)
-    left_out = {}
-    for media, columns in _COLUMNS.items():
-        if media in [encoder.media for encoder in encoders]:
-            continue
-        usable = frame.filter(pl.sum_horizontal(columns) == 0)
-        if len(usable) < len(frame):
-            left_out[" or ".join(media)] = len(frame) - len(usable)
-        frame = usable
+    frame, left_out = without_unencoded(frame, encoders)
     if not len(frame):
         why = ", ".join(f"{count} with {media} left out" for media, count in left_out.items())
         raise UserError(
@@ -135,6 +128,23 @@ def load_samples(
         media=_media_sizes(frame),
         sum_sq_items=_sum_sq_items(frame, encoders),
     ), left_out
+
+
+def without_unencoded(samples: pl.DataFrame, encoders: Sequence[ModuleSpec]) -> tuple[pl.DataFrame, dict[str, int]]:
+    """The rows of `samples` whose media all have an encoder, and how many others there are by medium: `{"audio": 12}`.
+
+    A sample with several media that have no encoder counts for the first of them.
+    """
+    encoded = [encoder.media for encoder in encoders]
+    left_out = {}
+    for media, columns in _COLUMNS.items():
+        if media in encoded:
+            continue
+        usable = samples.filter(pl.sum_horizontal(columns) == 0)
+        if len(usable) < len(samples):
+            left_out[" or ".join(media)] = len(samples) - len(usable)
+        samples = usable
+    return samples, left_out
 
 
 def _sum_sq_items(frame: pl.DataFrame, encoders: Sequence[ModuleSpec]) -> np.ndarray | None:

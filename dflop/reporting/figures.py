@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from dflop.data import without_unencoded
 from dflop.models import ModelSpec
 from dflop.planning import read_baselines
-from dflop.reporting.run import Run, num_unheard
+from dflop.reporting.run import Run
 from dflop.reporting.schedules import PreviewPrices
 from dflop.reporting.shapes import items_tokens_correlation
 from dflop.reporting.steps import StepShown
@@ -57,7 +58,7 @@ def _data_figures(run: Run, spec: ModelSpec, num_too_large: int) -> dict[str, An
         "num_rejects": len(run.rejects),
         "rejects": _counts(run.rejects["reason"]),
         "modalities": _counts(samples["modality"]),
-        "num_with_audio_left_out": num_unheard(samples, spec),
+        "left_out_without_encoder": without_unencoded(samples, spec.encoders)[1],
         "num_too_large_left_out": num_too_large,
         "num_truncated": int(samples["truncated"].sum()),
         "num_items": _quantiles(samples["num_items"]),

@@ -12,7 +12,6 @@ import polars as pl
 import yaml
 
 from dflop.costs import CostModel
-from dflop.models import ModelSpec
 from dflop.parallelism import Plan, load_plan
 from dflop.runtime import UserError
 from dflop.scheduling import StepSchedule
@@ -20,7 +19,7 @@ from dflop.store import read_meta, read_table
 from dflop.training import NUM_WARMUP_STEPS, SCHEDULE_FILE
 from dflop.training.emulation import is_emulated
 
-__all__ = ["Run", "TrainedRun", "num_unheard", "read_run"]
+__all__ = ["Run", "TrainedRun", "read_run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,12 +100,6 @@ def read_run(folder: Path) -> Run:
         preview=pl.read_parquet(preview) if preview.is_file() else None,
         trained=_read_training(folder / "train"),
     )
-
-
-def num_unheard(samples: pl.DataFrame, spec: ModelSpec) -> int:
-    """The number of samples with sound that are left out of training, since the model has no audio encoder."""
-    hears = any("audio" in encoder.media for encoder in spec.encoders)
-    return 0 if hears else int((samples["audio_tokens"] > 0).sum())
 
 
 def _read_training(folder: Path) -> TrainedRun | None:

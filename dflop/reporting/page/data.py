@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from dflop.data import without_unencoded
 from dflop.models import ModelSpec
-from dflop.reporting.run import num_unheard
 from dflop.reporting.shapes import items_tokens_correlation, shapes_finding
 from dflop.store import MODALITIES
 
@@ -51,7 +51,7 @@ class DataSection:
     num_samples: int
     num_rejects: int
     num_truncated: int
-    num_unheard: int
+    unencoded: dict[str, int]
     num_sources: int
     groups: tuple[Group, ...]
     ranges: dict[str, tuple[float, float]]
@@ -76,7 +76,7 @@ def data_section(samples: pl.DataFrame, rejects: pl.DataFrame, left_out: pl.Data
         num_samples=len(samples),
         num_rejects=len(rejects),
         num_truncated=int(samples["truncated"].sum()),
-        num_unheard=num_unheard(samples, spec),
+        unencoded=without_unencoded(samples, spec.encoders)[1],
         num_sources=samples["source"].n_unique(),
         groups=tuple(_group(name, kind, frame, totals, ranges) for name, kind, frame in _groups(samples)),
         ranges=ranges,

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from dflop.cli import cli
 from dflop.config import DataConfig, ModelConfig, SourceConfig
-from dflop.data import SourceRecords, list_sources, load_samples
+from dflop.data import SourceRecords, list_sources, load_samples, without_unencoded
 from dflop.models import load_model_spec
 from dflop.runtime import UserError
 from dflop.store import read_table
@@ -129,6 +129,17 @@ def test_the_config_says_what_becomes_of_media_that_the_model_has_no_encoder_for
         assert not left_out
         assert tables["rejects"] == [("a", 0, "heard", "no_encoder")]
         assert "the model has no encoder for audio (`data.without_encoder: reject`)" in output
+
+
+def test_samples_with_sound_are_left_out_only_where_no_encoder_hears_them():
+    columns = ("num_items", "kept_vision_tokens", "num_audio_windows", "kept_audio_tokens")
+    samples = pl.DataFrame([(3, 300, 0, 0), (0, 0, 1, 30), (2, 200, 1, 0)], schema=columns, orient="row")
+    deaf, hearing = (load_model_spec(ModelConfig(family=f)) for f in ("llava_onevision", "qwen2_5_omni_thinker"))
+    kept, left_out = without_unencoded(samples, deaf.encoders)
+    assert (kept.rows(), left_out) == ([(3, 300, 0, 0)], {"audio": 2})
+    kept, left_out = without_unencoded(samples, hearing.encoders)
+    assert (len(kept), left_out) == (3, {})
+    assert without_unencoded(samples, ())[1] == {"image or video": 2, "audio": 1}
 
 
 def test_a_source_that_is_named_twice_counts_twice_and_is_profiled_once():

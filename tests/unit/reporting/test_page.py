@@ -4,16 +4,12 @@ import json
 import re
 import shutil
 
-import polars as pl
 import pytest
 import yaml
 from browser import LAPTOP, PHONE, SCHEMES, browser, find_chromium, overflow
 from reported_runs import SMALL, SUMMARY, make_run, report_of
 
-from dflop.config import ModelConfig
-from dflop.models import load_model_spec
 from dflop.planning import TODAY
-from dflop.reporting.run import num_unheard
 
 SECTIONS = ["data", "costs", "plan", "memory", "step", "training", "time", "savings", "made"]
 
@@ -224,13 +220,3 @@ def words_of(page: str, section: str) -> str:
 
 def numbers_of(page: str) -> dict:
     return json.loads(re.search(r'id="numbers">(.*?)</script>', page)[1])
-
-
-def test_samples_with_sound_count_as_left_out_only_where_no_encoder_hears_them():
-    samples = pl.DataFrame({"audio_tokens": [0, 30, 2]})
-    deaf, hearing = (
-        load_model_spec(ModelConfig(family=family, preset="tiny"))
-        for family in ("llava_onevision", "qwen2_5_omni_thinker")
-    )
-    assert num_unheard(samples, deaf) == 2
-    assert num_unheard(samples, hearing) == 0
