@@ -1,5 +1,6 @@
 """What several folders of unit tests need: the tiny model's spec, hand-made costs, drawn shapes, a drawn dataset."""
 
+import csv
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,17 @@ def tokenizer() -> ChatTokenizer:
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory) -> DemoData:
     return make_demo_data(tmp_path_factory.mktemp("demo") / "data", num_records=40, seed=5)
+
+
+@pytest.fixture(scope="session")
+def shape_table(shared_data) -> Callable[[str], list[dict[str, str]]]:
+    """`shape_table(name)`: the rows of a table of real media's sizes."""
+
+    def read(name: str) -> list[dict[str, str]]:
+        with (shared_data / "shapes" / f"{name}.csv").open(encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    return read
 
 
 @pytest.fixture(scope="session")

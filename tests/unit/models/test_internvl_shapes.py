@@ -5,7 +5,6 @@ every size), `InternVLProcessor` (the text) and `InternVLModel` on the meta devi
 for several pictures in one sample is not transformers': InternVL's training code divides the largest number of tiles.
 """
 
-import csv
 import re
 
 import pytest
@@ -192,11 +191,10 @@ def test_the_text_holds_no_other_special_token_than_those_that_are_named(real):
 
 
 @pytest.mark.parametrize("table", ["coco_val2017", "math_v", "tuxpaint_stamps"])
-def test_the_published_shapes_of_real_pictures_are_met(shared_data, real, table):
+def test_the_published_shapes_of_real_pictures_are_met(shape_table, real, table):
     """Without exception: the tables' rule and transformers' list grids of equal area in another order, which changes
     the form of the grid that wins a tie, but not its number of tiles."""
-    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = shape_table(table)
     sizes = [(int(row["width"]), int(row["height"])) for row in rows]
     tiles = [real.rules.image(*size, 1).num_items for size in sizes]
     assert len(rows) > 700
@@ -207,10 +205,9 @@ def test_the_published_shapes_of_real_pictures_are_met(shared_data, real, table)
 @pytest.mark.parametrize(
     "table", ["nextqa_video", "activitynet_captions_train", "activitynet_captions_val", "charades_train"]
 )
-def test_the_published_shapes_of_real_clips_are_met(shared_data, real, table):
+def test_the_published_shapes_of_real_clips_are_met(shape_table, real, table):
     """The tables hold one tile a frame; `ov_tiles` are the frames that LLaVA-OneVision takes of the same clips."""
-    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = shape_table(table)
     assert len(rows) > 500
     assert [real.rules.video(int(row["ov_tiles"]), 64, 48).num_items for row in rows] == [
         int(row["internvl_tiles"]) for row in rows

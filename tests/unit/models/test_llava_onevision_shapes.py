@@ -5,8 +5,6 @@ Only headers are known when shapes are profiled, so the rules are written anew i
 `pack_image_features` (features), run on the meta device so that nothing is computed.
 """
 
-import csv
-
 import numpy as np
 import pytest
 import torch
@@ -153,12 +151,11 @@ def test_a_placeholder_stays_in_the_text_as_it_is(kind):
     assert rules.in_text(kind, rules.video(3, 64, 48)) == rules.placeholder(kind) == f"<{kind}>"
 
 
-def test_every_size_of_the_published_pictures_is_met(shared_data, oracle):
+def test_every_size_of_the_published_pictures_is_met(shape_table, oracle):
     """All distinct sizes, up to 2,520 x 8,526, by transformers' functions that need no pixels."""
     sizes = set()
-    for table in ("coco_val2017", "math_v"):
-        with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
-            sizes |= {(int(row["width"]), int(row["height"])) for row in csv.DictReader(file)}
+    for table in ("coco_val2017", "math_v", "tuxpaint_stamps"):
+        sizes |= {(int(row["width"]), int(row["height"])) for row in shape_table(table)}
     assert len(sizes) > 3000
     assert (2520, 8526) in sizes
     for size in sizes:
@@ -167,11 +164,10 @@ def test_every_size_of_the_published_pictures_is_met(shared_data, oracle):
 
 
 @pytest.mark.parametrize("table", ["coco_val2017", "math_v", "tuxpaint_stamps"])
-def test_the_published_shapes_of_real_pictures_are_met(shared_data, table):
+def test_the_published_shapes_of_real_pictures_are_met(shape_table, table):
     """The tables' token counts include the newline that ends each row of patches, as transformers' do."""
     rules = Oracle(REAL).rules
-    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = shape_table(table)
     expected = [(int(row["ov_tiles"]), int(row["ov_visual_tokens"])) for row in rows]
     assert len(expected) > 700
     assert [rules.image(int(row["width"]), int(row["height"]), 1)[:2] for row in rows] == expected
@@ -180,11 +176,10 @@ def test_the_published_shapes_of_real_pictures_are_met(shared_data, table):
 @pytest.mark.parametrize(
     "table", ["nextqa_video", "activitynet_captions_train", "activitynet_captions_val", "charades_train"]
 )
-def test_the_published_shapes_of_real_clips_are_met(shared_data, table):
+def test_the_published_shapes_of_real_clips_are_met(shape_table, table):
     """The tables leave out the one newline token that transformers puts after a clip."""
     rules = Oracle(REAL).rules
-    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = shape_table(table)
     assert len(rows) > 500
     assert [rules.video(int(row["ov_tiles"]), 64, 48).num_tokens - 1 for row in rows] == [
         int(row["ov_visual_tokens"]) for row in rows

@@ -5,7 +5,6 @@ The oracles are `Qwen2VLImageProcessorPil` (patches, by its size-only function f
 the image processor's with limits of its own, and it puts two frames into a step.
 """
 
-import csv
 import functools
 import math
 from dataclasses import replace
@@ -73,10 +72,9 @@ def test_a_clip_has_a_step_for_two_frames_and_the_patches_that_transformers_give
 
 
 @pytest.mark.parametrize("table", ["coco_val2017", "math_v", "tuxpaint_stamps"])
-def test_the_shapes_of_real_pictures_are_transformers(shared_data, table):
+def test_the_shapes_of_real_pictures_are_transformers(shape_table, table):
     rules = make_spec("a model", PRESETS["qwen2_5_vl_7b"], RELEASED).rules
-    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
-        known = [(int(row["width"]), int(row["height"])) for row in csv.DictReader(file)]
+    known = [(int(row["width"]), int(row["height"])) for row in shape_table(table)]
     assert len(known) > 700
     assert [4 * rules.image(*size, 1).num_tokens for size in known] == [
         patches(rules, *size, rules.picture) for size in known

@@ -5,7 +5,6 @@ size; the latter needs torchvision for more), `Qwen3VLProcessor` (what stands ar
 (positions).
 """
 
-import csv
 import functools
 import math
 import re
@@ -107,10 +106,9 @@ def test_a_clip_of_one_frame_is_that_of_the_frame_twice(rules):
 
 
 @pytest.mark.parametrize("table", ["coco_val2017", "math_v", "tuxpaint_stamps"])
-def test_the_shapes_of_real_pictures_are_transformers(shared_data, table):
+def test_the_shapes_of_real_pictures_are_transformers(shape_table, table):
     rules = make_spec("a model", PRESETS["qwen3_vl_4b"]).rules
-    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
-        known = [(int(row["width"]), int(row["height"])) for row in csv.DictReader(file)]
+    known = [(int(row["width"]), int(row["height"])) for row in shape_table(table)]
     assert len(known) > 700
     assert [4 * rules.image(*size, 1).num_tokens for size in known] == [patches(rules, *size) for size in known]
 
