@@ -138,9 +138,11 @@ def _source(manifest: Path) -> dict[str, Any]:
 def _of_model(folder: Path) -> Mapping[str, Any]:
     """The config section of a model with a `config.json`. Without a tokenizer, the small bundled one counts tokens."""
     from dflop.data.text import BUNDLED_TOKENIZER
+    from dflop.models import family_for
     from dflop.models.checkpoint import read_hf_config
 
-    model: dict[str, Any] = {"path": str(folder), "family": read_hf_config(folder).get("model_type")}
+    model_type = read_hf_config(folder).get("model_type")
+    model: dict[str, Any] = {"path": str(folder), "family": family_for(model_type) or model_type}
     if not (folder / "tokenizer.json").is_file():
         model["tokenizer"] = str(BUNDLED_TOKENIZER)
     return {"model": model}

@@ -11,7 +11,7 @@ from typing import Any
 
 from dflop.runtime import UserError
 
-__all__ = ["check_processor", "read_hf_config", "read_processor"]
+__all__ = ["check_output_width", "check_processor", "part_of_config", "read_hf_config", "read_processor"]
 
 _HEADER_LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # as safetensors allows
@@ -35,6 +35,19 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if "tie_word_embeddings" not in fields and any(name.endswith("lm_head.weight") for name in _tensor_names(folder)):
         fields["tie_word_embeddings"] = False
     return fields
+
+
+def part_of_config(folder: Path, hf_config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The config under `key` in a larger model's, of a model that is a part of it.
+
+    Raises:
+        UserError: when the config has no such part.
+    """
+    part = hf_config.get(key)
+    if not isinstance(part, dict):
+        raise UserError(f"the config.json of {folder} has no `{key}`, the config of the model that is trained")
+    kept = {name: hf_config[name] for name in ("tie_word_embeddings",) if name in hf_config}
+    return kept | part
 
 
 def _way_to(folder: Path) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflop.config import ModelConfig
-from dflop.models.checkpoint import read_hf_config, read_processor
+from dflop.models.checkpoint import part_of_config, read_hf_config, read_processor
 from dflop.models.spec import ModelSpec, check_tp
 from dflop.models.work import ModuleWork
 from dflop.runtime import UserError
@@ -29,6 +29,7 @@ __all__ = [
     "Family",
     "check_runnable",
     "count_work",
+    "family_for",
     "family_names",
     "family_of",
     "load_model_spec",
@@ -46,13 +47,16 @@ class Family:
 
     `name` is the folder's name and the `model_type` in Hugging Face's configs. `presets` maps a preset's name to the
     fields of such a config. `make_spec(name, hf_config, processor)` makes the spec of a config; `processor` holds the
-    fields that a checkpoint's processor and its image processor set. `other_checkpoints` maps the `model_type` of other
-    forms of this model, which cannot be read, to advice for the user.
+    fields that a checkpoint's processor and its image processor set. `part_of` maps the `model_type` of larger models,
+    of which this model is a part, to the key of its config in theirs; the rest of such a checkpoint is not read.
+    `other_checkpoints` maps the `model_type` of other forms of this model, which cannot be read, to advice for the
+    user.
     """
 
     name: str
     presets: Mapping[str, dict[str, Any]]
     make_spec: Callable[[str, dict[str, Any], dict[str, Any]], ModelSpec]
+    part_of: Mapping[str, str] = field(default_factory=dict)
     other_checkpoints: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -72,6 +76,14 @@ def family_of(name: str) -> Family:
     family = _load("dflop.models.*.FAMILY", name)
     assert family.name == name, f"the folder {name} holds the family {family.name}"
     return family
+
+
+def family_for(model_type: str) -> str | None:
+    """The name of the family that reads checkpoints of this `model_type`; None if no family does."""
+    names = family_names()
+    if model_type in names:
+        return model_type
+    return next((name for name in names if model_type in family_of(name).part_of), None)
 
 
 def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
@@ -141,7 +153,9 @@ def _make_spec(model: ModelConfig) -> ModelSpec:
     folder = Path(model.path)
     hf_config = read_hf_config(folder)
     model_type = hf_config.get("model_type")
-    if model_type != family.name:
+    if key := family.part_of.get(model_type):
+        hf_config = part_of_config(folder, hf_config, key)
+    elif model_type != family.name:
         raise UserError(
             f"`model.path` {folder} holds a {model_type!r} model, but `model.family` is {model.family!r}; "
             f"{_way_out(model_type)}"
@@ -161,9 +175,9 @@ def model_digest(model: ModelConfig) -> str:
 
 def _way_out(model_type: Any) -> str:
     """What to do with a checkpoint of this type."""
-    if model_type in family_names():
-        limits = "" if _has(model_type, "runtime") else " (for shapes, analytic costs and plans: no training yet)"
-        return f"use `model.family: {model_type}`{limits}"
+    if own := family_for(model_type):
+        limits = "" if _has(own, "runtime") else " (for shapes, analytic costs and plans: no training yet)"
+        return f"use `model.family: {own}`{limits}"
     for name in family_names():
         if advice := family_of(name).other_checkpoints.get(model_type):
             return advice

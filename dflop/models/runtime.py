@@ -43,7 +43,8 @@ class FamilyRuntime:
       placeholders, by kind, and of `special_tokens`, by token; the vocabulary has at least `vocab_size` ids.
     - `cut(model, module, layers)`: removes from a model without weights everything but these layers of the module, and
       returns the stage.
-    - `weight_renamings`: (pattern, replacement) pairs, applied in order, from names in checkpoints to the model's.
+    - `weight_renamings`: (pattern, replacement) pairs, applied in order, from names in checkpoints to the model's. A
+      tensor whose name becomes empty belongs to a part that is not trained, and is not read.
     - `packs_media`: whether the layers of encoders take the ends of segments, as the LLM's do (`attention.py`).
     - `processors`: for each encoder, by name, a function `(spec, checkpoint)` that makes its media processor, with the
       checkpoint's settings if there is one.

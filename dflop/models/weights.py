@@ -87,8 +87,8 @@ def load_weights(
     """Load a stage's tensors from a checkpoint's safetensors files. Of a tensor in `shards` only this rank's part is
     read, and of a tensor that replicas shard (a DTensor) only this replica's rows.
 
-    `renamings` are (pattern, replacement) pairs, applied in order, from names in checkpoints to the model's. `known`
-    are the names of all tensors of the whole model.
+    `renamings` are (pattern, replacement) pairs, applied in order, from names in checkpoints to the model's; a tensor
+    whose name becomes empty is skipped. `known` are the names of all tensors of the whole model.
 
     Raises:
         UserError: when there is no safetensors file, or naming the first tensor that the checkpoint lacks, that has
@@ -104,6 +104,8 @@ def load_weights(
         with safe_open(file, framework="pt") as stored:
             for stored_name in stored.keys():  # noqa: SIM118  (safe_open is no dict)
                 name = _renamed(stored_name, renamings)
+                if not name:
+                    continue
                 if name not in known and not _OLD_BUFFERS.search(name):
                     raise UserError(
                         f"`model.path` {checkpoint} holds {stored_name}, which a model of its config.json does not "

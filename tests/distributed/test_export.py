@@ -9,7 +9,14 @@ import torch.distributed as dist
 import yaml
 from PIL import Image
 from training_runs import plan_file, train
-from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+)
 
 from dflop.config import Config, load_config
 from dflop.data import ChatTokenizer
@@ -49,6 +56,14 @@ def save_checkpoint(folder: Path, config: Config, *, tied: bool) -> None:
         make_processor(spec, None).save(folder)
 
 
+def export_untrained(config: Config, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the configured model as one process has it before the first step, computed in `dtype`."""
+    grids = tuple(Grid(module=module.name, num_ranks=1) for module in load_model_spec(config.model).modules)
+    plan = Plan(placement="colocated", grids=grids, num_microbatches=1)
+    topology = place_in_world(make_program(plan), torch.device("cpu"), torch.float32, dist.HashStore())
+    export_model(folder, plan, build_rank_model(config, plan, topology, dtype), torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # computed in; masters are written
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", family_names())
@@ -56,11 +71,7 @@ def test_a_model_that_was_not_trained_is_written_as_it_was_loaded(alone, family,
     loaded, written = tmp_path / "loaded", tmp_path / "written"
     save_checkpoint(loaded, load_config({"model": {"family": family}}), tied=tied)
     assert len(list(loaded.glob("*.safetensors"))) > 1
-    config = load_config({"model": {"family": family, "path": str(loaded)}})
-    grids = tuple(Grid(module=module.name, num_ranks=1) for module in load_model_spec(config.model).modules)
-    plan = Plan(placement="colocated", grids=grids, num_microbatches=1)
-    topology = place_in_world(make_program(plan), torch.device("cpu"), torch.float32, dist.HashStore())
-    export_model(written, plan, build_rank_model(config, plan, topology, dtype), torch.float32)
+    export_untrained(load_config({"model": {"family": family, "path": str(loaded)}}), written, dtype)
 
     architecture = load_runtime(family).architecture
     (before, found_before), (after, found_after) = (
@@ -77,6 +88,30 @@ def test_a_model_that_was_not_trained_is_written_as_it_was_loaded(alone, family,
     images = [AutoImageProcessor.from_pretrained(folder).to_dict() for folder in (loaded, written)]
     assert images[0] == images[1]
     assert AutoTokenizer.from_pretrained(written).get_vocab() == AutoTokenizer.from_pretrained(loaded).get_vocab()
+
+
+def test_of_a_whole_qwen2_5_omni_the_thinker_is_loaded_and_written(alone, tmp_path):
+    loaded, written, family = tmp_path / "loaded", tmp_path / "written", "qwen2_5_omni_thinker"
+    save_checkpoint(loaded, load_config({"model": {"family": family}}), tied=False)
+    thinker = load_runtime(family).architecture.from_pretrained(loaded)
+    for file in loaded.glob("model*"):
+        file.unlink()
+    # The parts that speak, with sizes as small as they may be.
+    llm = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 9000, "head_dim": 32}
+    llm |= {"num_attention_heads": 2, "num_key_value_heads": 1, "embedding_size": 128, "thinker_hidden_size": 128}
+    llm |= {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6}}
+    dit = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 32, "emb_dim": 32}
+    dit |= {"enc_emb_dim": 8, "enc_dim": 8, "enc_channels": [8, 8, 8, 8, 24], "enc_attention_channels": 8, "mel_dim": 8}
+    wave = {"dit_config": dit, "bigvgan_config": {"mel_dim": 8, "upsample_initial_channel": 64}}
+    whole_config = Qwen2_5OmniConfig(thinker_config=thinker.config.to_dict(), talker_config=llm, token2wav_config=wave)
+    whole = Qwen2_5OmniForConditionalGeneration(whole_config)
+    whole.thinker.load_state_dict(thinker.state_dict())
+    whole.save_pretrained(loaded, max_shard_size="800KB")
+
+    export_untrained(load_config({"model": {"family": family, "path": str(loaded)}}), written)
+    after, found = load_runtime(family).architecture.from_pretrained(written, output_loading_info=True)
+    assert not any(found.values()), found
+    assert all(torch.equal(tensor, after.state_dict()[name]) for name, tensor in thinker.state_dict().items())
 
 
 def inputs_of(

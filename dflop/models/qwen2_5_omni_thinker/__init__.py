@@ -10,8 +10,5 @@ FAMILY = Family(
     name="qwen2_5_omni_thinker",
     presets=PRESETS,
     make_spec=make_spec,
-    other_checkpoints={
-        "qwen2_5_omni": "its thinker is what is trained: save it, and its processor, in a folder of its own with "
-        "`Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(…).save_pretrained(folder)`"
-    },
+    part_of={"qwen2_5_omni": "thinker_config"},
 )

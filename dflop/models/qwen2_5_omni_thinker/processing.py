@@ -49,9 +49,10 @@ class Qwen25OmniSounds:
         self._keeps_files = checkpoint is not None
 
     def save(self, folder: Path) -> None:
-        """Add the feature extractor to the processor's file, unless files of a checkpoint were kept."""
+        """Add the feature extractor to the processor's file, unless the files of a checkpoint, which has one, were
+        kept."""
         path = folder / "processor_config.json"
-        if self._keeps_files and path.is_file():
+        if self._keeps_files and (path.is_file() or (folder / "preprocessor_config.json").is_file()):
             return
         whole = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         settings = json.loads(self.processor.to_json_string())

@@ -18,8 +18,9 @@ from dflop.models.spec import ModelSpec
 __all__ = ["RUNTIME", "make_config"]
 
 # Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version. In a checkpoint
-# of the whole model, the thinker's names begin with `thinker.`.
+# of the whole model, the thinker's names begin with `thinker.`, and the parts that speak are not read.
 _FIRST_NAMES = (
+    (r"^(talker|token2wav)\..*", ""),
     (r"^thinker\.", ""),
     (r"^(audio_tower|visual)\.", r"model.\1."),
     (r"^model\.(?!language_model\.|visual\.|audio_tower\.)", "model.language_model."),

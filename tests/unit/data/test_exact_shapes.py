@@ -1,9 +1,10 @@
 """Profiled shapes are to the token what transformers' processors and the training path make of the same records.
 
-The oracles are `LlavaOnevisionProcessor`, `InternVLProcessor`, `Qwen2_5_VLProcessor` and `Qwen3VLProcessor` with their
-image processors for Pillow, given the decoded pictures and the whole conversation. Their video processors need
-torchvision; a stand-in hands the frames on. For Qwen2.5-VL it gives the grid of patches that its image processor gives
-with a video's limits, for Qwen3-VL that to which its video processor scales the frames.
+The oracles are `LlavaOnevisionProcessor`, `InternVLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor` and
+`Qwen2_5OmniProcessor` with their image processors for Pillow and their feature extractor, given the decoded pictures
+and sounds and the whole conversation. Their video processors need torchvision; a stand-in hands the frames on. For
+Qwen2.5-VL and Qwen2.5-Omni it gives the grid of patches that their image processor gives with a video's limits, for
+Qwen3-VL that to which its video processor scales the frames.
 """
 
 import re
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import polars as pl
 import pytest
+import soundfile
 import torch
 from PIL import Image, ImageOps
 from transformers import (
@@ -22,7 +24,9 @@ from transformers import (
     LlavaOnevisionProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
+    Qwen2_5OmniProcessor,
     Qwen3VLProcessor,
+    WhisperFeatureExtractor,
 )
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -43,7 +47,10 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 MAX_LLM_TOKENS = 100_000
 PRESETS = {"llava_onevision": "llava_ov_7b", "internvl": "internvl_8b"}
-PRESETS |= {"qwen2_5_vl": "qwen2_5_vl_7b", "qwen3_vl": "qwen3_vl_4b"}
+PRESETS |= {"qwen2_5_vl": "qwen2_5_vl_7b", "qwen3_vl": "qwen3_vl_4b", "qwen2_5_omni_thinker": "qwen2_5_omni_7b"}
+CASES = [(family, data) for family in PRESETS for data in ("drawn", "real")] + [("qwen2_5_omni_thinker", "sounds")]
+COLUMNS = {"vision": ("num_items", "kept_vision_tokens", "vision_tokens")}
+COLUMNS |= {"audio": ("num_audio_windows", "kept_audio_tokens", "audio_tokens")}
 
 
 class Frames:
@@ -84,6 +91,7 @@ def processors(monkeypatch) -> dict[str, Callable]:
         "internvl": InternVLProcessor(tiles, tokenizer, Frames(), image_seq_length=256),
         "qwen2_5_vl": qwen_processor(Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil()),
         "qwen3_vl": qwen_processor(Qwen3VLProcessor, Qwen2VLImageProcessorPil(size=released, patch_size=16)),
+        "qwen2_5_omni_thinker": omni_processor(),
     }
 
 
@@ -99,9 +107,19 @@ def qwen_processor(kind: type, pictures: Qwen2VLImageProcessorPil):
     return qwen
 
 
+def omni_processor() -> Qwen2_5OmniProcessor:
+    omni = qwen_processor(Qwen2_5OmniProcessor, Qwen2VLImageProcessorPil())
+    omni.feature_extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=300, return_attention_mask=True)
+    omni.image_token, omni.video_token, omni.audio_token = "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"
+    around = ["<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"]
+    added = [omni.image_token, omni.video_token, omni.audio_token, *around]
+    omni.tokenizer.add_special_tokens({"additional_special_tokens": added})
+    return omni
+
+
 def processed_by_qwen(processor, record: Record, root: Path, row: dict) -> tuple[int, int]:
     """Items, which are the patches of a token, and tokens of a record as the processor makes them."""
-    grids, texts = [], []
+    grids, texts, is_omni = [], [], isinstance(processor, Qwen2_5OmniProcessor)
     for medium, width, height, num_frames in zip(
         record.media, row["media_width"], row["media_height"], row["media_frames"], strict=True
     ):
@@ -109,6 +127,10 @@ def processed_by_qwen(processor, record: Record, root: Path, row: dict) -> tuple
             made = processor.image_processor([_decode(root / medium.file)], return_tensors=None)
             grids.append(made["image_grid_thw"][0])
             text = processor.replace_image_token({"image_grid_thw": made["image_grid_thw"]}, 0)
+        elif medium.kind == "audio":
+            samples, rate = soundfile.read(root / medium.file, dtype="float32")
+            wanted = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "np"}
+            (text,) = processor._process_audio([samples], **wanted)[1]
         elif isinstance(processor, Qwen3VLProcessor):
             header = video_header(root / medium.file)
             indices = frame_indices(header, load_config().data.video)
@@ -120,19 +142,24 @@ def processed_by_qwen(processor, record: Record, root: Path, row: dict) -> tuple
             of_video = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
             made = processor.image_processor([Image.new("RGB", (width, height))], size=of_video, return_tensors=None)
             grids.append(made["image_grid_thw"][0] * [-(-num_frames // 2), 1, 1])
-            text = processor.replace_video_token({"video_grid_thw": [grids[-1]]}, 0)
-        texts.append(f"<|vision_start|>{text}<|vision_end|>")
+            of_omni = {"load_audio_from_video": False} if is_omni else {}
+            text = processor.replace_video_token({"video_grid_thw": [grids[-1]]}, 0, **of_omni)
+        before, behind = ("vision_start", "vision_end")
+        if is_omni:
+            sense = "audio" if medium.kind == "audio" else "vision"
+            before, behind = f"{sense}_bos", f"{sense}_eos"
+        texts.append(f"<|{before}|>{text}<|{behind}|>")
     messages = [{"role": turn.role, "content": turn.content} for turn in record.turns]
     text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
     remaining = iter(texts)
-    text = re.sub("<image>|<video>", lambda _: next(remaining), text)
+    text = re.sub("<image>|<video>|<audio>", lambda _: next(remaining), text)
     assert next(remaining, None) is None
     return sum(int(np.prod(grid)) // 4 for grid in grids), len(processor.tokenizer(text)["input_ids"])
 
 
 def processed(processor, record: Record, root: Path, row: dict) -> tuple[int, int]:
     """Items and tokens of a record as the processor makes them."""
-    if isinstance(processor, (Qwen2_5_VLProcessor, Qwen3VLProcessor)):
+    if isinstance(processor, (Qwen2_5_VLProcessor, Qwen3VLProcessor, Qwen2_5OmniProcessor)):
         return processed_by_qwen(processor, record, root, row)
     num_frames = row["num_frames"]
     pictures = [_decode(root / medium.file) for medium in record.media if medium.kind == "image"]
@@ -178,26 +205,25 @@ def profiled(source: Source, family: str, preset: str) -> tuple[ShapeReader, pl.
 
 
 def source_of(data: str, request) -> Source:
-    if data == "drawn":
-        folder = request.getfixturevalue("demo_data").train_manifest.parent
-        return Source(name="drawn", path=folder / "train.json", media_root=folder)
+    if data != "real":
+        made = request.getfixturevalue("demo_data")
+        manifest = made.audio_manifest if data == "sounds" else made.train_manifest
+        return Source(name=data, path=manifest, media_root=manifest.parent)
     folder = request.getfixturevalue("shared_data") / "demo"
     return Source(name="real", path=folder / "demo_llava.json", media_root=folder)
 
 
-@pytest.mark.parametrize("data", ["drawn", "real"])
-@pytest.mark.parametrize("family", PRESETS)
+@pytest.mark.parametrize(("family", "data"), CASES)
 def test_every_record_has_the_items_and_tokens_that_transformers_gives_it(family, data, processors, request):
     source = source_of(data, request)
     _, frame, records = profiled(source, family, PRESETS[family])
-    assert len(records) >= 30
+    assert len(records) >= (3 if data == "sounds" else 30)
     for record, row in zip(records, frame.iter_rows(named=True), strict=True):
         expected = processed(processors[family], record, source.media_root, row)
         assert (row["num_items"], row["llm_tokens"]) == expected, record.sample_id
 
 
-@pytest.mark.parametrize("data", ["drawn", "real"])
-@pytest.mark.parametrize("family", PRESETS)
+@pytest.mark.parametrize(("family", "data"), CASES)
 def test_every_record_has_the_items_and_tokens_that_training_makes(family, data, request):
     source = source_of(data, request)
     reader, frame, _ = profiled(source, family, "tiny")
@@ -207,21 +233,28 @@ def test_every_record_has_the_items_and_tokens_that_training_makes(family, data,
         "reader": reader,
         "tokenizer_folder": BUNDLED_TOKENIZER,
         "max_llm_tokens": MAX_LLM_TOKENS,
-        "encoders": (EncoderFeed(("image", "video"), 1),),
+        "encoders": tuple(EncoderFeed(encoder.media, 1) for encoder in spec.encoders),
     }
-    visual = MicrobatchLoader(**common, encoder=0, processor=load_runtime(family).processors["vision"](spec, None))
+    processors = load_runtime(family).processors
+    of_encoders = [
+        MicrobatchLoader(**common, encoder=index, processor=processors[encoder.name](spec, None))
+        for index, encoder in enumerate(spec.encoders)
+    ]
+    columns = [COLUMNS[encoder.name] for encoder in spec.encoders]
     text = MicrobatchLoader(**common, encoder=None)
     for row in frame.iter_rows(named=True):
         job = MicrobatchJob(
             samples=(SampleRef(source.name, row["row"]),),
             media=(tuple(map(MediumSize, *(row[name] for name in MEDIA_COLUMNS))),),
-            kept_tokens=((row["kept_vision_tokens"],),),
+            kept_tokens=(tuple(row[kept] for _, kept, _ in columns),),
             llm_tokens=(row["llm_tokens"],),
-            encoder_rank=((0,),),
+            encoder_rank=((0,) * len(columns),),
         )
-        batch, loaded = text[job], visual[job]
-        assert not loaded.unreadable
-        assert len(loaded.batch.items) == row["num_items"]
+        batch = text[job]
         assert len(batch.token_ids) == row["llm_tokens"]
-        assert len(batch.feature_positions[0]) == row["vision_tokens"]
         assert len(batch.target_ids) == row["target_tokens"]
+        for loader, positions, (items, _, tokens) in zip(of_encoders, batch.feature_positions, columns, strict=True):
+            loaded = loader[job]
+            assert not loaded.unreadable
+            assert len(loaded.batch.items) == row[items]
+            assert len(positions) == row[tokens]

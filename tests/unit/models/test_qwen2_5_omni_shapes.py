@@ -1,7 +1,7 @@
 """Qwen2.5-Omni's rules, sounds and positions agree with transformers' processor, feature extractor and model."""
 
-import csv
 import functools
+import json
 import math
 
 import numpy as np
@@ -18,7 +18,7 @@ from dflop.config import ModelConfig, load_config
 from dflop.data.records import RecordError, parse_record
 from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
 from dflop.data.text import TokenizedText
-from dflop.models import load_model_spec
+from dflop.models import family_for, load_model_spec
 from dflop.models.qwen2_5_omni_thinker import PRESETS, make_spec
 from dflop.models.qwen2_5_omni_thinker.processing import Qwen25OmniSounds
 from dflop.runtime import UserError
@@ -60,11 +60,10 @@ def test_a_sound_has_the_frames_and_tokens_that_transformers_gives_it(extractor,
 
 
 @pytest.mark.parametrize("table", ["clotho_audio", "soundbible_audio"])
-def test_the_sounds_of_real_tables_have_transformers_tokens(shared_data, table):
+def test_the_sounds_of_real_tables_have_transformers_tokens(shape_table, table):
     """A frame starts every 160 samples, as drawn sounds show above; what lies behind five minutes is not heard."""
     rules = make_spec("a model", PRESETS["qwen2_5_omni_7b"]).rules
-    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
-        seconds = [float(row["audio_seconds"]) for row in csv.DictReader(file)]
+    seconds = [float(row["audio_seconds"]) for row in shape_table(table)]
     assert len(seconds) > 1000
     counts = [rules.audio(own, None) for own in seconds]
     frames = [min(30_000, math.ceil(round(own * RATE) / 160)) for own in seconds]
@@ -73,15 +72,14 @@ def test_the_sounds_of_real_tables_have_transformers_tokens(shared_data, table):
 
 
 @pytest.mark.parametrize("table", ["coco_val2017", "math_v", "tuxpaint_stamps"])
-def test_the_shapes_of_real_pictures_are_transformers(shared_data, table):
+def test_the_shapes_of_real_pictures_are_transformers(shape_table, table):
     rules = make_spec("a model", PRESETS["qwen2_5_omni_7b"]).rules
     processor = Qwen2VLImageProcessorPil(
         size={"shortest_edge": rules.picture.least, "longest_edge": rules.picture.most},
         patch_size=rules.patch_size,
         merge_size=rules.merge_size,
     )
-    with (shared_data / "shapes" / f"{table}.csv").open(encoding="utf-8") as file:
-        known = [(int(row["width"]), int(row["height"])) for row in csv.DictReader(file)]
+    known = [(int(row["width"]), int(row["height"])) for row in shape_table(table)]
     assert len(known) > 700
     assert [4 * rules.image(*size, 1).num_tokens for size in known] == [
         processor.get_number_of_image_patches(height, width) for width, height in known
@@ -175,9 +173,19 @@ def test_a_feature_extractor_that_hears_otherwise_than_the_model_is_refused():
         make_spec("a model", PRESETS["tiny"], {"feature_extractor": {"feature_size": 128}})
 
 
-def test_a_checkpoint_of_the_whole_model_is_told_what_to_do(tmp_path):
+def test_of_a_checkpoint_of_the_whole_model_the_thinker_is_read(tmp_path):
+    whole = {"model_type": "qwen2_5_omni", "talker_config": {}, "thinker_config": PRESETS["qwen2_5_omni_3b"]}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    read = load_model_spec(ModelConfig(family="qwen2_5_omni_thinker", path=str(tmp_path)))
+    assert read == make_spec(tmp_path.name, PRESETS["qwen2_5_omni_3b"])
+    assert family_for("qwen2_5_omni") == "qwen2_5_omni_thinker"
+    with pytest.raises(UserError, match=r"holds a 'qwen2_5_omni' model, .* use `model.family: qwen2_5_omni_thinker`"):
+        load_model_spec(ModelConfig(family="qwen2_5_vl", path=str(tmp_path)))
+
+
+def test_a_whole_model_without_a_thinker_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_omni"}')
-    with pytest.raises(UserError, match="its thinker is what is trained: save it"):
+    with pytest.raises(UserError, match=r"has no `thinker_config`, the config of the model that is trained"):
         load_model_spec(ModelConfig(family="qwen2_5_omni_thinker", path=str(tmp_path)))
 
 
