@@ -9,7 +9,7 @@ from typing import Any
 
 from yaml import YAMLError, safe_load
 
-from dflop.config.schema import FixedPlan
+from dflop.config.schema import FixedGrid, FixedPlan
 from dflop.runtime import UserError
 
 __all__ = ["Layer", "read_layer", "with_pins_by_module"]
@@ -50,9 +50,9 @@ def _by_module(pins: Any) -> Any:
     if not isinstance(pins, Mapping):
         return pins
     keys = {item.name for item in dataclasses.fields(FixedPlan)} - {"modules"}
-    # A null grid pins nothing and is dropped. It overrides no default, since the defaults pin no grid, and it does not
-    # take away a grid that an earlier layer pins.
-    modules = {name: grid for name, grid in pins.items() if name not in keys and grid is not None}
+    # A null grid pins nothing, and takes away what an earlier layer pins.
+    nothing = dict.fromkeys(item.name for item in dataclasses.fields(FixedGrid))
+    modules = {name: nothing if grid is None else grid for name, grid in pins.items() if name not in keys}
     return {name: value for name, value in pins.items() if name in keys} | {"modules": modules}
 
 

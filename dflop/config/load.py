@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dflop.config.devices import with_device_figures
 from dflop.config.keys import refuse_misfits, type_message
 from dflop.config.layers import Layer, read_layer, with_pins_by_module
-from dflop.config.schema import Config, FixedPlan
+from dflop.config.schema import Config, FixedGrid, FixedPlan
 from dflop.config.values import check_values
 from dflop.runtime import UserError
 
@@ -42,6 +42,8 @@ def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
         config: Config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:  # a `${…}` that leads nowhere
         raise UserError(f"`{error.full_key}`: {str(error).splitlines()[0]}") from None
+    fixed, today = (_without_open_grids(pins) for pins in (config.plan.fixed, config.plan.today))
+    config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, fixed=fixed, today=today))
     check_values(config, has_cluster=has_cluster)
     schedule = config.schedule
     if schedule.deterministic:
@@ -50,6 +52,13 @@ def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
     if train.steps is None and train.epochs is None:
         train = dataclasses.replace(train, steps=_STEPS)
     return dataclasses.replace(config, cluster=with_device_figures(config), schedule=schedule, train=train)
+
+
+def _without_open_grids(pins: FixedPlan | None) -> FixedPlan | None:
+    """The pins without grids that pin nothing."""
+    if pins is None:
+        return None
+    return dataclasses.replace(pins, modules={name: grid for name, grid in pins.modules.items() if grid != FixedGrid()})
 
 
 def select_keys(config: Config, keys: Iterable[str]) -> dict[str, Any]:

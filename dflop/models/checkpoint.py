@@ -45,8 +45,10 @@ def part_of_config(folder: Path, hf_config: Mapping[str, Any], key: str) -> dict
     """
     part = hf_config.get(key)
     if not isinstance(part, dict):
-        raise UserError(f"the config.json of {folder} has no `{key}`, the config of the model that is "
-            "trained; take the config.json that the checkpoint came with")
+        raise UserError(
+            f"the config.json of {folder} has no `{key}`, the config of the model that is "
+            "trained; take the config.json that the checkpoint came with"
+        )
     kept = {name: hf_config[name] for name in ("tie_word_embeddings",) if name in hf_config}
     return kept | part
 

@@ -330,6 +330,16 @@ def test_a_module_that_is_not_pinned_still_needs_a_device_of_its_own():
     assert "needs 3 devices" in refusal({"plan": plan, "cluster": {"devices_per_node": 2}})
 
 
+def test_a_null_takes_away_a_module_that_an_earlier_layer_pins():
+    pinned = {"plan": {"fixed": {"vision": {"dp": 2}, "llm": {"tp": 1}}}}
+    fixed = load_config(pinned, "plan.fixed.vision=null").plan.fixed
+    assert fixed == load_config({"plan": {"fixed": {"llm": {"tp": 1}}}}).plan.fixed
+    assert load_config(pinned, "plan.fixed.vision=null", {"plan": {"fixed": {"vision": {"pp": 1}}}}).plan.fixed == (
+        load_config({"plan": {"fixed": {"vision": {"pp": 1}, "llm": {"tp": 1}}}}).plan.fixed
+    )
+    assert load_config(pinned, "plan.fixed=null").plan.fixed is None
+
+
 def test_more_microbatches_than_samples_are_refused():
     message = refusal({"plan": {"fixed": {"num_microbatches": 9}}, "train": {"global_batch_size": 8}})
     assert "`plan.fixed.num_microbatches` is 9, more than the 8 samples" in message
