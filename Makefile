@@ -32,7 +32,7 @@ demo: setup
 
 test: setup
 	pytest -q -n $(CORES) --dist loadfile -m "not serial"
-	pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m serial $(LONGEST) tests/workflow tests/distributed
+	pytest -q -n $(CORES) --dist loadfile --no-loadscope-reorder -m serial $(LONGEST) tests/workflow tests/distributed
 
 test-slurm: setup
 	tests/slurm/install.sh

@@ -26,7 +26,6 @@ __all__ = ["preload", "print_to", "run_command", "spawn"]
 _CONTEXT = get_context("forkserver")
 _FAMILIES = ("internvl", "llava_onevision", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen3_vl")
 _PRELOADED = ("cli", "costs.profile_rank", *(f"models.{family}.runtime" for family in _FAMILIES), "reporting")
-_LONGEST_RUN_S = 400
 
 
 def preload() -> None:
@@ -36,7 +35,13 @@ def preload() -> None:
 
 def spawn(function: Callable[..., None], args: tuple = (), *, nprocs: int) -> None:
     """Call `function(rank, *args)` in so many processes; what one of them raises is raised."""
-    start_processes(function, args, nprocs, start_method="forkserver")
+    context = start_processes(function, args, nprocs, join=False, start_method="forkserver")
+    try:
+        while not context.join():
+            pass
+    finally:
+        for process in context.processes:
+            process.kill()
 
 
 def run_command(arguments: list[str], log: Path) -> int:
@@ -50,8 +55,7 @@ def run_command(arguments: list[str], log: Path) -> int:
     try:
         with contextlib.suppress(EOFError):  # a command that starts no ranks
             ours.send(_run_ranks(*ours.recv(), log))
-        command.join(_LONGEST_RUN_S)
-        assert command.exitcode is not None, log.read_text()
+        command.join()
         return command.exitcode
     finally:
         command.kill()

@@ -29,7 +29,7 @@ from dflop.training.saver import CheckpointSaver
 from dflop.training.sharded_optimizer import ShardedAdamW
 from dflop.training.topology import place_in_world
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.serial
 
 GENERATION = Generation({"seed": "0"}, "prices")
 RUN = {"generation": GENERATION.to_dict(), "restarts": 0}

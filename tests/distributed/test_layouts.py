@@ -4,6 +4,7 @@ Everything is in float64. The oracle runs one sample after the other, unpacked, 
 """
 
 import dataclasses
+import functools
 import json
 import shutil
 import sys
@@ -19,7 +20,7 @@ from processes import spawn
 from torch.distributed.tensor import DTensor
 from whole_model import build_whole_model, loss_of_batch, optimizer_of, part_of
 
-from dflop.config import ClusterConfig, ScheduleConfig, load_config
+from dflop.config import ClusterConfig, Config, ScheduleConfig, load_config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes, load_samples
 from dflop.data.text import BUNDLED_TOKENIZER
@@ -386,8 +387,14 @@ def _run_rank(rank: int, folder: Path, shares: bool) -> None:
             dist.destroy_process_group()
 
 
+@functools.cache
+def _config_and_expected(folder: Path, variant: str) -> tuple[Config, dict]:
+    """A variant's config, and what `_expected` found for it."""
+    return load_config(json.loads((folder / f"{variant}.json").read_text())), torch.load(folder / f"{variant}.pt")
+
+
 def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
-    config = load_config(json.loads((folder / f"{variant}.json").read_text()))
+    config, expected = _config_and_expected(folder, variant)
     program = make_program(plan, config.model.freeze)
     check_program(plan, program, config.model.freeze)
     topology = place_in_world(program, torch.device("cpu"), torch.float64, _make_store())
@@ -404,7 +411,6 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
         range(num_steps),
     )
     works = make_works(config, plan, model, program, start_loading(config, plan, model, stream), topology.store)
-    expected = torch.load(folder / f"{variant}.pt")
     for step, schedule in enumerate(schedules):
         for work in works.values():
             work.begin_step(schedule)

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from processes import print_to
 
 from dflop.training.peers import PeerWatch, longest_wait_s
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.serial
 
 _TIMEOUT_S = 3.0
 
@@ -23,7 +22,7 @@ _TIMEOUT_S = 3.0
 def _train(rank: int, port: int, hangs: str, log: Path) -> None:
     """Three ranks that sum something in each step. The second one hangs in its fourth."""
     print_to(log)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=3)
     watch = PeerWatch(dist.PrefixStore("dflop", store), rank, f"llm stage {rank} replica 0", 3, _TIMEOUT_S)
     watch.start()
@@ -47,10 +46,9 @@ def _exit_codes(hangs: str, log: Path) -> list[int | None]:
     for rank in ranks:
         rank.start()
     try:
-        deadline = time.monotonic() + 120
         # A rank that is busy ends last: torchrun would end it.
         for rank in [ranks[0], ranks[2], *([] if hangs == "busy" else [ranks[1]])]:
-            rank.join(max(0.0, deadline - time.monotonic()))
+            rank.join()
         return [rank.exitcode for rank in ranks]
     finally:
         for rank in ranks:

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +248,6 @@ def run_rank(rank: int, folder: Path) -> None:
         store=dist.FileStore(str(folder / "store"), TP),
         rank=rank,
         world_size=TP,
-        timeout=timedelta(seconds=120),
     )
     ranks = TensorGroup(range(TP), rank, dist.group.WORLD)
     results: dict[str, Result | str] = {}

@@ -73,7 +73,6 @@ def train(folder: Path, resume: bool = False) -> list[dict]:
         [sys.executable, *launcher, str(script), str(folder), "resume" if resume else "begin"],
         capture_output=True,
         text=True,
-        timeout=400,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

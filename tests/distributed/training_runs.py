@@ -85,7 +85,7 @@ def _arguments(folder: Path, config: dict, plan: Path, out: Path, num_nodes: int
 def end_run(process: subprocess.Popen, out: Path) -> int:
     """Wait for a run to end; returns its exit code. What it printed is in `out`/log."""
     try:
-        output, _ = process.communicate(timeout=400)
+        output, _ = process.communicate()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -95,12 +95,11 @@ def end_run(process: subprocess.Popen, out: Path) -> int:
 
 
 def wait_for_steps(process: subprocess.Popen, out: Path, num_steps: int) -> None:
-    """Return when a run, which must not end before, has taken so many steps; end it where that takes too long."""
-    deadline, metrics = time.monotonic() + 120, out / "metrics.jsonl"
+    """Return when a run, which must not end before, has taken so many steps."""
+    metrics = out / "metrics.jsonl"
     try:
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < num_steps:
             assert process.poll() is None, process.stdout.read()
-            assert time.monotonic() < deadline
             time.sleep(0.05)
     except BaseException:
         os.killpg(process.pid, signal.SIGINT)  # which ends its ranks

@@ -111,7 +111,9 @@ class MiniSlurm:
 
     def ask(self, *command: str) -> str:
         """What one of Slurm's commands prints."""
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=os.environ | {"PATH": self.path})
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=os.environ | {"PATH": self.path}
+        )
         return done.stdout
 
     def ended_jobs(self) -> list[dict[str, str]]:
@@ -130,7 +132,7 @@ class MiniSlurm:
             *("-F", "--force", f"--key-file={key}", f"--socket={run}/munge.socket", f"--pid-file={run}/munged.pid"),
             *(f"--log-file={run}/munged.log", f"--seed-file={run}/seed"),
         )
-        _wait_until((run / "munge.socket").exists, 10, self._said)
+        _wait_until((run / "munge.socket").exists, 60, self._said)
         self._run("slurmctld", "-D")
         for number in range(1, self._num_nodes + 1):
             self._run("slurmd", "-D", "-N", f"node{number}")

@@ -79,7 +79,7 @@ class Run:
     def lines(self) -> list[str]:
         return list(self._lines)
 
-    def wait_for(self, found, seconds: float = 600):
+    def wait_for(self, found, seconds: float = 1200):
         """What `found()` gives as soon as it gives something, while the run goes on."""
         last = time.monotonic() + seconds
         while not (result := found()):

@@ -41,13 +41,11 @@ class Checkout:
             shutil.copytree(REPOSITORY / name, folder / name)
         (folder / "slurm").symlink_to("workflow/profiles/slurm")
 
-    def snakemake(self, *arguments: str, timeout: int = 480, **environment: str) -> subprocess.CompletedProcess:
-        return self.run("snakemake", *arguments, timeout=timeout, **environment)
+    def snakemake(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        return self.run("snakemake", *arguments, **environment)
 
-    def run(self, *command: str, timeout: int = 60, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            command, cwd=self.folder, capture_output=True, text=True, timeout=timeout, env=os.environ | environment
-        )
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=os.environ | environment)
 
     def write_config(self, name: str, **sections: object) -> str:
         (self.folder / name).write_text(yaml.safe_dump(sections))

@@ -18,7 +18,6 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=240,
         env=os.environ | environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -38,7 +38,7 @@ def preview(run, out, num_spinning):
     for name, path in (run.paths | {"out": out}).items():
         command += [f"--{name}", str(path)]
     with beside(num_spinning):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return pl.read_parquet(out), pl.read_parquet(out.with_name(f"{out.stem}_stages.parquet"))
 
