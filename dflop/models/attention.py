@@ -10,13 +10,12 @@ import functools
 import itertools
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-__all__ = ["PACKED", "SegmentEnds", "one_segment", "packed_attention"]
+__all__ = ["PACKED", "OneSegment", "SegmentEnds", "packed_attention"]
 
 PACKED = "dflop_packed"
 
@@ -28,13 +27,26 @@ class SegmentEnds:
         self.ends = ends
 
 
-def one_segment(hidden: torch.Tensor) -> torch.Tensor | np.ndarray:
-    """The bounds of one segment that covers all positions, for the `cu_seqlens` of Hugging Face's encoder layers.
+class OneSegment:
+    """One segment that covers all positions of `hidden`, in place of the `cu_seqlens` of Hugging Face's encoder layers.
 
     With the true bounds, these layers would loop over segments and launch kernels for each; `packed_attention` gets the
-    true ones from `segment_ends`. For fake tensors the bounds are an array, because its values can be read.
+    true ones from `segment_ends`. Layers take differences of the bounds and ask for them as a list. A tensor's values
+    could be read neither by torch.compile nor of fake tensors; a shape can.
     """
-    return np.array([0, len(hidden)]) if isinstance(hidden, FakeTensor) else torch.tensor([0, len(hidden)])
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self._positions = hidden.new_empty(len(hidden), 0)
+
+    def __getitem__(self, _: slice) -> "OneSegment":
+        return self
+
+    def __sub__(self, _: "OneSegment") -> "OneSegment":
+        return self
+
+    def tolist(self) -> list[int]:
+        """The lengths of all segments."""
+        return [len(self._positions)]
 
 
 def packed_attention(

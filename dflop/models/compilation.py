@@ -8,7 +8,8 @@ outside the compiled code.
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,11 @@ def _compiled_forward(layer: nn.Module) -> Callable[..., Any]:
     # transformers wraps the forward of each class of layers, and each class that torch derives from it, once more.
     while forward.__code__.co_name == "forward_with_checkpointing":
         forward, checkpoints_outside = forward.__wrapped__, False
-    compiled = torch.compile(forward.__get__(layer), dynamic=True)
+    of_layer = torch.compile(forward.__get__(layer), dynamic=True)
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        with _wide_gradients_aside(layer):
+            return of_layer(*args, **kwargs)
 
     def run(*args: Any, segment_ends: list[int] | None = None, **kwargs: Any) -> Any:
         if segment_ends is not None:
@@ -62,6 +67,24 @@ def _compiled_forward(layer: nn.Module) -> Callable[..., Any]:
         return layer._gradient_checkpointing_func(partial(compiled, **kwargs), *args)
 
     return run
+
+
+@contextmanager
+def _wide_gradients_aside(layer: nn.Module) -> Iterator[None]:
+    """Without the gradients that are of another dtype than their weights, such as fp32 ones of bf16 weights, which
+    torch.compile cannot trace: it would split the layer at each weight that has one."""
+    aside = [
+        (parameter, gradient)
+        for parameter in layer.parameters()
+        if (gradient := parameter.grad) is not None and gradient.dtype != parameter.dtype
+    ]
+    for parameter, _ in aside:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in aside:
+            parameter.grad = gradient
 
 
 def _missing_compiler(device: torch.device) -> str | None:

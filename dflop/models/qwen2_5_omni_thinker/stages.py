@@ -5,7 +5,7 @@ from torch.nn.functional import gelu
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling
 
-from dflop.models.attention import one_segment
+from dflop.models.attention import OneSegment
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch, MediumLayout
 from dflop.models.qwen2_5_vl import stages as qwen2_5_vl
@@ -88,7 +88,7 @@ class AudioStage(EncoderStage):
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """The input, and the output of each of this stage's layers."""
-        whole, ends = one_segment(hidden), self._segment_ends(batch)
+        whole, ends = OneSegment(hidden), self._segment_ends(batch)
         outputs = [hidden]
         for index in self.layers:
             layer = self.hf.model.audio_tower.layers[index]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from dflop.models.attention import one_segment
+from dflop.models.attention import OneSegment
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
 from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
@@ -119,7 +119,7 @@ class VisionStage(EncoderStage):
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """The input, and the output of each of this stage's layers."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
-        whole = one_segment(hidden)
+        whole = OneSegment(hidden)
         outputs = [hidden]
         for index in self.layers:
             is_full = index in tower.fullatt_block_indexes

@@ -17,7 +17,7 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
-from dflop.models.attention import one_segment
+from dflop.models.attention import OneSegment
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
 from dflop.models.qwen2_5_vl.stages import cut_vision, exact_in_float64
@@ -96,7 +96,7 @@ class VisionStage(EncoderStage):
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """The input, and the output of each of this stage's layers."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
-        whole = one_segment(hidden)
+        whole = OneSegment(hidden)
         outputs, last = [hidden], self._parts([hidden])[0]
         for index in self.layers:
             last = tower.blocks[index](
