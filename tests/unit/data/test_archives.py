@@ -175,7 +175,10 @@ def test_a_header_with_a_damaged_size_costs_what_follows_it_and_ends(records_of,
     first, broken = records_of(path)
     assert first == {"id": 1}
     assert broken.reason == "bad_record"
-    assert "the file is cut off here (b.png ends at byte " in broken.detail
+    # Newer releases of Python say of a size below zero that the header is invalid, and not where the member ends.
+    assert "the file is cut off here (b.png ends at byte " in broken.detail or (
+        size < 0 and "the file is cut off here (invalid offset)" in broken.detail
+    )
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])

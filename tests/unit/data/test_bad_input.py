@@ -126,7 +126,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "missing_media",
         "https://example.com/a.jpg is a URL, and nothing is fetched: download it",
     ),
-    "nul": (lambda root: of("image", "a\0.jpg"), "missing_media", "null byte"),
+    "nul": (lambda root: of("image", "a\0.jpg"), "missing_media", "null"),
     "too few placeholders": (
         lambda root: {"conversations": talk("<image>"), "image": ["good.jpg", "good.jpg"]},
         "placeholder_mismatch",

@@ -1,5 +1,6 @@
 """Compiled layers compute what eager ones do, and are compiled once for any number of tokens and samples."""
 
+import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
@@ -129,8 +130,10 @@ def test_layers_of_bf16_with_gradients_in_fp32_are_compiled_whole_but_for_packed
         assert gradient.any()
     found = torch._dynamo.utils.counters
     assert all("packed_attention" in reason for reason in found["graph_break"])
-    # Qwen's encoder layers loop over segments around packed attention: that loop, which goes round once, is eager.
-    assert found["frames"]["total"] - found["frames"]["ok"] == family.startswith("qwen")
+    # Qwen's encoder layers loop over segments around packed attention. This loop, which goes round once, is eager where
+    # Python makes a function of a list comprehension, as it did before 3.12.
+    is_loop_apart = family.startswith("qwen") and sys.version_info < (3, 12)
+    assert found["frames"]["total"] - found["frames"]["ok"] == is_loop_apart
 
 
 @pytest.mark.parametrize(
