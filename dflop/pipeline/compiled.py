@@ -23,6 +23,7 @@ from dflop.pipeline.walk import (
     DP,
     FIRST_NODE,
     FIRST_WORKER,
+    KIND,
     NO_BACKWARD,
     NUM_COLUMNS,
     PARTS,
@@ -59,6 +60,14 @@ class CompiledPlan:
         """The order as `walk` takes it, made on demand: for half of the plans that a search compiles, only the memory
         is needed."""
         return walk_items(self.order, self.stages, self.num_microbatches)
+
+    @cached_property
+    def last_passes(self) -> np.ndarray:
+        """The last backward of each stage, or the last weight part of a split one, in order: [num_last_passes, 3] of
+        pass, stage, and the part of its replicas. Stages without a backward have none."""
+        which, stage, microbatch, _ = self.order.T
+        closing = np.where(self.stages[stage, KIND] == SPLIT_BACKWARD, WEIGHT, BACKWARD)
+        return self.order[(which == closing) & (microbatch == self.num_microbatches - 1)][:, [0, 1, 3]]
 
 
 def compile_plan(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | None = None) -> CompiledPlan:

@@ -2,6 +2,11 @@
 
 Times come by node and microbatch. They are copied into the arrays that `walk` reads, and `walk` computes the starts and
 ends in one loop. Bridges (features that cross from encoders to the LLM) come as one entry for each message.
+
+Gradients of a stage are final layer by layer during its last backward. So an early part of its gradient sync may run
+beside that backward, if devices compute while they communicate: a worker's early parts follow each other, each from the
+start of its node's last backward on. The rest of all syncs follows when the worker's computations and the early parts
+have ended.
 """
 
 from dataclasses import dataclass
@@ -29,6 +34,7 @@ __all__ = [
     "Bridges",
     "StageTimes",
     "Timeline",
+    "add_syncs",
     "peak_bytes",
     "peak_bytes_of",
     "per_worker",
@@ -67,7 +73,8 @@ class StageTimes:
     `forward_s` and `backward_s` are [num_nodes, num_microbatches]. So is `weight_s`, the part of `backward_s` for the
     gradients of weights, which schedules that split the backward need. `chain_s` [num_nodes, num_microbatches] is the
     time of the transfer to the next stage of the same module, and that of the transfer back from it. `sync_s`
-    [num_nodes] is the time of the gradient sync, always without the leading axis.
+    [num_nodes] is the time of the gradient sync, and `early_sync_s` [num_nodes] the part of it that may run beside the
+    node's last backward, by default nothing; both are always without the leading axis.
     """
 
     forward_s: np.ndarray
@@ -75,6 +82,7 @@ class StageTimes:
     chain_s: np.ndarray
     bridges: Bridges
     sync_s: np.ndarray
+    early_sync_s: np.ndarray | None = None
     weight_s: np.ndarray | None = None
 
 
@@ -82,11 +90,14 @@ class StageTimes:
 class Timeline:
     """Starts and ends in seconds, [3 (forward, backward or its input part, weight part), num_nodes, num_microbatches].
 
-    NaN where nothing runs. `idle_of_worker` is by worker; `idle` is the mean over ranks.
+    NaN where nothing runs. Each worker waits for its gradient syncs from `computed_s` to `synced_s`, [num_workers].
+    `idle_of_worker` is by worker; `idle` is the mean over ranks.
     """
 
     start_s: np.ndarray
     end_s: np.ndarray
+    computed_s: np.ndarray
+    synced_s: np.ndarray
     step_s: float
     idle: float
     idle_of_worker: np.ndarray
@@ -101,13 +112,16 @@ def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
     """The timeline of one step (one global batch) with these times."""
     shape = (3, plan.num_nodes * plan.num_microbatches)
     start_s, end_s = np.full(shape, np.nan), np.full(shape, np.nan)
-    step_s = float(_run(plan, times, start_s, end_s)[0])
+    steps_s, computed_s, synced_s = _run(plan, times, start_s, end_s)
+    step_s = float(steps_s[0])
     start_s, end_s = (_by_node(plan, cells) for cells in (start_s, end_s))
-    busy_s = per_worker(plan.stages, times.sync_s + np.nansum(end_s - start_s, axis=(0, 2)), plan.num_workers)
+    busy_s = synced_s - computed_s + per_worker(plan.stages, np.nansum(end_s - start_s, axis=(0, 2)), plan.num_workers)
     idle_of_worker = 1 - busy_s / step_s if step_s > 0 else np.zeros(plan.num_workers)
     return Timeline(
         start_s=start_s,
         end_s=end_s,
+        computed_s=computed_s,
+        synced_s=synced_s,
         step_s=step_s,
         idle=float(np.average(idle_of_worker, weights=plan.ranks_of_worker)),
         idle_of_worker=idle_of_worker,
@@ -117,7 +131,7 @@ def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
 def simulate_step_s(plan: CompiledPlan, times: StageTimes) -> float | np.ndarray:
     """The step time alone, in seconds; with several global batches an array [num_batches]."""
     end_s = np.empty((3, plan.num_nodes * plan.num_microbatches))
-    step_s = _run(plan, times, np.empty((0, 0)), end_s)
+    step_s, _, _ = _run(plan, times, np.empty((0, 0)), end_s)
     return step_s if times.forward_s.ndim == 3 else float(step_s[0])
 
 
@@ -145,7 +159,10 @@ def _by_node(plan: CompiledPlan, cells: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.concatenate(parts, axis=1))
 
 
-def _run(plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
+def _run(
+    plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The step times [num_batches]; when each worker has computed, and when it has synced, in the last of them."""
     assert times.weight_s is not None or not plan.splits_backward, "a split backward needs to know the weights' part"
     shape = (-1, plan.num_nodes, plan.num_microbatches)
     forward_s = times.forward_s.reshape(shape)
@@ -153,6 +170,7 @@ def _run(plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.n
     batch = np.zeros_like(bridges.microbatch) if bridges.batch is None else bridges.batch
     return _walk_batches(
         plan.items,
+        plan.last_passes,
         plan.stages,
         plan.num_workers,
         plan.num_encoders,
@@ -162,6 +180,7 @@ def _run(plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.n
         times.chain_s.reshape(shape),
         (batch, bridges.microbatch, bridges.source, bridges.target, bridges.seconds),
         times.sync_s,
+        np.zeros(0) if times.early_sync_s is None else times.early_sync_s,
         start_s,
         end_s,
     )
@@ -170,6 +189,7 @@ def _run(plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.n
 @kernel
 def _walk_batches(
     items,
+    last_passes,
     stages,
     num_workers,
     num_encoders,
@@ -179,17 +199,20 @@ def _walk_batches(
     chain_s,
     bridges,
     sync_s,
+    early_s,
     start_s,
     end_s,
 ):
-    """Step times [num_batches]. `end_s` and `start_s` are those of `walk` for the last batch; they need not be cleared
-    between batches, since `walk` reads only ends that it has written."""
+    """The results of `_run`. `early_s` is empty where no sync has an early part.
+
+    `end_s` and `start_s` are those of `walk` for the last batch; they need not be cleared between batches, since `walk`
+    reads only ends that it has written."""
     num_batches, num_nodes, num_microbatches = forward_s.shape
     starts, source, target, message_s = _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges)
     num_lists = num_microbatches * num_encoders * stages[:, PARTS].max()
-    synced_s = per_worker(stages, sync_s, num_workers)
+    rest_s = per_worker(stages, sync_s - early_s if len(early_s) else sync_s, num_workers)
     seconds, ways_s = np.empty((3, num_nodes * num_microbatches)), np.empty(num_nodes * num_microbatches)
-    clocks, step_s = np.empty(num_workers), np.empty(num_batches)
+    clocks, synced_s, step_s = np.empty(num_workers), np.empty(num_workers), np.empty(num_batches)
     for batch in range(num_batches):
         own_s = forward_s[batch], backward_s[batch], weight_s[batch], chain_s[batch]
         for stage in range(len(stages)):
@@ -197,9 +220,31 @@ def _walk_batches(
         own = starts[batch * num_lists : (batch + 1) * num_lists + 1]
         messages = Messages(own[:-1], own[1:] - own[:-1], source, target, message_s)
         walk(items, seconds, ways_s, messages, clocks, end_s, start_s)
-        clocks += synced_s
-        step_s[batch] = clocks.max()
-    return step_s
+        add_syncs(last_passes, stages, num_microbatches, seconds, end_s, clocks, early_s, rest_s, synced_s)
+        step_s[batch] = synced_s.max()
+    return step_s, clocks, synced_s
+
+
+@kernel
+def add_syncs(last_passes, stages, num_microbatches, seconds, end_s, clocks, early_s, rest_s, synced_s):
+    """Write to `synced_s` [num_workers] when each worker has ended its gradient syncs.
+
+    `last_passes` are those of the compiled plan; `seconds`, `end_s` and `clocks` those of `walk`. `early_s` [num_nodes]
+    are the early parts, or empty; `rest_s` [num_workers] is the rest of all of a worker's syncs.
+    """
+    synced_s[:] = 0.0
+    for place in range(len(last_passes) if len(early_s) else 0):
+        which, stage, part = last_passes[place]
+        dp, first_node, span = stages[stage, DP], stages[stage, FIRST_NODE], stages[stage, SPAN]
+        first_cell = first_node * num_microbatches + (num_microbatches - 1) * dp
+        num_replicas = dp // stages[stage, PARTS]
+        for replica in range(part * num_replicas, (part + 1) * num_replicas):
+            begun_s = end_s[which, first_cell + replica] - seconds[which, first_cell + replica]
+            for lane in range(span):
+                worker = stages[stage, FIRST_WORKER] + replica * span + lane
+                synced_s[worker] = max(synced_s[worker], begun_s) + early_s[first_node + replica]
+    for worker in range(len(clocks)):
+        synced_s[worker] = max(clocks[worker], synced_s[worker]) + rest_s[worker]
 
 
 @kernel

@@ -218,8 +218,10 @@ def _llm_bounds(
                     busy_s = count * sum(own.seconds({part: s[at] for part, s in of.items()}) for own, of in passes)
                 else:
                     busy_s = count * sum(kind.total(part_s) for kind in chunks)[at]
-                size = sum(costs.stage_parameter_bytes(kind) for kind in chunks)
-                sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
+                # What is left of the sync behind the last backward.
+                rests = [links.rest_share(kind.num_layers, shards) for kind in chunks]
+                size = sum(costs.stage_parameter_bytes(kind) * rest for kind, rest in zip(chunks, rests, strict=True))
+                sync_s = 0.0 if is_frozen else (latency_s * np.min(rests, axis=0) + size * byte_s)[:, None]
                 best = np.maximum(best, before_s + busy_s + np.maximum(sync_s, after_s))
                 together = together + busy_s + sync_s
                 if stage == 0:
@@ -265,13 +267,14 @@ def _encoder_bounds(
         for (pp,), group in own.with_row_index("at").group_by(f"{name}_pp"):
             at = group["at"].to_numpy()
             own_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
-            latency_s, byte_s = links.sync(dp[at, 0], tp, own[f"{name}_shards"].to_numpy()[at])
+            shards = own[f"{name}_shards"].to_numpy()[at]
+            latency_s, byte_s = links.sync(dp[at, 0], tp, shards)
             layers = even_layers(encoder.num_layers, pp)
             for kind in stage_kinds(name, tp, layers, layers if recomputes else ()):
                 busy_s = count[at] * kind.total(own_s)
-                size = costs.stage_parameter_bytes(kind)
-                sync_s = 0.0 if is_frozen else (latency_s + size * byte_s)[:, None]
-                alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + sync_s)
+                sync_s = latency_s + costs.stage_parameter_bytes(kind) * byte_s
+                rest_s = 0.0 if is_frozen else (sync_s * links.rest_share(kind.num_layers, shards))[:, None]
+                alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + rest_s)
                 shared_s[place[at]] += busy_s
                 least_s[place[at]] += count[at] * kind.total(own_least_s)
     return {"alone_s": alone_s, "shared_s": shared_s, "least_s": least_s}

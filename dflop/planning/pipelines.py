@@ -49,13 +49,14 @@ class MeanPipelines:
         self._text = lru_cache(maxsize=1024)(self._mean_text)
         self._parts = lru_cache(maxsize=1024)(self._part_times)
         self._kinds = lru_cache(maxsize=1024)(_distinct_kinds)
+        self._rests = lru_cache(maxsize=4096)(self._rest_shares)
         self._best_link = lru_cache(maxsize=4096)(self._least_link)
 
     def of_batches(
         self, row: Mapping[str, Any], recomputed: tuple[int, ...], *, mean: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each batch, the seconds of the LLM's step, [num_batches], and of each pipeline rank's work with its
-        gradient sync, [num_batches, pp].
+        """For each batch, the seconds of the LLM's step, [num_batches], and of each pipeline rank's work with what is
+        left of its gradient sync behind it, [num_batches, pp].
 
         `recomputed` is the number of recomputed layers in each stage. With `mean`, the results are those of the mean
         batch, [1] and [1, pp], whose step is not above the mean of the batches' steps, by Jensen once more.
@@ -76,6 +77,9 @@ class MeanPipelines:
         # The weights of a frozen module have no gradients, so its backward has no weight part.
         weight_share = WEIGHT_SHARE if "llm" not in self._frozen else 0.0
         sync_s = self._sync_s(row, layers)
+        rest_s = sync_s * self._rests(row["llm_shards"], layers)
+        if PLACEMENTS[row["placement"]].encodes_all_first and self._trained_encoders:
+            sync_s = rest_s  # the early parts may run beside the encoders' backward
         chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
         num_before = self.num_before(row)
         compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"], num_before)
@@ -86,9 +90,10 @@ class MeanPipelines:
             chain_s=_behind(num_before, chain_s),
             bridges=Bridges.none(),
             sync_s=np.concatenate([np.zeros(num_before), sync_s]),
+            early_sync_s=np.concatenate([np.zeros(num_before), sync_s - rest_s]),
         )
         step_s = simulate_step_s(compiled, times)
-        of_stages = (forward_s + backward_s).sum(axis=2) + sync_s
+        of_stages = (forward_s + backward_s).sum(axis=2) + rest_s
         return step_s, of_stages.reshape(len(of_stages), row["num_chunks"], pp).sum(axis=1)
 
     def num_before(self, row: Mapping[str, Any]) -> int:
@@ -128,6 +133,10 @@ class MeanPipelines:
             return np.zeros(len(layers))
         latency_s, byte_s = self._links.of_row(row, "llm")
         return latency_s + self._parameter_bytes(row["llm_tp"], layers) * byte_s
+
+    def _rest_shares(self, shards: int, layers: tuple[int, ...]) -> np.ndarray:
+        """`LeastLinks.rest_share` of each stage, [num_stages]."""
+        return np.array([self._links.rest_share(count, np.array([shards]))[0] for count in layers])
 
     def _stage_parameter_bytes(self, tp: int, layers: tuple[int, ...]) -> np.ndarray:
         return np.array([self._costs.stage_parameter_bytes(kind) for kind in stage_kinds("llm", tp, layers)])

@@ -192,6 +192,7 @@ class Pricer:
                 shapes.kept_tokens * self.feature_bytes,
             ),
             sync_s=self.sync_s,
+            early_sync_s=self.early_sync_s,
         )
 
     def loads(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Loads]:
@@ -252,3 +253,13 @@ class Pricer:
         """Seconds of each node's gradient sync, [num_nodes]."""
         own = [self.transfers.gradient_sync_s(stage, self.stage_costs.sync_bytes(stage)) for stage in self.stages]
         return np.repeat(own, [stage.dp for stage in self.stages]) * self.trains
+
+    @cached_property
+    def early_sync_s(self) -> np.ndarray | None:
+        """The part of `sync_s` that may run beside each node's last backward, [num_nodes]; None if no device computes
+        while it communicates."""
+        _, cluster, _, _ = self._about
+        if not cluster.hides_transfers:
+            return None
+        shares = [self.stage_costs.early_sync_share(stage) for stage in self.stages]
+        return self.sync_s * np.repeat(shares, [stage.dp for stage in self.stages])

@@ -22,6 +22,7 @@ from dflop.costs import (
     ShardedPass,
     StageKind,
     StageMemory,
+    early_sync_share,
     resident_parts,
     sharded_passes,
     stage_kinds,
@@ -208,6 +209,11 @@ class StageCosts:
         """Bytes that a sync of the stage's gradients moves (`costs.sync_bytes`)."""
         num_shards = self.plan.grid(stage.module).num_shards
         return float(sync_bytes(self.parameter_bytes(stage), value_bytes=self._value_bytes, num_shards=num_shards))
+
+    def early_sync_share(self, stage: StageReplicas) -> float:
+        """The share of the stage's gradient sync that may run beside its last backward (`costs.early_sync_share`)."""
+        num_shards, num_layers = self.plan.grid(stage.module).num_shards, self.kind(stage).num_layers
+        return float(early_sync_share(num_layers, value_bytes=self._value_bytes, num_shards=num_shards))
 
     def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
         """Seconds that each sample adds to each pipeline rank, [pp, num_samples].

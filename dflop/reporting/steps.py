@@ -54,8 +54,8 @@ def show_step(scheduler: BatchScheduler, policy: str, trained: TrainedRun | None
         f"random, predicted: {format_seconds(at_random.step_s)}, idle {at_random.idle:.0%}, {times_as_long}",
     )
     panels = [
-        StepPanel(title, predicted_boxes(scheduler.pricer.plan, times, timeline), timeline.step_s)
-        for title, (times, timeline) in zip(titles, replayed, strict=True)
+        StepPanel(title, predicted_boxes(scheduler.pricer.plan, timeline), timeline.step_s)
+        for title, (_, timeline) in zip(titles, replayed, strict=True)
     ]
     figures = {
         "step": step,

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dflop.parallelism import Plan
-from dflop.pipeline import StageTimes, Timeline, nodes_of, stages_of, workers_of
+from dflop.pipeline import Timeline, nodes_of, stages_of, workers_of
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
 
 __all__ = ["StepPanel", "draw_timeline", "measured_boxes", "predicted_boxes", "shown_workers", "timeline_height_in"]
@@ -39,8 +39,8 @@ class StepPanel:
     is_measured: bool = False
 
 
-def predicted_boxes(plan: Plan, times: StageTimes, timeline: Timeline) -> pl.DataFrame:
-    """The boxes of a simulated step. A worker's gradient syncs follow its last computation."""
+def predicted_boxes(plan: Plan, timeline: Timeline) -> pl.DataFrame:
+    """The boxes of a simulated step. What a worker waits for its gradient syncs follows its last computation."""
     rows = []
     nodes, chunks = nodes_of(plan), _chunks(plan)
     for index, worker in enumerate(workers_of(plan)):
@@ -50,12 +50,9 @@ def predicted_boxes(plan: Plan, times: StageTimes, timeline: Timeline) -> pl.Dat
                 for microbatch in np.flatnonzero(timeline.end_s[which, node] > timeline.start_s[which, node]):
                     ends = (float(table[which, node, microbatch]) for table in (timeline.start_s, timeline.end_s))
                     rows.append((index, nodes[node].module, chunks[node], name, int(microbatch), *ends))
-        clock_s = float(np.nanmax(timeline.end_s[:, own]))
-        for node in own:
-            if times.sync_s[node]:
-                ended_s = clock_s + float(times.sync_s[node])
-                rows.append((index, nodes[node].module, chunks[node], "sync", -1, clock_s, ended_s))
-                clock_s = ended_s
+        waits_s = float(timeline.computed_s[index]), float(timeline.synced_s[index])
+        if waits_s[1] > waits_s[0]:
+            rows.append((index, nodes[own[-1]].module, chunks[own[-1]], "sync", -1, *waits_s))
     return _boxes(rows)
 
 

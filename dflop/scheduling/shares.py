@@ -174,8 +174,12 @@ class _StepProgram:
         of_whole = np.divide(totals, whole, out=np.zeros_like(totals), where=whole > 0) * plan.num_microbatches
         llm_dp = plan.grid("llm").dp
         self._text, self._media = self._cells(of_whole, num_samples, llm_dp, self._cap(pricer, whole))
-        sync_s = pricer.sync_s[first].repeat(compiled.stages[:, DP])
-        self._add_computations(compiled, per_worker(compiled.stages, sync_s, compiled.num_workers), llm_dp)
+        early_s = np.zeros(len(first)) if pricer.early_sync_s is None else pricer.early_sync_s[first]
+        early_s, rest_s = (
+            per_worker(compiled.stages, own.repeat(compiled.stages[:, DP]), compiled.num_workers)
+            for own in (early_s, pricer.sync_s[first] - early_s)
+        )
+        self._add_computations(compiled, early_s, rest_s, llm_dp)
 
     def _mean_s(self, mean: list[float]) -> float:
         """About the forward plus backward seconds of the LLM's slowest stage; `mean` is 1, then the mean loads."""
@@ -229,18 +233,20 @@ class _StepProgram:
                         program.require((own[kind], sign), (other[kind, microbatch], -sign))
         return text, media
 
-    def _add_computations(self, compiled: CompiledPlan, sync_s: np.ndarray, llm_dp: int) -> None:
+    def _add_computations(self, compiled: CompiledPlan, early_s: np.ndarray, rest_s: np.ndarray, llm_dp: int) -> None:
         """Require that computations wait for each other, and that the step ends after each worker's last computation
-        and its gradient sync of `sync_s` [num_workers] seconds."""
+        and its gradient syncs: their early parts, `early_s` [num_workers] seconds, are taken to begin with the worker's
+        last computation, and the rest, `rest_s`, follows both."""
         program, forms = self.program, self._forms
         computations, last = computations_of(compiled)
-        ends = program.variables(len(computations))
+        ends, begins = program.variables(len(computations)), []
         for number, own in enumerate(computations):
             module = forms.module[own.stage]
             cell, mean = self._cell_of(own), self._means[module]
             took = program.variables(1)[0]
             self._add_duration(took, own.which, own.stage, cell, mean)
             begun = (ends[number], 1.0), (took, -1.0)
+            begins.append(begun)
             program.require(*begun)
             for before in own.on_workers:
                 program.require(*begun, (ends[before], -1.0))
@@ -259,7 +265,12 @@ class _StepProgram:
                 features = self._cell_of(media)[_FEATURES]
                 program.require(*begun, (ends[other], -1.0), (features, -token_s), at_least=latency)
         for worker, number in enumerate(last):
-            program.require((self.end, 1.0), (ends[number], -1.0), at_least=sync_s[worker] / self.unit_s)
+            rest = rest_s[worker] / self.unit_s
+            program.require((self.end, 1.0), (ends[number], -1.0), at_least=rest)
+            if early_s[worker]:
+                (end, _), (took, _) = begins[number]
+                early = early_s[worker] / self.unit_s
+                program.require((self.end, 1.0), (end, -1.0), (took, 1.0), at_least=early + rest)
 
     def _cell_of(self, own: Computation) -> np.ndarray:
         """The variables of a computation's loads, [5]."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from dflop.data import SampleShapes
 from dflop.pipeline import columns_of
-from dflop.pipeline.simulate import per_worker
+from dflop.pipeline.simulate import add_syncs, per_worker
 from dflop.pipeline.walk import walk
 from dflop.pricing import Assignment, Pricer, loads_of
 from dflop.runtime.kernels import kernel
@@ -61,10 +61,14 @@ class _Clocks(NamedTuple):
     """The plan's order for `walk`, the arrays that it writes, and the columns (`pipeline.columns`) with their ends."""
 
     items: np.ndarray
+    last_passes: np.ndarray
+    stages: np.ndarray
     worker_s: np.ndarray  # [num_workers]
     end_s: np.ndarray  # [3, num_cells]
     start_s: np.ndarray  # empty: starts are not needed
-    sync_s: np.ndarray  # [num_workers]
+    early_s: np.ndarray  # early parts of syncs, [num_nodes] or empty
+    rest_s: np.ndarray  # the rest of syncs, [num_workers]
+    synced_s: np.ndarray  # [num_workers]
     worker_column: np.ndarray  # [num_workers]
     column_end_s: np.ndarray  # [num_columns]
     llm_column: np.ndarray  # [num_llm_replicas]
@@ -119,7 +123,7 @@ class StepSearch:
         ).astype(np.int64)
         best, step_s = _descend_on_step(
             self._forms,
-            self._clocks._replace(items=order.items),
+            self._clocks._replace(items=order.items, last_passes=order.last_passes),
             self._memory._replace(order=order.order),
             new_state(self._forms, place, self._pricer.compiled.num_microbatches),
             self._samples,
@@ -142,12 +146,18 @@ def _clocks_of(pricer: Pricer) -> _Clocks:
     first, last = ({stage.module: stage for stage in own} for own in (reversed(pricer.stages), pricer.stages))
     of_encoders = [node_column[last[grid.module].first_node :][: grid.dp] for grid in pricer.plan.grids[:-1]]
     llm = first["llm"]
+    early_s = np.zeros(0) if pricer.early_sync_s is None else pricer.early_sync_s
+    rest_s = pricer.sync_s - early_s if len(early_s) else pricer.sync_s
     return _Clocks(
         items=compiled.items,
+        last_passes=compiled.last_passes,
+        stages=compiled.stages,
         worker_s=np.zeros(compiled.num_workers),
         end_s=np.zeros((3, compiled.num_nodes * compiled.num_microbatches)),
         start_s=np.zeros((0, 0)),
-        sync_s=per_worker(compiled.stages, pricer.sync_s, compiled.num_workers),
+        early_s=early_s,
+        rest_s=per_worker(compiled.stages, rest_s, compiled.num_workers),
+        synced_s=np.zeros(compiled.num_workers),
         worker_column=worker_column,
         column_end_s=np.zeros(int(worker_column.max()) + 1),
         llm_column=node_column[llm.first_node : llm.first_node + llm.dp],
@@ -201,11 +211,22 @@ def _descend_on_step(forms, clocks, memory, state, samples, num_trials, seed):
 def _simulated(state, clocks):
     """The step time; the goal, which adds `MEAN_SHARE` of the columns' mean end; and the column that ends last."""
     walk(clocks.items, state.seconds, state.chain_s, state.messages, clocks.worker_s, clocks.end_s, clocks.start_s)
+    add_syncs(
+        clocks.last_passes,
+        clocks.stages,
+        state.count.shape[1],
+        state.seconds,
+        clocks.end_s,
+        clocks.worker_s,
+        clocks.early_s,
+        clocks.rest_s,
+        clocks.synced_s,
+    )
     end_s = clocks.column_end_s
     end_s[:] = 0.0
     for worker in range(len(clocks.worker_s)):
         column = clocks.worker_column[worker]
-        end_s[column] = max(end_s[column], clocks.worker_s[worker] + clocks.sync_s[worker])
+        end_s[column] = max(end_s[column], clocks.synced_s[worker])
     latest = end_s.argmax()
     return end_s[latest], end_s[latest] + MEAN_SHARE * end_s.mean(), latest
 

@@ -55,14 +55,14 @@ def emulate(
         set_steps(config, scheduler.batches.steps_in(config.train.epochs))
     with scheduler.open():
         scheduler.check(config.train.steps)
-        sync_s = _sync_s(scheduler)
+        syncs = _syncs(scheduler)
     out.mkdir(parents=True, exist_ok=True)
     for name in ("summary.json", "observations.duckdb", "trace.json"):
         (out / name).unlink(missing_ok=True)
     clear_start(out)
     request = {name: str(path) for name, path in artifacts.items()}
     request |= {"config": select_keys(config, COMMANDS["train"].reads), "out": str(out)}
-    request |= {"scale": scale, "sync_s": sync_s}
+    request |= {"scale": scale, **syncs}
     print(f"{time.strftime('%H:%M:%S')}  {loaded.world_size} ranks start, none of which computes: {loaded}", flush=True)
     here = ClusterConfig(devices_per_node=loaded.world_size)  # this machine, and not the emulated cluster
     code, _ = torchrun.run_ranks(
@@ -132,10 +132,11 @@ def _check_folder(out: Path) -> None:
         )
 
 
-def _sync_s(scheduler: BatchScheduler) -> list[float]:
-    """The seconds of each node's gradient sync, [num_nodes], which are the same for all batches."""
-    schedule = scheduler.schedule(0, "lpt")
-    return scheduler.pricer.stage_times(schedule.shapes, schedule.assignment).sync_s.tolist()
+def _syncs(scheduler: BatchScheduler) -> dict[str, list[float]]:
+    """The seconds of each node's gradient sync and of its early part, [num_nodes], which are the same for all
+    batches."""
+    sync_s, early_s = scheduler.pricer.sync_s, scheduler.pricer.early_sync_s
+    return {"sync_s": sync_s.tolist(), "early_sync_s": (0.0 * sync_s if early_s is None else early_s).tolist()}
 
 
 def _summarise(out: Path, about: dict[str, Any]) -> dict[str, Any]:

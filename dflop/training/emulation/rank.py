@@ -18,7 +18,7 @@ from dflop.pipeline import Op, StepInstructions, check_program, make_program
 from dflop.pipeline.run import Waits, run_instructions
 from dflop.runtime import UserError
 from dflop.scheduling import StepSchedule
-from dflop.training.emulation.work import EmulatedWork
+from dflop.training.emulation.work import EmulatedWork, Network
 from dflop.training.feed import ScheduleFeed, SchedulePublisher
 from dflop.training.observations import NUM_WARMUP_STEPS, Observations
 from dflop.training.peers import PeerWatch, longest_wait_s
@@ -37,12 +37,19 @@ class EmulatedRank:
     """One rank. Construct it on every rank, then call `run()` on every rank. Its steps are those of `Trainer`, without
     a model.
 
-    All predicted seconds are multiplied by `scale`. `sync_s` [num_nodes] are the seconds of each node's gradient sync,
-    which are also multiplied.
+    All predicted seconds are multiplied by `scale`, also those of each node's gradient sync and of its early part,
+    `sync_s` and `early_sync_s` [num_nodes].
     """
 
     def __init__(
-        self, config: Config, artifacts: dict[str, Path], out: Path, scale: float, sync_s: list[float]
+        self,
+        config: Config,
+        artifacts: dict[str, Path],
+        out: Path,
+        *,
+        scale: float,
+        sync_s: list[float],
+        early_sync_s: list[float],
     ) -> None:
         self.config, self.out, self.scale = config, out, scale
         plan = load_plan(artifacts["plan"])
@@ -62,12 +69,14 @@ class EmulatedRank:
             )
             self.publisher.start()
         self.instructions = StepInstructions(plan, program, config.model.freeze, self.topology.rank)
-        last_stage = plan.num_stages("llm") - 1
+        last_stage, network = plan.num_stages("llm") - 1, Network()
         self.works = {
             index: EmulatedWork(
                 program=program,
                 index=index,
                 sync_s=sync_s[index] * scale,
+                early_sync_s=early_sync_s[index] * scale,
+                network=network,
                 replicas=self.topology.replicas[index],
                 counts=program.nodes[index].module == "llm"
                 and program.nodes[index].pp_stage == last_stage
@@ -181,7 +190,8 @@ def main() -> int:
     artifacts = {name: Path(request[name]) for name in ("shapes", "costs", "plan")}
     try:
         config = load_config(request["config"])
-        EmulatedRank(config, artifacts, Path(request["out"]), request["scale"], request["sync_s"]).run()
+        seconds = {name: request[name] for name in ("scale", "sync_s", "early_sync_s")}
+        EmulatedRank(config, artifacts, Path(request["out"]), **seconds).run()
     except UserError as error:
         print(f"dflop: {error}", file=sys.stderr, flush=True)
         return 2

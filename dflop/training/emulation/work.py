@@ -11,13 +11,24 @@ from dflop.pricing import WEIGHT_SHARE
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of
 
-__all__ = ["EmulatedWork"]
+__all__ = ["EmulatedWork", "Network"]
+
+
+@dataclass
+class Network:
+    """A rank's network, which carries the early parts of its gradient syncs one after the other, until `free_s` on the
+    monotonic clock."""
+
+    free_s: float = 0.0
+
+    def carry(self, seconds: float) -> None:
+        self.free_s = max(self.free_s, time.monotonic()) + seconds
 
 
 @dataclass
 class EmulatedWork:
     """A node whose passes take the predicted seconds of the schedule, and whose gradient sync with its `replicas` takes
-    `sync_s` seconds.
+    `sync_s` seconds. Of these, `early_sync_s` run on the rank's `network` beside the node's last backward.
 
     Tensors have one number for each token, or for each item between an encoder's stages. With `counts`, the node counts
     its samples in `num_samples`.
@@ -26,6 +37,8 @@ class EmulatedWork:
     program: Program
     index: int
     sync_s: float
+    early_sync_s: float
+    network: Network
     replicas: dist.ProcessGroup
     counts: bool
 
@@ -56,6 +69,7 @@ class EmulatedWork:
         return self._tensors(microbatch, forward=True)
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        self._begin_sync_behind(microbatch)
         _sleep(self.schedule.backward_s[self.index, microbatch])
         return self._tensors(microbatch, forward=False)
 
@@ -64,11 +78,16 @@ class EmulatedWork:
         return self._tensors(microbatch, forward=False)
 
     def backward_weight(self, microbatch: int) -> None:
+        self._begin_sync_behind(microbatch)
         _sleep(self.schedule.backward_s[self.index, microbatch] * WEIGHT_SHARE)
 
     def sync_gradients(self) -> None:
         dist.barrier(self.replicas)
-        _sleep(self.sync_s)
+        _sleep(max(0.0, self.network.free_s - time.monotonic()) + self.sync_s - self.early_sync_s)
+
+    def _begin_sync_behind(self, microbatch: int) -> None:
+        if microbatch == self.program.num_microbatches - 1:
+            self.network.carry(self.early_sync_s)
 
     def _tensors(self, microbatch: int, *, forward: bool) -> dict[int, torch.Tensor]:
         """What is sent: over each edge that begins at this node in forward, over each that ends here in backward."""

@@ -1,7 +1,8 @@
 """The simulator's times are those of textbook pipelines, and of a slow walk along every instruction.
 
 The oracle takes the program's lists literally: a computation starts when all workers that take part in it have
-ended their last one and every message that its node receives has arrived.
+ended their last one and every message that its node receives has arrived. The early part of a node's sync starts with
+its last backward, and waits for other early parts of the worker.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from dflop.pipeline import (
     Op,
     StageTimes,
     compile_plan,
+    has_backward,
     make_program,
     nodes_of,
     peak_bytes,
@@ -51,7 +53,13 @@ def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarr
         for key in [tuple(key)]
     }
     start_s = np.full((3, len(program.nodes), plan.num_microbatches), np.nan)
-    end_s, clocks = start_s.copy(), np.zeros(len(program.workers))
+    end_s, clocks, early_ends = start_s.copy(), np.zeros(len(program.workers)), np.zeros(len(program.workers))
+    early_s = np.zeros(len(program.nodes)) if times.early_sync_s is None else times.early_sync_s
+    last = {
+        (item.node, item.op)
+        for items in program.instructions
+        for item in {own.node: own for own in items if own.op in PASS_OF}.values()
+    }
     arrived, done = {}, [0] * len(program.workers)
     moved = True
     while moved:
@@ -68,7 +76,8 @@ def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarr
                     wanted = {worker: item}
                 together = list(wanted)
                 if is_sync:
-                    clocks[worker] += times.sync_s[item.node]
+                    clocks[worker] = max(clocks[worker], early_ends[worker]) + times.sync_s[item.node]
+                    clocks[worker] -= early_s[item.node]
                 if any(
                     done[w] >= len(program.instructions[w]) or program.instructions[w][done[w]] != wanted[w]
                     for w in together
@@ -98,6 +107,9 @@ def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarr
                     ended_s = ready_s + max(seconds(cell[1:]) for cell in cells)
                     for cell in cells:
                         start_s[cell], end_s[cell] = ended_s - seconds(cell[1:]), ended_s
+                        if cell[2] == plan.num_microbatches - 1 and (cell[1], item.op) in last:
+                            for w in carriers[cell[1]]:
+                                early_ends[w] = max(early_ends[w], start_s[cell]) + early_s[cell[1]]
                     clocks[together] = ended_s
                 for w in together:
                     done[w] += 1
@@ -169,7 +181,12 @@ def draw_times(plan: Plan, rng: np.random.Generator, share: float) -> StageTimes
 @st.composite
 def cases(draw):
     (plan, frozen, slots), rng = draw(orders()), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    return plan, frozen, slots, draw_times(plan, rng, draw(st.sampled_from([0.0, 0.3, 1.0])))
+    times = draw_times(plan, rng, draw(st.sampled_from([0.0, 0.3, 1.0])))
+    if draw(st.booleans()):
+        goes_back = np.array([has_backward(node.module, frozen) for node in nodes_of(plan)])
+        early_s = times.sync_s * rng.random(len(goes_back)) * goes_back
+        times = dataclasses.replace(times, early_sync_s=early_s)
+    return plan, frozen, slots, times
 
 
 @settings(max_examples=2000)
@@ -192,7 +209,8 @@ def test_idle_is_what_is_left_of_all_ranks_step_after_their_work(case):
     timeline = simulate(compile_plan(plan, frozen, slots), times)
     rank_s, workers = 0.0, workers_of(plan)
     for index, worker in enumerate(workers):
-        work_s = sum(timeline.busy_s[node] + times.sync_s[node] for node in worker.nodes)
+        work_s = sum(timeline.busy_s[node] for node in worker.nodes)
+        work_s += timeline.synced_s[index] - timeline.computed_s[index]
         assert timeline.idle_of_worker[index] == pytest.approx(1 - work_s / timeline.step_s, abs=1e-9)
         rank_s += worker.num_ranks * work_s
     assert timeline.idle == pytest.approx(1 - rank_s / (plan.world_size * timeline.step_s), abs=1e-9)
@@ -354,6 +372,25 @@ def test_the_gradient_sync_of_the_last_to_finish_ends_the_step():
     compiled = compile_plan(plan)
     timeline = simulate(compiled, make_times(compiled, sync_s=[0.5, 7.0], bridges=all_bridges(plan)))
     assert timeline.step_s == timeline.end_s[1, 1, 0] + 7.0
+
+
+def test_an_early_part_of_the_sync_runs_beside_the_last_backward():
+    plan = disjoint(num_microbatches=2)
+    compiled = compile_plan(plan)
+    times = make_times(compiled, sync_s=[0.0, 3.0], bridges=all_bridges(plan))
+    for early_s, exposed_s in ((0.0, 3.0), (1.5, 1.5), (2.5, 1.0)):  # a backward takes 2 s
+        timeline = simulate(compiled, dataclasses.replace(times, early_sync_s=np.array([0.0, early_s])))
+        assert timeline.synced_s[1] - timeline.computed_s[1] == pytest.approx(exposed_s)
+
+
+def test_early_parts_of_a_workers_syncs_follow_each_other():
+    vision, llm = Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2)
+    compiled = compile_plan(Plan(placement="colocated", grids=(vision, llm), num_microbatches=1, schedule="1f1b"))
+    # Forwards end at 2 s, the LLM's backward at 4 s and the encoder's at 6 s. The LLM's sync ends at 7 s.
+    times = make_times(compiled, sync_s=[0.5, 0.5, 5.0, 5.0])
+    timeline = simulate(compiled, dataclasses.replace(times, early_sync_s=times.sync_s))
+    assert timeline.computed_s.tolist() == [6.0, 6.0]
+    assert timeline.synced_s.tolist() == [7.5, 7.5]
 
 
 def test_a_step_without_any_work_takes_no_time_and_is_not_idle():

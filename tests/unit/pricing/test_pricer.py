@@ -226,6 +226,25 @@ def test_gradients_are_summed_over_the_replicas_links(make_pricer, draw_samples,
     assert sync_s[llm] == pytest.approx(expected(size))
 
 
+@pytest.mark.parametrize(("precision", "summed"), [("fp32", 4 / 8), ("bf16", 4 / 6)])
+def test_gradients_are_summed_beside_the_last_backward_where_devices_compute_while_they_communicate(
+    make_pricer, draw_samples, precision, summed
+):
+    """All layers' gradients but the first one's; the updated parameters are sent behind it."""
+    plan, shapes = make_plan(vision_dp=2, llm_dp=2, llm_pp=2), draw_samples(24, 0)
+    pricers = [
+        make_pricer(plan, precision=precision, cluster=dataclasses.replace(CLUSTER, device_model=device_model))
+        for device_model in ("cpu", "h100-80g")
+    ]
+    assignment = at_random(pricers[0], shapes, 0)
+    on_cpus, on_gpus = (pricer.stage_times(shapes, assignment) for pricer in pricers)
+    assert on_cpus.early_sync_s is None
+    layers = {"vision": 4, "llm": 2}  # of each stage
+    expected = [summed * (1 - 1 / layers[node.module]) for node in pricers[1].nodes]
+    np.testing.assert_allclose(on_gpus.early_sync_s, on_gpus.sync_s * expected)
+    assert pricers[1].step_s(shapes, assignment) < pricers[0].step_s(shapes, assignment)
+
+
 @properties
 @given(plan=plans, seed=st.integers(0, 1000))
 def test_more_bytes_never_cross_faster_and_a_latency_makes_no_step_shorter(

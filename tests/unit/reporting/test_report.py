@@ -277,8 +277,8 @@ def test_the_preview_is_priced_as_the_scheduler_priced_it(name, plan, request):
 def test_predicted_boxes_fill_the_step_without_overlap(name, plan, request):
     scheduler = scheduler_of(request.getfixturevalue(name).folder, plan)
     schedule = scheduler.schedule(0)
-    times, timeline = replay(scheduler, schedule)
-    boxes = predicted_boxes(plan, times, timeline)
+    _, timeline = replay(scheduler, schedule)
+    boxes = predicted_boxes(plan, timeline)
     assert boxes["end_s"].max() == pytest.approx(schedule.step_s)
     for _, frame in boxes.sort("start_s").group_by("worker"):
         assert (frame["start_s"][1:] >= frame["end_s"][:-1] - 1e-12).all()
