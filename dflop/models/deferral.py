@@ -7,7 +7,8 @@ convolutions) is a small part of a stage's work and is not deferred. Torch's `st
 second part, and are not a public interface.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +33,10 @@ class _Pending(NamedTuple):
     bias: nn.Parameter | None
     inputs: torch.Tensor
     gradient: torch.Tensor
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 class Deferral:
@@ -59,14 +64,22 @@ class Deferral:
             self._pending = None
 
     @torch.no_grad()
-    def compute(self, pending: list[_Pending]) -> None:
-        """Add the deferred gradients to `weight.grad`, the oldest first, and free what they are computed from."""
+    def compute(self, pending: list[_Pending], tell: Callable[[nn.Parameter], None] = lambda parameter: None) -> None:
+        """Add the deferred gradients to `weight.grad`, the oldest first, and free what they are computed from.
+
+        `tell` is called with each parameter when the last of its deferred gradients is added.
+        """
+        left = Counter(own for item in pending for own in item.parameters)
         while pending:
             item = pending.pop(0)
             product = item.gradient.T @ item.inputs
             item.weight.grad.add_(product)
             if item.bias is not None:
                 item.bias.grad.add_(item.gradient.sum(0))
+            for parameter in item.parameters:
+                left[parameter] -= 1
+                if not left[parameter]:
+                    tell(parameter)
 
     def put_off(
         self, weight: nn.Parameter, bias: nn.Parameter | None, inputs: torch.Tensor, gradient: torch.Tensor

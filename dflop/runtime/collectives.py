@@ -12,9 +12,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def reduce_scatter_flat(own: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `values` [num_ranks * size] over the group's ranks; each gets its part in `own` [size]."""
-    _reduce_scatter(own, values, group=group)
+def reduce_scatter_flat(own: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to sum `values` [num_ranks * size] over the group's ranks; each gets its part in `own` [size]. Both may be
+    used again behind the result's `wait()`."""
+    return _reduce_scatter(own, values, group=group, async_op=True)
 
 
 def all_gather_flat(values: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:

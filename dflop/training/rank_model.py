@@ -1,6 +1,7 @@
 """What a rank holds of the model: the stage of each node that the rank carries, and the stage's optimiser."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,21 @@ class NodeModel:
         self.optimizer.zero_grad()
         if self.tied:
             self.tied.zero_grad()
+
+    @contextmanager
+    def summing(
+        self, incomplete: Iterable[nn.Parameter] | None = None
+    ) -> Iterator[Callable[[nn.Parameter], None] | None]:
+        """A context of the step's last backward, in which gradients begin to be summed (`ShardedAdamW.summing`). It
+        gives what to tell of gradients that are not added by autograd.
+
+        Replicas that shard parameters sum gradients inside each pass.
+        """
+        if isinstance(self.optimizer, ParameterShards):
+            yield None
+            return
+        with self.optimizer.summing(incomplete):
+            yield self.optimizer.is_complete
 
     def sum_gradients(self) -> None:
         """Sum the gradients over the node's replicas."""
@@ -194,6 +210,7 @@ def _build_node(
         weight_decay=weight_decay,
         computed_in=dtype,
         counted_elsewhere=[parameters[name] for name in of_first],
+        complete_later=[embedding.weight] if embedding and not embedding.is_copy else (),
     )
     unread = [parameters[name] for name in stage.unread if name in parameters]  # they are written as they were read
     compute_in(stage, dtype, but=unread)  # of trained parameters only the tied copy, which no optimiser has converted

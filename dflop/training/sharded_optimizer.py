@@ -3,11 +3,14 @@
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, stage 1.
 Parameters and gradients of a stage are in flat buckets, of which every replica owns an equal share. Gradients are
 reduce-scattered to their owners, the owners update, and the updated values are all-gathered: together as many bytes as
-an all-reduce. If parameters have less precision than fp32, their gradients are fp32, and the owner of a share updates
-fp32 masters of it (Micikevicius et al., "Mixed precision training", 2018, section 3.1).
+an all-reduce. The sum of a bucket begins as soon as its gradients are complete, beside the rest of the step's last
+backward (Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020, section 3.2.3).
+If parameters have less precision than fp32, their gradients are fp32, and the owner of a share updates fp32 masters of
+it (Micikevicius et al., "Mixed precision training", 2018, section 3.1).
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +56,9 @@ class ShardedAdamW:
     """AdamW over the parameters that require gradients. Norms, biases and other vectors have no weight decay.
 
     Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
-    the masters' dtype, and are converted to `computed_in`. All `replicas` must have equal parameters. Parameters in
-    `counted_elsewhere` are counted in the gradient norm by another tensor-parallel rank.
+    the masters' dtype, and are converted to `computed_in`. They come about in the order in which forward uses them. All
+    `replicas` must have equal parameters. Parameters in `counted_elsewhere` are counted in the gradient norm by another
+    tensor-parallel rank. The gradients of those in `complete_later` get a part behind the last backward.
     """
 
     def __init__(
@@ -66,19 +70,29 @@ class ShardedAdamW:
         weight_decay: float,
         computed_in: torch.dtype | None = None,
         counted_elsewhere: Collection[nn.Parameter] = (),
+        complete_later: Collection[nn.Parameter] = (),
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._replicas = replicas
         self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
-        trained = sorted((own for own in parameters if own.requires_grad), key=lambda own: own.ndim <= 1)
+        trained = [own for own in parameters if own.requires_grad]
         # For each parameter its bucket, and where it begins there.
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._buckets: list[_Bucket] = []
-        elsewhere = set(counted_elsewhere)
-        for is_counted in (True, False):
-            alike = [own for own in trained if (own not in elsewhere) == is_counted]
-            for own in _in_buckets(alike, bucket_bytes):
-                self._buckets.append(self._make_bucket(own, computed_in, is_counted))
+        elsewhere, later = set(counted_elsewhere), set(complete_later)
+        # Backward completes the buckets from the last one on, except the first ones: those of parameters that are
+        # complete later, and of those that are counted elsewhere, which are small and of all layers.
+        for group in (later, elsewhere - later, set(trained) - later - elsewhere):
+            for own in _in_buckets([own for own in trained if own in group], bucket_bytes):
+                self._buckets.append(self._make_bucket(own, computed_in, own[0] not in elsewhere))
+        self._num_late = len({self._places[own][0] for own in trained if own in later})
+        # While the last backward runs: by bucket, the parameters whose gradients are not complete.
+        self._incomplete: list[set[nn.Parameter]] = []
+        # Buckets whose sums have begun, counted from the last one, and the sums that are waited for.
+        self._num_begun, self._sums = 0, []
+        if self._num_replicas > 1:
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(self.is_complete)
         # By bucket, the ranges of the own share that are updated: one with weight decay, then one without.
         self._runs: list[list[tuple[int, nn.Parameter]]] = [[] for _ in self._buckets]
         self._optimizer = self._make_optimizer(lr, weight_decay)
@@ -93,11 +107,52 @@ class ShardedAdamW:
         for bucket in self._buckets:
             bucket.gradients.zero_()
 
+    @contextmanager
+    def summing(self, incomplete: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+        """A context of the step's last backward. Sums begin as their buckets are complete; those of all others but the
+        ones with `complete_later` begin at its end. All replicas must enter it at the same place among the collectives
+        of their group. `incomplete` are the parameters whose gradients the context completes, by default all.
+        """
+        if self._num_replicas == 1:
+            yield
+            return
+        wanted = self._places.keys() if incomplete is None else set(incomplete)
+        self._incomplete = [set() for _ in self._buckets]
+        for parameter, (number, _) in self._places.items():
+            if parameter in wanted:
+                self._incomplete[number].add(parameter)
+        yield
+        self._incomplete = []
+        self._begin_sums(len(self._buckets) - self._num_late)
+
+    def is_complete(self, parameter: nn.Parameter) -> None:
+        """Say that a backward has completed a parameter's gradient. This counts in the last backward, and for the
+        parameters of this optimiser."""
+        if not self._incomplete or parameter not in self._places:
+            return
+        number, _ = self._places[parameter]
+        self._incomplete[number].discard(parameter)
+        if self._incomplete[number]:
+            return
+        num_complete = self._num_begun
+        while num_complete < len(self._buckets) - self._num_late and not self._incomplete[-1 - num_complete]:
+            num_complete += 1
+        self._begin_sums(num_complete)
+
+    def _begin_sums(self, num_buckets: int) -> None:
+        """Begin the sums of the last `num_buckets` buckets. Their order is the same on all replicas."""
+        while self._num_begun < num_buckets:
+            self._num_begun += 1
+            bucket = self._buckets[-self._num_begun]
+            self._sums.append(reduce_scatter_flat(bucket.gradients[bucket.own], bucket.gradients, self._replicas))
+
     def sum_gradients(self) -> None:
         """Sum the gradients over the replicas. Afterwards each replica has the sums of its own share only."""
         if self._num_replicas > 1:
-            for bucket in self._buckets:
-                reduce_scatter_flat(bucket.gradients[bucket.own], bucket.gradients, self._replicas)
+            self._begin_sums(len(self._buckets))
+            for own in self._sums:
+                own.wait()
+        self._num_begun, self._sums = 0, []
 
     def norm_squared(self) -> float:
         """The squared norm of the sums that this replica owns and counts. The sum over all ranks of the stage is the
@@ -164,7 +219,10 @@ class ShardedAdamW:
     def _make_bucket(
         self, parameters: list[nn.Parameter], computed_in: torch.dtype | None, is_counted: bool
     ) -> _Bucket:
-        size = 0
+        size, parameters = (
+            0,
+            sorted(parameters, key=lambda own: own.ndim <= 1),
+        )  # one run with weight decay, one without
         for parameter in parameters:
             self._places[parameter] = len(self._buckets), size
             size += _aligned(parameter.numel(), _ALIGNMENT)

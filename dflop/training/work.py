@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -135,8 +136,10 @@ class _Work(ABC):
         self._num_backwards -= self._runs(microbatch)
         if self._own.shared:
             self._own.shared.sum_over_copies(self._num_backwards == 0)
-        if wanted:
-            torch.autograd.backward(list(wanted.values()), gradients)
+        is_last = microbatch == self.program.num_microbatches - 1 and self._deferral is None
+        with self._own.summing() if is_last else nullcontext():
+            if wanted:
+                torch.autograd.backward(list(wanted.values()), gradients)
         owed = {edge: leaf.grad for edge, leaf in leaves.items() if leaf.grad is not None}
         # The source of an input waits for a gradient, even if the loss does not depend on that input.
         for edge in self._owed - owed.keys():
@@ -155,7 +158,12 @@ class _Work(ABC):
     def backward_weight(self, microbatch: int) -> None:
         """Compute the deferred weight gradients of a microbatch."""
         assert self._deferral is not None, "the plan's schedule does not split the backward"
-        self._deferral.compute(self._put_off.pop(microbatch))
+        pending = self._put_off.pop(microbatch)
+        if microbatch < self.program.num_microbatches - 1:
+            self._deferral.compute(pending)
+            return
+        with self._own.summing(own for item in pending for own in item.parameters) as tell:
+            self._deferral.compute(pending, tell)
 
     def _runs(self, microbatch: int) -> bool:
         """Whether the stage runs for a microbatch. Replicas that shard parameters run the same passes."""

@@ -1,5 +1,6 @@
 """AdamW shared out over replicas, against torch's own on the summed gradients."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,13 +90,14 @@ def _check_moments(sharded: ShardedAdamW, own: list[nn.Parameter], plain: list, 
         assert (owners == float(parameter.requires_grad)).all()
 
 
-def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: int, narrow: bool) -> None:
+def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: int, narrow: bool, early: bool) -> None:
     _join(replica, num_replicas, store)
     own = _parameters()
     sharded = _sharded(own, bucket_bytes, narrow=narrow)
     for step in range(3):
         sharded.zero_grad()
-        _add_gradients(own, step, replica)
+        with sharded.summing() if early else nullcontext():
+            _add_gradients(own, step, replica)
         sharded.sum_gradients()
         norm_squared = torch.tensor(sharded.norm_squared(), dtype=torch.float64)
         dist.all_reduce(norm_squared)
@@ -162,8 +164,44 @@ def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path) -> 
 @pytest.mark.parametrize(
     ("num_replicas", "bucket_bytes", "narrow"), [(1, 2**20, False), (2, 1, False), (3, 1024, False), (3, 1024, True)]
 )
-def test_replicas_update_what_they_own_as_one_adamw_updates_all(num_replicas, bucket_bytes, narrow, tmp_path):
-    spawn(_check_replica, (num_replicas, str(tmp_path / "store"), bucket_bytes, narrow), nprocs=num_replicas)
+@pytest.mark.parametrize("early", [False, True], ids=["summed at the end", "summed beside backward"])
+def test_replicas_update_what_they_own_as_one_adamw_updates_all(num_replicas, bucket_bytes, narrow, early, tmp_path):
+    spawn(_check_replica, (num_replicas, str(tmp_path / "store"), bucket_bytes, narrow, early), nprocs=num_replicas)
+
+
+def _check_early_sums(replica: int, num_replicas: int, store: str) -> None:
+    _join(replica, num_replicas, store)
+    first, last, tied = parameters = [nn.Parameter(torch.ones(128, 1)) for _ in range(3)]  # in the order of forward
+    how = {"lr": _LR, "weight_decay": _DECAY, "complete_later": [tied], "bucket_bytes": 1}
+    sharded = ShardedAdamW(parameters, dist.group.WORLD, **how)
+
+    def now() -> list[float]:
+        """The gradients in the part that this replica owns, behind all sums that have begun."""
+        for own in sharded._sums:
+            own.wait()
+        return [own.grad.view(num_replicas, -1)[replica].unique().item() for own in parameters]
+
+    with sharded.summing():
+        (last * (replica + 1)).sum().backward()
+        assert now() == [0.0, 3.0, 0.0]
+        (tied * (replica + 1)).sum().backward()
+        (first * (replica + 1)).sum().backward()
+        assert now() == [3.0, 3.0, replica + 1.0]
+    tied.grad.add_(1.0)  # a part of its gradient that another rank sends
+    sharded.sum_gradients()
+    assert now() == [3.0, 3.0, 5.0]
+
+    sharded.zero_grad()
+    with sharded.summing():
+        if replica == 0:  # the other replica has nothing to compute in its last microbatch
+            (last + first).sum().backward()
+    assert now()[:2] == [1.0, 1.0]
+    sharded.sum_gradients()
+    dist.destroy_process_group()
+
+
+def test_sums_begin_as_the_last_backward_completes_gradients(tmp_path):
+    spawn(_check_early_sums, (2, str(tmp_path / "store")), nprocs=2)
 
 
 @pytest.mark.parametrize(("num_replicas", "block_bytes"), [(2, 512), (4, 2**20)])

@@ -36,7 +36,16 @@ def build(module: str, **settings: object) -> Stage:
     spec = family.make_spec("tiny", deepcopy(family.presets["tiny"]), {})
     spec = runtime.with_depth(spec, module, NUM_LAYERS)
     config = runtime.make_config(spec, {"image": 1001, "video": 1002, "audio": 1003}, 1024)
-    return runtime.build_stage(config, module, layers=range(NUM_LAYERS), seed=2, dtype=torch.float64, **settings)
+    return with_hooks(
+        runtime.build_stage(config, module, layers=range(NUM_LAYERS), seed=2, dtype=torch.float64, **settings)
+    )
+
+
+def with_hooks(stage: Stage) -> Stage:
+    """The stage with hooks behind its gradients, as those in which training begins to sum them."""
+    for parameter in (own for own in stage.parameters() if own.requires_grad):
+        parameter.register_post_accumulate_grad_hook(lambda own: None)
+    return stage
 
 
 def text_of(lengths: Sequence[int]) -> TextBatch:
@@ -119,6 +128,7 @@ def test_layers_of_bf16_with_gradients_in_fp32_are_compiled_whole_but_for_packed
         precision="bf16",
         is_compiled=True,
     )
+    with_hooks(bench.stage)
     of_layers = [own for name, own in bench.stage.named_parameters() if own.ndim > 1 and own.requires_grad]
     before = [own.grad for own in of_layers]
     torch._dynamo.utils.counters.clear()

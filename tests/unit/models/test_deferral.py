@@ -49,6 +49,25 @@ def test_gradients_that_are_put_off_are_those_of_a_plain_backward(dtype, toleran
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+def test_each_parameter_is_told_of_when_the_last_of_its_gradients_is_added():
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4, dtype=torch.float64)
+    layers, told = nn.Sequential(layer, nn.Tanh(), layer), []
+    deferral = Deferral(layers)
+    plain = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64), nn.Tanh()))
+    plain[0].load_state_dict(layer.state_dict())
+    inputs = torch.randn(3, 4, dtype=torch.float64)
+    for own in (*layer.parameters(), *plain.parameters()):
+        own.grad = torch.zeros_like(own)
+    backward(nn.Sequential(plain[0], plain[1], plain[0]), inputs)
+    with deferral.collecting() as pending:
+        backward(layers, inputs)
+    deferral.compute(pending, lambda own: told.append((own, own.grad.clone())))
+    assert [own for own, _ in told] == [layer.weight, layer.bias]
+    for (_, gradient), expected in zip(told, gradients_of(plain), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
 def test_outside_of_a_split_backward_gradients_come_at_once():
     plain, split = make_layers(torch.float64), make_layers(torch.float64)
     Deferral(split)

@@ -53,6 +53,19 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(num_at_once, scale):
         torch.testing.assert_close(ours, scale * theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_hooks_behind_the_gradient_run_once_also_where_it_is_added_past_autograd(dtype):
+    """Sums over replicas begin in such hooks."""
+    head, seen = make_head(10), []
+    head.weight.grad = torch.zeros_like(head.weight)
+    compute_in(head, dtype)
+    head.weight.register_post_accumulate_grad_hook(lambda own: seen.append(own.grad.clone()))
+    head(*make_targets(dtype)).backward()
+    (gradient,) = seen
+    assert gradient.any()
+    torch.testing.assert_close(gradient, head.weight.grad)
+
+
 @pytest.mark.parametrize("num_at_once", [10, 128])
 def test_a_microbatch_may_have_no_target_and_an_evaluation_has_no_gradient(num_at_once):
     head, (hidden, target_ids) = make_head(num_at_once), make_targets(num_targets=0)
