@@ -15,7 +15,7 @@ __all__ = ["LAST_SUMMARY", "OBSERVED", "RunFiles", "clear_start", "set_aside"]
 LAST_SUMMARY = "last_summary.json"
 # The outputs that hold measurements with predictions, and all outputs of a run.
 OBSERVED = ("observations", "observations.duckdb", "trace.json")
-_OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", LAST_SUMMARY, "tensorboard", *OBSERVED)
+_OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", LAST_SUMMARY, "tensorboard", "wandb", *OBSERVED)
 _NUM_KEPT_ASIDE = 2
 _ASIDE = re.compile(r"old-(\d+)")
 

@@ -44,7 +44,7 @@ class Trackers:
         if tensorboard != "off" and _is_installed("tensorboard"):
             self._start("TensorBoard", lambda: _TensorBoard(out / "tensorboard", first_step))
         if _asks_for_wandb():
-            self._start("W&B", lambda: _WeightsAndBiases(out))
+            self._start("W&B", lambda: _WeightsAndBiases(out, first_step))
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Pass a step on; `line` is its line of `metrics.jsonl`."""
@@ -97,10 +97,16 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, first_step: int) -> None:
+        """A resumed run goes on under the id of the first one, unless `WANDB_RUN_ID` says another."""
         import wandb
 
-        self._run = wandb.init(dir=str(out), name=out.absolute().parent.name)
+        kept = out / "wandb" / "run_id"
+        known = kept.read_text(encoding="utf-8") if first_step and kept.exists() else None
+        run_id = os.environ.get("WANDB_RUN_ID", known)
+        self._run = wandb.init(dir=str(out), name=out.absolute().parent.name, id=run_id, resume="allow")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(self._run.id, encoding="utf-8")
 
     def add(self, step: int, told: dict[str, float]) -> None:
         self._run.log(told, step=step)

@@ -1,6 +1,9 @@
 """Steps as TensorBoard shows them, and trackers that fail, which stop nothing."""
 
 import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -56,6 +59,29 @@ def test_a_tracker_that_cannot_write_is_said_and_told_nothing_more(tmp_path, cap
     trackers = Trackers(tmp_path, 0, "auto")
     trackers.add(line(0, 1.0))
     assert capsys.readouterr().err.count("warning: TensorBoard failed and is not used any more: ") == 1
+
+
+def test_a_resumed_run_goes_on_under_its_id_with_weights_and_biases_and_a_new_run_does_not(tmp_path, monkeypatch):
+    made, new = [], iter("ab")
+
+    def init(**how: object) -> SimpleNamespace:
+        made.append(how | {"id": how["id"] or next(new)})
+        return SimpleNamespace(id=made[-1]["id"], log=lambda told, step: None, finish=lambda: None)
+
+    wandb = ModuleType("wandb")
+    wandb.init = init
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for first_step in (0, 5, 0):
+        trackers = Trackers(tmp_path / "mine" / "train", first_step, "off")
+        trackers.add(line(first_step, 1.0))
+        trackers.close()
+    monkeypatch.setenv("WANDB_RUN_ID", "chosen")
+    Trackers(tmp_path / "mine" / "train", 5, "off").close()
+    assert [(own["id"], own["name"], own["resume"]) for own in made] == [
+        (expected, "mine", "allow") for expected in ("a", "a", "b", "chosen")
+    ]
 
 
 def test_events_that_nobody_can_write_are_refused_at_the_start(monkeypatch):
