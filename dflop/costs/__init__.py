@@ -6,16 +6,10 @@
 
 from dflop.costs.analytic import AnalyticPoints, analytic_points
 from dflop.costs.fit import fit_costs
+from dflop.costs.gradient_sync import hidden_sync_shares, sync_bytes
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
-from dflop.costs.memory import (
-    Resident,
-    StageMemory,
-    early_sync_share,
-    resident_bytes,
-    resident_parts,
-    sync_bytes,
-)
+from dflop.costs.memory import Resident, StageMemory, resident_bytes, resident_parts
 from dflop.costs.model import NO_WORKING_BYTES, CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
 from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, stage_kinds
@@ -45,9 +39,9 @@ __all__ = [
     "StageKind",
     "StageMemory",
     "analytic_points",
-    "early_sync_share",
     "fit_costs",
     "fit_links",
+    "hidden_sync_shares",
     "read_links",
     "read_measured",
     "require_parquet",

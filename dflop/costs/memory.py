@@ -8,15 +8,7 @@ import numpy as np
 from dflop.costs.stage_kind import StageKind
 from dflop.models.loads import Coefficients
 
-__all__ = [
-    "Resident",
-    "StageMemory",
-    "early_sync_share",
-    "memory_of_parts",
-    "resident_bytes",
-    "resident_parts",
-    "sync_bytes",
-]
+__all__ = ["Resident", "StageMemory", "memory_of_parts", "resident_bytes", "resident_parts"]
 
 
 class StageMemory(NamedTuple):
@@ -63,32 +55,6 @@ def resident_bytes(parameter_bytes: Bytes, dp: int, *, value_bytes: int, is_froz
     """The sum of `resident_parts`."""
     how = {"value_bytes": value_bytes, "is_frozen": is_frozen, "num_shards": num_shards}
     return sum(resident_parts(parameter_bytes, dp, **how))
-
-
-def sync_bytes(parameter_bytes: Bytes, *, value_bytes: int, num_shards: int | np.ndarray = 1) -> Bytes:
-    """Bytes that a gradient sync moves, given as the bytes of an all-reduce that takes as long.
-
-    Half of the sync sums gradients, in fp32 at least; half sends the updated parameters back. With parameters sharded
-    among `num_shards` > 1 replicas, the gradients of a shard's copies are all-reduced, and no parameters move."""
-    there_bytes, back_bytes = _moved_bytes(value_bytes, num_shards)
-    return parameter_bytes / 4 * ((there_bytes + back_bytes) / 2)
-
-
-def early_sync_share(num_layers: int, *, value_bytes: int, num_shards: int | np.ndarray = 1) -> float | np.ndarray:
-    """The share of a gradient sync that may run beside the last backward of a stage of `num_layers` layers.
-
-    A layer's gradients are summed while the layers before it compute, so only those of the first layer come too late.
-    Where updated parameters are sent back, this follows when all gradients are summed.
-    """
-    there_bytes, back_bytes = _moved_bytes(value_bytes, num_shards)
-    summed = np.where(np.asarray(num_shards) > 1, 1.0, there_bytes / (there_bytes + back_bytes))
-    return summed * (1 - 1 / num_layers)
-
-
-def _moved_bytes(value_bytes: int, num_shards: int | np.ndarray) -> tuple[float, float | np.ndarray]:
-    """Bytes of a parameter on each of the two halves of a gradient sync."""
-    there_bytes = max(4, value_bytes)
-    return there_bytes, np.where(np.asarray(num_shards) > 1, there_bytes, value_bytes)
 
 
 def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[str, Form]) -> tuple[Form, list[Form]]:

@@ -62,6 +62,12 @@ class CompiledPlan:
         return walk_items(self.order, self.stages, self.num_microbatches)
 
     @cached_property
+    def first_forwards(self) -> np.ndarray:
+        """The first forward of each stage, in order: [num_first_forwards, 2] of stage, and the part of its replicas."""
+        which, _, microbatch, _ = self.order.T
+        return self.order[(which == FORWARD) & (microbatch == 0)][:, [1, 3]]
+
+    @cached_property
     def last_passes(self) -> np.ndarray:
         """The last backward of each stage, or the last weight part of a split one, in order: [num_last_passes, 3] of
         pass, stage, and the part of its replicas. Stages without a backward have none."""

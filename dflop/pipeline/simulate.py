@@ -2,11 +2,6 @@
 
 Times come by node and microbatch. They are copied into the arrays that `walk` reads, and `walk` computes the starts and
 ends in one loop. Bridges (features that cross from encoders to the LLM) come as one entry for each message.
-
-Gradients of a stage are final layer by layer during its last backward. So an early part of its gradient sync may run
-beside that backward, if devices compute while they communicate: a worker's early parts follow each other, each from the
-start of its node's last backward on. The rest of all syncs follows when the worker's computations and the early parts
-have ended.
 """
 
 from dataclasses import dataclass
@@ -15,6 +10,7 @@ import numpy as np
 
 from dflop.parallelism.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.pipeline.compiled import CompiledPlan
+from dflop.pipeline.syncs import add_syncs, per_worker, sync_parts
 from dflop.pipeline.walk import (
     BRIDGE_OUT,
     DP,
@@ -34,10 +30,8 @@ __all__ = [
     "Bridges",
     "StageTimes",
     "Timeline",
-    "add_syncs",
     "peak_bytes",
     "peak_bytes_of",
-    "per_worker",
     "simulate",
     "simulate_step_s",
 ]
@@ -73,8 +67,9 @@ class StageTimes:
     `forward_s` and `backward_s` are [num_nodes, num_microbatches]. So is `weight_s`, the part of `backward_s` for the
     gradients of weights, which schedules that split the backward need. `chain_s` [num_nodes, num_microbatches] is the
     time of the transfer to the next stage of the same module, and that of the transfer back from it. `sync_s`
-    [num_nodes] is the time of the gradient sync, and `early_sync_s` [num_nodes] the part of it that may run beside the
-    node's last backward, by default nothing; both are always without the leading axis.
+    [num_nodes] is the time of the gradient sync. Of that, `early_sync_s` [num_nodes] may run beside the node's last
+    backward, and `late_sync_s` [num_nodes] beside its first forward (`syncs`), by default nothing. These three are
+    always without the leading axis.
     """
 
     forward_s: np.ndarray
@@ -83,6 +78,7 @@ class StageTimes:
     bridges: Bridges
     sync_s: np.ndarray
     early_sync_s: np.ndarray | None = None
+    late_sync_s: np.ndarray | None = None
     weight_s: np.ndarray | None = None
 
 
@@ -179,8 +175,7 @@ def _run(
         (times.backward_s if times.weight_s is None else times.weight_s).reshape(shape),
         times.chain_s.reshape(shape),
         (batch, bridges.microbatch, bridges.source, bridges.target, bridges.seconds),
-        times.sync_s,
-        np.zeros(0) if times.early_sync_s is None else times.early_sync_s,
+        sync_parts(plan, times.sync_s, times.early_sync_s, times.late_sync_s),
         start_s,
         end_s,
     )
@@ -198,19 +193,17 @@ def _walk_batches(
     weight_s,
     chain_s,
     bridges,
-    sync_s,
-    early_s,
+    syncs,
     start_s,
     end_s,
 ):
-    """The results of `_run`. `early_s` is empty where no sync has an early part.
+    """The results of `_run`. `syncs` are `SyncParts`.
 
     `end_s` and `start_s` are those of `walk` for the last batch; they need not be cleared between batches, since `walk`
     reads only ends that it has written."""
     num_batches, num_nodes, num_microbatches = forward_s.shape
     starts, source, target, message_s = _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges)
     num_lists = num_microbatches * num_encoders * stages[:, PARTS].max()
-    rest_s = per_worker(stages, sync_s - early_s if len(early_s) else sync_s, num_workers)
     seconds, ways_s = np.empty((3, num_nodes * num_microbatches)), np.empty(num_nodes * num_microbatches)
     clocks, synced_s, step_s = np.empty(num_workers), np.empty(num_workers), np.empty(num_batches)
     for batch in range(num_batches):
@@ -219,32 +212,10 @@ def _walk_batches(
             _put_in_cells(stages[stage], own_s, seconds, ways_s)
         own = starts[batch * num_lists : (batch + 1) * num_lists + 1]
         messages = Messages(own[:-1], own[1:] - own[:-1], source, target, message_s)
-        walk(items, seconds, ways_s, messages, clocks, end_s, start_s)
-        add_syncs(last_passes, stages, num_microbatches, seconds, end_s, clocks, early_s, rest_s, synced_s)
+        walk(items, seconds, ways_s, messages, syncs.given_s, clocks, end_s, start_s)
+        add_syncs(last_passes, stages, num_microbatches, seconds, end_s, clocks, syncs.early_s, syncs.rest_s, synced_s)
         step_s[batch] = synced_s.max()
     return step_s, clocks, synced_s
-
-
-@kernel
-def add_syncs(last_passes, stages, num_microbatches, seconds, end_s, clocks, early_s, rest_s, synced_s):
-    """Write to `synced_s` [num_workers] when each worker has ended its gradient syncs.
-
-    `last_passes` are those of the compiled plan; `seconds`, `end_s` and `clocks` those of `walk`. `early_s` [num_nodes]
-    are the early parts, or empty; `rest_s` [num_workers] is the rest of all of a worker's syncs.
-    """
-    synced_s[:] = 0.0
-    for place in range(len(last_passes) if len(early_s) else 0):
-        which, stage, part = last_passes[place]
-        dp, first_node, span = stages[stage, DP], stages[stage, FIRST_NODE], stages[stage, SPAN]
-        first_cell = first_node * num_microbatches + (num_microbatches - 1) * dp
-        num_replicas = dp // stages[stage, PARTS]
-        for replica in range(part * num_replicas, (part + 1) * num_replicas):
-            begun_s = end_s[which, first_cell + replica] - seconds[which, first_cell + replica]
-            for lane in range(span):
-                worker = stages[stage, FIRST_WORKER] + replica * span + lane
-                synced_s[worker] = max(synced_s[worker], begun_s) + early_s[first_node + replica]
-    for worker in range(len(clocks)):
-        synced_s[worker] = max(clocks[worker], synced_s[worker]) + rest_s[worker]
 
 
 @kernel
@@ -311,18 +282,6 @@ def _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges):
 def _cell(stages, stage, node, microbatch, num_microbatches):
     first_node = stages[stage, FIRST_NODE]
     return first_node * num_microbatches + microbatch * stages[stage, DP] + node - first_node
-
-
-@kernel
-def per_worker(stages, values, num_workers):
-    """Sums over the nodes that each worker carries."""
-    sums = np.zeros(num_workers)
-    for stage in range(len(stages)):
-        for replica in range(stages[stage, DP]):
-            for lane in range(stages[stage, SPAN]):
-                worker = stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN] + lane
-                sums[worker] += values[stages[stage, FIRST_NODE] + replica]
-    return sums
 
 
 @kernel

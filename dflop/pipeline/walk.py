@@ -54,8 +54,10 @@ NO_BACKWARD, WHOLE_BACKWARD, SPLIT_BACKWARD = range(3)
 # Columns of `walk_items`. An item is a pass of a microbatch on all replicas of a stage, or on a part of them. The
 # columns are: the pass; the first cell; the number of replicas; their first worker, and workers a replica; whether the
 # item waits for the same pass of a neighbouring stage, and the first cell of that; the first list of messages that it
-# waits for, and how many lists; SHARED of the stage.
-_PASS, _CELL, _DP, _WORKER, _SPAN, _HAS_NEIGHBOUR, _NEIGHBOUR, _FIRST_LIST, _NUM_LISTS, _SHARED = range(10)
+# waits for, and how many lists; SHARED of the stage; whether it is the first forward, and its first node.
+_PASS, _CELL, _DP, _WORKER, _SPAN, _HAS_NEIGHBOUR, _NEIGHBOUR, _FIRST_LIST, _NUM_LISTS, _SHARED, _IS_FIRST, _NODE = (
+    range(12)
+)
 
 
 class Messages(NamedTuple):
@@ -70,7 +72,7 @@ class Messages(NamedTuple):
 
 def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> np.ndarray:
     """A plan's order, [num_items, 4] of pass, stage, microbatch and part of the replicas, as `walk` takes it: uint64
-    [num_items, 10]."""
+    [num_items, 12]."""
     which, stage, microbatch, part = order.T
     num_replicas, num_parts = stages[stage, DP] // stages[stage, PARTS], stages[:, PARTS].max()
     is_forward, is_weight = which == FORWARD, which == WEIGHT
@@ -93,28 +95,31 @@ def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> 
         _FIRST_LIST: (microbatch * num_encoders + np.where(takes_own, encoder, 0)) * num_parts + part,
         _NUM_LISTS: np.where(takes_all, num_encoders * num_parts, takes_own),
         _SHARED: stages[stage, SHARED],
+        _IS_FIRST: is_forward & (microbatch == 0),
+        _NODE: stages[stage, FIRST_NODE] + part * num_replicas,
     }
     return np.column_stack([columns[number] for number in range(len(columns))]).astype(np.uint64)
 
 
 @kernel
-def walk(items, seconds, chain_s, messages, clocks, end_s, start_s):
+def walk(items, seconds, chain_s, messages, given_s, clocks, end_s, start_s):
     """Write the end of each cell to `end_s`, and the end of each worker's last computation to `clocks` [num_workers].
 
     `seconds` [3 (pass), num_cells] is the time of each computation, and `chain_s` [num_cells] that of the transfer to
-    the next stage of the module or back from it. `end_s` has the shape of `seconds`, and so has `start_s` unless it is
-    empty. Replicas that share parameters end together; each is taken to wait for the slowest before it starts.
+    the next stage of the module or back from it. `given_s` [num_nodes] is the time before which a node's first forward
+    does not end, or empty. `end_s` has the shape of `seconds`, and so has `start_s` unless it is empty. Replicas that
+    share parameters end together; each is taken to wait for the slowest before it starts.
     """
-    keeps_starts = start_s.size > 0
+    keeps_starts, are_given = start_s.size > 0, given_s.size > 0
     clocks[:] = 0.0
     for item in range(len(items)):
         which, first, dp, worker = items[item, _PASS], items[item, _CELL], items[item, _DP], items[item, _WORKER]
         span, before = items[item, _SPAN], items[item, _NEIGHBOUR]
         has_neighbour, num_lists = items[item, _HAS_NEIGHBOUR] > 0, items[item, _NUM_LISTS]
-        shared = items[item, _SHARED]
+        shared, waits = items[item, _SHARED], are_given and items[item, _IS_FIRST] > 0
         # In forward, the transfer is that of the stage before; in backward, that of this stage.
         way = before if which == FORWARD else first
-        if span == 1 and num_lists == 0 and shared == 1 and not keeps_starts:
+        if span == 1 and num_lists == 0 and shared == 1 and not keeps_starts and not waits:
             # By far most items: one loop.
             for replica in range(dp):
                 ready_s = clocks[worker + replica]
@@ -138,6 +143,10 @@ def walk(items, seconds, chain_s, messages, clocks, end_s, start_s):
                 if which != FORWARD:
                     here, there = there, here
                 end_s[which, here] = max(end_s[which, here], end_s[which, there] + messages.seconds[entry])
+        if waits:
+            for replica in range(dp):
+                begin_s = given_s[items[item, _NODE] + replica] - seconds[which, first + replica]
+                end_s[which, first + replica] = max(end_s[which, first + replica], begin_s)
         if shared > 1:
             for group in range(dp // shared):
                 begin = group * shared

@@ -218,8 +218,8 @@ def _llm_bounds(
                     busy_s = count * sum(own.seconds({part: s[at] for part, s in of.items()}) for own, of in passes)
                 else:
                     busy_s = count * sum(kind.total(part_s) for kind in chunks)[at]
-                # What is left of the sync behind the last backward.
-                rests = [links.rest_share(kind.num_layers, shards) for kind in chunks]
+                # What is left of the sync when what may hide is hidden.
+                rests = [1 - links.hidden_shares(kind, shards).sum(axis=0) for kind in chunks]
                 size = sum(costs.stage_parameter_bytes(kind) * rest for kind, rest in zip(chunks, rests, strict=True))
                 sync_s = 0.0 if is_frozen else (latency_s * np.min(rests, axis=0) + size * byte_s)[:, None]
                 best = np.maximum(best, before_s + busy_s + np.maximum(sync_s, after_s))
@@ -273,7 +273,7 @@ def _encoder_bounds(
             for kind in stage_kinds(name, tp, layers, layers if recomputes else ()):
                 busy_s = count[at] * kind.total(own_s)
                 sync_s = latency_s + costs.stage_parameter_bytes(kind) * byte_s
-                rest_s = 0.0 if is_frozen else (sync_s * links.rest_share(kind.num_layers, shards))[:, None]
+                rest_s = 0.0 if is_frozen else (sync_s * (1 - links.hidden_shares(kind, shards).sum(axis=0)))[:, None]
                 alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + rest_s)
                 shared_s[place[at]] += busy_s
                 least_s[place[at]] += count[at] * kind.total(own_least_s)

@@ -171,7 +171,7 @@ class PlanPricer:
         nowhere = replace(times.bridges, seconds=np.zeros_like(times.bridges.seconds))
         without = {
             "bridge": replace(times, bridges=nowhere),
-            "gradient sync": replace(times, sync_s=np.zeros_like(times.sync_s), early_sync_s=None),
+            "gradient sync": replace(times, sync_s=0.0 * times.sync_s, early_sync_s=None, late_sync_s=None),
         }
         step_s = timeline.step_s
         shares = {name: step_s - self._pricer.timeline(own, slots).step_s for name, own in without.items()}

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from dflop.config import ClusterConfig
-from dflop.costs import PARTS, CostModel, Moving, ShardedPass, early_sync_share, sharded_passes, sync_bytes
+from dflop.costs import (
+    PARTS,
+    CostModel,
+    Moving,
+    ShardedPass,
+    StageKind,
+    hidden_sync_shares,
+    sharded_passes,
+    sync_bytes,
+)
 from dflop.models import ModelSpec
 from dflop.pricing import find_link
 
@@ -42,12 +51,12 @@ class LeastLinks:
         latency_s, byte_s = np.array(each).reshape(-1, 2).T
         return latency_s, sync_bytes(byte_s / shards, value_bytes=self.value_bytes, num_shards=shards)
 
-    def rest_share(self, num_layers: int, shards: np.ndarray) -> np.ndarray:
-        """The share of a gradient sync that is left when the last backward of a stage of `num_layers` layers ends,
-        however long that takes, [num_rows]."""
+    def hidden_shares(self, kind: StageKind, shards: np.ndarray) -> np.ndarray:
+        """The shares of a stage's gradient sync that may run beside its last backward, and beside its first forward,
+        [2, num_rows]; zeros where devices do not compute while they communicate."""
         if not self._cluster.hides_transfers:
-            return np.ones(len(shards))
-        return 1 - early_sync_share(num_layers, value_bytes=self.value_bytes, num_shards=shards)
+            return np.zeros((2, len(shards)))
+        return np.array(hidden_sync_shares(self._costs, kind, value_bytes=self.value_bytes, num_shards=shards))
 
     def passes(
         self, module: str, tp: int, shards: np.ndarray, num_recomputed: int = 0

@@ -38,6 +38,7 @@ class MeanPipelines:
         grouping: str,
     ) -> None:
         self._num_layers = spec.module("llm").num_layers
+        self._num_encoders = len(spec.encoders)
         self._trained_encoders = [own.name for own in spec.encoders if own.name not in config.model.freeze]
         self._cluster, self._frozen = config.cluster, frozenset(config.model.freeze)
         self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
@@ -49,14 +50,14 @@ class MeanPipelines:
         self._text = lru_cache(maxsize=1024)(self._mean_text)
         self._parts = lru_cache(maxsize=1024)(self._part_times)
         self._kinds = lru_cache(maxsize=1024)(_distinct_kinds)
-        self._rests = lru_cache(maxsize=4096)(self._rest_shares)
+        self._shares = lru_cache(maxsize=4096)(self._hidden_shares)
         self._best_link = lru_cache(maxsize=4096)(self._least_link)
 
     def of_batches(
         self, row: Mapping[str, Any], recomputed: tuple[int, ...], *, mean: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each batch, the seconds of the LLM's step, [num_batches], and of each pipeline rank's work with what is
-        left of its gradient sync behind it, [num_batches, pp].
+        """For each batch, the seconds of the LLM's step, [num_batches], and of each pipeline rank's work with what does
+        not hide of its gradient sync, [num_batches, pp].
 
         `recomputed` is the number of recomputed layers in each stage. With `mean`, the results are those of the mean
         batch, [1] and [1, pp], whose step is not above the mean of the batches' steps, by Jensen once more.
@@ -77,11 +78,14 @@ class MeanPipelines:
         # The weights of a frozen module have no gradients, so its backward has no weight part.
         weight_share = WEIGHT_SHARE if "llm" not in self._frozen else 0.0
         sync_s = self._sync_s(row, layers)
-        rest_s = sync_s * self._rests(row["llm_shards"], layers)
-        if PLACEMENTS[row["placement"]].encodes_all_first and self._trained_encoders:
-            sync_s = rest_s  # the early parts may run beside the encoders' backward
+        early_s, late_s = sync_s * self._shares(tp, row["llm_shards"], layers)
+        rest_s = sync_s - early_s - late_s
+        if PLACEMENTS[row["placement"]].encodes_all_first and self._num_encoders:
+            # The early parts may run beside the encoders' backward, and the late parts beside their forward.
+            sync_s, early_s, late_s = rest_s, 0.0 * rest_s, 0.0 * rest_s
         chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
         num_before = self.num_before(row)
+        sync_s, early_s, late_s = (np.concatenate([np.zeros(num_before), own]) for own in (sync_s, early_s, late_s))
         compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"], num_before)
         times = StageTimes(
             forward_s=_behind(num_before, forward_s),
@@ -89,8 +93,9 @@ class MeanPipelines:
             weight_s=_behind(num_before, backward_s * weight_share) if splits_backward else None,
             chain_s=_behind(num_before, chain_s),
             bridges=Bridges.none(),
-            sync_s=np.concatenate([np.zeros(num_before), sync_s]),
-            early_sync_s=np.concatenate([np.zeros(num_before), sync_s - rest_s]),
+            sync_s=sync_s,
+            early_sync_s=early_s,
+            late_sync_s=late_s,
         )
         step_s = simulate_step_s(compiled, times)
         of_stages = (forward_s + backward_s).sum(axis=2) + rest_s
@@ -134,9 +139,10 @@ class MeanPipelines:
         latency_s, byte_s = self._links.of_row(row, "llm")
         return latency_s + self._parameter_bytes(row["llm_tp"], layers) * byte_s
 
-    def _rest_shares(self, shards: int, layers: tuple[int, ...]) -> np.ndarray:
-        """`LeastLinks.rest_share` of each stage, [num_stages]."""
-        return np.array([self._links.rest_share(count, np.array([shards]))[0] for count in layers])
+    def _hidden_shares(self, tp: int, shards: int, layers: tuple[int, ...]) -> np.ndarray:
+        """`LeastLinks.hidden_shares` of each stage, [2, num_stages]."""
+        kinds, places = self._kinds(tp, layers, (0,) * len(layers))
+        return np.column_stack([self._links.hidden_shares(kind, np.array([shards])) for kind in kinds])[:, places]
 
     def _stage_parameter_bytes(self, tp: int, layers: tuple[int, ...]) -> np.ndarray:
         return np.array([self._costs.stage_parameter_bytes(kind) for kind in stage_kinds("llm", tp, layers)])

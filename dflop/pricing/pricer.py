@@ -193,6 +193,7 @@ class Pricer:
             ),
             sync_s=self.sync_s,
             early_sync_s=self.early_sync_s,
+            late_sync_s=self.late_sync_s,
         )
 
     def loads(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Loads]:
@@ -258,8 +259,18 @@ class Pricer:
     def early_sync_s(self) -> np.ndarray | None:
         """The part of `sync_s` that may run beside each node's last backward, [num_nodes]; None if no device computes
         while it communicates."""
+        return None if self._hidden_shares is None else self.sync_s * self._hidden_shares[0]
+
+    @cached_property
+    def late_sync_s(self) -> np.ndarray | None:
+        """The part of `sync_s` that may run beside each node's first forward, as `early_sync_s`."""
+        return None if self._hidden_shares is None else self.sync_s * self._hidden_shares[1]
+
+    @cached_property
+    def _hidden_shares(self) -> np.ndarray | None:
+        """The shares of early and late parts of each node's sync, [2, num_nodes]."""
         _, cluster, _, _ = self._about
         if not cluster.hides_transfers:
             return None
-        shares = [self.stage_costs.early_sync_share(stage) for stage in self.stages]
-        return self.sync_s * np.repeat(shares, [stage.dp for stage in self.stages])
+        shares = [self.stage_costs.hidden_sync_shares(stage) for stage in self.stages]
+        return np.repeat(shares, [stage.dp for stage in self.stages], axis=0).T

@@ -22,7 +22,7 @@ from dflop.costs import (
     ShardedPass,
     StageKind,
     StageMemory,
-    early_sync_share,
+    hidden_sync_shares,
     resident_parts,
     sharded_passes,
     stage_kinds,
@@ -210,10 +210,12 @@ class StageCosts:
         num_shards = self.plan.grid(stage.module).num_shards
         return float(sync_bytes(self.parameter_bytes(stage), value_bytes=self._value_bytes, num_shards=num_shards))
 
-    def early_sync_share(self, stage: StageReplicas) -> float:
-        """The share of the stage's gradient sync that may run beside its last backward (`costs.early_sync_share`)."""
-        num_shards, num_layers = self.plan.grid(stage.module).num_shards, self.kind(stage).num_layers
-        return float(early_sync_share(num_layers, value_bytes=self._value_bytes, num_shards=num_shards))
+    def hidden_sync_shares(self, stage: StageReplicas) -> tuple[float, float]:
+        """The shares of the stage's gradient sync that may run beside its last backward, and beside its first forward
+        (`costs.hidden_sync_shares`)."""
+        how = {"value_bytes": self._value_bytes, "num_shards": self.plan.grid(stage.module).num_shards}
+        early, late = hidden_sync_shares(self.costs, self.kind(stage), **how)
+        return float(early), float(late)
 
     def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
         """Seconds that each sample adds to each pipeline rank, [pp, num_samples].

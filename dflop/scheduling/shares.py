@@ -18,7 +18,7 @@ from dflop.data import SampleShapes
 from dflop.parallelism import PLACEMENTS, PLAIN_SHARDING, Plan
 from dflop.parallelism.passes import FORWARD, WEIGHT
 from dflop.pipeline import CompiledPlan, Computation, compile_plan, computations_of
-from dflop.pipeline.simulate import per_worker
+from dflop.pipeline.syncs import SyncParts, per_worker, sync_parts
 from dflop.pipeline.walk import DP, FIRST_NODE, KIND, SPLIT_BACKWARD
 from dflop.pricing import Pricer, loads_of, seconds_of_columns
 from dflop.scheduling.stage_forms import stage_forms
@@ -174,12 +174,9 @@ class _StepProgram:
         of_whole = np.divide(totals, whole, out=np.zeros_like(totals), where=whole > 0) * plan.num_microbatches
         llm_dp = plan.grid("llm").dp
         self._text, self._media = self._cells(of_whole, num_samples, llm_dp, self._cap(pricer, whole))
-        early_s = np.zeros(len(first)) if pricer.early_sync_s is None else pricer.early_sync_s[first]
-        early_s, rest_s = (
-            per_worker(compiled.stages, own.repeat(compiled.stages[:, DP]), compiled.num_workers)
-            for own in (early_s, pricer.sync_s[first] - early_s)
-        )
-        self._add_computations(compiled, early_s, rest_s, llm_dp)
+        syncs = (pricer.sync_s, pricer.early_sync_s, pricer.late_sync_s)
+        syncs = (None if own is None else own[first].repeat(compiled.stages[:, DP]) for own in syncs)
+        self._add_computations(compiled, sync_parts(compiled, *syncs), llm_dp)
 
     def _mean_s(self, mean: list[float]) -> float:
         """About the forward plus backward seconds of the LLM's slowest stage; `mean` is 1, then the mean loads."""
@@ -233,10 +230,12 @@ class _StepProgram:
                         program.require((own[kind], sign), (other[kind, microbatch], -sign))
         return text, media
 
-    def _add_computations(self, compiled: CompiledPlan, early_s: np.ndarray, rest_s: np.ndarray, llm_dp: int) -> None:
+    def _add_computations(self, compiled: CompiledPlan, syncs: SyncParts, llm_dp: int) -> None:
         """Require that computations wait for each other, and that the step ends after each worker's last computation
-        and its gradient syncs: their early parts, `early_s` [num_workers] seconds, are taken to begin with the worker's
-        last computation, and the rest, `rest_s`, follows both."""
+        and its gradient syncs.
+
+        The early parts of a worker's syncs are taken to begin together with its last computation.
+        """
         program, forms = self.program, self._forms
         computations, last = computations_of(compiled)
         ends, begins = program.variables(len(computations)), []
@@ -248,6 +247,9 @@ class _StepProgram:
             begun = (ends[number], 1.0), (took, -1.0)
             begins.append(begun)
             program.require(*begun)
+            if own.which == FORWARD and own.microbatch == 0 and len(syncs.given_s):
+                node = self._stages[own.stage, FIRST_NODE] + own.replica
+                program.require((ends[number], 1.0), at_least=syncs.given_s[node] / self.unit_s)
             for before in own.on_workers:
                 program.require(*begun, (ends[before], -1.0))
             if own.neighbour >= 0:
@@ -264,13 +266,15 @@ class _StepProgram:
                 latency = forms.bridge_latency_s[replicas].min() / self.unit_s
                 features = self._cell_of(media)[_FEATURES]
                 program.require(*begun, (ends[other], -1.0), (features, -token_s), at_least=latency)
+        early_s = per_worker(compiled.stages, syncs.early_s, compiled.num_workers) if len(syncs.early_s) else None
         for worker, number in enumerate(last):
-            rest = rest_s[worker] / self.unit_s
+            rest = syncs.rest_s[worker] / self.unit_s
             program.require((self.end, 1.0), (ends[number], -1.0), at_least=rest)
-            if early_s[worker]:
+            if early_s is not None:
                 (end, _), (took, _) = begins[number]
-                early = early_s[worker] / self.unit_s
-                program.require((self.end, 1.0), (end, -1.0), (took, 1.0), at_least=early + rest)
+                program.require(
+                    (self.end, 1.0), (end, -1.0), (took, 1.0), at_least=early_s[worker] / self.unit_s + rest
+                )
 
     def _cell_of(self, own: Computation) -> np.ndarray:
         """The variables of a computation's loads, [5]."""

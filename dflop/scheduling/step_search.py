@@ -17,7 +17,7 @@ import numpy as np
 
 from dflop.data import SampleShapes
 from dflop.pipeline import columns_of
-from dflop.pipeline.simulate import add_syncs, per_worker
+from dflop.pipeline.syncs import SyncParts, add_syncs, sync_parts
 from dflop.pipeline.walk import walk
 from dflop.pricing import Assignment, Pricer, loads_of
 from dflop.runtime.kernels import kernel
@@ -66,8 +66,7 @@ class _Clocks(NamedTuple):
     worker_s: np.ndarray  # [num_workers]
     end_s: np.ndarray  # [3, num_cells]
     start_s: np.ndarray  # empty: starts are not needed
-    early_s: np.ndarray  # early parts of syncs, [num_nodes] or empty
-    rest_s: np.ndarray  # the rest of syncs, [num_workers]
+    syncs: SyncParts
     synced_s: np.ndarray  # [num_workers]
     worker_column: np.ndarray  # [num_workers]
     column_end_s: np.ndarray  # [num_columns]
@@ -123,7 +122,11 @@ class StepSearch:
         ).astype(np.int64)
         best, step_s = _descend_on_step(
             self._forms,
-            self._clocks._replace(items=order.items, last_passes=order.last_passes),
+            self._clocks._replace(
+                items=order.items,
+                last_passes=order.last_passes,
+                syncs=sync_parts(order, self._pricer.sync_s, self._pricer.early_sync_s, self._pricer.late_sync_s),
+            ),
             self._memory._replace(order=order.order),
             new_state(self._forms, place, self._pricer.compiled.num_microbatches),
             self._samples,
@@ -146,8 +149,6 @@ def _clocks_of(pricer: Pricer) -> _Clocks:
     first, last = ({stage.module: stage for stage in own} for own in (reversed(pricer.stages), pricer.stages))
     of_encoders = [node_column[last[grid.module].first_node :][: grid.dp] for grid in pricer.plan.grids[:-1]]
     llm = first["llm"]
-    early_s = np.zeros(0) if pricer.early_sync_s is None else pricer.early_sync_s
-    rest_s = pricer.sync_s - early_s if len(early_s) else pricer.sync_s
     return _Clocks(
         items=compiled.items,
         last_passes=compiled.last_passes,
@@ -155,8 +156,7 @@ def _clocks_of(pricer: Pricer) -> _Clocks:
         worker_s=np.zeros(compiled.num_workers),
         end_s=np.zeros((3, compiled.num_nodes * compiled.num_microbatches)),
         start_s=np.zeros((0, 0)),
-        early_s=early_s,
-        rest_s=per_worker(compiled.stages, rest_s, compiled.num_workers),
+        syncs=sync_parts(compiled, pricer.sync_s, pricer.early_sync_s, pricer.late_sync_s),
         synced_s=np.zeros(compiled.num_workers),
         worker_column=worker_column,
         column_end_s=np.zeros(int(worker_column.max()) + 1),
@@ -210,7 +210,16 @@ def _descend_on_step(forms, clocks, memory, state, samples, num_trials, seed):
 @kernel
 def _simulated(state, clocks):
     """The step time; the goal, which adds `MEAN_SHARE` of the columns' mean end; and the column that ends last."""
-    walk(clocks.items, state.seconds, state.chain_s, state.messages, clocks.worker_s, clocks.end_s, clocks.start_s)
+    walk(
+        clocks.items,
+        state.seconds,
+        state.chain_s,
+        state.messages,
+        clocks.syncs.given_s,
+        clocks.worker_s,
+        clocks.end_s,
+        clocks.start_s,
+    )
     add_syncs(
         clocks.last_passes,
         clocks.stages,
@@ -218,8 +227,8 @@ def _simulated(state, clocks):
         state.seconds,
         clocks.end_s,
         clocks.worker_s,
-        clocks.early_s,
-        clocks.rest_s,
+        clocks.syncs.early_s,
+        clocks.syncs.rest_s,
         clocks.synced_s,
     )
     end_s = clocks.column_end_s

@@ -133,10 +133,13 @@ def _check_folder(out: Path) -> None:
 
 
 def _syncs(scheduler: BatchScheduler) -> dict[str, list[float]]:
-    """The seconds of each node's gradient sync and of its early part, [num_nodes], which are the same for all
+    """The seconds of each node's gradient sync and of its early and late parts, [num_nodes], which are the same for all
     batches."""
-    sync_s, early_s = scheduler.pricer.sync_s, scheduler.pricer.early_sync_s
-    return {"sync_s": sync_s.tolist(), "early_sync_s": (0.0 * sync_s if early_s is None else early_s).tolist()}
+    pricer = scheduler.pricer
+    nothing = 0.0 * pricer.sync_s
+    parts = {"early_sync_s": pricer.early_sync_s, "late_sync_s": pricer.late_sync_s}
+    hidden = {name: (nothing if own is None else own).tolist() for name, own in parts.items()}
+    return hidden | {"sync_s": pricer.sync_s.tolist()}
 
 
 def _summarise(out: Path, about: dict[str, Any]) -> dict[str, Any]:

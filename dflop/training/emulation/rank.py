@@ -37,8 +37,8 @@ class EmulatedRank:
     """One rank. Construct it on every rank, then call `run()` on every rank. Its steps are those of `Trainer`, without
     a model.
 
-    All predicted seconds are multiplied by `scale`, also those of each node's gradient sync and of its early part,
-    `sync_s` and `early_sync_s` [num_nodes].
+    All predicted seconds are multiplied by `scale`, also those of each node's gradient sync and of its early and late
+    parts, `sync_s`, `early_sync_s` and `late_sync_s` [num_nodes].
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class EmulatedRank:
         scale: float,
         sync_s: list[float],
         early_sync_s: list[float],
+        late_sync_s: list[float],
     ) -> None:
         self.config, self.out, self.scale = config, out, scale
         plan = load_plan(artifacts["plan"])
@@ -76,6 +77,7 @@ class EmulatedRank:
                 index=index,
                 sync_s=sync_s[index] * scale,
                 early_sync_s=early_sync_s[index] * scale,
+                late_sync_s=late_sync_s[index] * scale,
                 network=network,
                 replicas=self.topology.replicas[index],
                 counts=program.nodes[index].module == "llm"
@@ -190,7 +192,7 @@ def main() -> int:
     artifacts = {name: Path(request[name]) for name in ("shapes", "costs", "plan")}
     try:
         config = load_config(request["config"])
-        seconds = {name: request[name] for name in ("scale", "sync_s", "early_sync_s")}
+        seconds = {name: request[name] for name in ("scale", "sync_s", "early_sync_s", "late_sync_s")}
         EmulatedRank(config, artifacts, Path(request["out"]), **seconds).run()
     except UserError as error:
         print(f"dflop: {error}", file=sys.stderr, flush=True)

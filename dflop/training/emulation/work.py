@@ -16,19 +16,22 @@ __all__ = ["EmulatedWork", "Network"]
 
 @dataclass
 class Network:
-    """A rank's network, which carries the early parts of its gradient syncs one after the other, until `free_s` on the
-    monotonic clock."""
+    """A rank's network, which carries parts of its gradient syncs one after the other, until `free_s` on the monotonic
+    clock."""
 
     free_s: float = 0.0
 
-    def carry(self, seconds: float) -> None:
+    def carry(self, seconds: float) -> float:
+        """Carry another part of so many seconds; returns when it will have ended."""
         self.free_s = max(self.free_s, time.monotonic()) + seconds
+        return self.free_s
 
 
 @dataclass
 class EmulatedWork:
     """A node whose passes take the predicted seconds of the schedule, and whose gradient sync with its `replicas` takes
-    `sync_s` seconds. Of these, `early_sync_s` run on the rank's `network` beside the node's last backward.
+    `sync_s` seconds. Of these, `early_sync_s` run on the rank's `network` beside the node's last backward, and
+    `late_sync_s` from the start of the step on, beside its first forward.
 
     Tensors have one number for each token, or for each item between an encoder's stages. With `counts`, the node counts
     its samples in `num_samples`.
@@ -38,12 +41,14 @@ class EmulatedWork:
     index: int
     sync_s: float
     early_sync_s: float
+    late_sync_s: float
     network: Network
     replicas: dist.ProcessGroup
     counts: bool
 
     def begin_step(self, schedule: StepSchedule) -> None:
         self.schedule, self.num_samples = schedule, 0
+        self._given_s = self.network.carry(self.late_sync_s)
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
         ends = self.program.edges[edge]
@@ -65,7 +70,8 @@ class EmulatedWork:
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         if self.counts:
             self.num_samples += int(samples_of(self.schedule, self.program.nodes[self.index], microbatch).sum())
-        _sleep(self.schedule.forward_s[self.index, microbatch])
+        forward_s = self.schedule.forward_s[self.index, microbatch]
+        _sleep(max(forward_s, self._given_s - time.monotonic()) if microbatch == 0 else forward_s)
         return self._tensors(microbatch, forward=True)
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -83,7 +89,7 @@ class EmulatedWork:
 
     def sync_gradients(self) -> None:
         dist.barrier(self.replicas)
-        _sleep(max(0.0, self.network.free_s - time.monotonic()) + self.sync_s - self.early_sync_s)
+        _sleep(max(0.0, self.network.free_s - time.monotonic()) + self.sync_s - self.early_sync_s - self.late_sync_s)
 
     def _begin_sync_behind(self, microbatch: int) -> None:
         if microbatch == self.program.num_microbatches - 1:

@@ -2,7 +2,8 @@
 
 The oracle takes the program's lists literally: a computation starts when all workers that take part in it have
 ended their last one and every message that its node receives has arrived. The early part of a node's sync starts with
-its last backward, and waits for other early parts of the worker.
+its last backward, and waits for other early parts of the worker. Late parts follow each other from the start of the
+step on, and a node's first forward does not end before its own.
 """
 
 import dataclasses
@@ -54,7 +55,14 @@ def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarr
     }
     start_s = np.full((3, len(program.nodes), plan.num_microbatches), np.nan)
     end_s, clocks, early_ends = start_s.copy(), np.zeros(len(program.workers)), np.zeros(len(program.workers))
-    early_s = np.zeros(len(program.nodes)) if times.early_sync_s is None else times.early_sync_s
+    nothing, late_ends = np.zeros(len(program.nodes)), np.zeros(len(program.workers))
+    early_s = nothing if times.early_sync_s is None else times.early_sync_s
+    late_s = nothing if times.late_sync_s is None else times.late_sync_s
+    given_s = nothing.copy()
+    for worker, items in enumerate(program.instructions):
+        for node in dict.fromkeys(item.node for item in items if item.op is Op.FORWARD):
+            late_ends[worker] += late_s[node]
+            given_s[node] = max(given_s[node], late_ends[worker])
     last = {
         (item.node, item.op)
         for items in program.instructions
@@ -77,7 +85,7 @@ def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarr
                 together = list(wanted)
                 if is_sync:
                     clocks[worker] = max(clocks[worker], early_ends[worker]) + times.sync_s[item.node]
-                    clocks[worker] -= early_s[item.node]
+                    clocks[worker] -= early_s[item.node] + late_s[item.node]
                 if any(
                     done[w] >= len(program.instructions[w]) or program.instructions[w][done[w]] != wanted[w]
                     for w in together
@@ -104,6 +112,8 @@ def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarr
                     # Who shares parameters waits for each other, and ends together.
                     cells = [(PASS_OF[item.op], node, item.microbatch) for node in peers]
                     ready_s = max([*(arrived.get(cell, 0.0) for cell in cells), *(clocks[w] for w in together)])
+                    if item.op is Op.FORWARD and item.microbatch == 0:
+                        ready_s = max([ready_s, *(given_s[node] - seconds((node, 0)) for node in peers)])
                     ended_s = ready_s + max(seconds(cell[1:]) for cell in cells)
                     for cell in cells:
                         start_s[cell], end_s[cell] = ended_s - seconds(cell[1:]), ended_s
@@ -184,8 +194,8 @@ def cases(draw):
     times = draw_times(plan, rng, draw(st.sampled_from([0.0, 0.3, 1.0])))
     if draw(st.booleans()):
         goes_back = np.array([has_backward(node.module, frozen) for node in nodes_of(plan)])
-        early_s = times.sync_s * rng.random(len(goes_back)) * goes_back
-        times = dataclasses.replace(times, early_sync_s=early_s)
+        early_s, late_s = times.sync_s * goes_back * rng.dirichlet((1.0, 1.0, 1.0), len(goes_back)).T[:2]
+        times = dataclasses.replace(times, early_sync_s=early_s, late_sync_s=late_s)
     return plan, frozen, slots, times
 
 
@@ -381,6 +391,17 @@ def test_an_early_part_of_the_sync_runs_beside_the_last_backward():
     for early_s, exposed_s in ((0.0, 3.0), (1.5, 1.5), (2.5, 1.0)):  # a backward takes 2 s
         timeline = simulate(compiled, dataclasses.replace(times, early_sync_s=np.array([0.0, early_s])))
         assert timeline.synced_s[1] - timeline.computed_s[1] == pytest.approx(exposed_s)
+
+
+def test_a_late_part_of_the_sync_runs_beside_the_first_forward():
+    plan = disjoint(llm_pp=2, num_microbatches=2)
+    compiled = compile_plan(plan)
+    times = make_times(compiled, sync_s=[0.0, 4.0, 4.0], bridges=all_bridges(plan))
+    assert simulate(compiled, times).start_s[0, :, 0].tolist() == [0.0, 1.0, 2.0]
+    timeline = simulate(compiled, dataclasses.replace(times, late_sync_s=np.array([0.0, 3.5, 2.5])))
+    # The first stage waits for its parameters, and the second one's have come when it has something to compute.
+    assert timeline.end_s[0, :, 0].tolist() == [1.0, 3.5, 4.5]
+    assert (timeline.synced_s - timeline.computed_s).tolist() == [0.0, 0.5, 1.5]
 
 
 def test_early_parts_of_a_workers_syncs_follow_each_other():

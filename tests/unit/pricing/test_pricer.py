@@ -227,10 +227,10 @@ def test_gradients_are_summed_over_the_replicas_links(make_pricer, draw_samples,
 
 
 @pytest.mark.parametrize(("precision", "summed"), [("fp32", 4 / 8), ("bf16", 4 / 6)])
-def test_gradients_are_summed_beside_the_last_backward_where_devices_compute_while_they_communicate(
-    make_pricer, draw_samples, precision, summed
+def test_syncs_run_beside_passes_where_devices_compute_while_they_communicate(
+    make_pricer, draw_samples, costs, precision, summed
 ):
-    """All layers' gradients but the first one's; the updated parameters are sent behind it."""
+    """Gradients of all but the first layer and the embedding; parameters of layers, but for the first one."""
     plan, shapes = make_plan(vision_dp=2, llm_dp=2, llm_pp=2), draw_samples(24, 0)
     pricers = [
         make_pricer(plan, precision=precision, cluster=dataclasses.replace(CLUSTER, device_model=device_model))
@@ -238,10 +238,16 @@ def test_gradients_are_summed_beside_the_last_backward_where_devices_compute_whi
     ]
     assignment = at_random(pricers[0], shapes, 0)
     on_cpus, on_gpus = (pricer.stage_times(shapes, assignment) for pricer in pricers)
-    assert on_cpus.early_sync_s is None
-    layers = {"vision": 4, "llm": 2}  # of each stage
-    expected = [summed * (1 - 1 / layers[node.module]) for node in pricers[1].nodes]
-    np.testing.assert_allclose(on_gpus.early_sync_s, on_gpus.sync_s * expected)
+    assert (on_cpus.early_sync_s, on_cpus.late_sync_s) == (None, None)
+    early, late = [], []
+    for node in pricers[1].nodes:
+        layer, first, last = (costs.parameter_bytes[node.module, 1, part] for part in ("layer", "first", "last"))
+        num_layers, is_first = (4, True) if node.module == "vision" else (2, node.pp_stage == 0)
+        whole = num_layers * layer + first * is_first + last * (node.module == "vision" or not is_first)
+        early.append(summed * (1 - (layer + first * is_first) / whole))
+        late.append((1 - summed) * (num_layers - 1) * layer / whole)
+    np.testing.assert_allclose(on_gpus.early_sync_s, on_gpus.sync_s * early)
+    np.testing.assert_allclose(on_gpus.late_sync_s, on_gpus.sync_s * late)
     assert pricers[1].step_s(shapes, assignment) < pricers[0].step_s(shapes, assignment)
 
 
