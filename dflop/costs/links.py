@@ -118,8 +118,8 @@ def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tenso
     if group.kind == "gradient_sync":
         share = len(values) // len(group.ranks)
         values, own = values[: share * len(group.ranks)], values[members.rank() * share :][:share]
-        reduce_scatter_flat(own, values, members)
-        all_gather_flat(values, own, members)
+        reduce_scatter_flat(own, values, members).wait()
+        all_gather_flat(values, own, members).wait()
         return _now(values.device) - started
     first, second = group.ranks
     if dist.get_rank() == second:

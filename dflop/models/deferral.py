@@ -64,7 +64,7 @@ class Deferral:
             self._pending = None
 
     @torch.no_grad()
-    def compute(self, pending: list[_Pending], tell: Callable[[nn.Parameter], None] = lambda parameter: None) -> None:
+    def compute(self, pending: list[_Pending], tell: Callable[[nn.Parameter], None] | None = None) -> None:
         """Add the deferred gradients to `weight.grad`, the oldest first, and free what they are computed from.
 
         `tell` is called with each parameter when the last of its deferred gradients is added.
@@ -78,7 +78,7 @@ class Deferral:
                 item.bias.grad.add_(item.gradient.sum(0))
             for parameter in item.parameters:
                 left[parameter] -= 1
-                if not left[parameter]:
+                if tell and not left[parameter]:
                     tell(parameter)
 
     def put_off(

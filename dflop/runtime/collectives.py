@@ -18,6 +18,7 @@ def reduce_scatter_flat(own: torch.Tensor, values: torch.Tensor, group: dist.Pro
     return _reduce_scatter(own, values, group=group, async_op=True)
 
 
-def all_gather_flat(values: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Each rank's `own` [size], one after the other, in everybody's `values` [num_ranks * size]."""
-    _all_gather(values, own, group=group)
+def all_gather_flat(values: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to put each rank's `own` [size], one after the other, into everybody's `values` [num_ranks * size]. Both
+    may be used again behind the result's `wait()`."""
+    return _all_gather(values, own, group=group, async_op=True)

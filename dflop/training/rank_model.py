@@ -42,6 +42,10 @@ class NodeModel:
     - `written_elsewhere`: names of parameters that another node or tensor-parallel rank writes to checkpoints.
     - `tied`: the matrix shared with the other end of the LLM's pipeline, if the head is tied to the embedding.
     - `shared`: runs the stage, if replicas shard its parameters.
+    - `outside`: the parameters outside of layers, if replicas do not shard them.
+    - `overlaps`: whether gradients are summed beside the step's last backward, and updated parameters sent back beside
+      the next forward. On CPUs, where the same cores do both, nothing would be gained, and times of passes would hold
+      both.
     """
 
     index: int
@@ -56,10 +60,15 @@ class NodeModel:
     written_elsewhere: Collection[str] = ()
     tied: TiedEmbedding | None = None
     shared: SharedPasses | None = None
+    outside: Collection[nn.Parameter] = ()
+    overlaps: bool
 
     def run(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Run `compute`, which uses the stage; if replicas shard its parameters, together with these."""
-        return self.shared(compute) if self.shared else compute()
+        if self.shared:
+            return self.shared(compute)
+        self.optimizer.wait_for_values(self.outside)  # layers wait for their own
+        return compute()
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -73,9 +82,9 @@ class NodeModel:
         """A context of the step's last backward, in which gradients begin to be summed (`ShardedAdamW.summing`). It
         gives what to tell of gradients that are not added by autograd.
 
-        Replicas that shard parameters sum gradients inside each pass.
+        Replicas that shard parameters sum gradients inside each pass, and others may sum all of them behind it.
         """
-        if isinstance(self.optimizer, ParameterShards):
+        if self.shared or not self.overlaps:
             yield None
             return
         with self.optimizer.summing(incomplete):
@@ -86,6 +95,13 @@ class NodeModel:
         if self.tied:
             self.tied.give_gradient()
         self.optimizer.sum_gradients()
+
+    def update(self, lr: float, scale: float) -> None:
+        """One step of the optimiser."""
+        self.optimizer.step(lr, scale)
+        if not self.shared:
+            tied = [self.tied.weight] if self.tied else []
+            self.optimizer.wait_for_values(tied if self.overlaps else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,11 +123,17 @@ class RankModel:
         """The squared norm of the summed gradients that this rank owns. The sum over all ranks is the model's."""
         return sum(own.optimizer.norm_squared() for own in self.nodes)
 
+    def wait_for_values(self) -> None:
+        """Wait until all parameters have the values of the last update."""
+        for own in self.nodes:
+            if not own.shared:
+                own.optimizer.wait_for_values()
+
     def update(self, lr_factor: float, scale: float) -> None:
         """One step of the optimisers, with each module's learning rate times `lr_factor` and the gradients times
-        `scale`."""
+        `scale`. With `overlaps`, updated parameters may come as late as the next forward needs them."""
         for own in self.nodes:
-            own.optimizer.step(own.lr * lr_factor, scale)
+            own.update(own.lr * lr_factor, scale)
         for own in self.nodes:
             if own.tied:
                 own.tied.give_values()
@@ -129,10 +151,17 @@ def forwards_that_read(
 
 
 def build_rank_model(
-    config: Config, plan: Plan, topology: Topology, dtype: torch.dtype, *, is_empty: bool = False
+    config: Config,
+    plan: Plan,
+    topology: Topology,
+    dtype: torch.dtype,
+    *,
+    is_empty: bool = False,
+    overlaps: bool | None = None,
 ) -> RankModel:
     """Build the stages of a rank's nodes, to compute in `dtype`, with weights from `model.path` or drawn from the
-    seed, or with `is_empty` without values (`FamilyRuntime.build_stage`).
+    seed, or with `is_empty` without values (`FamilyRuntime.build_stage`). For `overlaps` see `NodeModel`; None means
+    True on GPUs and False elsewhere.
 
     Raises:
         UserError: for a model, tokenizer or checkpoint that cannot be read, or stages that cannot be built this way.
@@ -144,8 +173,9 @@ def build_rank_model(
         spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
     )
     checkpoint = Path(config.model.path) if config.model.path else None
+    overlaps = topology.device.type == "cuda" if overlaps is None else overlaps
     nodes: Sequence[NodeModel] = [
-        _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
+        _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty, overlaps)
         for index in topology.nodes
     ]
     return RankModel(
@@ -167,6 +197,7 @@ def _build_node(
     hf_config: PretrainedConfig,
     checkpoint: Path | None,
     is_empty: bool,
+    overlaps: bool,
 ) -> NodeModel:
     """One node. The function is long, because most of its parts depend on whether replicas shard the parameters."""
     node, ranks = topology.program.nodes[index], topology.tensor[index]
@@ -175,6 +206,7 @@ def _build_node(
     stage.requires_grad_(is_trained)
     lr, weight_decay = config.train.of_module(node.module)
     common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
+    common["overlaps"] = overlaps
     if not stage.is_trained:
         compute_in(stage, dtype)  # parameters that are never updated have no masters
     # Parameters that are whole on every tensor-parallel rank are counted and written by the first one.
@@ -203,6 +235,9 @@ def _build_node(
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
     parameters = stage.named_hf_parameters()
     copy = embedding.weight if embedding and embedding.is_copy else None
+    layers = [stage.hf.get_submodule(name) for name in stage.layer_names]
+    inside = {own for layer in layers for own in layer.parameters()}
+    outside = [own for own in parameters.values() if own not in inside]
     optimizer = ShardedAdamW(
         [own for own in parameters.values() if own is not copy],
         topology.replicas[index],
@@ -211,7 +246,11 @@ def _build_node(
         computed_in=dtype,
         counted_elsewhere=[parameters[name] for name in of_first],
         complete_later=[embedding.weight] if embedding and not embedding.is_copy else (),
+        needed_first=outside,
     )
+    for layer in layers:
+        own = list(layer.parameters())
+        layer.register_forward_pre_hook(lambda *_, own=own: optimizer.wait_for_values(own))
     unread = [parameters[name] for name in stage.unread if name in parameters]  # they are written as they were read
     compute_in(stage, dtype, but=unread)  # of trained parameters only the tied copy, which no optimiser has converted
     return NodeModel(
@@ -220,6 +259,7 @@ def _build_node(
         parameters=parameters,
         shards=stage.shards,
         tied=embedding,
+        outside=outside,
         written_elsewhere={*of_first, *(name for name, own in parameters.items() if own is copy)},
     )
 

@@ -58,7 +58,8 @@ class ShardedAdamW:
     Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
     the masters' dtype, and are converted to `computed_in`. They come about in the order in which forward uses them. All
     `replicas` must have equal parameters. Parameters in `counted_elsewhere` are counted in the gradient norm by another
-    tensor-parallel rank. The gradients of those in `complete_later` get a part behind the last backward.
+    tensor-parallel rank. The gradients of those in `complete_later` get a part behind the last backward. Those in
+    `needed_first` are sent back first after an update, and may be waited for before the others.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ShardedAdamW:
         computed_in: torch.dtype | None = None,
         counted_elsewhere: Collection[nn.Parameter] = (),
         complete_later: Collection[nn.Parameter] = (),
+        needed_first: Collection[nn.Parameter] = (),
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._replicas = replicas
@@ -90,6 +92,10 @@ class ShardedAdamW:
         self._incomplete: list[set[nn.Parameter]] = []
         # Buckets whose sums have begun, counted from the last one, and the sums that are waited for.
         self._num_begun, self._sums = 0, []
+        # The buckets in the order in which their values are sent back, and those whose values are under way.
+        first = {self._places[own][0] for own in needed_first if own in self._places}
+        self._giving_order = sorted(range(len(self._buckets)), key=lambda number: number not in first)
+        self._under_way: dict[int, dist.Work] = {}
         if self._num_replicas > 1:
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(self.is_complete)
@@ -162,15 +168,27 @@ class ShardedAdamW:
         return float(torch.linalg.vector_norm(torch.stack(norms))) ** 2 if norms else 0.0
 
     def step(self, lr: float, scale: float) -> None:
-        """Update the own share with its gradients times `scale`, and send the result to all replicas."""
+        """Update the own share with its gradients times `scale`, and begin to send the result to all replicas. Nobody
+        may read parameters before `wait_for_values`."""
         if self._optimizer is None:
             return
+        self.wait_for_values()
         for bucket, start, run in self._updated:
             run.grad = bucket.gradients[start : start + len(run)].mul_(scale)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._give_values()
+        self._begin_to_give_values()
+
+    def wait_for_values(self, parameters: Collection[nn.Parameter] | None = None) -> None:
+        """Wait until these parameters have their updated values, by default all. Others than this optimiser's always
+        have."""
+        if not self._under_way:
+            return
+        wanted = self._places if parameters is None else parameters
+        for number in {self._places[own][0] for own in wanted if own in self._places}:
+            if work := self._under_way.pop(number, None):
+                work.wait()
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
         """The pieces of a parameter that this replica updates; a parameter that is not trained is one whole piece."""
@@ -192,7 +210,8 @@ class ShardedAdamW:
         this. The number of steps is needed to correct the bias of the moments."""
         for _, _, run in self._updated:
             self._optimizer.state[run]["step"].fill_(num_steps)
-        self._give_values()
+        self._begin_to_give_values()
+        self.wait_for_values()
 
     @torch.no_grad()
     def whole_masters(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -201,19 +220,20 @@ class ShardedAdamW:
             masters = bucket.masters
             if self._num_replicas > 1:
                 masters = bucket.masters.new_empty(len(bucket.values))
-                all_gather_flat(masters, bucket.masters, self._replicas)
+                all_gather_flat(masters, bucket.masters, self._replicas).wait()
             for parameter, (at, begin) in self._places.items():
                 if at == number:
                     yield parameter, masters[begin : begin + parameter.numel()].view_as(parameter)
 
     @torch.no_grad()
-    def _give_values(self) -> None:
-        """Send the masters' values to every replica."""
-        for bucket in self._buckets:
+    def _begin_to_give_values(self) -> None:
+        """Begin to send the masters' values to every replica."""
+        for number in self._giving_order:
+            bucket = self._buckets[number]
             if bucket.values.dtype != bucket.masters.dtype:
                 bucket.values[bucket.own].copy_(bucket.masters)
             if self._num_replicas > 1:
-                all_gather_flat(bucket.values, bucket.values[bucket.own], self._replicas)
+                self._under_way[number] = all_gather_flat(bucket.values, bucket.values[bucket.own], self._replicas)
 
     @torch.no_grad()
     def _make_bucket(

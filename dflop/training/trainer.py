@@ -130,6 +130,7 @@ class Trainer:
                     self._save(num_steps)
                 if is_asked:
                     break
+            self.model.wait_for_values()
             self.saver.wait()
             if unsaved := self._unsaved(num_steps):
                 raise UserError(f"the last step could not be saved: {unsaved}")
@@ -251,7 +252,8 @@ class Trainer:
         with self.clock.part("optimiser"):
             self.model.update(factor, scale / num_targets)
             if self.topology.device.type == "cuda":
-                torch.cuda.synchronize(self.topology.device)  # otherwise the next step would be charged with the update
+                # Otherwise the next step would be charged with the update. Parameters may still be under way.
+                torch.cuda.current_stream(self.topology.device).synchronize()
         for work in works:
             for line in work.unreadable:
                 print(f"dflop: not as it was profiled: {line}", flush=True)

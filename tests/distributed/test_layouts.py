@@ -398,7 +398,7 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
     program = make_program(plan, config.model.freeze)
     check_program(plan, program, config.model.freeze)
     topology = place_in_world(program, torch.device("cpu"), torch.float64, _make_store())
-    model = build_rank_model(config, plan, topology, torch.float64)
+    model = build_rank_model(config, plan, topology, torch.float64, overlaps=True)
     assert all((own.shared is not None) == plan.grid(own.node.module).gathers for own in model.nodes)
     num_steps = _num_steps(name, variant)
     schedules = [
@@ -426,6 +426,7 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
         for own in model.nodes:
             _compare_gradients(own, expected["gradients"][step], num_targets, 1e-10 if step == 0 else 1e-6, where)
         model.update(1.0, 1 / num_targets)
+    model.wait_for_values()
     for own in model.nodes:
         for parameter_name, parameter in own.parameters.items():
             theirs = part_of(

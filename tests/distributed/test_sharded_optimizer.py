@@ -102,6 +102,7 @@ def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: in
         norm_squared = torch.tensor(sharded.norm_squared(), dtype=torch.float64)
         dist.all_reduce(norm_squared)
         sharded.step(_LR, _SCALE)
+        sharded.wait_for_values()
         plain, expected = _expected(step + 1, num_replicas)
         norm = torch.nn.utils.get_total_norm([p.grad for p in plain if p.requires_grad]) / _SCALE
         torch.testing.assert_close(norm_squared, norm**2)
@@ -132,6 +133,7 @@ def _save(replica: int, num_replicas: int, store: str, folder: Path, block_bytes
         _add_gradients(own, step, replica)
         sharded.sum_gradients()
         sharded.step(_LR, _SCALE)
+        sharded.wait_for_values()
     save_checkpoint(folder, 2, [_part(own, sharded)], {})
     dist.destroy_process_group()
 
@@ -156,6 +158,7 @@ def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path) -> 
             parameter.grad.copy_(gradient / num_replicas)
     sharded.sum_gradients()
     sharded.step(_LR, _SCALE)
+    sharded.wait_for_values()
     for parameter, reference in zip(own, _expected(3, 3)[0], strict=True):
         torch.testing.assert_close(parameter.detach(), reference.detach(), rtol=1e-12, atol=1e-14)
     dist.destroy_process_group()
@@ -198,6 +201,30 @@ def _check_early_sums(replica: int, num_replicas: int, store: str) -> None:
     assert now()[:2] == [1.0, 1.0]
     sharded.sum_gradients()
     dist.destroy_process_group()
+
+
+def _check_late_values(replica: int, num_replicas: int, store: str) -> None:
+    _join(replica, num_replicas, store)
+    first, last, apart = parameters = [nn.Parameter(torch.ones(128, 1)) for _ in range(3)]
+    how = {"lr": _LR, "weight_decay": 0.0, "needed_first": [last], "bucket_bytes": 1}
+    sharded = ShardedAdamW(parameters, dist.group.WORLD, **how)
+    for number in range(2):  # the second time, nobody has waited for the third parameter
+        sharded.zero_grad()
+        for own in parameters:
+            own.grad.fill_(1.0)
+        sharded.sum_gradients()
+        sharded.step(_LR, 1.0)
+        expected = torch.full((128, 1), 1 - (number + 1) * _LR)  # what AdamW's steps are under equal gradients
+        for own in (last, first):
+            sharded.wait_for_values([own, nn.Parameter(torch.ones(1))])
+            torch.testing.assert_close(own.detach(), expected)
+    sharded.wait_for_values()
+    torch.testing.assert_close(apart.detach(), expected)
+    dist.destroy_process_group()
+
+
+def test_updated_values_are_there_for_who_waits_for_them(tmp_path):
+    spawn(_check_late_values, (2, str(tmp_path / "store")), nprocs=2)
 
 
 def test_sums_begin_as_the_last_backward_completes_gradients(tmp_path):

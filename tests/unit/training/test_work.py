@@ -50,7 +50,7 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
     optimizer = ShardedAdamW(list(stage.parameters()), alone, lr=1e-3, weight_decay=0.0)
     arguments = {"index": last, "node": program.nodes[last], "stage": stage, "parameters": parameters, "lr": 1e-3}
     arguments["dtype"] = torch.float32
-    own = NodeModel(**arguments, ranks=ALONE, optimizer=optimizer, shards={})
+    own = NodeModel(**arguments, ranks=ALONE, optimizer=optimizer, shards={}, overlaps=False)
     model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processors={"vision": None}, tokenizer=None)
 
     cluster = ClusterConfig(devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
