@@ -24,7 +24,7 @@ __all__ = [
     "SystemRow",
     "compare_systems",
     "decided_by",
-    "fastest_plan",
+    "plans_by_speed",
     "priced",
     "pricer_of",
     "row_of_steps",
@@ -112,44 +112,43 @@ def _row_of(
     shapes: Mapping[int, SampleShapes],
     steps: range,
 ) -> SystemRow:
-    pricer, why_not = fastest_plan(system, config, spec, costs, samples, shapes)
-    if pricer is None:
-        return SystemRow(name=system.name, why_not=why_not)
-    try:
-        found = [_step_of(system, pricer, shapes[step], config.seed, step) for step in steps]
-    except UserError as error:
-        return SystemRow(name=system.name, plan=str(pricer.plan), why_not=str(error))
-    return row_of_steps(system.name, pricer.plan, found)
+    pricers, why_not = plans_by_speed(system, config, spec, costs, samples, shapes)
+    for pricer in pricers:
+        try:
+            found = [_step_of(system, pricer, shapes[step], config.seed, step) for step in steps]
+        except UserError as error:  # a plan that the system's own assignments of these batches do not fit into
+            why_not = f"{pricer.plan}: {error}"
+        else:
+            return row_of_steps(system.name, pricer.plan, found)
+    return SystemRow(name=system.name, why_not=why_not)
 
 
-def fastest_plan(
+def plans_by_speed(
     system: System,
     config: Config,
     spec: ModelSpec,
     costs: CostModel,
     samples: SampleShapes,
     shapes: Mapping[int, SampleShapes],
-) -> tuple[Pricer | None, str | None]:
-    """The pricer of a system's fastest plan, by its own assignments of the first batches in `shapes`.
+) -> tuple[list[Pricer], str]:
+    """The pricers of a system's plans, the fastest by its own assignments of the first batches in `shapes` first.
 
-    Returns None and the reason where no plan fits.
+    Plans that these do not fit into are left out; also returned is why, for a system that has no other.
     """
-    best: tuple[float, Pricer] | None = None
+    tried: list[tuple[float, Pricer]] = []
     why_not = "no plan of the kind fits into memory"
     try:
         plans = system.plans(config, spec, costs, samples)
     except UserError as error:
-        return None, str(error)
+        return [], str(error)
     for pricer in [pricer_of(plan, config, spec, costs) for plan in plans]:
         try:
-            tried = [_step_of(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
+            steps = [_step_of(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
         except UserError as error:
             why_not = str(error)
             continue
-        step_s = float(np.mean([own.step_s for own in tried]))
-        if best is None or step_s < best[0]:
-            best = step_s, pricer
-    return (best[1], None) if best else (None, why_not)
+        tried.append((float(np.mean([own.step_s for own in steps])), pricer))
+    return [pricer for _, pricer in sorted(tried, key=lambda own: own[0])], why_not
 
 
 def decided_by(

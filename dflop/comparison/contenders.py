@@ -12,7 +12,7 @@ from dflop.comparison.compare import (
     OURS,
     SystemRow,
     decided_by,
-    fastest_plan,
+    plans_by_speed,
     priced,
     pricer_of,
     row_of_steps,
@@ -91,18 +91,21 @@ def _of_system(
     num_steps: int,
     counted: range,
 ) -> Contender:
-    pricer, why_not = fastest_plan(system, config, spec, costs, samples, shapes)
-    if pricer is not None:
-        why_not = why_not_runnable(pricer.plan)
+    pricers, why_not = plans_by_speed(system, config, spec, costs, samples, shapes)
+    for pricer in pricers:
         if pricer.plan.world_size != num_ranks:
-            why_not = f"its plan has {pricer.plan.world_size} ranks, and ours {num_ranks}"
-    if pricer is None or why_not:
-        return Contender(SystemRow(name=system.name, why_not=why_not))
-    try:
-        schedules = [_schedule(system, pricer, shapes[step], config.seed, step) for step in range(num_steps)]
-    except UserError as error:
-        return Contender(SystemRow(name=system.name, why_not=str(error)))
-    return _contender(system.name, pricer, schedules, counted)
+            reason = f"its plan has {pricer.plan.world_size} ranks, and ours {num_ranks}"
+        else:
+            reason = why_not_runnable(pricer.plan)
+        if reason:
+            return Contender(SystemRow(name=system.name, why_not=reason))
+        try:
+            schedules = [_schedule(system, pricer, shapes[step], config.seed, step) for step in range(num_steps)]
+        except UserError as error:
+            why_not = str(error)
+        else:
+            return _contender(system.name, pricer, schedules, counted)
+    return Contender(SystemRow(name=system.name, why_not=why_not))
 
 
 def _schedule(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:

@@ -1,5 +1,6 @@
 """Systems side by side: the same batches, the same prices, whatever each of them decides."""
 
+import dataclasses
 import json
 import math
 
@@ -17,12 +18,14 @@ from dflop.comparison import (
     contenders,
     systems_of,
 )
-from dflop.comparison.system import Batch
+from dflop.comparison.compare import NUM_TRIED
+from dflop.comparison.system import Batch, System
 from dflop.config import load_config
 from dflop.parallelism import PLACEMENTS
 from dflop.planning import search_plans
 from dflop.pricing import Pricer
 from dflop.reporting.comparison import plot_comparison
+from dflop.runtime import UserError
 
 
 def make_config(memory_gib: float, today: dict | None = None, devices: int = 4):
@@ -105,6 +108,26 @@ def test_a_system_that_nothing_fits_of_says_so(inputs):
 
 # Of four devices; what is left open is as most frameworks do it.
 TODAY = {"llm": {"tp": 1, "pp": 2, "dp": 2}, "num_microbatches": 4}
+
+
+def test_a_system_whose_fastest_plan_cannot_hold_a_later_batch_gets_its_next_one(inputs):
+    fastest, next_one = SYSTEMS[0].plans(*inputs)[:2]
+    tried = []
+
+    def decide(batch: Batch):
+        if batch.plan == fastest and len(tried) == NUM_TRIED:
+            raise UserError("this batch does not fit")
+        tried.extend([batch] if batch.plan == fastest else [])
+        return SYSTEMS[0].decide(batch)
+
+    system = System(name="tight", plans=lambda *_: [fastest, next_one], decide=decide)
+    row, _ = compare_systems(*inputs, num_batches=2, systems=[system])
+    assert len(tried) == NUM_TRIED
+    assert (row.plan, row.why_not, len(row.steps_s)) == (str(next_one), None, 2)
+    (alone, _) = compare_systems(
+        *inputs, num_batches=2, systems=[dataclasses.replace(system, plans=lambda *_: [fastest])]
+    )
+    assert alone.plan is None
 
 
 def test_the_layout_of_today_is_a_row_where_the_config_names_one():
