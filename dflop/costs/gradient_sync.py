@@ -39,8 +39,8 @@ def hidden_sync_shares(
     """The shares of a sync of a stage of this kind; arrays if `num_shards` is one.
 
     A layer's gradients are summed while the layers before it compute, so what comes too late are those of the first
-    layer and of the embedding before it. A layer's parameters come back while the layers before it compute, but first
-    all those outside of layers and of the first layer.
+    layer and of the embedding before it. A layer's parameters come back while the layers before it compute. Those of
+    the first layer and those outside of layers come before that, and are waited for.
     """
     layer, first = (costs.parameter_bytes[kind.module, kind.tp, part] for part in ("layer", "first"))
     whole = costs.stage_parameter_bytes(kind)
@@ -48,7 +48,7 @@ def hidden_sync_shares(
     are_shared = np.asarray(num_shards) > 1
     summed = np.where(are_shared, 1.0, there_bytes / (there_bytes + back_bytes))
     early = summed * (1 - (layer + first * kind.is_first) / whole)
-    return HiddenShares(early=early, late=(1 - summed) * (kind.num_layers - 1) * layer / whole)
+    return HiddenShares(early=early, late=(1 - summed) * max(0, kind.num_layers - 1) * layer / whole)
 
 
 def _moved_bytes(value_bytes: int, num_shards: int | np.ndarray) -> tuple[float, float | np.ndarray]:

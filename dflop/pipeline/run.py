@@ -205,7 +205,8 @@ class _Clock:
         self._is_cuda = device.type == "cuda"
         self._entries: list[tuple[Instruction, object, object]] = []
         if self._is_cuda:
-            torch.cuda.synchronize(device)
+            # Not the whole device: updated parameters may still come in while the first forward computes.
+            torch.cuda.current_stream(device).synchronize()
             self._zero_event = torch.cuda.Event(enable_timing=True)
             self._zero_event.record()
         self._zero_s = time.monotonic()

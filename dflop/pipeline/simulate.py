@@ -212,8 +212,8 @@ def _walk_batches(
             _put_in_cells(stages[stage], own_s, seconds, ways_s)
         own = starts[batch * num_lists : (batch + 1) * num_lists + 1]
         messages = Messages(own[:-1], own[1:] - own[:-1], source, target, message_s)
-        walk(items, seconds, ways_s, messages, syncs.given_s, clocks, end_s, start_s)
-        add_syncs(last_passes, stages, num_microbatches, seconds, end_s, clocks, syncs.early_s, syncs.rest_s, synced_s)
+        walk(items, seconds, ways_s, messages, syncs, clocks, end_s, start_s)
+        add_syncs((last_passes, stages, num_microbatches), seconds, end_s, clocks, syncs, synced_s)
         step_s[batch] = synced_s.max()
     return step_s, clocks, synced_s
 

@@ -22,12 +22,13 @@ __all__ = ["SyncParts", "add_syncs", "per_worker", "sync_parts"]
 class SyncParts(NamedTuple):
     """The parts of a plan's syncs, in seconds.
 
-    `early_s` [num_nodes] are the early parts, or empty. `given_s` [num_nodes] is when the late parts have ended, since
-    the start of the step, or empty. `rest_s` [num_workers] is the rest of all of a worker's syncs.
+    `early_s` [num_nodes] are the early parts, or empty. `gathered_s` [num_nodes] is when the late parts have ended, so
+    that a node has all of its parameters, since the start of the step, or empty. `rest_s` [num_workers] is the rest of
+    all of a worker's syncs.
     """
 
     early_s: np.ndarray
-    given_s: np.ndarray
+    gathered_s: np.ndarray
     rest_s: np.ndarray
 
 
@@ -40,19 +41,21 @@ def sync_parts(
         rest_s = rest_s if part is None else rest_s - part
     return SyncParts(
         early_s=nothing if early_s is None else early_s,
-        given_s=nothing if late_s is None else _given(plan.first_forwards, plan.stages, late_s, plan.num_workers),
+        gathered_s=nothing if late_s is None else _gathered(plan.first_forwards, plan.stages, late_s, plan.num_workers),
         rest_s=per_worker(plan.stages, rest_s, plan.num_workers),
     )
 
 
 @kernel
-def add_syncs(last_passes, stages, num_microbatches, seconds, end_s, clocks, early_s, rest_s, synced_s):
+def add_syncs(order, seconds, end_s, clocks, syncs, synced_s):
     """Write to `synced_s` [num_workers] when each worker has ended its gradient syncs.
 
-    `last_passes` are those of the compiled plan; `seconds`, `end_s` and `clocks` those of `walk`.
+    `order` is the compiled plan's `last_passes`, `stages` and `num_microbatches`; `seconds`, `end_s` and `clocks` are
+    those of `walk`, and `syncs` are `SyncParts`.
     """
+    last_passes, stages, num_microbatches = order
     synced_s[:] = 0.0
-    for place in range(len(last_passes) if len(early_s) else 0):
+    for place in range(len(last_passes) if len(syncs.early_s) else 0):
         which, stage, part = last_passes[place]
         dp, first_node, span = stages[stage, DP], stages[stage, FIRST_NODE], stages[stage, SPAN]
         first_cell = first_node * num_microbatches + (num_microbatches - 1) * dp
@@ -61,9 +64,9 @@ def add_syncs(last_passes, stages, num_microbatches, seconds, end_s, clocks, ear
             begun_s = end_s[which, first_cell + replica] - seconds[which, first_cell + replica]
             for lane in range(span):
                 worker = stages[stage, FIRST_WORKER] + replica * span + lane
-                synced_s[worker] = max(synced_s[worker], begun_s) + early_s[first_node + replica]
+                synced_s[worker] = max(synced_s[worker], begun_s) + syncs.early_s[first_node + replica]
     for worker in range(len(clocks)):
-        synced_s[worker] = max(clocks[worker], synced_s[worker]) + rest_s[worker]
+        synced_s[worker] = max(clocks[worker], synced_s[worker]) + syncs.rest_s[worker]
 
 
 @kernel
@@ -79,8 +82,8 @@ def per_worker(stages, values, num_workers):
 
 
 @kernel
-def _given(first_forwards, stages, late_s, num_workers):
-    clocks, given_s = np.zeros(num_workers), np.zeros(len(late_s))
+def _gathered(first_forwards, stages, late_s, num_workers):
+    clocks, gathered_s = np.zeros(num_workers), np.zeros(len(late_s))
     for place in range(len(first_forwards)):
         stage, part = first_forwards[place]
         num_replicas, span = stages[stage, DP] // stages[stage, PARTS], stages[stage, SPAN]
@@ -89,5 +92,5 @@ def _given(first_forwards, stages, late_s, num_workers):
             for lane in range(span):
                 worker = stages[stage, FIRST_WORKER] + replica * span + lane
                 clocks[worker] += late_s[node]
-                given_s[node] = max(given_s[node], clocks[worker])
-    return given_s
+                gathered_s[node] = max(gathered_s[node], clocks[worker])
+    return gathered_s

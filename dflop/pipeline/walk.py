@@ -102,21 +102,21 @@ def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> 
 
 
 @kernel
-def walk(items, seconds, chain_s, messages, given_s, clocks, end_s, start_s):
+def walk(items, seconds, chain_s, messages, syncs, clocks, end_s, start_s):
     """Write the end of each cell to `end_s`, and the end of each worker's last computation to `clocks` [num_workers].
 
     `seconds` [3 (pass), num_cells] is the time of each computation, and `chain_s` [num_cells] that of the transfer to
-    the next stage of the module or back from it. `given_s` [num_nodes] is the time before which a node's first forward
-    does not end, or empty. `end_s` has the shape of `seconds`, and so has `start_s` unless it is empty. Replicas that
-    share parameters end together; each is taken to wait for the slowest before it starts.
+    the next stage of the module or back from it. `syncs` are `SyncParts`: a node's first forward does not end before
+    its parameters are gathered. `end_s` has the shape of `seconds`, and so has `start_s` unless it is empty. Replicas
+    that share parameters end together; each is taken to wait for the slowest before it starts.
     """
-    keeps_starts, are_given = start_s.size > 0, given_s.size > 0
+    keeps_starts, gathers = start_s.size > 0, syncs.gathered_s.size > 0
     clocks[:] = 0.0
     for item in range(len(items)):
         which, first, dp, worker = items[item, _PASS], items[item, _CELL], items[item, _DP], items[item, _WORKER]
         span, before = items[item, _SPAN], items[item, _NEIGHBOUR]
         has_neighbour, num_lists = items[item, _HAS_NEIGHBOUR] > 0, items[item, _NUM_LISTS]
-        shared, waits = items[item, _SHARED], are_given and items[item, _IS_FIRST] > 0
+        shared, waits = items[item, _SHARED], gathers and items[item, _IS_FIRST] > 0
         # In forward, the transfer is that of the stage before; in backward, that of this stage.
         way = before if which == FORWARD else first
         if span == 1 and num_lists == 0 and shared == 1 and not keeps_starts and not waits:
@@ -145,7 +145,7 @@ def walk(items, seconds, chain_s, messages, given_s, clocks, end_s, start_s):
                 end_s[which, here] = max(end_s[which, here], end_s[which, there] + messages.seconds[entry])
         if waits:
             for replica in range(dp):
-                begin_s = given_s[items[item, _NODE] + replica] - seconds[which, first + replica]
+                begin_s = syncs.gathered_s[items[item, _NODE] + replica] - seconds[which, first + replica]
                 end_s[which, first + replica] = max(end_s[which, first + replica], begin_s)
         if shared > 1:
             for group in range(dp // shared):

@@ -80,9 +80,13 @@ class MeanPipelines:
         sync_s = self._sync_s(row, layers)
         early_s, late_s = sync_s * self._shares(tp, row["llm_shards"], layers)
         rest_s = sync_s - early_s - late_s
-        if PLACEMENTS[row["placement"]].encodes_all_first and self._num_encoders:
-            # The early parts may run beside the encoders' backward, and the late parts beside their forward.
-            sync_s, early_s, late_s = rest_s, 0.0 * rest_s, 0.0 * rest_s
+        placement = PLACEMENTS[row["placement"]]
+        if self._num_encoders and placement.has_bridges:
+            # The late parts may run beside the encoders' forward, for which the LLM waits, too, and on ranks that first
+            # encode everything the early parts may run beside the encoders' backward.
+            sync_s, late_s = sync_s - late_s, 0.0 * late_s
+            if placement.encodes_all_first:
+                sync_s, early_s = rest_s, 0.0 * early_s
         chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
         num_before = self.num_before(row)
         sync_s, early_s, late_s = (np.concatenate([np.zeros(num_before), own]) for own in (sync_s, early_s, late_s))

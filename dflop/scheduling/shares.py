@@ -18,9 +18,10 @@ from dflop.data import SampleShapes
 from dflop.parallelism import PLACEMENTS, PLAIN_SHARDING, Plan
 from dflop.parallelism.passes import FORWARD, WEIGHT
 from dflop.pipeline import CompiledPlan, Computation, compile_plan, computations_of
-from dflop.pipeline.syncs import SyncParts, per_worker, sync_parts
-from dflop.pipeline.walk import DP, FIRST_NODE, KIND, SPLIT_BACKWARD
+from dflop.pipeline.syncs import SyncParts, sync_parts
+from dflop.pipeline.walk import DP, FIRST_NODE, FIRST_WORKER, KIND, SPAN, SPLIT_BACKWARD
 from dflop.pricing import Pricer, loads_of, seconds_of_columns
+from dflop.scheduling.linear_program import LinearProgram
 from dflop.scheduling.stage_forms import stage_forms
 
 __all__ = ["ideal_shares", "relaxed_step_s"]
@@ -31,8 +32,6 @@ NUM_KINDS = 12
 # The linear program has many best solutions. A small cost on how far a microbatch's sizes differ between modules picks
 # one that a packing of whole samples can follow; with a tenth of this cost some steps came out 2 % longer.
 APART_COST = 0.03
-# The solver's time limit. The largest programs known take 2 s.
-_MOST_S = 30.0
 # Columns of a module's loads: those of `Loads`, and, for an encoder, the tokens of its features.
 _TOKENS, _FEATURES = 1, 4
 
@@ -100,48 +99,6 @@ def _sizes(pricer: Pricer, totals: np.ndarray) -> np.ndarray:
     return plan.num_microbatches * np.divide(size, whole, out=np.zeros_like(size), where=whole > 0)
 
 
-class _Program:
-    """A linear program in variables of at least 0, which are numbered in the order in which they are made."""
-
-    def __init__(self) -> None:
-        self._num_variables = 0
-        self._bounds: list[float] = []
-        self._rows: list[np.ndarray] = []
-        self._columns: list[np.ndarray] = []
-        self._factors: list[np.ndarray] = []
-
-    def variables(self, *shape: int) -> np.ndarray:
-        first = self._num_variables
-        self._num_variables += int(np.prod(shape))
-        return np.arange(first, self._num_variables).reshape(shape)
-
-    def require(self, *terms: tuple[np.ndarray, np.ndarray | float], at_least: float = 0.0) -> None:
-        """Require that the sum of all variables times their factors is at least `at_least`."""
-        for variables, factors in terms:
-            columns, factors = np.broadcast_arrays(variables, factors)
-            self._rows.append(np.full(columns.size, len(self._bounds)))
-            self._columns.append(columns.ravel())
-            self._factors.append(factors.ravel())
-        self._bounds.append(at_least)
-
-    def minimise(self, *terms: tuple[np.ndarray, float]) -> np.ndarray | None:
-        """The values of all variables at which the sum of `terms` is smallest; None where the solver finds none."""
-        from scipy.optimize import linprog  # takes longer to import than most commands take
-        from scipy.sparse import csr_array
-
-        goal = np.zeros(self._num_variables)
-        for variables, factor in terms:
-            goal[variables] = factor
-        matrix = csr_array(
-            (np.concatenate(self._factors), (np.concatenate(self._rows), np.concatenate(self._columns))),
-            shape=(len(self._bounds), self._num_variables),
-        )
-        result = linprog(
-            goal, A_ub=-matrix, b_ub=-np.array(self._bounds), method="highs-ipm", options={"time_limit": _MOST_S}
-        )
-        return result.x if result.success else None
-
-
 class _StepProgram:
     """A linear program for the step of one LLM replica and its part of the encoders.
 
@@ -162,7 +119,7 @@ class _StepProgram:
         self._num_encoders = len(plan.grids) - 1
         # How many replicas of each encoder belong to one replica of the LLM.
         self._replicas = [int(compiled.stages[stage, DP]) for stage in self._forms.first_stage[:-2]]
-        self.program = _Program()
+        self.program = LinearProgram()
         # The part of each kind that goes to each microbatch and, there, to each replica of the first encoder, if any.
         shape = len(totals), plan.num_microbatches, *(self._replicas[:1] or [1])
         self.part = self.program.variables(*shape)
@@ -232,10 +189,7 @@ class _StepProgram:
 
     def _add_computations(self, compiled: CompiledPlan, syncs: SyncParts, llm_dp: int) -> None:
         """Require that computations wait for each other, and that the step ends after each worker's last computation
-        and its gradient syncs.
-
-        The early parts of a worker's syncs are taken to begin together with its last computation.
-        """
+        and its gradient syncs."""
         program, forms = self.program, self._forms
         computations, last = computations_of(compiled)
         ends, begins = program.variables(len(computations)), []
@@ -247,9 +201,9 @@ class _StepProgram:
             begun = (ends[number], 1.0), (took, -1.0)
             begins.append(begun)
             program.require(*begun)
-            if own.which == FORWARD and own.microbatch == 0 and len(syncs.given_s):
+            if own.which == FORWARD and own.microbatch == 0 and len(syncs.gathered_s):
                 node = self._stages[own.stage, FIRST_NODE] + own.replica
-                program.require((ends[number], 1.0), at_least=syncs.given_s[node] / self.unit_s)
+                program.require((ends[number], 1.0), at_least=syncs.gathered_s[node] / self.unit_s)
             for before in own.on_workers:
                 program.require(*begun, (ends[before], -1.0))
             if own.neighbour >= 0:
@@ -266,15 +220,36 @@ class _StepProgram:
                 latency = forms.bridge_latency_s[replicas].min() / self.unit_s
                 features = self._cell_of(media)[_FEATURES]
                 program.require(*begun, (ends[other], -1.0), (features, -token_s), at_least=latency)
-        early_s = per_worker(compiled.stages, syncs.early_s, compiled.num_workers) if len(syncs.early_s) else None
         for worker, number in enumerate(last):
-            rest = syncs.rest_s[worker] / self.unit_s
-            program.require((self.end, 1.0), (ends[number], -1.0), at_least=rest)
-            if early_s is not None:
-                (end, _), (took, _) = begins[number]
-                program.require(
-                    (self.end, 1.0), (end, -1.0), (took, 1.0), at_least=early_s[worker] / self.unit_s + rest
-                )
+            self._require_end(ends[number], syncs.rest_s[worker])
+        if len(syncs.early_s):
+            self._add_early_parts(compiled, computations, begins, syncs)
+
+    def _add_early_parts(
+        self, compiled: CompiledPlan, computations: list[Computation], begins: list[tuple], syncs: SyncParts
+    ) -> None:
+        """Require that the early parts of a worker's syncs follow each other, each from the start of its node's last
+        pass on, and that the step ends after them. `begins` are the starts of the computations."""
+        last_passes, ends = set(map(tuple, compiled.last_passes[:, :2].tolist())), {}
+        for own, begun in zip(computations, begins, strict=True):
+            if (own.which, own.stage) not in last_passes or own.microbatch < compiled.num_microbatches - 1:
+                continue
+            stage = compiled.stages[own.stage]
+            early = syncs.early_s[stage[FIRST_NODE] + own.replica] / self.unit_s
+            first_worker = stage[FIRST_WORKER] + own.replica * stage[SPAN]
+            for worker in range(first_worker, first_worker + stage[SPAN]):
+                end = self.program.variables(1)[0]
+                (finish, _), (took, _) = begun
+                self.program.require((end, 1.0), (finish, -1.0), (took, 1.0), at_least=early)
+                if worker in ends:
+                    self.program.require((end, 1.0), (ends[worker], -1.0), at_least=early)
+                ends[worker] = end
+        for worker, end in ends.items():
+            self._require_end(end, syncs.rest_s[worker])
+
+    def _require_end(self, before: int, seconds: float) -> None:
+        """Require that the step ends at least so many seconds after this variable."""
+        self.program.require((self.end, 1.0), (before, -1.0), at_least=seconds / self.unit_s)
 
     def _cell_of(self, own: Computation) -> np.ndarray:
         """The variables of a computation's loads, [5]."""

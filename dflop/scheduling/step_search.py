@@ -210,34 +210,17 @@ def _descend_on_step(forms, clocks, memory, state, samples, num_trials, seed):
 @kernel
 def _simulated(state, clocks):
     """The step time; the goal, which adds `MEAN_SHARE` of the columns' mean end; and the column that ends last."""
-    walk(
-        clocks.items,
-        state.seconds,
-        state.chain_s,
-        state.messages,
-        clocks.syncs.given_s,
-        clocks.worker_s,
-        clocks.end_s,
-        clocks.start_s,
-    )
-    add_syncs(
-        clocks.last_passes,
-        clocks.stages,
-        state.count.shape[1],
-        state.seconds,
-        clocks.end_s,
-        clocks.worker_s,
-        clocks.syncs.early_s,
-        clocks.syncs.rest_s,
-        clocks.synced_s,
-    )
-    end_s = clocks.column_end_s
-    end_s[:] = 0.0
+    syncs, end_s = clocks.syncs, clocks.end_s
+    walk(clocks.items, state.seconds, state.chain_s, state.messages, syncs, clocks.worker_s, end_s, clocks.start_s)
+    order = clocks.last_passes, clocks.stages, state.count.shape[1]
+    add_syncs(order, state.seconds, end_s, clocks.worker_s, syncs, clocks.synced_s)
+    column_s = clocks.column_end_s
+    column_s[:] = 0.0
     for worker in range(len(clocks.worker_s)):
         column = clocks.worker_column[worker]
-        end_s[column] = max(end_s[column], clocks.synced_s[worker])
-    latest = end_s.argmax()
-    return end_s[latest], end_s[latest] + MEAN_SHARE * end_s.mean(), latest
+        column_s[column] = max(column_s[column], clocks.synced_s[worker])
+    latest = column_s.argmax()
+    return column_s[latest], column_s[latest] + MEAN_SHARE * column_s.mean(), latest
 
 
 @kernel

@@ -52,6 +52,9 @@ def _feature_layers(config: LlavaOnevisionConfig) -> list[int]:
 class VisionStage(EncoderStage):
     """SigLIP's layers, the projector, and the layout of its features as the LLM reads them."""
 
+    # Features are outputs of layers, before this norm.
+    unread = tuple(f"model.vision_tower.post_layernorm.{name}" for name in ("weight", "bias"))
+
     def division(self) -> Division:
         check_kind(self.hf.config.vision_config.model_type, ("siglip_vision_model",))
         return Division(

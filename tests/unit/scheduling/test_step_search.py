@@ -231,8 +231,8 @@ ONE_ENCODER = {
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if "shared" not in name])
-@pytest.mark.parametrize("frozen", [(), ("vision",)])
-def test_a_relaxed_step_with_nothing_to_decide_is_the_step(start, name, frozen):
+@pytest.mark.parametrize(("frozen", "cluster"), [((), CLUSTER), (("vision",), CLUSTER), ((), GPUS)])
+def test_a_relaxed_step_with_nothing_to_decide_is_the_step(start, name, frozen, cluster):
     """One replica of each module and one sample a microbatch, all alike: the program is left with the simulation."""
     vision, llm = PLANS[name].grids
     if PLANS[name].placement == "disjoint":
@@ -240,16 +240,16 @@ def test_a_relaxed_step_with_nothing_to_decide_is_the_step(start, name, frozen):
         llm = dataclasses.replace(llm, num_ranks=llm.pp, rank_offset=vision.num_ranks)
     else:
         vision, llm = (dataclasses.replace(grid, num_ranks=1, pp=1) for grid in (vision, llm))
-    _, pricer, shapes, _ = start(dataclasses.replace(PLANS[name], grids=(vision, llm)), frozen=frozen)
+    _, pricer, shapes, _ = start(dataclasses.replace(PLANS[name], grids=(vision, llm)), frozen=frozen, cluster=cluster)
     shapes = with_media(shapes).take(np.zeros(4, dtype=np.int64))
     assignment = pricer.assign(shapes, np.zeros(4, dtype=np.int64), np.arange(4))
     assert relaxed_step_s(pricer, shapes) == pytest.approx(pricer.step_s(shapes, assignment), rel=1e-6)
 
 
 @settings(max_examples=40)
-@given(name=st.sampled_from(sorted(ONE_ENCODER)), seed=st.integers(0, 99))
-def test_no_search_ends_below_the_relaxed_step(start, name, seed):
-    _, pricer, shapes, _ = start(ONE_ENCODER[name], seed, num_samples=40)
+@given(name=st.sampled_from(sorted(ONE_ENCODER)), seed=st.integers(0, 99), cluster=st.sampled_from([CLUSTER, GPUS]))
+def test_no_search_ends_below_the_relaxed_step(start, name, seed, cluster):
+    _, pricer, shapes, _ = start(ONE_ENCODER[name], seed, num_samples=40, cluster=cluster)
     shapes = with_media(shapes)
     buckets = lpt_buckets(pricer.problem(shapes), ideal_shares(pricer, shapes, len(shapes)))
     first = pricer.assign(shapes, *np.divmod(buckets, ONE_ENCODER[name].num_microbatches))
