@@ -67,7 +67,7 @@ class NodeModel:
         """Run `compute`, which uses the stage; if replicas shard its parameters, together with these."""
         if self.shared:
             return self.shared(compute)
-        self.optimizer.wait_for_values(self.outside)  # layers wait for their own
+        self.optimizer.wait_for_parameters(self.outside)  # layers wait for their own
         return compute()
 
     def zero_grad(self) -> None:
@@ -77,14 +77,14 @@ class NodeModel:
 
     @contextmanager
     def summing(
-        self, incomplete: Iterable[nn.Parameter] | None = None
+        self, is_last: bool, incomplete: Iterable[nn.Parameter] | None = None
     ) -> Iterator[Callable[[nn.Parameter], None] | None]:
-        """A context of the step's last backward, in which gradients begin to be summed (`ShardedAdamW.summing`). It
-        gives what to tell of gradients that are not added by autograd.
+        """A context of a backward. In the step's last one, gradients begin to be summed (`ShardedAdamW.summing`), and
+        the context gives what to tell of gradients that are not added by autograd.
 
         Replicas that shard parameters sum gradients inside each pass, and others may sum all of them behind it.
         """
-        if self.shared or not self.overlaps:
+        if self.shared or not (is_last and self.overlaps):
             yield None
             return
         with self.optimizer.summing(incomplete):
@@ -101,7 +101,7 @@ class NodeModel:
         self.optimizer.step(lr, scale)
         if not self.shared:
             tied = [self.tied.weight] if self.tied else []
-            self.optimizer.wait_for_values(tied if self.overlaps else None)
+            self.optimizer.wait_for_parameters(tied if self.overlaps else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -123,11 +123,11 @@ class RankModel:
         """The squared norm of the summed gradients that this rank owns. The sum over all ranks is the model's."""
         return sum(own.optimizer.norm_squared() for own in self.nodes)
 
-    def wait_for_values(self) -> None:
+    def wait_for_parameters(self) -> None:
         """Wait until all parameters have the values of the last update."""
         for own in self.nodes:
             if not own.shared:
-                own.optimizer.wait_for_values()
+                own.optimizer.wait_for_parameters()
 
     def update(self, lr_factor: float, scale: float) -> None:
         """One step of the optimisers, with each module's learning rate times `lr_factor` and the gradients times
@@ -206,7 +206,7 @@ def _build_node(
     stage.requires_grad_(is_trained)
     lr, weight_decay = config.train.of_module(node.module)
     common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
-    common["overlaps"] = overlaps
+    common |= {"overlaps": overlaps}
     if not stage.is_trained:
         compute_in(stage, dtype)  # parameters that are never updated have no masters
     # Parameters that are whole on every tensor-parallel rank are counted and written by the first one.
@@ -250,7 +250,7 @@ def _build_node(
     )
     for layer in layers:
         own = list(layer.parameters())
-        layer.register_forward_pre_hook(lambda *_, own=own: optimizer.wait_for_values(own))
+        layer.register_forward_pre_hook(lambda *_, own=own: optimizer.wait_for_parameters(own))
     unread = [parameters[name] for name in stage.unread if name in parameters]  # they are written as they were read
     compute_in(stage, dtype, but=unread)  # of trained parameters only the tied copy, which no optimiser has converted
     return NodeModel(

@@ -56,7 +56,7 @@ class ShardedAdamW:
     """AdamW over the parameters that require gradients. Norms, biases and other vectors have no weight decay.
 
     Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
-    the masters' dtype, and are converted to `computed_in`. They come about in the order in which forward uses them. All
+    the masters' dtype, and are converted to `computed_in`. Their order is about that in which forward uses them. All
     `replicas` must have equal parameters. Parameters in `counted_elsewhere` are counted in the gradient norm by another
     tensor-parallel rank. The gradients of those in `complete_later` get a part behind the last backward. Those in
     `needed_first` are sent back first after an update, and may be waited for before the others.
@@ -87,15 +87,15 @@ class ShardedAdamW:
         for group in (later, elsewhere - later, set(trained) - later - elsewhere):
             for own in _in_buckets([own for own in trained if own in group], bucket_bytes):
                 self._buckets.append(self._make_bucket(own, computed_in, own[0] not in elsewhere))
-        self._num_late = len({self._places[own][0] for own in trained if own in later})
+        self._num_later = len({self._places[own][0] for own in trained if own in later})
         # While the last backward runs: by bucket, the parameters whose gradients are not complete.
         self._incomplete: list[set[nn.Parameter]] = []
         # Buckets whose sums have begun, counted from the last one, and the sums that are waited for.
         self._num_begun, self._sums = 0, []
         # The buckets in the order in which their values are sent back, and those whose values are under way.
         first = {self._places[own][0] for own in needed_first if own in self._places}
-        self._giving_order = sorted(range(len(self._buckets)), key=lambda number: number not in first)
-        self._under_way: dict[int, dist.Work] = {}
+        self._gather_order = sorted(range(len(self._buckets)), key=lambda number: number not in first)
+        self._gathers: dict[int, dist.Work] = {}
         if self._num_replicas > 1:
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(self.is_complete)
@@ -129,7 +129,7 @@ class ShardedAdamW:
                 self._incomplete[number].add(parameter)
         yield
         self._incomplete = []
-        self._begin_sums(len(self._buckets) - self._num_late)
+        self._begin_sums(len(self._buckets) - self._num_later)
 
     def is_complete(self, parameter: nn.Parameter) -> None:
         """Say that a backward has completed a parameter's gradient. This counts in the last backward, and for the
@@ -141,7 +141,7 @@ class ShardedAdamW:
         if self._incomplete[number]:
             return
         num_complete = self._num_begun
-        while num_complete < len(self._buckets) - self._num_late and not self._incomplete[-1 - num_complete]:
+        while num_complete < len(self._buckets) - self._num_later and not self._incomplete[-1 - num_complete]:
             num_complete += 1
         self._begin_sums(num_complete)
 
@@ -169,25 +169,25 @@ class ShardedAdamW:
 
     def step(self, lr: float, scale: float) -> None:
         """Update the own share with its gradients times `scale`, and begin to send the result to all replicas. Nobody
-        may read parameters before `wait_for_values`."""
+        may read parameters before `wait_for_parameters`."""
         if self._optimizer is None:
             return
-        self.wait_for_values()
+        self.wait_for_parameters()
         for bucket, start, run in self._updated:
             run.grad = bucket.gradients[start : start + len(run)].mul_(scale)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._begin_to_give_values()
+        self._begin_gathers()
 
-    def wait_for_values(self, parameters: Collection[nn.Parameter] | None = None) -> None:
+    def wait_for_parameters(self, parameters: Collection[nn.Parameter] | None = None) -> None:
         """Wait until these parameters have their updated values, by default all. Others than this optimiser's always
         have."""
-        if not self._under_way:
+        if not self._gathers:
             return
         wanted = self._places if parameters is None else parameters
         for number in {self._places[own][0] for own in wanted if own in self._places}:
-            if work := self._under_way.pop(number, None):
+            if work := self._gathers.pop(number, None):
                 work.wait()
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
@@ -210,8 +210,8 @@ class ShardedAdamW:
         this. The number of steps is needed to correct the bias of the moments."""
         for _, _, run in self._updated:
             self._optimizer.state[run]["step"].fill_(num_steps)
-        self._begin_to_give_values()
-        self.wait_for_values()
+        self._begin_gathers()
+        self.wait_for_parameters()
 
     @torch.no_grad()
     def whole_masters(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -226,14 +226,14 @@ class ShardedAdamW:
                     yield parameter, masters[begin : begin + parameter.numel()].view_as(parameter)
 
     @torch.no_grad()
-    def _begin_to_give_values(self) -> None:
+    def _begin_gathers(self) -> None:
         """Begin to send the masters' values to every replica."""
-        for number in self._giving_order:
+        for number in self._gather_order:
             bucket = self._buckets[number]
             if bucket.values.dtype != bucket.masters.dtype:
                 bucket.values[bucket.own].copy_(bucket.masters)
             if self._num_replicas > 1:
-                self._under_way[number] = all_gather_flat(bucket.values, bucket.values[bucket.own], self._replicas)
+                self._gathers[number] = all_gather_flat(bucket.values, bucket.values[bucket.own], self._replicas)
 
     @torch.no_grad()
     def _make_bucket(

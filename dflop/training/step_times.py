@@ -2,6 +2,7 @@
 
 A rank writes its times to the process group's key-value store when it has ended a step. The first rank reads them when
 the next but one begins, so that all are there and no rank waits. Only steps whose schedule asks for it are reported.
+Passes beside which gradients or parameters are on their way are left out: their times hold more than computing.
 """
 
 import json
@@ -23,7 +24,20 @@ _NUM_SLOTS = 2 * REPORT_LAG_STEPS
 class StepReports:
     """One rank's side: every rank sends its nodes' times, and the first one takes the times of all nodes."""
 
-    def __init__(self, store: dist.Store, rank: int, *, num_ranks: int, num_nodes: int, num_microbatches: int) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        *,
+        num_ranks: int,
+        num_nodes: int,
+        num_microbatches: int,
+        overlaps: bool = False,
+    ) -> None:
+        """`overlaps` is `NodeModel.overlaps`: syncs run beside the first forward and the last backward."""
+        # The passes that are left out: pass and microbatch.
+        last = [(op, num_microbatches - 1) for op, way in _WAY.items() if way == 1]
+        self._left_out = {(Op.FORWARD, 0), *last} if overlaps else set()
         self._store, self._rank, self._num_ranks = store.clone(), rank, num_ranks
         self._shape = (2, num_nodes, num_microbatches)
         # By step: the seconds that it took, and the seconds that sending its times took.
@@ -35,7 +49,7 @@ class StepReports:
         started = time.monotonic()
         seconds: dict[int, np.ndarray] = {}
         for span in spans:
-            if span.op in _WAY:
+            if span.op in _WAY and (span.op, span.microbatch) not in self._left_out:
                 own = seconds.setdefault(span.node, np.zeros((2, self._shape[-1])))
                 own[_WAY[span.op], span.microbatch] += span.seconds
         nodes = [[node, own.tolist()] for node, own in seconds.items()]

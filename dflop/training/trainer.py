@@ -87,6 +87,7 @@ class Trainer:
             num_ranks=self.topology.world_size,
             num_nodes=len(program.nodes),
             num_microbatches=self.plan.num_microbatches,
+            overlaps=any(own.overlaps for own in self.model.nodes),
         )
         self._say("the model is built; the schedules and the loaders start")
         self.publisher = self._start_publisher() if self.topology.is_main else None
@@ -130,7 +131,7 @@ class Trainer:
                     self._save(num_steps)
                 if is_asked:
                     break
-            self.model.wait_for_values()
+            self.model.wait_for_parameters()
             self.saver.wait()
             if unsaved := self._unsaved(num_steps):
                 raise UserError(f"the last step could not be saved: {unsaved}")

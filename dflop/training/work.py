@@ -2,14 +2,14 @@
 
 The executor in `pipeline.run` calls these classes. They hold the stage, the microbatches' inputs, and what backward
 needs from forward. The loss is summed over target tokens, and the trainer divides by their global number, so that the
-result does not depend on how a batch is cut into microbatches.
+result does not depend on how a batch is cut into microbatches. Both kinds of work stand in this file beside what they
+share, which makes it a little longer than most.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -136,8 +136,7 @@ class _Work(ABC):
         self._num_backwards -= self._runs(microbatch)
         if self._own.shared:
             self._own.shared.sum_over_copies(self._num_backwards == 0)
-        is_last = microbatch == self.program.num_microbatches - 1 and self._deferral is None
-        with self._own.summing() if is_last else nullcontext():
+        with self._own.summing(self._is_last(microbatch) and self._deferral is None):
             if wanted:
                 torch.autograd.backward(list(wanted.values()), gradients)
         owed = {edge: leaf.grad for edge, leaf in leaves.items() if leaf.grad is not None}
@@ -159,11 +158,12 @@ class _Work(ABC):
         """Compute the deferred weight gradients of a microbatch."""
         assert self._deferral is not None, "the plan's schedule does not split the backward"
         pending = self._put_off.pop(microbatch)
-        if microbatch < self.program.num_microbatches - 1:
-            self._deferral.compute(pending)
-            return
-        with self._own.summing(own for item in pending for own in item.parameters) as tell:
+        parameters = (own for item in pending for own in item.parameters)
+        with self._own.summing(self._is_last(microbatch), parameters) as tell:
             self._deferral.compute(pending, tell)
+
+    def _is_last(self, microbatch: int) -> bool:
+        return microbatch == self.program.num_microbatches - 1
 
     def _runs(self, microbatch: int) -> bool:
         """Whether the stage runs for a microbatch. Replicas that shard parameters run the same passes."""

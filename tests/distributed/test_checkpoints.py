@@ -223,7 +223,7 @@ def _check_saver(rank: int, folder: Path, store: Path) -> None:
         part.parameters["weight"].data.fill_(step + 2.0)
         part.optimizer.zero_grad()
         part.optimizer.step(0.1, 1.0)
-        part.optimizer.wait_for_values()
+        part.optimizer.wait_for_parameters()
     if rank == 1:
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         saver.wait()  # for the one of step 4, which is written while there is room

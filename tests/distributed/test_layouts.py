@@ -426,7 +426,7 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
         for own in model.nodes:
             _compare_gradients(own, expected["gradients"][step], num_targets, 1e-10 if step == 0 else 1e-6, where)
         model.update(1.0, 1 / num_targets)
-    model.wait_for_values()
+    model.wait_for_parameters()
     for own in model.nodes:
         for parameter_name, parameter in own.parameters.items():
             theirs = part_of(

@@ -102,7 +102,7 @@ def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: in
         norm_squared = torch.tensor(sharded.norm_squared(), dtype=torch.float64)
         dist.all_reduce(norm_squared)
         sharded.step(_LR, _SCALE)
-        sharded.wait_for_values()
+        sharded.wait_for_parameters()
         plain, expected = _expected(step + 1, num_replicas)
         norm = torch.nn.utils.get_total_norm([p.grad for p in plain if p.requires_grad]) / _SCALE
         torch.testing.assert_close(norm_squared, norm**2)
@@ -133,7 +133,7 @@ def _save(replica: int, num_replicas: int, store: str, folder: Path, block_bytes
         _add_gradients(own, step, replica)
         sharded.sum_gradients()
         sharded.step(_LR, _SCALE)
-        sharded.wait_for_values()
+        sharded.wait_for_parameters()
     save_checkpoint(folder, 2, [_part(own, sharded)], {})
     dist.destroy_process_group()
 
@@ -158,7 +158,7 @@ def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path) -> 
             parameter.grad.copy_(gradient / num_replicas)
     sharded.sum_gradients()
     sharded.step(_LR, _SCALE)
-    sharded.wait_for_values()
+    sharded.wait_for_parameters()
     for parameter, reference in zip(own, _expected(3, 3)[0], strict=True):
         torch.testing.assert_close(parameter.detach(), reference.detach(), rtol=1e-12, atol=1e-14)
     dist.destroy_process_group()
@@ -216,9 +216,9 @@ def _check_late_values(replica: int, num_replicas: int, store: str) -> None:
         sharded.step(_LR, 1.0)
         expected = torch.full((128, 1), 1 - (number + 1) * _LR)  # what AdamW's steps are under equal gradients
         for own in (last, first):
-            sharded.wait_for_values([own, nn.Parameter(torch.ones(1))])
+            sharded.wait_for_parameters([own, nn.Parameter(torch.ones(1))])
             torch.testing.assert_close(own.detach(), expected)
-    sharded.wait_for_values()
+    sharded.wait_for_parameters()
     torch.testing.assert_close(apart.detach(), expected)
     dist.destroy_process_group()
 

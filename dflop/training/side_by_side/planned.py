@@ -60,6 +60,6 @@ def planned_side(config: Config, plan: Plan, schedules: Sequence[StepSchedule], 
         dist.all_reduce(totals)
         scale = min(1.0, config.train.grad_clip / (float(totals[1]) ** 0.5 + 1e-12))
         model.update(1.0, scale / num_targets)
-        model.wait_for_values()  # before it is another side's turn
+        model.wait_for_parameters()  # before it is another side's turn
 
     return Side(load, train)

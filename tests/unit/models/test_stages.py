@@ -384,8 +384,10 @@ def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(c
     expected.backward()
     ours, theirs = gradients_of([vision, *llm]), dict(model.named_parameters())
     assert ours.keys() == theirs.keys()
-    num_compared = 0
+    num_compared, unread = 0, {name for stage in (vision, *llm) for name in stage.unread}
     for name, gradient in ours.items():
+        # Sums over replicas wait for the gradient of every parameter that is not said to be unread.
+        assert (gradient is None) == (name in unread), name
         if theirs[name].grad is None:
             assert gradient is None, name
             continue

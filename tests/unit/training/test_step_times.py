@@ -56,3 +56,14 @@ def test_a_rank_reports_every_node_that_it_carries_and_both_parts_of_a_split_bac
     measured = ranks[0].take(2)
     assert measured.forward_s.tolist() == [[1.0], [5.0], [2.0]]
     assert measured.backward_s.tolist() == [[0.0], [6.0], [7.0]]
+
+
+def test_passes_beside_which_gradients_or_parameters_are_on_their_way_are_not_reported():
+    reports = StepReports(dist.HashStore(), 0, num_ranks=1, num_nodes=2, num_microbatches=2, overlaps=True)
+    split = [
+        Span(op, 1, microbatch, 0.0, 4.0) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for microbatch in (0, 1)
+    ]
+    reports.send(0, [*spans_of(0, 0), Span(Op.FORWARD, 1, 0, 0.0, 3.0), *split], step_s=100.0)
+    measured = reports.take(2)
+    assert measured.forward_s.tolist() == [[0.0, 2.0], [0.0, 0.0]]
+    assert measured.backward_s.tolist() == [[5.0, 0.0], [8.0, 0.0]]
