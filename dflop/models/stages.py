@@ -113,7 +113,7 @@ class EncoderStage(Stage):
 
     @abstractmethod
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """The input, and the output of each of this stage's layers."""
+        """The input, and the output of each of this stage's layers, as far as `onward` or `finish` need them."""
 
     def onward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         """What is sent to the next stage, from the result of `encode`."""

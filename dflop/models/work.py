@@ -124,6 +124,7 @@ class Layer:
     `query`, `key_value` and `inner` are the total widths of the queries, of the keys (or values), and of the MLP.
     `head_norm` is the width of the norm of queries and keys: all heads together, one head, or 0 for no norm. `scaled`
     layers multiply their outputs by learned layer scales. With `stacked_qkv` one matrix gives queries, keys and values.
+    Layers that `copies_attention` join attention's outputs for segments, and so copy the output for all of them.
     """
 
     hidden: int
@@ -137,6 +138,7 @@ class Layer:
     rotary: bool
     scaled: bool = False
     stacked_qkv: bool = False
+    copies_attention: bool = False
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
@@ -170,7 +172,7 @@ class Layer:
         norms = 2 * (6 * self.hidden + 4 if self.rms_norm else 2 * self.hidden + 8)
         inputs = 2 * 2 * self.hidden
         scales = 4 * self.hidden * self.scaled
-        attention = 4 * self.query + 4 * self.key_value + 4 * self.num_heads
+        attention = (4 + 2 * self.copies_attention) * self.query + 4 * self.key_value + 4 * self.num_heads
         if self.head_norm:
             attention += 6 * (self.query + self.key_value) + 4 * (self.query + self.key_value) // self.head_norm
         if self.stacked_qkv:  # the values are a view of the matrix's whole output, which is therefore kept
@@ -184,7 +186,7 @@ class Layer:
         norms = 2 * (2 * self.hidden + (4 if self.rms_norm else 8))
         inputs = 2 * 2 * self.hidden
         scales = 2 * self.hidden * self.scaled
-        attention = 4 * self.query + 4 * self.key_value + 4 * self.num_heads
+        attention = (4 + 2 * self.copies_attention) * self.query + 4 * self.key_value + 4 * self.num_heads
         if self.head_norm:
             attention += 2 * (self.query + self.key_value)
         mlp = (6 if self.gated else 4) * self.inner
@@ -193,10 +195,11 @@ class Layer:
     def bytes_for_weights(self, tp: int, *, is_fused: bool = False) -> float:
         """Those of the saved bytes that only the gradients of weights need: the norms' outputs, the MLP's inner values,
         the input of layer scales, and for norms of several kernels, what the norms' weights multiply. The output of
-        attention is not among them, because the backward of attention needs it, too."""
+        attention is not among them, because the backward of attention needs it, too, but a copy of it is."""
         of_norms = 2 * 2 * self.hidden * self.rms_norm + 2 * (self.query + self.key_value) / tp * bool(self.head_norm)
         scaled = (2 if is_fused else 4) * self.hidden * self.scaled
-        return 2 * 2 * self.hidden + 2 * self.inner / tp + scaled + (0 if is_fused else of_norms)
+        copied = 2 * self.query / tp * self.copies_attention
+        return 2 * 2 * self.hidden + 2 * self.inner / tp + scaled + copied + (0 if is_fused else of_norms)
 
     def put_off_bytes(self, tp: int) -> float:
         """What the gradients of the matrices are computed from, in bf16: the inputs of the matrices, each once, and the
@@ -240,6 +243,7 @@ class Layer:
         whole = 2 * (36 if self.rms_norm else 4) + 12 + 8 * self.scaled
         per_head = 20 * self.rotary + 36 * bool(self.head_norm)
         divided = per_head * (self.query + self.key_value) + (10 if self.gated else 4) * self.inner
+        divided += 4 * self.query * self.copies_attention
         return whole * self.hidden + divided / tp
 
     def fused_pointwise_bytes(self, tp: int) -> float:
@@ -247,6 +251,7 @@ class Layer:
         rotary positions, and the gated activation, read their inputs and write their output once."""
         per_head = 4 * (self.rotary or bool(self.head_norm))
         divided = per_head * (self.query + self.key_value) + (6 if self.gated else 4) * self.inner
+        divided += 4 * self.query * self.copies_attention
         return 2 * 8 * self.hidden + divided / tp
 
     def work(

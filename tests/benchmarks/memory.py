@@ -33,7 +33,12 @@ from dflop.training.plan_check import CheckedRank, MadeUpLoad, check_rank
 REPOSITORY = Path(__file__).parents[2]
 LOAD = MadeUpLoad(num_pictures=4, picture_side=768, text_tokens=2048)
 DEVICE = "h100-80g"
-FAMILIES = {"llava_ov_7b": "llava_onevision", "internvl_78b": "internvl"}
+FAMILIES = {
+    "llava_ov_7b": "llava_onevision",
+    "internvl_78b": "internvl",
+    "qwen2_5_vl_7b": "qwen2_5_vl",
+    "qwen3_vl_8b": "qwen3_vl",
+}
 # Of activations; everything else is exact, or within 0.4 % where torch fills shards up to equal sizes.
 MOST_OFF = 0.05
 SHARED = {"sharding": "parameters"}
@@ -92,6 +97,9 @@ PLANS = {
         "internvl_78b",
         plan("disjoint", vision(8, pp=2), llm(64, tp=8, pp=8, rank_offset=8), 8, schedule="zb_h1"),
     ),
+    "qwen2.5-shared": ("qwen2_5_vl_7b", plan("colocated", vision(8, **SHARED), llm(8, **SHARED), 2)),
+    "qwen2.5-disjoint": ("qwen2_5_vl_7b", plan("disjoint", vision(4, pp=2), llm(4, tp=2, rank_offset=4), 4)),
+    "qwen3-disjoint": ("qwen3_vl_8b", plan("disjoint", vision(4, pp=2), llm(4, tp=2, rank_offset=4), 4)),
 }
 
 

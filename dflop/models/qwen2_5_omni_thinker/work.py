@@ -31,8 +31,9 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
     if module == "vision":
         return vision_work(spec, tp, stacked_qkv=False)
     sizes, positions = spec.module("audio"), spec.rules.chunk_frames // 2
-    layer = vit_layer(
-        hidden=sizes.hidden_size, inner=size_of(spec, "audio_config", "encoder_ffn_dim"), num_heads=sizes.num_heads
+    inner = size_of(spec, "audio_config", "encoder_ffn_dim")
+    layer = replace(
+        vit_layer(hidden=sizes.hidden_size, inner=inner, num_heads=sizes.num_heads), copies_attention=True
     ).work(tp, "num_items", positions, ("num_items", positions**2), causal=False, num_kernels=_NUM_KERNELS["layer"])
     return ModuleWork(
         layer=replace(layer, num_parameters=layer.num_parameters - sizes.hidden_size / tp),  # keys have no bias

@@ -117,21 +117,18 @@ class VisionStage(EncoderStage):
         return self._ordered(patches, self._layout(batch, patches.device).order)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """The input, and the output of each of this stage's layers."""
+        """The output of this stage's last layer alone: others would be held until the last one is computed."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
         whole = OneSegment(hidden)
-        outputs = [hidden]
         for index in self.layers:
             is_full = index in tower.fullatt_block_indexes
-            outputs.append(
-                tower.blocks[index](
-                    outputs[-1],
-                    cu_seqlens=whole,
-                    position_embeddings=layout.rotary,
-                    segment_ends=layout.picture_ends if is_full else layout.window_ends,
-                )
+            hidden = tower.blocks[index](
+                hidden,
+                cu_seqlens=whole,
+                position_embeddings=layout.rotary,
+                segment_ends=layout.picture_ends if is_full else layout.window_ends,
             )
-        return outputs
+        return [hidden]
 
     def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
         """Features of each sample, [kept_tokens, hidden_size of the LLM]."""

@@ -40,6 +40,7 @@ def vision_work(spec: ModelSpec, tp: int, *, stacked_qkv: bool) -> ModuleWork:
         gated=True,
         rotary=True,
         stacked_qkv=stacked_qkv,
+        copies_attention=True,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,

@@ -32,7 +32,10 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
     sizes, patches = spec.module("vision"), spec.rules.merge_size**2
     inner = size_of(spec, "vision_config", "intermediate_size")
     layer = replace(
-        vit_layer(hidden=sizes.hidden_size, inner=inner, num_heads=sizes.num_heads), rotary=True, stacked_qkv=True
+        vit_layer(hidden=sizes.hidden_size, inner=inner, num_heads=sizes.num_heads),
+        rotary=True,
+        stacked_qkv=True,
+        copies_attention=True,
     )
     squares = ("sum_sq_tokens", patches**2)
     return ModuleWork(
