@@ -26,10 +26,12 @@ from dflop.models import ModelSpec
 from dflop.parallelism import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING, SHARDINGS, Plan
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
+from dflop.planning.least_memory import LeastMemory
 from dflop.planning.recompute import may_recompute
+from dflop.planning.row_bounds import MARGIN
 from dflop.planning.search import SearchResult, search_plans
-from dflop.planning.space import enumerate_space, plan_of
-from dflop.pricing import loads_of
+from dflop.planning.space import enumerate_space, llm_layers, plan_of
+from dflop.pricing import BYTES_PER_VALUE, loads_of
 from dflop.runtime import UserError
 
 __all__ = [
@@ -214,11 +216,17 @@ def plan_by_published_rule(
     num_stages = sum(rows[f"{module.name}_pp"] for module in spec.modules)
     places = rows["num_microbatches"] + num_stages - 1
     budget = config.cluster.memory_gib * 2**30
+    frozen, value_bytes = config.model.freeze, BYTES_PER_VALUE[config.train.precision]
+    memory = LeastMemory(spec, costs, batches, {}, "balanced", frozen, value_bytes)
     for place in np.argsort(places.to_numpy() * stage_s, kind="stable"):
         row = rows.row(int(place), named=True)
-        plan = plan_of(row, {}, checkpointing=row["checkpointing"])
+        recomputes, layers = row["checkpointing"], llm_layers(row, {}, spec.module("llm").num_layers)
+        of_llm = memory.of_llm(row, layers if recomputes else (0,) * len(layers))
+        if memory.least_bytes(row, of_llm, recomputes=recomputes) > budget * MARGIN:
+            continue  # quicker to know than what the plan needs
+        plan = plan_of(row, {}, checkpointing=recomputes)
         pricer = PlanPricer(plan, config, spec, costs, batches, "balanced")
-        if pricer.needed_bytes() <= budget:
+        if pricer.needed_bytes(np.nextafter(budget, np.inf)) <= budget:
             return pricer.candidate()
     return None
 
