@@ -119,7 +119,7 @@ def draw_unequal_microbatches(path: Path) -> None:
             times, timeline = replay(scheduler, schedule)
             over = timeline.step_s / schedule.lower_bound_s
             title = f"{what}: {timeline.step_s:.2f} s, {over:.2f}x the lower bound, idle {timeline.idle:.0%}"
-            panels.append(StepPanel(title, predicted_boxes(scheduler.pricer.plan, times, timeline), timeline.step_s))
+            panels.append(StepPanel(title, predicted_boxes(scheduler.pricer.plan, timeline), timeline.step_s))
         plan = scheduler.pricer.plan
     with drawing(path, timeline_height_in(plan, len(panels))) as figure:
         draw_timeline(

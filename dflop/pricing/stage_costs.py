@@ -108,6 +108,7 @@ class StageCosts:
             )
             self._working_bytes[module] = working_bytes(module, sizes, **how)
         self._put_off = {grid.module: self._put_off_share(spec, grid) for grid in plan.grids}
+        self._hidden_shares: dict[StageKind, tuple[float, float]] = {}  # by kind of stage
 
     def _put_off_share(self, spec: ModelSpec, grid: Grid) -> float:
         """The module's entry of `put_off`; 0 in a frozen module, whose weights have no gradients to put off."""
@@ -213,9 +214,12 @@ class StageCosts:
     def hidden_sync_shares(self, stage: StageReplicas) -> tuple[float, float]:
         """The shares of the stage's gradient sync that may run beside its last backward, and beside its first forward
         (`costs.hidden_sync_shares`)."""
-        how = {"value_bytes": self._value_bytes, "num_shards": self.plan.grid(stage.module).num_shards}
-        early, late = hidden_sync_shares(self.costs, self.kind(stage), **how)
-        return float(early), float(late)
+        kind, num_shards = self.kind(stage), self.plan.grid(stage.module).num_shards
+        if kind not in self._hidden_shares:
+            how = {"value_bytes": self._value_bytes, "num_shards": num_shards}
+            early, late = hidden_sync_shares(self.costs, kind, **how)
+            self._hidden_shares[kind] = float(early), float(late)
+        return self._hidden_shares[kind]
 
     def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
         """Seconds that each sample adds to each pipeline rank, [pp, num_samples].
