@@ -116,7 +116,7 @@ def draw_unequal_microbatches(path: Path) -> None:
         panels = []
         for policy, what in POLICIES.items():
             schedule = scheduler.schedule(0, policy)
-            times, timeline = replay(scheduler, schedule)
+            _, timeline = replay(scheduler, schedule)
             over = timeline.step_s / schedule.lower_bound_s
             title = f"{what}: {timeline.step_s:.2f} s, {over:.2f}x the lower bound, idle {timeline.idle:.0%}"
             panels.append(StepPanel(title, predicted_boxes(scheduler.pricer.plan, timeline), timeline.step_s))
