@@ -95,7 +95,8 @@ def _megatron(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
                 "all; for such a sharding see the documentation of Megatron-FSDP"
             )
     else:
-        flags["--use-distributed-optimizer"] = None
+        # Plans are priced with gradient syncs that hide behind passes.
+        flags |= dict.fromkeys(("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"))
     beyond += _of_encoders(plan, spec, "Megatron-LM's flags know one grid, that of the LLM")
     return emitted
 

@@ -38,6 +38,8 @@ def test_megatron_is_told_sizes_microbatches_and_the_distributed_optimiser():
         "--global-batch-size": "504",  # which Megatron-LM divides by replicas and samples of a microbatch
         "--sequence-parallel": None,
         "--use-distributed-optimizer": None,
+        "--overlap-grad-reduce": None,
+        "--overlap-param-gather": None,
     }
 
 
