@@ -40,6 +40,7 @@ class LeastLinks:
         self._costs, self._spec, self._cluster = costs, spec, cluster
         self.frozen, self.value_bytes = frozenset(frozen), value_bytes
         self._least = lru_cache(maxsize=4096)(self._least_link)
+        self._hidden = lru_cache(maxsize=4096)(self._hidden_shares)
 
     def sync(self, dp: np.ndarray, tp: int, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The least latency of a gradient sync, and its seconds for each byte of fp32 parameters, [num_rows] each.
@@ -54,9 +55,15 @@ class LeastLinks:
     def hidden_shares(self, kind: StageKind, shards: np.ndarray) -> np.ndarray:
         """The shares of a stage's gradient sync that may run beside its last backward, and beside its first forward,
         [2, num_rows]; zeros where devices do not compute while they communicate."""
+        alone, shared = self._hidden(kind)
+        return np.where(shards > 1, shared[:, None], alone[:, None])
+
+    def _hidden_shares(self, kind: StageKind) -> tuple[np.ndarray, np.ndarray]:
+        """`hidden_shares` of replicas that do not share parameters, and of others, [2] each."""
         if not self._cluster.hides_transfers:
-            return np.zeros((2, len(shards)))
-        return np.array(hidden_sync_shares(self._costs, kind, value_bytes=self.value_bytes, num_shards=shards))
+            return np.zeros(2), np.zeros(2)
+        how = {"value_bytes": self.value_bytes, "num_shards": np.array([1, 2])}
+        return tuple(np.array(hidden_sync_shares(self._costs, kind, **how)).T)
 
     def passes(
         self, module: str, tp: int, shards: np.ndarray, num_recomputed: int = 0
