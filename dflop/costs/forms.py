@@ -1,8 +1,8 @@
 """Forms, that is functions of a microbatch's loads (`Coefficients`), as arrays that compiled kernels can read.
 
 `pack_forms` lays out the functions of several stages (`CostModel.time_forms`, `stage_memory_forms`), or of a module's
-parts, in arrays of one shape. Inside kernels, `form_at` evaluates one of them and `forms_at` several, with the same
-results as `Coefficients`.
+parts, in arrays of one shape. Inside kernels, `form_at` evaluates one of them, `forms_at` several, and `totals_at` sums
+of them, with the same results as `Coefficients` and `StageKind.total`.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ __all__ = [
     "pack_forms",
     "pack_terms",
     "terms_at",
+    "totals_at",
 ]
 
 
@@ -79,6 +80,24 @@ def forms_at(forms, places, loads):
         for microbatch in range(loads.shape[1]):
             found[row, microbatch] = form_at(forms, places[row], loads[:, microbatch])
     return found
+
+
+@kernel
+def totals_at(forms, counts, loads):
+    """Sums of functions, [num_kinds, num_microbatches], each taken `counts` [num_kinds, num_forms] times, for loads [4,
+    num_microbatches]; 0 for a microbatch without items and tokens."""
+    num_kinds, num_forms = counts.shape
+    totals, each = np.zeros((num_kinds, loads.shape[1])), np.empty(num_forms)
+    is_used = np.array([counts[:, form].any() for form in range(num_forms)])
+    for microbatch in range(loads.shape[1]):
+        if loads[0, microbatch] == 0 and loads[1, microbatch] == 0:
+            continue
+        for form in range(num_forms):
+            each[form] = form_at(forms, form, loads[:, microbatch]) if is_used[form] else 0.0
+        for kind in range(num_kinds):
+            for form in range(num_forms):
+                totals[kind, microbatch] += counts[kind, form] * each[form]
+    return totals
 
 
 @kernel

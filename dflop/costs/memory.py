@@ -68,5 +68,6 @@ def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[
         each |= {part: own + -1.0 * kept["last"] for part, own in each.items() if part != "last"}
     if "recomputed_layer" in each and "layer" in each:
         # A stage's first layers are the recomputed ones: when backward reaches them, the others' activations are free.
-        each["recomputed_layer"] += -float(dict(kind.parts)["layer"]) * kept["layer"]
+        freed = -float(dict(kind.parts)["layer"]) * kept["layer"]
+        each["recomputed_layer"] = each["recomputed_layer"] + freed
     return kind.total(kept), list(each.values())

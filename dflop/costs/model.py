@@ -10,7 +10,7 @@ from functools import reduce
 import numpy as np
 
 from dflop.costs.fitted import FittedCosts
-from dflop.costs.forms import forms_at, pack_forms
+from dflop.costs.forms import PackedForms, forms_at, pack_forms, totals_at
 from dflop.costs.memory import StageMemory, memory_of_parts
 from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled
 from dflop.models.loads import Coefficients, Loads
@@ -31,37 +31,27 @@ class CostModel(FittedCosts):
         return self.stage_times([kind], loads)[0]
 
     def stage_times(self, kinds: Sequence[StageKind], loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`stage_time` of several kinds of one module's stages at one tp; parts that they share are computed once."""
-        empty = (np.asarray(loads.num_items) == 0) & (np.asarray(loads.num_tokens) == 0)
-        (about,) = {(kind.module, kind.tp) for kind in kinds}
-        parts = tuple(dict.fromkeys(part for kind in kinds for part, _ in kind.parts))
-        passes = []
-        for way in (0, 1):  # one pass after the other, so that fewer arrays are held
-            of_part = self._part_times(*about, loads, parts, way)
-            passes.append([np.where(empty, 0.0, kind.total(of_part)) for kind in kinds])
-        return list(zip(*passes, strict=True))
+        """`stage_time` of several kinds of one module's stages at one tp."""
+        at, counts = np.array(loads, dtype=float), np.array([kind.counts for kind in kinds])
+        forward_s, backward_s = (
+            totals_at(forms, counts, at.reshape(len(at), -1)).reshape(-1, *at.shape[1:])
+            for forms in self._packed_times(*_about(kinds))
+        )
+        return list(zip(forward_s, backward_s, strict=True))
 
     def part_times(
         self, module: str, tp: int, loads: Loads, parts: Sequence[str] = ALL_PARTS
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Forward and backward seconds of one unit of each of these parts: convex in the loads, and never falling."""
-        forward, backward = (self._part_times(module, tp, loads, tuple(parts), way) for way in (0, 1))
+        forward, backward = (_of_parts(forms, parts, loads) for forms in self._packed_times(module, tp))
         return forward, backward
 
-    def _part_times(
-        self, module: str, tp: int, loads: Loads, parts: tuple[str, ...], way: int
-    ) -> dict[str, np.ndarray]:
-        """Seconds of these parts, forward (0) or backward (1).
-
-        One kernel computes all of them: the search for plans calls this thousands of times with small arrays.
-        """
-        if (module, tp, "packed") not in self._parts:
-            packed = tuple(pack_forms(list(forms.values())) for forms in self.part_forms(module, tp))
-            self._parts[module, tp, "packed"] = packed
-        places = np.array([ALL_PARTS.index(part) for part in parts])
-        at = np.array(loads, dtype=float)
-        seconds = forms_at(self._parts[module, tp, "packed"][way], places, at.reshape(len(at), -1))
-        return dict(zip(parts, seconds.reshape(len(parts), *at.shape[1:]), strict=True))
+    def _packed_times(self, module: str, tp: int) -> tuple[PackedForms, PackedForms]:
+        """`part_forms` for kernels: the search for plans computes times thousands of times with small arrays."""
+        if (module, tp, "times") not in self._parts:
+            forward, backward = (pack_forms(list(forms.values())) for forms in self.part_forms(module, tp))
+            self._parts[module, tp, "times"] = forward, backward
+        return self._parts[module, tp, "times"]
 
     def time_forms(self, kind: StageKind) -> tuple[Coefficients, Coefficients]:
         """Forward and backward seconds as functions of a microbatch's loads, for kernels and linear programs."""
@@ -98,20 +88,24 @@ class CostModel(FittedCosts):
         self, kind: StageKind, loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
     ) -> StageMemory:
         """Bytes of each microbatch; each part needs its `working_bytes` on top while it computes."""
-        kept, passing = self._memory_of_parts(kind, working_bytes)
-        total, each = memory_of_parts(
-            kind,
-            {part: form(loads) for part, form in kept.items()},
-            {part: form(loads) for part, form in passing.items()},
-        )
-        return StageMemory(total, reduce(np.maximum, each, 0.0))
+        return self.stage_memories([kind], loads, working_bytes)[0]
+
+    def stage_memories(
+        self, kinds: Sequence[StageKind], loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
+    ) -> list[StageMemory]:
+        """`stage_memory` of several kinds of one module's stages at one tp; parts that they share are computed once."""
+        parts = tuple(dict.fromkeys(part for kind in kinds for part, _ in kind.parts))
+        packed = self._packed_memory(*_about(kinds), working_bytes)
+        kept, passing = (_of_parts(forms, parts, loads) for forms in packed)
+        of_kinds = [memory_of_parts(kind, kept, passing) for kind in kinds]
+        return [StageMemory(total, reduce(np.maximum, each, 0.0)) for total, each in of_kinds]
 
     def stage_memory_forms(
         self, kind: StageKind, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
     ) -> tuple[Coefficients, list[Coefficients]]:
         """`stage_memory` as functions of a microbatch's loads: one for the activations, and several for the transient,
         which is the largest of their values and 0."""
-        return memory_of_parts(kind, *self._memory_of_parts(kind, working_bytes))
+        return memory_of_parts(kind, *self._memory_of_parts(kind.module, kind.tp, working_bytes))
 
     def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
@@ -119,13 +113,36 @@ class CostModel(FittedCosts):
         sizes = {part: self.parameter_bytes[kind.module, kind.tp, as_tabled(part)[0]] for part, _ in kind.parts}
         return kind.total(sizes)
 
+    def _packed_memory(
+        self, module: str, tp: int, working_bytes: Mapping[str, float]
+    ) -> tuple[PackedForms, PackedForms]:
+        """`_memory_of_parts` for kernels."""
+        key = (module, tp, "memory", *map(working_bytes.get, PARTS))
+        if key not in self._parts:
+            kept, passing = self._memory_of_parts(module, tp, working_bytes)
+            self._parts[key] = pack_forms(list(kept.values())), pack_forms(list(passing.values()))
+        return self._parts[key]
+
     def _memory_of_parts(
-        self, kind: StageKind, working_bytes: Mapping[str, float]
+        self, module: str, tp: int, working_bytes: Mapping[str, float]
     ) -> tuple[dict[str, Coefficients], dict[str, Coefficients]]:
-        """What each part keeps of a microbatch, and what it needs on top while it computes."""
-        self.require(kind.module, kind.tp)
-        keys = {part: (kind.module, kind.tp, *as_tabled(part)) for part, _ in kind.parts}
+        """What each of `ALL_PARTS` keeps of a microbatch, and what it needs on top while it computes."""
+        self.require(module, tp)
+        keys = {part: (module, tp, *as_tabled(part)) for part in ALL_PARTS}
         return (
             {part: self.activations[key] for part, key in keys.items()},
             {part: self.transients[key].raised_by(working_bytes[as_tabled(part)[0]]) for part, key in keys.items()},
         )
+
+
+def _about(kinds: Sequence[StageKind]) -> tuple[str, int]:
+    """The module and the tp that all of these kinds have."""
+    (about,) = {(kind.module, kind.tp) for kind in kinds}
+    return about
+
+
+def _of_parts(forms: PackedForms, parts: Sequence[str], loads: Loads) -> dict[str, np.ndarray]:
+    """The values at the loads of the functions of these parts, out of those of `ALL_PARTS`."""
+    at = np.array(loads, dtype=float)
+    values = forms_at(forms, np.array([ALL_PARTS.index(part) for part in parts]), at.reshape(len(at), -1))
+    return dict(zip(parts, values.reshape(len(parts), *at.shape[1:]), strict=True))

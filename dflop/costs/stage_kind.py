@@ -46,23 +46,29 @@ class StageKind:
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Each of `ALL_PARTS` that the stage has, and how often."""
-        return _parts(self.num_layers, self.num_recomputed, self.is_first, self.is_last)
+        return _parts(self.counts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How often the stage has each of `ALL_PARTS`."""
+        recomputes = int(self.num_recomputed > 0)
+        kept = self.num_layers - self.num_recomputed
+        return 1 - recomputes, kept, int(self.is_first), int(self.is_last), recomputes, self.num_recomputed
 
     def total(self, of_part: Mapping[str, T]) -> T:
         """The sum of a quantity over the stage's parts, given for one unit of each part.
 
         The quantity is anything that can be added and multiplied by a count: arrays of seconds or bytes at some loads,
-        functions of the loads (`Coefficients`), or numbers. No other code sums over the parts of a stage.
+        functions of the loads (`Coefficients`), or numbers. Other code that sums over a stage's parts (`totals_at`) has
+        the same results.
         """
         each = (of_part[part] if count == 1 else count * of_part[part] for part, count in self.parts)
         return reduce(add, each)
 
 
 @lru_cache(maxsize=1024)
-def _parts(num_layers: int, num_recomputed: int, is_first: bool, is_last: bool) -> tuple[tuple[str, int], ...]:
-    recomputes = int(num_recomputed > 0)
-    times = (1 - recomputes, num_layers - num_recomputed, int(is_first), int(is_last), recomputes, num_recomputed)
-    return tuple((part, count) for part, count in zip(ALL_PARTS, times, strict=True) if count)
+def _parts(counts: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    return tuple((part, count) for part, count in zip(ALL_PARTS, counts, strict=True) if count)
 
 
 def as_tabled(part: str) -> tuple[str, bool]:

@@ -179,7 +179,7 @@ class StageCosts:
 
     def memories(self, module: str, loads: Loads) -> list[StageMemory]:
         """The memory of microbatches on each of the module's stages; stages of one kind share one object."""
-        memories = [self.costs.stage_memory(kind, loads, self._working_bytes[module]) for kind in self._kinds[module]]
+        memories = self.costs.stage_memories(self._kinds[module], loads, self._working_bytes[module])
         return self._of_stages(module, memories)
 
     def memory_forms(self, stage: StageReplicas) -> tuple[Coefficients, list[Coefficients]]:
