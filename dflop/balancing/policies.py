@@ -85,10 +85,7 @@ def quick_buckets(loads_s: np.ndarray, num_buckets: int) -> np.ndarray:
     order = np.argsort(-weighted.max(axis=1), kind="stable")
     if weighted.size * num_buckets > _MOST_PLACES:
         return _place_on_least(weighted, order, num_buckets)
-    nothing = np.zeros(len(loads_s), dtype=np.int64)
-    return _place(
-        weighted, np.ones(weighted.shape[1]), nothing, order, np.zeros((num_buckets, weighted.shape[1])), NO_CAP
-    )
+    return _place_anywhere(weighted, order, num_buckets)
 
 
 def descend(problem: BatchProblem, bucket: np.ndarray, share: np.ndarray | None = None) -> np.ndarray:
@@ -191,6 +188,38 @@ def _place(loads_s, weight, llm_tokens, order, filled_s, cap):
         tokens[best] += llm_tokens[i]
         for k in range(num_modules):
             load[best, k] += loads_s[i, k]
+    return bucket
+
+
+@kernel
+def _place_anywhere(weighted, order, num_buckets):
+    """`_place` with weights of 1, without filled buckets and without a cap: several times as fast."""
+    num_samples, num_modules = weighted.shape
+    load = np.zeros((num_buckets, num_modules))
+    count = np.zeros(num_buckets, dtype=np.int64)
+    bucket = np.empty(num_samples, dtype=np.int64)
+    num_used = 0  # buckets get their first sample in order, since empty ones are alike
+    for position in range(num_samples):
+        i = order[position]
+        best, best_peak, best_squares = num_used, np.inf, np.inf
+        only_empty = num_buckets - num_used == num_samples - position
+        for b in range(0 if only_empty else min(num_used + 1, num_buckets)):
+            peak = 0.0
+            for k in range(num_modules):
+                peak = max(peak, load[b, k] + weighted[i, k])
+            if peak > best_peak:
+                continue
+            squares = 0.0
+            for k in range(num_modules):
+                after = load[b, k] + weighted[i, k]
+                squares += after * after - load[b, k] * load[b, k]
+            if peak < best_peak or squares < best_squares or (squares == best_squares and count[b] < count[best]):
+                best, best_peak, best_squares = b, peak, squares
+        bucket[i] = best
+        num_used += best == num_used
+        count[best] += 1
+        for k in range(num_modules):
+            load[best, k] += weighted[i, k]
     return bucket
 
 

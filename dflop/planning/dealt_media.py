@@ -18,7 +18,7 @@ from dflop.models import ModelSpec, ModuleSpec
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import even_layers
-from dflop.pricing import deal_items, loads_of, starts_anew_in_microbatches
+from dflop.pricing import deal_items, loads_of, starts_anew_in_microbatches, sums_by_cell
 
 __all__ = ["DealtMedia"]
 
@@ -87,8 +87,7 @@ class DealtMedia:
             num_items = shapes.num_items[:, column]
             encoder_rank = deal_items(num_items, microbatch, dp, starts_anew=starts_anew)
             cell = encoder_rank * num_microbatches + microbatch
-            loads = loads_of(shapes.encoders[column], shapes)
-            sums.append([np.bincount(cell, weights=load, minlength=dp * num_microbatches) for load in loads])
+            sums.append(sums_by_cell(cell, np.array(loads_of(shapes.encoders[column], shapes)), dp * num_microbatches))
             encoder_cells.append(cell[num_items > 0])
             llm_cells.append((rank * num_microbatches + microbatch)[num_items > 0])
         of_loads = np.array(sums).reshape(-1, 4, dp, num_microbatches).swapaxes(0, 1)

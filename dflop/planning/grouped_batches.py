@@ -13,7 +13,8 @@ from dflop.config import Config
 from dflop.costs import PARTS, CostModel, Loads, StageKind
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.pricing import loads_of
+from dflop.pricing import loads_of, sums_by_cell
+from dflop.runtime.kernels import kernel
 from dflop.scheduling import GlobalBatches
 
 __all__ = ["GroupedBatches", "like_lengths"]
@@ -32,7 +33,7 @@ class GroupedBatches:
         num_batches = config.plan.search_batches or min(_MOST_BATCHES, max(_LEAST_BATCHES, _ENOUGH_SAMPLES // size))
         drawn = GlobalBatches(len(samples), size, config.seed)
         self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
-        self._text = [loads_of("llm", shapes) for shapes in self.shapes]
+        self._text = [np.array(loads_of("llm", shapes)) for shapes in self.shapes]
         # A plan must hold every sample, drawn or not. It does so if it holds each of these.
         self.largest = samples.take(_largest(samples))
         self._seed = config.seed
@@ -44,13 +45,7 @@ class GroupedBatches:
 
     def balanced(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         """LLM replica and microbatch of each sample: even buckets, small ones first and last on every replica."""
-        bucket, by_load = self._buckets(batch, dp * num_microbatches)
-        # Replicas draw buckets in turns, in alternating directions, so that each gets about the same load.
-        by_load = by_load.reshape(num_microbatches, dp).copy()
-        by_load[1::2] = by_load[1::2, ::-1]
-        cell = np.empty(by_load.size, dtype=np.int64)
-        cell[by_load] = np.arange(dp) * num_microbatches + _places(num_microbatches)[:, None]
-        return np.divmod(cell[bucket], num_microbatches)
+        return _drawn_in_turns(*self._buckets(batch, dp * num_microbatches), dp, _places(num_microbatches))
 
     def random(self, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         """LLM replica and microbatch of each sample: random, with equally many samples a bucket, to within one."""
@@ -69,7 +64,7 @@ class GroupedBatches:
         rows = []
         for batch, text in enumerate(self._text):
             _, microbatch = getattr(self, grouping)(batch, dp, num_microbatches)
-            rows.append([np.bincount(microbatch, weights=load, minlength=num_microbatches) / dp for load in text])
+            rows.append(sums_by_cell(microbatch, text, num_microbatches) / dp)
         return Loads(*np.stack(rows, axis=1))
 
     def mean_part_s(self, costs: CostModel, tp: int) -> tuple[float, float, float]:
@@ -98,6 +93,18 @@ def _places(num_microbatches: int) -> np.ndarray:
     places = np.empty(num_microbatches, dtype=np.int64)
     places[small_at_both_ends(-np.arange(num_microbatches))] = np.arange(num_microbatches)
     return places
+
+
+@kernel
+def _drawn_in_turns(bucket, by_load, dp, places):
+    """Replica and microbatch of each sample. Replicas draw buckets in turns, in alternating directions, so that each
+    gets about the same load; `places` [num_microbatches] says which microbatch the bucket of a turn becomes."""
+    replica, microbatch = np.empty(len(by_load), dtype=np.int64), np.empty(len(by_load), dtype=np.int64)
+    for turn in range(len(places)):
+        for place in range(dp):
+            drawn = by_load[turn * dp + (dp - 1 - place if turn % 2 else place)]
+            replica[drawn], microbatch[drawn] = place, places[turn]
+    return replica[bucket], microbatch[bucket]
 
 
 def like_lengths(lengths: np.ndarray, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ one consecutive microbatch more than there are stages after it. An encoder that 
 whole step.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.recompute import of_stages
 from dflop.planning.space import Splits, even_layers, llm_layers
-from dflop.pricing import loads_of
+from dflop.pricing import loads_of, sums_by_cell
 from dflop.runtime.kernels import kernel
 
 __all__ = ["LeastMemory"]
@@ -200,11 +200,11 @@ class LeastMemory:
         rank, microbatch = self._group(0, dp, num_microbatches)
         cell = rank * num_microbatches + microbatch
 
-        def of_replicas(loads: Iterable[np.ndarray]) -> np.ndarray:
-            each = [np.bincount(cell, weights=load, minlength=dp * num_microbatches) for load in loads]
-            return np.array(each).reshape(-1, dp, num_microbatches)
+        def of_replicas(loads: np.ndarray) -> np.ndarray:
+            return sums_by_cell(cell, loads, dp * num_microbatches).reshape(-1, dp, num_microbatches)
 
-        text, items = of_replicas(loads_of("llm", shapes)), of_replicas(shapes.num_items.T)
+        text = of_replicas(np.array(loads_of("llm", shapes)))
+        items = of_replicas(np.ascontiguousarray(shapes.num_items.T, dtype=float))
         tokens = text[1]
         full = {
             int(tokens.sum(axis=1).argmax()),

@@ -6,7 +6,7 @@ Planning and scheduling both use it. Files: `assignment` (which replica computes
 `correction` (measured against predicted times).
 """
 
-from dflop.pricing.assignment import Assignment, deal_items, starts_anew_in_microbatches
+from dflop.pricing.assignment import Assignment, deal_items, starts_anew_in_microbatches, sums_by_cell
 from dflop.pricing.batch_problem import seconds_of_columns
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
 from dflop.pricing.correction_file import CorrectionFile, prices_digest, read_learned
@@ -52,6 +52,7 @@ __all__ = [
     "seconds_of_columns",
     "stale_share",
     "starts_anew_in_microbatches",
+    "sums_by_cell",
     "tensor_bytes",
     "without",
 ]

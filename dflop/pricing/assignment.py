@@ -25,6 +25,7 @@ __all__ = [
     "edge_tokens",
     "samples_alone",
     "starts_anew_in_microbatches",
+    "sums_by_cell",
 ]
 
 
@@ -97,10 +98,8 @@ def cells_of(plan: Plan, shapes: SampleShapes, assignment: Assignment) -> dict[s
         if module != "llm":
             replica = assignment.encoder_rank[:, shapes.encoders.index(module)]
         place = replica * plan.num_microbatches + assignment.microbatch
-        *loads, tokens = (
-            np.bincount(place, weights=values, minlength=shape[0] * shape[1]).reshape(shape)
-            for values in (*alone.loads, alone.edge_tokens)
-        )
+        values = np.array([*alone.loads, alone.edge_tokens], dtype=float)
+        *loads, tokens = sums_by_cell(place, values, shape[0] * shape[1]).reshape(-1, *shape)
         cells[module] = Cells(Loads(*loads), tokens)
     return cells
 
@@ -123,6 +122,16 @@ def edge_tokens(plan: Plan, module: str, shapes: SampleShapes) -> np.ndarray:
     if not PLACEMENTS[plan.placement].has_bridges:
         return np.zeros_like(shapes.llm_tokens)
     return shapes.kept_tokens.sum(axis=1) if module == "llm" else shapes.kept_by(module)
+
+
+@kernel
+def sums_by_cell(cell, values, num_cells):
+    """Sums of the samples' `values` [num_values, num_samples] in each cell, [num_values, num_cells]."""
+    sums = np.zeros((len(values), num_cells))
+    for row in range(len(values)):
+        for sample in range(len(cell)):
+            sums[row, cell[sample]] += values[row, sample]
+    return sums
 
 
 @kernel
