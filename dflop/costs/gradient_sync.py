@@ -45,8 +45,7 @@ def hidden_sync_shares(
     layer, first = (costs.parameter_bytes[kind.module, kind.tp, part] for part in ("layer", "first"))
     whole = costs.stage_parameter_bytes(kind)
     there_bytes, back_bytes = _moved_bytes(value_bytes, num_shards)
-    are_shared = np.asarray(num_shards) > 1
-    summed = np.where(are_shared, 1.0, there_bytes / (there_bytes + back_bytes))
+    summed = (there_bytes + (num_shards > 1) * back_bytes) / (there_bytes + back_bytes)
     early = summed * (1 - (layer + first * kind.is_first) / whole)
     return HiddenShares(early=early, late=(1 - summed) * max(0, kind.num_layers - 1) * layer / whole)
 
@@ -54,4 +53,4 @@ def hidden_sync_shares(
 def _moved_bytes(value_bytes: int, num_shards: int | np.ndarray) -> tuple[float, float | np.ndarray]:
     """Bytes of a parameter on each of the two halves of a gradient sync."""
     there_bytes = max(4, value_bytes)
-    return there_bytes, np.where(np.asarray(num_shards) > 1, there_bytes, value_bytes)
+    return there_bytes, value_bytes + (num_shards > 1) * (there_bytes - value_bytes)

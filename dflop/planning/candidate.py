@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,9 +12,9 @@ from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec, why_family_cannot_run
 from dflop.parallelism import PLACEMENTS, Plan
-from dflop.pipeline import StageTimes, Timeline, why_not_runnable
+from dflop.pipeline import StageTimes, Timeline, simulate_step_s, why_not_runnable
 from dflop.planning.grouped_batches import GroupedBatches
-from dflop.pricing import Assignment, Pricer, alone_bytes
+from dflop.pricing import Assignment, Cells, Pricer, alone_bytes
 
 __all__ = ["Candidate", "PlanPricer"]
 
@@ -43,6 +44,14 @@ class Candidate:
         return float(np.mean(self.steps_s))
 
 
+class _Grouped(NamedTuple):
+    """A batch as it is grouped for a plan."""
+
+    shapes: SampleShapes
+    assignment: Assignment
+    cells: dict[str, Cells]
+
+
 class PlanPricer:
     """Prices one plan, batch by batch.
 
@@ -56,7 +65,7 @@ class PlanPricer:
         self.plan, self._batches = plan, batches
         self._group = getattr(batches, grouping)
         self._family = spec.family
-        self._assigned: dict[int, tuple[SampleShapes, Assignment]] = {}
+        self._assigned: dict[int, _Grouped] = {}
         self._pricer = Pricer(
             plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
         )
@@ -71,11 +80,15 @@ class PlanPricer:
 
     def memory_bytes(self, batch: int) -> dict[str, float]:
         """The peak bytes of each module's fullest rank."""
-        return self._pricer.memory_bytes(*self._grouped(batch))
+        _, assignment, cells = self._grouped(batch)
+        return self._pricer.memory.of_modules(cells, self._pricer.order(assignment.slots))
 
     def bytes_along_pipeline(self, batches: Iterable[int]) -> dict[str, np.ndarray]:
         """By module, the peak bytes over these batches of the fullest rank in each place of its pipeline, [pp]."""
-        of_batches = [self._pricer.bytes_along_pipeline(*self._grouped(batch)) for batch in batches]
+        grouped = map(self._grouped, batches)
+        of_batches = [
+            self._pricer.memory.along_pipeline(own.cells, self._pricer.order(own.assignment.slots)) for own in grouped
+        ]
         return {grid.module: np.max([own[grid.module] for own in of_batches], axis=0) for grid in self.plan.grids}
 
     def fullest_batch(self) -> tuple[int, float]:
@@ -101,7 +114,8 @@ class PlanPricer:
 
     def step_s(self, batch: int) -> float:
         """The predicted step time of a batch, in seconds."""
-        return self._pricer.step_s(*self._grouped(batch))
+        order = self._pricer.order(self._grouped(batch).assignment.slots)
+        return simulate_step_s(order, self.stage_times(batch))
 
     def mean_step_s(self) -> float:
         """The mean step time over all batches, in seconds."""
@@ -109,7 +123,7 @@ class PlanPricer:
 
     def stage_times(self, batch: int) -> StageTimes:
         """The predicted seconds of a batch's computations and transfers."""
-        return self._pricer.stage_times(*self._grouped(batch))
+        return self._pricer.times_of_cells(*self._grouped(batch))
 
     def candidate(self) -> Candidate:
         """The plan with all its figures."""
@@ -117,13 +131,13 @@ class PlanPricer:
         memory: dict[str, list[float]] = {}
         busy: dict[str, list[float]] = {}
         for batch in range(len(self._batches)):
-            shapes, assignment = self._grouped(batch)
-            times = self._pricer.stage_times(shapes, assignment)
+            shapes, assignment, _ = self._grouped(batch)
+            times = self.stage_times(batch)
             timeline = self._pricer.timeline(times, assignment.slots)
             steps.append(timeline.step_s)
             idles.append(timeline.idle)
             extrapolated.append(self._pricer.extrapolated_share(shapes, assignment))
-            for module, size in self._pricer.memory_bytes(shapes, assignment).items():
+            for module, size in self.memory_bytes(batch).items():
                 memory.setdefault(module, []).append(size)
             for module, seconds in self._busiest_s(timeline.busy_s).items():
                 busy.setdefault(module, []).append(seconds)
@@ -144,11 +158,12 @@ class PlanPricer:
             why_not_runnable=why_family_cannot_run(self._family) or why_not_runnable(self.plan),
         )
 
-    def _grouped(self, batch: int) -> tuple[SampleShapes, Assignment]:
+    def _grouped(self, batch: int) -> _Grouped:
         if batch not in self._assigned:
             shapes, llm = self._batches.shapes[batch], self.plan.grid("llm")
             grouped = self._group(batch, llm.dp, self.plan.num_microbatches)
-            self._assigned[batch] = shapes, self._pricer.assign(shapes, *grouped)
+            assignment = self._pricer.assign(shapes, *grouped)
+            self._assigned[batch] = _Grouped(shapes, assignment, self._pricer.cells(shapes, assignment))
         return self._assigned[batch]
 
     def _busiest_s(self, busy_s: np.ndarray) -> dict[str, float]:

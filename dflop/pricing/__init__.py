@@ -6,7 +6,7 @@ Planning and scheduling both use it. Files: `assignment` (which replica computes
 `correction` (measured against predicted times).
 """
 
-from dflop.pricing.assignment import Assignment, deal_items, starts_anew_in_microbatches, sums_by_cell
+from dflop.pricing.assignment import Assignment, Cells, deal_items, starts_anew_in_microbatches, sums_by_cell
 from dflop.pricing.batch_problem import seconds_of_columns
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
 from dflop.pricing.correction_file import CorrectionFile, prices_digest, read_learned
@@ -32,6 +32,7 @@ __all__ = [
     "NO_CORRECTIONS",
     "WEIGHT_SHARE",
     "Assignment",
+    "Cells",
     "CorrectionFile",
     "Corrections",
     "Learner",

@@ -118,11 +118,11 @@ class Pricer:
         """
         if self.filler is None:
             return assignment
-        cells = cells_of(self.plan, shapes, assignment)
+        cells = self.cells(shapes, assignment)
         of_stages, limit_bytes = self.memory.of_stages(cells), self.memory.limit_bytes
         if self._least_bytes(of_stages) > limit_bytes:
             return assignment
-        times = self._times(shapes, assignment, cells)
+        times = self.times_of_cells(shapes, assignment, cells)
         least_bytes, best = np.inf, assignment
         for slots in self._fillings(times):
             needed_bytes = self.memory.fullest(of_stages, self.order(slots))
@@ -175,9 +175,14 @@ class Pricer:
         The weight part of a backward is taken to be half of it: the gradients of a matrix's input and of its weights
         are products of the same size. Attention has no weights, but half of its backward counts as weight part, too.
         """
-        return self._times(shapes, assignment, cells_of(self.plan, shapes, assignment))
+        return self.times_of_cells(shapes, assignment, self.cells(shapes, assignment))
 
-    def _times(self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells]) -> StageTimes:
+    def cells(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Cells]:
+        """The loads of every replica of each module in every microbatch, whichever layers are recomputed."""
+        return cells_of(self.plan, shapes, assignment)
+
+    def times_of_cells(self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells]) -> StageTimes:
+        """`stage_times` where the assignment's `cells` are known."""
         forward_s, backward_s = self.stage_costs.stage_times({name: own.loads for name, own in cells.items()})
         splits = SCHEDULES[self.plan.schedule].splits_backward
         return StageTimes(
@@ -198,7 +203,7 @@ class Pricer:
 
     def loads(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Loads]:
         """Each module's loads, arrays [dp, num_microbatches]."""
-        return {module: own.loads for module, own in cells_of(self.plan, shapes, assignment).items()}
+        return {module: own.loads for module, own in self.cells(shapes, assignment).items()}
 
     def step_s(self, shapes: SampleShapes, assignment: Assignment) -> float:
         """The predicted step time, in seconds."""
@@ -214,15 +219,11 @@ class Pricer:
 
     def memory_bytes(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, float]:
         """Predicted peak bytes of each module's fullest rank, with parameters, optimiser state and microbatches."""
-        return self.memory.of_modules(cells_of(self.plan, shapes, assignment), self.order(assignment.slots))
-
-    def bytes_along_pipeline(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, np.ndarray]:
-        """`memory_bytes` in each place of each module's pipeline, [pp]."""
-        return self.memory.along_pipeline(cells_of(self.plan, shapes, assignment), self.order(assignment.slots))
+        return self.memory.of_modules(self.cells(shapes, assignment), self.order(assignment.slots))
 
     def activation_bytes(self, shapes: SampleShapes, assignment: Assignment, order: CompiledPlan) -> np.ndarray:
         """Peak bytes of microbatches on each worker's ranks, [num_workers]."""
-        return self.memory.peak_bytes(cells_of(self.plan, shapes, assignment), order)
+        return self.memory.peak_bytes(self.cells(shapes, assignment), order)
 
     def extrapolated(self, shapes: SampleShapes, assignment: Assignment) -> np.ndarray:
         """Which nodes' microbatches have loads outside the measured range, bool [num_nodes, num_microbatches]."""
