@@ -19,6 +19,7 @@ from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import even_layers
 from dflop.pricing import deal_items, loads_of, starts_anew_in_microbatches, sums_by_cell
+from dflop.runtime.kernels import kernel
 
 __all__ = ["DealtMedia"]
 
@@ -126,9 +127,17 @@ class DealtMedia:
         for own in passes:
             waits_s = np.zeros((len(own), dp * count))
             for batch, seconds in enumerate(own.reshape(len(own), -1)):
-                np.maximum.at(waits_s[batch], dealt.llm_cells[batch], seconds[dealt.encoder_cells[batch]])
+                _wait_for(waits_s[batch], dealt.llm_cells[batch], seconds, dealt.encoder_cells[batch])
             least_s.append(waits_s.reshape(-1, dp, count).mean(axis=1).min(axis=1))
         before_s, behind_s = least_s
         if splits_backward or encoder.name in self._frozen:
             return before_s
         return before_s + np.maximum(behind_s - sync_s, 0.0)
+
+
+@kernel
+def _wait_for(waits_s, llm_cells, seconds, encoder_cells):
+    """Raise each LLM cell's entry in `waits_s` to the longest `seconds` of the encoder cells with its samples' media."""
+    for sample in range(len(llm_cells)):
+        cell = llm_cells[sample]
+        waits_s[cell] = max(waits_s[cell], seconds[encoder_cells[sample]])
