@@ -5,7 +5,7 @@ Methods raise `UserError` when there are no costs for a stage's module at its tp
 """
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 
 import numpy as np
 
@@ -144,5 +144,10 @@ def _about(kinds: Sequence[StageKind]) -> tuple[str, int]:
 def _of_parts(forms: PackedForms, parts: Sequence[str], loads: Loads) -> dict[str, np.ndarray]:
     """The values at the loads of the functions of these parts, out of those of `ALL_PARTS`."""
     at = np.array(loads, dtype=float)
-    values = forms_at(forms, np.array([ALL_PARTS.index(part) for part in parts]), at.reshape(len(at), -1))
+    values = forms_at(forms, _places(tuple(parts)), at.reshape(len(at), -1))
     return dict(zip(parts, values.reshape(len(parts), *at.shape[1:]), strict=True))
+
+
+@lru_cache(maxsize=256)
+def _places(parts: tuple[str, ...]) -> np.ndarray:
+    return np.array([ALL_PARTS.index(part) for part in parts])

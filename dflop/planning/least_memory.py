@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dflop.costs import NO_WORKING_BYTES, PARTS, CostModel, resident_bytes, stage_kinds, working_bytes
+from dflop.costs import NO_WORKING_BYTES, PARTS, CostModel, StageKind, resident_bytes, stage_kinds, working_bytes
 from dflop.costs.forms import PackedForms, PackedTerms, form_at, largest_at, pack_forms, pack_terms
 from dflop.models import ModelSpec
+from dflop.models.loads import Coefficients
 from dflop.models.work import coefficients
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.planning.grouped_batches import GroupedBatches
@@ -57,6 +58,7 @@ class LeastMemory:
         self._loads = lru_cache(maxsize=2048)(self._replica_loads)
         self._most_items = batches.shapes[0].num_items.max(axis=0).astype(float).tolist()
         self._stages = lru_cache(maxsize=4096)(self._stage_bytes)
+        self._kinds = lru_cache(maxsize=4096)(self._kind_bytes)
 
     def of_llm(self, row: Mapping[str, Any], recomputed: tuple[int, ...]) -> np.ndarray:
         """Bytes of the LLM's tensors on each of its pipeline ranks, [num_replicas, pp].
@@ -221,20 +223,10 @@ class LeastMemory:
 
         Where layers are recomputed, only the bytes on top at the other parts of the stage count.
         """
-        working, last = NO_WORKING_BYTES, len(layers) - 1
-        if gathers:
-            sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
-            how = {"value_bytes": self._value_bytes, "is_frozen": module in self._frozen}
-            working = working_bytes(module, sizes, **how)
         parameters, kept, passing = [], [], []
-        asked = {}  # stages of one kind have equal costs
+        last = len(layers) - 1
         for stage, kind in enumerate(stage_kinds(module, tp, layers, recomputed)):
-            if kind not in asked:
-                own, on_top = self._costs.stage_memory_forms(kind, working)
-                if kind.num_recomputed:
-                    on_top = [form for (part, _), form in zip(kind.parts, on_top, strict=True) if "layer" not in part]
-                asked[kind] = self._costs.stage_parameter_bytes(kind), own, [(form, 0.0) for form in on_top]
-            size, own, on_top = asked[kind]
+            size, own, on_top = self._kinds(kind, gathers)
             if last:
                 # The input, unless a recomputed layer keeps it anyway, and the output.
                 num_held = (stage == 0 or not kind.num_recomputed) + (stage < last)
@@ -243,6 +235,20 @@ class LeastMemory:
             kept.append(own)
             passing.append(on_top)
         return np.array(parameters), pack_forms(kept), pack_terms(passing)
+
+    def _kind_bytes(
+        self, kind: StageKind, gathers: bool
+    ) -> tuple[float, Coefficients, list[tuple[Coefficients, float]]]:
+        """The bytes of `_stage_bytes` for a stage of this kind, without those that stages send each other."""
+        working = NO_WORKING_BYTES
+        if gathers:
+            sizes = {part: self._costs.parameter_bytes[kind.module, kind.tp, part] for part in PARTS}
+            how = {"value_bytes": self._value_bytes, "is_frozen": kind.module in self._frozen}
+            working = working_bytes(kind.module, sizes, **how)
+        own, on_top = self._costs.stage_memory_forms(kind, working)
+        if kind.num_recomputed:
+            on_top = [form for (part, _), form in zip(kind.parts, on_top, strict=True) if "layer" not in part]
+        return self._costs.stage_parameter_bytes(kind), own, [(form, 0.0) for form in on_top]
 
     def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
         how = {"value_bytes": self._value_bytes, "is_frozen": module in self._frozen}

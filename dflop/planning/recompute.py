@@ -52,6 +52,8 @@ def of_stages(counts: np.ndarray, layers: Sequence[int]) -> tuple[int, ...]:
 
     `layers` is the number of layers in each stage.
     """
+    if len(counts) == len(layers):
+        return tuple(map(min, counts.tolist(), layers))
     pp, recomputed = len(counts), [0] * len(layers)
     for device, count in enumerate(counts.tolist()):
         recomputed[device::pp] = _in_turns(count, layers[device::pp])
