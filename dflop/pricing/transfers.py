@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from dflop.pipeline import Bridges, StageReplicas, stages_of
 from dflop.pricing.edge_bytes import EdgeBytes
 
 __all__ = ["TransferForms", "Transfers", "find_link"]
+
+
+Ranks = TypeVar("Ranks", int, np.ndarray)
 
 
 class TransferForms(NamedTuple):
@@ -137,7 +140,7 @@ class Transfers:
         num_copies = stage.dp // num_shards
         if num_copies == 1:
             return 0.0
-        first, last = self._first_ranks(stage, np.array([0, stage.dp - 1]))
+        first, last = (self._first_ranks(stage, replica) for replica in (0, stage.dp - 1))
         link = find_link(self._links, self._cluster, "gradient_sync", self._is_intra(first, last), num_copies)
         return link.seconds(num_bytes / num_shards)
 
@@ -179,10 +182,10 @@ class Transfers:
         )
         return np.where(self._is_intra(first, second), intra, inter)
 
-    def _is_intra(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    def _is_intra(self, first: Ranks, second: Ranks) -> bool | np.ndarray:
         return first // self._cluster.devices_per_node == second // self._cluster.devices_per_node
 
-    def _first_ranks(self, stage: StageReplicas, replica: np.ndarray) -> np.ndarray:
+    def _first_ranks(self, stage: StageReplicas, replica: Ranks) -> Ranks:
         grid = self.plan.grid(stage.module)
         return grid.first_rank(stage.pp_stage % grid.pp, replica)
 
