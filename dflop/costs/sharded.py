@@ -10,6 +10,7 @@ loads.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
@@ -59,6 +60,14 @@ class Moving(NamedTuple):
         )
 
 
+class _Units(NamedTuple):
+    """`count` units of a part, each with these moves beside its computing."""
+
+    part: str
+    moves: tuple[_Move, ...]
+    count: int
+
+
 class PassTerm(NamedTuple):
     """`count` units of a part, each with transfers of `moved_s` seconds beside its computing."""
 
@@ -90,6 +99,16 @@ def sharded_passes(
     `is_hidden` is whether devices compute while they communicate. The backward begins with the unit that the forward
     ended with. This unit is taken to be still gathered, since backward is taken to follow shortly after forward.
     """
+    forward, backward = _units(num_layers, num_recomputed)
+    return (
+        _pass(moving, ("gather_s", "first"), forward, is_hidden),
+        _pass(moving, ("reduce_s", "first"), backward, is_hidden),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _units(num_layers: int, num_recomputed: int) -> tuple[list[_Units], list[_Units]]:
+    """The units of forward and backward in order."""
     units = ["first", *["layer"] * num_layers, "last"]
     parts = ["first", *["recomputed_layer"] * num_recomputed, *["layer"] * (num_layers - num_recomputed), "last"]
     forward = [(part, (("gather_s", behind),)) for part, behind in zip(parts, units[1:], strict=False)]
@@ -98,17 +117,19 @@ def sharded_passes(
     for place in range(len(units) - 2, 0, -1):
         backward.append((parts[place], (("reduce_s", units[place + 1]), ("gather_s", units[place - 1]))))
     backward.append(("first", (("reduce_s", units[1]),)))
-    stage = "recomputing_stage" if num_recomputed else "stage"
-    return (
-        _pass(moving, ("gather_s", "first"), [(stage, ()), *forward], is_hidden),
-        _pass(moving, ("reduce_s", "first"), [(stage, ()), *backward], is_hidden),
-    )
+    stage = ("recomputing_stage" if num_recomputed else "stage", ())
+    return _alike([stage, *forward]), _alike([stage, *backward])
 
 
-def _pass(moving: Moving, exposed: _Move, units: list[tuple[str, tuple[_Move, ...]]], is_hidden: bool) -> ShardedPass:
-    """The pass of units, each with the moves beside its computing; equal neighbours become one term."""
+def _alike(units: list[tuple[str, tuple[_Move, ...]]]) -> list[_Units]:
+    """Equal neighbours as one entry."""
+    return [_Units(*unit, len(list(alike))) for unit, alike in groupby(units)]
+
+
+def _pass(moving: Moving, exposed: _Move, units: list[_Units], is_hidden: bool) -> ShardedPass:
+    """The pass of these units, each entry as one term."""
     exposed_s = _seconds(moving, (exposed,))
-    terms = [PassTerm(part, len(list(alike)), _seconds(moving, moves)) for (part, moves), alike in groupby(units)]
+    terms = [PassTerm(part, count, _seconds(moving, moves)) for part, moves, count in units]
     if not is_hidden:
         exposed_s = sum((term.count * term.moved_s for term in terms), exposed_s)
         terms = [term._replace(moved_s=0.0 * exposed_s) for term in terms]

@@ -46,14 +46,12 @@ class StageKind:
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Each of `ALL_PARTS` that the stage has, and how often."""
-        return _parts(self.counts)
+        return _parts(self.num_layers, self.num_recomputed, self.is_first, self.is_last)
 
     @property
     def counts(self) -> tuple[int, ...]:
         """How often the stage has each of `ALL_PARTS`."""
-        recomputes = int(self.num_recomputed > 0)
-        kept = self.num_layers - self.num_recomputed
-        return 1 - recomputes, kept, int(self.is_first), int(self.is_last), recomputes, self.num_recomputed
+        return _counts(self.num_layers, self.num_recomputed, self.is_first, self.is_last)
 
     def total(self, of_part: Mapping[str, T]) -> T:
         """The sum of a quantity over the stage's parts, given for one unit of each part.
@@ -67,7 +65,14 @@ class StageKind:
 
 
 @lru_cache(maxsize=1024)
-def _parts(counts: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+def _counts(num_layers: int, num_recomputed: int, is_first: bool, is_last: bool) -> tuple[int, ...]:
+    recomputes = int(num_recomputed > 0)
+    return 1 - recomputes, num_layers - num_recomputed, int(is_first), int(is_last), recomputes, num_recomputed
+
+
+@lru_cache(maxsize=1024)
+def _parts(num_layers: int, num_recomputed: int, is_first: bool, is_last: bool) -> tuple[tuple[str, int], ...]:
+    counts = _counts(num_layers, num_recomputed, is_first, is_last)
     return tuple((part, count) for part, count in zip(ALL_PARTS, counts, strict=True) if count)
 
 
