@@ -9,6 +9,7 @@ what share of the encoders' layers is recomputed. Rows that the bounds rule out 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import polars as pl
@@ -198,6 +199,7 @@ def _llm_bounds(
         mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
         forward_s, backward_s = costs.part_times("llm", tp, mean, PARTS)
         part_s = {part: forward_s[part] + backward_s[part] for part in PARTS}
+        total_s = lru_cache(partial(StageKind.total, of_part=part_s))  # few kinds make up all stages
         for (pp, schedule, num_chunks, balanced, sharding), group in own.with_columns(bucket=inverse).group_by(
             "llm_pp", "schedule", "num_chunks", "balanced", "llm_sharding"
         ):
@@ -217,7 +219,7 @@ def _llm_bounds(
                     passes = zip(links.passes("llm", tp, shards), (forward_s, backward_s), strict=True)
                     busy_s = count * sum(own.seconds({part: s[at] for part, s in of.items()}) for own, of in passes)
                 else:
-                    busy_s = count * sum(kind.total(part_s) for kind in chunks)[at]
+                    busy_s = count * sum(map(total_s, chunks))[at]
                 # What is left of the sync when what may hide is hidden.
                 rests = [1 - links.hidden_shares(kind, shards).sum(axis=0) for kind in chunks]
                 size = sum(costs.stage_parameter_bytes(kind) * rest for kind, rest in zip(chunks, rests, strict=True))

@@ -137,7 +137,7 @@ class DealtMedia:
 
 @kernel
 def _wait_for(waits_s, llm_cells, seconds, encoder_cells):
-    """Raise each LLM cell's entry in `waits_s` to the longest `seconds` of the encoder cells with its samples' media."""
+    """Raise each LLM cell's entry in `waits_s` to the longest `seconds` of the encoder cells of its samples."""
     for sample in range(len(llm_cells)):
         cell = llm_cells[sample]
         waits_s[cell] = max(waits_s[cell], seconds[encoder_cells[sample]])

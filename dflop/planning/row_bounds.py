@@ -68,9 +68,11 @@ class RowBounds:
         self._bounds, self._pipelines, self._media, self._memory = bounds, pipelines, media, memory
         self._limit_bytes, self._pinned = limit_bytes * MARGIN, pinned
         self._llm_place = bounds.llm_place.tolist()
-        # For each layout of the LLM: bytes of its stages; its rows' choices, its layers, and how many of them have to
-        # be recomputed; and the step of its mean pipeline, on the mean batch and on each batch.
+        # For each layout of the LLM: bytes of its stages, and the result of `llm_bytes`; its rows' choices, its layers,
+        # and how many of them have to be recomputed; and the step of its mean pipeline, on the mean batch and on each
+        # batch.
         self._llm_bytes: dict[tuple[int, bool], np.ndarray] = {}
+        self._most_bytes: dict[tuple[int, bool], float] = {}
         self._of_llms: dict[int, tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]] = {}
         self._mean_s: dict[tuple[int, int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._each_s: dict[tuple[int, int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
@@ -104,7 +106,10 @@ class RowBounds:
 
     def llm_bytes(self, row: Row, recomputes: bool) -> float:
         """The least bytes of a device for the LLM alone, with all layers recomputed or none."""
-        return self._memory.of_device(float(self._of_llm(row, recomputes).max()))
+        key = self._llm_place[row.number], recomputes
+        if key not in self._most_bytes:
+            self._most_bytes[key] = self._memory.of_device(float(self._of_llm(row, recomputes).max()))
+        return self._most_bytes[key]
 
     def device_bytes(self, row: Row, recomputes: bool) -> float:
         """The least bytes of a device for all its modules, with all layers recomputed or none."""

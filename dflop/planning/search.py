@@ -207,11 +207,11 @@ class _Search:
         is_fast = partial(self.may_be_among_the_best, row.number)
         if not is_fast(self._bounds.dealt_s(row).mean()):
             return
-        pricer = self._pricer(row, recomputes=row.choices[0])
         if len(row.choices) > 1 and (row.number, False) in self._misses:
-            pricer = pricer.recomputing(self._bounds.least_plan(row, self._spec))
-        step_s = self._mean_s(pricer, row, is_fast)
-        if step_s is None:
+            pricer = PlanPricer(self._bounds.least_plan(row, self._spec), *self._about)
+        else:
+            pricer = self._pricer(row, recomputes=row.choices[0])
+        if (step_s := self._mean_s(pricer, row, is_fast)) is None:
             return  # with more layers recomputed it would take even longer
         if not self._fits(row, pricer):
             pricer = self._enough.of(pricer) if len(row.choices) > 1 else None
