@@ -188,6 +188,7 @@ def _llm_bounds(
     )
     bound_s, shared_s = np.zeros((len(keys), 1)), np.zeros((len(keys), 1))
     num_layers = spec.module("llm").num_layers
+    everywhere = [name for name, placement in PLACEMENTS.items() if placement.uses_all_ranks]
     for (tp,), own in keys.group_by("llm_tp"):
         least_forward_s, least_backward_s = costs.part_times("llm", tp, least, PARTS)
         whole = StageKind.whole("llm", tp, num_layers)
@@ -200,17 +201,18 @@ def _llm_bounds(
         forward_s, backward_s = costs.part_times("llm", tp, mean, PARTS)
         part_s = {part: forward_s[part] + backward_s[part] for part in PARTS}
         total_s = lru_cache(partial(StageKind.total, of_part=part_s))  # few kinds make up all stages
-        for (pp, schedule, num_chunks, balanced, sharding), group in own.with_columns(bucket=inverse).group_by(
-            "llm_pp", "schedule", "num_chunks", "balanced", "llm_sharding"
-        ):
+        own = own.with_columns(bucket=inverse).with_row_index("at")
+        columns = ("place", "bucket", "llm_dp", "num_microbatches", "llm_shards")
+        values = [own[column].to_numpy() for column in columns]
+        uses_all = np.isin(own["placement"].cast(pl.String).to_numpy(), everywhere)
+        alike = own.group_by("llm_pp", "schedule", "num_chunks", "balanced", "llm_sharding").agg("at")
+        for pp, schedule, num_chunks, balanced, sharding, rows in alike.iter_rows():
             num_stages = pp * num_chunks
             layers = splits[tp, pp] if balanced else even_layers(num_layers, num_stages)
             kinds = stage_kinds("llm", tp, layers)
-            at, dp = group["bucket"].to_numpy(), group["llm_dp"].to_numpy()
-            count = group["num_microbatches"].to_numpy()[:, None]
-            place = group["place"].to_numpy()
+            place, at, dp, count, shards = (column[rows] for column in values)
+            count = count[:, None]
             is_split = SCHEDULES[schedule].splits_backward
-            shards = group["llm_shards"].to_numpy()
             latency_s, byte_s = links.sync(dp, tp, shards)
             best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
             for stage in range(pp):
@@ -232,8 +234,7 @@ def _llm_bounds(
                 if not is_split:
                     after_s = after_s + kinds[stage].total(least_backward_s)
             bound_s[place] = np.maximum(best, chain_s[is_split])
-            on_all = np.array([PLACEMENTS[name].uses_all_ranks for name in group["placement"]])
-            shared_s[place] = np.where(on_all[:, None], together / pp, first_s)
+            shared_s[place] = np.where(uses_all[rows, None], together / pp, first_s)
     return bound_s[:, 0], shared_s[:, 0]
 
 
