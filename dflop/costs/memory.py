@@ -1,14 +1,17 @@
 """The memory of a stage on a rank, from the bytes of its parts and of its parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from dflop.costs.stage_kind import StageKind
+from dflop.costs.forms import PackedForms, form_at
+from dflop.costs.stage_kind import ALL_PARTS, StageKind
 from dflop.models.loads import Coefficients
+from dflop.runtime.kernels import kernel
 
-__all__ = ["Resident", "StageMemory", "memory_of_parts", "resident_bytes", "resident_parts"]
+__all__ = ["Resident", "StageMemory", "memories_of_kinds", "memory_of_parts", "resident_bytes", "resident_parts"]
 
 
 class StageMemory(NamedTuple):
@@ -63,11 +66,67 @@ def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[
     `kept` and `passing` give both for one unit of each part: as bytes at some loads, or as functions of the loads.
     """
     each = {part: passing[part] for part, _ in kind.parts}
-    if kind.module == "llm" and kind.is_last:
-        # When backward reaches the layers, the head's activations are free (those of an encoder's last part are not).
-        each |= {part: own + -1.0 * kept["last"] for part, own in each.items() if part != "last"}
-    if "recomputed_layer" in each and "layer" in each:
-        # A stage's first layers are the recomputed ones: when backward reaches them, the others' activations are free.
-        freed = -float(dict(kind.parts)["layer"]) * kept["layer"]
-        each["recomputed_layer"] = each["recomputed_layer"] + freed
+    for (part, other), count in _freed(kind).items():
+        each[part] = each[part] + -float(count) * kept[other]
     return kind.total(kept), list(each.values())
+
+
+def memories_of_kinds(
+    kinds: Sequence[StageKind], kept: PackedForms, passing: PackedForms, loads: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`memory_of_parts` of several kinds: what is kept, and the most that is needed on top, [num_kinds,
+    num_microbatches] each.
+
+    The functions are those of `ALL_PARTS`; the loads are [4, num_microbatches].
+    """
+    return _memories_at(*_counts_of(tuple(kinds)), kept, passing, loads)
+
+
+def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
+    """How many units of another part have free activations when backward reaches a part, by (part, other part)."""
+    counts, freed = dict(kind.parts), {}
+    for part in counts:
+        if kind.module == "llm" and kind.is_last and part != "last":
+            # When backward reaches the layers, the head's activations are free (those of an encoder's last part are
+            # not).
+            freed[part, "last"] = 1
+        if part == "recomputed_layer" and "layer" in counts:
+            # A stage's first layers are the recomputed ones: when backward reaches them, the others' activations are
+            # free.
+            freed[part, "layer"] = counts["layer"]
+    return freed
+
+
+@lru_cache(maxsize=4096)
+def _counts_of(kinds: tuple[StageKind, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """How often each kind has each of `ALL_PARTS`, [num_kinds, num_parts], and `_freed`, [num_kinds, num_parts,
+    num_parts]."""
+    freed = np.zeros((len(kinds), len(ALL_PARTS), len(ALL_PARTS)))
+    for place, kind in enumerate(kinds):
+        for (part, other), count in _freed(kind).items():
+            freed[place, ALL_PARTS.index(part), ALL_PARTS.index(other)] = count
+    return np.array([kind.counts for kind in kinds]), freed
+
+
+@kernel
+def _memories_at(counts, freed, kept_forms, passing_forms, loads):
+    num_kinds, num_parts = counts.shape
+    kept, most = np.zeros((num_kinds, loads.shape[1])), np.zeros((num_kinds, loads.shape[1]))
+    is_used = np.array([counts[:, part].any() for part in range(num_parts)])
+    own, passing = np.zeros(num_parts), np.zeros(num_parts)
+    for microbatch in range(loads.shape[1]):
+        for part in range(num_parts):
+            if is_used[part]:
+                own[part] = form_at(kept_forms, part, loads[:, microbatch])
+                passing[part] = form_at(passing_forms, part, loads[:, microbatch])
+        for kind in range(num_kinds):
+            for part in range(num_parts):
+                if counts[kind, part] == 0:
+                    continue
+                kept[kind, microbatch] += counts[kind, part] * own[part]
+                on_top = passing[part]
+                for other in range(num_parts - 1, -1, -1):  # in the order of `_freed`
+                    if freed[kind, part, other] > 0:
+                        on_top += -freed[kind, part, other] * own[other]
+                most[kind, microbatch] = max(most[kind, microbatch], on_top)
+    return kept, most

@@ -5,13 +5,13 @@ Methods raise `UserError` when there are no costs for a stage's module at its tp
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 import numpy as np
 
 from dflop.costs.fitted import FittedCosts
 from dflop.costs.forms import PackedForms, forms_at, pack_forms, totals_at
-from dflop.costs.memory import StageMemory, memory_of_parts
+from dflop.costs.memory import StageMemory, memories_of_kinds, memory_of_parts
 from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled
 from dflop.models.loads import Coefficients, Loads
 
@@ -94,11 +94,10 @@ class CostModel(FittedCosts):
         self, kinds: Sequence[StageKind], loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
     ) -> list[StageMemory]:
         """`stage_memory` of several kinds of one module's stages at one tp; parts that they share are computed once."""
-        parts = tuple(dict.fromkeys(part for kind in kinds for part, _ in kind.parts))
-        packed = self._packed_memory(*_about(kinds), working_bytes)
-        kept, passing = (_of_parts(forms, parts, loads) for forms in packed)
-        of_kinds = [memory_of_parts(kind, kept, passing) for kind in kinds]
-        return [StageMemory(total, reduce(np.maximum, each, 0.0)) for total, each in of_kinds]
+        at, forms = np.array(loads, dtype=float), self._packed_memory(*_about(kinds), working_bytes)
+        of_kinds = memories_of_kinds(kinds, *forms, at.reshape(len(at), -1))
+        kept, passing = (own.reshape(-1, *at.shape[1:]) for own in of_kinds)
+        return list(map(StageMemory, kept, passing))
 
     def stage_memory_forms(
         self, kind: StageKind, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
