@@ -131,13 +131,14 @@ class StageCosts:
         forward_s, backward_s = [], []
         for grid in self.plan.grids:
             loads = of_module[grid.module]
-            factors = self.corrections.at(grid.module, loads)
             times = self._times(grid.module, loads)
-            forward_s += self._of_stages(grid.module, [forward * factors[0] for forward, _ in times])
-            goes_back = self.has_backward(grid.module)
-            backward_s += self._of_stages(
-                grid.module, [backward * factors[1] if goes_back else np.zeros_like(backward) for _, backward in times]
-            )
+            if grid.module in self.corrections.factors:
+                factors = self.corrections.at(grid.module, loads)
+                times = [(forward * factors[0], backward * factors[1]) for forward, backward in times]
+            if not self.has_backward(grid.module):
+                times = [(forward, np.zeros_like(backward)) for forward, backward in times]
+            forward_s += self._of_stages(grid.module, [forward for forward, _ in times])
+            backward_s += self._of_stages(grid.module, [backward for _, backward in times])
         return np.concatenate(forward_s), np.concatenate(backward_s)
 
     def _times(self, module: str, loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
