@@ -110,9 +110,9 @@ class LowerBounds:
             plain, again = self.encoder_means, self.encoder_means_again
         for own, with_all in zip(plain, again, strict=True):
             place = own.place[row]
-            own_s = np.array([own.alone_s[place], own.shared_s[place], own.least_s[place]])
+            own_s = own.alone_s[place], own.shared_s[place], own.least_s[place]
             if encoders_again:  # every recomputed layer adds the same time
-                with_all_s = [with_all.alone_s[place], with_all.shared_s[place], with_all.least_s[place]]
+                with_all_s = np.array([with_all.alone_s[place], with_all.shared_s[place], with_all.least_s[place]])
                 own_s = own_s + encoders_again * (with_all_s - own_s)
             alone_s = np.maximum(alone_s, own_s[0])
             shared_s, least_s = shared_s + own_s[1], least_s + own_s[2]
@@ -121,7 +121,7 @@ class LowerBounds:
         if placement.encodes_all_first:
             step_s = step_s + np.maximum(least_s, adds_s)
         num_carriers = len(placement.encoder_stages(rank_s.shape[1]))
-        return np.maximum(step_s, rank_s[:, :num_carriers].mean(axis=1) + shared_s)
+        return np.maximum(step_s, rank_s[:, :num_carriers].sum(axis=1) / num_carriers + shared_s)
 
 
 def lower_bounds(

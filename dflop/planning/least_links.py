@@ -41,6 +41,7 @@ class LeastLinks:
         self.frozen, self.value_bytes = frozenset(frozen), value_bytes
         self._least = lru_cache(maxsize=4096)(self._least_link)
         self._hidden = lru_cache(maxsize=4096)(self._hidden_shares)
+        self._syncs = lru_cache(maxsize=4096)(self._one_sync)
 
     def sync(self, dp: np.ndarray, tp: int, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The least latency of a gradient sync, and its seconds for each byte of fp32 parameters, [num_rows] each.
@@ -82,8 +83,10 @@ class LeastLinks:
 
     def of_row(self, row: Mapping[str, Any], module: str) -> tuple[float, float]:
         """`sync` for a row of the search space."""
-        dp, shards = (np.array([row[f"{module}_{size}"]]) for size in ("dp", "shards"))
-        (latency_s,), (byte_s,) = self.sync(dp, row[f"{module}_tp"], shards)
+        return self._syncs(*(row[f"{module}_{size}"] for size in ("dp", "tp", "shards")))
+
+    def _one_sync(self, dp: int, tp: int, shards: int) -> tuple[float, float]:
+        (latency_s,), (byte_s,) = self.sync(np.array([dp]), tp, np.array([shards]))
         return float(latency_s), float(byte_s)
 
     def _least_link(self, num_ranks: int, distance: int) -> tuple[float, float]:

@@ -72,8 +72,7 @@ class LeastMemory:
         stages = self._stages("llm", row["llm_tp"], layers, recomputed, gathers)
         replicas, _ = self._loads(row["llm_dp"], count)
         resident, *forms = stages
-        schedule = SCHEDULES[row["schedule"]]
-        in_flight = np.array([schedule.ahead(stage, pp, count, row["num_chunks"]) + 1 for stage in range(pp)])
+        in_flight = _in_flight(row["schedule"], pp, count, row["num_chunks"])
         return _held(self._resident("llm", resident, row["llm_dp"], row["llm_shards"]), *forms, replicas, in_flight)
 
     def least_recomputed(
@@ -223,23 +222,15 @@ class LeastMemory:
 
         Where layers are recomputed, only the bytes on top at the other parts of the stage count.
         """
-        parameters, kept, passing = [], [], []
-        last = len(layers) - 1
-        for stage, kind in enumerate(stage_kinds(module, tp, layers, recomputed)):
-            size, own, on_top = self._kinds(kind, gathers)
-            if last:
-                # The input, unless a recomputed layer keeps it anyway, and the output.
-                num_held = (stage == 0 or not kind.num_recomputed) + (stage < last)
-                own = own + coefficients(num_tokens=num_held * self._token_bytes)
-            parameters.append(size)
-            kept.append(own)
-            passing.append(on_top)
+        parameters, kept, passing = zip(
+            *(self._kinds(kind, gathers) for kind in stage_kinds(module, tp, layers, recomputed)), strict=True
+        )
         return np.array(parameters), pack_forms(kept), pack_terms(passing)
 
     def _kind_bytes(
         self, kind: StageKind, gathers: bool
     ) -> tuple[float, Coefficients, list[tuple[Coefficients, float]]]:
-        """The bytes of `_stage_bytes` for a stage of this kind, without those that stages send each other."""
+        """The bytes of `_stage_bytes` for a stage of this kind."""
         working = NO_WORKING_BYTES
         if gathers:
             sizes = {part: self._costs.parameter_bytes[kind.module, kind.tp, part] for part in PARTS}
@@ -248,11 +239,22 @@ class LeastMemory:
         own, on_top = self._costs.stage_memory_forms(kind, working)
         if kind.num_recomputed:
             on_top = [form for (part, _), form in zip(kind.parts, on_top, strict=True) if "layer" not in part]
+        if not (kind.is_first and kind.is_last):
+            # The input, unless a recomputed layer keeps it anyway, and the output.
+            num_held = (kind.is_first or not kind.num_recomputed) + (not kind.is_last)
+            own = own + coefficients(num_tokens=num_held * self._token_bytes)
         return self._costs.stage_parameter_bytes(kind), own, [(form, 0.0) for form in on_top]
 
     def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
         how = {"value_bytes": self._value_bytes, "is_frozen": module in self._frozen}
         return resident_bytes(parameter_bytes, dp, num_shards=shards, **how)
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(schedule: str, pp: int, num_microbatches: int, num_chunks: int) -> np.ndarray:
+    """The least number of microbatches that each pipeline rank holds if the batch has as many, [pp]."""
+    ahead = SCHEDULES[schedule].ahead
+    return np.array([ahead(stage, pp, num_microbatches, num_chunks) + 1 for stage in range(pp)])
 
 
 def _without_consts(passing: PackedTerms, stage: int, items: np.ndarray) -> np.ndarray:
