@@ -31,15 +31,19 @@ class Monolithic(SharedRanks):
     def with_encoders(
         self, pipeline: list[np.ndarray], first: int, forwards: np.ndarray, backwards: np.ndarray
     ) -> list[np.ndarray]:
-        parts = []
-        for item in pipeline[0]:
-            own = item[1] == first
-            if own and item[0] == FORWARD:
-                parts.append(forwards[forwards[:, 2] == item[2]])
-            parts.append(item[None])
-            if own and item[0] == BACKWARD:
-                parts.append(backwards[backwards[:, 2] == item[2]])
-        return [np.concatenate(parts), *pipeline[1:]]
+        order = pipeline[0]
+        # Behind each LLM computation comes the encoders' backward for it, then their forward for the next one.
+        behind = 2 * _places(order, first, BACKWARD)[backwards[:, 2]] + 2
+        before = 2 * _places(order, first, FORWARD)[forwards[:, 2]]
+        keys = np.concatenate([behind, before, 2 * np.arange(len(order)) + 1])
+        merged = np.concatenate([backwards, forwards, order])[np.argsort(keys, kind="stable")]
+        return [merged, *pipeline[1:]]
+
+
+def _places(order: np.ndarray, stage: int, which: int) -> np.ndarray:
+    """Where in the order the stage's pass over each microbatch stands, [num_microbatches]."""
+    places = np.flatnonzero((order[:, 0] == which) & (order[:, 1] == stage))
+    return places[np.argsort(order[places, 2])]
 
 
 PLACEMENT = Monolithic()
