@@ -33,7 +33,15 @@ def group_orders(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | N
     encoders = places[: -len(llm)]
     trained = {grid.module: grid.pp for grid in plan.grids[:-1] if has_backward(grid.module, frozen)}
     num_before = 0 if placement.shares_ranks else max(trained.values(), default=0)
-    pipeline = _pipeline(plan, llm[0], num_before)
+    pipeline = _pipeline(
+        plan.grid("llm").pp,
+        plan.num_microbatches,
+        plan.schedule,
+        plan.num_chunks,
+        llm[0],
+        num_before,
+        splits=splits_backward(plan, "llm"),
+    )
     if not placement.shares_ranks:
         lead = _lead(pipeline[0], llm[0]) + schedule.encoder_lead(plan.grid("llm").pp)
         return [
@@ -70,20 +78,21 @@ def splits_backward(plan: Plan, module: str) -> bool:
     return module == "llm" or not PLACEMENTS[plan.placement].shares_ranks
 
 
-@lru_cache(maxsize=64)
-def _pipeline(plan: Plan, first: int, num_before: int) -> list[np.ndarray]:
-    """The LLM's own order on each of its pipeline ranks."""
-    return [_llm_order(plan, stage, first, num_before) for stage in range(plan.grid("llm").pp)]
+@lru_cache(maxsize=1024)
+def _pipeline(
+    pp: int, num_microbatches: int, schedule: str, num_chunks: int, first: int, num_before: int, *, splits: bool
+) -> list[np.ndarray]:
+    """The LLM's own order on each of its pipeline ranks: rank r has the stages `first + r`, `first + r + pp`, …
 
-
-def _llm_order(plan: Plan, stage: int, first: int, num_before: int) -> np.ndarray:
-    """The order of a worker that has the LLM's stages `first + stage`, `first + stage + pp`, …"""
-    pp, num_chunks = plan.grid("llm").pp, plan.num_chunks
-    schedule = SCHEDULES[plan.schedule]
-    ahead = schedule.ahead(stage, pp, plan.num_microbatches, num_chunks)
-    delay = schedule.weight_delay(num_before + stage) if splits_backward(plan, "llm") else -1
-    passes, number = _interleave(plan.num_microbatches * num_chunks, ahead, delay)
-    return _in_rounds(passes, number, pp, num_chunks, first + stage)
+    `splits` is whether the backward is split.
+    """
+    orders, about = [], SCHEDULES[schedule]
+    for rank in range(pp):
+        ahead = about.ahead(rank, pp, num_microbatches, num_chunks)
+        delay = about.weight_delay(num_before + rank) if splits else -1
+        passes, number = _interleave(num_microbatches * num_chunks, ahead, delay)
+        orders.append(_in_rounds(passes, number, pp, num_chunks, first + rank))
+    return orders
 
 
 @kernel
