@@ -53,6 +53,19 @@ def test_many_microbatches_at_once_are_those_one_by_one(costs, module, num_recom
         np.testing.assert_allclose(together[:, *index], ask(Loads(*(load[index] for load in loads))))
 
 
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_stages_of_several_kinds_cost_what_their_functions_of_the_loads_say(costs, module):
+    loads = make_loads(*np.random.default_rng(0).integers(1, 5000, (4, 2, 7)))
+    kinds = list(dict.fromkeys(stage_kinds(module, 1, (7, 5, 6, 6, 4), (0, 2, 6, 0, 3))))
+    working_bytes = {"stage": 3.0, "layer": 1e6, "first": 2e6, "last": 0.0}
+    times, memories = costs.stage_times(kinds, loads), costs.stage_memories(kinds, loads, working_bytes)
+    for kind, seconds, memory in zip(kinds, times, memories, strict=True):
+        own, on_top = costs.stage_memory_forms(kind, working_bytes)
+        np.testing.assert_allclose(seconds, [form(loads) for form in costs.time_forms(kind)], rtol=1e-12)
+        np.testing.assert_allclose(memory.activation_bytes, own(loads), rtol=1e-12)
+        np.testing.assert_allclose(memory.transient_bytes, np.max([form(loads) for form in on_top], axis=0), rtol=1e-12)
+
+
 def test_a_stage_costs_what_its_layers_and_its_ends_cost(costs):
     loads = llm_loads(300, 20)
     forward_s, backward_s = costs.stage_time(whole("llm", 1, 3), loads)

@@ -82,6 +82,18 @@ def test_quick_buckets_are_as_even_as_the_largest_sample_lets_them(most_places, 
     assert sums.max() <= weighted.sum() / num_buckets + weighted.max() + 1e-9
 
 
+@settings(max_examples=80)
+@given(num_buckets=st.integers(1, 12), more=st.integers(0, 40), seed=st.integers(0, 10**6))
+def test_quick_buckets_are_those_of_the_packing_that_also_knows_weights_and_caps(num_buckets, more, seed):
+    """Loads are a few whole numbers, so that many buckets are equally good."""
+    loads_s = np.random.default_rng(seed).integers(0, 4, (num_buckets + more, 2)).astype(float)
+    weighted = loads_s / np.where(loads_s.any(axis=0), loads_s.mean(axis=0), 1.0)
+    order = np.argsort(-weighted.max(axis=1), kind="stable")
+    nothing, empty = np.zeros(len(loads_s), dtype=np.int64), np.zeros((num_buckets, 2))
+    bucket = policies._place(weighted, np.ones(2), nothing, order, empty, policies.NO_CAP)
+    assert quick_buckets(loads_s, num_buckets).tolist() == bucket.tolist()
+
+
 @pytest.mark.parametrize("most_places", [0, policies._MOST_PLACES])
 def test_quick_buckets_of_one_module_are_longest_processing_time_first(monkeypatch, most_places):
     """7, 6, 5, 4 and 3 in two buckets: 7 + 4 + 3 and 6 + 5."""
