@@ -113,7 +113,8 @@ class EncoderStage(Stage):
 
     @abstractmethod
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """The input, and the output of each of this stage's layers, as far as `onward` or `finish` need them."""
+        """What `onward` and `finish` read: outputs of layers, and the last layer's at the end. The list is held until
+        forward ends, whether or not backward needs all of its tensors."""
 
     def onward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         """What is sent to the next stage, from the result of `encode`."""

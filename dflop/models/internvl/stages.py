@@ -52,11 +52,10 @@ class VisionStage(EncoderStage):
         return self.hf.model.vision_tower.embeddings(batch.items)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """The input, and the output of each of this stage's layers."""
-        outputs = [hidden]
+        """The output of this stage's last layer. Where norms keep copies in fp32, backward does not need the others."""
         for index in self.layers:
-            outputs.append(self.hf.model.vision_tower.encoder.layer[index](outputs[-1]))
-        return outputs
+            hidden = self.hf.model.vision_tower.encoder.layer[index](hidden)
+        return [hidden]
 
     def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
         """Features of each sample, [kept_tokens, hidden_size of the LLM]."""

@@ -117,7 +117,7 @@ class VisionStage(EncoderStage):
         return self._ordered(patches, self._layout(batch, patches.device).order)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """The output of this stage's last layer alone: others would be held until the last one is computed."""
+        """The output of this stage's last layer. Backward does not need the others: the norms keep copies in fp32."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
         whole = OneSegment(hidden)
         for index in self.layers:

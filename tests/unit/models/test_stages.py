@@ -4,6 +4,7 @@ The oracle is each family's own Hugging Face model, run on one sample at a time 
 """
 
 import itertools
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -420,6 +421,22 @@ def test_what_goes_from_stage_to_stage_has_the_shape_they_say_and_the_result_is_
         assert hidden.shape == stage.hidden_shape(len(text.token_ids), stage.layers.start)
         hidden = stage(hidden, text)
     assert hidden.item() == pytest.approx(llm[0](llm[0].embed(text, features), text).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["internvl 6b qwen3", "qwen2_5_vl"])
+def test_an_encoder_whose_norms_copy_their_inputs_holds_no_outputs_of_layers_that_nothing_reads(name):
+    case = CASES[name]
+    stage = case.stage(case.config(), "vision", dtype=torch.bfloat16)
+    made_up = case.runtime.make_up_media(case.spec, "vision", 4)
+    batch = EncoderBatch(
+        items=torch.zeros(4, *made_up.item_shape, dtype=torch.bfloat16), media=(made_up.media,), kept_tokens=(1 << 30,)
+    )
+    outputs = []
+    for layer in stage.layer_names:
+        stage.hf.get_submodule(layer).register_forward_hook(lambda _, __, made: outputs.append(weakref.ref(made)))
+    encoded = stage.encode(stage.embed(batch), batch)
+    assert [own() is not None for own in outputs] == [False] * (NUM_LAYERS - 1) + [True]
+    assert encoded[-1] is outputs[-1]()
 
 
 def test_each_recomputed_layer_keeps_less_between_forward_and_backward(case, samples):
