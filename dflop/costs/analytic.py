@@ -97,8 +97,8 @@ def points_of_work(work: ModuleWork, module: str, tp: int, device: DeviceModel) 
             transient = work.layer.most_passing_bytes(loads) + (kept["layer"] if checkpointing else nothing)
             if piece in ("first", "last"):
                 transient = nothing
-            if piece == "whole" and module == "llm":
-                transient = np.maximum(transient - kept["last"], 0.0)  # the head's activations are free by then
+            if piece == "whole":
+                transient = np.maximum(transient - kept["last"], 0.0)  # the last part's activations are free by then
             if piece in ("last", "whole"):
                 transient = np.maximum(transient, work.last.most_passing_bytes(loads))
             if piece != "layers":

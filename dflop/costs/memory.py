@@ -60,35 +60,42 @@ def resident_bytes(parameter_bytes: Bytes, dp: int, *, value_bytes: int, is_froz
     return sum(resident_parts(parameter_bytes, dp, **how))
 
 
-def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[str, Form]) -> tuple[Form, list[Form]]:
+def memory_of_parts(
+    kind: StageKind, kept: Mapping[str, Form], passing: Mapping[str, Form], *, has_backward: bool = True
+) -> tuple[Form, list[Form]]:
     """What a microbatch keeps on a stage, and what each of the stage's parts needs on top of that while it computes.
 
     `kept` and `passing` give both for one unit of each part: as bytes at some loads, or as functions of the loads.
+    Without a backward the caller counts nothing as kept, so that there is nothing that could be freed.
     """
     each = {part: passing[part] for part, _ in kind.parts}
-    for (part, other), count in _freed(kind).items():
+    for (part, other), count in _freed(kind, has_backward).items():
         each[part] = each[part] + -float(count) * kept[other]
     return kind.total(kept), list(each.values())
 
 
 def memories_of_kinds(
-    kinds: Sequence[StageKind], kept: PackedForms, passing: PackedForms, loads: np.ndarray
+    kinds: Sequence[StageKind],
+    kept: PackedForms,
+    passing: PackedForms,
+    loads: np.ndarray,
+    *,
+    has_backward: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`memory_of_parts` of several kinds: what is kept, and the most that is needed on top, [num_kinds,
     num_microbatches] each.
 
     The functions are those of `ALL_PARTS`; the loads are [4, num_microbatches].
     """
-    return _memories_at(*_counts_of(tuple(kinds)), kept, passing, loads)
+    return _memories_at(*_counts_of(tuple(kinds), has_backward), kept, passing, loads)
 
 
-def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
+def _freed(kind: StageKind, has_backward: bool) -> dict[tuple[str, str], int]:
     """How many units of another part have free activations when backward reaches a part, by (part, other part)."""
     counts, freed = dict(kind.parts), {}
-    for part in counts:
-        if kind.module == "llm" and kind.is_last and part != "last":
-            # When backward reaches the layers, the head's activations are free (those of an encoder's last part are
-            # not).
+    for part in counts if has_backward else ():
+        if kind.is_last and part != "last":
+            # When backward reaches the layers, the activations of the head, or of an encoder's last part, are free.
             freed[part, "last"] = 1
         if part == "recomputed_layer" and "layer" in counts:
             # A stage's first layers are the recomputed ones: when backward reaches them, the others' activations are
@@ -98,12 +105,12 @@ def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
 
 
 @lru_cache(maxsize=4096)
-def _counts_of(kinds: tuple[StageKind, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _counts_of(kinds: tuple[StageKind, ...], has_backward: bool) -> tuple[np.ndarray, np.ndarray]:
     """How often each kind has each of `ALL_PARTS`, [num_kinds, num_parts], and `_freed`, [num_kinds, num_parts,
     num_parts]."""
     freed = np.zeros((len(kinds), len(ALL_PARTS), len(ALL_PARTS)))
     for place, kind in enumerate(kinds):
-        for (part, other), count in _freed(kind).items():
+        for (part, other), count in _freed(kind, has_backward).items():
             freed[place, ALL_PARTS.index(part), ALL_PARTS.index(other)] = count
     return np.array([kind.counts for kind in kinds]), freed
 

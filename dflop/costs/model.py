@@ -85,26 +85,37 @@ class CostModel(FittedCosts):
         return self._parts[module, tp]
 
     def stage_memory(
-        self, kind: StageKind, loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
+        self,
+        kind: StageKind,
+        loads: Loads,
+        working_bytes: Mapping[str, float] = NO_WORKING_BYTES,
+        *,
+        has_backward: bool = True,
     ) -> StageMemory:
         """Bytes of each microbatch; each part needs its `working_bytes` on top while it computes."""
-        return self.stage_memories([kind], loads, working_bytes)[0]
+        return self.stage_memories([kind], loads, working_bytes, has_backward=has_backward)[0]
 
     def stage_memories(
-        self, kinds: Sequence[StageKind], loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
+        self,
+        kinds: Sequence[StageKind],
+        loads: Loads,
+        working_bytes: Mapping[str, float] = NO_WORKING_BYTES,
+        *,
+        has_backward: bool = True,
     ) -> list[StageMemory]:
         """`stage_memory` of several kinds of one module's stages at one tp; parts that they share are computed once."""
         at, forms = np.array(loads, dtype=float), self._packed_memory(*_about(kinds), working_bytes)
-        of_kinds = memories_of_kinds(kinds, *forms, at.reshape(len(at), -1))
+        of_kinds = memories_of_kinds(kinds, *forms, at.reshape(len(at), -1), has_backward=has_backward)
         kept, passing = (own.reshape(-1, *at.shape[1:]) for own in of_kinds)
         return list(map(StageMemory, kept, passing))
 
     def stage_memory_forms(
-        self, kind: StageKind, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
+        self, kind: StageKind, working_bytes: Mapping[str, float] = NO_WORKING_BYTES, *, has_backward: bool = True
     ) -> tuple[Coefficients, list[Coefficients]]:
         """`stage_memory` as functions of a microbatch's loads: one for the activations, and several for the transient,
         which is the largest of their values and 0."""
-        return memory_of_parts(kind, *self._memory_of_parts(kind.module, kind.tp, working_bytes))
+        forms = self._memory_of_parts(kind.module, kind.tp, working_bytes)
+        return memory_of_parts(kind, *forms, has_backward=has_backward)
 
     def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""

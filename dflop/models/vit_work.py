@@ -18,8 +18,9 @@ class VitWidths:
     `positions` positions in the layers. The projector turns `projected` positions of width `projector_width` into
     positions of width `out`, the LLM's hidden size. `in_vectors` and `out_vectors` are the numbers of parameters before
     and after the layers that are not in matrices. `shuffle_bytes` are moved, and `shuffle_saved_bytes` kept, for each
-    projected position when positions are merged before the projector. `has_norm` says whether there is a last norm,
-    and `norm_runs` whether it is used.
+    projected position when positions are merged before the projector. `num_cuts` is how many copies of the features'
+    gradient stand at a time where backward puts together what was cut into samples. `has_norm` says whether there is a
+    last norm, and `norm_runs` whether it is used.
     """
 
     layer: Layer
@@ -33,6 +34,7 @@ class VitWidths:
     out_vectors: int
     shuffle_bytes: float = 0.0
     shuffle_saved_bytes: float = 0.0
+    num_cuts: int = 1
     has_norm: bool
     norm_runs: bool
     has_projector_biases: bool = True
@@ -139,4 +141,10 @@ def _projector(widths: VitWidths, tp: int) -> PartWork:
         + widths.has_projector_biases * (out / tp + out),
         num_matrix_parameters=matrices,
         num_kernels=_NUM_KERNELS["last"],
+        # In backward, the copies of the features' gradient; then at the last matrix one of them, the gradient of the
+        # activation's output, and that of the matrix.
+        passing_bytes=(
+            coefficients(num_items=projected * widths.num_cuts * 2.0 * out),
+            coefficients(2.0 * out * out / tp, num_items=projected * (2.0 * out + 2.0 * out / tp)),
+        ),
     )

@@ -180,12 +180,14 @@ class StageCosts:
 
     def memories(self, module: str, loads: Loads) -> list[StageMemory]:
         """The memory of microbatches on each of the module's stages; stages of one kind share one object."""
-        memories = self.costs.stage_memories(self._kinds[module], loads, self._working_bytes[module])
+        how = {"working_bytes": self._working_bytes[module], "has_backward": self.has_backward(module)}
+        memories = self.costs.stage_memories(self._kinds[module], loads, **how)
         return self._of_stages(module, memories)
 
     def memory_forms(self, stage: StageReplicas) -> tuple[Coefficients, list[Coefficients]]:
         """`memories` of one stage as functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
-        return self.costs.stage_memory_forms(self.kind(stage), self._working_bytes[stage.module])
+        how = {"working_bytes": self._working_bytes[stage.module], "has_backward": self.has_backward(stage.module)}
+        return self.costs.stage_memory_forms(self.kind(stage), **how)
 
     @cached_property
     def put_off(self) -> np.ndarray:

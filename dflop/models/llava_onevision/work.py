@@ -46,6 +46,8 @@ def _siglip(spec: ModelSpec) -> VitWidths:
         # Before the layers, the patch embedding's bias and the positions; after them, the newline's embedding.
         in_vectors=sizes.hidden_size + sizes.hidden_size * patches,
         out_vectors=spec.module("llm").hidden_size,
+        # Each picture's gradient is as large as that of all pictures: two of them and their sum, beside the sample's.
+        num_cuts=4,
         # The features are taken before SigLIP's last norm.
         has_norm=True,
         norm_runs=False,

@@ -96,4 +96,7 @@ def _merger(spec: ModelSpec, tp: int) -> PartWork:
         num_parameters=hidden + matrices + wide / tp + out,
         num_matrix_parameters=matrices,
         num_kernels=_NUM_KERNELS["last"],
+        # In the norm's backward, the gradients of its steps in fp32. The activation's input and output, the norm's
+        # output, and what its weight multiplies have been freed.
+        passing_bytes=(coefficients(num_items=20.0 * wide - 4.0 * wide / tp - 4.0 * wide),),
     )

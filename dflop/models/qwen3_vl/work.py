@@ -7,6 +7,7 @@ counted after the last layer, where stages run them.
 from dataclasses import replace
 
 from dflop.models.llm_work import llm_work
+from dflop.models.loads import Coefficients
 from dflop.models.spec import ModelSpec
 from dflop.models.vit_work import vit_layer
 from dflop.models.work import ModuleWork, PartWork, coefficients, size_of
@@ -38,13 +39,26 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
         copies_attention=True,
     )
     squares = ("sum_sq_tokens", patches**2)
+    counted = layer.work(tp, "num_items", patches, squares, causal=False, num_kernels=_NUM_KERNELS["layer"])
+    input_bytes = coefficients(num_items=2.0 * patches * sizes.hidden_size)
     return ModuleWork(
-        layer=layer.work(tp, "num_items", patches, squares, causal=False, num_kernels=_NUM_KERNELS["layer"]),
+        layer=_beside_gradients(counted, spec.num_deepstack * input_bytes),
         first=_patches(spec),
         last=_mergers(spec, tp),
-        input_bytes=coefficients(num_items=2.0 * patches * sizes.hidden_size),
+        input_bytes=input_bytes,
         # The cosines and sines of rotary positions.
         stage_bytes=coefficients(num_items=8.0 * patches * (sizes.hidden_size // sizes.num_heads)),
+    )
+
+
+def _beside_gradients(layer: PartWork, waiting_bytes: Coefficients) -> PartWork:
+    """The layer with `waiting_bytes` on top of what its backward holds. These are gradients of earlier layers' outputs
+    that are features: they wait until backward reaches those layers. All are counted, as for the last layers."""
+    others = {name: getattr(layer, name) for name in ("fused", "frozen")}
+    return replace(
+        layer,
+        passing_bytes=tuple(own + waiting_bytes for own in layer.passing_bytes),
+        **{name: _beside_gradients(other, waiting_bytes) for name, other in others.items() if other},
     )
 
 
@@ -93,4 +107,7 @@ def _mergers(spec: ModelSpec, tp: int) -> PartWork:
         num_parameters=matrices + biases + norms,
         num_matrix_parameters=matrices,
         num_kernels=_NUM_KERNELS["merger"] * count,
+        # In backward, two copies of the features' gradient: each sample's is filled up to all of its tokens, then all
+        # samples' are put together.
+        passing_bytes=(coefficients(num_items=2 * 2.0 * count * out),),
     )

@@ -365,6 +365,15 @@ def test_what_an_encoder_keeps_is_what_autograd_keeps(name):
         assert found == pytest.approx(expected, rel=1e-3)
 
 
+def test_gradients_of_features_wait_beside_the_backward_of_later_layers():
+    fields, loads, passing = deepcopy(FAMILIES["qwen3_vl"].presets["tiny"]), make_loads(9), []
+    for features in ([], [0, 1]):
+        fields["vision_config"] |= {"deepstack_visual_indexes": features}
+        work = count_work(make_spec("qwen3_vl", fields), "vision", 1)
+        passing.append([own.most_passing_bytes(loads) for own in (work.layer, work.layer.fused, work.layer.frozen)])
+    assert np.diff(passing, axis=0)[0] == pytest.approx([2 * float(work.input_bytes(loads))] * 3)
+
+
 def test_what_an_audio_encoder_keeps_is_what_autograd_keeps():
     spec = variant("sounds_qwen2_5_omni")
     model, positions = build(spec, "sdpa", "cpu"), spec.rules.chunk_frames // 2
