@@ -184,10 +184,13 @@ def _inputs(
             yield _text(plan, schedule, chosen)
             continue
         num_samples = int(chosen.sum())
-        items = torch.zeros(num_samples * len(pictures) * each.num_items, *model.processors[node.module].item_shape)
+        shape = (num_samples * len(pictures) * each.num_items, *model.processors[node.module].item_shape)
         kept = tuple(schedule.kept_tokens[chosen, schedule.encoders.index(node.module)].tolist())
+        # No variable holds the items, which in training are in the host's memory and here would count as the device's.
         yield LoadedMedia(
-            batch=EncoderBatch(items=items if num_samples else None, media=(pictures,) * num_samples, kept_tokens=kept)
+            batch=EncoderBatch(
+                items=torch.zeros(shape) if num_samples else None, media=(pictures,) * num_samples, kept_tokens=kept
+            )
         )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import polars as pl
@@ -14,7 +15,8 @@ from click.testing import CliRunner
 from dflop.cli import cli
 from dflop.config import load_config
 from dflop.costs import CostModel, analytic_points, fit_costs
-from dflop.models import ModelSpec, digest_of_spec, family_names, load_model_spec
+from dflop.data.text import BUNDLED_TOKENIZER
+from dflop.models import ModelSpec, digest_of_spec, family_names, family_of, load_model_spec
 from dflop.parallelism import Grid, Plan
 from dflop.pricing import MEMORY_CATEGORIES
 from dflop.runtime import UserError
@@ -114,6 +116,36 @@ def test_every_module_of_every_family_can_be_checked(family, tmp_path):
         # Pictures, which are no activations, are large beside those of so small a model.
         assert 0.6 * checked.tracked["activations"] < checked.predicted["activations"]
         assert checked.predicted["activations"] < 1.1 * checked.tracked["activations"]
+
+
+# Released encoders, each of another kind; layers whose output is a feature, or whose attention is not in windows.
+ENCODERS = {
+    "llava_ov_7b": ("llava_onevision", {}),
+    "internvl_8b": ("internvl", {}),
+    "internvl_78b": ("internvl", {}),
+    "qwen2_5_vl_7b": ("qwen2_5_vl", {"fullatt_block_indexes": [3]}),
+    "qwen3_vl_8b": ("qwen3_vl", {"deepstack_visual_indexes": [1, 2, 3]}),
+    "qwen2_5_omni_7b": ("qwen2_5_omni_thinker", {"fullatt_block_indexes": [3]}),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["all kept", "recomputing"])
+@pytest.mark.parametrize("preset", ENCODERS)
+def test_an_encoder_as_wide_as_a_released_one_holds_what_the_memory_model_says(preset, checkpointing, tmp_path):
+    family, of_layers = ENCODERS[preset]
+    fields = deepcopy(family_of(family).presets[preset])
+    fields["vision_config"] |= of_layers | {"num_hidden_layers": 6, "depth": 6}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = {"family": family, "path": str(tmp_path), "tokenizer": str(BUNDLED_TOKENIZER)}
+    config = load_config(CONFIG | {"model": model})
+    spec = load_model_spec(config.model)
+    costs = CostModel.load(write_costs_of(spec, tmp_path / "costs.duckdb", (1,)))
+    grids = tuple(Grid(module=own.name, num_ranks=1, rank_offset=place) for place, own in enumerate(spec.modules))
+    # Of a single microbatch, the features' gradients are there at the peak. Of others they are counted too early.
+    plan = Plan(placement="disjoint", grids=grids, num_microbatches=1, checkpointing=checkpointing)
+    load = MadeUpLoad(num_pictures=4, picture_side=768, text_tokens=100)
+    checked = check_rank(config, plan, costs, load, 0)
+    assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.03)
 
 
 def test_a_rank_may_be_chosen_and_one_that_is_not_there_is_refused(costs_file):
