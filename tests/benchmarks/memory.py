@@ -3,11 +3,12 @@
     python tests/benchmarks/memory.py [--only NAME ...]
 
 Ten plans of a 7B model and of a 78B one (6B + 72B), which differ in what memory depends on: placement, tensor and
-pipeline parallelism, schedule, checkpointing and sharding. Checked is the first rank of each module's first and last
-pipeline stage; one rank stands for all that carry the same stages. Four pictures of 768 pixels and 2,048 tokens of
-text go through each microbatch. No memory and no GPU is needed; a rank takes a quarter of a minute to one. A table is
-printed as Markdown and `results/benchmarks/memory.json` written, which holds what earlier calls with `--only` found as
-well. The summary is in docs/explanation/measurements.md.
+pipeline parallelism, schedule, checkpointing and sharding; and six of Qwen's models, whose encoders are of another
+kind. Checked is the first rank of each module's first and last pipeline stage; one rank stands for all that carry the
+same stages. Four pictures of 768 pixels and 2,048 tokens of text go through each microbatch. No memory and no GPU is
+needed; a rank takes a quarter of a minute to one. A table is printed as Markdown and `results/benchmarks/memory.json`
+written, which holds what earlier calls with `--only` found as well. The summary is in
+docs/explanation/measurements.md.
 """
 
 import argparse
@@ -100,6 +101,30 @@ PLANS = {
     "qwen2.5-shared": ("qwen2_5_vl_7b", plan("colocated", vision(8, **SHARED), llm(8, **SHARED), 2)),
     "qwen2.5-disjoint": ("qwen2_5_vl_7b", plan("disjoint", vision(4, pp=2), llm(4, tp=2, rank_offset=4), 4)),
     "qwen3-disjoint": ("qwen3_vl_8b", plan("disjoint", vision(4, pp=2), llm(4, tp=2, rank_offset=4), 4)),
+    "qwen2.5-shared, recomputing": (
+        "qwen2_5_vl_7b",
+        plan("colocated", vision(8, **SHARED), llm(8, **SHARED), 2, checkpointing=True),
+    ),
+    "qwen2.5-disjoint, some layers": (
+        "qwen2_5_vl_7b",
+        plan(
+            "disjoint",
+            vision(2, tp=2, recomputed=(24,)),
+            llm(4, tp=2, rank_offset=2, recomputed=(14,)),
+            4,
+            checkpointing=True,
+        ),
+    ),
+    "qwen3-disjoint, encoder recomputing": (
+        "qwen3_vl_8b",
+        plan(
+            "disjoint",
+            vision(2, recomputed=(27,)),
+            llm(4, tp=2, rank_offset=2, recomputed=(0,)),
+            4,
+            checkpointing=True,
+        ),
+    ),
 }
 
 
