@@ -83,20 +83,25 @@ def forms_at(forms, places, loads):
 
 
 @kernel
-def totals_at(forms, counts, loads):
-    """Sums of functions, [num_kinds, num_microbatches], each taken `counts` [num_kinds, num_forms] times, for loads [4,
-    num_microbatches]; 0 for a microbatch without items and tokens."""
+def totals_at(forward, backward, counts, loads):
+    """Sums of functions, [2 (forward, backward), num_kinds, num_microbatches], for loads [4, num_microbatches].
+
+    Each function is taken `counts` [num_kinds, num_forms] times. A microbatch without items and tokens has sums of 0.
+    """
     num_kinds, num_forms = counts.shape
-    totals, each = np.zeros((num_kinds, loads.shape[1])), np.empty(num_forms)
+    totals, each = np.zeros((2, num_kinds, loads.shape[1])), np.zeros((2, num_forms))
     is_used = np.array([counts[:, form].any() for form in range(num_forms)])
     for microbatch in range(loads.shape[1]):
         if loads[0, microbatch] == 0 and loads[1, microbatch] == 0:
             continue
         for form in range(num_forms):
-            each[form] = form_at(forms, form, loads[:, microbatch]) if is_used[form] else 0.0
+            if is_used[form]:
+                each[0, form] = form_at(forward, form, loads[:, microbatch])
+                each[1, form] = form_at(backward, form, loads[:, microbatch])
         for kind in range(num_kinds):
             for form in range(num_forms):
-                totals[kind, microbatch] += counts[kind, form] * each[form]
+                totals[0, kind, microbatch] += counts[kind, form] * each[0, form]
+                totals[1, kind, microbatch] += counts[kind, form] * each[1, form]
     return totals
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from dflop.costs.forms import PackedForms, form_at
-from dflop.costs.stage_kind import ALL_PARTS, StageKind
+from dflop.costs.stage_kind import ALL_PARTS, StageKind, counts_of
 from dflop.models.loads import Coefficients
 from dflop.runtime.kernels import kernel
 
@@ -112,7 +112,7 @@ def _counts_of(kinds: tuple[StageKind, ...], has_backward: bool) -> tuple[np.nda
     for place, kind in enumerate(kinds):
         for (part, other), count in _freed(kind, has_backward).items():
             freed[place, ALL_PARTS.index(part), ALL_PARTS.index(other)] = count
-    return np.array([kind.counts for kind in kinds]), freed
+    return counts_of(kinds), freed
 
 
 @kernel

@@ -12,7 +12,7 @@ import numpy as np
 from dflop.costs.fitted import FittedCosts
 from dflop.costs.forms import PackedForms, forms_at, pack_forms, totals_at
 from dflop.costs.memory import StageMemory, memories_of_kinds, memory_of_parts
-from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled
+from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, counts_of
 from dflop.models.loads import Coefficients, Loads
 
 __all__ = ["NO_WORKING_BYTES", "CostModel"]
@@ -32,11 +32,9 @@ class CostModel(FittedCosts):
 
     def stage_times(self, kinds: Sequence[StageKind], loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
         """`stage_time` of several kinds of one module's stages at one tp."""
-        at, counts = np.array(loads, dtype=float), np.array([kind.counts for kind in kinds])
-        forward_s, backward_s = (
-            totals_at(forms, counts, at.reshape(len(at), -1)).reshape(-1, *at.shape[1:])
-            for forms in self._packed_times(*_about(kinds))
-        )
+        at = np.array(loads, dtype=float)
+        totals = totals_at(*self._packed_times(*_about(kinds)), counts_of(tuple(kinds)), at.reshape(len(at), -1))
+        forward_s, backward_s = totals.reshape(2, len(kinds), *at.shape[1:])
         return list(zip(forward_s, backward_s, strict=True))
 
     def part_times(

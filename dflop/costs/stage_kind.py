@@ -13,7 +13,9 @@ from functools import lru_cache, reduce
 from operator import add
 from typing import TypeVar
 
-__all__ = ["ALL_PARTS", "PARTS", "StageKind", "as_tabled", "stage_kinds"]
+import numpy as np
+
+__all__ = ["ALL_PARTS", "PARTS", "StageKind", "as_tabled", "counts_of", "stage_kinds"]
 
 T = TypeVar("T")
 
@@ -62,6 +64,12 @@ class StageKind:
         """
         each = (of_part[part] if count == 1 else count * of_part[part] for part, count in self.parts)
         return reduce(add, each)
+
+
+@lru_cache(maxsize=4096)
+def counts_of(kinds: tuple[StageKind, ...]) -> np.ndarray:
+    """How often each kind has each of `ALL_PARTS`, [num_kinds, num_parts]."""
+    return np.array([kind.counts for kind in kinds])
 
 
 @lru_cache(maxsize=1024)

@@ -50,6 +50,9 @@ class DealtMedia:
         self._spec, self._costs, self._batches = spec, costs, batches
         self._group, self._frozen = getattr(batches, grouping), frozenset(frozen)
         self._dealt = lru_cache(maxsize=64)(self._deal)
+        self._loads = [
+            [np.array(loads_of(encoder.name, shapes)) for shapes in batches.shapes] for encoder in spec.encoders
+        ]
 
     def adds_s(self, row: Mapping[str, Any], encoders_again: float, sync_s: float) -> np.ndarray | float:
         """Seconds that encoders add to the step of each batch, [num_batches]; 0 where nothing is certain.
@@ -88,7 +91,7 @@ class DealtMedia:
             num_items = shapes.num_items[:, column]
             encoder_rank = deal_items(num_items, microbatch, dp, starts_anew=starts_anew)
             cell = encoder_rank * num_microbatches + microbatch
-            sums.append(sums_by_cell(cell, np.array(loads_of(shapes.encoders[column], shapes)), dp * num_microbatches))
+            sums.append(sums_by_cell(cell, self._loads[column][batch], dp * num_microbatches))
             encoder_cells.append(cell[num_items > 0])
             llm_cells.append((rank * num_microbatches + microbatch)[num_items > 0])
         of_loads = np.array(sums).reshape(-1, 4, dp, num_microbatches).swapaxes(0, 1)

@@ -99,8 +99,7 @@ class RowBounds:
             pinned = bool(self._pinned)
             return (pinned,), layers, layers if pinned else nothing
         row = Row(number, values, (False, True), layers, nothing)
-        plain, again = (self.llm_bytes(row, recomputes) for recomputes in row.choices)
-        if not again <= self._limit_bytes < plain:
+        if self.llm_bytes(row, False) <= self._limit_bytes or self.llm_bytes(row, True) > self._limit_bytes:
             return row.choices, layers, nothing
         return row.choices, layers, self._memory.least_recomputed(values, self._limit_bytes, self._ends(row))
 

@@ -243,11 +243,13 @@ class _Search:
     def _may_fit(self, row: Row, least_bytes: Callable[[Row, bool], float]) -> bool:
         """Whether a row may still fit, by its least bytes with all layers recomputed or with none."""
         for recomputes in row.choices:
-            if (row.number, recomputes) not in self._misses:
-                needed = least_bytes(row, recomputes) / MARGIN
-                if needed > self._budget_bytes:
-                    self._misses[row.number, recomputes] = needed
-        return any((row.number, recomputes) not in self._misses for recomputes in row.choices)
+            if (row.number, recomputes) in self._misses:
+                continue
+            needed = least_bytes(row, recomputes) / MARGIN
+            if needed <= self._budget_bytes:
+                return True
+            self._misses[row.number, recomputes] = needed
+        return False
 
     def _fits(self, row: Row, pricer: PlanPricer) -> bool:
         """Whether the row's first choice fits."""

@@ -12,6 +12,7 @@ from dflop.costs import Link, LinkModel
 from dflop.parallelism import PLACEMENTS, Plan
 from dflop.pipeline import Bridges, StageReplicas, stages_of
 from dflop.pricing.edge_bytes import EdgeBytes
+from dflop.runtime.kernels import kernel
 
 __all__ = ["TransferForms", "Transfers", "find_link"]
 
@@ -95,15 +96,12 @@ class Transfers:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """One encoder's messages: the four arrays of `Bridges`. The given arrays are [num_samples]."""
         _, llm = self._ends_of_bridges
-        sent = np.flatnonzero(num_bytes)
-        shape = (encoder.dp, llm.dp, self.plan.num_microbatches)
-        places = np.ravel_multi_index((encoder_rank[sent], llm_dp_rank[sent], microbatch[sent]), shape)
-        cells, message = np.unique(places, return_inverse=True)
-        source, target, microbatch = np.unravel_index(cells, shape)
+        ends = encoder_rank, llm_dp_rank, microbatch
+        source, target, microbatch, sent_bytes = _messages_of(*ends, num_bytes, llm.dp, self.plan.num_microbatches)
         seconds = self._p2p_s(
             self._first_ranks(encoder, source),
             self._first_ranks(llm, target),
-            np.bincount(message, weights=num_bytes[sent], minlength=len(cells)),
+            sent_bytes,
         )
         seconds *= self._num_copies(encoder, source, target)
         return encoder.first_node + source, llm.first_node + target, microbatch, seconds
@@ -204,3 +202,21 @@ def find_link(links: LinkModel, cluster: ClusterConfig, kind: str, is_intra: boo
         return measured
     bytes_per_s = (cluster.intra_node_gbps if is_intra else cluster.inter_node_gbps) * 1e9 / 8
     return Link(0.0, bytes_per_s if kind == "p2p" else bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
+
+
+@kernel
+def _messages_of(encoder_rank, llm_dp_rank, microbatch, num_bytes, num_llm_replicas, num_microbatches):
+    """The messages in which samples [num_samples] travel, ordered by source, target and microbatch: these three and the
+    bytes, [num_messages] each. Samples without bytes are in none."""
+    sent = np.flatnonzero(num_bytes)
+    places = (encoder_rank[sent] * num_llm_replicas + llm_dp_rank[sent]) * num_microbatches + microbatch[sent]
+    order = np.argsort(places, kind="mergesort")
+    message_bytes, of_message = np.zeros(len(sent)), np.empty(len(sent), dtype=np.int64)
+    count = 0
+    for number in order:
+        if count == 0 or of_message[count - 1] != places[number]:
+            of_message[count] = places[number]
+            count += 1
+        message_bytes[count - 1] += num_bytes[sent[number]]
+    pairs, of_message = of_message[:count] // num_microbatches, of_message[:count] % num_microbatches
+    return pairs // num_llm_replicas, pairs % num_llm_replicas, of_message, message_bytes[:count]
