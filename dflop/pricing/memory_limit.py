@@ -27,6 +27,8 @@ MOST_LEFT_OUT = 0.1
 # How many changes of an assignment are tried to make it fit, a fraction of a millisecond each.
 MOST_TRIALS = 400
 _NUM_DRAWN = 3
+# By how much a change may make the fullest device fuller where nothing else helps, as a share.
+_FULLER = 0.05
 _SHOWN = 3
 
 
@@ -111,7 +113,8 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], r
     """An assignment that fits into memory.
 
     A start is changed at random, a little at a time, until it fits. The given starts are tried first, then one that
-    balances bytes alone, then a few that are drawn at random.
+    balances bytes alone, then a few that are drawn at random. A descent may end where every single change makes the
+    fullest device fuller; so at last the one that balances bytes is tried with changes that do so, too.
 
     Raises:
         UserError: no assignment that fits was found.
@@ -120,8 +123,10 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], r
     num_buckets, num_microbatches = pricer.plan.num_buckets, pricer.plan.num_microbatches
     drawn = (dealt_at_random(len(shapes), num_buckets, rng) for _ in range(_NUM_DRAWN))
     others = (pricer.assign(shapes, *np.divmod(cell, num_microbatches)) for cell in drawn)
-    for start in itertools.chain(starts, [_even_in_bytes(pricer, shapes)], others):
-        assignment, own_bytes = _descend_on_bytes(pricer, shapes, start, rng)
+    even = _even_in_bytes(pricer, shapes)
+    tries = ((start, 0.0) for start in itertools.chain(starts, [even], others))
+    for start, fuller in itertools.chain(tries, [(even, _FULLER)] * _NUM_DRAWN):
+        assignment, own_bytes = _descend_on_bytes(pricer, shapes, start, fuller, rng)
         if own_bytes <= pricer.memory.limit_bytes:
             return assignment
         needed_bytes = min(needed_bytes, own_bytes)
@@ -134,18 +139,20 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], r
 
 
 def _descend_on_bytes(
-    pricer: Pricer, shapes: SampleShapes, start: Assignment, rng: np.random.Generator
+    pricer: Pricer, shapes: SampleShapes, start: Assignment, fuller: float, rng: np.random.Generator
 ) -> tuple[Assignment, float]:
-    """Move or swap samples or swap microbatches at random, keeping each change that makes the fullest device no fuller.
+    """Move or swap samples or swap microbatches at random, keeping changes that make the fullest device no fuller.
 
-    Returns the assignment and the bytes of its fullest device.
+    At first a change may make it fuller by the share `fuller`, and in the end by nothing. Returns the best assignment
+    and the bytes of its fullest device.
     """
-    best, needed_bytes = start, max(pricer.memory_bytes(shapes, start).values())
+    now, now_bytes = start, max(pricer.memory_bytes(shapes, start).values())
+    best, needed_bytes = now, now_bytes
     num_microbatches = pricer.plan.num_microbatches
-    for _ in range(MOST_TRIALS):
+    for trial in range(MOST_TRIALS):
         if needed_bytes <= pricer.memory.limit_bytes:
             break
-        cell = best.llm_dp_rank * num_microbatches + best.microbatch
+        cell = now.llm_dp_rank * num_microbatches + now.microbatch
         one, other = rng.integers(len(shapes), size=2)
         if cell[one] == cell[other]:
             continue
@@ -161,7 +168,9 @@ def _descend_on_bytes(
             continue
         assignment = pricer.assign(shapes, *np.divmod(changed, num_microbatches))
         its_bytes = max(pricer.memory_bytes(shapes, assignment).values())
-        if its_bytes <= needed_bytes:
+        if its_bytes <= now_bytes * (1 + fuller * (1 - trial / MOST_TRIALS)):
+            now, now_bytes = assignment, its_bytes
+        if its_bytes < needed_bytes:
             best, needed_bytes = assignment, its_bytes
     return best, needed_bytes
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_plans import make_plan
 
@@ -129,6 +129,8 @@ def test_every_schedule_keeps_every_limit_or_says_that_none_does(
     placement=st.sampled_from(["disjoint", "colocated", "bubble_filled"]),
     slack=st.floats(1.03, 1.3),
 )
+@example(seed=467, placement="disjoint", slack=1.03)  # no single change from any start leads to what fits
+@example(seed=424, placement="colocated", slack=1.03)
 def test_a_small_batch_is_placed_wherever_memory_has_three_percent_to_spare(
     scheduler_of, draw_samples, seed, placement, slack
 ):
