@@ -146,14 +146,17 @@ class Observations:
 
     def forget_from(self, num_steps: int) -> None:
         """Delete all ranks' observations of steps from `num_steps` on, because a resumed run records them again."""
-        for part in self._folder.glob("*.parquet"):
+        for left in self._folder.glob(".*.parquet"):
+            left.unlink(missing_ok=True)  # of a process that was killed while it wrote (`written_whole`)
+        for part in self._folder.glob("[!.]*.parquet"):
             name, end = part.stem.rsplit(".", 1)
             if int(end) <= num_steps:
                 continue
             earlier = _read(part).filter(pl.col("step") < num_steps)
-            part.unlink(missing_ok=True)
             if len(earlier):
-                earlier.write_parquet(part.with_name(f"{name}.{num_steps:06d}.parquet"))
+                with written_whole(part.with_name(f"{name}.{num_steps:06d}.parquet")) as beside:
+                    earlier.write_parquet(beside)
+            part.unlink(missing_ok=True)
 
 
 def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: dict[str, str]) -> Merged:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from dflop.pipeline import Node, Op, Span
 from dflop.pricing import read_learned
+from dflop.runtime.artifacts import written_whole
 from dflop.training import merge_observations
 from dflop.training.checkpoint_files import checksums_of, damage_in, find_checkpoint, write_checksums
 from dflop.training.metrics import mend_metrics
@@ -79,6 +81,18 @@ def test_a_torn_part_is_moved_aside_and_the_others_are_kept(tmp_path, capsys, co
 def test_of_a_part_that_goes_beyond_the_checkpoint_only_earlier_steps_stay(tmp_path):
     folder = tmp_path / "observations"
     observe(folder, 0, 2, 6).forget_from(4)
+    assert merged(folder)["step"].to_list() == [0, 1, 2, 3]
+
+
+def test_what_a_killed_process_had_half_written_is_deleted_and_the_run_goes_on(tmp_path):
+    folder = tmp_path / "observations"
+    own = observe(folder, 0, 2, 4)
+    with written_whole(folder / "rank-00000.000005.parquet") as beside:
+        shutil.copy(folder / "rank-00000.000004.parquet", beside)
+        killed = shutil.copy(beside, tmp_path / beside.name)
+    shutil.move(killed, folder)
+    own.forget_from(4)
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.000002.parquet", "rank-00000.000004.parquet"]
     assert merged(folder)["step"].to_list() == [0, 1, 2, 3]
 
 
