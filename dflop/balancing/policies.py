@@ -201,7 +201,7 @@ def _place_anywhere(weighted, order, num_buckets):
     num_used = 0  # buckets get their first sample in order, since empty ones are alike
     for position in range(num_samples):
         i = order[position]
-        best, best_peak, best_squares = num_used, np.inf, np.inf
+        best, best_peak, best_squares = min(num_used, num_buckets - 1), np.inf, np.inf
         only_empty = num_buckets - num_used == num_samples - position
         for b in range(0 if only_empty else min(num_used + 1, num_buckets)):
             peak = 0.0

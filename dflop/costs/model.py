@@ -104,7 +104,7 @@ class CostModel(FittedCosts):
         """`stage_memory` of several kinds of one module's stages at one tp; parts that they share are computed once."""
         at, forms = np.array(loads, dtype=float), self._packed_memory(*_about(kinds), working_bytes)
         of_kinds = memories_of_kinds(kinds, *forms, at.reshape(len(at), -1), has_backward=has_backward)
-        kept, passing = (own.reshape(-1, *at.shape[1:]) for own in of_kinds)
+        kept, passing = (own.reshape(len(kinds), *at.shape[1:]) for own in of_kinds)
         return list(map(StageMemory, kept, passing))
 
     def stage_memory_forms(

@@ -59,8 +59,8 @@ class StageKind:
         """The sum of a quantity over the stage's parts, given for one unit of each part.
 
         The quantity is anything that can be added and multiplied by a count: arrays of seconds or bytes at some loads,
-        functions of the loads (`Coefficients`), or numbers. Other code that sums over a stage's parts (`totals_at`) has
-        the same results.
+        functions of the loads (`Coefficients`), or numbers. Kernels that sum over a stage's parts (`totals_at`,
+        `memories_of_kinds`) have the same results.
         """
         each = (of_part[part] if count == 1 else count * of_part[part] for part, count in self.parts)
         return reduce(add, each)

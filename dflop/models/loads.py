@@ -65,7 +65,7 @@ class Coefficients:
     hinges: tuple[Hinge, ...] = ()
 
     def __call__(self, loads: Loads) -> np.ndarray:
-        # The plan search calls this some hundred thousand times, mostly on small arrays: each temporary array costs.
+        # Called very often, and mostly on small arrays: each temporary array costs.
         total = None
         for coefficient, load in zip(self.per_load, loads, strict=True):
             if coefficient:

@@ -113,8 +113,11 @@ class EncoderStage(Stage):
 
     @abstractmethod
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """What `onward` and `finish` read: outputs of layers, and the last layer's at the end. The list is held until
-        forward ends, whether or not backward needs all of its tensors."""
+        """What `onward` and `finish` read: the input and the outputs of layers, or the last layer's output alone.
+
+        The list is held until forward ends. So it has None in place of tensors that neither reads: a frozen encoder
+        would hold all of them otherwise, and a trained one those that backward does not need.
+        """
 
     def onward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         """What is sent to the next stage, from the result of `encode`."""

@@ -78,7 +78,7 @@ def splits_backward(plan: Plan, module: str) -> bool:
     return module == "llm" or not PLACEMENTS[plan.placement].shares_ranks
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _pipeline(
     pp: int, num_microbatches: int, schedule: str, num_chunks: int, first: int, num_before: int, *, splits: bool
 ) -> list[np.ndarray]:

@@ -258,7 +258,11 @@ def _in_flight(schedule: str, pp: int, num_microbatches: int, num_chunks: int) -
 
 
 def _without_consts(passing: PackedTerms, stage: int, items: np.ndarray) -> np.ndarray:
-    """Bytes on top of what is kept, [num_microbatches], for microbatches with `items`, without constants."""
+    """Bytes on top of what is kept, [num_microbatches], for microbatches with `items`, without constants.
+
+    A constant may be negative, for parts that find others' activations freed. What is kept must then be taken without
+    its constants, too: they are no smaller.
+    """
     own = slice(passing.first[stage], passing.first[stage + 1])
     at, slope = (passing.forms.hinges[own, :, place, None] for place in (1, 2))  # [num_forms, num_hinges, 1]
     beyond = (slope * np.maximum(items - at, 0.0)).sum(axis=1)

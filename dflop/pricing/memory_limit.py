@@ -27,7 +27,7 @@ MOST_LEFT_OUT = 0.1
 # How many changes of an assignment are tried to make it fit, a fraction of a millisecond each.
 MOST_TRIALS = 400
 _NUM_DRAWN = 3
-# By how much a change may make the fullest device fuller where nothing else helps, as a share.
+# By how much the fullest device may be fuller than it was at best, as a share, where nothing else helps.
 _FULLER = 0.05
 _SHOWN = 3
 
@@ -143,8 +143,8 @@ def _descend_on_bytes(
 ) -> tuple[Assignment, float]:
     """Move or swap samples or swap microbatches at random, keeping changes that make the fullest device no fuller.
 
-    At first a change may make it fuller by the share `fuller`, and in the end by nothing. Returns the best assignment
-    and the bytes of its fullest device.
+    A change may make it fuller than in the best assignment so far by the share `fuller` at first, and by nothing in the
+    end. Returns the best assignment and the bytes of its fullest device.
     """
     now, now_bytes = start, max(pricer.memory_bytes(shapes, start).values())
     best, needed_bytes = now, now_bytes
@@ -168,7 +168,7 @@ def _descend_on_bytes(
             continue
         assignment = pricer.assign(shapes, *np.divmod(changed, num_microbatches))
         its_bytes = max(pricer.memory_bytes(shapes, assignment).values())
-        if its_bytes <= now_bytes * (1 + fuller * (1 - trial / MOST_TRIALS)):
+        if its_bytes <= max(now_bytes, needed_bytes * (1 + fuller * (1 - trial / MOST_TRIALS))):
             now, now_bytes = assignment, its_bytes
         if its_bytes < needed_bytes:
             best, needed_bytes = assignment, its_bytes

@@ -52,7 +52,7 @@ class VisionStage(EncoderStage):
         return self.hf.model.vision_tower.embeddings(batch.items)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """The output of this stage's last layer. Where norms keep copies in fp32, backward does not need the others."""
+        """The output of this stage's last layer. Backward does not need the others where norms keep copies in fp32."""
         for index in self.layers:
             hidden = self.hf.model.vision_tower.encoder.layer[index](hidden)
         return [hidden]

@@ -77,17 +77,22 @@ class VisionStage(EncoderStage):
         return self.hf.model.vision_tower.embeddings(batch.items)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """The input, and the output of each of this stage's layers."""
-        outputs = [hidden]
-        for index in self.layers:
+        """The input, and the output of each of this stage's layers; None but for the last and for features."""
+        outputs, read = [hidden], {place % (len(self.layers) + 1) for place in self._places() if self.is_last}
+        for place, index in enumerate(self.layers):
             outputs.append(self.hf.model.vision_tower.encoder.layers[index](outputs[-1], None))
+            if place not in read:
+                outputs[place] = None
         return outputs
+
+    def _places(self) -> list[int]:
+        """Where the last stage's features are in the result of `encode`, some counted from its end."""
+        return [layer - self.layers.start if layer >= 0 else layer for layer in _feature_layers(self.hf.config)]
 
     def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
         """Features of each sample, [kept_tokens, hidden_size of the LLM]."""
         model, config = self.hf.model, self.hf.config
-        places = [layer - self.layers.start if layer >= 0 else layer for layer in _feature_layers(config)]
-        hidden = torch.cat([outputs[place] for place in places], dim=-1)
+        hidden = torch.cat([outputs[place] for place in self._places()], dim=-1)
         if config.vision_feature_select_strategy == "default":
             hidden = hidden[:, 1:]
         per_item = model.multi_modal_projector(hidden)

@@ -87,13 +87,11 @@ class AudioStage(EncoderStage):
         return (hidden + positions.to(hidden.dtype)).flatten(0, 1)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """The input, and the output of each of this stage's layers."""
+        """The output of this stage's last layer."""
         whole, ends = OneSegment(hidden), self._segment_ends(batch)
-        outputs = [hidden]
         for index in self.layers:
-            layer = self.hf.model.audio_tower.layers[index]
-            outputs.append(layer(outputs[-1], cu_seqlens=whole, segment_ends=ends)[0])
-        return outputs
+            (hidden, *_) = self.hf.model.audio_tower.layers[index](hidden, cu_seqlens=whole, segment_ends=ends)
+        return [hidden]
 
     def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
         """Features of each sample, [kept_tokens, hidden_size of the LLM]."""

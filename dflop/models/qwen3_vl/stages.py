@@ -94,7 +94,7 @@ class VisionStage(EncoderStage):
         return patches + positions.sum(1).to(patches.dtype)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """The input, and the output of each of this stage's layers."""
+        """The input, and the output of each of this stage's layers; None but for the last and for features."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
         whole = OneSegment(hidden)
         outputs, last = [hidden], self._parts([hidden])[0]
@@ -103,6 +103,8 @@ class VisionStage(EncoderStage):
                 last, cu_seqlens=whole, position_embeddings=layout.rotary, segment_ends=layout.ends
             )
             outputs.append(last)
+            if index > self.layers.start and index - 1 not in self.hf.config.vision_config.deepstack_visual_indexes:
+                outputs[-2] = None
         return outputs
 
     def onward(self, outputs: list[torch.Tensor]) -> torch.Tensor:

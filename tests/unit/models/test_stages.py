@@ -423,19 +423,29 @@ def test_what_goes_from_stage_to_stage_has_the_shape_they_say_and_the_result_is_
     assert hidden.item() == pytest.approx(llm[0](llm[0].embed(text, features), text).item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["internvl 6b qwen3", "qwen2_5_vl"])
-def test_an_encoder_whose_norms_copy_their_inputs_holds_no_outputs_of_layers_that_nothing_reads(name):
+COPYING_NORMS = ("internvl 6b qwen3", "qwen2_5_vl")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_frozen"), [*((name, False) for name in COPYING_NORMS), *((name, True) for name in CASES)]
+)
+def test_an_encoder_holds_no_outputs_of_layers_that_nothing_reads(name, is_frozen):
+    """Backward needs them where norms do not copy their inputs, unless the encoder is frozen."""
     case = CASES[name]
     stage = case.stage(case.config(), "vision", dtype=torch.bfloat16)
+    stage.requires_grad_(not is_frozen)
     made_up = case.runtime.make_up_media(case.spec, "vision", 4)
     batch = EncoderBatch(
         items=torch.zeros(4, *made_up.item_shape, dtype=torch.bfloat16), media=(made_up.media,), kept_tokens=(1 << 30,)
     )
-    outputs = []
+    outputs, vision = [], stage.hf.config.vision_config
     for layer in stage.layer_names:
         stage.hf.get_submodule(layer).register_forward_hook(lambda _, __, made: outputs.append(weakref.ref(made)))
     encoded = stage.encode(stage.embed(batch), batch)
-    assert [own() is not None for own in outputs] == [False] * (NUM_LAYERS - 1) + [True]
+    features = {NUM_LAYERS - 1, *getattr(vision, "deepstack_visual_indexes", ())}
+    if chosen := getattr(stage.hf.config, "vision_feature_layer", None):
+        features |= {(layer - 1) % NUM_LAYERS if layer > 0 else NUM_LAYERS + layer for layer in np.atleast_1d(chosen)}
+    assert {layer for layer, own in enumerate(outputs) if own() is not None} == features
     assert encoded[-1] is outputs[-1]()
 
 
