@@ -112,7 +112,7 @@ class EncoderStage(Stage):
         """The first layer's input, [num_items, num_positions, hidden_size] unless a family says otherwise."""
 
     @abstractmethod
-    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
+    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor | None]:
         """What `onward` and `finish` read: the input and the outputs of layers, or the last layer's output alone.
 
         The list is held until forward ends. So it has None in place of tensors that neither reads: a frozen encoder

@@ -12,7 +12,7 @@ from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec, why_family_cannot_run
 from dflop.parallelism import PLACEMENTS, Plan
-from dflop.pipeline import StageTimes, Timeline, simulate_step_s, why_not_runnable
+from dflop.pipeline import StageTimes, Timeline, why_not_runnable
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import Assignment, Cells, Pricer, alone_bytes
 
@@ -80,15 +80,11 @@ class PlanPricer:
 
     def memory_bytes(self, batch: int) -> dict[str, float]:
         """The peak bytes of each module's fullest rank."""
-        _, assignment, cells = self._grouped(batch)
-        return self._pricer.memory.of_modules(cells, self._pricer.order(assignment.slots))
+        return self._pricer.memory_bytes(*self._grouped(batch))
 
     def bytes_along_pipeline(self, batches: Iterable[int]) -> dict[str, np.ndarray]:
         """By module, the peak bytes over these batches of the fullest rank in each place of its pipeline, [pp]."""
-        grouped = map(self._grouped, batches)
-        of_batches = [
-            self._pricer.memory.along_pipeline(own.cells, self._pricer.order(own.assignment.slots)) for own in grouped
-        ]
+        of_batches = [self._pricer.bytes_along_pipeline(*self._grouped(batch)) for batch in batches]
         return {grid.module: np.max([own[grid.module] for own in of_batches], axis=0) for grid in self.plan.grids}
 
     def fullest_batch(self) -> tuple[int, float]:
@@ -114,8 +110,7 @@ class PlanPricer:
 
     def step_s(self, batch: int) -> float:
         """The predicted step time of a batch, in seconds."""
-        order = self._pricer.order(self._grouped(batch).assignment.slots)
-        return simulate_step_s(order, self.stage_times(batch))
+        return self._pricer.step_s(*self._grouped(batch))
 
     def mean_step_s(self) -> float:
         """The mean step time over all batches, in seconds."""
@@ -123,7 +118,7 @@ class PlanPricer:
 
     def stage_times(self, batch: int) -> StageTimes:
         """The predicted seconds of a batch's computations and transfers."""
-        return self._pricer.times_of_cells(*self._grouped(batch))
+        return self._pricer.stage_times(*self._grouped(batch))
 
     def candidate(self) -> Candidate:
         """The plan with all its figures."""

@@ -46,7 +46,8 @@ WEIGHT_SHARE = 0.5
 class Pricer:
     """Stage times, step times and memory of one plan.
 
-    Methods take shapes whose encoders are the plan's, in its order.
+    Methods take shapes whose encoders are the plan's, in its order. Those that take `cells` find the assignment's
+    (`Pricer.cells`) by themselves where these are not given.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Pricer:
         of_stages, limit_bytes = self.memory.of_stages(cells), self.memory.limit_bytes
         if self._least_bytes(of_stages) > limit_bytes:
             return assignment
-        times = self.times_of_cells(shapes, assignment, cells)
+        times = self.stage_times(shapes, assignment, cells)
         least_bytes, best = np.inf, assignment
         for slots in self._fillings(times):
             needed_bytes = self.memory.fullest(of_stages, self.order(slots))
@@ -169,20 +170,19 @@ class Pricer:
         """The search for slots, where the plan's placement fills bubbles."""
         return BubbleFiller(self.plan, self.stage_costs.frozen) if self.placement.fills_bubbles else None
 
-    def stage_times(self, shapes: SampleShapes, assignment: Assignment) -> StageTimes:
+    def cells(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Cells]:
+        """The loads of every replica of each module in every microbatch, whichever layers are recomputed."""
+        return cells_of(self.plan, shapes, assignment)
+
+    def stage_times(
+        self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None
+    ) -> StageTimes:
         """Predicted seconds of every computation, transfer and gradient sync of the step.
 
         The weight part of a backward is taken to be half of it: the gradients of a matrix's input and of its weights
         are products of the same size. Attention has no weights, but half of its backward counts as weight part, too.
         """
-        return self.times_of_cells(shapes, assignment, self.cells(shapes, assignment))
-
-    def cells(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Cells]:
-        """The loads of every replica of each module in every microbatch, whichever layers are recomputed."""
-        return cells_of(self.plan, shapes, assignment)
-
-    def times_of_cells(self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells]) -> StageTimes:
-        """`stage_times` where the assignment's `cells` are known."""
+        cells = cells or self.cells(shapes, assignment)
         forward_s, backward_s = self.stage_costs.stage_times({name: own.loads for name, own in cells.items()})
         splits = SCHEDULES[self.plan.schedule].splits_backward
         return StageTimes(
@@ -205,9 +205,9 @@ class Pricer:
         """Each module's loads, arrays [dp, num_microbatches]."""
         return {module: own.loads for module, own in self.cells(shapes, assignment).items()}
 
-    def step_s(self, shapes: SampleShapes, assignment: Assignment) -> float:
+    def step_s(self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None) -> float:
         """The predicted step time, in seconds."""
-        return simulate_step_s(self.order(assignment.slots), self.stage_times(shapes, assignment))
+        return simulate_step_s(self.order(assignment.slots), self.stage_times(shapes, assignment, cells))
 
     def timeline(self, times: StageTimes, slots: np.ndarray | None) -> Timeline:
         """The timeline of an assignment with these times and slots."""
@@ -217,9 +217,17 @@ class Pricer:
         """A lower bound of the step time of any schedule of this batch, in seconds (`least_step_s`)."""
         return least_step_s(self.stage_costs, shapes)
 
-    def memory_bytes(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, float]:
+    def memory_bytes(
+        self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None
+    ) -> dict[str, float]:
         """Predicted peak bytes of each module's fullest rank, with parameters, optimiser state and microbatches."""
-        return self.memory.of_modules(self.cells(shapes, assignment), self.order(assignment.slots))
+        return self.memory.of_modules(cells or self.cells(shapes, assignment), self.order(assignment.slots))
+
+    def bytes_along_pipeline(
+        self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None
+    ) -> dict[str, np.ndarray]:
+        """`memory_bytes` in each place of each module's pipeline, [pp]."""
+        return self.memory.along_pipeline(cells or self.cells(shapes, assignment), self.order(assignment.slots))
 
     def activation_bytes(self, shapes: SampleShapes, assignment: Assignment, order: CompiledPlan) -> np.ndarray:
         """Peak bytes of microbatches on each worker's ranks, [num_workers]."""

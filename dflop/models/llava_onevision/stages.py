@@ -76,7 +76,7 @@ class VisionStage(EncoderStage):
         """Embedded patches [num_items, num_patches, hidden_size]."""
         return self.hf.model.vision_tower.embeddings(batch.items)
 
-    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
+    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor | None]:
         """The input, and the output of each of this stage's layers; None but for the last and for features."""
         outputs, read = [hidden], {place % (len(self.layers) + 1) for place in self._places() if self.is_last}
         for place, index in enumerate(self.layers):

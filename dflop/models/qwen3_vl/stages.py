@@ -93,7 +93,7 @@ class VisionStage(EncoderStage):
         positions = tower.pos_embed(indices.to(patches.device)) * weights.to(patches.device)[:, :, None]
         return patches + positions.sum(1).to(patches.dtype)
 
-    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
+    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor | None]:
         """The input, and the output of each of this stage's layers; None but for the last and for features."""
         layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
         whole = OneSegment(hidden)
