@@ -1,6 +1,6 @@
 """Published systems beside ours, on the paper's mix and 64 H100s, by the same simulator.
 
-Its table is in docs/explanation/measurements.md.
+Its table is in docs/explanation/measurements/.
 
     python tests/benchmarks/comparison.py --shapes FOLDER [--devices 64] [--batch 512] [--only llava_ov_7b] [OPTION ...]
 

@@ -8,7 +8,7 @@ kind. Checked is the first rank of each module's first and last pipeline stage; 
 same stages. Four pictures of 768 pixels and 2,048 tokens of text go through each microbatch. No memory and no GPU is
 needed; a rank takes a quarter of a minute to one. A table is printed as Markdown and `results/benchmarks/memory.json`
 written, which holds what earlier calls with `--only` found as well. The summary is in
-docs/explanation/measurements.md.
+docs/explanation/measurements/.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Runs that others published, beside what the analytic cost model and the simulator say of them.
 
-The summary is in docs/explanation/measurements.md.
+The summary is in docs/explanation/measurements/.
 
     python tests/benchmarks/published.py --runs FOLDER
 
