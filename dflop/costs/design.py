@@ -21,6 +21,7 @@ from dflop.costs.fit import PIECES, fit_model, fit_piece, measured_loads, median
 from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import StageKind
 from dflop.models.loads import main_load
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.runtime import UserError
 
 __all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "fitted_depths", "load_bounds"]
@@ -136,12 +137,12 @@ def fitted_depths(num_layers: int) -> tuple[int, int]:
 
 
 class Design:
-    """The points of one module at one tp, in the order in which to measure them."""
+    """The points of one module in one layout, in the order in which to measure them."""
 
     def __init__(
         self,
         module: str,
-        tp: int,
+        layout: LayoutKey,
         num_layers: int,
         bounds: LoadBounds,
         *,
@@ -152,7 +153,7 @@ class Design:
     ) -> None:
         """`target_error` is the median relative error at which measuring may end; `room_bytes` is the memory that a
         rank has for microbatches: no point is chosen that would need more."""
-        self.module, self.tp, self.num_layers, self.bounds = module, tp, num_layers, bounds
+        self.module, self.layout, self.num_layers, self.bounds = module, layout, num_layers, bounds
         self._reads_text = main_load(module) == "num_tokens"
         self.depths = fitted_depths(num_layers)
         self.target_error = target_error
@@ -304,7 +305,7 @@ class Design:
     ) -> Iterable[float]:
         frame = pl.DataFrame([point.keys() for point in candidates])
         loads = measured_loads(frame)
-        whole = model.stage_time(StageKind.whole(self.module, self.tp, self.num_layers), loads)
+        whole = model.stage_time(StageKind.whole(self.module, self.layout, self.num_layers), loads)
         total = np.zeros(len(candidates))
         for direction, whole_s in zip(("forward", "backward"), whole, strict=True):
             own = points.filter(pl.col("pass") == direction).sample(fraction=1.0, shuffle=True, seed=0)

@@ -24,6 +24,7 @@ from dflop.costs.measured import POINT_KEYS
 from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import StageKind
 from dflop.models.loads import FEATURES, Coefficients, Loads, loads_behind, main_load, ramp
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.runtime import UserError
 
 __all__ = [
@@ -39,7 +40,7 @@ __all__ = [
 # The pieces that are measured, and the parts that each is made of. A piece has its `layer` part once a layer.
 PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
 
-# Seconds by module, tp, part, whether layers are recomputed, and pass.
+# Seconds by module, layout, part, whether layers are recomputed, and pass.
 Times = dict[tuple[str, int, str, bool, str], Coefficients]
 
 _NUM_HINGES = 4
@@ -93,7 +94,7 @@ def median_points(measurements: pl.DataFrame) -> pl.DataFrame:
 
 
 def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "measured") -> CostModel:
-    """The cost model of all modules and tp sizes in `points` (a frame of `median_points`).
+    """The cost model of all modules and layouts in `points` (a frame of `median_points`).
 
     `parameters` has the columns module, tp, part, parameter_bytes and targets_at_once (infinite where it is missing).
 
@@ -102,21 +103,22 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
     """
     times, activations, transients, ranges = {}, {}, {}, {}
     at_once = {
-        (row["module"], row["tp"]): row.get("targets_at_once", math.inf)
+        (row["module"], LayoutKey.of_row(row)): row.get("targets_at_once", math.inf)
         for row in parameters.iter_rows(named=True)
         if row["part"] == "last"
     }
-    for (module, tp, piece, checkpointing, direction), frame in points.filter(pl.col("piece") != "whole").group_by(
-        "module", "tp", "piece", "checkpointing", "pass", maintain_order=True
+    for (module, *sizes, piece, checkpointing, direction), frame in points.filter(pl.col("piece") != "whole").group_by(
+        "module", *LayoutKey.columns(), "piece", "checkpointing", "pass", maintain_order=True
     ):
+        layout = LayoutKey(*sizes)
         depths = frame["num_layers"].n_unique()
         if len(frame) < _LEAST_POINTS[piece] or (piece == "layers" and depths < 2):
             raise UserError(
-                f"{module} tp={tp}: {len(frame)} {direction} points of {piece} at {depths} depth(s) are too few for a "
+                f"{module} {layout}: {len(frame)} {direction} points of {piece} at {depths} depth(s) are too few for a "
                 "fit; raise `costs.time_budget_s` and run `dflop profile-costs` again"
             )
-        keys = [(module, tp, part, checkpointing) for part in PIECES[piece]]
-        chunk = at_once.get((module, tp), math.inf) if piece == "last" else math.inf
+        keys = [(module, layout, part, checkpointing) for part in PIECES[piece]]
+        chunk = at_once.get((module, layout), math.inf) if piece == "last" else math.inf
         if not checkpointing:
             fitted = fit_piece(frame, module, piece, "seconds", chunk=chunk)
             times |= {(*key, direction): fit for key, fit in zip(keys, fitted, strict=True)}
@@ -129,20 +131,22 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
             only = PIECES[piece][-1:]
             transients[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=only, chunk=chunk)[0]
     times |= _recomputing(times)
-    for (module, tp, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
-        "module", "tp", "checkpointing"
+    for (module, *sizes, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
+        "module", *LayoutKey.columns(), "checkpointing"
     ):
-        own = points.filter((pl.col("module") == module) & (pl.col("tp") == tp))
+        layout = LayoutKey(*sizes)
+        own = points.filter(pl.col("module") == module, **layout._asdict())
         bounds = [_bounds(own if feature == "num_targets" else layers, feature) for feature in FEATURES]
-        ranges[module, tp, checkpointing] = LoadRange(*(tuple(bound[end] for bound in bounds) for end in (0, 1)))
+        ranges[module, layout, checkpointing] = LoadRange(*(tuple(bound[end] for bound in bounds) for end in (0, 1)))
     sizes = {
-        (row["module"], row["tp"], row["part"]): row["parameter_bytes"] for row in parameters.iter_rows(named=True)
+        (row["module"], LayoutKey.of_row(row), row["part"]): row["parameter_bytes"]
+        for row in parameters.iter_rows(named=True)
     }
     return CostModel(
         times=times,
         activations=activations,
         transients=transients,
-        parameter_bytes=sizes | {(module, tp, "stage"): 0.0 for module, tp, _ in ranges},
+        parameter_bytes=sizes | {(module, layout, "stage"): 0.0 for module, layout, _ in ranges},
         ranges=ranges,
         source=source,
     )
@@ -151,12 +155,12 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
 def _recomputing(times: Times) -> Times:
     """Seconds of recomputed layers, and of the part `stage` in stages that have such layers."""
     own: Times = {}
-    for (module, tp, part, checkpointing, direction), fit in times.items():
+    for (module, layout, part, checkpointing, direction), fit in times.items():
         if part not in PIECES["layers"] or checkpointing:
             continue
         if (part, direction) == ("layer", "backward"):
-            fit = fit + times[module, tp, "layer", False, "forward"]
-        own[module, tp, part, True, direction] = fit
+            fit = fit + times[module, layout, "layer", False, "forward"]
+        own[module, layout, part, True, direction] = fit
     return own
 
 
@@ -173,10 +177,10 @@ def _bounds(points: pl.DataFrame, feature: str) -> tuple[float, float]:
 def relative_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
     """The points of whole stages, with their predicted seconds `predicted_s` and absolute relative `error`."""
     rows = []
-    for (module, tp, depth, checkpointing, direction), frame in points.filter(pl.col("piece") == "whole").group_by(
-        "module", "tp", "num_layers", "checkpointing", "pass", maintain_order=True
+    for (module, *sizes, depth, checkpointing, direction), frame in points.filter(pl.col("piece") == "whole").group_by(
+        "module", *LayoutKey.columns(), "num_layers", "checkpointing", "pass", maintain_order=True
     ):
-        both = model.stage_time(_whole(module, tp, depth, checkpointing), measured_loads(frame))
+        both = model.stage_time(_whole(module, LayoutKey(*sizes), depth, checkpointing), measured_loads(frame))
         predicted_s = both[direction == "backward"]
         rows.append(frame.with_columns(predicted_s=pl.Series(predicted_s)))
     if not rows:
@@ -188,16 +192,16 @@ def memory_errors(model: CostModel, points: pl.DataFrame) -> pl.DataFrame:
     """The points of whole stages, with their predicted peak `predicted_bytes` and absolute relative `error`."""
     frames = [points.clear().with_columns(predicted_bytes=pl.lit(0.0))]
     known = points.filter((pl.col("piece") == "whole") & (pl.col("pass") == "forward") & (pl.col("peak_bytes") > 0))
-    for (module, tp, depth, checkpointing), frame in known.group_by(
-        "module", "tp", "num_layers", "checkpointing", maintain_order=True
+    for (module, *sizes, depth, checkpointing), frame in known.group_by(
+        "module", *LayoutKey.columns(), "num_layers", "checkpointing", maintain_order=True
     ):
-        memory = model.stage_memory(_whole(module, tp, depth, checkpointing), measured_loads(frame))
+        memory = model.stage_memory(_whole(module, LayoutKey(*sizes), depth, checkpointing), measured_loads(frame))
         frames.append(frame.with_columns(predicted_bytes=pl.Series(memory.activation_bytes + memory.transient_bytes)))
     return pl.concat(frames).with_columns(error=(pl.col("predicted_bytes") / pl.col("peak_bytes") - 1).abs())
 
 
-def _whole(module: str, tp: int, num_layers: int, checkpointing: bool) -> StageKind:
-    return StageKind.whole(module, tp, num_layers, num_recomputed=num_layers if checkpointing else 0)
+def _whole(module: str, layout: LayoutKey, num_layers: int, checkpointing: bool) -> StageKind:
+    return StageKind.whole(module, layout, num_layers, num_recomputed=num_layers if checkpointing else 0)
 
 
 def measured_loads(points: pl.DataFrame) -> Loads:
@@ -230,10 +234,10 @@ def fit_costs(
     ]
     times = [_row(key[:4], fit, "s") | {"pass": key[4]} for key, fit in model.times.items()]
     ranges = [
-        {"module": module, "tp": tp, "checkpointing": checkpointing}
+        {"module": module, **layout._asdict(), "checkpointing": checkpointing}
         | dict(zip((f"least_{feature}" for feature in FEATURES), bounds.least, strict=True))
         | dict(zip((f"most_{feature}" for feature in FEATURES), bounds.most, strict=True))
-        for (module, tp, checkpointing), bounds in model.ranges.items()
+        for (module, layout, checkpointing), bounds in model.ranges.items()
     ]
     return {
         "time_model": pl.DataFrame(times, schema_overrides=dict.fromkeys(("hinge_at", "hinge_s"), _NUMBERS)),
@@ -241,8 +245,8 @@ def fit_costs(
         "load_range": pl.DataFrame(ranges),
         "fit_error": pl.concat(
             [
-                _error_summary(errors, "seconds", "predicted_s", by=("module", "tp", "pass")),
-                _error_summary(byte_errors, "peak_bytes", "predicted_bytes", by=("module", "tp")),
+                _error_summary(errors, "seconds", "predicted_s", by=("module", *LayoutKey.columns(), "pass")),
+                _error_summary(byte_errors, "peak_bytes", "predicted_bytes", by=("module", *LayoutKey.columns())),
             ],
             how="diagonal",
         ),
@@ -318,10 +322,10 @@ def _non_negative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
     return solution / scale
 
 
-def _row(key: tuple[str, int, str, bool], fit: Coefficients, unit: str) -> dict[str, object]:
-    named = dict(zip(("module", "tp", "part", "checkpointing"), key, strict=True))
+def _row(key: tuple[str, LayoutKey, str, bool], fit: Coefficients, unit: str) -> dict[str, object]:
+    module, layout, part, checkpointing = key
     return (
-        named
+        {"module": module, **layout._asdict(), "part": part, "checkpointing": checkpointing}
         | {f"const_{unit}": fit.const}
         | dict(zip((column_of(feature, unit) for feature in FEATURES), fit.per_load, strict=True))
         | {"hinge_at": [hinge.at for hinge in fit.hinges], f"hinge_{unit}": [hinge.slope for hinge in fit.hinges]}

@@ -11,6 +11,7 @@ from dflop.config import Config
 from dflop.costs.link_model import LinkModel
 from dflop.models import ModelSpec, digest_of_spec, passes_gradients_on
 from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads, main_load
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.runtime import UserError
 from dflop.store import read_tables
 
@@ -36,18 +37,18 @@ class LoadRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedCosts:
-    """What every part costs: `times` in seconds by (module, tp, part, checkpointing, pass), `activations` and
-    `transients` in bytes by (module, tp, part, checkpointing), `parameter_bytes` (fp32) by (module, tp, part).
+    """What every part costs: `times` in seconds by (module, layout, part, checkpointing, pass), `activations` and
+    `transients` in bytes by (module, layout, part, checkpointing), `parameter_bytes` (fp32) by (module, layout, part).
 
     `checkpointing` is whether the layers are recomputed in backward.
     """
 
-    times: dict[tuple[str, int, str, bool, str], Coefficients]
-    activations: dict[tuple[str, int, str, bool], Coefficients]
-    transients: dict[tuple[str, int, str, bool], Coefficients]
-    parameter_bytes: dict[tuple[str, int, str], float]
-    # By (module, tp, checkpointing).
-    ranges: dict[tuple[str, int, bool], LoadRange] = field(default_factory=dict)
+    times: dict[tuple[str, LayoutKey, str, bool, str], Coefficients]
+    activations: dict[tuple[str, LayoutKey, str, bool], Coefficients]
+    transients: dict[tuple[str, LayoutKey, str, bool], Coefficients]
+    parameter_bytes: dict[tuple[str, LayoutKey, str], float]
+    # By (module, layout, checkpointing).
+    ranges: dict[tuple[str, LayoutKey, bool], LoadRange] = field(default_factory=dict)
     # Bytes that a process holds beside its tensors, and bytes that its allocator reserves without using them, as a
     # share of the tensors' bytes.
     overhead_bytes: float = 0.0
@@ -77,10 +78,10 @@ class FittedCosts:
             {_key(row): _coefficients(row, "bytes") for row in memory if row["kind"] == kind}
             for kind in ("activation", "transient")
         )
-        ranges: dict[tuple[str, int, bool], LoadRange] = {}
+        ranges: dict[tuple[str, LayoutKey, bool], LoadRange] = {}
         for row in tables["load_range"]:
             bounds = (tuple(float(row[f"{end}_{feature}"]) for feature in FEATURES) for end in ("least", "most"))
-            ranges[row["module"], row["tp"], row["checkpointing"]] = LoadRange(*bounds)
+            ranges[row["module"], LayoutKey.of_row(row), row["checkpointing"]] = LoadRange(*bounds)
         parameters = {_key(row)[:3]: row["parameter_bytes"] for row in memory}
         _check_tables(path, times, kept | passing, parameters, tables["device"])
         return cls(
@@ -96,21 +97,23 @@ class FittedCosts:
             links=LinkModel.from_rows(tables["link_model"]),
         )
 
-    def is_extrapolated(self, module: str, tp: int, loads: Loads, *, checkpointing: bool = False) -> np.ndarray:
+    def is_extrapolated(
+        self, module: str, layout: LayoutKey, loads: Loads, *, checkpointing: bool = False
+    ) -> np.ndarray:
         """Which microbatches have a load above or below the measured range: bools of the loads' shape."""
         outside = np.zeros(np.shape(loads.num_items), dtype=bool)
-        if bounds := self.ranges.get((module, tp, checkpointing)):
+        if bounds := self.ranges.get((module, layout, checkpointing)):
             for load, least, most in zip(loads, *bounds, strict=True):
                 outside |= (load > most) | ((load > 0) & (load < least))
         return outside
 
     @property
-    def tp_sizes(self) -> dict[str, list[int]]:
-        """The tp sizes that there are costs for, by module."""
-        sizes: dict[str, set[int]] = {}
-        for module, tp, *_ in self.times:
-            sizes.setdefault(module, set()).add(tp)
-        return {module: sorted(own) for module, own in sizes.items()}
+    def layouts(self) -> dict[str, list[LayoutKey]]:
+        """The layouts of a layer that there are costs for, by module."""
+        found: dict[str, set[LayoutKey]] = {}
+        for module, layout, *_ in self.times:
+            found.setdefault(module, set()).add(layout)
+        return {module: sorted(layouts) for module, layouts in found.items()}
 
     def require_made_for(self, spec: ModelSpec, config: Config) -> None:
         """Check that these costs were made for the config's model, precision and device model, and that both either
@@ -137,26 +140,26 @@ class FittedCosts:
                 )
 
     def require_modules(self, modules: Iterable[str]) -> None:
-        """Raise `UserError` when there are no costs, at any tp, for one of these modules."""
+        """Raise `UserError` when there are no costs, in any layout, for one of these modules."""
         for module in modules:
-            if module not in self.tp_sizes:
+            if module not in self.layouts:
                 raise UserError(
                     f"no {self.source} costs for {module} ({self._known}); "
                     f"run `dflop profile-costs --module {module}`, and `dflop fit-costs` with the files of all modules"
                 )
 
-    def require(self, module: str, tp: int) -> None:
-        """Raise `UserError` when there are no costs of the module at this tp."""
-        if (module, tp, "layer", False, "forward") not in self.times:
+    def require(self, module: str, layout: LayoutKey) -> None:
+        """Raise `UserError` when there are no costs of the module in this layout."""
+        if (module, layout, "layer", False, "forward") not in self.times:
             self.require_modules([module])
             raise UserError(
-                f"no {self.source} costs for {module} tp={tp} ({self._known}); "
-                f"add {tp} to `costs.tp_sizes` and run `dflop profile-costs` and `dflop fit-costs` again"
+                f"no {self.source} costs for {module} {layout} ({self._known}); "
+                f"add {layout.tp} to `costs.tp_sizes` and run `dflop profile-costs` and `dflop fit-costs` again"
             )
 
     @property
     def _known(self) -> str:
-        known = [f"{name} tp={size}" for name, sizes in sorted(self.tp_sizes.items()) for size in sizes]
+        known = [f"{name} {layout}" for name, layouts in sorted(self.layouts.items()) for layout in layouts]
         return f"there are: {', '.join(known)}"
 
 
@@ -177,7 +180,7 @@ def _check_tables(
     for table, key, values, least, most in numbers:
         for value in values:
             if not least <= value <= most:
-                what = f", {key[0]} tp={key[1]}, part {key[2]}" if key else ""
+                what = f", {key[0]} {key[1]}, part {key[2]}" if key else ""
                 raise UserError(
                     f"{path}, table {table}{what}: {value:g} cannot be true, it must be from "
                     f"{least:g} to {most:g}; measure again (delete costs/ of the run, or `dflop profile-costs` and "
@@ -185,8 +188,8 @@ def _check_tables(
                 )
 
 
-def _key(row: Mapping[str, Any]) -> tuple[str, int, str, bool]:
-    return row["module"], row["tp"], row["part"], row["checkpointing"]
+def _key(row: Mapping[str, Any]) -> tuple[str, LayoutKey, str, bool]:
+    return row["module"], LayoutKey.of_row(row), row["part"], row["checkpointing"]
 
 
 def _coefficients(row: Mapping[str, Any], unit: str) -> Coefficients:

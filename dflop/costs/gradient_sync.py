@@ -42,7 +42,7 @@ def hidden_sync_shares(
     layer and of the embedding before it. A layer's parameters come back while the layers before it compute. Those of
     the first layer and those outside of layers come before that, and are waited for.
     """
-    layer, first = (costs.parameter_bytes[kind.module, kind.tp, part] for part in ("layer", "first"))
+    layer, first = (costs.parameter_bytes[kind.module, kind.layout, part] for part in ("layer", "first"))
     whole = costs.stage_parameter_bytes(kind)
     there_bytes, back_bytes = _moved_bytes(value_bytes, num_shards)
     summed = (there_bytes + (num_shards > 1) * back_bytes) / (there_bytes + back_bytes)

@@ -1,7 +1,7 @@
 """The cost model: seconds and bytes of any stage for any microbatch, from the fitted tables.
 
 A stage is made of parts (`StageKind`). Every part's time and memory never fall when a load of the microbatch grows.
-Methods raise `UserError` when there are no costs for a stage's module at its tp.
+Methods raise `UserError` when there are no costs for a stage's module in its layout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from dflop.costs.forms import PackedForms, forms_at, pack_forms, totals_at
 from dflop.costs.memory import StageMemory, memories_of_kinds, memory_of_parts
 from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, counts_of
 from dflop.models.loads import Coefficients, Loads
+from dflop.parallelism.layout_key import LayoutKey
 
 __all__ = ["NO_WORKING_BYTES", "CostModel"]
 
@@ -31,29 +32,29 @@ class CostModel(FittedCosts):
         return self.stage_times([kind], loads)[0]
 
     def stage_times(self, kinds: Sequence[StageKind], loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`stage_time` of several kinds of one module's stages at one tp."""
+        """`stage_time` of several kinds of one module's stages in one layout."""
         at = np.array(loads, dtype=float)
         totals = totals_at(*self._packed_times(*_about(kinds)), counts_of(tuple(kinds)), at.reshape(len(at), -1))
         forward_s, backward_s = totals.reshape(2, len(kinds), *at.shape[1:])
         return list(zip(forward_s, backward_s, strict=True))
 
     def part_times(
-        self, module: str, tp: int, loads: Loads, parts: Sequence[str] = ALL_PARTS
+        self, module: str, layout: LayoutKey, loads: Loads, parts: Sequence[str] = ALL_PARTS
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Forward and backward seconds of one unit of each of these parts: convex in the loads, and never falling."""
-        forward, backward = (_of_parts(forms, parts, loads) for forms in self._packed_times(module, tp))
+        forward, backward = (_of_parts(forms, parts, loads) for forms in self._packed_times(module, layout))
         return forward, backward
 
-    def _packed_times(self, module: str, tp: int) -> tuple[PackedForms, PackedForms]:
+    def _packed_times(self, module: str, layout: LayoutKey) -> tuple[PackedForms, PackedForms]:
         """`part_forms` for kernels: the search for plans computes times thousands of times with small arrays."""
-        if (module, tp, "times") not in self._parts:
-            forward, backward = (pack_forms(list(forms.values())) for forms in self.part_forms(module, tp))
-            self._parts[module, tp, "times"] = forward, backward
-        return self._parts[module, tp, "times"]
+        if (module, layout, "times") not in self._parts:
+            forward, backward = (pack_forms(list(forms.values())) for forms in self.part_forms(module, layout))
+            self._parts[module, layout, "times"] = forward, backward
+        return self._parts[module, layout, "times"]
 
     def time_forms(self, kind: StageKind) -> tuple[Coefficients, Coefficients]:
         """Forward and backward seconds as functions of a microbatch's loads, for kernels and linear programs."""
-        forward, backward = self.part_forms(kind.module, kind.tp)
+        forward, backward = self.part_forms(kind.module, kind.layout)
         return kind.total(forward), kind.total(backward)
 
     def additive_loads_s(
@@ -63,7 +64,7 @@ class CostModel(FittedCosts):
 
         With `least`, a lower bound of these seconds that holds for any other samples in the microbatch.
         """
-        passes = self.part_forms(kind.module, kind.tp)[: 1 + has_backward]
+        passes = self.part_forms(kind.module, kind.layout)[: 1 + has_backward]
         # Keep this order of the sum: another order rounds differently, and so breaks ties between samples differently.
         total = np.zeros(np.shape(loads.num_items))
         for part, times in kind.parts:
@@ -71,16 +72,16 @@ class CostModel(FittedCosts):
                 total += times * forms[part].without_const(least=least)(loads)
         return total
 
-    def part_forms(self, module: str, tp: int) -> tuple[dict[str, Coefficients], ...]:
+    def part_forms(self, module: str, layout: LayoutKey) -> tuple[dict[str, Coefficients], ...]:
         """Forward and backward seconds of each of `ALL_PARTS`, as functions of a microbatch's loads."""
-        if (module, tp) not in self._parts:
-            self.require(module, tp)
-            keys = {part: (module, tp, *as_tabled(part)) for part in ALL_PARTS}
-            self._parts[module, tp] = tuple(
+        if (module, layout) not in self._parts:
+            self.require(module, layout)
+            keys = {part: (module, layout, *as_tabled(part)) for part in ALL_PARTS}
+            self._parts[module, layout] = tuple(
                 {part: self.times[*key, direction] for part, key in keys.items()}
                 for direction in ("forward", "backward")
             )
-        return self._parts[module, tp]
+        return self._parts[module, layout]
 
     def stage_memory(
         self,
@@ -101,7 +102,7 @@ class CostModel(FittedCosts):
         *,
         has_backward: bool = True,
     ) -> list[StageMemory]:
-        """`stage_memory` of several kinds of one module's stages at one tp; parts that they share are computed once."""
+        """`stage_memory` of several kinds of one module's stages in one layout; shared parts are computed once."""
         at, forms = np.array(loads, dtype=float), self._packed_memory(*_about(kinds), working_bytes)
         of_kinds = memories_of_kinds(kinds, *forms, at.reshape(len(at), -1), has_backward=has_backward)
         kept, passing = (own.reshape(len(kinds), *at.shape[1:]) for own in of_kinds)
@@ -112,40 +113,40 @@ class CostModel(FittedCosts):
     ) -> tuple[Coefficients, list[Coefficients]]:
         """`stage_memory` as functions of a microbatch's loads: one for the activations, and several for the transient,
         which is the largest of their values and 0."""
-        forms = self._memory_of_parts(kind.module, kind.tp, working_bytes)
+        forms = self._memory_of_parts(kind.module, kind.layout, working_bytes)
         return memory_of_parts(kind, *forms, has_backward=has_backward)
 
     def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
-        self.require(kind.module, kind.tp)
-        sizes = {part: self.parameter_bytes[kind.module, kind.tp, as_tabled(part)[0]] for part, _ in kind.parts}
+        self.require(kind.module, kind.layout)
+        sizes = {part: self.parameter_bytes[kind.module, kind.layout, as_tabled(part)[0]] for part, _ in kind.parts}
         return kind.total(sizes)
 
     def _packed_memory(
-        self, module: str, tp: int, working_bytes: Mapping[str, float]
+        self, module: str, layout: LayoutKey, working_bytes: Mapping[str, float]
     ) -> tuple[PackedForms, PackedForms]:
         """`_memory_of_parts` for kernels."""
-        key = (module, tp, "memory", *map(working_bytes.get, PARTS))
+        key = (module, layout, "memory", *map(working_bytes.get, PARTS))
         if key not in self._parts:
-            kept, passing = self._memory_of_parts(module, tp, working_bytes)
+            kept, passing = self._memory_of_parts(module, layout, working_bytes)
             self._parts[key] = pack_forms(list(kept.values())), pack_forms(list(passing.values()))
         return self._parts[key]
 
     def _memory_of_parts(
-        self, module: str, tp: int, working_bytes: Mapping[str, float]
+        self, module: str, layout: LayoutKey, working_bytes: Mapping[str, float]
     ) -> tuple[dict[str, Coefficients], dict[str, Coefficients]]:
         """What each of `ALL_PARTS` keeps of a microbatch, and what it needs on top while it computes."""
-        self.require(module, tp)
-        keys = {part: (module, tp, *as_tabled(part)) for part in ALL_PARTS}
+        self.require(module, layout)
+        keys = {part: (module, layout, *as_tabled(part)) for part in ALL_PARTS}
         return (
             {part: self.activations[key] for part, key in keys.items()},
             {part: self.transients[key].raised_by(working_bytes[as_tabled(part)[0]]) for part, key in keys.items()},
         )
 
 
-def _about(kinds: Sequence[StageKind]) -> tuple[str, int]:
-    """The module and the tp that all of these kinds have."""
-    (about,) = {(kind.module, kind.tp) for kind in kinds}
+def _about(kinds: Sequence[StageKind]) -> tuple[str, LayoutKey]:
+    """The module and the layout that all of these kinds have."""
+    (about,) = {(kind.module, kind.layout) for kind in kinds}
     return about
 
 

@@ -25,6 +25,7 @@ from dflop.data import ChatTokenizer
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.models.compilation import compiles_layers
 from dflop.models.tensor_group import ALONE, TensorGroup
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.runtime import UserError, progress_bar
 from dflop.runtime.local_device import device_name, local_device
 
@@ -70,7 +71,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     )
     design = Design(
         module,
-        tp,
+        LayoutKey(tp),
         spec.module(module).num_layers,
         bounds,
         repeats=config.costs.repeats,

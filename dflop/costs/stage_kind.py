@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from dflop.parallelism.layout_key import LayoutKey
+
 __all__ = ["ALL_PARTS", "PARTS", "StageKind", "as_tabled", "counts_of", "stage_kinds"]
 
 T = TypeVar("T")
@@ -27,23 +29,23 @@ ALL_PARTS = (*PARTS, *_RECOMPUTING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageKind:
-    """`num_layers` layers of a module on `tp` ranks, with the module's embedding (`is_first`) and head (`is_last`).
+    """`num_layers` layers of a module, each divided as `layout` says, with embedding (`is_first`), head (`is_last`).
 
     The first `num_recomputed` layers keep only their inputs, and recompute their activations in backward.
     """
 
     module: str
-    tp: int
+    layout: LayoutKey
     num_layers: int
     is_first: bool
     is_last: bool
     num_recomputed: int = 0
 
     @classmethod
-    def whole(cls, module: str, tp: int, num_layers: int, *, num_recomputed: int = 0) -> "StageKind":
+    def whole(cls, module: str, layout: LayoutKey, num_layers: int, *, num_recomputed: int = 0) -> "StageKind":
         """A module that is one stage."""
         ends = {"is_first": True, "is_last": True}
-        return cls(module=module, tp=tp, num_layers=num_layers, num_recomputed=num_recomputed, **ends)
+        return cls(module=module, layout=layout, num_layers=num_layers, num_recomputed=num_recomputed, **ends)
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -89,7 +91,9 @@ def as_tabled(part: str) -> tuple[str, bool]:
     return _RECOMPUTING.get(part, part), part in _RECOMPUTING
 
 
-def stage_kinds(module: str, tp: int, layers: Sequence[int], recomputed: Sequence[int] = ()) -> list[StageKind]:
+def stage_kinds(
+    module: str, layout: LayoutKey, layers: Sequence[int], recomputed: Sequence[int] = ()
+) -> list[StageKind]:
     """The kinds of a module's stages, in order, from the number of layers in each stage.
 
     `recomputed` gives as many numbers: how many of its layers each stage recomputes, none by default.
@@ -98,7 +102,7 @@ def stage_kinds(module: str, tp: int, layers: Sequence[int], recomputed: Sequenc
     return [
         StageKind(
             module=module,
-            tp=tp,
+            layout=layout,
             num_layers=count,
             is_first=stage == 0,
             is_last=stage == last,

@@ -7,6 +7,7 @@ stored, so a grid cannot contradict itself.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.parallelism.shardings import PLAIN_SHARDING, SHARDINGS
 from dflop.runtime import UserError
 
@@ -52,6 +53,11 @@ class Grid:
         if self.sharding not in SHARDINGS:
             raise UserError(f"{self.module}: sharding is {self.sharding!r}; it must be one of {', '.join(SHARDINGS)}")
         SHARDINGS[self.sharding].check(self)
+
+    @property
+    def layout(self) -> LayoutKey:
+        """How a layer is divided over ranks."""
+        return LayoutKey(self.tp)
 
     @property
     def dp(self) -> int:

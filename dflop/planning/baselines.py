@@ -24,6 +24,7 @@ from dflop.costs import CostModel, Loads, StageKind
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.parallelism import DISJOINT, MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING, SHARDINGS, Plan
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.least_memory import LeastMemory
@@ -111,7 +112,7 @@ def _todays_rows(config: Config, spec: ModelSpec, costs: CostModel) -> tuple[Pla
     """The limits that `plan.today` sets, and the rows of the space within them."""
     today = config.plan.today
     within = replace(PIPELINES, fixed=replace(today, placement=today.placement or MONOLITHIC.name))
-    return within, enumerate_space(config, spec, costs.tp_sizes, {}, within, "plan.today")
+    return within, enumerate_space(config, spec, costs.layouts, {}, within, "plan.today")
 
 
 def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Baseline]:
@@ -207,7 +208,7 @@ def plan_by_published_rule(
     """Of the plans that fit, the one with the rule's least value, priced on balanced batches; None where none fits."""
     within = PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
     try:
-        rows = enumerate_space(config, spec, costs.tp_sizes, {}, within)
+        rows = enumerate_space(config, spec, costs.layouts, {}, within)
     except UserError:
         return None
     recomputing = pl.DataFrame({"checkpointing": [False, True]})  # the rule recomputes all layers or none
@@ -238,11 +239,13 @@ def _mean_stage_s(
     each = [loads_of(module, shapes) for shapes in batches.shapes]
     loads = [np.mean([load.sum() for load in column]) for column in zip(*each, strict=True)]
     seconds = np.zeros(len(rows))
-    keys = (f"{module}_tp", "checkpointing")
-    for (tp, checkpointing), own in rows.with_row_index("place").group_by(*keys):
+    keys = (*LayoutKey.columns(f"{module}_"), "checkpointing")
+    for (*sizes, checkpointing), own in rows.with_row_index("place").group_by(*keys):
         buckets = (own[f"{module}_dp"] * own["num_microbatches"]).to_numpy()
         num_layers = spec.module(module).num_layers
-        whole = StageKind.whole(module, tp, num_layers, num_recomputed=num_layers if checkpointing else 0)
+        whole = StageKind.whole(
+            module, LayoutKey(*sizes), num_layers, num_recomputed=num_layers if checkpointing else 0
+        )
         both = costs.stage_time(whole, Loads(*(load / buckets for load in loads)))
         seconds[own["place"].to_numpy()] = (both[0] + both[1]) / own[f"{module}_pp"].to_numpy()
     return seconds

@@ -18,14 +18,15 @@ from dflop.costs import PARTS, CostModel, Loads, StageKind, stage_kinds
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec, ModuleSpec
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.parallelism.layout_key import LayoutKey, ModuleLayout
 from dflop.planning.least_links import LeastLinks
-from dflop.planning.space import Splits, even_layers, layout_columns, sharding_columns
+from dflop.planning.space import Splits, even_layers, sharding_columns
 from dflop.pricing import loads_of
 
 __all__ = ["LowerBounds", "lower_bounds"]
 
 _LLM_KEYS = (
-    *layout_columns("llm"),
+    *ModuleLayout.columns("llm"),
     *sharding_columns("llm"),
     "num_microbatches",
     "schedule",
@@ -138,7 +139,7 @@ def lower_bounds(
     llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links, "llm" in frozen)
     encoders, again = [], []
     for encoder in spec.encoders:
-        own = (*layout_columns(encoder.name), *sharding_columns(encoder.name))
+        own = (*ModuleLayout.columns(encoder.name), *sharding_columns(encoder.name))
         keys, place = _distinct(rows, (*own, "num_microbatches"))
         is_frozen = encoder.name in frozen
         for found, recomputes in (encoders, False), (again, not is_frozen):
@@ -189,16 +190,17 @@ def _llm_bounds(
     bound_s, shared_s = np.zeros((len(keys), 1)), np.zeros((len(keys), 1))
     num_layers = spec.module("llm").num_layers
     everywhere = [name for name, placement in PLACEMENTS.items() if placement.uses_all_ranks]
-    for (tp,), own in keys.group_by("llm_tp"):
-        least_forward_s, least_backward_s = costs.part_times("llm", tp, least, PARTS)
-        whole = StageKind.whole("llm", tp, num_layers)
+    for sizes, own in keys.group_by(LayoutKey.columns("llm_")):
+        layout = LayoutKey(*sizes)
+        least_forward_s, least_backward_s = costs.part_times("llm", layout, least, PARTS)
+        whole = StageKind.whole("llm", layout, num_layers)
         chain_s = {
             is_split: np.mean([_chain_s(costs, whole, loads, is_split) for loads in texts])
             for is_split in (False, True)
         }
         buckets, inverse = np.unique((own["llm_dp"] * own["num_microbatches"]).to_numpy(), return_inverse=True)
         mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
-        forward_s, backward_s = costs.part_times("llm", tp, mean, PARTS)
+        forward_s, backward_s = costs.part_times("llm", layout, mean, PARTS)
         part_s = {part: forward_s[part] + backward_s[part] for part in PARTS}
         total_s = lru_cache(partial(StageKind.total, of_part=part_s))  # few kinds make up all stages
         own = own.with_columns(bucket=inverse).with_row_index("at")
@@ -208,17 +210,17 @@ def _llm_bounds(
         alike = own.group_by("llm_pp", "schedule", "num_chunks", "balanced", "llm_sharding").agg("at")
         for pp, schedule, num_chunks, balanced, sharding, rows in alike.iter_rows():
             num_stages = pp * num_chunks
-            layers = splits[tp, pp] if balanced else even_layers(num_layers, num_stages)
-            kinds = stage_kinds("llm", tp, layers)
+            layers = splits[layout, pp] if balanced else even_layers(num_layers, num_stages)
+            kinds = stage_kinds("llm", layout, layers)
             place, at, dp, count, shards = (column[rows] for column in values)
             count = count[:, None]
             is_split = SCHEDULES[schedule].splits_backward
-            latency_s, byte_s = links.sync(dp, tp, shards)
+            latency_s, byte_s = links.sync(dp, layout, shards)
             best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
             for stage in range(pp):
                 chunks = kinds[stage::pp]
                 if SHARDINGS[sharding].gathers:
-                    passes = zip(links.passes("llm", tp, shards), (forward_s, backward_s), strict=True)
+                    passes = zip(links.passes("llm", layout, shards), (forward_s, backward_s), strict=True)
                     busy_s = count * sum(own.seconds({part: s[at] for part, s in of.items()}) for own, of in passes)
                 else:
                     busy_s = count * sum(map(total_s, chunks))[at]
@@ -256,11 +258,12 @@ def _encoder_bounds(
     items = [loads_of(name, shapes) for shapes in batches]
     total, largest = _over(items, np.sum), _over(items, np.max)
     alone_s, shared_s, least_s = (np.zeros((len(keys), len(batches))) for _ in range(3))
-    for (tp,), own in keys.group_by(f"{name}_tp"):
+    for sizes, own in keys.group_by(LayoutKey.columns(f"{name}_")):
+        layout = LayoutKey(*sizes)
         dp, count = (own[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
         place = own["place"].to_numpy()
         part_s, least_part_s = (
-            _items_s(costs, name, tp, Loads(*(load / count for load in loads)), is_frozen)
+            _items_s(costs, name, layout, Loads(*(load / count for load in loads)), is_frozen)
             for loads in (
                 [load / dp for load in total],
                 # This does not hold for the squares of runs, since replicas are chosen by their items: they count as 0.
@@ -271,9 +274,9 @@ def _encoder_bounds(
             at = group["at"].to_numpy()
             own_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
             shards = own[f"{name}_shards"].to_numpy()[at]
-            latency_s, byte_s = links.sync(dp[at, 0], tp, shards)
+            latency_s, byte_s = links.sync(dp[at, 0], layout, shards)
             layers = even_layers(encoder.num_layers, pp)
-            for kind in stage_kinds(name, tp, layers, layers if recomputes else ()):
+            for kind in stage_kinds(name, layout, layers, layers if recomputes else ()):
                 busy_s = count[at] * kind.total(own_s)
                 sync_s = latency_s + costs.stage_parameter_bytes(kind) * byte_s
                 rest_s = 0.0 if is_frozen else (sync_s * (1 - links.hidden_shares(kind, shards).sum(axis=0)))[:, None]
@@ -283,10 +286,10 @@ def _encoder_bounds(
     return {"alone_s": alone_s, "shared_s": shared_s, "least_s": least_s}
 
 
-def _items_s(costs: CostModel, encoder: str, tp: int, loads: Loads, is_frozen: bool) -> dict[str, np.ndarray]:
+def _items_s(costs: CostModel, encoder: str, layout: LayoutKey, loads: Loads, is_frozen: bool) -> dict[str, np.ndarray]:
     """Seconds of each of the encoder's parts, without their constants, since a replica without items takes no time."""
-    passes = costs.part_times(encoder, tp, loads)
-    resting = costs.part_times(encoder, tp, Loads(*np.zeros((4, 1))))
+    passes = costs.part_times(encoder, layout, loads)
+    resting = costs.part_times(encoder, layout, Loads(*np.zeros((4, 1))))
     forward_s, backward_s = (
         {part: seconds[part] - const[part] for part in seconds} for seconds, const in zip(passes, resting, strict=True)
     )

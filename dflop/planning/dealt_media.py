@@ -16,6 +16,7 @@ import numpy as np
 from dflop.costs import CostModel, Loads, StageKind, stage_kinds
 from dflop.models import ModelSpec, ModuleSpec
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import even_layers
 from dflop.pricing import deal_items, loads_of, starts_anew_in_microbatches, sums_by_cell
@@ -103,7 +104,7 @@ class DealtMedia:
         """Seconds that the rank with the least work computes of this encoder, [num_batches]."""
         layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
         recomputed = [int(encoders_again * count) for count in layers]
-        kinds = stage_kinds(encoder.name, row[f"{encoder.name}_tp"], layers, recomputed)
+        kinds = stage_kinds(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed)
         least_s = np.full(len(loads.num_items), np.inf)
         for forward_s, backward_s in self._costs.stage_times(kinds, loads):
             seconds = forward_s if encoder.name in self._frozen else forward_s + backward_s
@@ -122,7 +123,7 @@ class DealtMedia:
         Any microbatch may be the first or the last, so the one with the shortest wait counts.
         """
         dp, count = row["llm_dp"], row["num_microbatches"]
-        whole = StageKind.whole(encoder.name, row[f"{encoder.name}_tp"], encoder.num_layers)
+        whole = StageKind.whole(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), encoder.num_layers)
         passes = self._costs.stage_time(whole, dealt.loads)
         if self._all_meet(row, encoder):
             passes = tuple(np.broadcast_to(own.max(axis=1, keepdims=True), own.shape) for own in passes)

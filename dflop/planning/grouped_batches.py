@@ -13,6 +13,7 @@ from dflop.config import Config
 from dflop.costs import PARTS, CostModel, Loads, StageKind
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.pricing import loads_of, sums_by_cell
 from dflop.runtime.kernels import kernel
 from dflop.scheduling import GlobalBatches
@@ -67,12 +68,12 @@ class GroupedBatches:
             rows.append(sums_by_cell(microbatch, text, num_microbatches) / dp)
         return Loads(*np.stack(rows, axis=1))
 
-    def mean_part_s(self, costs: CostModel, tp: int) -> tuple[float, float, float]:
+    def mean_part_s(self, costs: CostModel, layout: LayoutKey) -> tuple[float, float, float]:
         """Forward plus backward seconds that the mean sample adds to one LLM layer, the embedding and the head."""
         columns = zip(*self._text, strict=True)
         mean = Loads(*(np.atleast_1d(np.mean([load.mean() for load in column])) for column in columns))
         nothing = Loads(*np.zeros((4, 1)))
-        with_one, without = (costs.part_times("llm", tp, own, PARTS) for own in (mean, nothing))
+        with_one, without = (costs.part_times("llm", layout, own, PARTS) for own in (mean, nothing))
         layer_s, first_s, last_s = (
             float((sum(times[part] for times in with_one) - sum(times[part] for times in without))[0])
             for part in ("layer", "first", "last")
@@ -140,8 +141,8 @@ def _loads_s(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndar
     """Seconds that each sample adds to each whole module, as shares of the batch's, [num_samples, num_modules]."""
     columns = []
     for module in spec.modules:
-        tp = min(costs.tp_sizes[module.name])
-        whole = StageKind.whole(module.name, tp, module.num_layers)
+        layout = min(costs.layouts[module.name])
+        whole = StageKind.whole(module.name, layout, module.num_layers)
         seconds = costs.additive_loads_s(whole, loads_of(module.name, shapes))
         columns.append(seconds / max(seconds.sum(), 1e-300))
     return np.column_stack(columns)

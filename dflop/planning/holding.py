@@ -72,7 +72,7 @@ def leave_out_what_no_plan_holds(
     least_bytes = np.full(len(samples), np.inf)
     pinned = config.plan.fixed.checkpointing if config.plan.fixed else None
     able = [name for name in SCHEDULES if may_recompute(name, pinned)]
-    for row in _kinds(enumerate_space(config, spec, costs.tp_sizes, {}), able).iter_rows(named=True):
+    for row in _kinds(enumerate_space(config, spec, costs.layouts, {}), able).iter_rows(named=True):
         recomputes = may_recompute(row["schedule"], pinned)
         pricer = Pricer(
             plan_of(row, {}, checkpointing=recomputes),

@@ -21,6 +21,7 @@ from dflop.costs import (
     sync_bytes,
 )
 from dflop.models import ModelSpec
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.pricing import find_link
 
 __all__ = ["LeastLinks", "possible_scopes"]
@@ -43,13 +44,16 @@ class LeastLinks:
         self._hidden = lru_cache(maxsize=4096)(self._hidden_shares)
         self._syncs = lru_cache(maxsize=4096)(self._one_sync)
 
-    def sync(self, dp: np.ndarray, tp: int, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sync(self, dp: np.ndarray, layout: LayoutKey, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The least latency of a gradient sync, and its seconds for each byte of fp32 parameters, [num_rows] each.
 
-        There are `dp` [num_rows] replicas of `tp` ranks each. Groups of `shards` [num_rows] replicas share a copy of
+        There are `dp` [num_rows] replicas with this layout. Groups of `shards` [num_rows] replicas share a copy of
         the parameters; only the copies are synced.
         """
-        each = [self._least(int(all_ // own), int(all_ - 1) * tp) for all_, own in zip(dp, shards, strict=True)]
+        each = [
+            self._least(int(all_ // own), int(all_ - 1) * layout.num_ranks)
+            for all_, own in zip(dp, shards, strict=True)
+        ]
         latency_s, byte_s = np.array(each).reshape(-1, 2).T
         return latency_s, sync_bytes(byte_s / shards, value_bytes=self.value_bytes, num_shards=shards)
 
@@ -67,15 +71,15 @@ class LeastLinks:
         return tuple(np.array(hidden_sync_shares(self._costs, kind, **how)).T)
 
     def passes(
-        self, module: str, tp: int, shards: np.ndarray, num_recomputed: int = 0
+        self, module: str, layout: LayoutKey, shards: np.ndarray, num_recomputed: int = 0
     ) -> tuple[ShardedPass, ShardedPass]:
         """Forward and backward where groups of `shards` [num_rows] replicas share a copy of the parameters.
 
         The first `num_recomputed` layers are recomputed. Seconds of transfers are [num_rows, 1].
         """
-        each = [self._least(int(own), int(own - 1) * tp) for own in shards]
+        each = [self._least(int(own), int(own - 1) * layout.num_ranks) for own in shards]
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
-        sizes = {part: self._costs.parameter_bytes[module, tp, part] for part in PARTS}
+        sizes = {part: self._costs.parameter_bytes[module, layout, part] for part in PARTS}
         how = {"value_bytes": self.value_bytes, "is_frozen": module in self.frozen}
         moving = Moving.over(sizes, latency_s, byte_s, **how)
         how = {"num_recomputed": num_recomputed, "is_hidden": self._cluster.hides_transfers}
@@ -83,10 +87,10 @@ class LeastLinks:
 
     def of_row(self, row: Mapping[str, Any], module: str) -> tuple[float, float]:
         """`sync` for a row of the search space."""
-        return self._syncs(*(row[f"{module}_{size}"] for size in ("dp", "tp", "shards")))
+        return self._syncs(row[f"{module}_dp"], LayoutKey.of_row(row, f"{module}_"), row[f"{module}_shards"])
 
-    def _one_sync(self, dp: int, tp: int, shards: int) -> tuple[float, float]:
-        (latency_s,), (byte_s,) = self.sync(np.array([dp]), tp, np.array([shards]))
+    def _one_sync(self, dp: int, layout: LayoutKey, shards: int) -> tuple[float, float]:
+        (latency_s,), (byte_s,) = self.sync(np.array([dp]), layout, np.array([shards]))
         return float(latency_s), float(byte_s)
 
     def _least_link(self, num_ranks: int, distance: int) -> tuple[float, float]:

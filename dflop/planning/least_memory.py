@@ -17,6 +17,7 @@ from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients
 from dflop.models.work import coefficients
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.recompute import of_stages
 from dflop.planning.space import Splits, even_layers, llm_layers
@@ -69,7 +70,7 @@ class LeastMemory:
         pp, count = row["llm_pp"], row["num_microbatches"]
         layers = llm_layers(row, self._splits, self._spec.module("llm").num_layers)
         gathers = SHARDINGS[row["llm_sharding"]].gathers
-        stages = self._stages("llm", row["llm_tp"], layers, recomputed, gathers)
+        stages = self._stages("llm", LayoutKey.of_row(row, "llm_"), layers, recomputed, gathers)
         replicas, _ = self._loads(row["llm_dp"], count)
         resident, *forms = stages
         in_flight = _in_flight(row["schedule"], pp, count, row["num_chunks"])
@@ -145,7 +146,7 @@ class LeastMemory:
             layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
             gathers = SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
             recomputed = layers if recomputes else (0,) * len(layers)
-            stages = self._stages(encoder.name, row[f"{encoder.name}_tp"], layers, recomputed, gathers)
+            stages = self._stages(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed, gathers)
             dp, shards = row[f"{encoder.name}_dp"], row[f"{encoder.name}_shards"]
             parameters = self._resident(encoder.name, stages[0], dp, shards)
             share = row["llm_dp"] / row[f"{encoder.name}_dp"]
@@ -215,7 +216,7 @@ class LeastMemory:
         return np.stack([text.mean(axis=1), *(text[:, replica] for replica in sorted(full))]), items.mean(axis=1)
 
     def _stage_bytes(
-        self, module: str, tp: int, layers: tuple[int, ...], recomputed: tuple[int, ...], gathers: bool
+        self, module: str, layout: LayoutKey, layers: tuple[int, ...], recomputed: tuple[int, ...], gathers: bool
     ) -> tuple[np.ndarray, PackedForms, PackedTerms]:
         """The bytes of each stage's parameters, [num_stages], and functions (`CostModel.stage_memory_forms`) for the
         bytes that a microbatch keeps on each stage, and for those that come on top.
@@ -223,7 +224,7 @@ class LeastMemory:
         Where layers are recomputed, only the bytes on top at the other parts of the stage count.
         """
         parameters, kept, passing = zip(
-            *(self._kinds(kind, gathers) for kind in stage_kinds(module, tp, layers, recomputed)), strict=True
+            *(self._kinds(kind, gathers) for kind in stage_kinds(module, layout, layers, recomputed)), strict=True
         )
         return np.array(parameters), pack_forms(kept), pack_terms(passing)
 
@@ -233,7 +234,7 @@ class LeastMemory:
         """The bytes of `_stage_bytes` for a stage of this kind."""
         working = NO_WORKING_BYTES
         if gathers:
-            sizes = {part: self._costs.parameter_bytes[kind.module, kind.tp, part] for part in PARTS}
+            sizes = {part: self._costs.parameter_bytes[kind.module, kind.layout, part] for part in PARTS}
             how = {"value_bytes": self._value_bytes, "is_frozen": kind.module in self._frozen}
             working = working_bytes(kind.module, sizes, **how)
         own, on_top = self._costs.stage_memory_forms(kind, working)

@@ -15,6 +15,7 @@ from dflop.config import Config
 from dflop.costs import ALL_PARTS, PARTS, CostModel, Loads, ShardedPass, StageKind, stage_kinds
 from dflop.models import ModelSpec
 from dflop.parallelism import DISJOINT, PLACEMENTS, SCHEDULES, SHARDINGS, Grid, Plan
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.pipeline import Bridges, CompiledPlan, StageTimes, compile_plan, simulate_step_s
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.least_links import LeastLinks, possible_scopes
@@ -62,15 +63,15 @@ class MeanPipelines:
         `recomputed` is the number of recomputed layers in each stage. With `mean`, the results are those of the mean
         batch, [1] and [1, pp], whose step is not above the mean of the batches' steps, by Jensen once more.
         """
-        tp, pp, dp = row["llm_tp"], row["llm_pp"], row["llm_dp"]
+        layout, pp, dp = LayoutKey.of_row(row, "llm_"), row["llm_pp"], row["llm_dp"]
         count = row["num_microbatches"]
         layers = llm_layers(row, self._splits, self._num_layers)
-        of_parts = self._parts(tp, dp, count, any(recomputed), mean)
+        of_parts = self._parts(layout, dp, count, any(recomputed), mean)
         if SHARDINGS[row["llm_sharding"]].gathers:
-            passes = zip(self._passes(tp, row["llm_shards"], recomputed[0]), of_parts, strict=True)
+            passes = zip(self._passes(layout, row["llm_shards"], recomputed[0]), of_parts, strict=True)
             forward_s, backward_s = (own.seconds(of_part)[:, None] for own, of_part in passes)
         else:
-            kinds, places = self._kinds(tp, layers, recomputed)
+            kinds, places = self._kinds(layout, layers, recomputed)
             forward_s, backward_s = (
                 np.stack([kind.total(of_part) for kind in kinds], axis=1).take(places, axis=1) for of_part in of_parts
             )
@@ -78,7 +79,7 @@ class MeanPipelines:
         # The weights of a frozen module have no gradients, so its backward has no weight part.
         weight_share = WEIGHT_SHARE if "llm" not in self._frozen else 0.0
         sync_s = self._sync_s(row, layers)
-        early_s, late_s = sync_s * self._shares(tp, row["llm_shards"], layers)
+        early_s, late_s = sync_s * self._shares(layout, row["llm_shards"], layers)
         rest_s = sync_s - early_s - late_s
         placement = PLACEMENTS[row["placement"]]
         if self._num_encoders and placement.has_bridges:
@@ -87,7 +88,7 @@ class MeanPipelines:
             sync_s, late_s = sync_s - late_s, 0.0 * late_s
             if placement.encodes_all_first:
                 sync_s, early_s = rest_s, 0.0 * early_s
-        chain_s = self._chain_s(tp, dp, count, mean, forward_s.shape)
+        chain_s = self._chain_s(layout, dp, count, mean, forward_s.shape)
         num_before = self.num_before(row)
         sync_s, early_s, late_s = (np.concatenate([np.zeros(num_before), own]) for own in (sync_s, early_s, late_s))
         compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"], num_before)
@@ -112,13 +113,15 @@ class MeanPipelines:
             return 0
         return max((row[f"{encoder}_pp"] for encoder in self._trained_encoders), default=0)
 
-    def _chain_s(self, tp: int, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]) -> np.ndarray:
+    def _chain_s(
+        self, layout: LayoutKey, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]
+    ) -> np.ndarray:
         """Seconds of transfers between stages, as a lower bound over the links that may be between them.
 
         The bound takes the least latency and the largest bandwidth of all these links. The minimum over the links would
         be concave in the bytes, and Jensen's inequality would not hold.
         """
-        latency_s, bytes_per_s = self._best_link(dp * tp)
+        latency_s, bytes_per_s = self._best_link(dp * layout.num_ranks)
         num_bytes = self._text(dp, num_microbatches, mean).num_tokens * self.token_bytes
         return np.repeat((latency_s + num_bytes / bytes_per_s)[:, None], shape[1], axis=1)
 
@@ -129,8 +132,8 @@ class MeanPipelines:
         ]
         return min(link.latency_s for link in links), max(link.bytes_per_s for link in links)
 
-    def _sharded_passes(self, tp: int, shards: int, num_recomputed: int) -> tuple[ShardedPass, ShardedPass]:
-        return self._links.passes("llm", tp, np.array([shards]), num_recomputed)
+    def _sharded_passes(self, layout: LayoutKey, shards: int, num_recomputed: int) -> tuple[ShardedPass, ShardedPass]:
+        return self._links.passes("llm", layout, np.array([shards]), num_recomputed)
 
     def sync_s(self, row: Mapping[str, Any], layers: tuple[int, ...]) -> float:
         """Seconds of the longest gradient sync of the LLM's stages."""
@@ -141,15 +144,15 @@ class MeanPipelines:
         if "llm" in self._frozen:
             return np.zeros(len(layers))
         latency_s, byte_s = self._links.of_row(row, "llm")
-        return latency_s + self._parameter_bytes(row["llm_tp"], layers) * byte_s
+        return latency_s + self._parameter_bytes(LayoutKey.of_row(row, "llm_"), layers) * byte_s
 
-    def _hidden_shares(self, tp: int, shards: int, layers: tuple[int, ...]) -> np.ndarray:
+    def _hidden_shares(self, layout: LayoutKey, shards: int, layers: tuple[int, ...]) -> np.ndarray:
         """`LeastLinks.hidden_shares` of each stage, [2, num_stages]."""
-        kinds, places = self._kinds(tp, layers, (0,) * len(layers))
+        kinds, places = self._kinds(layout, layers, (0,) * len(layers))
         return np.column_stack([self._links.hidden_shares(kind, np.array([shards])) for kind in kinds])[:, places]
 
-    def _stage_parameter_bytes(self, tp: int, layers: tuple[int, ...]) -> np.ndarray:
-        return np.array([self._costs.stage_parameter_bytes(kind) for kind in stage_kinds("llm", tp, layers)])
+    def _stage_parameter_bytes(self, layout: LayoutKey, layers: tuple[int, ...]) -> np.ndarray:
+        return np.array([self._costs.stage_parameter_bytes(kind) for kind in stage_kinds("llm", layout, layers)])
 
     def _mean_text(self, dp: int, num_microbatches: int, mean: bool) -> Loads:
         """The LLM's loads on the mean replica, [num_batches, num_microbatches]; with `mean` those of the mean batch,
@@ -159,18 +162,18 @@ class MeanPipelines:
         return Loads(*(load.mean(axis=0, keepdims=True) for load in self._text(dp, num_microbatches, False)))
 
     def _part_times(
-        self, tp: int, dp: int, num_microbatches: int, recomputes: bool, mean: bool
+        self, layout: LayoutKey, dp: int, num_microbatches: int, recomputes: bool, mean: bool
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Forward and backward seconds of the LLM's parts on the mean replica, [num_batches, num_microbatches]."""
         text = self._text(dp, num_microbatches, mean)
-        return self._costs.part_times("llm", tp, text, ALL_PARTS if recomputes else PARTS)
+        return self._costs.part_times("llm", layout, text, ALL_PARTS if recomputes else PARTS)
 
 
 def _distinct_kinds(
-    tp: int, layers: tuple[int, ...], recomputed: tuple[int, ...]
+    layout: LayoutKey, layers: tuple[int, ...], recomputed: tuple[int, ...]
 ) -> tuple[list[StageKind], np.ndarray]:
     """The distinct kinds of the LLM's stages, and the index of each stage's kind, [num_stages]."""
-    kinds = stage_kinds("llm", tp, layers, recomputed)
+    kinds = stage_kinds("llm", layout, layers, recomputed)
     distinct = list(dict.fromkeys(kinds))
     return distinct, np.array([distinct.index(kind) for kind in kinds])
 

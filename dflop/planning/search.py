@@ -110,7 +110,7 @@ def search_plans(
     """
     batches = GroupedBatches(config, spec, costs, samples)
     splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
-    rows = enumerate_space(config, spec, costs.tp_sizes, splits, within)
+    rows = enumerate_space(config, spec, costs.layouts, splits, within)
     links = LeastLinks(costs, spec, config.cluster, config.model.freeze, BYTES_PER_VALUE[config.train.precision])
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, links)
     fixed = (within or config.plan).fixed

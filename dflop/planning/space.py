@@ -16,6 +16,7 @@ import polars as pl
 from dflop.config import Config, FixedPlan, PlanConfig
 from dflop.models import ModelSpec, check_modules
 from dflop.parallelism import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, SHARDINGS, Grid, Plan, split_layers
+from dflop.parallelism.layout_key import LayoutKey, ModuleLayout
 from dflop.planning.pins import pins_of, without_each
 from dflop.runtime import UserError
 
@@ -23,15 +24,14 @@ __all__ = [
     "Splits",
     "enumerate_space",
     "even_layers",
-    "layout_columns",
     "llm_layers",
     "modules_of",
     "plan_of",
     "sharding_columns",
 ]
 
-# The layers of each stage, by (LLM tp, number of stages), where a split other than the even one is tried, too.
-Splits = Mapping[tuple[int, int], tuple[int, ...]]
+# The layers of each stage, by (LLM layout, number of stages), where a split other than the even one is tried, too.
+Splits = Mapping[tuple[LayoutKey, int], tuple[int, ...]]
 
 # Numbers of pipeline stages that encoders may have. They are shallow: more stages only add transfers.
 _ENCODER_PP = (1, 2, 4)
@@ -46,15 +46,15 @@ _FEW_DEVICES = 16
 def enumerate_space(
     config: Config,
     spec: ModelSpec,
-    tp_sizes: Mapping[str, Sequence[int]],
+    layouts: Mapping[str, Sequence[LayoutKey]],
     splits: Splits,
     within: PlanConfig | None = None,
     pins_are: str = "plan.fixed",
 ) -> pl.DataFrame:
     """The table of all layouts that use every device, within the limits of `config.plan` or those of `within`.
 
-    `tp_sizes` are the sizes that there are costs for, by module. `pins_are` is the config key that the pins of `within`
-    come from.
+    `layouts` are those of a layer that there are costs for, by module. `pins_are` is the config key that the pins of
+    `within` come from.
 
     Of up to 64 devices, an encoder may get any number; of more, a multiple of a 64th. On more than 16 devices, several
     encoders get 1, 2, 3, 4, 6, 8, 12, … such multiples each, one stage, and the same sharding, except for encoders that
@@ -65,14 +65,14 @@ def enumerate_space(
     """
     within = within or config.plan
     check_modules(spec, within.fixed.modules if within.fixed else (), pins_are)
-    rows = _rows(config, spec, tp_sizes, splits, within)
+    rows = _rows(config, spec, layouts, splits, within)
     if rows.is_empty():
-        raise UserError(_why_nothing(config, within, spec, tp_sizes, pins_are))
+        raise UserError(_why_nothing(config, within, spec, layouts, pins_are))
     return rows
 
 
 def _rows(
-    config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], splits: Splits, within: PlanConfig
+    config: Config, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]], splits: Splits, within: PlanConfig
 ) -> pl.DataFrame:
     fixed = within.fixed or FixedPlan()
     may_checkpoint = [name for name, schedule in SCHEDULES.items() if schedule.allows_checkpointing]
@@ -81,11 +81,11 @@ def _rows(
     filling = [name for name, placement in PLACEMENTS.items() if placement.fills_bubbles]
     meet = [pl.lit(False), *(pl.col(sharding_columns(own.name)[0]).is_in(gathering) for own in spec.encoders)]
     grids = _pinned(
-        pl.concat([_of_placement(config, spec, tp_sizes, fixed, name) for name in _placements(within, spec)]), fixed
+        pl.concat([_of_placement(config, spec, layouts, fixed, name) for name in _placements(within, spec)]), fixed
     )
     for module in spec.modules:
         how = _shardings(config, within, fixed, grids, module.name)
-        grids = grids.join(how, on=layout_columns(module.name), maintain_order="left_right")
+        grids = grids.join(how, on=ModuleLayout.columns(module.name), maintain_order="left_right")
     for one, other in itertools.combinations(_with_less_choice(config, spec, fixed), 2):
         can_shard = [pl.col(f"{name}_dp") > 1 for name in (one, other)]
         grids = grids.filter((pl.col(f"{one}_sharding") == pl.col(f"{other}_sharding")) | ~pl.all_horizontal(can_shard))
@@ -110,11 +110,6 @@ def _rows(
     )
 
 
-def layout_columns(module: str) -> tuple[str, str, str]:
-    """The columns of a module's tp, pp and dp."""
-    return f"{module}_tp", f"{module}_pp", f"{module}_dp"
-
-
 def sharding_columns(module: str) -> tuple[str, str]:
     """The columns of a module's sharding, and of the number of replicas among which its parameters are divided."""
     return f"{module}_sharding", f"{module}_shards"
@@ -122,23 +117,22 @@ def sharding_columns(module: str) -> tuple[str, str]:
 
 def modules_of(columns: Iterable[str]) -> list[str]:
     """The modules that a row or the table has columns for, in their order."""
-    return [name.removesuffix("_tp") for name in columns if name.endswith("_tp")]
+    return [name.removesuffix("_pp") for name in columns if name.endswith("_pp")]
 
 
 def plan_of(row: Mapping[str, object], splits: Splits, *, checkpointing: bool = False) -> Plan:
     """The plan of a row of `enumerate_space`, with all layers recomputed or none."""
     grids, rank_offset = [], 0
     for module in modules_of(row):
-        tp, pp, dp = (row[name] for name in layout_columns(module))
-        layers = splits[tp, pp] if module == "llm" and row["balanced"] else ()
-        num_ranks = tp * pp * dp
+        how = ModuleLayout.of_row(row, module)
+        layers = splits[how.layout, how.pp] if module == "llm" and row["balanced"] else ()
         sharding, shards = (row[name] for name in sharding_columns(module))
         grids.append(
             Grid(
                 module=module,
-                num_ranks=num_ranks,
-                tp=tp,
-                pp=pp,
+                num_ranks=how.num_ranks,
+                **how.layout._asdict(),
+                pp=how.pp,
                 rank_offset=rank_offset,
                 layers=layers,
                 sharding=sharding,
@@ -146,7 +140,7 @@ def plan_of(row: Mapping[str, object], splits: Splits, *, checkpointing: bool = 
             )
         )
         if not PLACEMENTS[row["placement"]].shares_ranks:
-            rank_offset += num_ranks
+            rank_offset += how.num_ranks
     return Plan(
         placement=row["placement"],
         grids=tuple(grids),
@@ -160,7 +154,7 @@ def plan_of(row: Mapping[str, object], splits: Splits, *, checkpointing: bool = 
 def llm_layers(row: Mapping[str, object], splits: Splits, num_layers: int) -> tuple[int, ...]:
     """The number of layers in each of the LLM's stages (chunks included), for a row of `enumerate_space`."""
     if row["balanced"]:
-        return splits[row["llm_tp"], row["llm_pp"]]
+        return splits[LayoutKey.of_row(row, "llm_"), row["llm_pp"]]
     return even_layers(num_layers, row["llm_pp"] * row["num_chunks"])
 
 
@@ -171,12 +165,15 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _of_placement(
-    config: Config, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], fixed: FixedPlan, name: str
+    config: Config, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]], fixed: FixedPlan, name: str
 ) -> pl.DataFrame:
     """The grids of all modules in one placement, one combination a row."""
     num_devices, per_node = config.cluster.num_devices, config.cluster.devices_per_node
     unit = max(1, num_devices // _FINEST_SHARE)
-    tp_of = {module.name: [size for size in tp_sizes[module.name] if per_node % size == 0] for module in spec.modules}
+    able = {
+        module.name: [layout for layout in layouts[module.name] if per_node % layout.num_ranks == 0]
+        for module in spec.modules
+    }
     placement = PLACEMENTS[name]
     num_units = -(-num_devices // unit) - 1
     less = _with_less_choice(config, spec, fixed)
@@ -193,15 +190,15 @@ def _of_placement(
     rows, nowhere = [], [(0,) * len(spec.encoders)]
     for shares in nowhere if placement.shares_ranks else _shares(num_devices, sizes):
         starts = [0, *itertools.accumulate(shares)]
-        for llm in _llm_layouts(num_devices - starts[-1], tp_of["llm"], spec.module("llm").num_layers):
-            if starts[-1] % llm[0]:
+        for llm in _llm_layouts(num_devices - starts[-1], able["llm"], spec.module("llm").num_layers):
+            if starts[-1] % llm.layout.num_ranks:
                 continue  # a tensor-parallel group would lie on two nodes
-            layouts = []
+            of_encoders = []
             for encoder, num_ranks, start in zip(spec.encoders, shares, starts, strict=False):
-                able = placement.encoder_layouts(num_ranks, llm, tp_of[encoder.name], pp_sizes[encoder.name])
-                layouts.append([layout for layout in able if start % layout[0] == 0])
-            rows += [(name, *itertools.chain(*encoders), *llm) for encoders in itertools.product(*layouts)]
-    columns = [column for module in spec.modules for column in layout_columns(module.name)]
+                found = placement.encoder_layouts(num_ranks, llm, able[encoder.name], pp_sizes[encoder.name])
+                of_encoders.append([how.sizes for how in found if start % how.layout.num_ranks == 0])
+            rows += [(name, *itertools.chain(*encoders), *llm.sizes) for encoders in itertools.product(*of_encoders)]
+    columns = [column for module in spec.modules for column in ModuleLayout.columns(module.name)]
     schema = {"placement": pl.Enum(list(PLACEMENTS)), **dict.fromkeys(columns, pl.Int32)}
     return pl.DataFrame(rows, schema=schema, orient="row")
 
@@ -230,12 +227,12 @@ def _doublings(most: int) -> list[int]:
     return sorted(count for count in {*powers, *(3 * power for power in powers)} if count <= most)
 
 
-def _llm_layouts(num_ranks: int, tp_sizes: Sequence[int], num_layers: int) -> Iterator[tuple[int, int, int]]:
-    """All (tp, pp, dp) of an LLM on `num_ranks` ranks."""
-    for tp in tp_sizes:
-        for pp in range(1, min(num_layers, num_ranks // tp) + 1):
-            if num_ranks % (tp * pp) == 0:
-                yield tp, pp, num_ranks // (tp * pp)
+def _llm_layouts(num_ranks: int, layouts: Sequence[LayoutKey], num_layers: int) -> Iterator[ModuleLayout]:
+    """All layouts of an LLM on `num_ranks` ranks."""
+    for layout in layouts:
+        for pp in range(1, min(num_layers, num_ranks // layout.num_ranks) + 1):
+            if num_ranks % (layout.num_ranks * pp) == 0:
+                yield ModuleLayout(layout, pp, num_ranks // (layout.num_ranks * pp))
 
 
 def _placements(within: PlanConfig, spec: ModelSpec) -> list[str]:
@@ -259,13 +256,13 @@ def _shardings(config: Config, within: PlanConfig, fixed: FixedPlan, grids: pl.D
     """The shardings of each layout of a module."""
     pinned = fixed.modules[module].sharding if module in fixed.modules else None
     rows = []
-    for tp, pp, dp in grids.select(layout_columns(module)).unique(maintain_order=True).iter_rows():
+    for *sizes, pp, dp in grids.select(ModuleLayout.columns(module)).unique(maintain_order=True).iter_rows():
         for name in [pinned] if pinned else within.shardings:
             sharding = SHARDINGS[name]
-            shards = sharding.shards_worth_a_look(dp, tp, config.cluster.devices_per_node)
+            shards = sharding.shards_worth_a_look(dp, LayoutKey(*sizes), config.cluster.devices_per_node)
             if shards is not None and (pp == 1 or not sharding.gathers):
-                rows.append((tp, pp, dp, name, shards))
-    layout, (name, shards) = layout_columns(module), sharding_columns(module)
+                rows.append((*sizes, pp, dp, name, shards))
+    layout, (name, shards) = ModuleLayout.columns(module), sharding_columns(module)
     schema = {**dict.fromkeys(layout, pl.Int32), name: pl.Enum(list(SHARDINGS)), shards: pl.Int32}
     return pl.DataFrame(rows, schema=schema, orient="row")
 
@@ -299,27 +296,30 @@ def _microbatches(config: Config, fixed: FixedPlan, grids: pl.DataFrame) -> pl.D
 
 
 def _splits(splits: Splits) -> pl.DataFrame:
-    """The (tp, pp) that have an uneven split, too; chunks are always split evenly."""
-    rows = [(tp, pp, 1, [False, True]) for tp, pp in splits]
-    schema = {"llm_tp": pl.Int32, "llm_pp": pl.Int32, "num_chunks": pl.Int32, "balanced": pl.List(pl.Boolean)}
+    """The layouts and numbers of stages that have an uneven split, too; chunks are always split evenly."""
+    rows = [(*layout, pp, 1, [False, True]) for layout, pp in splits]
+    sizes = (*LayoutKey.columns("llm_"), "llm_pp", "num_chunks")
+    schema = {**dict.fromkeys(sizes, pl.Int32), "balanced": pl.List(pl.Boolean)}
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 
 def _why_nothing(
-    config: Config, within: PlanConfig, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]], pins_are: str
+    config: Config, within: PlanConfig, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]], pins_are: str
 ) -> str:
     cluster, fixed = config.cluster, within.fixed
     what = f"no plan uses all {cluster.num_devices} devices of `cluster`"
     if fixed:
         what += f" with `{pins_are}` ({', '.join(pins_of(fixed))})"
-    known = ", ".join(f"{module} {'/'.join(map(str, sizes))}" for module, sizes in tp_sizes.items())
+    known = ", ".join(
+        f"{module} {'/'.join(str(layout.tp) for layout in of_module)}" for module, of_module in layouts.items()
+    )
     what += (
         f": placements {', '.join(_placements(within, spec))}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
         f"{config.train.global_batch_size} samples a batch"
     )
     if fixed:
         left = {
-            pin: _rows(config, spec, tp_sizes, {}, replace(within, fixed=without)).height
+            pin: _rows(config, spec, layouts, {}, replace(within, fixed=without)).height
             for pin, without in without_each(fixed).items()
         }
         ways = [f"without {pin} there are {number:,} plans" for pin, number in left.items() if number]

@@ -5,6 +5,7 @@ import numpy as np
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import Splits, even_layers
 
@@ -12,21 +13,21 @@ __all__ = ["balanced_splits", "least_slowest"]
 
 
 def balanced_splits(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> Splits:
-    """For each LLM tp and number of stages, the split with the fastest slowest stage, unless that is the even split.
+    """For each LLM layout and number of stages, the split with the fastest slowest stage, unless it is the even split.
 
     The embedding adds time to the first stage and the head to the last, as computed for the mean sample.
     """
-    splits: dict[tuple[int, int], tuple[int, ...]] = {}
+    splits: dict[tuple[LayoutKey, int], tuple[int, ...]] = {}
     num_layers = spec.module("llm").num_layers
-    for tp in costs.tp_sizes["llm"]:
-        layer_s, first_s, last_s = batches.mean_part_s(costs, tp)
+    for layout in costs.layouts["llm"]:
+        layer_s, first_s, last_s = batches.mean_part_s(costs, layout)
         for pp in range(2, min(num_layers, config.cluster.num_devices) + 1):
             extra_s = np.zeros(pp)
             extra_s[0] += first_s
             extra_s[-1] += last_s
             counts = least_slowest(num_layers, extra_s / layer_s)
             if counts != even_layers(num_layers, pp):
-                splits[tp, pp] = counts
+                splits[layout, pp] = counts
     return splits
 
 

@@ -247,7 +247,7 @@ class Pricer:
         loads = self.loads(shapes, assignment)
         return {
             grid.module: self.costs.is_extrapolated(
-                grid.module, grid.tp, loads[grid.module], checkpointing=self.plan.checkpointing
+                grid.module, grid.layout, loads[grid.module], checkpointing=self.plan.checkpointing
             )
             for grid in self.plan.grids
         }

@@ -92,14 +92,14 @@ class StageCosts:
         for grid in plan.grids:
             num_layers = spec.module(grid.module).num_layers
             layers = [len(part) for part in plan.layers_of(grid.module, num_layers)]
-            kinds = stage_kinds(grid.module, grid.tp, layers, plan.recomputed_of(grid.module, num_layers))
+            kinds = stage_kinds(grid.module, grid.layout, layers, plan.recomputed_of(grid.module, num_layers))
             self._kinds[grid.module] = list(dict.fromkeys(kinds))
             self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
         # For modules whose replicas share parameters: forward and backward, and the bytes that passes need.
         self._sharded: dict[str, tuple[ShardedPass, ShardedPass]] = {}
         self._working_bytes = {grid.module: NO_WORKING_BYTES for grid in plan.grids}
         for module, link in sharing_links.items():
-            sizes = {part: costs.parameter_bytes[module, plan.grid(module).tp, part] for part in PARTS}
+            sizes = {part: costs.parameter_bytes[module, plan.grid(module).layout, part] for part in PARTS}
             how = {"value_bytes": value_bytes, "is_frozen": module in self.frozen}
             moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
             (kind,) = self._kinds[module]
@@ -149,7 +149,7 @@ class StageCosts:
         # A replica without work counts as 0 s here: it takes part in the gathers and waits for the other replicas, and
         # the simulator adds this wait.
         empty = (loads.num_items == 0) & (loads.num_tokens == 0)
-        part_s = self.costs.part_times(module, kind.tp, loads, [part for part, _ in kind.parts])
+        part_s = self.costs.part_times(module, kind.layout, loads, [part for part, _ in kind.parts])
         passes = zip(self._sharded[module], part_s, strict=True)
         forward_s, backward_s = (np.where(empty, 0.0, own.seconds(of_part)) for own, of_part in passes)
         return [(forward_s, backward_s)]
@@ -168,7 +168,7 @@ class StageCosts:
         if stage.module not in self._sharded:
             forward, backward = self.costs.time_forms(kind)
             return TimeForm(forward, ()), TimeForm(backward, ())
-        of_parts = self.costs.part_forms(stage.module, kind.tp)
+        of_parts = self.costs.part_forms(stage.module, kind.layout)
         forward, backward = (
             TimeForm(
                 Coefficients(float(own.exposed_s), (0.0,) * 4),

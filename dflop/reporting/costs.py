@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from dflop.costs import CostModel, Loads, StageKind
 from dflop.models.loads import FEATURES, loads_behind, main_load
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_count, heading, say_instead
 
 __all__ = ["costs_height_in", "draw_costs", "measured_points"]
@@ -42,7 +43,7 @@ def measured_points(measurements: pl.DataFrame, costs: CostModel) -> pl.DataFram
         module, tp, piece, depth, direction = keys_of
         loads = Loads(*(frame[name].to_numpy().astype(float) for name in FEATURES))
         ends = {"is_first": piece == "whole", "is_last": piece == "whole"}
-        both = costs.stage_time(StageKind(module=module, tp=tp, num_layers=depth, **ends), loads)
+        both = costs.stage_time(StageKind(module=module, layout=LayoutKey(tp), num_layers=depth, **ends), loads)
         fitted[frame["place"].to_numpy()] = both[direction == "backward"]
     return points.with_columns(pl.Series("fitted_s", fitted))
 
@@ -152,7 +153,7 @@ def _throughput(axes: Axes, points: pl.DataFrame, costs: CostModel) -> None:
             if length != longest
             else both.filter(pl.col("length") == pl.min_horizontal("num_tokens", pl.lit(longest)))
         )
-        kind = StageKind(module=module, tp=tp, num_layers=depth, is_first=False, is_last=False)
+        kind = StageKind(module=module, layout=LayoutKey(tp), num_layers=depth, is_first=False, is_last=False)
         smooth, rate = _fitted_rates(costs, kind, frame, length)
         colour = _shades(module)[1]
         label = "" if len(forms) == 1 else f"segments of {'up to ' * (index == 0)}{length:,}"

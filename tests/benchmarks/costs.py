@@ -23,6 +23,7 @@ import yaml
 
 from dflop.config import load_config
 from dflop.costs import CostModel, Loads, StageKind
+from dflop.parallelism.layout_key import LayoutKey
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_PREDICTIONS = 1_000_000
@@ -90,7 +91,7 @@ def asked(path: Path, tp: int) -> dict[str, float]:
     model = CostModel.load(path)
     tokens = np.random.default_rng(0).integers(32, 4096, NUM_PREDICTIONS).astype(float)
     loads = Loads(np.zeros_like(tokens), tokens, tokens**2 / 4, tokens / 10)
-    kind = StageKind.whole("llm", tp, 28)
+    kind = StageKind.whole("llm", LayoutKey(tp), 28)
     predict_s = min(timed(lambda: model.stage_time(kind, loads)) for _ in range(3))
     return {"load_ms": 1000 * load_s, "predictions_per_s": NUM_PREDICTIONS / predict_s}
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dflop.parallelism.layout_key import LayoutKey, ModuleLayout
 from dflop.parallelism.placements.colocated import Colocated
 from dflop.parallelism.shardings import PLAIN_SHARDING
 from dflop.runtime import UserError
@@ -57,14 +58,13 @@ class BubbleFilled(Colocated):
                 )
 
     def encoder_layouts(
-        self, num_ranks: int, llm: tuple[int, int, int], tp_sizes: Sequence[int], pp_sizes: Sequence[int]
-    ) -> list[tuple[int, int, int]]:
+        self, num_ranks: int, llm: ModuleLayout, layouts: Sequence[LayoutKey], pp_sizes: Sequence[int]
+    ) -> list[ModuleLayout]:
         """As for `colocated`, but none if the LLM has one stage, as there are then no bubbles to fill."""
-        llm_tp, llm_pp, llm_dp = llm
-        if llm_pp == 1:
+        if llm.pp == 1:
             return []
-        tp_sizes = [tp for tp in tp_sizes if llm_tp * llm_dp % tp == 0]
-        return super().encoder_layouts(num_ranks, llm, tp_sizes, pp_sizes)
+        layouts = [layout for layout in layouts if llm.layout.num_ranks * llm.dp % layout.num_ranks == 0]
+        return super().encoder_layouts(num_ranks, llm, layouts, pp_sizes)
 
     def with_encoders_at(
         self, slots: np.ndarray, pipeline: list[np.ndarray], forwards: np.ndarray, backwards: np.ndarray

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dflop.parallelism.layout_key import LayoutKey, ModuleLayout
 from dflop.parallelism.placements.placement import SharedRanks
 
 __all__ = ["PLACEMENT"]
@@ -22,11 +23,13 @@ class Colocated(SharedRanks):
         return range(pp)
 
     def encoder_layouts(
-        self, num_ranks: int, llm: tuple[int, int, int], tp_sizes: Sequence[int], pp_sizes: Sequence[int]
-    ) -> list[tuple[int, int, int]]:
-        llm_tp, llm_pp, llm_dp = llm
-        num_ranks = llm_tp * llm_pp * llm_dp
-        return [(tp, 1, num_ranks // tp) for tp in tp_sizes if num_ranks % tp == 0]
+        self, num_ranks: int, llm: ModuleLayout, layouts: Sequence[LayoutKey], pp_sizes: Sequence[int]
+    ) -> list[ModuleLayout]:
+        return [
+            ModuleLayout(layout, 1, llm.num_ranks // layout.num_ranks)
+            for layout in layouts
+            if llm.num_ranks % layout.num_ranks == 0
+        ]
 
     def with_encoders(
         self, pipeline: list[np.ndarray], first: int, forwards: np.ndarray, backwards: np.ndarray

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dflop.parallelism.grid import Grid, tile_world
+from dflop.parallelism.layout_key import LayoutKey, ModuleLayout
 from dflop.parallelism.placements.placement import Placement
 
 if TYPE_CHECKING:
@@ -25,9 +26,14 @@ class Disjoint(Placement):
         return range(0)
 
     def encoder_layouts(
-        self, num_ranks: int, llm: tuple[int, int, int], tp_sizes: Sequence[int], pp_sizes: Sequence[int]
-    ) -> list[tuple[int, int, int]]:
-        return [(tp, pp, num_ranks // (tp * pp)) for tp in tp_sizes for pp in pp_sizes if num_ranks % (tp * pp) == 0]
+        self, num_ranks: int, llm: ModuleLayout, layouts: Sequence[LayoutKey], pp_sizes: Sequence[int]
+    ) -> list[ModuleLayout]:
+        return [
+            ModuleLayout(layout, pp, num_ranks // (layout.num_ranks * pp))
+            for layout in layouts
+            for pp in pp_sizes
+            if num_ranks % (layout.num_ranks * pp) == 0
+        ]
 
 
 PLACEMENT = Disjoint()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dflop.parallelism.layout_key import LayoutKey, ModuleLayout
 from dflop.parallelism.passes import BACKWARD, FORWARD
 from dflop.parallelism.placements.placement import SharedRanks
 
@@ -23,10 +24,9 @@ class Monolithic(SharedRanks):
         return range(1)
 
     def encoder_layouts(
-        self, num_ranks: int, llm: tuple[int, int, int], tp_sizes: Sequence[int], pp_sizes: Sequence[int]
-    ) -> list[tuple[int, int, int]]:
-        tp, _, dp = llm
-        return [(tp, 1, dp)] if tp in tp_sizes else []
+        self, num_ranks: int, llm: ModuleLayout, layouts: Sequence[LayoutKey], pp_sizes: Sequence[int]
+    ) -> list[ModuleLayout]:
+        return [ModuleLayout(llm.layout, 1, llm.dp)] if llm.layout in layouts else []
 
     def with_encoders(
         self, pipeline: list[np.ndarray], first: int, forwards: np.ndarray, backwards: np.ndarray

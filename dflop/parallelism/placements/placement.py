@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dflop.parallelism.grid import Grid, tile_world
+from dflop.parallelism.layout_key import LayoutKey, ModuleLayout
 from dflop.runtime import UserError
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ class Placement(ABC):
 
     @abstractmethod
     def encoder_layouts(
-        self, num_ranks: int, llm: tuple[int, int, int], tp_sizes: Sequence[int], pp_sizes: Sequence[int]
-    ) -> list[tuple[int, int, int]]:
-        """The (tp, pp, dp) that an encoder may have beside an LLM with (tp, pp, dp) `llm`, from these sizes.
+        self, num_ranks: int, llm: ModuleLayout, layouts: Sequence[LayoutKey], pp_sizes: Sequence[int]
+    ) -> list[ModuleLayout]:
+        """The layouts that an encoder may have beside an LLM with the layout `llm`, from these sizes.
 
         `num_ranks` is the encoder's number of ranks, if it has ranks of its own.
         """

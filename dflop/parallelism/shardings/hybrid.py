@@ -7,6 +7,7 @@ between nodes once a step.
 import math
 from typing import TYPE_CHECKING
 
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.parallelism.shardings.sharding import Sharding
 from dflop.runtime import UserError
 
@@ -25,8 +26,8 @@ class Hybrid(Sharding):
         assert grid.shards is not None, "checked when the grid was made"
         return grid.shards
 
-    def shards_worth_a_look(self, dp: int, tp: int, devices_per_node: int) -> int | None:
-        in_node = math.gcd(dp, max(1, devices_per_node // tp))
+    def shards_worth_a_look(self, dp: int, layout: LayoutKey, devices_per_node: int) -> int | None:
+        in_node = math.gcd(dp, max(1, devices_per_node // layout.num_ranks))
         return in_node if 1 < in_node < dp else None
 
     def _check_shards(self, grid: "Grid") -> None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.parallelism.shardings.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ class OptimizerState(Sharding):
     def num_shards(self, grid: "Grid") -> int:
         return 1
 
-    def shards_worth_a_look(self, dp: int, tp: int, devices_per_node: int) -> int | None:
+    def shards_worth_a_look(self, dp: int, layout: LayoutKey, devices_per_node: int) -> int | None:
         return 1
 
 

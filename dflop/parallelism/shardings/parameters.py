@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.parallelism.shardings.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ class Parameters(Sharding):
     def num_shards(self, grid: "Grid") -> int:
         return grid.dp
 
-    def shards_worth_a_look(self, dp: int, tp: int, devices_per_node: int) -> int | None:
+    def shards_worth_a_look(self, dp: int, layout: LayoutKey, devices_per_node: int) -> int | None:
         return dp if dp > 1 else None
 
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.runtime import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Sharding(ABC):
         """The number of neighbouring replicas that divide a copy of the parameters among them."""
 
     @abstractmethod
-    def shards_worth_a_look(self, dp: int, tp: int, devices_per_node: int) -> int | None:
+    def shards_worth_a_look(self, dp: int, layout: LayoutKey, devices_per_node: int) -> int | None:
         """The number of shards that the search tries with such a layout; None if the sharding makes no sense with
         it."""
 

@@ -29,6 +29,7 @@ from dflop.models.precision import compute_in
 from dflop.models.stages import LlmStage
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.models.work import IMPLEMENTATIONS
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
 from dflop.store import write_costs
@@ -578,15 +579,15 @@ def test_the_cost_model_is_fitted_to_points_as_to_measurements(family, name, tp,
     device_frame = pl.DataFrame({"device": [device], "overhead_bytes": [0], "allocator_share": [0.0]})
     write_costs(path, {"measurements": measurements, "device": device_frame, **tables}, {})
     costs, loads = CostModel.load(path), make_loads(0, 6000, 9e6, 1500)
-    kept = costs.stage_memory(StageKind.whole("llm", tp, 20), loads)
+    kept = costs.stage_memory(StageKind.whole("llm", LayoutKey(tp), 20), loads)
     work = count_work(spec, "llm", tp)
     ends = (work.first, work.last)
     expected = 20 * work.layer.saved_bytes(loads) + sum(part.saved_bytes(loads) for part in ends)
     expected += work.stage_bytes(loads)
     assert float(kept.activation_bytes) == pytest.approx(float(expected), rel=1e-3)
     num_parameters = 20 * work.layer.num_parameters + sum(part.num_parameters for part in ends)
-    assert costs.stage_parameter_bytes(StageKind.whole("llm", tp, 20)) == 4 * num_parameters
-    checkpointed = costs.stage_memory(StageKind.whole("llm", tp, 20, num_recomputed=20), loads)
+    assert costs.stage_parameter_bytes(StageKind.whole("llm", LayoutKey(tp), 20)) == 4 * num_parameters
+    checkpointed = costs.stage_memory(StageKind.whole("llm", LayoutKey(tp), 20, num_recomputed=20), loads)
     assert checkpointed.activation_bytes < kept.activation_bytes / 2
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dflop.costs import Loads
 from dflop.costs.design import Design, LoadBounds, Point, bounds_of_samples, load_bounds
 from dflop.models.loads import FEATURES, Coefficients, Hinge
+from dflop.parallelism.layout_key import UNDIVIDED
 from dflop.runtime import UserError
 
 BOUNDS = LoadBounds(num_items=(1, 64), num_tokens=(32, 4096), segment_tokens=(32, 1024), target_share=(0.03, 0.5))
@@ -18,7 +19,7 @@ BOUNDS = LoadBounds(num_items=(1, 64), num_tokens=(32, 4096), segment_tokens=(32
 
 def make_design(module="llm", num_layers=24, target_error=0.05, time_budget_s=600.0, bounds=BOUNDS, repeats=1):
     return Design(
-        module, 1, num_layers, bounds, repeats=repeats, target_error=target_error, time_budget_s=time_budget_s
+        module, UNDIVIDED, num_layers, bounds, repeats=repeats, target_error=target_error, time_budget_s=time_budget_s
     )
 
 
@@ -27,8 +28,8 @@ def run(design, model, noise=0.0, most=400, seed=0):
     rng = np.random.default_rng(seed)
     parameters = pl.DataFrame(
         [
-            {"module": module, "tp": tp, "part": part, "parameter_bytes": size}
-            for (module, tp, part), size in model.parameter_bytes.items()
+            {"module": module, "tp": layout.tp, "part": part, "parameter_bytes": size}
+            for (module, layout, part), size in model.parameter_bytes.items()
         ]
     )
     points, seconds, rows = [], [], []
@@ -56,7 +57,7 @@ def seconds_of(model, module, point, direction):
     for part in parts:
         checkpointing = point.checkpointing and part in ("stage", "layer")
         count = point.num_layers if part == "layer" else 1
-        total += count * float(model.times[module, 1, part, checkpointing, direction](loads))
+        total += count * float(model.times[module, UNDIVIDED, part, checkpointing, direction](loads))
     return total
 
 

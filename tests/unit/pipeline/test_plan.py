@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.parallelism import SHARDINGS, Grid, Plan, Sharding, check_layers, load_plan, plan_from_dict, split_layers
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.pipeline import why_not_runnable
 from dflop.runtime import UserError
 
@@ -256,7 +257,7 @@ class _Divided(Sharding):
     def num_shards(self, grid: Grid) -> int:
         return grid.dp
 
-    def shards_worth_a_look(self, dp: int, tp: int, devices_per_node: int) -> int | None:
+    def shards_worth_a_look(self, dp: int, layout: LayoutKey, devices_per_node: int) -> int | None:
         return dp
 
 

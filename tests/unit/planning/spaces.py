@@ -12,6 +12,7 @@ from dflop.costs import PARTS, CostModel, Link, LinkModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients, Hinge
+from dflop.parallelism.layout_key import LayoutKey
 from dflop.pipeline import why_not_runnable
 from dflop.planning import PlanPricer, enumerate_space, plan_of
 from dflop.planning.grouped_batches import GroupedBatches
@@ -68,7 +69,7 @@ def with_quick_tp_2(costs: CostModel) -> CostModel:
     times, parameter_bytes = dict(costs.times), dict(costs.parameter_bytes)
     activations, transients = dict(costs.activations), dict(costs.transients)
     for own, factor in ((times, 1 / 3), (activations, 0.5), (transients, 0.5), (parameter_bytes, 0.5)):
-        own.update({(key[0], 2, *key[2:]): factor * value for key, value in list(own.items())})
+        own.update({(key[0], LayoutKey(2), *key[2:]): factor * value for key, value in list(own.items())})
     return dataclasses.replace(
         costs, times=times, activations=activations, transients=transients, parameter_bytes=parameter_bytes
     )
@@ -82,14 +83,14 @@ class Space(NamedTuple):
     """What `search_plans` builds of its arguments."""
 
     batches: GroupedBatches
-    splits: dict[tuple[int, int], tuple[int, ...]]
+    splits: dict[tuple[LayoutKey, int], tuple[int, ...]]
     rows: pl.DataFrame
 
 
 def space_of(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Space:
     batches = GroupedBatches(config, spec, costs, samples)
     splits = balanced_splits(config, spec, costs, batches)
-    return Space(batches, splits, enumerate_space(config, spec, costs.tp_sizes, splits))
+    return Space(batches, splits, enumerate_space(config, spec, costs.layouts, splits))
 
 
 def price_all(
@@ -157,13 +158,15 @@ def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2), modules: Sequence[
                 kept = _bent(rng, along[part], scale * unit_bytes, False, False)
                 on_top = _bent(rng, along[part], scale * unit_bytes, False, is_bent)
                 for checkpointing in (False, True) if part in ("stage", "layer") else (False,):
-                    key = (module, tp, part, checkpointing)
+                    key = (module, LayoutKey(tp), part, checkpointing)
                     again = float(checkpointing and part == "layer")
                     times[*key, "forward"] = forward
                     times[*key, "backward"] = (again_s + again) * forward
                     activations[key] = kept_share * kept if again else kept
                     transients[key] = kept if again else on_top
-                parameter_bytes[module, tp, part] = rng.uniform(0, 1e6) * share / tp if part != "stage" else 0.0
+                parameter_bytes[module, LayoutKey(tp), part] = (
+                    rng.uniform(0, 1e6) * share / tp if part != "stage" else 0.0
+                )
     return CostModel(
         times=times,
         activations=activations,

@@ -6,6 +6,7 @@ from spaces import bent_costs, make_config, price_all, uneven_samples
 
 from dflop.config import PlanConfig
 from dflop.costs import Loads, StageKind
+from dflop.parallelism.layout_key import UNDIVIDED, LayoutKey
 from dflop.planning import TODAY, PlanPricer, enumerate_space, plan_of, price_baselines, search_plans
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import loads_of
@@ -70,12 +71,12 @@ def test_the_rule_takes_the_least_of_its_formula_at_mean_shapes(price, tiny_spec
         for grid in plan.grids:
             sums = [[load.sum() for load in loads_of(grid.module, shapes)] for shapes in batches.shapes]
             mean = np.mean(sums, axis=0)[:, None] / (grid.dp * plan.num_microbatches)
-            whole = StageKind.whole(grid.module, grid.tp, 4, num_recomputed=4 if plan.checkpointing else 0)
+            whole = StageKind.whole(grid.module, LayoutKey(grid.tp), 4, num_recomputed=4 if plan.checkpointing else 0)
             whole_s = sum(costs.stage_time(whole, Loads(*mean)))
             stages_s.append(whole_s.item() / grid.pp)
         return (plan.num_microbatches + sum(grid.pp for grid in plan.grids) - 1) * max(stages_s)
 
-    rows = enumerate_space(config, tiny_spec, costs.tp_sizes, {}, within)
+    rows = enumerate_space(config, tiny_spec, costs.layouts, {}, within)
     least = min(value(plan_of(row, {})) for row in rows.iter_rows(named=True))
     assert value(price(config, costs, samples)[RULE].plan) == pytest.approx(least)
 
@@ -86,7 +87,7 @@ def test_every_device_holds_its_share_of_the_parameters_alone(price, costs, samp
     slow = price(make_config(4, 8, intra_node_gbps=1e-3), costs, samples)[FSDP]
     assert {grid.sharding for grid in own.plan.grids} == {"parameters"}
     assert own.plan.grid("llm").dp == own.plan.grid("vision").dp == 4
-    size = sum(costs.stage_parameter_bytes(StageKind.whole(module, 1, 4)) for module in ("vision", "llm"))
+    size = sum(costs.stage_parameter_bytes(StageKind.whole(module, UNDIVIDED, 4)) for module in ("vision", "llm"))
     assert own.memory_bytes > size
     assert slow.step_s >= 2 * size * 3 / 4 / (1e-3 * 1e9 / 8)
     assert slow.step_s > own.step_s
@@ -119,7 +120,7 @@ def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(pri
             for turn in range(own.plan.num_microbatches):
                 held = [shapes.take(np.flatnonzero((device == rank) & (microbatch == turn))) for rank in range(4)]
                 loads = [Loads(*(np.array([load.sum()]) for load in loads_of(module, one))) for one in held]
-                whole = StageKind.whole(module, 1, 4, num_recomputed=own.plan.recomputed_of(module, 4)[0])
+                whole = StageKind.whole(module, UNDIVIDED, 4, num_recomputed=own.plan.recomputed_of(module, 4)[0])
                 both = np.array([costs.stage_time(whole, one) for one in loads])
                 step_s += both.max(axis=0).sum()
         steps_s.append(step_s)
@@ -128,8 +129,8 @@ def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(pri
 
 def test_a_frozen_module_sends_no_gradients(price, costs, samples):
     """On a network so slow that moving is all there is: parameters for each pass (of the last unit once), gradients."""
-    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, 1, 4)) for module in ("vision", "llm")}
-    last = {module: costs.parameter_bytes[module, 1, "last"] for module in sizes}
+    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, UNDIVIDED, 4)) for module in ("vision", "llm")}
+    last = {module: costs.parameter_bytes[module, UNDIVIDED, "last"] for module in sizes}
     for freeze, in_all in (
         ([], 3 * sizes["vision"] - last["vision"] + 3 * sizes["llm"] - last["llm"]),
         (["vision"], sizes["vision"] + 3 * sizes["llm"] - last["llm"]),

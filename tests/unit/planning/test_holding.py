@@ -75,7 +75,7 @@ def test_what_some_plan_holds_is_kept_and_no_plan_that_does_not_hold_it_is_a_can
     large = with_a_giant(samples, undrawn(samples), 60_000)
     needs = [
         float(alone_bytes(pricer_of(plan_of(row, {}), CONFIG, tiny_spec, costs), large).max())
-        for row in enumerate_space(CONFIG, tiny_spec, costs.tp_sizes, {}).iter_rows(named=True)
+        for row in enumerate_space(CONFIG, tiny_spec, costs.layouts, {}).iter_rows(named=True)
     ]
     limit = float(np.median(needs))
     config = make_config(4, 8, memory_gib=limit / 2**30)

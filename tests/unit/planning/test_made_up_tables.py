@@ -38,6 +38,7 @@ SCHEDULE = Eager()
 HALVED = '''
 """Like colocated, with the encoders on the first half of the LLM's pipeline ranks alone."""
 
+from dflop.parallelism.layout_key import ModuleLayout
 from dflop.parallelism.placements.colocated import Colocated
 
 
@@ -48,9 +49,8 @@ class Halved(Colocated):
     def encoder_stages(self, pp):
         return range(max(1, pp // 2))
 
-    def encoder_layouts(self, num_ranks, llm, tp_sizes, pp_sizes):
-        llm_tp, llm_pp, llm_dp = llm
-        return [(llm_tp, 1, len(self.encoder_stages(llm_pp)) * llm_dp)]
+    def encoder_layouts(self, num_ranks, llm, layouts, pp_sizes):
+        return [ModuleLayout(llm.layout, 1, len(self.encoder_stages(llm.pp)) * llm.dp)]
 
     def with_encoders(self, pipeline, first, forwards, backwards):
         num_shared = len(self.encoder_stages(len(pipeline)))

@@ -10,6 +10,7 @@ from spaces import LITTLE_GIB, make_config, with_memory, with_quick_tp_2
 from dflop.config import Config
 from dflop.models.loads import Coefficients
 from dflop.parallelism import Plan
+from dflop.parallelism.layout_key import UNDIVIDED
 from dflop.runtime import UserError
 
 
@@ -97,7 +98,7 @@ def test_nothing_that_fits_says_the_nearest_and_the_memory_that_lets_it_run(sear
 def test_an_encoder_that_does_not_fit_is_the_nearest_miss(search, costs):
     activations = dict(costs.activations)
     for checkpointing in (False, True):
-        activations["vision", 1, "layer", checkpointing] = Coefficients(0.0, (1e9, 0, 0, 0))
+        activations["vision", UNDIVIDED, "layer", checkpointing] = Coefficients(0.0, (1e9, 0, 0, 0))
     huge = dataclasses.replace(costs, activations=activations)
     with pytest.raises(UserError, match=r"the nearest, disjoint: vision .* needs \S+ GiB a device; raise the memory"):
         search(make_config(4, 8, memory_gib=4), costs=huge)

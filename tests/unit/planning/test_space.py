@@ -7,16 +7,17 @@ from hypothesis import strategies as st
 from spaces import ALL_PLACEMENTS, ALL_SCHEDULES, make_config
 
 from dflop.config import PlanConfig
+from dflop.parallelism.layout_key import UNDIVIDED, LayoutKey
 from dflop.planning import enumerate_space, plan_of
 from dflop.runtime import UserError
 
-TP = {"vision": [1, 2], "llm": [1, 2]}
-SPLITS = {(1, 2): (3, 1), (2, 2): (1, 3)}
+LAYOUTS = {module: [LayoutKey(1), LayoutKey(2)] for module in ("vision", "llm")}
+SPLITS = {(LayoutKey(1), 2): (3, 1), (LayoutKey(2), 2): (1, 3)}
 
 
-def plans_of(config, spec, tp_sizes=TP, splits=SPLITS, within=None):
+def plans_of(config, spec, layouts=LAYOUTS, splits=SPLITS, within=None):
     return [
-        plan_of(row, splits) for row in enumerate_space(config, spec, tp_sizes, splits, within).iter_rows(named=True)
+        plan_of(row, splits) for row in enumerate_space(config, spec, layouts, splits, within).iter_rows(named=True)
     ]
 
 
@@ -103,7 +104,7 @@ def test_a_microbatch_count_that_fits_one_layout_alone_leaves_that_one(tiny_spec
 def test_each_of_several_encoders_has_devices_of_its_own(tiny_spec):
     spec = spec_with(tiny_spec, ("vision", "audio"))
     config = make_config(6, 8, num_nodes=3, schedules=["1f1b"], fixed={"num_microbatches": 1, "checkpointing": False})
-    plans = plans_of(config, spec, {name: [1, 2] for name in ("vision", "audio", "llm")})
+    plans = plans_of(config, spec, {name: [LayoutKey(1), LayoutKey(2)] for name in ("vision", "audio", "llm")})
     assert len(set(map(str, plans))) == len(plans)
     apart = {tuple(grid.num_ranks for grid in plan.grids) for plan in plans if plan.placement == "disjoint"}
     assert apart == {(vision, audio, 6 - vision - audio) for vision in range(1, 5) for audio in range(1, 6 - vision)}
@@ -122,7 +123,9 @@ def test_on_many_devices_several_encoders_get_less_choice_and_a_pinned_one_gets_
 
     def plans(**modules):
         config = make_config(24, 48, fixed=free | modules, **limits)
-        return [plan.grids for plan in plans_of(config, spec, {name: [1] for name in ("vision", "audio", "llm")})]
+        return [
+            plan.grids for plan in plans_of(config, spec, {name: [UNDIVIDED] for name in ("vision", "audio", "llm")})
+        ]
 
     unpinned = plans()
     few = {1, 2, 3, 4, 6, 8, 12, 16, 24}
@@ -139,7 +142,7 @@ def test_on_many_devices_several_encoders_get_less_choice_and_a_pinned_one_gets_
 
 
 def test_without_encoders_all_placements_are_one(tiny_spec):
-    rows = enumerate_space(make_config(4, 8), spec_with(tiny_spec, ()), {"llm": [1, 2]}, {})
+    rows = enumerate_space(make_config(4, 8), spec_with(tiny_spec, ()), {"llm": [LayoutKey(1), LayoutKey(2)]}, {})
     assert rows["placement"].n_unique() == 1
     assert rows.columns[:4] == ["placement", "llm_tp", "llm_pp", "llm_dp"]
     assert {plan_of(row, {}).world_size for row in rows.iter_rows(named=True)} == {4}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dflop.balancing import random_buckets
 from dflop.config import ClusterConfig
 from dflop.costs import Loads, StageKind
+from dflop.parallelism.layout_key import UNDIVIDED
 from dflop.pipeline import nodes_of
 from dflop.pricing import Assignment, Pricer, alone_bytes, fits, fitted
 
@@ -57,7 +58,7 @@ def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(case, p
         is_llm, pp = node.module == "llm", plan.grid(node.module).pp
         kind = StageKind(
             module=node.module,
-            tp=1,
+            layout=UNDIVIDED,
             num_layers=4 // pp,
             is_first=node.pp_stage == 0,
             is_last=node.pp_stage == pp - 1,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dflop.config import ClusterConfig
 from dflop.costs import StageKind
 from dflop.parallelism import Grid, Plan
+from dflop.parallelism.layout_key import UNDIVIDED
 from dflop.pricing import Pricer, alone_bytes, lasting_s
 from dflop.pricing.assignment import deal_media
 
@@ -89,7 +90,7 @@ def test_an_encoder_that_shares_parameters_waits_where_the_pipeline_behind_it_do
 
 
 def test_gradients_are_synced_between_copies_alone(price, costs):
-    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, 1, 4)) for module in ("vision", "llm")}
+    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, UNDIVIDED, 4)) for module in ("vision", "llm")}
     sync_s = price(whole_model({}, HYBRID)).sync_s
     inter_s = 1 / (50e9 / 8)
     assert sync_s[:4] == pytest.approx(sizes["vision"] * 2 * 3 / 4 * inter_s)
@@ -99,7 +100,7 @@ def test_gradients_are_synced_between_copies_alone(price, costs):
 
 
 def test_sharing_divides_what_is_resident_and_adds_what_is_gathered(price, costs, draw_samples):
-    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, 1, 4)) for module in ("vision", "llm")}
+    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, UNDIVIDED, 4)) for module in ("vision", "llm")}
     both = sum(sizes.values())
     shapes = draw_samples(24, 0)
     resident = {
