@@ -17,10 +17,10 @@ _ALL_TOKENS = 1 << 30
 
 
 class Run(NamedTuple):
-    """One microbatch on one piece: `forward` returns the output to call backward on, `inputs` are leaves that get a
+    """One microbatch on one piece: `forward` returns the outputs to call backward on, `inputs` are leaves that get a
     gradient."""
 
-    forward: Callable[[], torch.Tensor]
+    forward: Callable[[], list[torch.Tensor]]
     inputs: list[torch.Tensor]
 
 
@@ -53,14 +53,18 @@ class MadeUpRuns:
             kept_tokens=(_ALL_TOKENS,) * len(made_up.media),
         )
         if point.piece == "first":
-            return Run(lambda: encoder.embed(batch), [])
+            return Run(lambda: [encoder.embed(batch)], [])
         if point.piece == "whole":
-            return Run(lambda: torch.cat(encoder(batch)), [])
-        layer = encoder.layers.start if point.piece == "layers" else encoder.layers.stop
-        leaf = self._random(*encoder.hidden_shape(point.num_items, layer)).requires_grad_()
+            return Run(lambda: [torch.cat(encoder(batch))], [])
+        shape = encoder.hidden_shape(point.num_items, 0)
         if point.piece == "layers":
-            return Run(lambda: encoder.encode(leaf, batch)[-1], [leaf])
-        return Run(lambda: torch.cat(encoder.finish([leaf], batch)), [leaf])
+            leaf = self._random(*shape).requires_grad_()
+            return Run(lambda: [own for own in encoder.encode(leaf, batch) if own is not None], [leaf])
+        # One leaf for the last layer's output, and one for each earlier output that is a feature.
+        depth = self._spec.module(self._module).num_layers
+        num_read = encoder.hidden_shape(point.num_items, depth)[-1] // shape[-1]
+        leaves = [self._random(*shape).requires_grad_() for _ in range(num_read)]
+        return Run(lambda: [torch.cat(encoder.finish(leaves, batch))], leaves)
 
     def _of_llm(self, llm: LlmStage, point: Point) -> Run:
         """Tokens of which the first half are features of an encoder."""
@@ -78,14 +82,14 @@ class MadeUpRuns:
         )
         features = self._random(num_tokens // 2, self._spec.feature_size).requires_grad_()
         if point.piece == "first":
-            return Run(lambda: llm.embed(batch, [features]), [features])
+            return Run(lambda: [llm.embed(batch, [features])], [features])
         if point.piece == "whole":
-            return Run(lambda: llm.finish(llm.encode(llm.embed(batch, [features]), batch), batch), [features])
+            return Run(lambda: [llm.finish(llm.encode(llm.embed(batch, [features]), batch), batch)], [features])
         if point.piece == "layers":
             leaf = self._random(*llm.hidden_shape(num_tokens, llm.layers.start)).requires_grad_()
-            return Run(lambda: llm.encode(leaf, batch), [leaf])
+            return Run(lambda: [llm.encode(leaf, batch)], [leaf])
         leaf = self._random(1, num_tokens, config.hidden_size).requires_grad_()
-        return Run(lambda: llm.finish(leaf, batch), [leaf])
+        return Run(lambda: [llm.finish(leaf, batch)], [leaf])
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self._device, dtype=self._dtype, generator=self._generator)

@@ -194,11 +194,11 @@ class Bench:
             torch.cuda.synchronize(self.device)  # launches must not hide behind what was queued before
         self._slowest([0.0])  # ranks begin together
         start = self._mark()
-        output = run.forward()
+        outputs = run.forward()
         half = self._mark()
-        gradient = None if output.ndim == 0 else torch.ones_like(output)
+        gradients = [torch.ones_like(output) for output in outputs]
         resumed = self._mark()
-        output.backward(gradient)
+        torch.autograd.backward(outputs, gradients)
         end = self._mark()
         return [self._between(start, half), self._between(resumed, end)]
 
@@ -255,18 +255,18 @@ class Bench:
             self._timed(run)  # libraries allocate their workspaces when they are first used
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-            output = run.forward()
+            outputs = run.forward()
             saved = torch.cuda.memory_allocated(self.device) - before
-            output.backward(None if output.ndim == 0 else torch.ones_like(output))
-            del output
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+            del outputs
             peak = torch.cuda.max_memory_allocated(self.device)
             self._reserved_share = max(self._reserved_share, torch.cuda.max_memory_reserved(self.device) / peak - 1)
             return saved, peak - before
         with LiveBytes() as live:
-            output = run.forward()
+            outputs = run.forward()
             saved = live.now
-            output.backward(None if output.ndim == 0 else torch.ones_like(output))
-            del output
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+            del outputs
         return saved, live.peak
 
     def _tidy(self) -> None:

@@ -30,14 +30,13 @@ def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: in
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
-    """The model with `num_layers` layers in one module. All of the encoder's features are then taken from its last
-    layer, so that the mergers have the same work."""
+    """The model with `num_layers` layers in one module. All of the encoder's features are then taken from its first
+    layer, so that the mergers have the same work behind any number of these layers."""
     fields = deepcopy(spec.hf_config)
     if module == "llm":
         fields["text_config"]["num_hidden_layers"] = num_layers
     else:
-        last = [num_layers - 1] * spec.num_deepstack
-        fields["vision_config"] |= {"depth": num_layers, "deepstack_visual_indexes": last}
+        fields["vision_config"] |= {"depth": num_layers, "deepstack_visual_indexes": [0] * spec.num_deepstack}
     return spec_of(spec.name, fields, {})
 
 

@@ -93,40 +93,30 @@ class VisionStage(EncoderStage):
         positions = tower.pos_embed(indices.to(patches.device)) * weights.to(patches.device)[:, :, None]
         return patches + positions.sum(1).to(patches.dtype)
 
-    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor | None]:
-        """The input, and the output of each of this stage's layers; None but for the last and for features."""
-        layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
+    def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
+        """The outputs so far that are features, in layer order, then the output of this stage's last layer."""
+        layout, config = self._layout(batch, hidden.device), self.hf.config.vision_config
         whole = OneSegment(hidden)
-        outputs, last = [hidden], self._parts([hidden])[0]
+        *features, last = hidden.split(config.hidden_size, dim=-1)
         for index in self.layers:
-            last = tower.blocks[index](
+            last = self.hf.model.visual.blocks[index](
                 last, cu_seqlens=whole, position_embeddings=layout.rotary, segment_ends=layout.ends
             )
-            outputs.append(last)
-            if index > self.layers.start and index - 1 not in self.hf.config.vision_config.deepstack_visual_indexes:
-                outputs[-2] = None
-        return outputs
+            # More than one in a model that is measured shallow (`with_depth`).
+            features += [last] * config.deepstack_visual_indexes.count(index)
+        return [*features, last]
 
     def onward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
-        """The last hidden states, concatenated with those so far that are features."""
-        return torch.cat(self._parts(outputs), dim=-1)
+        """The features so far, concatenated with the last hidden states."""
+        return torch.cat(outputs, dim=-1)
 
     def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
         """Features of each sample, [kept_tokens, feature_size]: those of the last layer, then those of the others."""
-        tower, (last, *further) = self.hf.model.visual, self._parts(outputs)
+        tower, (*features, last) = self.hf.model.visual, outputs
         made = [tower.merger(last)]
-        made += [merger(own.contiguous()) for merger, own in zip(tower.deepstack_merger_list, further, strict=True)]
+        made += [merger(own.contiguous()) for merger, own in zip(tower.deepstack_merger_list, features, strict=True)]
         of_samples = torch.cat(made, dim=-1).split([sum(own.num_items for own in media) for media in batch.media])
         return [own[:kept] for own, kept in zip(of_samples, batch.kept_tokens, strict=True)]
-
-    def _parts(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """From the result of `encode`, the last hidden states, and those so far that are features, in layer order."""
-        config = self.hf.config.vision_config
-        last, *further = outputs[0].split(config.hidden_size, dim=-1)
-        for index in config.deepstack_visual_indexes[len(further) :]:
-            if index - self.layers.start + 1 < len(outputs):
-                further.append(outputs[index - self.layers.start + 1])
-        return [outputs[-1] if len(outputs) > 1 else last, *further]
 
     def _layout(self, batch: EncoderBatch, device: torch.device) -> _Layout:
         tower = self.hf.model.visual

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dflop.config import ModelConfig
-from dflop.costs.design import Point
+from dflop.costs.design import Point, fitted_depths
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS
@@ -148,7 +148,7 @@ def test_what_ran_out_of_memory_is_given_back_before_the_next_point(benches, mon
     bench, outputs = benches["llm"], []
 
     def run_out(run):
-        output = run.forward()
+        (output,) = run.forward()
         outputs.append(weakref.ref(output))
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -204,15 +204,34 @@ def test_a_family_is_measured_piece_by_piece_and_has_the_parameters_that_analyti
     spec = load_model_spec(ModelConfig(family=family))
     size = tokenizer.vocab_size()
     assert size <= spec.hf_config["text_config"]["vocab_size"]
-    bench = make_bench(spec, tokenizer, module, depth=2)
-    for piece in PIECES:
-        rows = bench.measure(point_of(module, piece, 6, depth=1 if piece == "layers" else 2), 0)
+    one, deepest = fitted_depths(spec.module(module).num_layers)
+    bench = make_bench(spec, tokenizer, module, depth=deepest)
+    kept = {}
+    for piece, depth in (("first", 0), ("last", 0), ("layers", one), ("layers", deepest), ("whole", 2), ("whole", 3)):
+        rows = bench.measure(point_of(module, piece, 6, depth=depth), 0)
         assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
         if family in ("qwen2_5_vl", "qwen3_vl") and module == "vision":
             assert [row["sum_sq_tokens"] for row in rows] == [36, 36]  # one picture of 2 x 3 items
+        kept[piece, depth] = rows[0]["saved_bytes"]
+    # What features of earlier layers need is with the last part: a further layer adds the same wherever it is.
+    a_layer = (kept["layers", deepest] - kept["layers", one]) / (deepest - one)
+    assert kept["whole", 3] - kept["whole", 2] == pytest.approx(a_layer, rel=0.05)
+    parts = kept["first", 0] + kept["layers", one] + a_layer + kept["last", 0]
+    assert kept["whole", 2] == pytest.approx(parts, rel=0.1)
     work = count_work(spec, module, 1)
     sizes = dict(bench.parameter_sizes().select("part", "parameter_bytes").rows())
     assert sizes == {part: 4 * getattr(work, part).num_parameters for part in ("layer", "first", "last")}
+    gc.unfreeze()
+
+
+def test_gradients_of_features_wait_while_later_layers_are_computed_again(tokenizer):
+    bench = make_bench(load_model_spec(ModelConfig(family="qwen3_vl")), tokenizer, "vision")
+    first, layers, whole = (
+        bench.measure(point_of("vision", piece, 60, depth=3, checkpointing=piece != "first"), 0)[0]
+        for piece in ("first", "layers", "whole")
+    )
+    # What the last part kept is free by then.
+    assert whole["peak_bytes"] == pytest.approx(first["saved_bytes"] + layers["peak_bytes"], rel=0.03)
     gc.unfreeze()
 
 
