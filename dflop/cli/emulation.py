@@ -61,9 +61,9 @@ def _check_training(costs: Path | None, out: Path, scale: float) -> None:
 
 
 def _emulate(configs: tuple[str, ...], costs: Path, scale: float, *, shapes: Path, plan_path: Path, out: Path) -> None:
-    from dflop.reporting.trace import chrome_trace
     from dflop.store import read_table
     from dflop.training.emulation import emulate, emulation_text
+    from dflop.training.trace import chrome_trace
 
     # Stages take exactly their predicted times, so there is nothing to learn from them.
     config = load_for("train", (*configs, "schedule.correction=off"))

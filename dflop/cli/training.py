@@ -94,9 +94,9 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
 def _write_results(config, out: Path, plan_path: Path, generation, left_out) -> None:
     """Write observations, trace and summary from the ranks' files, and print a line on them."""
     from dflop.planning import read_baselines
-    from dflop.reporting.trace import chrome_trace
     from dflop.runtime import written_whole
     from dflop.training import merge_observations, summarise
+    from dflop.training.trace import chrome_trace
 
     meta = meta_of("train", config)
     merged = merge_observations(out / "observations", out / "observations.duckdb", left_out, meta)

@@ -5,8 +5,8 @@ from itertools import pairwise
 import polars as pl
 import pytest
 
-from dflop.reporting.trace import chrome_trace
 from dflop.store import STEP_SECONDS_SCHEMA
+from dflop.training.trace import chrome_trace
 
 NUM_RANKS, NUM_STEPS, NUM_MICROBATCHES = 3, 7, 4
 NO_SECONDS = STEP_SECONDS_SCHEMA.to_frame()
