@@ -73,7 +73,7 @@ def family_of(name: str) -> Family:
     """
     if name not in family_names():
         raise UserError(f"`model.family` is {name!r}; it must be one of {', '.join(family_names())}. {_HOW_TO_ADD}")
-    family = _load("dflop.models.*.FAMILY", name)
+    family = importlib.import_module(f"dflop.models.{name}").FAMILY
     assert family.name == name, f"the folder {name} holds the family {family.name}"
     return family
 
@@ -96,7 +96,7 @@ def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
     check_tp(spec, module, tp)
     if not _has(spec.family, "work"):
         raise UserError(f"`model.family` {spec.family!r} has no analytic costs yet; use `costs.source: measured`")
-    return _load("dflop.models.*.work.count_work", spec.family)(spec, module, tp)
+    return _module(spec.family, "work").count_work(spec, module, tp)
 
 
 def load_runtime(name: str) -> "FamilyRuntime":
@@ -106,7 +106,7 @@ def load_runtime(name: str) -> "FamilyRuntime":
         UserError: when the family has no `runtime.py` yet.
     """
     check_runnable(name)
-    return _load("dflop.models.*.runtime.RUNTIME", name)
+    return _module(name, "runtime").RUNTIME
 
 
 def why_family_cannot_run(name: str) -> str | None:
@@ -184,13 +184,9 @@ def _way_out(model_type: Any) -> str:
     return f"known are {', '.join(family_names())}; {_HOW_TO_ADD}"
 
 
-def _load(place: str, family: str) -> Any:
-    """The object at `place`, a dotted name in which `*` stands for the family.
-
-    The star lets `runtime.code_behind` find all such objects when it looks for the code behind a command.
-    """
-    module, _, name = place.replace("*", family).rpartition(".")
-    return getattr(importlib.import_module(module), name)
+def _module(family: str, part: str) -> Any:
+    """A module of a family's folder."""
+    return importlib.import_module(f"dflop.models.{family}.{part}")
 
 
 def _has(family: str, part: str) -> bool:

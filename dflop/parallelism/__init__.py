@@ -10,7 +10,6 @@ from dflop.parallelism.plan import Plan, split_layers
 from dflop.parallelism.plan_file import check_layers, load_plan, plan_from_dict
 from dflop.parallelism.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
 from dflop.parallelism.shardings import PLAIN_SHARDING, SHARDINGS, Sharding
-from dflop.parallelism.tables import modules_named
 
 __all__ = [
     "COLOCATED",
@@ -28,7 +27,6 @@ __all__ = [
     "Sharding",
     "check_layers",
     "load_plan",
-    "modules_named",
     "plan_from_dict",
     "split_layers",
     "tile_world",

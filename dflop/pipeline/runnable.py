@@ -1,23 +1,38 @@
-"""Whether training can carry out a plan: the limits that executors declare, gathered.
+"""Whether training can carry out a plan. Some plans can be priced but not trained yet.
 
-A folder with code that carries out plans declares the plans that this code cannot do in a file `limits.py`, which needs
-no torch. Only this module reads these files. It finds them by name, since planning may not import training.
+A limit is a function from a plan to a sentence that says what keeps it from being trained and what to do instead; None
+if nothing does. When training learns to do more, the limit is removed here.
 """
 
-from functools import cache
-from types import ModuleType
+from collections.abc import Callable
 
-from dflop.parallelism import Plan, modules_named
+from dflop.parallelism import SHARDINGS, Plan
 
-__all__ = ["why_not_runnable"]
+__all__ = ["LIMITS", "why_not_runnable"]
 
 
 def why_not_runnable(plan: Plan) -> str | None:
     """A sentence on why the plan cannot be trained, with the way out; None when it can be."""
-    said = (limit(plan) for own in _declared() for limit in own.LIMITS)
-    return next((why for why in said if why), None)
+    return next(filter(None, (limit(plan) for limit in LIMITS)), None)
 
 
-@cache
-def _declared() -> tuple[ModuleType, ...]:
-    return tuple(modules_named("dflop.*.limits.LIMITS"))
+def _some_encoder(plan: Plan) -> str | None:
+    """The LLM's first stage takes encoders' features."""
+    if len(plan.grids) > 1:
+        return None
+    return "the plan has 0 encoders and training is for models that have some; use a model with one"
+
+
+def _whole_or_gathered(plan: Plan) -> str | None:
+    """Parameters are whole on every replica (`ShardedAdamW`), or gathered layer by layer (`ParameterShards`)."""
+    for grid in plan.grids:
+        if grid.num_shards > 1 and not grid.gathers:
+            trained = " or ".join(name for name, own in SHARDINGS.items() if own.gathers)
+            return (
+                f"{grid.module}: sharding={grid.sharding} divides parameters that nothing gathers; use sharding: "
+                f"{trained}"
+            )
+    return None
+
+
+LIMITS: tuple[Callable[[Plan], str | None], ...] = (_some_encoder, _whole_or_gathered)

@@ -8,8 +8,8 @@ from dflop.parallelism.placements.colocated import PLACEMENT as COLOCATED
 from dflop.parallelism.placements.disjoint import PLACEMENT as DISJOINT
 from dflop.parallelism.placements.monolithic import PLACEMENT as MONOLITHIC
 from dflop.parallelism.placements.placement import Placement
-from dflop.parallelism.tables import each_named
+from dflop.parallelism.tables import table_of
 
 __all__ = ["COLOCATED", "DISJOINT", "MONOLITHIC", "PLACEMENTS", "Placement"]
 
-PLACEMENTS: dict[str, Placement] = {own.name: own for own in each_named("dflop.parallelism.placements.*.PLACEMENT")}
+PLACEMENTS: dict[str, Placement] = table_of(__name__, "PLACEMENT")

@@ -6,10 +6,10 @@ new schedule is one more file in this folder, with its object as SCHEDULE.
 
 from dflop.parallelism.schedules.one_f_one_b import SCHEDULE as _PLAIN
 from dflop.parallelism.schedules.schedule import Schedule
-from dflop.parallelism.tables import each_named
+from dflop.parallelism.tables import table_of
 
 __all__ = ["PLAIN_SCHEDULE", "SCHEDULES", "Schedule"]
 
-SCHEDULES: dict[str, Schedule] = {own.name: own for own in each_named("dflop.parallelism.schedules.*.SCHEDULE")}
+SCHEDULES: dict[str, Schedule] = table_of(__name__, "SCHEDULE")
 # The one that is used where all schedules give the same order.
 PLAIN_SCHEDULE = _PLAIN.name

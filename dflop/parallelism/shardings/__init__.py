@@ -6,9 +6,9 @@ sharding is one more file in this folder, with its object as SHARDING.
 
 from dflop.parallelism.shardings.optimizer import SHARDING as PLAIN
 from dflop.parallelism.shardings.sharding import Sharding
-from dflop.parallelism.tables import each_named
+from dflop.parallelism.tables import table_of
 
 __all__ = ["PLAIN_SHARDING", "SHARDINGS", "Sharding"]
 
 PLAIN_SHARDING = PLAIN.name
-SHARDINGS: dict[str, Sharding] = {own.name: own for own in each_named("dflop.parallelism.shardings.*.SHARDING")}
+SHARDINGS: dict[str, Sharding] = table_of(__name__, "SHARDING")

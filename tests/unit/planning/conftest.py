@@ -8,8 +8,8 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.parallelism import Plan
+from dflop.pipeline import runnable
 from dflop.planning import SearchResult, search_plans
-from dflop.training import limits
 
 
 @pytest.fixture(scope="module")
@@ -36,4 +36,4 @@ def no_tp_in_shards(monkeypatch) -> None:
     def limit(plan: Plan) -> str | None:
         return "not in shards; use tp: 1" if any(own.gathers and own.tp > 1 for own in plan.grids) else None
 
-    monkeypatch.setattr(limits, "LIMITS", (*limits.LIMITS, limit))
+    monkeypatch.setattr(runnable, "LIMITS", (*runnable.LIMITS, limit))
