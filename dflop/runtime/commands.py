@@ -1,16 +1,26 @@
-"""The commands of the workflow: which config keys each one reads, and the code that makes its output.
+"""The commands of the workflow: which config keys each one reads, and which rooms of the program make its output.
 
 Both decide what runs again: the workflow passes exactly these keys to the command and tracks them together with a
-digest of the code, so that an unrelated key or an unrelated change of the program reruns nothing. A command sees no
-other key, whatever config it is given: reading one that is not listed here fails at once.
+digest of the rooms' files, so that an unrelated key or a change in a later room reruns nothing. A command sees no other
+key, whatever config it is given: reading one that is not listed here fails at once.
 """
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
-from dflop.runtime.code_behind import code_digests
+__all__ = ["COMMANDS", "GROUND_ROOMS", "ROOMS", "Command", "code_digest"]
 
-__all__ = ["COMMANDS", "IN_PARAMS", "Command", "code_digest"]
+_PACKAGE = Path(__file__).parents[1]
+
+# The rooms, which are folders of dflop/, in the order of the data's way: a room imports only from rooms before it. The
+# rooms of the ground also import from each other.
+GROUND_ROOMS = ("config", "store", "runtime", "parallelism")
+ROOMS = (
+    *(*GROUND_ROOMS, "models", "data", "costs", "pipeline", "balancing", "pricing", "scheduling", "planning"),
+    *("comparison", "training", "reporting"),
+)
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
 _LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video", "data.audio")
@@ -25,87 +35,71 @@ _BATCH = ("seed", "train.global_batch_size", "train.precision")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`function` is the command's own, by its dotted name; `reads` are dotted config keys."""
+    """`file` in dflop/cli/ defines the command, `last_room` is the last of `ROOMS` it imports from, and `reads` are
+    dotted config keys."""
 
-    function: str
+    file: str
+    last_room: str
     reads: tuple[str, ...]
 
 
 COMMANDS: dict[str, Command] = {
-    "demo-data": Command("dflop.cli.data.demo_data", ()),
-    "profile-shapes": Command("dflop.cli.data.profile_shapes", (*_SHARDS, "data.without_encoder", *_LIMITS, *_MODEL)),
+    "demo-data": Command("data.py", "data", ()),
+    "profile-shapes": Command("data.py", "data", (*_SHARDS, "data.without_encoder", *_LIMITS, *_MODEL)),
     "merge-shapes": Command(
-        "dflop.cli.data.merge_shapes",
+        "data.py",
+        "costs",
         (*_SHARDS, "data.duplicate_ids", "data.evaluation_share", "model.path", "model.tokenizer"),
     ),
-    "plot-shapes": Command("dflop.cli.data.plot_shapes_command", ()),
+    "plot-shapes": Command("data.py", "reporting", ()),
     "profile-costs": Command(
-        "dflop.cli.costs.profile_costs",
+        "costs.py",
+        "costs",
         (
-            *_MODEL,
-            "model.freeze",
-            "cluster.device",
-            "cluster.device_model",
-            "cluster.device_models",
-            "cluster.devices_per_node",
-            "costs.source",
-            "costs.implementation",
-            "costs.repeats",
-            "costs.time_budget_s",
-            "costs.target_error",
-            "train.precision",
-            "train.compile",
+            *(*_MODEL, "model.freeze", "train.precision", "train.compile"),
+            *("cluster.device", "cluster.device_model", "cluster.device_models", "cluster.devices_per_node"),
+            *("costs.source", "costs.implementation", "costs.repeats", "costs.time_budget_s", "costs.target_error"),
         ),
     ),
     "profile-links": Command(
-        "dflop.cli.costs.profile_links",
+        "costs.py",
+        "costs",
         (
-            "cluster.device",
-            "cluster.device_model",
-            "cluster.num_nodes",
-            "cluster.devices_per_node",
+            *("cluster.device", "cluster.device_model", "cluster.num_nodes", "cluster.devices_per_node"),
             "costs.repeats",
         ),
     ),
-    "profile-loading": Command(
-        "dflop.cli.data.profile_loading", ("seed", "data.sources", "data.watch_media", *_LIMITS, *_MODEL)
-    ),
-    "fit-costs": Command("dflop.cli.costs.fit_costs_command", ()),
-    "plan": Command("dflop.cli.plans.plan_command", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan")),
-    "schedule": Command("dflop.cli.plans.schedule_command", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "schedule")),
-    "compare": Command(
-        "dflop.cli.comparison.compare_command",
-        (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan", "schedule"),
-    ),
+    "profile-loading": Command("data.py", "data", ("seed", "data.sources", "data.watch_media", *_LIMITS, *_MODEL)),
+    "fit-costs": Command("costs.py", "costs", ()),
+    "plan": Command("plans.py", "planning", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan")),
+    "schedule": Command("plans.py", "training", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "schedule")),
+    "compare": Command("comparison.py", "reporting", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan", "schedule")),
     "train": Command(
-        "dflop.cli.training.train_command",
+        "training.py",
+        "training",
         (
             *("seed", "data.sources", "data.watch_media", "data.evaluation_share", *_LIMITS),
             *("model", *_CLUSTER, "schedule", "train"),
         ),
     ),
-    "report": Command(
-        "dflop.cli.training.report_command", ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")
-    ),
+    "report": Command("training.py", "reporting", ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")),
 }
 
-# Code that does not count as behind a command. The results of the first four are among the command's params.
-IN_PARAMS = frozenset(
-    {
-        "dflop.runtime.commands",
-        "dflop.config.load.load_config",
-        "dflop.runtime.devices.find_device",
-        "dflop.runtime.devices.load_device",
-        # Options that the workflow never uses:
-        "dflop.cli.elsewhere",  # a manifest in place of a run
-        "dflop.cli.emulation",  # emulated training
-        "dflop.cli.measuring",  # measured steps in a comparison
-    }
-)
+
+def code_digest(command: str) -> str:
+    """Digest of the code that the command may use, as it was at this process's first call: all rooms up to its last,
+    its file in cli/, and the file of the options that commands share."""
+    used = COMMANDS[command]
+    places = *ROOMS[: ROOMS.index(used.last_room) + 1], f"cli/{used.file}", "cli/options.py"
+    return hashlib.sha256("".join(map(_digest, places)).encode()).hexdigest()[:16]
 
 
 @cache
-def code_digest(command: str) -> str:
-    """Digest of the code behind a command, as it was at this process's first call."""
-    digests = code_digests((own.function for own in COMMANDS.values()), IN_PARAMS)
-    return digests[COMMANDS[command].function]
+def _digest(place: str) -> str:
+    """Digest of a file of the package, or of the files of a folder but for pages (`.md`) and what Python caches."""
+    path = _PACKAGE / place
+    running = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file() and file.suffix != ".md" and "__pycache__" not in file.parts:
+            running.update(f"{file.relative_to(_PACKAGE).as_posix()}\0".encode() + file.read_bytes())
+    return running.hexdigest()

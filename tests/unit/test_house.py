@@ -1,7 +1,7 @@
 """The rules of the house: who may import whom, what the light modules leave alone, and pins that agree.
 
-The way of the data orders the folders; a folder imports only from those above it, and no modules import each other in
-a circle.
+The way of the data orders the folders (`ROOMS`); a folder imports only from those above it, and no modules import each
+other in a circle.
 """
 
 import ast
@@ -17,17 +17,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dflop
-from dflop.runtime.code_behind import imported_names
+from dflop.runtime.commands import GROUND_ROOMS, ROOMS
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(dflop.__file__).parent
 
-FOLDERS = (
-    *("models", "data", "costs", "pipeline", "balancing"),
-    *("pricing", "scheduling", "planning", "comparison", "training", "reporting"),
-)
-ABOVE_ALL = ("config", "store", "runtime", "parallelism")
-PLACES = {**dict.fromkeys(ABOVE_ALL, 0), **{name: place for place, name in enumerate(FOLDERS, start=1)}, "cli": 99}
+PLACES = {name: max(0, place - len(GROUND_ROOMS) + 1) for place, name in enumerate(ROOMS)} | {"cli": 99}
 PACKAGE_ITSELF = 100  # dflop/__init__.py may offer anything, so nothing inside may import from it.
 
 IMPORTED_WITHOUT_TORCH = (
@@ -64,7 +59,9 @@ def imports_of(source: str, package: str) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= set(imported_names(node, package).values())
+            parents = package.split(".")
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            names |= {".".join(filter(None, (*base, node.module, alias.name))) for alias in node.names}
     return names
 
 
@@ -108,7 +105,7 @@ def offences(own: str, source: str, package: str) -> list[str]:
     for name in sorted(imports_of(source, package)):
         if name.split(".")[0] == "dflop":
             target = name.split(".")[1] if "." in name else ""
-            same_floor = target == own or (own in ABOVE_ALL and target in ABOVE_ALL)
+            same_floor = target == own or (own in GROUND_ROOMS and target in GROUND_ROOMS)
             if not same_floor and place_of(name) >= PLACES[own]:
                 found.append(name)
     return found

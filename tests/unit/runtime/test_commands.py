@@ -1,6 +1,8 @@
-"""A command sees the keys it lists and no other, and the code behind it is what it uses."""
+"""A command sees the keys it lists and no other, and tracks every room whose code it uses."""
 
+import ast
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,18 +10,10 @@ import pytest
 import dflop
 from dflop.cli import cli
 from dflop.config import load_config, restrict, select_keys
-from dflop.runtime.code_behind import CodeBehind, code_digests
-from dflop.runtime.commands import COMMANDS, IN_PARAMS
+from dflop.runtime import commands
+from dflop.runtime.commands import COMMANDS, ROOMS, code_digest
 
 PACKAGE = Path(dflop.__file__).parent
-AFTER_PLAN = {"schedule", "train", "report"}
-
-
-@pytest.fixture(scope="module")
-def reached() -> dict[str, tuple[set[tuple[str, str]], set[Path]]]:
-    """Of each command the definitions and files behind it."""
-    behind = CodeBehind(PACKAGE, IN_PARAMS)
-    return {name: behind.reach(command.function) for name, command in COMMANDS.items()}
 
 
 def test_a_restricted_config_has_the_keys_it_was_given():
@@ -48,53 +42,65 @@ def test_every_key_that_a_command_reads_exists(name):
     assert select_keys(part, COMMANDS[name].reads) == select_keys(config, COMMANDS[name].reads)
 
 
+def rooms_behind(name: str) -> list[str]:
+    """The rooms that a command's function names, or a function of its file that it calls: in imports, and in texts such
+    as "dflop.training.rank"."""
+    tree = ast.parse((PACKAGE / "cli" / COMMANDS[name].file).read_text(encoding="utf-8"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    waiting, seen, named = [cli.commands[name].callback.__name__], set(), set()
+    while waiting:
+        function = waiting.pop()
+        seen.add(function)
+        for node in ast.walk(functions[function]):
+            if isinstance(node, ast.ImportFrom):
+                named.add(node.module)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named.add(node.value)
+            elif isinstance(node, ast.Name) and node.id in functions and node.id not in seen:
+                waiting.append(node.id)
+    rooms = {text.split(".")[1] for text in named if text.startswith("dflop.")}
+    return sorted(rooms & set(ROOMS), key=ROOMS.index)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_one_of_the_program_and_its_function_is_found(name, reached):
-    function = cli.commands[name].callback
-    assert COMMANDS[name].function == f"{function.__module__}.{function.__name__}"
-    assert len(reached[name][0]) > 10
+def test_every_command_tracks_its_file_and_all_rooms_up_to_the_last_that_it_uses(name):
+    assert cli.commands[name].callback.__module__ == f"dflop.cli.{Path(COMMANDS[name].file).stem}"
+    assert rooms_behind(name)[-1] == COMMANDS[name].last_room
 
 
-@pytest.mark.parametrize(
-    ("definition", "commands"),
-    [
-        ("data.demo.dataset.make_demo_data", {"demo-data"}),
-        ("data.profile.profile_shard", {"profile-shapes"}),
-        ("store.shapes.write_shapes", {"merge-shapes"}),
-        ("reporting.shapes.draw_shapes", {"plot-shapes"}),
-        ("costs.profile_rank.main", {"profile-costs"}),
-        ("costs.links.main", {"profile-links"}),
-        ("data.measure_loading.measure_loading", {"profile-loading"}),
-        ("costs.fit.fit_costs", {"fit-costs"}),
-        ("planning.search.search_plans", {"plan", "compare"}),
-        ("comparison.compare.compare_systems", {"compare"}),
-        ("scheduling.preview.preview_frames", {"schedule"}),
-        ("training.rank.main", {"train"}),
-        ("reporting.training.draw_training", {"report"}),
-        ("costs.link_model.fit_links", {"fit-costs"}),
-        ("pricing.transfers.find_link", {"plan", "compare", *AFTER_PLAN}),
-        ("pricing.pricer.Pricer", {"plan", "compare", *AFTER_PLAN}),
-        ("balancing.cbc_process.main", {"plan", "compare", *AFTER_PLAN}),
-        (
-            "models.internvl.shapes.InternvlShapes",
-            {"profile-shapes", "profile-loading", "profile-costs", "plan", "compare", *AFTER_PLAN},
-        ),
-        # Of analytic costs, and what ZB-H1 keeps of a layer.
-        ("models.internvl.work.count_work", {"profile-costs", "plan", "compare", *AFTER_PLAN}),
-        ("models.llava_onevision.stages.VisionStage", {"profile-loading", "profile-costs", "train"}),
-        ("data.text.ChatTokenizer", {"profile-shapes", "profile-loading", "profile-costs", "train"}),
-        ("runtime.torchrun.run_ranks", {"profile-costs", "profile-links", "train"}),
-        ("balancing.sampler.BalancedBatchSampler", set()),
-    ],
-)
-def test_a_definition_is_behind_the_commands_that_use_it_and_no_other(reached, definition, commands):
-    module, _, name = f"dflop.{definition}".rpartition(".")
-    assert hasattr(__import__(module, fromlist=[name]), name)
-    assert {command for command, (found, _) in reached.items() if (module, name) in found} == commands
+def test_a_command_follows_the_files_of_its_rooms_and_its_own_and_no_others(tmp_path, monkeypatch):
+    package = tmp_path / "dflop"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(commands, "_PACKAGE", package)
+
+    def digests() -> dict[str, str]:
+        commands._digest.cache_clear()
+        return {name: code_digest(name) for name in COMMANDS}
+
+    def followers(file: str) -> set[str]:
+        """The commands whose digest changes with a file."""
+        before = digests()
+        with (package / file).open("a", encoding="utf-8") as opened:
+            opened.write("\n")
+        after = digests()
+        return {name for name in COMMANDS if before[name] != after[name]}
+
+    try:
+        assert followers("config/schema.py") == followers("models/family.py") == COMMANDS.keys()
+        assert followers("data/tokenizer/chat_template.jinja") == COMMANDS.keys()
+        assert COMMANDS.keys() - followers("costs/fit.py") == {"demo-data", "profile-shapes", "profile-loading"}
+        assert followers("planning/search.py") == {"plan", "compare", "schedule", "train", "report", "plot-shapes"}
+        assert followers("reporting/page/templates/charts.js") == {"compare", "report", "plot-shapes"}
+        assert followers("cli/plans.py") == {"plan", "schedule"}
+        (package / "models/__pycache__").mkdir()
+        for without in ("cli/elsewhere.py", "models/README.md", "models/__pycache__/kernel.nbi"):
+            assert followers(without) == set()
+    finally:
+        commands._digest.cache_clear()
 
 
 def test_each_rule_tracks_the_code_of_the_command_that_it_runs():
-    """With the reach of every definition above, that is all that decides what a change of code reruns."""
+    """With the rooms of every command above, that is all that decides what a change of code reruns."""
     tracked = {}
     for path in sorted((PACKAGE.parent / "workflow" / "rules").glob("*.smk")):
         for rule in re.split(r"^(?:rule|checkpoint) ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
@@ -105,22 +111,3 @@ def test_each_rule_tracks_the_code_of_the_command_that_it_runs():
     assert {name: tracked.pop(name) for name in by_settings} == by_settings
     assert all(len(commands) == 1 and commands == digests for commands, digests in tracked.values()), tracked
     assert {command for commands, _ in tracked.values() for command in commands} == COMMANDS.keys() - {"profile-costs"}
-
-
-def test_the_chat_template_is_behind_those_that_read_text_and_data_sheets_stand_in_the_params(reached):
-    def of_whom(name: str) -> set[str]:
-        return {command for command, (_, files) in reached.items() if PACKAGE / name in files}
-
-    assert of_whom("data/tokenizer/chat_template.jinja") >= {"profile-shapes", "profile-costs", "train"}
-    assert of_whom("runtime/devices.yaml") == set()
-
-
-def test_digests_are_kept_until_something_changes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(".snakemake").mkdir()
-    entry = COMMANDS["plot-shapes"].function
-    (digest,) = code_digests([entry], IN_PARAMS).values()
-    kept = Path(".snakemake/dflop/code.json")
-    kept.write_text(kept.read_text().replace(digest, "as kept"))
-    assert code_digests([entry], IN_PARAMS) == {entry: "as kept"}
-    assert code_digests([entry], IN_PARAMS | {"dflop.nothing"}) == {entry: digest}
