@@ -3,42 +3,27 @@
 The assistant's answers are learned, each with the token that ends it. If the template has generation blocks, these mark
 the answers. Otherwise an answer is what follows its prompt: the text rendered up to the answer, minus the text rendered
 with a generation prompt instead of it.
-
-Templates are small programs, and running one takes longer than tokenising its output. A template that only copies what
-turns say is therefore run once per sequence of roles, with signs (placeholders) instead of contents. The contents are
-then put where the signs came out. A template that looks into the contents is run for each conversation.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
 
 from dflop.data.records import RecordError, Turn, is_text
-from dflop.data.template_forms import (
-    MARKS_OF_FORMS,
-    OF_SIGNS,
-    SIGN,
-    Form,
-    Pieces,
-    Rendered,
-    around,
-    between,
-    extended,
-    take_out_marks,
-    unused_marks,
-)
 from dflop.data.template_language import MARKS, has_generation_blocks, make_environment
-from dflop.data.template_texts import PASSED, mark_branches, only_copies_texts
 from dflop.runtime import UserError
 
 __all__ = ["ChatTemplate", "Rendered"]
 
-# How many sequences of roles have their form kept: most datasets have a few dozen.
-_MOST_FORMS = 4096
+# A conversation as one text, and the spans `[start, end)` of its characters that are learned.
+Rendered = tuple[str, list[tuple[int, int]]]
+
+# Characters that no text should hold. Two of them that a conversation does not hold can mark places in it.
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 # What a template's code may raise.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _WAY_OUT = "copy it again from where the checkpoint is from, or mend it"
@@ -58,18 +43,6 @@ class _Message(NamedTuple):
     kind: str = ""
     num_media: int = 0
     has_text: bool = True
-
-
-class _Shape(NamedTuple):
-    """All of a message but its text."""
-
-    role: str
-    kind: str = ""
-    num_media: int = 0
-    has_text: bool = True
-
-    def message(self, text: str) -> _Message:
-        return _Message(self.role, text if self.has_text else "", *self[1:])
 
 
 class ChatTemplate:
@@ -95,20 +68,16 @@ class ChatTemplate:
         environment = make_environment()
         where = f"the chat template of {file}" if file else "the chat template"
         try:
-            self._template = environment.from_string(source)
-            self._tree = environment.parse(source)
-            mark_branches(self._tree)
-            self._marked = environment.from_string(self._tree)
+            tree = environment.parse(source)
+            self._template = environment.from_string(tree)
         except (*_REFUSALS, SyntaxError) as error:  # Jinja computes constant parts here, so any of these may be raised
             raise UserError(f"{where} is not valid Jinja: {error}; {_WAY_OUT}") from None
+        self._has_blocks = has_generation_blocks(tree)
         self._given: dict[str, Any] = {**(named_tokens or {}), "tools": None, "documents": None}
-        self._copies: dict[frozenset[int], bool] = {}
-        self._forms: dict[tuple[_Shape | str, ...], Form | None] = {}
         if why := self._why_useless():
             raise UserError(f"{where} {why}; {_WAY_OUT}")
         self._wants_parts = self._template_wants_parts()
         self._media_first = self._find_media_first(placeholders or {})
-        self._has_blocks = has_generation_blocks(self._tree)
         self._ending = self._find_ending(special_tokens) if self._has_blocks else ""
 
     def render(self, turns: Sequence[Turn]) -> Rendered:
@@ -119,33 +88,18 @@ class ChatTemplate:
             RecordError: bad_record, when the template refuses a conversation, or rewrites it so that its learned tokens
                 cannot be determined.
         """
-        if self._media_first:
-            messages = self._messages(turns)
-            form = self._form(tuple([_Shape(each.role, *each[2:]) for each in messages]))
-            return self._render(messages) if form is None else form.fill([message.text for message in messages])
-        form = self._form(tuple([turn.role for turn in turns]))
-        return self.render_by_itself(turns) if form is None else form.fill([turn.content for turn in turns])
-
-    def render_by_itself(self, turns: Sequence[Turn]) -> Rendered:
-        """The result of `render`, from running the template on this conversation instead of filling a known form.
-
-        Raises:
-            RecordError: as `render`.
-        """
-        return self._render(self._messages(turns))
-
-    def _render(self, messages: Sequence[_Message]) -> Rendered:
+        messages = self._messages(turns)
         whole = self._run(messages)
         if self._has_blocks:
             found = self._blocks(messages)
             if found and found[0] == whole:
-                return whole, [(start, extended(whole, end, self._ending)) for start, end in found[1]]
+                return whole, [(start, _extended(whole, end, self._ending)) for start, end in found[1]]
         return whole, self._spans_behind_prompts(messages, whole)
 
     def _blocks(self, messages: Sequence[_Message]) -> Rendered | None:
         """The text and the spans of its generation blocks; None if blocks are nested."""
-        marks = unused_marks([message.text for message in messages])
-        return take_out_marks(self._run(messages, marks=marks), marks)
+        marks = _unused_marks([message.text for message in messages])
+        return _take_out_marks(self._run(messages, marks=marks), marks)
 
     def _spans_behind_prompts(self, messages: Sequence[_Message], whole: str) -> list[tuple[int, int]]:
         """The span of each answer: from where its prompt ends to where the text of all turns up to and including the
@@ -169,8 +123,8 @@ class ChatTemplate:
     def _find_answer(self, messages: Sequence[_Message], index: int, whole: str) -> tuple[int | None, int | None]:
         """Where an answer begins and ends; each is None if it cannot be determined. The template is run with marks at
         the answer's ends. A run in which the marks change anything else is not used."""
-        marks = unused_marks([message.text for message in messages])
-        for mark in (between, around):
+        marks = _unused_marks([message.text for message in messages])
+        for mark in (_between, _around):
             marked = list(messages)
             marked[index] = messages[index]._replace(text=mark(messages[index].text, marks))
             rendered = self._run_or_none(marked)
@@ -180,7 +134,7 @@ class ChatTemplate:
             end = len("".join(before)) + len(answer)
             alone = self._run_or_none(marked[: index + 1]) or ""
             ending = alone.rpartition(marks[1])[2].rstrip()
-            return end - len(answer) if len(before) == 1 else None, extended(whole, end, ending)
+            return end - len(answer) if len(before) == 1 else None, _extended(whole, end, ending)
         return None, None
 
     def _run_or_none(self, messages: Sequence[_Message], *, prompt: bool = False) -> str | None:
@@ -189,23 +143,13 @@ class ChatTemplate:
         except RecordError:
             return None
 
-    def _run(
-        self,
-        messages: Sequence[_Message],
-        *,
-        prompt: bool = False,
-        marks: str | None = None,
-        passed: set[int] | None = None,
-    ) -> str:
-        """The rendered text, with `marks` around generation blocks. The numbers of all branches that the template takes
-        are added to `passed`."""
+    def _run(self, messages: Sequence[_Message], *, prompt: bool = False, marks: str | None = None) -> str:
+        """The rendered text, with `marks` around generation blocks."""
         given = self._given | {"messages": [self._as_given(each) for each in messages], "add_generation_prompt": prompt}
         if marks:
             given[MARKS] = marks
         try:
-            if passed is None:
-                return self._template.render(given)
-            return self._marked.render(given | {PASSED: lambda number: passed.add(number) or ""})
+            return self._template.render(given)
         except _REFUSALS as error:
             raise RecordError(
                 "bad_record", f"the tokenizer's chat template refuses it: {error}{_hint(error)}"
@@ -288,59 +232,46 @@ class ChatTemplate:
                 endings.add(behind[0] if behind else "")
         return endings.pop() if len(endings) == 1 else ""
 
-    def _form(self, shapes: tuple[_Shape | str, ...]) -> Form | None:
-        """The form of conversations with messages of these shapes; a role alone stands for a message of text only."""
-        if shapes not in self._forms:
-            if len(self._forms) == _MOST_FORMS:
-                self._forms.clear()
-            self._forms[shapes] = self._make_form([_Shape(each) if isinstance(each, str) else each for each in shapes])
-        return self._forms[shapes]
 
-    def _make_form(self, shapes: Sequence[_Shape]) -> Form | None:
-        """The form of all conversations of these shapes. None if the template refuses them or looks into their texts,
-        or if the form does not tell where the learned spans are."""
-        passed: set[int] = set()
-        try:
-            whole = self._pieces(shapes, passed)
-            edges = whole and (self._edges_of_blocks if self._has_blocks else self._edges)(shapes, whole, passed)
-        except Exception:  # any kind: if it concerns a conversation, rendering that one by itself raises it again
-            return None
-        if not whole or edges is None or not self._copies_in(frozenset(passed)):
-            return None
-        return Form(whole, edges)
+def _extended(text: str, end: int, ending: str) -> int:
+    """The end of a span, after the `ending` if that follows the span."""
+    return end + len(ending) if text.startswith(ending, end) else end
 
-    def _edges(self, shapes: Sequence[_Shape], whole: Pieces, passed: set[int]) -> list | None:
-        edges = []
-        for index in (index for index, shape in enumerate(shapes) if shape.role == "assistant"):
-            before = self._pieces(shapes[:index], passed, prompt=True)
-            until = self._pieces(shapes[: index + 1], passed)
-            if not (before and until and until.strip_end()):
-                return None
-            if not (whole.begin_with(before) and whole.begin_with(until)):
-                return None
-            edges.append((before.end, until.end))
-        return edges
 
-    def _edges_of_blocks(self, shapes: Sequence[_Shape], whole: Pieces, passed: set[int]) -> list | None:
-        marked = self._pieces(shapes, passed, marks=MARKS_OF_FORMS)
-        edges = marked and marked.take_out_blocks(self._ending)
-        return edges if marked and (marked.texts, marked.places) == (whole.texts, whole.places) else None
+def _unused_marks(texts: Sequence[str]) -> str:
+    """Two characters that no text holds.
 
-    def _copies_in(self, passed: frozenset[int]) -> bool:
-        if passed not in self._copies:
-            self._copies[passed] = only_copies_texts(self._tree, passed, in_parts=self._wants_parts)
-        return self._copies[passed]
+    Raises:
+        RecordError: bad_record, when there are no two.
+    """
+    unused = (character for character in _NONCHARACTERS if not any(character in text for text in texts))
+    marks = "".join(islice(unused, 2))
+    if len(marks) < 2:
+        raise RecordError("bad_record", "its text holds nearly all of U+FDD0 to U+FDEF, which are no characters")
+    return marks
 
-    def _pieces(
-        self, shapes: Sequence[_Shape], passed: set[int], *, prompt: bool = False, marks: str | None = None
-    ) -> Pieces | None:
-        """What the template writes around the texts of messages; None if that holds characters that signs are made
-        of."""
-        beside = self._run([shape.message("") for shape in shapes], prompt=prompt, passed=passed)
-        if not OF_SIGNS.isdisjoint(beside):
-            return None
-        signs = [shape.message(SIGN.format(number)) for number, shape in enumerate(shapes)]
-        return Pieces(self._run(signs, prompt=prompt, marks=marks, passed=passed))
+
+def _take_out_marks(rendered: str, marks: str) -> Rendered | None:
+    """A text without its two marks, and the spans from each first to the next second mark. None if the marks do not
+    alternate: a generation block is then inside another."""
+    found = re.findall(f"[{marks}]", rendered)
+    if found != list(marks) * (len(found) // 2):
+        return None
+    cut = re.split(f"[{marks}]", rendered)
+    edges = list(accumulate(map(len, cut)))[:-1]
+    return "".join(cut), list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _between(text: str, marks: str) -> str:
+    """A text with marks between it and the white space at its ends, which templates may trim."""
+    said = text.strip()
+    begin = len(text) - len(text.lstrip()) if said else len(text)
+    return text[:begin] + marks[0] + said + marks[1] + text[begin + len(said) :]
+
+
+def _around(text: str, marks: str) -> str:
+    """A text with marks at its ends."""
+    return marks[0] + text + marks[1]
 
 
 def _hint(error: Exception) -> str:

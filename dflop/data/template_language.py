@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["MARKS", "has_generation_blocks", "is_generation_block", "make_environment"]
+__all__ = ["MARKS", "has_generation_blocks", "make_environment"]
 
 # The template variable that holds two marks. A rendering that is given them writes one before and one after the body of
 # each generation block. No template can use a name that begins with a digit.
@@ -39,16 +39,12 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 def has_generation_blocks(template: nodes.Template) -> bool:
-    """Whether a template marks what the assistant says."""
-    return any(map(is_generation_block, template.find_all(nodes.CallBlock)))
-
-
-def is_generation_block(statement: nodes.Node) -> bool:
-    """Whether a statement is `{% generation %}` with its body."""
-    match statement:
-        case nodes.CallBlock(call=nodes.Call(node=nodes.ExtensionAttribute(identifier=_GenerationBlocks.identifier))):
-            return True
-    return False
+    """Whether a template marks what the assistant says: `{% generation %}` with its body."""
+    return any(
+        isinstance(block.call.node, nodes.ExtensionAttribute)
+        and block.call.node.identifier == _GenerationBlocks.identifier
+        for block in template.find_all(nodes.CallBlock)
+    )
 
 
 class _GenerationBlocks(Extension):

@@ -3,16 +3,6 @@
 `LLAVA_ONEVISION` and `QWEN2_VL` were compared with public copies of the released ones; the others are from memory.
 """
 
-from collections.abc import Sequence
-
-from dflop.data.chat_template import ChatTemplate
-
-
-def is_known_by_roles(template: ChatTemplate, roles: Sequence[str]) -> bool:
-    """Whether conversations with these roles are put together, and not each rendered by itself."""
-    return template._form(tuple(roles)) is not None
-
-
 CHATML_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 # The processor's of llava-hf: a space behind the role, each text on a line of its own, media first.
