@@ -24,12 +24,12 @@ def check_plan_command(
     configs: tuple[str, ...], costs: Path, plan_path: Path, rank: int | None, pictures: int, side: int, text_tokens: int
 ) -> None:
     """Compare a rank's predicted memory with that of its step, tracked on tensors without values: no GPU is needed."""
+    from dflop.checks.plan_memory import MadeUpLoad, check_rank
     from dflop.config import load_config
     from dflop.costs import CostModel
     from dflop.models import load_model_spec
     from dflop.parallelism import load_plan
     from dflop.training import check_plan
-    from dflop.training.plan_check import MadeUpLoad, check_rank
 
     if not configs:
         raise UserError("`dflop check-plan` needs a config: --config config/config.yaml")
@@ -66,11 +66,11 @@ def check_model_command(configs: tuple[str, ...], plan_path: Path, shapes: Path,
     which must hold the model's weights and three times its gradients. RUN is a run of the workflow, by its name or
     folder; then the files are the run's. If anything is wrong, it is printed, and the exit code is 2.
     """
+    from dflop.checks.model_arithmetic import check_model
     from dflop.config import load_config
     from dflop.models import load_model_spec
     from dflop.parallelism import load_plan
     from dflop.training import check_plan
-    from dflop.training.model_check import check_model
 
     config, plan = load_config(*configs), load_plan(plan_path)
     check_plan(plan_path, plan, load_model_spec(config.model))

@@ -50,7 +50,7 @@ def may_emulate(function: Callable) -> Callable:
 
 
 def _check_training(costs: Path | None, out: Path, scale: float) -> None:
-    from dflop.training.emulation import is_emulated
+    from dflop.training.run_folder import is_emulated
 
     if costs is None:
         raise UserError("`dflop train` needs --costs, or --emulate with the costs of a cluster to emulate")
@@ -61,8 +61,8 @@ def _check_training(costs: Path | None, out: Path, scale: float) -> None:
 
 
 def _emulate(configs: tuple[str, ...], costs: Path, scale: float, *, shapes: Path, plan_path: Path, out: Path) -> None:
+    from dflop.checks.emulation import emulate, emulation_text
     from dflop.store import read_table
-    from dflop.training.emulation import emulate, emulation_text
     from dflop.training.trace import chrome_trace
 
     # Stages take exactly their predicted times, so there is nothing to learn from them.

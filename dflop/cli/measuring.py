@@ -62,10 +62,10 @@ def _measure(
     names: tuple[str, ...],
     on_the_fly: bool,
 ) -> None:
-    from dflop.comparison import OURS_AT_RANDOM, TODAYS, SystemRow, measured_frame, measured_text, systems_of
+    from dflop.checks.side_by_side import OURS_AT_RANDOM, PLAIN_ROWS, measure_rows, measured_frame, measured_text
+    from dflop.comparison import TODAYS, SystemRow, systems_of
     from dflop.config import load_config
     from dflop.models import check_runnable, load_model_spec
-    from dflop.training.side_by_side import PLAIN_ROWS, measure_rows
 
     config = load_config(*configs, has_cluster=True)
     if config.cluster.num_nodes > 1:
@@ -104,14 +104,14 @@ def _contenders(
     names: tuple[str, ...],
     on_the_fly: bool,
 ) -> list:
-    """Our system and the chosen others (`comparison.contenders`), with their schedules of all steps."""
-    from dflop.comparison import OURS, contenders, systems_of
+    """Our system and the chosen others (`side_by_side.contenders`), with their schedules of all steps."""
+    from dflop.checks.side_by_side import contenders, counted_steps, num_scheduled
+    from dflop.comparison import OURS, systems_of
     from dflop.costs import CostModel
     from dflop.data import load_samples
     from dflop.parallelism import load_plan
     from dflop.planning import leave_out_what_no_plan_holds, require_todays_layout
     from dflop.training import check_devices, check_plan
-    from dflop.training.side_by_side import counted_steps, num_scheduled
 
     plan = load_plan(plan_path)
     check_plan(plan_path, plan, spec)

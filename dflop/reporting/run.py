@@ -17,7 +17,7 @@ from dflop.runtime import UserError
 from dflop.scheduling import StepSchedule
 from dflop.store import read_meta, read_table
 from dflop.training import NUM_WARMUP_STEPS, SCHEDULE_FILE
-from dflop.training.emulation import is_emulated
+from dflop.training.run_folder import is_emulated
 
 __all__ = ["Run", "TrainedRun", "read_run"]
 

@@ -19,7 +19,7 @@ _PACKAGE = Path(__file__).parents[1]
 GROUND_ROOMS = ("config", "store", "runtime", "parallelism")
 ROOMS = (
     *(*GROUND_ROOMS, "models", "data", "costs", "pipeline", "balancing", "pricing", "scheduling", "planning"),
-    *("comparison", "training", "reporting"),
+    *("comparison", "training", "checks", "reporting"),
 )
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")

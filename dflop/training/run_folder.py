@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dflop.training.generation import Generation
 
-__all__ = ["LAST_SUMMARY", "OBSERVED", "RunFiles", "clear_start", "set_aside"]
+__all__ = ["LAST_SUMMARY", "OBSERVED", "RunFiles", "clear_start", "is_emulated", "set_aside"]
 
 LAST_SUMMARY = "last_summary.json"
 # The outputs that hold measurements with predictions, and all outputs of a run.
@@ -60,6 +60,15 @@ def set_aside(out: Path, names: tuple[str, ...] = _OUTPUTS) -> str:
         shutil.rmtree(out / f"old-{number}")
         said += f"; {out / f'old-{number}'} was removed, since the last {_NUM_KEPT_ASIDE} are kept"
     return said
+
+
+def is_emulated(out: Path) -> bool:
+    """Whether a folder holds a run of the emulated cluster (`checks/emulation`), finished or not."""
+    metrics = out / "metrics.jsonl"
+    if not metrics.is_file():
+        return False
+    with metrics.open(encoding="utf-8") as file:
+        return '"emulated": true' in file.readline()
 
 
 def clear_start(out: Path) -> None:

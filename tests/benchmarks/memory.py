@@ -20,6 +20,7 @@ from pathlib import Path
 
 import polars as pl
 
+from dflop.checks.plan_memory import CheckedRank, MadeUpLoad, check_rank
 from dflop.config import load_config
 from dflop.config.schema import Config
 from dflop.costs import CostModel
@@ -29,7 +30,6 @@ from dflop.models import load_model_spec
 from dflop.parallelism import Grid, Plan
 from dflop.pricing import MEMORY_CATEGORIES
 from dflop.runtime.devices import load_device
-from dflop.training.plan_check import CheckedRank, MadeUpLoad, check_rank
 
 REPOSITORY = Path(__file__).parents[2]
 LOAD = MadeUpLoad(num_pictures=4, picture_side=768, text_tokens=2048)

@@ -8,7 +8,8 @@ import pytest
 from processes import run_command
 from training_runs import plan_file
 
-from dflop.comparison import OURS, OURS_AT_RANDOM, TODAYS
+from dflop.checks.side_by_side import OURS_AT_RANDOM
+from dflop.comparison import OURS, TODAYS
 
 pytestmark = pytest.mark.serial
 

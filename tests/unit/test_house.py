@@ -48,6 +48,9 @@ IMPORTED_WITHOUT_TORCH = (
     "dflop.planning",
     "dflop.comparison",
     "dflop.training",
+    "dflop.checks",
+    "dflop.checks.emulation",
+    "dflop.checks.side_by_side",
     "dflop.cli",
 )
 

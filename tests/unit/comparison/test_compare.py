@@ -15,7 +15,6 @@ from dflop.comparison import (
     comparison_frame,
     comparison_json,
     comparison_text,
-    contenders,
     systems_of,
 )
 from dflop.comparison.compare import NUM_TRIED
@@ -172,17 +171,3 @@ def test_a_layout_of_today_that_does_not_fit_says_what_it_needs(inputs):
     assert "does not fit: monolithic" in todays.why_not
     assert "GiB a device" in todays.why_not
     assert todays.why_not in comparison_text(rows)
-
-
-def test_the_layout_of_today_can_be_carried_out_or_says_why_not(inputs):
-    _, spec, costs, samples = inputs
-    config = make_config(64.0, TODAY)
-    plan = search_plans(make_config(64.0), spec, costs, samples).best.plan
-    systems = systems_of(config)[:1]
-    *_, todays = contenders(config, spec, costs, samples, plan, systems=systems, num_steps=2, counted=range(1, 2))
-    assert todays.name == TODAYS
-    assert todays.plan.grid("llm").pp == 2
-    assert len(todays.schedules) == 2
-    two = search_plans(make_config(64.0, devices=2), spec, costs, samples).best.plan
-    *_, todays = contenders(config, spec, costs, samples, two, systems=systems, num_steps=2, counted=range(1, 2))
-    assert todays.row.why_not == "its plan has 4 ranks, and ours 2"

@@ -1,4 +1,4 @@
-"""Sizes of a cluster, parts of ours, and what was measured, each as a table."""
+"""Sizes of a cluster and parts of ours, each as a table."""
 
 import math
 
@@ -10,12 +10,9 @@ from dflop.cli import cli
 from dflop.comparison import (
     ABLATION,
     OURS,
-    Clocked,
     SystemRow,
     compare_systems,
     keys_of_size,
-    measured_frame,
-    measured_text,
     scaling_frame,
     scaling_text,
 )
@@ -118,28 +115,9 @@ def test_parts_are_rows_of_a_comparison(inputs):
     assert [row.name for row in rows] == [*(system.name for system in ABLATION[:2]), OURS]
 
 
-def test_what_was_measured_stands_beside_predictions_and_what_was_not_says_why():
-    rows = [
-        SystemRow(name=OURS, plan="p", step_s=1.0, steps_s=[1.0, 1.0, 1.0]),
-        SystemRow(name="plain"),
-        SystemRow(name="large", why_not="its plan has 4 ranks, and ours 2"),
-    ]
-    clocked = {OURS: Clocked([1.0, 2.0, 4.0], [0.5, 0.5, 0.5]), "plain": Clocked([2.0, 2.0, 8.0], [1.0, 1.0, 1.0])}
-    by_name = {row["name"]: row for row in measured_frame(rows, clocked).to_dicts()}
-    assert by_name["plain"]["measured_over_ours"] == 2.0  # of 2, 1 and 2, step by step
-    assert by_name[OURS]["measured_over_predicted"] == 2.0
-    assert by_name["plain"]["measured_over_predicted"] is None
-    assert by_name["large"]["measured_s"] is None
-    assert "unmeasured: its plan has 4 ranks, and ours 2" in measured_text(rows, clocked)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--measure", "--ablate"], "leave out --ablate and --scale"),
-        (["--measure", "--row", "nobody"], "there is no row 'nobody'; --row takes"),
-        (["--measure", "--row", "today's layout, random"], r"the config has no `plan\.today`"),
-        (["--measure", "--config", "cluster.num_nodes=2"], "on the devices of one node"),
         (["--scale", "8,many"], "give numbers of devices with commas"),
         (["--scale", "3,5"], "would have no whole batch"),
     ],
@@ -150,9 +128,3 @@ def test_what_cannot_be_compared_is_one_line(options, said, tmp_path):
     base += ["--config", "cluster.devices_per_node=8", "--config", "cluster.num_nodes=1"]
     with pytest.raises(UserError, match=said):
         CliRunner().invoke(cli, ["compare", *files, *base, *options], catch_exceptions=False, standalone_mode=False)
-
-
-def test_a_run_is_measured_by_the_plan_in_its_folder(tmp_path):
-    (tmp_path / "config.yaml").write_text("run: mine")
-    with pytest.raises(UserError, match=str(tmp_path / "plan.yaml")):
-        CliRunner().invoke(cli, ["compare", str(tmp_path), "--measure"], catch_exceptions=False, standalone_mode=False)

@@ -1,4 +1,4 @@
-"""The program that torchrun starts on every measuring rank: `python -m dflop.training.side_by_side.rank REQUEST`, with
+"""The program that torchrun starts on every measuring rank: `python -m dflop.checks.side_by_side.rank REQUEST`, with
 REQUEST as JSON."""
 
 import json
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
+from dflop.checks.side_by_side.plain import plain_side
+from dflop.checks.side_by_side.planned import planned_side
+from dflop.checks.side_by_side.sides import Side, paused, timed
 from dflop.config import Config, load_config
 from dflop.parallelism import load_plan
 from dflop.runtime import UserError, progress_bar
 from dflop.scheduling import StepSchedule
-from dflop.training.side_by_side.plain import plain_side
-from dflop.training.side_by_side.planned import planned_side
-from dflop.training.side_by_side.sides import Side, paused, timed
 from dflop.training.stopping import end_loaders
 from dflop.training.topology import join_group
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import yaml
 from click.testing import CliRunner
 
+from dflop.checks.plan_memory import MadeUpLoad, check_rank
 from dflop.cli import cli
 from dflop.config import load_config
 from dflop.costs import CostModel, analytic_points, fit_costs
@@ -22,7 +23,6 @@ from dflop.pricing import MEMORY_CATEGORIES
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
 from dflop.store import write_costs
-from dflop.training.plan_check import MadeUpLoad, check_rank
 
 CONFIG = {
     "cluster": {"device_model": "h100-80g", "devices_per_node": 4},

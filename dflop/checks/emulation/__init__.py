@@ -9,6 +9,6 @@ simulation leaves out: the real order of messages, waiting, scheduling ahead, an
 does. Importing this package does not import torch.
 """
 
-from dflop.training.emulation.launch import emulate, emulation_text, is_emulated
+from dflop.checks.emulation.launch import emulate, emulation_text
 
-__all__ = ["emulate", "emulation_text", "is_emulated"]
+__all__ = ["emulate", "emulation_text"]

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from dflop.checks.side_by_side.sides import Side
 from dflop.config import Config
 from dflop.data import SampleShapes, list_sources
 from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
@@ -30,7 +31,6 @@ from dflop.pipeline import make_program
 from dflop.scheduling import StepSchedule
 from dflop.training.loader import make_loader
 from dflop.training.rank_model import RankModel, build_rank_model
-from dflop.training.side_by_side.sides import Side
 
 __all__ = ["plain_side"]
 

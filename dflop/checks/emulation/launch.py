@@ -21,9 +21,9 @@ from dflop.scheduling.service import open_scheduler
 from dflop.store import read_meta
 from dflop.training.launch import check_devices, check_plan
 from dflop.training.observations import NUM_WARMUP_STEPS, Merged, merge_observations
-from dflop.training.run_folder import clear_start
+from dflop.training.run_folder import clear_start, is_emulated
 
-__all__ = ["MOST_RANKS", "emulate", "emulation_text", "is_emulated"]
+__all__ = ["MOST_RANKS", "emulate", "emulation_text"]
 
 # The most ranks on a machine with few cores: ranks sleep, but all of them communicate, and each takes a third of a GiB.
 MOST_RANKS = 16
@@ -65,9 +65,7 @@ def emulate(
     request |= {"scale": scale, **syncs}
     print(f"{time.strftime('%H:%M:%S')}  {loaded.world_size} ranks start, none of which computes: {loaded}", flush=True)
     here = ClusterConfig(devices_per_node=loaded.world_size)  # this machine, and not the emulated cluster
-    code, _ = torchrun.run_ranks(
-        "dflop.training.emulation.rank", request, here, num_nodes=1, per_node=loaded.world_size
-    )
+    code, _ = torchrun.run_ranks("dflop.checks.emulation.rank", request, here, num_nodes=1, per_node=loaded.world_size)
     if code:
         raise UserError(f"the emulation ended early (torchrun's exit code {code}); see the reason above")
     merged = merge_observations(
@@ -84,15 +82,6 @@ def emulate(
         "num_left_out": len(scheduler.left_out),
     }
     return _summarise(out, about), merged
-
-
-def is_emulated(folder: Path) -> bool:
-    """Whether a folder holds an emulated run, finished or not."""
-    metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
-        return False
-    with metrics.open(encoding="utf-8") as file:
-        return '"emulated": true' in file.readline()
 
 
 def emulation_text(summary: dict[str, Any]) -> str:

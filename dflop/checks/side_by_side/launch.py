@@ -11,7 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from dflop.comparison import Clocked, Contender
+from dflop.checks.side_by_side.contenders import Contender
+from dflop.checks.side_by_side.measured import Clocked
 from dflop.config import Config, select_keys
 from dflop.runtime import UserError, torchrun
 
@@ -79,7 +80,7 @@ def measure_rows(
             "num_timed": counted.stop,
         }
         code, _ = torchrun.run_ranks(
-            "dflop.training.side_by_side.rank", request, config.cluster, num_nodes=1, per_node=world_size
+            "dflop.checks.side_by_side.rank", request, config.cluster, num_nodes=1, per_node=world_size
         )
         if code:
             raise UserError(f"measuring ended early (torchrun's exit code {code}); see the reason above")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from dflop.checks.side_by_side.sides import Side
 from dflop.config import Config
 from dflop.models.precision import COMPUTES_IN
 from dflop.parallelism import Plan
@@ -15,7 +16,6 @@ from dflop.scheduling import StepSchedule
 from dflop.training.feed import JobStream
 from dflop.training.loader import start_loading
 from dflop.training.rank_model import build_rank_model, forwards_that_read
-from dflop.training.side_by_side.sides import Side
 from dflop.training.topology import place_in_world
 from dflop.training.work import make_works
 

@@ -1,4 +1,4 @@
-"""The program that torchrun starts for each emulated rank: `python -m dflop.training.emulation.rank REQUEST`, with
+"""The program that torchrun starts for each emulated rank: `python -m dflop.checks.emulation.rank REQUEST`, with
 REQUEST as JSON."""
 
 import gc
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dflop.checks.emulation.work import EmulatedWork, Network
 from dflop.config import Config, load_config
 from dflop.parallelism import load_plan
 from dflop.pipeline import Op, StepInstructions, check_program, make_program
 from dflop.pipeline.run import Waits, run_instructions
 from dflop.runtime import UserError
 from dflop.scheduling import StepSchedule
-from dflop.training.emulation.work import EmulatedWork, Network
 from dflop.training.feed import ScheduleFeed, SchedulePublisher
 from dflop.training.observations import NUM_WARMUP_STEPS, Observations
 from dflop.training.peers import PeerWatch, longest_wait_s

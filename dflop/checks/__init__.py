@@ -1,0 +1,11 @@
+"""Checks: is a plan's training right, and what does it take on the clock? A training run uses none of them.
+
+- `model_arithmetic`: do a plan's stages compute what transformers computes? (`dflop check-model`); `one_process` runs
+  both
+- `plan_memory`: does a rank hold the bytes that were predicted? (`dflop check-plan`)
+- `emulation`: does a step take the time that was predicted, on a machine without the devices? (`dflop train --emulate`)
+- `side_by_side`: how long do the steps of other systems take on the same devices? (`dflop compare --measure`)
+
+A new check is a file here, and a command in `cli/` that prints what it finds. Importing this package, `emulation` or
+`side_by_side` does not import torch.
+"""
