@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dflop.models.tensor_group import Shard
 from dflop.runtime import UserError
-from dflop.training.sharded_optimizer import Piece
+from dflop.training.adamw import Piece
 
 __all__ = ["Part", "load_tensors", "save_tensors"]
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dflop.models.precision import compute_in, held_in
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import rows_of
-from dflop.training.sharded_optimizer import Piece
+from dflop.training.adamw import AdamW, Piece, has_weight_decay, squared_norm
 from dflop.training.topology import Sharers
 
 __all__ = ["ParameterShards", "SharedPasses", "Units"]
@@ -73,7 +73,7 @@ class SharedPasses(nn.Module):
 
 
 class ParameterShards:
-    """AdamW on one replica's shards of the stage's parameters. Norms, biases and other vectors have no weight decay.
+    """AdamW on one replica's shards of the stage's parameters.
 
     A shard is a range of a parameter's rows. If there are several copies of the parameters, only the first counts in
     the gradient norm. Parameters in `counted_elsewhere` are counted by another tensor-parallel rank.
@@ -85,7 +85,6 @@ class ParameterShards:
         sharers: Sharers,
         rank: int,
         *,
-        lr: float,
         weight_decay: float,
         counted_elsewhere: Collection[nn.Parameter] = (),
     ) -> None:
@@ -98,7 +97,7 @@ class ParameterShards:
             if parameter.requires_grad and own.numel():
                 self._trained[parameter] = nn.Parameter(own)
         self._whole = list(parameters)
-        self._optimizer = _adamw(list(self._trained.values()), lr, weight_decay)
+        self._adamw = AdamW({own: has_weight_decay(own) for own in self._trained.values()}, weight_decay)
 
     def zero_grad(self) -> None:
         for parameter in self._whole:
@@ -117,54 +116,23 @@ class ParameterShards:
 
     def norm_squared(self) -> float:
         """The squared gradient norm of this replica's shards. The sum over all ranks of the stage is the stage's."""
-        counted = [own for parameter, own in self._trained.items() if parameter not in self._elsewhere]
-        norms = [torch.linalg.vector_norm(own.grad) for own in counted if self._is_counted]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) ** 2 if norms else 0.0
+        counted = [own.grad for parameter, own in self._trained.items() if parameter not in self._elsewhere]
+        return squared_norm(counted if self._is_counted else ())
 
     def step(self, lr: float, scale: float) -> None:
         """Update the shards with their gradients times `scale`."""
-        if self._optimizer is None:
-            return
         for own in self._trained.values():
             own.grad.mul_(scale)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        self._adamw.step(lr)
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
         """This replica's shard of a parameter, with its moments if it is trained; empty if the shard has no values."""
         first_row, own = rows_of(parameter.detach())
         if not own.numel():
             return []
-        moments = {}
-        if parameter in self._trained:
-            state = self._optimizer.state[self._trained[parameter]]
-            moments = {name: state[name].flatten() for name in ("exp_avg", "exp_avg_sq")}
+        moments = self._adamw.moments_of(self._trained[parameter]) if parameter in self._trained else {}
         return [Piece(first_row * math.prod(parameter.shape[1:]), own.flatten(), moments)]
 
     def go_on_from(self, num_steps: int) -> None:
-        """Set the step number after the moments were read from a checkpoint of `num_steps` steps."""
-        for own in self._trained.values():
-            self._optimizer.state[own]["step"].fill_(num_steps)
-
-
-def _adamw(trained: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW | None:
-    kinds = [
-        {"params": own, "weight_decay": decay}
-        for own, decay in (
-            ([one for one in trained if one.ndim > 1], weight_decay),
-            ([one for one in trained if one.ndim <= 1], 0.0),
-        )
-        if own
-    ]
-    if not kinds:
-        return None
-    optimizer = torch.optim.AdamW(kinds, lr=lr, fused=True)
-    for own in trained:
-        # As AdamW would make it in its first step; it must exist before, for a checkpoint to be read into it.
-        optimizer.state[own] = {
-            "step": torch.zeros((), device=own.device),
-            "exp_avg": torch.zeros_like(own.detach()),
-            "exp_avg_sq": torch.zeros_like(own.detach()),
-        }
-    return optimizer
+        """Go on after the moments were read from a checkpoint of `num_steps` steps."""
+        self._adamw.go_on_from(num_steps)

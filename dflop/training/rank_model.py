@@ -219,7 +219,6 @@ def _build_node(
             list(parameters.values()),
             topology.sharers[index],
             topology.rank,
-            lr=lr,
             weight_decay=weight_decay,
             counted_elsewhere=[parameters[name] for name in of_first],
         )
@@ -241,7 +240,6 @@ def _build_node(
     optimizer = ShardedAdamW(
         [own for own in parameters.values() if own is not copy],
         topology.replicas[index],
-        lr=lr,
         weight_decay=weight_decay,
         computed_in=dtype,
         counted_elsewhere=[parameters[name] for name in of_first],

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from dflop.models.tensor_group import Shard
+from dflop.training.adamw import Piece
 from dflop.training.checkpoint import do_together, save_checkpoint
 from dflop.training.checkpoint_tensors import Part
 from dflop.training.observations import Observations
-from dflop.training.sharded_optimizer import Piece
 
 __all__ = ["CheckpointSaver"]
 

@@ -12,6 +12,7 @@ it (Micikevicius et al., "Mixed precision training", 2018, section 3.1).
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,25 +20,13 @@ from torch import nn
 
 from dflop.models.precision import set_values
 from dflop.runtime.collectives import all_gather_flat, reduce_scatter_flat
+from dflop.training.adamw import AdamW, Piece, has_weight_decay, squared_norm
 
-__all__ = ["Piece", "ShardedAdamW"]
+__all__ = ["ShardedAdamW"]
 
 _BUCKET_BYTES = 64 * 2**20
 # Parameters begin at multiples of this number of values, so that kernels have aligned operands.
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A range of a parameter's values that this replica holds, from index `start` of the flattened parameter on.
-
-    `masters` are the values that are updated, and `moments` AdamW's two moments by name, or empty for a parameter that
-    is not trained. All are [num_values].
-    """
-
-    start: int
-    masters: torch.Tensor
-    moments: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +41,16 @@ class _Bucket:
     is_counted: bool
 
 
+class _Run(NamedTuple):
+    """A range of a bucket's masters that is updated as one tensor, from index `start` of the bucket on."""
+
+    start: int
+    masters: nn.Parameter
+    decays: bool
+
+
 class ShardedAdamW:
-    """AdamW over the parameters that require gradients. Norms, biases and other vectors have no weight decay.
+    """AdamW over the parameters that require gradients.
 
     Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
     the masters' dtype, and are converted to `computed_in`. Their order is about that in which forward uses them. All
@@ -67,7 +64,6 @@ class ShardedAdamW:
         parameters: Sequence[nn.Parameter],
         replicas: dist.ProcessGroup,
         *,
-        lr: float,
         weight_decay: float,
         computed_in: torch.dtype | None = None,
         counted_elsewhere: Collection[nn.Parameter] = (),
@@ -100,14 +96,8 @@ class ShardedAdamW:
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(self.is_complete)
         # By bucket, the ranges of the own share that are updated: one with weight decay, then one without.
-        self._runs: list[list[tuple[int, nn.Parameter]]] = [[] for _ in self._buckets]
-        self._optimizer = self._make_optimizer(lr, weight_decay)
-
-    @property
-    def _updated(self) -> Iterator[tuple[_Bucket, int, nn.Parameter]]:
-        for bucket, runs in zip(self._buckets, self._runs, strict=True):
-            for start, run in runs:
-                yield bucket, start, run
+        self._runs = [self._make_runs(number) for number in range(len(self._buckets))]
+        self._adamw = AdamW({run.masters: run.decays for runs in self._runs for run in runs}, weight_decay)
 
     def zero_grad(self) -> None:
         for bucket in self._buckets:
@@ -163,21 +153,16 @@ class ShardedAdamW:
     def norm_squared(self) -> float:
         """The squared norm of the sums that this replica owns and counts. The sum over all ranks of the stage is the
         stage's."""
-        counted = [bucket for bucket in self._buckets if bucket.is_counted]
-        norms = [torch.linalg.vector_norm(bucket.gradients[bucket.own]) for bucket in counted]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) ** 2 if norms else 0.0
+        return squared_norm(bucket.gradients[bucket.own] for bucket in self._buckets if bucket.is_counted)
 
     def step(self, lr: float, scale: float) -> None:
         """Update the own share with its gradients times `scale`, and begin to send the result to all replicas. Nobody
         may read parameters before `wait_for_parameters`."""
-        if self._optimizer is None:
-            return
         self.wait_for_parameters()
-        for bucket, start, run in self._updated:
-            run.grad = bucket.gradients[start : start + len(run)].mul_(scale)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        for bucket, runs in zip(self._buckets, self._runs, strict=True):
+            for start, masters, _ in runs:
+                masters.grad = bucket.gradients[start : start + len(masters)].mul_(scale)
+        self._adamw.step(lr)
         self._begin_gathers()
 
     def wait_for_parameters(self, parameters: Collection[nn.Parameter] | None = None) -> None:
@@ -197,19 +182,18 @@ class ShardedAdamW:
         number, begin = self._places[parameter]
         end = begin + parameter.numel()
         pieces = []
-        for start, run in self._runs[number]:
-            first, last = max(begin, start), min(end, start + len(run))
+        for start, masters, _ in self._runs[number]:
+            first, last = max(begin, start), min(end, start + len(masters))
             if first < last:
-                state = self._optimizer.state[run]
-                moments = {name: state[name][first - start : last - start] for name in ("exp_avg", "exp_avg_sq")}
-                pieces.append(Piece(first - begin, run.detach()[first - start : last - start], moments))
+                held = slice(first - start, last - start)
+                moments = {name: own[held] for name, own in self._adamw.moments_of(masters).items()}
+                pieces.append(Piece(first - begin, masters.detach()[held], moments))
         return pieces
 
     def go_on_from(self, num_steps: int) -> None:
         """Go on after masters and moments were read from a checkpoint of `num_steps` steps; every replica must call
-        this. The number of steps is needed to correct the bias of the moments."""
-        for _, _, run in self._updated:
-            self._optimizer.state[run]["step"].fill_(num_steps)
+        this."""
+        self._adamw.go_on_from(num_steps)
         self._begin_gathers()
         self.wait_for_parameters()
 
@@ -239,10 +223,8 @@ class ShardedAdamW:
     def _make_bucket(
         self, parameters: list[nn.Parameter], computed_in: torch.dtype | None, is_counted: bool
     ) -> _Bucket:
-        size, parameters = (
-            0,
-            sorted(parameters, key=lambda own: own.ndim <= 1),
-        )  # one run with weight decay, one without
+        size = 0
+        parameters = sorted(parameters, key=has_weight_decay, reverse=True)  # one run with weight decay, one without
         for parameter in parameters:
             self._places[parameter] = len(self._buckets), size
             size += _aligned(parameter.numel(), _ALIGNMENT)
@@ -264,32 +246,16 @@ class ShardedAdamW:
             parameter.grad = gradients[begin:end].view_as(parameter)
         return _Bucket(values, masters, gradients, own, is_counted)
 
-    def _make_optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW | None:
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for number, bucket in enumerate(self._buckets):
-            plain = [begin for own, (at, begin) in self._places.items() if at == number and own.ndim <= 1]
-            turn = min(max(min(plain, default=bucket.own.stop), bucket.own.start), bucket.own.stop)
-            for decays, start, stop in ((True, bucket.own.start, turn), (False, turn, bucket.own.stop)):
-                if start < stop:
-                    run = nn.Parameter(bucket.masters[start - bucket.own.start : stop - bucket.own.start])
-                    self._runs[number].append((start, run))
-                    groups[decays].append(run)
-        kinds = [
-            {"params": own, "weight_decay": weight_decay if decays else 0.0} for decays, own in groups.items() if own
+    def _make_runs(self, number: int) -> list[_Run]:
+        """The parts of a bucket's own share with weight decay and without, which each are one range of it."""
+        bucket = self._buckets[number]
+        plain = [begin for own, (at, begin) in self._places.items() if at == number and not has_weight_decay(own)]
+        turn = min(max(min(plain, default=bucket.own.stop), bucket.own.start), bucket.own.stop)
+        return [
+            _Run(start, nn.Parameter(bucket.masters[start - bucket.own.start : stop - bucket.own.start]), decays)
+            for decays, start, stop in ((True, bucket.own.start, turn), (False, turn, bucket.own.stop))
+            if start < stop
         ]
-        if not kinds:
-            return None
-        # Fused: one kernel reads and writes everything once, on a CPU in a sixth of the time.
-        optimizer = torch.optim.AdamW(kinds, lr=lr, fused=True)
-        for runs in self._runs:
-            for _, run in runs:
-                # As AdamW would make it in its first step; it must exist before, for a checkpoint to be read into it.
-                optimizer.state[run] = {
-                    "step": torch.zeros((), device=run.device),
-                    "exp_avg": torch.zeros_like(run.detach()),
-                    "exp_avg_sq": torch.zeros_like(run.detach()),
-                }
-        return optimizer
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:

@@ -41,7 +41,7 @@ def _join(rank: int, store: Path, world_size: int = 2) -> None:
 
 def _part(value: float) -> SimpleNamespace:
     weight = nn.Parameter(torch.full((1000, 50), value))
-    optimizer = ShardedAdamW([weight], dist.group.WORLD, lr=0.1, weight_decay=0.0)
+    optimizer = ShardedAdamW([weight], dist.group.WORLD, weight_decay=0.0)
     return SimpleNamespace(parameters={"weight": weight}, shards={}, optimizer=optimizer, written_elsewhere=())
 
 

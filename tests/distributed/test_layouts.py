@@ -31,10 +31,10 @@ from dflop.pipeline.run import run_instructions
 from dflop.pricing import Pricer
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
 from dflop.store import read_table
+from dflop.training.adamw import Piece
 from dflop.training.feed import JobStream
 from dflop.training.loader import start_loading
 from dflop.training.rank_model import build_rank_model, forwards_that_read
-from dflop.training.sharded_optimizer import Piece
 from dflop.training.topology import place_in_world
 from dflop.training.work import make_works
 

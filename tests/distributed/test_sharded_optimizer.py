@@ -59,7 +59,6 @@ def _sharded(parameters: list[nn.Parameter], bucket_bytes: int = 1024, *, narrow
     return ShardedAdamW(
         parameters,
         dist.group.WORLD,
-        lr=_LR,
         weight_decay=_DECAY,
         bucket_bytes=bucket_bytes,
         computed_in=torch.bfloat16 if narrow else None,
@@ -175,7 +174,7 @@ def test_replicas_update_what_they_own_as_one_adamw_updates_all(num_replicas, bu
 def _check_early_sums(replica: int, num_replicas: int, store: str) -> None:
     _join(replica, num_replicas, store)
     first, last, tied = parameters = [nn.Parameter(torch.ones(128, 1)) for _ in range(3)]  # in the order of forward
-    how = {"lr": _LR, "weight_decay": _DECAY, "complete_later": [tied], "bucket_bytes": 1}
+    how = {"weight_decay": _DECAY, "complete_later": [tied], "bucket_bytes": 1}
     sharded = ShardedAdamW(parameters, dist.group.WORLD, **how)
 
     def now() -> list[float]:
@@ -206,7 +205,7 @@ def _check_early_sums(replica: int, num_replicas: int, store: str) -> None:
 def _check_late_values(replica: int, num_replicas: int, store: str) -> None:
     _join(replica, num_replicas, store)
     first, last, apart = parameters = [nn.Parameter(torch.ones(128, 1)) for _ in range(3)]
-    how = {"lr": _LR, "weight_decay": 0.0, "needed_first": [last], "bucket_bytes": 1}
+    how = {"weight_decay": 0.0, "needed_first": [last], "bucket_bytes": 1}
     sharded = ShardedAdamW(parameters, dist.group.WORLD, **how)
     for number in range(2):  # the second time, nobody has waited for the third parameter
         sharded.zero_grad()
@@ -241,7 +240,7 @@ def test_a_checkpoint_that_lacks_moments_is_refused(tmp_path):
     _join(0, 1, str(tmp_path / "store"))
     try:
         own = _parameters()
-        frozen = ShardedAdamW([], dist.group.WORLD, lr=_LR, weight_decay=_DECAY)
+        frozen = ShardedAdamW([], dist.group.WORLD, weight_decay=_DECAY)
         save_checkpoint(tmp_path, 2, [_part(own, frozen)], {})
         with pytest.raises(UserError, match=r"step-000002 holds 0 of 63 values of optimizer/0/exp_avg; .* delete it"):
             load_checkpoint(tmp_path / "step-000002", [_part(own, _sharded(own))])
@@ -253,7 +252,7 @@ def test_a_frozen_stage_has_nothing_to_update(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        optimizer = ShardedAdamW([frozen], dist.group.WORLD, lr=_LR, weight_decay=_DECAY)
+        optimizer = ShardedAdamW([frozen], dist.group.WORLD, weight_decay=_DECAY)
         optimizer.zero_grad()
         optimizer.sum_gradients()
         optimizer.step(_LR, 1.0)

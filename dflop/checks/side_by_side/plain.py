@@ -29,6 +29,7 @@ from dflop.models.tensor_group import ALONE
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import make_program
 from dflop.scheduling import StepSchedule
+from dflop.training.adamw import has_weight_decay, parameter_groups
 from dflop.training.loader import make_loader
 from dflop.training.rank_model import RankModel, build_rank_model
 
@@ -61,7 +62,9 @@ def plain_side(
         encodes_always=shards,
     )
     ddp = _in_shards(whole, device) if shards else DistributedDataParallel(whole, find_unused_parameters=True)
-    optimizer = _adamw(ddp, config)
+    decays = {own: has_weight_decay(own) for own in ddp.parameters()}
+    groups = parameter_groups(decays, config.train.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=config.train.lr, fused=True)
     jobs = _Jobs(schedules, num_microbatches)
     records = TrainingRecords(list_sources(config.data), config.seed)
     dataset = _MediaAndText(*(make_loader(config, model, plan, own, records) for own in model.nodes), padded)
@@ -147,15 +150,6 @@ def _in_shards(whole: _Whole, device: torch.device) -> nn.Module:
             fully_shard(stage.hf.get_submodule(name), mesh=mesh)
     fully_shard(whole, mesh=mesh).set_reduce_scatter_unused_params(True)
     return whole
-
-
-def _adamw(module: nn.Module, config: Config) -> torch.optim.AdamW:
-    decayed, others = ([own for own in module.parameters() if (own.ndim > 1) == decays] for decays in (True, False))
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": config.train.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=config.train.lr,
-        fused=True,
-    )
 
 
 @dataclass

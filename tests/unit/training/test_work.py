@@ -47,7 +47,7 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
         seed=0,
     )
     parameters = stage.named_hf_parameters()
-    optimizer = ShardedAdamW(list(stage.parameters()), alone, lr=1e-3, weight_decay=0.0)
+    optimizer = ShardedAdamW(list(stage.parameters()), alone, weight_decay=0.0)
     arguments = {"index": last, "node": program.nodes[last], "stage": stage, "parameters": parameters, "lr": 1e-3}
     arguments["dtype"] = torch.float32
     own = NodeModel(**arguments, ranks=ALONE, optimizer=optimizer, shards={}, overlaps=False)
