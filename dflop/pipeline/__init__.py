@@ -9,7 +9,6 @@ from dflop.pipeline.compiled import CompiledPlan, compile_plan
 from dflop.pipeline.filling import BubbleFiller
 from dflop.pipeline.instructions import Instruction, Op, Program, Span, StepInstructions, make_program
 from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
-from dflop.pipeline.notation import Action, actions_of, format_actions, parse_actions
 from dflop.pipeline.orders import has_backward
 from dflop.pipeline.routes import Edge
 from dflop.pipeline.runnable import why_not_runnable
@@ -17,7 +16,6 @@ from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, p
 from dflop.pipeline.waits import Computation, computations_of
 
 __all__ = [
-    "Action",
     "Bridges",
     "BubbleFiller",
     "CompiledPlan",
@@ -33,17 +31,14 @@ __all__ = [
     "StepInstructions",
     "Timeline",
     "Worker",
-    "actions_of",
     "check_program",
     "columns_of",
     "compile_plan",
     "computations_of",
-    "format_actions",
     "has_backward",
     "make_program",
     "most_in_flight",
     "nodes_of",
-    "parse_actions",
     "peak_bytes",
     "peak_bytes_of",
     "simulate",

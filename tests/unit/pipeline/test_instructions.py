@@ -12,6 +12,7 @@ from drawn_plans import disjoint, llm_alone, orders, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch_notation import actions_of
 
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import (
@@ -20,7 +21,6 @@ from dflop.pipeline import (
     Op,
     Program,
     StepInstructions,
-    actions_of,
     check_program,
     make_program,
     most_in_flight,
