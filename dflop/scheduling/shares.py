@@ -3,8 +3,7 @@ fast.
 
 If samples could be split arbitrarily and all replicas did the same, the shortest step would be a linear program: the
 time of a computation is convex in its loads, and it begins when the computations that it waits for have ended. Solved
-once a run, for kinds of samples, the program gives the sizes to aim at. Solved for a batch, it gives a lower bound of
-its step time under these assumptions.
+once a run, for kinds of samples, the program gives the sizes to aim at.
 """
 
 import math
@@ -24,7 +23,7 @@ from dflop.pricing import Pricer, loads_of, seconds_of_columns
 from dflop.scheduling.linear_program import LinearProgram
 from dflop.scheduling.stage_forms import stage_forms
 
-__all__ = ["ideal_shares", "relaxed_step_s"]
+__all__ = ["ideal_shares"]
 
 # Samples are sorted into so many kinds by their items per token: a microbatch that has less of one module's load may
 # have more of another's.
@@ -60,19 +59,6 @@ def ideal_shares(pricer: Pricer, samples: SampleShapes, batch_size: int) -> np.n
     if solution is None:
         return np.ones((num_microbatches, num_loads))
     return np.einsum("kje,kf->jf", solution[step.part], size)
-
-
-def relaxed_step_s(pricer: Pricer, shapes: SampleShapes) -> float:
-    """The step time in seconds of a batch if samples could be split arbitrarily and all replicas did the same.
-
-    No schedule is faster where all samples have media and each encoder on ranks of its own has one replica: times are
-    convex, so giving each LLM replica the mean of the work of all is allowed, too, and is no slower. Several encoder
-    replicas might gain a little by unequal work. 512 samples in 16 microbatches take about half a second.
-    """
-    step = _StepProgram(pricer, _loads(pricer, shapes), np.ones(len(shapes)))
-    solution = step.program.minimise((step.end, 1.0))
-    assert solution is not None, "any assignment of the samples is a solution"
-    return float(solution[step.end]) * step.unit_s
 
 
 def _loads(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:

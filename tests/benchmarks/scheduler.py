@@ -28,6 +28,7 @@ import mip
 import numpy as np
 import polars as pl
 import psutil
+from relaxed_step import relaxed_step_s
 
 from dflop.balancing import (
     BatchProblem,
@@ -48,7 +49,6 @@ from dflop.pricing import Pricer, fits
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
-from dflop.scheduling.shares import relaxed_step_s
 
 MIXES = {"single image": (1.0, 0.0, 0.0), "13/43/44": (0.13, 0.43, 0.44), "video": (0.0, 0.0, 1.0)}
 # Samples and buckets: four samples a bucket, and once eight, with which memory is tight.

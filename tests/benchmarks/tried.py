@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import planner
 from comparison import MODELS
+from relaxed_step import relaxed_step_s
 
 from dflop.config import Config, PlanConfig, load_config
 from dflop.costs import CostModel
@@ -33,7 +34,6 @@ from dflop.planning import leave_out_what_no_plan_holds, search_plans
 from dflop.pricing import Pricer
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches
-from dflop.scheduling.shares import relaxed_step_s
 
 DEVICES, BATCH_SIZE = 64, 512
 SPACES = {"the best plan": None, "the best pipeline": PlanConfig(placements=["disjoint"], shardings=["optimizer"])}

@@ -1,6 +1,8 @@
 """The search on the simulated step prices as the pricer does and never ends worse; what it aims at is no illusion."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,11 @@ from dflop.models import load_model_spec
 from dflop.parallelism import Grid, Plan
 from dflop.pricing import Pricer
 from dflop.scheduling import StepSearch
-from dflop.scheduling.shares import ideal_shares, relaxed_step_s
+from dflop.scheduling.shares import ideal_shares
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from relaxed_step import relaxed_step_s
 
 CLUSTER = ClusterConfig(devices_per_node=4, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
 # Devices that sum gradients beside the last backward; the links are so slow that this is not all of it.
