@@ -25,7 +25,6 @@ class Spread:
     p50: float
     p95: float
     most: float
-    share_of_none: float
     bars: tuple[float, ...]
 
 
@@ -134,7 +133,6 @@ def _spread(values: np.ndarray, limits: tuple[float, float]) -> Spread:
         p50=float(p50),
         p95=float(p95),
         most=float(values.max(initial=0)),
-        share_of_none=1 - len(present) / max(1, len(values)),
         bars=tuple(round(float(count), 3) for count in counts / max(1, counts.max())),
     )
 
