@@ -169,8 +169,6 @@ def _echo_notes(found, baselines, config) -> None:
 
     if note := uneven_note(found, config):
         click.echo(note)
-    if first := found.passed_over:
-        click.echo(f"{1 - first.step_s / found.best.step_s:.0%} shorter, but not trainable yet: {first.plan}")
     if note := faster_baselines_note(found, baselines):
         click.echo(note)
 

@@ -15,7 +15,6 @@ from dflop.models.family import (
     load_model_spec,
     load_runtime,
     model_digest,
-    why_family_cannot_run,
 )
 from dflop.models.spec import (
     SOUND_RATE_HZ,
@@ -52,5 +51,4 @@ __all__ = [
     "load_runtime",
     "model_digest",
     "passes_gradients_on",
-    "why_family_cannot_run",
 ]

@@ -35,7 +35,6 @@ __all__ = [
     "load_model_spec",
     "load_runtime",
     "model_digest",
-    "why_family_cannot_run",
 ]
 
 _HOW_TO_ADD = "dflop/models/README.md says how to add another"
@@ -109,20 +108,14 @@ def load_runtime(name: str) -> "FamilyRuntime":
     return _module(name, "runtime").RUNTIME
 
 
-def why_family_cannot_run(name: str) -> str | None:
-    """Why models of a family cannot be measured and trained; None if they can."""
-    if family_of(name) and _has(name, "runtime"):
-        return None
-    return f"`model.family` is {name!r}, which cannot be measured or trained yet"
-
-
 def check_runnable(name: str) -> None:
     """Raise `UserError` for a family whose models cannot be measured and trained."""
-    if why := why_family_cannot_run(name):
+    if not (family_of(name) and _has(name, "runtime")):
         runnable = " or ".join(other for other in family_names() if _has(other, "runtime"))
         raise UserError(
-            f"{why}. Its shapes, its analytic costs (`costs.source: analytic`) and a plan can be made: ask for "
-            f"`results/<run>/plan.yaml`. To train, use `model.family: {runnable}`"
+            f"`model.family` is {name!r}, which cannot be measured or trained yet. Its shapes, its analytic costs "
+            "(`costs.source: analytic`) and a plan can be made: ask for `results/<run>/plan.yaml`. To train, use "
+            f"`model.family: {runnable}`"
         )
 
 

@@ -1,7 +1,7 @@
 """Plans: a placement, one grid and sharding per module, the number of microbatches, checkpointing and the schedule.
 
 The search chooses a plan, and the trainer follows it. `plan.yaml` holds one, with the prediction for which it was
-chosen. Some plans can be priced but not trained yet: see `pipeline.runnable`.
+chosen.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,6 @@ from dflop.pipeline.instructions import Instruction, Op, Program, Span, StepInst
 from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
 from dflop.pipeline.orders import has_backward
 from dflop.pipeline.routes import Edge
-from dflop.pipeline.runnable import why_not_runnable
 from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, peak_bytes_of, simulate, simulate_step_s
 from dflop.pipeline.waits import Computation, computations_of
 
@@ -44,6 +43,5 @@ __all__ = [
     "simulate",
     "simulate_step_s",
     "stages_of",
-    "why_not_runnable",
     "workers_of",
 ]

@@ -10,9 +10,9 @@ import numpy as np
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
-from dflop.models import ModelSpec, why_family_cannot_run
+from dflop.models import ModelSpec
 from dflop.parallelism import PLACEMENTS, Plan
-from dflop.pipeline import StageTimes, Timeline, why_not_runnable
+from dflop.pipeline import StageTimes, Timeline
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import Assignment, Cells, Pricer, alone_bytes
 
@@ -26,7 +26,6 @@ class Candidate:
     `steps_s` are the step times of the batches. `memory_bytes` is the peak of each module's fullest rank over the
     batches; the largest of them also covers any sample alone in a microbatch. `busy_s` are the seconds that each
     module's busiest rank computes. `extrapolated` is the share of microbatches with loads outside the measured range.
-    `why_not_runnable` is None for a plan that can be trained today.
     """
 
     plan: Plan
@@ -37,7 +36,6 @@ class Candidate:
     busy_s: dict[str, float]
     extrapolated: float
     bottleneck: str
-    why_not_runnable: str | None
 
     @property
     def step_s(self) -> float:
@@ -64,7 +62,6 @@ class PlanPricer:
     ) -> None:
         self.plan, self._batches = plan, batches
         self._group = getattr(batches, grouping)
-        self._family = spec.family
         self._assigned: dict[int, _Grouped] = {}
         self._pricer = Pricer(
             plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
@@ -150,7 +147,6 @@ class PlanPricer:
             busy_s={module: float(np.mean(seconds)) for module, seconds in busy.items()},
             extrapolated=float(np.mean(extrapolated)),
             bottleneck=bottleneck,
-            why_not_runnable=why_family_cannot_run(self._family) or why_not_runnable(self.plan),
         )
 
     def _grouped(self, batch: int) -> _Grouped:

@@ -41,7 +41,6 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
                 "llm_layers": list(plan.grid("llm").layers) or None,
                 "num_batches": candidate.num_batches,
                 "extrapolated": candidate.extrapolated,
-                "runnable": candidate.why_not_runnable is None,
                 **{f"{grid.module}_sharding": grid.sharding for grid in plan.grids},
                 **{f"{grid.module}_shards": grid.num_shards for grid in plan.grids},
                 **{f"{grid.module}_recomputed": list(grid.recomputed) or None for grid in plan.grids},
@@ -62,27 +61,17 @@ def describe_choice(
 ) -> str:
     """The text of `plan.yaml`: the chosen plan, its predictions, the costs that they come from, and why it won.
 
-    It also has the faster plan that cannot be trained, if any, and the baselines. `num_left_out` is the number of
-    samples that no plan can hold. `loading` is None where loading was not measured.
+    It also has the baselines. `num_left_out` is the number of samples that no plan can hold. `loading` is None where
+    loading was not measured.
     """
     best = result.best
     values = {
         "plan": best.plan.to_dict(),
         "predicted": _predicted(best, config),
         "why": _why(result, config),
-        "runnable": best.why_not_runnable is None,
     }
-    if best.why_not_runnable:
-        values["why_not_runnable"] = best.why_not_runnable
     if loading:
         values["loading"] = loading.to_dict()
-    if passed_over := result.passed_over:
-        values["passed_over"] = {
-            "plan": passed_over.plan.to_dict(),
-            "predicted": _predicted(passed_over, config),
-            "why_not": passed_over.why_not_runnable,
-            "would_take": f"{passed_over.step_s / best.step_s:.3f}x as long",
-        }
     values["next"] = _next_constraint(result, config)
     if larger := result.larger:
         values["with_more_memory"] = {"plan": larger.plan.to_dict(), "predicted": _predicted(larger, config)}
@@ -114,19 +103,9 @@ def explain_choice(
         lines.append(_line(own, best, f"{rank:2}"))
     if best not in result.candidates[:_NUM_SHOWN]:
         lines += ["    …", _line(best, best, f"{result.candidates.index(best) + 1:2}")]
-    if any(own.why_not_runnable for own in result.candidates[:_NUM_SHOWN]):
-        lines.append("    * can be priced, but not trained yet")
-    if best.why_not_runnable is None:
-        lines += ["", f"chosen: {best.plan}"]
-        if result.num_finalists:
-            lines.append(f"  {_of_finalists(result)}")
-    else:
-        lines += ["", f"fastest: {best.plan}", f"No plan of the space can be trained today: {best.why_not_runnable}"]
-    if passed_over := result.passed_over:
-        lines.append(
-            f"passed over, {1 - passed_over.step_s / best.step_s:.1%} shorter: {passed_over.plan}\n"
-            f"  {passed_over.why_not_runnable}"
-        )
+    lines += ["", f"chosen: {best.plan}"]
+    if result.num_finalists:
+        lines.append(f"  {_of_finalists(result)}")
     lines += ["", "instead, on the same batches:"]
     for baseline in baselines:
         if baseline.plan is None:
@@ -147,9 +126,8 @@ def explain_choice(
 
 
 def _line(own: Candidate, best: Candidate, rank: str) -> str:
-    mark = " " if own.why_not_runnable is None else "*"
     return (
-        f"{rank}{mark} {own.step_s:.3f} s {own.step_s / best.step_s:5.2f}x {own.idle:6.1%}  "
+        f"{rank}  {own.step_s:.3f} s {own.step_s / best.step_s:5.2f}x {own.idle:6.1%}  "
         f"{max(own.memory_bytes.values()) / 2**30:6.3g} GiB  {own.bottleneck:14} {own.plan}"
     )
 
@@ -170,12 +148,11 @@ def _predicted(candidate: Candidate, config: Config) -> dict[str, object]:
 def _why(result: SearchResult, config: Config) -> str:
     best = result.best
     busiest = ", ".join(f"{module} {seconds:.3g} s" for module, seconds in best.busy_s.items())
-    among = "" if result.passed_over is None else " among those that can be trained"
-    others = [own for own in result.candidates if own is not best and own.why_not_runnable is None]
+    others = [own for own in result.candidates if own is not best]
     is_shortest = not others or best.step_s <= others[0].step_s
     opening = "Shortest" if is_shortest else "Within 1 % of the shortest"
     why = (
-        f"{opening} expected step of {result.num_plans} plans{among}; bound by {_bound_by(best, config)} "
+        f"{opening} expected step of {result.num_plans} plans; bound by {_bound_by(best, config)} "
         f"(busiest rank: {busiest})."
     )
     if result.num_finalists:

@@ -37,12 +37,7 @@ def with_finalists_scheduled(
     """
     if config.train.global_batch_size > _MOST_SAMPLES:
         return found
-    runnable = found.best.why_not_runnable is None
-    close = [
-        own
-        for own in found.candidates
-        if (own.why_not_runnable is None) == runnable and own.step_s <= FINALISTS_WITHIN * found.best.step_s
-    ][:NUM_FINALISTS]
+    close = [own for own in found.candidates if own.step_s <= FINALISTS_WITHIN * found.best.step_s][:NUM_FINALISTS]
     if len(close) < 2:
         return found
     scheduled_s = [_scheduled_s(own, config, spec, costs, samples) for own in close]

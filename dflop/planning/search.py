@@ -11,7 +11,6 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import polars as pl
@@ -33,7 +32,6 @@ from dflop.planning.recompute import JustEnough
 from dflop.planning.row_bounds import MARGIN, Row, RowBounds
 from dflop.planning.space import Splits, enumerate_space, plan_of
 from dflop.planning.splits import balanced_splits
-from dflop.planning.trainable import trainable_rows
 from dflop.pricing import BYTES_PER_VALUE
 from dflop.runtime import UserError
 
@@ -74,16 +72,8 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate:
-        """The chosen plan: the fastest that can be trained today, or, where none can, the fastest of all."""
-        if self.chosen is not None:
-            return self.chosen
-        return next((own for own in self.candidates if own.why_not_runnable is None), self.candidates[0])
-
-    @property
-    def passed_over(self) -> Candidate | None:
-        """The fastest plan, if it cannot be trained today; else None."""
-        first = self.candidates[0]
-        return None if first.why_not_runnable is None or first is self.best else first
+        """The chosen plan: of those with nearly equal prices, the one whose scheduled batches are fastest."""
+        return self.chosen or self.candidates[0]
 
 
 def search_plans(
@@ -133,16 +123,15 @@ def search_plans(
         if bound_s >= search.threshold_s:
             least_bound_s = bound_s
             break
-        if search.may_be_among_the_best(row, bound_s):
-            tighter_s = search.look_at(row, level, bound_s)
-            if tighter_s is not None:
-                heapq.heappush(waiting, (tighter_s, level + 1, row))
+        tighter_s = search.look_at(row, level, bound_s)
+        if tighter_s is not None:
+            heapq.heappush(waiting, (tighter_s, level + 1, row))
     progress(len(order), len(order))
     return search.result(least_bound_s)
 
 
 class _Search:
-    """The state of a search: rows that do not fit, the fastest of all plans, and the fastest that can be trained."""
+    """The state of a search: rows that do not fit, and the fastest plans."""
 
     def __init__(
         self,
@@ -163,8 +152,8 @@ class _Search:
         self._about = (config, spec, costs, batches, grouping)
         self._num_batches = len(batches)
         self._budget_bytes = config.cluster.memory_gib * 2**30
-        # Negated step times of the fastest plans: of all (False), and of those that can be trained today (True).
-        self._fastest: dict[bool, list[float]] = {True: [], False: []}
+        # Negated step times of the fastest plans.
+        self._fastest: list[float] = []
         # The plans priced on all batches.
         self._priced: list[PlanPricer] = []
         # The least bytes of rows that do not fit, by the row's number and whether all layers are recomputed or none.
@@ -182,10 +171,7 @@ class _Search:
             pinned=pinned,
         )
         self._enough = JustEnough(spec, frozen, self._budget_bytes)
-        self._is_runnable = trainable_rows(spec.family, rows, splits).tolist()
-        self._kinds = {False, *self._is_runnable}
-        # The slowest of the fastest, by kind. A row with a bound above both cannot be among the plans that are wanted.
-        self._slowest_s = dict.fromkeys((False, True), np.inf)
+        # The slowest of the fastest. A row with a bound above it is not among the plans that are wanted.
         self.threshold_s = np.inf
 
     def look_at(self, number: int, level: int, bound_s: float) -> float | None:
@@ -204,7 +190,10 @@ class _Search:
 
     def _price(self, row: Row, bound_s: float) -> None:
         row = self._as_far_as_known(row)
-        is_fast = partial(self.may_be_among_the_best, row.number)
+
+        def is_fast(bound_s: float) -> bool:
+            return bound_s < self.threshold_s
+
         if not is_fast(self._bounds.dealt_s(row).mean()):
             return
         if len(row.choices) > 1 and (row.number, False) in self._misses:
@@ -220,12 +209,9 @@ class _Search:
         # Costs may be made by others, and have recomputed layers that take less time than kept ones.
         assert pricer.plan.checkpointing or step_s * MARGIN >= bound_s, (row, step_s, bound_s)
         self._priced.append(pricer)
-        for kind in {False, self._is_runnable[row.number]}:
-            heap = self._fastest[kind]
-            (heapq.heappushpop if len(heap) == self._num_best else heapq.heappush)(heap, -step_s)
-            if len(heap) == self._num_best:
-                self._slowest_s[kind] = -heap[0]
-        self.threshold_s = max(self._slowest_s[kind] for kind in self._kinds)
+        (heapq.heappushpop if len(self._fastest) == self._num_best else heapq.heappush)(self._fastest, -step_s)
+        if len(self._fastest) == self._num_best:
+            self.threshold_s = -self._fastest[0]
 
     def result(self, least_bound_s: float) -> SearchResult:
         if not self._priced:
@@ -263,9 +249,6 @@ class _Search:
         if len(row.choices) > 1 and (row.number, False) in self._misses:
             return self._bounds.recomputing(row)
         return row
-
-    def may_be_among_the_best(self, row: int, bound_s: float) -> bool:
-        return bound_s < self._slowest_s[False] or (self._is_runnable[row] and bound_s < self._slowest_s[True])
 
     def _pricer(self, row: Row, *, recomputes: bool) -> PlanPricer:
         return PlanPricer(plan_of(row.values, self._splits, checkpointing=recomputes), *self._about)

@@ -134,7 +134,7 @@ def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str
             parts.append("+".join(map(str, row["llm_layers"])))
         if candidates["placement"].n_unique() > 1:
             parts.insert(0, row["placement"])
-        labels.append(" · ".join(parts) + ("" if row["runnable"] else " *"))
+        labels.append(" · ".join(parts))
     return labels
 
 
@@ -161,10 +161,7 @@ def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
 
 def _why_not_first(faster: pl.DataFrame, chosen_s: float) -> str:
     """Why the chosen plan is not the first in the list; `faster` are the plans before it."""
-    could_be_trained = faster.filter(pl.col("runnable"))
-    if could_be_trained.is_empty():
-        return ", which cannot be trained yet"
-    if chosen_s <= FINALISTS_WITHIN * could_be_trained["step_s"].min():
+    if chosen_s <= FINALISTS_WITHIN * faster["step_s"].min():
         return "; of the plans priced within 1 % of that, it takes least once batches are scheduled"
     return ""
 
@@ -175,8 +172,6 @@ def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:
         note += "; parameters/8: shared among 8 replicas"
     if shown["checkpointing"].any():
         note += "; ckpt: activation checkpointing, of so many layers or all"
-    if not shown["runnable"].all():
-        note += "; *: priced, not trainable yet"
     note += "."
     if "num_batches" in shown.columns:
         counts = sorted(shown["num_batches"].unique())

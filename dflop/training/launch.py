@@ -10,7 +10,6 @@ from pathlib import Path
 from dflop.config import Config, select_keys
 from dflop.models import ModelSpec, check_runnable, check_tp, load_model_spec
 from dflop.parallelism import Plan, check_layers, load_plan
-from dflop.pipeline import why_not_runnable
 from dflop.runtime import ToBeContinued, UserError
 from dflop.runtime.commands import COMMANDS
 from dflop.runtime.torchrun import is_first_node, run_ranks
@@ -65,9 +64,11 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
 
 
 def check_plan(path: Path, plan: Plan, spec: ModelSpec) -> None:
-    """Raise `UserError` when a plan, read from `path`, cannot be trained yet, or does not fit the model."""
-    if why := why_not_runnable(plan):
-        raise UserError(f"{path}: {why}")
+    """Raise `UserError` when a plan, read from `path`, has no encoder, or does not fit the model."""
+    if len(plan.grids) == 1:  # the LLM's first stage takes encoders' features
+        raise UserError(
+            f"{path}: the plan has 0 encoders and training is for models that have some; use a model with one"
+        )
     for grid in plan.grids:
         try:
             check_tp(spec, grid.module, grid.tp)

@@ -265,7 +265,7 @@ def measure_simulator() -> dict[str, object]:
 
 
 def compare(folder: Path, preset: str, num_devices: int, batch_size: int) -> dict[str, object]:
-    """The fastest plan, the fastest that can be trained, and the baselines, on the same batches; None: nothing fits.
+    """The fastest plan and the baselines, on the same batches; None: nothing fits.
 
     `roomy` is the fastest plan if devices had as much memory as any plan needs.
     """
@@ -275,11 +275,9 @@ def compare(folder: Path, preset: str, num_devices: int, batch_size: int) -> dic
     row: dict[str, object] = {"model": preset, "devices": num_devices, "batch_size": batch_size}
     row["roomy"] = said(search_plans(roomy, *others).candidates[0])
     try:
-        found = search_plans(*inputs)
-        is_trainable = found.best.why_not_runnable is None
-        row |= {"ours": said(found.candidates[0]), "trainable": said(found.best) if is_trainable else None}
+        row["ours"] = said(search_plans(*inputs).best)
     except UserError as error:
-        row |= {"ours": None, "trainable": None, "why": str(error)}
+        row |= {"ours": None, "why": str(error)}
     by_name = {baseline.name: baseline for baseline in price_baselines(*inputs)}
     return row | {key: said(by_name[name]) if by_name[name].plan else None for key, name in NAMES.items()}
 
@@ -311,9 +309,9 @@ def print_speed(figures: dict) -> None:
 
 
 def print_heading() -> None:
-    print("step time over that of our fastest plan, and idle; `trainable`: of what dflop can train today\n")
+    print("step time over that of our fastest plan, and idle\n")
     print(
-        f"{'model':<13} {'devices':>7} {'batch':>5} {'ours':>17} {'trainable':>13} {'published rule':>16} "
+        f"{'model':<13} {'devices':>7} {'batch':>5} {'ours':>17} {'published rule':>16} "
         f"{'Megatron-style':>16} {'FSDP, random':>13} {'by length':>13} {'balanced':>13} {'endless memory':>20}",
         flush=True,
     )
@@ -324,7 +322,6 @@ def print_row(row: dict) -> None:
     ours = row["ours"]
     cells.append(f"{ours['step_s']:8.3f} s {ours['idle']:6.1%}" if ours else f"{'nothing fits':>17}")
     for key, width in {
-        "trainable": 13,
         "rule": 16,
         "megatron": 16,
         "fsdp": 13,
@@ -334,7 +331,7 @@ def print_row(row: dict) -> None:
     }.items():
         other = row[key]
         if other is None:
-            cells.append(f"{'none' if key == 'trainable' else 'nothing fits':>{width}}")
+            cells.append(f"{'nothing fits':>{width}}")
         else:
             ratio = f"{other['step_s'] / ours['step_s']:.2f}x" if ours else f"{other['step_s']:.3f} s"
             said_of_it = f"{ratio} {other['idle']:6.1%}"

@@ -1,7 +1,7 @@
 """Systems to be trained for a comparison: the plan of each, its schedules of the first global batches, its predictions.
 
 They are ours, our plan with random groups, and the compared systems, each with the fastest plan of its kind. For a
-system whose plan cannot run, or needs another number of devices, there is only the reason.
+system without a plan that fits, or with one for another number of devices, there is only the reason.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,6 @@ from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.parallelism import Plan
-from dflop.pipeline import why_not_runnable
 from dflop.pricing import Pricer
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule, schedule_of
@@ -35,7 +34,7 @@ OURS_AT_RANDOM = "dflop's plan, random groups"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`row` holds the predictions for the counted steps; without a plan that can run, its `why_not` says why."""
+    """`row` holds the predictions for the counted steps; without a plan, its `why_not` says why."""
 
     row: SystemRow
     plan: Plan | None = None
@@ -95,9 +94,6 @@ def _of_system(
     for pricer in pricers:
         if pricer.plan.world_size != num_ranks:
             reason = f"its plan has {pricer.plan.world_size} ranks, and ours {num_ranks}"
-        else:
-            reason = why_not_runnable(pricer.plan)
-        if reason:
             return Contender(SystemRow(name=system.name, why_not=reason))
         try:
             schedules = [_schedule(system, pricer, shapes[step], config.seed, step) for step in range(num_steps)]

@@ -43,13 +43,11 @@ class CandidateRow:
     memory_gib: float
     bottleneck: str
     is_chosen: bool
-    is_runnable: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSection:
-    """The section. `passed_over` is a faster plan that cannot be trained yet, and `with_more_memory` one that does not
-    fit, each with its step time and memory; None if there is none."""
+    """The section. `with_more_memory` is a faster plan that does not fit, with its step time and memory, if any."""
 
     finding: str
     plan: str
@@ -61,7 +59,6 @@ class PlanSection:
     candidates: tuple[CandidateRow, ...]
     num_candidates: int
     num_plans: int
-    passed_over: dict[str, Any] | None
     with_more_memory: dict[str, Any] | None
 
 
@@ -79,7 +76,6 @@ def plan_section(run: Run, spec: ModelSpec, memory_gib: float) -> PlanSection:
         candidates=_candidates(run),
         num_candidates=len(run.candidates),
         num_plans=text.get("num_plans") or len(run.candidates),
-        passed_over=_other(text.get("passed_over"), text),
         with_more_memory=_other(text.get("with_more_memory"), text),
     )
 
@@ -134,14 +130,13 @@ def _candidates(run: Run) -> tuple[CandidateRow, ...]:
     base_s = shown["step_s"][chosen.index(True)] if any(chosen) else shown["step_s"][0]
     return tuple(
         CandidateRow(
-            label=label.removesuffix(" *"),
+            label=label,
             step_s=row["step_s"],
             ratio=row["step_s"] / base_s,
             idle=row["idle"],
             memory_gib=max(row[f"{module}_memory_bytes"] for module in modules) / _GIB,
             bottleneck=row["bottleneck"],
             is_chosen=mark,
-            is_runnable=row["runnable"],
         )
         for label, row, mark in zip(
             plan_labels(frame, shown, modules), shown.iter_rows(named=True), chosen, strict=True
@@ -159,5 +154,4 @@ def _other(said: dict[str, Any] | None, text: dict[str, Any]) -> dict[str, Any] 
         "step_s": predicted["step_s"],
         "ratio": predicted["step_s"] / text["predicted"]["step_s"],
         "memory_gib": max(predicted["memory_bytes"].values()) / _GIB,
-        "why_not": said.get("why_not"),
     }

@@ -1,16 +1,13 @@
 """A plan refuses what cannot run, and comes back from its file as it was written."""
 
 import dataclasses
-import re
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflop.parallelism import SHARDINGS, Grid, Plan, Sharding, check_layers, load_plan, plan_from_dict, split_layers
-from dflop.parallelism.layout_key import LayoutKey
-from dflop.pipeline import why_not_runnable
+from dflop.parallelism import Grid, Plan, check_layers, load_plan, plan_from_dict, split_layers
 from dflop.runtime import UserError
 
 
@@ -242,45 +239,6 @@ def test_grids_that_do_not_fit_the_placement_are_refused_with_those_that_would(a
 def test_numbers_that_do_not_fit_the_schedule_are_refused_with_those_that_would(more, complaint):
     with pytest.raises(UserError, match=complaint):
         shared("colocated", {"num_ranks": 4}, {"num_ranks": 4, "pp": 4}, **more)
-
-
-def test_a_plan_of_no_encoder_cannot_be_trained_and_says_so():
-    alone = Plan(placement="disjoint", grids=(Grid(module="llm", num_ranks=1),), num_microbatches=1)
-    assert re.search("0 encoders .* use a model with one", why_not_runnable(alone))
-
-
-class _Divided(Sharding):
-    """A new sharding, of which nobody has taught training anything."""
-
-    name = "divided"
-
-    def num_shards(self, grid: Grid) -> int:
-        return grid.dp
-
-    def shards_worth_a_look(self, dp: int, layout: LayoutKey, devices_per_node: int) -> int | None:
-        return dp
-
-
-def test_a_sharding_that_no_executor_knows_cannot_be_trained_without_anybody_saying_so(monkeypatch):
-    monkeypatch.setitem(SHARDINGS, "divided", _Divided())
-    plan = shared("colocated", {"num_ranks": 4}, {"num_ranks": 4, "sharding": "divided"})
-    assert why_not_runnable(plan) == (
-        "llm: sharding=divided divides parameters that nothing gathers; use sharding: hybrid or parameters"
-    )
-
-
-def test_parameters_are_shared_whatever_tp_is():
-    shards = {"num_ranks": 4, "tp": 2, "sharding": "parameters"}
-    assert why_not_runnable(shared("colocated", shards, shards)) is None
-
-
-def test_a_plan_whose_ranks_share_modules_can_be_trained():
-    assert why_not_runnable(shared("colocated", {"num_ranks": 4, "tp": 4}, {"num_ranks": 4, "tp": 2})) is None
-
-
-@given(plans, st.sampled_from(["1f1b", "gpipe", "zb_h1"]))
-def test_disjoint_plans_can_be_trained_however_their_layers_are_split(plan, schedule):
-    assert why_not_runnable(dataclasses.replace(plan, schedule=schedule, checkpointing=False)) is None
 
 
 def test_a_plan_reads_as_one_line():

@@ -7,8 +7,6 @@ import pytest
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
-from dflop.parallelism import Plan
-from dflop.pipeline import runnable
 from dflop.planning import SearchResult, search_plans
 
 
@@ -27,13 +25,3 @@ def search(costs, tiny_spec, samples) -> Callable[..., SearchResult]:
         return search_plans(config, tiny_spec, costs, samples, **more)
 
     return run
-
-
-@pytest.fixture
-def no_tp_in_shards(monkeypatch) -> None:
-    """As if tensor-parallel ranks with sharded parameters could not be trained."""
-
-    def limit(plan: Plan) -> str | None:
-        return "not in shards; use tp: 1" if any(own.gathers and own.tp > 1 for own in plan.grids) else None
-
-    monkeypatch.setattr(runnable, "LIMITS", (*runnable.LIMITS, limit))

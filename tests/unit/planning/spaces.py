@@ -13,7 +13,6 @@ from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients, Hinge
 from dflop.parallelism.layout_key import LayoutKey
-from dflop.pipeline import why_not_runnable
 from dflop.planning import PlanPricer, enumerate_space, plan_of
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.recompute import JustEnough, may_recompute
@@ -96,8 +95,8 @@ def space_of(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleS
 def price_all(
     config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping: str = "balanced"
 ) -> pl.DataFrame:
-    """Every row of the space with its plan's mean step, its highest memory, and whether it can be trained today. The
-    plan recomputes just enough layers, or all of them where even that does not fit."""
+    """Every row of the space with its plan's mean step and its highest memory. The plan recomputes just enough layers,
+    or all of them where even that does not fit."""
     batches, splits, rows = space_of(config, spec, costs, samples)
     priced = []
     for row in rows.iter_rows(named=True):
@@ -108,7 +107,6 @@ def price_all(
                 "plan": str(pricer.plan),
                 "step_s": float(np.mean([pricer.step_s(batch) for batch in range(len(batches))])),
                 "memory_bytes": pricer.needed_bytes(),
-                "is_runnable": why_not_runnable(pricer.plan) is None,
             }
         )
     return pl.DataFrame(priced)

@@ -20,7 +20,7 @@ _SHAPES = [(2, 1, 6), (3, 1, 7), (4, 1, 8), (4, 2, 5), (6, 2, 6)]
 
 
 def check_against_all(config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping="balanced") -> None:
-    """The search's ten best are the ten best of all plans that fit, and its best the best that can be trained."""
+    """The search's ten best are the ten best of all plans that fit, the fastest is its best."""
     everything = price_all(config, spec, costs, samples, grouping)
     fitting = everything.filter(pl.col("memory_bytes") <= config.cluster.memory_gib * 2**30).sort("step_s")
     if fitting.is_empty():
@@ -33,9 +33,7 @@ def check_against_all(config, spec: ModelSpec, costs: CostModel, samples: Sample
     np.testing.assert_allclose(ten, fitting["step_s"][:10], rtol=1e-9)
     known = dict(fitting.select("plan", "step_s").iter_rows())
     np.testing.assert_allclose(ten, [known[str(own.plan)] for own in found.candidates[:10]], rtol=1e-9)
-    runnable = fitting.filter("is_runnable")
-    fastest = runnable if len(runnable) else fitting
-    assert found.best.step_s == pytest.approx(fastest["step_s"][0], rel=1e-9)
+    assert found.best is found.candidates[0]
     assert found.candidates[0].step_s <= found.least_bound_s * (1 + 1e-9)
 
 
@@ -47,9 +45,7 @@ def check_against_all(config, spec: ModelSpec, costs: CostModel, samples: Sample
     grouping=st.sampled_from(["balanced", "random"]),
     memory_share=st.sampled_from([0.0, 0.02, 0.2, 0.6, 1.0]),
 )
-def test_the_ten_best_and_the_best_that_can_be_trained_are_those_of_all_plans(
-    tiny_spec, shape, seeds, freeze, grouping, memory_share
-):
+def test_the_ten_best_are_those_of_all_plans(tiny_spec, shape, seeds, freeze, grouping, memory_share):
     """Memory is such that about `memory_share` of the plans fit."""
     devices, num_nodes, batch_size = shape
     config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze)

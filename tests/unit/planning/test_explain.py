@@ -9,9 +9,7 @@ import pytest
 import yaml
 from spaces import LITTLE_GIB, make_config, with_quick_tp_2
 
-from dflop.config import ModelConfig
 from dflop.data import SampleShapes
-from dflop.models import load_model_spec
 from dflop.parallelism import load_plan
 from dflop.planning import (
     beyond_device,
@@ -21,7 +19,6 @@ from dflop.planning import (
     faster_baselines_note,
     price_baselines,
     read_baselines,
-    search_plans,
 )
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -63,7 +60,6 @@ def test_the_table_has_the_promised_columns_first_and_in_order(search):
     assert frame.columns[: len(CONTRACT)] == CONTRACT
     assert frame["rank"].to_list() == list(range(1, len(found.candidates) + 1))
     assert frame["step_s"].to_list() == [own.step_s for own in found.candidates]
-    assert frame["runnable"].to_list() == [own.why_not_runnable is None for own in found.candidates]
     ranks = pl.col("llm_dp") * pl.col("llm_pp") * pl.col("llm_tp")
     encoders = pl.col("vision_dp") * pl.col("vision_pp") * pl.col("vision_tp")
     disjoint, colocated = (frame.filter(placement=name) for name in ("disjoint", "colocated"))
@@ -72,46 +68,17 @@ def test_the_table_has_the_promised_columns_first_and_in_order(search):
     assert all(sum(own) == 4 for own in frame["llm_layers"].drop_nulls())
 
 
-def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(search, costs, no_tp_in_shards, tmp_path):
+def test_the_file_of_the_choice_loads_as_the_best_plan_with_its_prediction(search, costs, tmp_path):
     config, costs = make_config(4, 8, memory_gib=LITTLE_GIB), with_quick_tp_2(costs)
     found = search(config, costs=costs)
     path = tmp_path / "plan.yaml"
     path.write_text(describe_choice(found, [], config, costs))
     assert load_plan(path) == found.best.plan
     said = yaml.safe_load(path.read_text())
-    assert said["runnable"] is True
     assert said["predicted"]["step_s"] == pytest.approx(found.best.step_s, rel=1e-5)
     assert said["predicted"]["samples_per_s"] == pytest.approx(8 / found.best.step_s, rel=1e-3)
     assert said["costs"] == "cpu, measured"
     assert found.best.bottleneck in said["why"]
-    first = found.candidates[0]
-    assert said["passed_over"]["why_not"] == first.why_not_runnable
-    assert said["passed_over"]["predicted"]["step_s"] == pytest.approx(first.step_s, rel=1e-5)
-    assert said["passed_over"]["would_take"] == f"{first.step_s / found.best.step_s:.3f}x as long"
-
-
-def test_a_plan_of_a_family_that_cannot_be_trained_says_so_whatever_its_layout(costs, samples, made_up):
-    config, spec = make_config(4, 8), replace(load_model_spec(ModelConfig()), family=made_up)
-    found = search_plans(config, spec, costs, samples)
-    said = yaml.safe_load(describe_choice(found, [], config, costs))
-    assert found.best is found.candidates[0]
-    assert said["runnable"] is False
-    assert said["why_not_runnable"] == "`model.family` is 'made_up', which cannot be measured or trained yet"
-    assert "passed_over" not in said
-    assert not candidates_frame(found)["runnable"].any()
-
-
-def test_nothing_is_passed_over_where_the_fastest_can_be_trained(search, costs):
-    config = make_config(4, 8)
-    assert "passed_over" not in yaml.safe_load(describe_choice(search(config), [], config, costs))
-
-
-def test_a_plan_that_nobody_can_train_is_not_called_chosen(explain, search, costs, no_tp_in_shards):
-    config, costs = make_config(4, 8, fixed={"llm": {"sharding": "parameters", "tp": 2}}), with_quick_tp_2(costs)
-    said = explain(config, costs=costs)
-    assert "No plan of the space can be trained today: " in said
-    assert "chosen:" not in said
-    assert yaml.safe_load(describe_choice(search(config, costs=costs), [], config, costs))["runnable"] is False
 
 
 def test_more_memory_is_said_to_help_where_it_does(explain, search):

@@ -39,7 +39,6 @@ def test_of_plans_priced_alike_the_one_that_schedules_best_is_chosen(close, tiny
     assert chosen.num_finalists == 3
     assert chosen.best is close.candidates[int(np.argmin(steps_s))]
     assert chosen.candidates == close.candidates
-    assert chosen.passed_over is None
 
 
 def test_why_says_that_the_choice_is_not_the_one_priced_shortest(close, costs):
@@ -56,14 +55,3 @@ def test_a_plan_that_is_priced_a_percent_longer_is_no_finalist(search, tiny_spec
     apart = replace(found, candidates=[first, *(replace(own, steps_s=(1.02 * first.step_s,)) for own in others)])
     assert with_finalists_scheduled(apart, make_config(4, 8), tiny_spec, costs, samples) is apart
     assert apart.best is first
-
-
-def test_plans_that_cannot_be_trained_are_no_finalists_beside_one_that_can(close, tiny_spec, costs, samples):
-    config = make_config(4, 8)
-    barred = [
-        replace(own, why_not_runnable="cannot be trained yet") if number != 2 else own
-        for number, own in enumerate(close.candidates)
-    ]
-    found = with_finalists_scheduled(replace(close, candidates=barred), config, tiny_spec, costs, samples)
-    assert found.best is barred[2]
-    assert found.passed_over is barred[0]

@@ -34,42 +34,18 @@ def test_a_search_gives_the_same_answer_again(search):
     assert search(make_config()) == search(make_config())
 
 
-def test_the_best_can_be_trained_and_a_faster_one_that_cannot_is_passed_over(search, costs, no_tp_in_shards):
-    quick = with_quick_tp_2(costs)
-    found = search(make_config(4, 8, memory_gib=LITTLE_GIB), costs=quick)
-    assert found.best.why_not_runnable is None
-    assert found.passed_over is found.candidates[0]
-    assert found.passed_over.why_not_runnable == "not in shards; use tp: 1"
-    assert found.passed_over.step_s < found.best.step_s
-    of_trainable = search(make_config(4, 8, memory_gib=LITTLE_GIB, shardings=["optimizer"]), costs=quick)
-    assert of_trainable.passed_over is None
-    assert of_trainable.best is of_trainable.candidates[0]
-    assert of_trainable.best.step_s == found.best.step_s
-
-
-def test_where_nothing_can_be_trained_the_fastest_is_the_best(search, costs, no_tp_in_shards):
-    fixed = {"llm": {"sharding": "parameters", "tp": 2}}
-    found = search(make_config(4, 8, fixed=fixed), costs=with_quick_tp_2(costs))
-    assert found.best is found.candidates[0]
-    assert found.best.why_not_runnable is not None
-    assert found.passed_over is None
-
-
 def test_parameters_of_ranks_that_share_modules_are_shared_where_memory_is_scarce(search, costs):
     found = search(make_config(4, 8, memory_gib=LITTLE_GIB), costs=with_quick_tp_2(costs))
     assert found.best is found.candidates[0]
-    assert found.best.why_not_runnable is None
     assert any(grid.gathers and grid.tp > 1 for grid in found.best.plan.grids)
 
 
-def test_the_best_is_the_fastest_and_nothing_is_passed_over_also_where_ranks_share_modules(search, costs):
+def test_the_best_is_the_fastest_also_where_ranks_share_modules(search, costs):
     alone, shared = search(make_config(4, 8)), search(make_config(4, 8), costs=with_quick_tp_2(costs))
     assert {grid.tp for grid in shared.best.plan.grids} != {1}
     assert shared.best.step_s < alone.best.step_s
     for found in (alone, shared):
         assert found.best is found.candidates[0]
-        assert found.best.why_not_runnable is None
-        assert found.passed_over is None
 
 
 def test_where_the_nearest_needs_more_than_the_card_has_more_devices_are_asked_for(search, costs):

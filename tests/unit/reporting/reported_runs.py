@@ -156,7 +156,7 @@ def make_candidates(plan, count):
         | {"num_microbatches": plan.num_microbatches + place, "checkpointing": False, "schedule": plan.schedule}
         | {"step_s": 0.5 + 0.03 * place, "idle": 0.1 + 0.01 * place}
         | {"vision_memory_bytes": 2e8 + 1e7 * place, "llm_memory_bytes": 6e8, "bottleneck": bounds[place % 3]}
-        | {"num_batches": 16, "num_chunks": plan.num_chunks, "llm_layers": None, "runnable": True}
+        | {"num_batches": 16, "num_chunks": plan.num_chunks, "llm_layers": None}
         for place in range(count)
     ]
     return pl.DataFrame(rows)

@@ -189,18 +189,15 @@ def test_a_chosen_plan_far_behind_the_best_is_drawn_last_and_marked():
 
 
 @pytest.mark.parametrize(
-    ("shortest_s", "is_trainable", "said"),
+    ("shortest_s", "said"),
     [
-        (0.995, True, "; of the plans priced within 1 % of that, it takes least once batches are scheduled"),
-        (0.995, False, "as the fastest, which cannot be trained yet"),
-        (0.5, True, "2.00x as long as the fastest"),
+        (0.995, "; of the plans priced within 1 % of that, it takes least once batches are scheduled"),
+        (0.5, "2.00x as long as the fastest"),
     ],
 )
-def test_a_chosen_plan_that_is_not_the_fastest_is_said_to_be_so_for_the_reason_that_holds(
-    shortest_s, is_trainable, said
-):
+def test_a_chosen_plan_that_is_not_the_fastest_is_said_to_be_so_for_the_reason_that_holds(shortest_s, said):
     chosen, *others = make_candidates(SMALL, 3).sort("rank").iter_slices(1)
-    first = others[0].with_columns(step_s=pl.lit(shortest_s), runnable=pl.lit(is_trainable))
+    first = others[0].with_columns(step_s=pl.lit(shortest_s))
     listed = pl.concat([first, chosen.with_columns(step_s=pl.lit(1.0)), others[1].with_columns(step_s=pl.lit(3.0))])
     finding = plans_finding(listed.with_columns(rank=pl.int_range(1, 4)), SMALL)
     assert finding.endswith(said)

@@ -76,6 +76,14 @@ def test_nothing_is_started_for_a_plan_that_does_not_fit_the_model(tmp_path, cha
         launch_ranks(load_config({"cluster": {"devices_per_node": 8}}), plan=path, arguments={})
 
 
+def test_nothing_is_started_for_a_plan_without_encoders(tmp_path):
+    alone = Plan(placement="disjoint", grids=(Grid(module="llm", num_ranks=1),), num_microbatches=1)
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"plan": alone.to_dict()}))
+    with pytest.raises(UserError, match=r"plan.yaml: the plan has 0 encoders .* use a model with one"):
+        launch_ranks(load_config({"cluster": {"devices_per_node": 8}}), plan=path, arguments={})
+
+
 def test_nothing_is_started_for_a_family_that_cannot_be_trained_yet(tmp_path, made_up):
     config = load_config({"model": {"family": made_up}})
     with pytest.raises(UserError, match="which cannot be measured or trained yet"):
