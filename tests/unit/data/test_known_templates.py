@@ -152,60 +152,62 @@ def learned_texts(folder, text: TokenizedText) -> list[str]:
     ]
 
 
-def ids_of(folder, messages: list[dict]) -> list[int]:
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+def ids_of(theirs: PreTrainedTokenizerFast, messages: list[dict]) -> list[int]:
     return theirs.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
 
 
 TAKES_PARTS = ["llava_onevision", "llava_onevision converted", "qwen2_vl", "qwen3_vl", "internvl"]
 
 
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TAKES_PARTS)
-def test_messages_of_texts_and_media_give_transformers_tokens(folders, tokenizers, name, conversation):
-    (text,) = tokenizers[name].encode([as_turns(name, conversation)])
-    assert text.token_ids.tolist() == ids_of(folders[name], as_messages(name, conversation))
-    if (name, conversation) != ("internvl", "video"):  # for a clip, a record's text has frames by then
-        assert len(text.placeholders) == sum(len(kinds) for _, kinds, _ in spoken(name, conversation))
-
-
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("name", [name for name, known in KNOWN.items() if not known.in_parts])
-def test_messages_of_texts_give_transformers_tokens(folders, tokenizers, name, conversation):
-    turns = as_turns(name, conversation)
-    (text,) = tokenizers[name].encode([turns])
-    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    assert text.token_ids.tolist() == ids_of(folders[name], messages)
-
-
-@pytest.mark.parametrize("conversation", [name for name in CONVERSATIONS if name != "spaces"])
-@pytest.mark.parametrize("name", KNOWN)
-def test_the_answers_are_learned_with_their_end(folders, tokenizers, name, conversation):
-    (text,) = tokenizers[name].encode([as_turns(name, conversation)])
-    known = KNOWN[name]
-    answers = [said for role, _, said in spoken(name, conversation) if role == "assistant"]
-    learned = learned_texts(folders[name], text)
-    if name == "qwen3 thinking":  # the last answer begins with its thoughts, which are none
-        learned[-1] = learned[-1].removeprefix("<think>\n\n</think>\n\n")
-    assert [each.strip() for each in learned] == [f"{answer}{known.end}" for answer in answers]
-
-
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("name", WITH_BLOCKS)
-def test_generation_blocks_are_learned_as_transformers_masks_them_and_the_end_besides(
-    folders, tokenizers, name, conversation
-):
+def test_messages_of_texts_and_media_give_transformers_tokens(folders, tokenizers, name):
     theirs = PreTrainedTokenizerFast.from_pretrained(folders[name])
-    messages = as_messages(name, conversation)
-    if not KNOWN[name].in_parts:
-        messages = [{"role": turn.role, "content": turn.content} for turn in as_turns(name, conversation)]
-    made = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    mask = np.array(made["assistant_masks"], dtype=bool)
-    ends = np.array(made["input_ids"]) == theirs.eos_token_id
-    behind = ends & np.concatenate([[False], mask[:-1]])
-    (text,) = tokenizers[name].encode([as_turns(name, conversation)])
-    np.testing.assert_array_equal(text.is_target, mask | behind)
-    assert (ends & text.is_target).sum() == sum(role == "assistant" for role, _, _ in spoken(name, conversation))
+    for conversation in CONVERSATIONS:
+        (text,) = tokenizers[name].encode([as_turns(name, conversation)])
+        assert text.token_ids.tolist() == ids_of(theirs, as_messages(name, conversation)), conversation
+        if (name, conversation) != ("internvl", "video"):  # for a clip, a record's text has frames by then
+            num_media = sum(len(kinds) for _, kinds, _ in spoken(name, conversation))
+            assert len(text.placeholders) == num_media, conversation
+
+
+@pytest.mark.parametrize("name", [name for name, known in KNOWN.items() if not known.in_parts])
+def test_messages_of_texts_give_transformers_tokens(folders, tokenizers, name):
+    theirs = PreTrainedTokenizerFast.from_pretrained(folders[name])
+    for conversation in CONVERSATIONS:
+        turns = as_turns(name, conversation)
+        (text,) = tokenizers[name].encode([turns])
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        assert text.token_ids.tolist() == ids_of(theirs, messages), conversation
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_answers_are_learned_with_their_end(folders, tokenizers, name):
+    for conversation in CONVERSATIONS:
+        (text,) = tokenizers[name].encode([as_turns(name, conversation)])
+        answers = [said for role, _, said in spoken(name, conversation) if role == "assistant"]
+        learned = learned_texts(folders[name], text)
+        if name == "qwen3 thinking":  # the last answer begins with its thoughts, which are none
+            learned[-1] = learned[-1].removeprefix("<think>\n\n</think>\n\n")
+        for answer, each in zip(answers, learned, strict=True):
+            assert each.endswith(KNOWN[name].end), conversation
+            assert each.removesuffix(KNOWN[name].end).strip() == answer.strip(), conversation
+
+
+@pytest.mark.parametrize("name", WITH_BLOCKS)
+def test_generation_blocks_are_learned_as_transformers_masks_them_and_the_end_besides(folders, tokenizers, name):
+    theirs = PreTrainedTokenizerFast.from_pretrained(folders[name])
+    for conversation in CONVERSATIONS:
+        messages = as_messages(name, conversation)
+        if not KNOWN[name].in_parts:
+            messages = [{"role": turn.role, "content": turn.content} for turn in as_turns(name, conversation)]
+        made = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        mask = np.array(made["assistant_masks"], dtype=bool)
+        ends = np.array(made["input_ids"]) == theirs.eos_token_id
+        behind = ends & np.concatenate([[False], mask[:-1]])
+        (text,) = tokenizers[name].encode([as_turns(name, conversation)])
+        np.testing.assert_array_equal(text.is_target, mask | behind, conversation)
+        num_answers = sum(role == "assistant" for role, _, _ in spoken(name, conversation))
+        assert (ends & text.is_target).sum() == num_answers, conversation
 
 
 def test_thoughts_of_earlier_answers_are_left_out_and_what_was_said_is_learned(folders, tokenizers):

@@ -21,7 +21,7 @@ from transformers import Qwen3VLConfig, Qwen3VLModel, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from dflop.config import AudioConfig, load_config
+from dflop.config import AudioConfig, DataConfig, VideoConfig
 from dflop.data.media import VideoHeader, frame_indices
 from dflop.data.records import parse_record
 from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
@@ -35,6 +35,7 @@ from dflop.runtime import UserError
 IMAGE, VIDEO = 1, 2
 sides = st.one_of(st.integers(1, 10_000), st.integers(1, 150))
 sizes = st.tuples(sides, sides).filter(lambda size: max(size) <= 200 * min(size))
+TINY = make_spec("a model", PRESETS["tiny"])
 CAPPED = {"video_processor": {"cap_pixels_per_frame": True, "max_video_tokens": 300}}
 
 
@@ -129,8 +130,8 @@ headers = st.tuples(st.integers(1, 3000), st.sampled_from([5.0, 12.5, 24.0, 2400
 @example(header=(90, 30.0), fps=2.0, max_frames=32)  # means of 0.25 s and a half each, which round to even
 def test_a_clips_text_tells_the_times_that_transformers_tells_of_its_frames(header, fps, max_frames):
     """From what profiling stores of a clip, without its file."""
-    config = load_config({"data": {"video": {"fps": fps, "max_frames": max_frames}}}).data
-    rules, (num_frames, rate) = make_spec("a model", PRESETS["tiny"]).rules, header
+    config = DataConfig(video=VideoConfig(fps=fps, max_frames=max_frames))
+    rules, (num_frames, rate) = TINY.rules, header
     indices = frame_indices(VideoHeader(num_frames, rate, 64, 64), config.video)
     spread_us = round(1e6 * num_frames / rate / len(indices))
     reader = ShapeReader(rules, config)
