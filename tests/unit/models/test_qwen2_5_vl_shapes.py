@@ -1,35 +1,32 @@
-"""The shape rules are transformers' own: every number equals its image processor's or its model's.
+"""Qwen2.5-VL's rules for clips and windows are transformers' own. Those for pictures and positions are in
+`test_qwen_vl_shapes.py`.
 
-The oracles are `Qwen2VLImageProcessorPil` (patches, by its size-only function for every size), `Qwen2_5_VLModel`
-(positions) and the functions that its encoder finds windows with. The video processor needs torchvision; its resize is
-the image processor's with limits of its own, and it puts two frames into a step.
+The oracles are `Qwen2VLImageProcessorPil` (patches, by its size-only function for every size) and the functions with
+which the model's encoder finds windows. The video processor needs torchvision; its resize is the image processor's with
+other limits, and it puts two frames into a step.
 """
 
-import functools
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
+from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
-from dflop.config import AudioConfig, load_config
+from dflop.config import load_config
 from dflop.data.records import RecordError, parse_record
-from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
-from dflop.data.text import TokenizedText
-from dflop.models.audio import whisper_audio
+from dflop.data.shapes import MediumSize, ShapeReader
 from dflop.models.qwen2_5_vl import PRESETS, Qwen25VlShapes, make_spec
 from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
 from dflop.runtime import UserError
 
-IMAGE, VIDEO = 1, 2
 sides = st.one_of(st.integers(1, 10_000), st.integers(1, 150))
 sizes = st.tuples(sides, sides).filter(lambda size: max(size) <= 200 * min(size))
 RELEASED = {"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
@@ -42,54 +39,20 @@ def rules(request) -> Qwen25VlShapes:
     return make_spec("a model", PRESETS[request.param]).rules
 
 
-def patches(rules: Qwen25VlShapes, width: int, height: int, limits: PixelLimits) -> int:
-    """As transformers counts them."""
-    processor = Qwen2VLImageProcessorPil(
-        size={"shortest_edge": limits.least, "longest_edge": limits.most},
-        patch_size=rules.patch_size,
-        merge_size=rules.merge_size,
-    )
-    return processor.get_number_of_image_patches(height, width)
-
-
-@settings(max_examples=300)
-@given(size=sizes, num_images=st.integers(1, 5))
-@example(size=(1, 1), num_images=1)
-@example(size=(10_000, 50), num_images=1)
-@example(size=(42, 70), num_images=1)  # halves of tokens, which round to even
-def test_a_picture_has_the_patches_and_tokens_that_transformers_gives_it(rules, size, num_images):
-    count = rules.image(*size, num_images)
-    assert math.prod(count.grid) == patches(rules, *size, rules.picture)
-    assert count.num_items == count.num_tokens == math.prod(count.grid) // 4
-
-
 @settings(max_examples=100)
 @given(size=sizes, num_frames=st.integers(1, 64))
 def test_a_clip_has_a_step_for_two_frames_and_the_patches_that_transformers_gives_a_frame(rules, size, num_frames):
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": rules.frame.least, "longest_edge": rules.frame.most},
+        patch_size=rules.patch_size,
+        merge_size=rules.merge_size,
+    )
     count = rules.video(num_frames, *size)
     assert count.grid[0] == -(-num_frames // 2)
-    assert math.prod(count.grid[1:]) == patches(rules, *size, rules.frame)
+    assert math.prod(count.grid[1:]) == processor.get_number_of_image_patches(*size[::-1])
 
 
-@pytest.mark.parametrize("table", ["coco_val2017", "math_v", "tuxpaint_stamps"])
-def test_the_shapes_of_real_pictures_are_transformers(shape_table, table):
-    rules = make_spec("a model", PRESETS["qwen2_5_vl_7b"], RELEASED).rules
-    known = [(int(row["width"]), int(row["height"])) for row in shape_table(table)]
-    assert len(known) > 700
-    assert [4 * rules.image(*size, 1).num_tokens for size in known] == [
-        patches(rules, *size, rules.picture) for size in known
-    ]
-
-
-def test_a_picture_that_is_too_long_is_refused_as_transformers_refuses_it(rules):
-    with pytest.raises(ValueError, match="one side is more than 200 times the other"):
-        rules.image(201, 1, 1)
-    with pytest.raises(ValueError, match="must be smaller than 200"):
-        patches(rules, 201, 1, rules.picture)
-    assert rules.image(200, 1, 1).num_items
-
-
-def test_a_record_with_such_a_picture_is_rejected_and_says_why():
+def test_a_record_with_a_picture_that_is_too_long_is_rejected_and_says_why():
     reader = ShapeReader(make_spec("a model", PRESETS["tiny"]).rules, load_config().data)
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A line."}]
     record = parse_record({"id": "a", "image": "a.png", "conversations": turns})
@@ -114,60 +77,6 @@ def test_squares_are_those_of_the_segments_that_transformers_attends_in(rules, g
     assert rules.sum_sq_items(grid) == pytest.approx(expected, rel=1e-12)
 
 
-media = st.one_of(
-    st.tuples(st.just("image"), st.just(1), st.integers(1, 9), st.integers(1, 9), st.just(0.0)),
-    st.tuples(st.just("video"), st.integers(1, 8), st.integers(1, 6), st.integers(1, 6), st.floats(0.01, 40)),
-)
-
-
-@settings(max_examples=100)
-@given(drawn=st.lists(media, max_size=4), texts=st.lists(st.integers(1, 6), min_size=5, max_size=5))
-def test_positions_are_those_of_transformers_model(drawn, texts):
-    rules = make_spec("a model", PRESETS["tiny"]).rules
-    ids, placed, num_tokens, grids = [0] * texts[0], [], [], {"image": [], "video": []}
-    for (kind, steps, rows, columns, frame_s), behind in zip(drawn, texts[1:], strict=False):
-        grid = (steps, 2 * rows, 2 * columns)
-        count = rules._of_grid(grid)
-        placed.append(MediumShape(kind, count, frame_us=round(1e6 * frame_s)))
-        num_tokens.append(count.num_tokens)
-        grids[kind].append(grid)
-        ids += [IMAGE if kind == "image" else VIDEO] + [0] * behind
-    ids = np.array(ids)
-    text = TokenizedText(ids, np.zeros(len(ids), dtype=bool), np.flatnonzero(ids))
-    token_ids, _ = expand_text(text, num_tokens, 1 << 20)
-    ours = place_positions(text, PlacedText((), placed, num_tokens), rules, 1 << 20)
-    of_steps = [2 * medium.frame_us / 1e6 for medium in placed if medium.kind == "video"]
-    tensors = {f"{kind}_grid_thw": torch.tensor(own) for kind, own in grids.items() if own}
-    theirs, _ = positions_model().get_rope_index(
-        torch.from_numpy(token_ids)[None],
-        mm_token_type_ids=torch.from_numpy(token_ids)[None],
-        second_per_grid_ts=torch.tensor(of_steps) if of_steps else None,
-        **tensors,
-    )
-    np.testing.assert_array_equal(ours, theirs[:, 0].numpy())
-    np.testing.assert_array_equal(place_positions(text, PlacedText((), placed, num_tokens), rules, 7), ours[:, :7])
-
-
-@functools.cache
-def positions_model() -> Qwen2_5_VLModel:
-    fields = {key: value for key, value in PRESETS["tiny"].items() if key != "model_type"}
-    with torch.device("meta"):
-        return Qwen2_5_VLModel(Qwen2_5_VLConfig(**fields))
-
-
-@settings(max_examples=20)
-@given(many=st.lists(st.tuples(st.integers(20, 300), st.integers(20, 300)), min_size=1, max_size=3))
-def test_the_processor_makes_the_items_that_the_rules_promise_and_transformers_patches(many):
-    spec = make_spec("a model", PRESETS["tiny"])
-    rng = np.random.default_rng(0)
-    pictures = [Image.fromarray(rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)) for size in many]
-    processor = Qwen25VlPatches(spec)
-    items = processor.images(pictures)
-    assert [len(own) for own in items] == [spec.rules.image(*size, len(many)).num_items for size in many]
-    made = processor.processor(pictures, return_tensors=None)
-    np.testing.assert_array_equal(np.concatenate(items).reshape(-1, processor.patch_values), made["pixel_values"])
-
-
 def test_a_clip_of_one_frame_is_the_picture_twice_and_frames_of_a_step_lie_behind_each_other():
     spec = make_spec("a model", PRESETS["tiny"])
     spec = replace(spec, rules=replace(spec.rules, picture=spec.rules.frame))
@@ -183,12 +92,6 @@ def test_a_clip_of_one_frame_is_the_picture_twice_and_frames_of_a_step_lie_behin
     np.testing.assert_allclose(of_steps[0, :, :, :, 0], alone.reshape(-1, *values)[:, :, :, 0], atol=1e-6)
     np.testing.assert_allclose(of_steps[0, :, :, :, 1], other.reshape(-1, *values)[:, :, :, 0], atol=1e-6)
     np.testing.assert_allclose(of_steps[1], other.reshape(-1, *values), atol=1e-6)
-
-
-def test_audio_has_the_whisper_rule_and_its_placeholder_alone(rules):
-    count = rules.audio(12.3, AudioConfig())
-    assert count == whisper_audio(12.3, AudioConfig())
-    assert rules.in_text("audio", count) == rules.placeholder("audio") == "<audio>"
 
 
 def test_a_picture_stands_in_the_text_as_the_chat_template_has_it(rules):
