@@ -36,19 +36,19 @@ def dflop(command: str, data: dict, *arguments: str) -> Result:
     return result
 
 
-def test_the_command_shares_a_shard_among_processes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    records = [
-        {"id": n, "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-        for n in range(4000)
-    ]
-    Path("data.json").write_text(json.dumps(records))
-    data = {"sources": [{"path": "data.json"}], "samples_per_shard": 5000}
-    (line,) = dflop("list-shards", data).stdout.splitlines()
-    dflop("profile-shapes", data, "--shard", line.split("\t")[0], "--out", "shard.parquet", "--workers", "2")
-    shapes = pl.read_parquet("shard.parquet")
-    assert len(shapes) == 4000
-    assert shapes["reason"].is_null().all()
+def test_two_processes_make_of_a_shard_what_one_does():
+    """Enough records for two, with bad ones among them; the last batch is not full."""
+    lines = [json.dumps({"id": n, "conversations": talk(f"question {n % 97}")}) for n in range(4100)]
+    lines[1234], lines[4099] = "{nope}", json.dumps({"id": "last"})
+    Path("data.jsonl").write_text("\n".join(lines))
+    data = {"sources": [{"path": "data.jsonl"}], "samples_per_shard": 5000}
+    shard = dflop("list-shards", data).stdout.split("\t", maxsplit=1)[0]
+    for workers in ("1", "2"):
+        dflop("profile-shapes", data, "--shard", shard, "--out", f"{workers}.parquet", "--workers", workers)
+    alone, together = (pl.read_parquet(f"{workers}.parquet") for workers in (1, 2))
+    assert len(alone) == 4100
+    assert alone["reason"].is_not_null().sum() == 2
+    assert together.equals(alone)
 
 
 def shapes_of(data: dict) -> tuple[dict[str, list[tuple]], str]:
@@ -79,7 +79,7 @@ def test_rows_lead_back_to_the_records_whatever_the_sampling():
         {"path": "part-{0..1}.json", "name": f"s{number}", "sampling": sampling}
         for number, sampling in enumerate(SAMPLINGS)
     ]
-    tables, _ = shapes_of({"sources": entries})
+    tables, _ = shapes_of({"sources": entries, "samples_per_shard": 16})
     kept = {}
     for source in list_sources(DataConfig(sources=[SourceConfig(**entry) for entry in entries])):
         records = SourceRecords(source, 3)
