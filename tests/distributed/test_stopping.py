@@ -1,8 +1,11 @@
-"""Runs that are asked to stop, by signals to whichever process: they save, and the same command goes on from there."""
+"""Runs that end before their last step: asked to stop by signals to whichever process, or with a process killed at any
+moment. The job ends, nothing of it is left, and the same command goes on bit by bit."""
 
 import os
+import random
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,21 @@ from dflop.runtime.signals import children_of
 pytestmark = pytest.mark.serial
 
 _ALIKE = {"schedule": {"policy": "lpt", "deterministic": True}}
-_TRAINING = {"steps": 16, "checkpoint_every": 1000, "precision": "fp32"}
+_NUM_STEPS = 24
+_TRAINING = {"steps": _NUM_STEPS, "checkpoint_every": 1000, "precision": "fp32"}
+_LONGEST_END_S = 60
+COMMAND, RANK = "dflop.cli", "dflop.training.rank RANK="
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory) -> list[tuple]:
+    """Step, loss and gradient norm of every step of a run that nobody stops."""
+    folder, config = run
+    return _losses_of(train(folder, config | _ALIKE, plan_file(folder), tmp_path_factory.mktemp("whole"), **_TRAINING))
+
+
+def _losses_of(steps: list[dict]) -> list[tuple]:
+    return [(step["step"], step["loss"], step["grad_norm"]) for step in steps]
 
 
 def _all_of(pid: int) -> list[int]:
@@ -41,16 +58,18 @@ def _to_all_processes(pid: int, out: Path) -> None:
         os.kill(other, signal.SIGTERM)
 
 
-def _stop(folder: Path, config: dict, plan: Path, out: Path, ask: Callable[[int, Path], None]) -> int:
+def _stop(folder: Path, config: dict, out: Path, ask: Callable[[int, Path], None]) -> int:
     """Start a run and ask it to stop; returns behind which step it did."""
-    process = start_run(folder, config | _ALIKE, plan, out, **_TRAINING, loader_workers=1)
+    process = start_run(folder, config | _ALIKE, plan_file(folder), out, **_TRAINING, loader_workers=1)
     wait_for_steps(process, out, 3)
     ask(process.pid, out)
     assert end_run(process, out) == (75 if ask is _ahead_of_a_time_limit else 2)
     log = (out / "log").read_text()
-    said = re.search(r"training stopped after step (\d+) of 16, as asked; the same command goes on from (.*)", log)
+    said = re.search(
+        rf"training stopped after step (\d+) of {_NUM_STEPS}, as asked; the same command goes on from (.*)", log
+    )
     assert said, log
-    assert 3 <= int(said[1]) < 16
+    assert 3 <= int(said[1]) < _NUM_STEPS
     assert Path(said[2]).name == f"step-{int(said[1]):06d}"
     assert "Traceback" not in log
     assert not (out / "summary.json").exists()
@@ -60,16 +79,61 @@ def _stop(folder: Path, config: dict, plan: Path, out: Path, ask: Callable[[int,
 @pytest.mark.parametrize("ask", [_to_the_command, _ahead_of_a_time_limit, _to_a_rank], ids=lambda ask: ask.__name__[1:])
 def test_whoever_is_asked_to_stop_all_ranks_stop_behind_the_same_step_which_is_saved(run, tmp_path, ask):
     folder, config = run
-    num_steps = _stop(folder, config, plan_file(folder), tmp_path / "train", ask)
+    num_steps = _stop(folder, config, tmp_path / "train", ask)
     assert (tmp_path / "train/metrics.jsonl").read_text().count("\n") == num_steps
 
 
-def test_a_run_whose_processes_were_all_asked_to_stop_goes_on_as_if_it_had_not(run, tmp_path):
+def test_a_run_whose_processes_were_all_asked_to_stop_goes_on_as_if_it_had_not(run, whole, tmp_path):
     folder, config = run
-    plan = plan_file(folder)
-    whole = train(folder, config | _ALIKE, plan, tmp_path / "whole", **_TRAINING)
-    _stop(folder, config, plan, tmp_path / "train", _to_all_processes)
-    resumed = train(folder, config | _ALIKE, plan, tmp_path / "train", **_TRAINING)
-    assert [(step["step"], step["loss"], step["grad_norm"]) for step in resumed] == [
-        (step["step"], step["loss"], step["grad_norm"]) for step in whole
-    ]
+    _stop(folder, config, tmp_path / "train", _to_all_processes)
+    resumed = train(folder, config | _ALIKE, plan_file(folder), tmp_path / "train", **_TRAINING)
+    assert _losses_of(resumed) == whole
+
+
+def _what_is(pid: int) -> str:
+    """Which kind of a run's processes this is."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    named = [part.decode() for part in command if part.startswith(b"dflop.") or b"cbc_process" in part]
+    rank = [part for part in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if part.startswith(b"RANK=")]
+    return " ".join([*named[:1], *(part.decode() for part in rank)]) or "a loader or its tracker"
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether it has ended, and nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _kill_one(folder: Path, config: dict, out: Path, draw: random.Random, kind: str, **training: object) -> None:
+    """Start a run, or go on with it, and kill one of its processes of a kind at a drawn moment. All of the run must
+    have ended within a minute, with an error where a rank was killed, which must be named."""
+    metrics = out / "metrics.jsonl"
+    num_before = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    process = start_run(folder, config | _ALIKE, plan_file(folder), out, **training, loader_workers=1)
+    wait_for_steps(process, out, num_before + draw.randint(1, 4))
+    time.sleep(draw.random())
+    processes = {pid: _what_is(pid) for pid in _all_of(process.pid)}
+    victim = draw.choice([pid for pid, what in processes.items() if kind in what])
+    os.kill(victim, signal.SIGKILL)
+    killed_s = time.monotonic()
+    code = end_run(process, out)
+    assert time.monotonic() - killed_s < _LONGEST_END_S
+    if kind == RANK:
+        assert code != 0
+        rank = processes[victim].rpartition("=")[2]
+        assert f"rank {rank} of " in (out / "log").read_text(), (out / "log").read_text()
+    deadline = time.monotonic() + _LONGEST_END_S
+    while left := [pid for pid in processes if not _is_gone(pid)]:
+        assert time.monotonic() < deadline, [processes[pid] for pid in left]
+        time.sleep(0.1)
+
+
+def test_a_run_of_which_a_rank_and_then_the_command_is_killed_goes_on_as_if_they_had_not(run, whole, tmp_path):
+    folder, config = run
+    training, draw = _TRAINING | {"checkpoint_every": 1}, random.Random(0)
+    for kind in (RANK, COMMAND):
+        _kill_one(folder, config, tmp_path / "train", draw, kind, **training)
+    resumed = train(folder, config | _ALIKE, plan_file(folder), tmp_path / "train", **training)
+    assert _losses_of(resumed) == whole
