@@ -39,8 +39,6 @@ IN_BF16 = {
     "tensor parallelism": {"placement": "colocated", "llm_tp": 2},
     "shared parameters": {"placement": "colocated", "llm_dp": 2, "sharding": "parameters"},
 }
-COMPILED = {"shared parameters"}
-
 
 # Small batches: a CPU without instructions for bf16 takes five times as long as in fp32.
 HOW = {"steps": 30, "lr": 1e-3, "grad_clip": 1.0, "checkpoint_every": 30, "global_batch_size": 4}
@@ -54,11 +52,17 @@ def losses_in_fp32(run, tmp_path_factory):
     return [step["loss"] for step in steps]
 
 
-@pytest.mark.parametrize("name", IN_BF16)
-def test_thirty_steps_in_bf16_lose_what_they_lose_in_single_precision(name, run, losses_in_fp32, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        *((name, "off") for name in IN_BF16),
+        pytest.param("shared parameters", "on", marks=pytest.mark.exhaustive),  # it takes as long as all others
+    ],
+)
+def test_thirty_steps_in_bf16_lose_what_they_lose_in_single_precision(name, compiled, run, losses_in_fp32, tmp_path):
     folder, config = run
     assert losses_in_fp32[-1] < 0.8 * losses_in_fp32[0]
-    how = HOW | {"precision": "bf16", "compile": "on" if name in COMPILED else "off"}
+    how = HOW | {"precision": "bf16", "compile": compiled}
     steps = train(folder, config, plan_file(folder, **IN_BF16[name]), tmp_path, **how)
     for step, expected in zip(steps, losses_in_fp32, strict=True):
         assert step["loss"] == pytest.approx(expected, rel=0.02), step["step"]

@@ -67,7 +67,14 @@ def test_an_unchanged_dataset_reruns_nothing(profiled):
     assert jobs(profiled) == []
 
 
-@pytest.mark.parametrize("place", [0, 60, 120], ids=["front", "middle", "end"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(0, id="front", marks=pytest.mark.exhaustive),
+        pytest.param(60, id="middle"),
+        pytest.param(120, id="end", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_inserted_record_reruns_a_shard_or_two_and_the_merge(profiled, place):
     manifest = profiled[0].folder / "data/texts.jsonl"
     lines = manifest.read_text().splitlines(keepends=True)

@@ -197,12 +197,10 @@ def test_a_changed_record_reruns_its_shard_and_what_depends_on_it(finished):
     try:
         manifest.write_text(json.dumps(records))
         jobs = checkout.jobs_of_dry_run("--configfile", config)
-        with_other_settings = checkout.jobs_of_dry_run("--configfile", config, "--config", "costs={repeats: 2}")
     finally:
         manifest.write_text(before)
     assert jobs.count("profile_shapes") == 1
     assert not {"cost_settings", "profile_costs", "fit_costs"} & set(jobs)  # a load costs the same in other data
-    assert {"merge_shapes", "cost_settings", "profile_costs", "fit_costs"} <= set(with_other_settings)
 
 
 def test_the_range_of_loads_is_made_before_costs_are_measured_and_for_nothing_else(finished):
@@ -249,7 +247,6 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
     ("config", "said"),
     [
         ({"train": {"stepz": 3}}, ["train.stepz", "train.steps"]),
-        ({"train": {"steps": "many"}}, ["train.steps", "many", "whole number"]),
         ({"train": {"global_batch_size": 90}}, ["train.global_batch_size", "90", "only 38 records"]),
         ({"data": {"sources": [{"path": "nowhere/train.json"}]}}, ["nowhere/train.json", "data.sources"]),
         (
@@ -257,7 +254,7 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
             ["plan.fixed", "8 devices", "2"],
         ),
     ],
-    ids=["unknown key", "wrong type", "batch beyond the data", "missing manifest", "too few devices"],
+    ids=["unknown key", "batch beyond the data", "missing manifest", "too few devices"],
 )
 def test_a_bad_config_is_one_clear_line_and_exit_code_2(finished, config, said):
     checkout, _ = finished
