@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,24 +251,53 @@ TWICE = (
     "three modules 1+1+2, LLM dp 2",
     "three modules, parameters 2",
 )
-CASES = [
-    *(
-        (name, variant)
-        for variant, names in (
-            ("plain", [name for name in PLANS if name not in OMNI_PLANS]),
-            *(("tied", TIED), ("internvl", INTERNVL)),
-            *(("qwen", QWEN), ("qwen3", QWEN3), ("omni", OMNI_PLANS), ("damaged", DAMAGED)),
-        )
-        for name in names
-    ),
-    *((name, variant) for variant in ("frozen vision", "frozen llm") for name in FROZEN),
+# Each layout once, and each variant with layouts of every kind: pipelines, tensor parallelism, shared parameters.
+VARIED = {
+    "disjoint 1+2, LLM pp 2": "tied",
+    "interleaved": "tied",
+    "zb_h1, LLM tp 2 pp 2": "tied",
+    "parameters of the LLM": "tied",
+    "monolithic 2": "frozen vision",
+    "colocated pp 2 dp 2": "frozen vision",
+    "parameters of the first stage's encoder": "frozen vision",
+    "disjoint 1+1": "frozen llm",
+    "bubble-filled pp 2": "frozen llm",
+    "parameters 2 of the LLM, tp 2": "frozen llm",
+    "encoder pp 2": "internvl",
+    "monolithic pp 2": "internvl",
+    "colocated encoder tp 2": "internvl",
+    "parameters 2+2": "internvl",  # of the class token, one row, the second replica has nothing
+    "encoder pp 2 dp 2": "qwen",
+    "colocated zb_h1": "qwen",
+    "disjoint 2+1, encoder tp 2": "qwen",
+    "colocated LLM tp 2": "qwen",
+    "parameters 4, colocated": "qwen",
+    "zb_h1, encoder pp 2": "qwen3",  # features go along between stages of the encoder, and between stages of the LLM
+    "colocated pp 2": "qwen3",
+    "disjoint 2+2, both tp 2, checkpointing": "qwen3",
+    "parameters 2x2": "qwen3",
+    "disjoint 2+1": "damaged",
+    "disjoint 4+1": "damaged",
+    "monolithic tp 2 dp 2": "damaged",
+    "parameters of the encoder": "damaged",
+}
+EACH_ONCE = [(name, VARIED.get(name, "omni" if name in OMNI_PLANS else "plain")) for name in PLANS]
+OTHERS = [
+    (name, variant)
+    for variant, names in (
+        ("plain", [name for name in PLANS if name not in OMNI_PLANS]),
+        *(("tied", TIED), ("internvl", INTERNVL), ("qwen", QWEN), ("qwen3", QWEN3), ("damaged", DAMAGED)),
+        *(("frozen vision", FROZEN), ("frozen llm", FROZEN)),
+    )
+    for name in names
+    if (name, variant) not in EACH_ONCE
 ]
 
 
 @pytest.fixture(scope="module")
-def folder(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_factory) -> Path:
-    """What the ranks read: of each variant its config, and of each plan and variant the schedules; and what they must
-    find: the losses and gradients of the whole model."""
+def prepare(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_factory) -> Callable[[list], Path]:
+    """`prepare(cases)`: a folder with what the ranks read: of each variant its config, and of each case the schedules;
+    and with what they must find: the losses and gradients of the whole model."""
     made, config = run
     made_of = {"internvl": internvl_run[0], "qwen": qwen_run[0], "qwen3": qwen3_run[0], "omni": omni_run[0]}
     folder = tmp_path_factory.mktemp("layouts")
@@ -297,17 +327,21 @@ def folder(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_f
         expected = _expected(loaded, chosen)
         torch.save(expected, folder / f"{variant}.pt")
     cluster = ClusterConfig(devices_per_node=8, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
-    for name, variant in CASES:
-        plan, freeze = PLANS[name], configs[variant]["model"].get("freeze", ())
-        own_costs = CostModel.load(omni_run[0] / "costs.duckdb") if variant == "omni" else costs
-        pricer = Pricer(plan, own_costs, specs[variant], cluster, frozen=freeze)
-        # Random assignments: replicas without media, and splits of every kind.
-        scheduler = BatchScheduler(samples[variant], pricer, batches[variant], ScheduleConfig(policy="random"), 3)
-        path = folder / f"{name} {variant}".replace("/", "-")
-        path.mkdir()
-        for step in range(_num_steps(name, variant)):
-            (path / str(step)).write_bytes(scheduler.schedule(step).to_bytes())
-    return folder
+    costs_of = {"omni": CostModel.load(omni_run[0] / "costs.duckdb")}
+
+    def with_schedules(cases: list[tuple[str, str]]) -> Path:
+        for name, variant in cases:
+            freeze = configs[variant]["model"].get("freeze", ())
+            pricer = Pricer(PLANS[name], costs_of.get(variant, costs), specs[variant], cluster, frozen=freeze)
+            # Random assignments: replicas without media, and splits of every kind.
+            scheduler = BatchScheduler(samples[variant], pricer, batches[variant], ScheduleConfig(policy="random"), 3)
+            path = folder / f"{name} {variant}"
+            path.mkdir()
+            for step in range(_num_steps(name, variant)):
+                (path / str(step)).write_bytes(scheduler.schedule(step).to_bytes())
+        return folder
+
+    return with_schedules
 
 
 def _num_steps(name: str, variant: str) -> int:
@@ -370,14 +404,12 @@ def _expected(config, batches: list[SampleShapes]) -> dict:
     return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
-def _run_rank(rank: int, folder: Path, shares: bool) -> None:
+def _run_rank(rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
     torch.set_num_threads(1)
-    for number, (name, variant) in enumerate(CASES):
+    for name, variant in cases:
         plan = PLANS[name]
-        if any(grid.tp > 1 for grid in plan.grids) != shares:
-            continue
         if rank < plan.world_size:
-            store = dist.FileStore(str(folder / f"store-{number}"), plan.world_size)
+            store = dist.FileStore(str(folder / f"{name} {variant}" / "store"), plan.world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size)
             try:
                 _check(folder, name, variant, plan)
@@ -470,6 +502,12 @@ def _compare_gradients(own, expected: dict[str, torch.Tensor], num_targets: int,
         assert apart <= tolerance * scale, f"{where}: {name} is off by {apart / scale:.1e}"
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["tp 1", "tp 2 and 4"])
-def test_every_layout_has_the_gradients_of_the_unpacked_model_in_one_process(folder, shares):
-    spawn(_run_rank, (folder, shares), nprocs=max(plan.world_size for plan in PLANS.values()))
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(EACH_ONCE, id="each layout once"),
+        pytest.param(OTHERS, id="with other models", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_layout_has_the_gradients_of_the_unpacked_model_in_one_process(prepare, cases):
+    spawn(_run_rank, (prepare(cases), cases), nprocs=max(plan.world_size for plan in PLANS.values()))
