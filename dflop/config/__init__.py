@@ -1,12 +1,13 @@
 """The experiment config: loaded and checked once, a tree of frozen dataclasses with every default filled in.
 
 A config is a stack of layers (files, texts, single keys), merged left to right over the defaults in `schema`. Unknown
-keys, wrong types (`keys`) and impossible values (`values`) are refused with the key's name, its value and what would
+keys, wrong types and impossible values (`kinds`, `together`) are refused with the key's name, its value and what would
 be right.
 """
 
 from dflop.config.command_line import with_dotted_keys, with_texts_read
 from dflop.config.devices import excess_memory, most_memory_gib
+from dflop.config.kinds import SAMPLING, SAMPLING_FORMS
 from dflop.config.load import load_config, restrict, select_keys, set_steps
 from dflop.config.schema import (
     AudioConfig,
@@ -26,7 +27,6 @@ from dflop.config.schema import (
     TrainConfig,
     VideoConfig,
 )
-from dflop.config.values import SAMPLING, SAMPLING_FORMS
 
 __all__ = [
     "SAMPLING",

@@ -1,6 +1,5 @@
 """Reading one layer of a config (a file, a text or a single key) into nested mappings with our names for its keys."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -9,10 +8,9 @@ from typing import Any
 
 from yaml import YAMLError, safe_load
 
-from dflop.config.schema import FixedGrid, FixedPlan
 from dflop.runtime import UserError
 
-__all__ = ["Layer", "read_layer", "with_pins_by_module"]
+__all__ = ["Layer", "read_layer"]
 
 Layer = Path | str | Mapping[str, Any]
 
@@ -33,27 +31,8 @@ def read_layer(layer: Layer) -> tuple[dict[str, Any], str]:
         UserError: for a file that is missing or cannot be read, and for content that is not a mapping.
     """
     values, where = _read(layer)
-    values = {key: value for key, value in values.items() if not str(key).startswith("x-")}
-    return _with_switch_named(_with_own_names(_without_dots(values, where), where)), where
-
-
-def with_pins_by_module(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a layer, with the grids in `plan.fixed` and `plan.today` moved under `modules`, as in `FixedPlan`."""
-    plan = values.get("plan")
-    if not isinstance(plan, Mapping):
-        return values
-    apart = {name: _by_module(pins) if name in ("fixed", "today") else pins for name, pins in plan.items()}
-    return {**values, "plan": apart}
-
-
-def _by_module(pins: Any) -> Any:
-    if not isinstance(pins, Mapping):
-        return pins
-    keys = {item.name for item in dataclasses.fields(FixedPlan)} - {"modules"}
-    # A null grid pins nothing, and takes away what an earlier layer pins.
-    nothing = dict.fromkeys(item.name for item in dataclasses.fields(FixedGrid))
-    modules = {name: nothing if grid is None else grid for name, grid in pins.items() if name not in keys}
-    return {name: value for name, value in pins.items() if name in keys} | {"modules": modules}
+    values = {str(key): value for key, value in values.items() if not str(key).startswith("x-")}
+    return _with_own_names(_without_dots(values, where), where), where
 
 
 def _read(layer: Layer) -> tuple[dict[str, Any], str]:
@@ -141,13 +120,3 @@ def _with_own_names(values: dict[str, Any], where: str) -> dict[str, Any]:
             for entry in data["sources"]
         ]
     return {**values, "data": data}
-
-
-def _with_switch_named(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with `on` and `off` restored at the keys that take them: YAML reads these words as true and false."""
-    named = dict(values)
-    for section, key in (("schedule", "correction"), ("train", "tensorboard"), ("train", "compile")):
-        own = named.get(section)
-        if isinstance(own, dict) and isinstance(own.get(key), bool):
-            named[section] = {**own, key: "on" if own[key] else "off"}
-    return named

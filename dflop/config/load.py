@@ -1,17 +1,17 @@
 """Loading a config: its layers are merged over the defaults and checked. Parts of a config can be taken out of it."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache, reduce
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
 
 from dflop.config.devices import with_device_figures
-from dflop.config.keys import refuse_misfits, type_message
-from dflop.config.layers import Layer, read_layer, with_pins_by_module
-from dflop.config.schema import Config, FixedGrid, FixedPlan
-from dflop.config.values import check_values
+from dflop.config.layers import Layer, read_layer
+from dflop.config.messages import UNKNOWN_KEY, message_of
+from dflop.config.schema import Config, FixedPlan
+from dflop.config.together import check_together
 from dflop.runtime import UserError
 
 __all__ = ["load_config", "restrict", "select_keys", "set_steps"]
@@ -30,21 +30,10 @@ def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
     Raises:
         UserError: naming the key, its value and what would be right.
     """
-    node = OmegaConf.structured(Config)
-    for layer in layers:
-        values, where = read_layer(layer)
-        refuse_misfits(values, where)
-        try:
-            node = OmegaConf.merge(node, with_pins_by_module(values))
-        except OmegaConfBaseException as error:
-            raise UserError(type_message(error, values, where)) from None
-    try:
-        config: Config = OmegaConf.to_object(node)
-    except OmegaConfBaseException as error:  # a `${…}` that leads nowhere
-        raise UserError(f"`{error.full_key}`: {str(error).splitlines()[0]}") from None
-    fixed, today = (_without_open_grids(pins) for pins in (config.plan.fixed, config.plan.today))
-    config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, fixed=fixed, today=today))
-    check_values(config, has_cluster=has_cluster)
+    read = [read_layer(layer) for layer in layers]
+    merged = reduce(_merged, (values for values, _ in read), _plain(Config()))
+    config = _checked(_resolved(merged), read)
+    check_together(config, has_cluster=has_cluster)
     schedule = config.schedule
     if schedule.deterministic:
         schedule = dataclasses.replace(schedule, correction="off")
@@ -54,11 +43,52 @@ def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
     return dataclasses.replace(config, cluster=with_device_figures(config), schedule=schedule, train=train)
 
 
-def _without_open_grids(pins: FixedPlan | None) -> FixedPlan | None:
-    """The pins without grids that pin nothing."""
-    if pins is None:
-        return None
-    return dataclasses.replace(pins, modules={name: grid for name, grid in pins.modules.items() if grid != FixedGrid()})
+def _merged(below: Any, above: Any) -> Any:
+    """Values over others: mappings key by key, all else whole."""
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+
+
+def _resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with each `${key}` replaced by the value of that key."""
+    if "${" not in str(values):
+        return values
+    from omegaconf import OmegaConf  # takes half as long to import as all of the config
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    except OmegaConfBaseException as error:  # one that leads nowhere
+        raise UserError(f"`{error.full_key}`: {str(error).splitlines()[0]}") from None
+
+
+def _checked(values: dict[str, Any], layers: list[tuple[dict[str, Any], str]]) -> Config:
+    """The config with these values. A message names the last of the layers that has the wrong key."""
+    try:
+        return _check().validate_python(values)
+    except ValidationError as found:
+        errors = found.errors(include_url=False)
+    error = min(errors, key=lambda error: error["type"] != UNKNOWN_KEY)  # these first: others may follow from them
+    where = [name for holds, name in layers if _holds(holds, error["loc"])]
+    raise UserError(": ".join([*where[-1:], message_of(error)]))
+
+
+@cache
+def _check() -> TypeAdapter:
+    return TypeAdapter(Config)
+
+
+def _holds(values: Any, place: tuple[int | str, ...]) -> bool:
+    """Whether something stands at a place of a layer, where modules stand beside the other keys of `plan.fixed`."""
+    for name in place:
+        if name == "modules" and isinstance(values, Mapping) and name not in values:
+            continue
+        try:
+            values = values[name]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True
 
 
 def select_keys(config: Config, keys: Iterable[str]) -> dict[str, Any]:

@@ -1,7 +1,13 @@
-"""The config's sections, their keys and defaults, as frozen dataclasses. `config/README.md` explains each key."""
+"""The config's sections, their keys, defaults and kinds of values (`kinds`), as frozen dataclasses, by which pydantic
+checks a merged config. `config/README.md` explains each key."""
 
-from dataclasses import dataclass, field
-from typing import Optional
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, dataclass_transform
+
+from pydantic import ConfigDict, StrictBool, field_validator, model_validator
+
+from dflop.config import kinds
 
 __all__ = [
     "AudioConfig",
@@ -22,44 +28,48 @@ __all__ = [
     "VideoConfig",
 ]
 
-_section = dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _section(section: type) -> type:
+    section.__pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    return dataclass(frozen=True, kw_only=True, slots=True)(section)
 
 
 @_section
 class SourceConfig:
     """One manifest. `media_root` defaults to the manifest's folder, `name` to its file name."""
 
-    path: str = ""
-    media_root: Optional[str] = None
-    sampling: str = "all"
-    name: Optional[str] = None
-    trust_sizes: bool = False
-    evaluation: bool = False
+    path: kinds.Manifest = ""
+    media_root: str | None = None
+    sampling: kinds.Sampling = "all"
+    name: kinds.SourceName | None = None
+    trust_sizes: StrictBool = False
+    evaluation: StrictBool = False
 
 
 @_section
 class VideoConfig:
-    fps: float = 1.0
-    max_frames: int = 32
+    fps: kinds.AboveZero = 1.0
+    max_frames: kinds.Count = 32
 
 
 @_section
 class AudioConfig:
-    window_s: float = 30.0
-    pooling: int = 2
+    window_s: kinds.AtLeastOne = 30.0
+    pooling: kinds.Count = 2
 
 
 @_section
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
-    samples_per_shard: int = 50_000
-    watch_media: bool = False
-    duplicate_ids: str = "reject"
-    without_encoder: str = "drop"
-    evaluation_share: float = 0.0
-    max_llm_tokens: int = 8192
-    max_text_bytes: int = 1_000_000
-    max_image_pixels: int = 178_956_970
+    samples_per_shard: kinds.Count = 50_000
+    watch_media: StrictBool = False
+    duplicate_ids: Literal["reject", "keep"] = "reject"
+    without_encoder: Literal["drop", "reject"] = "drop"
+    evaluation_share: kinds.Share = 0.0
+    max_llm_tokens: kinds.Count = 8192
+    max_text_bytes: kinds.Count = 1_000_000
+    max_image_pixels: kinds.Count = 178_956_970
     video: VideoConfig = field(default_factory=VideoConfig)
     audio: AudioConfig = field(default_factory=AudioConfig)
 
@@ -72,8 +82,8 @@ class DataConfig:
 class ModelConfig:
     family: str = "llava_onevision"
     preset: str = "tiny"
-    path: Optional[str] = None
-    tokenizer: Optional[str] = None
+    path: str | None = None
+    tokenizer: str | None = None
     freeze: list[str] = field(default_factory=list)
 
 
@@ -81,15 +91,15 @@ class ModelConfig:
 class ClusterConfig:
     """`load_config` replaces null memory (GiB) and link speeds (Gbit/s) by numbers."""
 
-    device: str = "cpu"
-    num_nodes: int = 1
-    devices_per_node: int = 2
-    memory_gib: Optional[float] = None
-    intra_node_gbps: Optional[float] = None
-    inter_node_gbps: Optional[float] = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_nodes: kinds.Count = 1
+    devices_per_node: kinds.Count = 2
+    memory_gib: kinds.AboveZero | None = None
+    intra_node_gbps: kinds.AboveZero | None = None
+    inter_node_gbps: kinds.AboveZero | None = None
     device_model: str = "cpu"
-    device_models: Optional[str] = None
-    gpu_hour_cost: Optional[float] = None
+    device_models: str | None = None
+    gpu_hour_cost: kinds.AboveZero | None = None
 
     @property
     def num_devices(self) -> int:
@@ -107,22 +117,22 @@ class ClusterConfig:
 
 @_section
 class CostsConfig:
-    source: str = "measured"
-    implementation: str = "eager"
-    tp_sizes: list[int] = field(default_factory=lambda: [1])
-    repeats: int = 5
-    time_budget_s: float = 90.0
-    target_error: float = 0.03
+    source: Literal["measured", "analytic"] = "measured"
+    implementation: Literal["eager", "compiled", "fused"] = "eager"
+    tp_sizes: Annotated[list[kinds.Count], kinds.SOME] = field(default_factory=lambda: [1])
+    repeats: kinds.Count = 5
+    time_budget_s: kinds.AboveZero = 90.0
+    target_error: kinds.AboveZero = 0.03
 
 
 @_section
 class FixedGrid:
     """A pinned part of a module's grid; null leaves it to the search."""
 
-    tp: Optional[int] = None
-    pp: Optional[int] = None
-    dp: Optional[int] = None
-    sharding: Optional[str] = None
+    tp: kinds.Count | None = None
+    pp: kinds.Count | None = None
+    dp: kinds.Count | None = None
+    sharding: kinds.ShardingName | None = None
 
     @property
     def least_ranks(self) -> int:
@@ -137,41 +147,62 @@ class FixedPlan:
     {tp: 1}}`. `models.check_modules` checks that the model has a module of this name.
     """
 
-    placement: Optional[str] = None
+    placement: kinds.Placement | None = None
     modules: dict[str, FixedGrid] = field(default_factory=dict)
-    num_microbatches: Optional[int] = None
-    checkpointing: Optional[bool] = None
-    schedule: Optional[str] = None
+    num_microbatches: kinds.Count | None = None
+    checkpointing: StrictBool | None = None
+    schedule: kinds.ScheduleName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_modules(cls, pins: Any) -> Any:
+        """Move the grids under `modules`. A null grid pins nothing, and took away what an earlier layer pinned."""
+        if not isinstance(pins, Mapping):
+            return pins
+        keys = {item.name for item in fields(cls)} - {"modules"}
+        modules = {name: grid for name, grid in pins.items() if name not in keys and grid is not None}
+        return {name: value for name, value in pins.items() if name in keys} | {"modules": modules}
+
+    @field_validator("modules")
+    @classmethod
+    def _leave_out_open(cls, modules: dict[str, FixedGrid]) -> dict[str, FixedGrid]:
+        return {name: grid for name, grid in modules.items() if grid != FixedGrid()}
 
 
 @_section
 class PlanConfig:
-    placements: list[str] = field(default_factory=lambda: ["disjoint", "colocated", "monolithic"])
-    schedules: list[str] = field(default_factory=lambda: ["1f1b", "interleaved_1f1b", "zb_h1"])
-    shardings: list[str] = field(default_factory=lambda: ["optimizer", "parameters", "hybrid"])
-    search_batches: Optional[int] = None
-    fixed: Optional[FixedPlan] = None
-    today: Optional[FixedPlan] = None
+    placements: Annotated[list[kinds.Placement], kinds.SOME] = field(
+        default_factory=lambda: ["disjoint", "colocated", "monolithic"]
+    )
+    schedules: Annotated[list[kinds.ScheduleName], kinds.SOME] = field(
+        default_factory=lambda: ["1f1b", "interleaved_1f1b", "zb_h1"]
+    )
+    shardings: Annotated[list[kinds.ShardingName], kinds.SOME] = field(
+        default_factory=lambda: ["optimizer", "parameters", "hybrid"]
+    )
+    search_batches: kinds.Count | None = None
+    fixed: FixedPlan | None = None
+    today: FixedPlan | None = None
 
 
 @_section
 class ScheduleConfig:
     """Where `deterministic` is true, `load_config` replaces a `correction` of `auto` by `off`."""
 
-    policy: str = "ilp"
-    lookahead_steps: int = 8
-    time_limit_s: float = 1.0
-    search_trials: int = 8000
-    deterministic: bool = False
-    correction: str = "auto"
+    policy: Literal["random", "lpt", "search", "ilp"] = "ilp"
+    lookahead_steps: kinds.Count = 8
+    time_limit_s: kinds.AboveZero = 1.0
+    search_trials: kinds.CountOrZero = 8000
+    deterministic: StrictBool = False
+    correction: kinds.Switch = "auto"
 
 
 @_section
 class ModuleTraining:
     """Settings for training one module; null takes the value that `train` has for all modules."""
 
-    lr: Optional[float] = None
-    weight_decay: Optional[float] = None
+    lr: kinds.AboveZero | None = None
+    weight_decay: kinds.NotNegative | None = None
 
 
 @_section
@@ -179,25 +210,25 @@ class TrainConfig:
     """Without `steps` and `epochs`, `load_config` sets `steps` to 20. With `epochs`, `dflop train` computes `steps`
     from the size of the data."""
 
-    global_batch_size: int = 16
-    steps: Optional[int] = None
-    epochs: Optional[float] = None
-    lr: float = 1.0e-4
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
-    warmup_steps: int = 0
-    lr_schedule: str = "constant"
-    min_lr_ratio: float = 0.0
+    global_batch_size: kinds.Count = 16
+    steps: kinds.Count | None = None
+    epochs: kinds.AboveZero | None = None
+    lr: kinds.AboveZero = 1.0e-4
+    weight_decay: kinds.NotNegative = 0.01
+    grad_clip: kinds.AboveZero = 1.0
+    warmup_steps: kinds.CountOrZero = 0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: kinds.Share = 0.0
     modules: dict[str, ModuleTraining] = field(default_factory=dict)
-    precision: str = "fp32"
-    compile: str = "auto"
-    export_precision: Optional[str] = None
-    checkpoint_every: int = 10
-    resume: str = "auto"
-    evaluate_every: Optional[int] = None
-    loader_workers: Optional[int] = None
-    peer_timeout_s: float = 60.0
-    tensorboard: str = "auto"
+    precision: kinds.Precision = "fp32"
+    compile: kinds.Switch = "auto"
+    export_precision: kinds.Precision | None = None
+    checkpoint_every: kinds.Count = 10
+    resume: Literal["auto", "never"] = "auto"
+    evaluate_every: kinds.Count | None = None
+    loader_workers: kinds.CountOrZero | None = None
+    peer_timeout_s: kinds.AboveZero = 60.0
+    tensorboard: kinds.Switch = "auto"
 
     def of_module(self, name: str) -> tuple[float, float]:
         """A module's learning rate and weight decay."""
@@ -212,35 +243,35 @@ class TrainConfig:
 class SlurmStage:
     """What the jobs of one stage ask Slurm for; null leaves it to `SlurmConfig` and the stage's own default."""
 
-    partition: Optional[str] = None
-    time: Optional[str] = None
-    memory_gib: Optional[float] = None
-    cpus: Optional[int] = None
-    extra: Optional[str] = None
+    partition: str | None = None
+    time: kinds.TimeLimit | None = None
+    memory_gib: kinds.AboveZero | None = None
+    cpus: kinds.Count | None = None
+    extra: str | None = None
 
 
 @_section
 class SlurmConfig:
     """How jobs are submitted. No command reads it, so that another partition or time limit reruns nothing."""
 
-    account: Optional[str] = None
-    partition: Optional[str] = None
-    cpu_partition: Optional[str] = None
-    qos: Optional[str] = None
-    constraint: Optional[str] = None
-    gpu_request: str = "gres"
-    gpu_type: Optional[str] = None
-    cpus_per_node: Optional[int] = None
-    memory_gib: Optional[float] = None
-    extra: Optional[str] = None
-    warn_s: int = 300
+    account: str | None = None
+    partition: str | None = None
+    cpu_partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gpu_request: Literal["gres", "gpus"] = "gres"
+    gpu_type: str | None = None
+    cpus_per_node: kinds.Count | None = None
+    memory_gib: kinds.AboveZero | None = None
+    extra: str | None = None
+    warn_s: kinds.CountOrZero = 300
     stages: dict[str, SlurmStage] = field(default_factory=dict)
 
 
 @_section
 class Config:
-    run: str = "demo"
-    seed: int = 0
+    run: kinds.RunName = "demo"
+    seed: kinds.CountOrZero = 0
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

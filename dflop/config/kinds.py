@@ -1,0 +1,80 @@
+"""The kinds of values that config keys take, each with the words for what is right.
+
+A validator's words follow the key in a message: "`train.steps` is 0; it must be at least 1".
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
+
+__all__ = ["SAMPLING", "SAMPLING_FORMS"]
+
+SAMPLING = re.compile(r"all|(first|end|random):(?=[\d.]*[1-9])\d+(%|\.\d+%)?")
+SAMPLING_FORMS = "all, first:30%, first:1000, end:… or random:…, with a whole number above 0 or a percentage"
+
+
+def _number(kind: type, wanted: str, holds: Callable[[Any], bool]) -> Any:
+    """Numbers for which `holds` is true; true and false are none."""
+
+    def refuse_bool(value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError(f"is {value!r}; it must be {'a whole number' if kind is int else 'a number'}")
+        return value
+
+    def check(value: Any) -> Any:
+        if not (value < math.inf and holds(value)):
+            raise ValueError(f"is {value}; it must be {wanted}")
+        return value
+
+    return Annotated[kind, BeforeValidator(refuse_bool), AfterValidator(check)]
+
+
+def _text(form: str, wanted: str) -> Any:
+    """Texts of this form, a regular expression."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(form, value):
+            raise ValueError(f"is {value!r}; {wanted}")
+        return value
+
+    return Annotated[str, AfterValidator(check)]
+
+
+def _not_empty(wanted: str) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if not value:
+            raise ValueError(f"is empty; it must {wanted}")
+        return value
+
+    return AfterValidator(check)
+
+
+Count = _number(int, "at least 1", lambda number: number >= 1)
+CountOrZero = _number(int, "0 or more, and finite", lambda number: number >= 0)
+AtLeastOne = _number(float, "at least 1", lambda number: number >= 1)
+AboveZero = _number(float, "above 0 and finite", lambda number: number > 0)
+NotNegative = _number(float, "0 or more, and finite", lambda number: number >= 0)
+Share = _number(float, "from 0 to 1", lambda number: 0 <= number <= 1)
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+RunName = _text(_NAME, "it names a folder under results/: use letters, digits, dot, dash and underscore")
+SourceName = _text(_NAME, "use letters, digits, dot, dash and underscore")
+Sampling = _text(SAMPLING.pattern, f"it must be {SAMPLING_FORMS}")
+TimeLimit = _text(r"\d*[1-9]\d*[mhd]?", "it must be a whole number of minutes, or one with its unit: 90m, 24h, 2d")
+Manifest = Annotated[str, Field(validate_default=True), _not_empty("name a manifest")]
+
+Placement = Literal[tuple(PLACEMENTS)]
+ScheduleName = Literal[tuple(SCHEDULES)]
+ShardingName = Literal[tuple(SHARDINGS)]
+Precision = Literal["fp32", "bf16", "fp64"]
+# YAML reads `on` and `off` as true and false.
+_SWITCHED = {True: "on", False: "off"}
+Switch = Annotated[
+    Literal["off", "on", "auto"], BeforeValidator(lambda value: _SWITCHED[value] if isinstance(value, bool) else value)
+]
+SOME = _not_empty("hold at least one value")

@@ -1,0 +1,62 @@
+"""What pydantic finds wrong in a config, in our words: the key, its value and what would be right."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from dflop.config.schema import Config, FixedPlan
+from dflop.runtime import way_out_of
+
+__all__ = ["UNKNOWN_KEY", "message_of"]
+
+UNKNOWN_KEY = "unexpected_keyword_argument"
+_KINDS = {"int": "a whole number", "float": "a number", "string": "a text", "bool": "true or false"}
+# From the top of the config to a key: names, and numbers of entries in lists.
+_Place = tuple[str | int, ...]
+
+
+def message_of(error: Mapping[str, Any]) -> str:
+    """The message for one of the errors that pydantic lists."""
+    place, value, kind = error["loc"], error["input"], error["type"]
+    key, section = _key_at(place), _section_at(place)
+    is_no_module = kind == "dataclass_type" and (place[0], *place[-2:-1]) == ("plan", "modules")
+    if is_no_module or kind in (UNKNOWN_KEY, "invalid_key"):
+        known = _keys_of(FixedPlan if is_no_module else _section_at(place[:-1]))
+        way_out = way_out_of(str(place[-1]), known, key.removesuffix(str(place[-1])))
+        return f"unknown key `{key}` (value {value!r}); {way_out}"
+    if kind == "value_error":
+        return f"`{key}` {error['ctx']['error']}"
+    if kind == "literal_error":
+        wanted = "be one of " + error["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+    elif kind == "dataclass_type":
+        wanted = f"hold the keys {', '.join(_keys_of(section))}"
+    elif kind == "dict_type":
+        wanted = f"hold names, each with {', '.join(_keys_of(section))}"
+    elif kind == "list_type":
+        wanted = "be a list" + (f", each entry with {', '.join(_keys_of(section))}" if section else "")
+    else:
+        wanted = f"be {_KINDS[kind.partition('_')[0]]}"
+    return f"`{key}` is {'null' if value is None else repr(value)}; it must {wanted}"
+
+
+def _key_at(place: _Place) -> str:
+    """A key in full, as `data.sources[1].path`. Modules stand beside the other keys of `plan.fixed`."""
+    if place[0:3:2] == ("plan", "modules"):
+        place = place[:2] + place[3:]
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in place).removeprefix(".")
+
+
+def _section_at(place: _Place) -> type | None:
+    """The section at a place, or that the entries of a list or of a mapping there hold; None for a single value."""
+    section: type | None = Config
+    for name in place:
+        hints = typing.get_type_hints(section) if section else {}
+        if name in hints:  # and not an entry's number or name
+            kinds = (hints[name], *typing.get_args(hints[name]))
+            section = next(filter(dataclasses.is_dataclass, kinds), None)
+    return section
+
+
+def _keys_of(section: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(section) if (section, item.name) != (FixedPlan, "modules")]

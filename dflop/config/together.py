@@ -1,0 +1,83 @@
+"""Checks of values that must agree with each other, in a config whose single values are right."""
+
+from dflop.config.schema import Config, FixedPlan
+from dflop.parallelism import MONOLITHIC, PLACEMENTS
+from dflop.runtime import UserError
+
+__all__ = ["check_together"]
+
+
+def check_together(config: Config, *, has_cluster: bool = True) -> None:
+    """Refuse a config that no run can be made with. With `has_cluster`, check that there are enough devices, too.
+
+    Raises:
+        UserError: naming the keys, their values and what would be right.
+    """
+    if config.costs.source == "analytic" and config.train.precision != "bf16":
+        raise UserError(
+            f"`costs.source` is 'analytic', which knows bf16 alone, and `train.precision` is "
+            f"{config.train.precision!r}; set `train.precision: bf16`"
+        )
+    if config.costs.source == "measured" and config.costs.implementation != "eager":
+        raise UserError(
+            f"`costs.implementation` is {config.costs.implementation!r}, and measured costs are those of the layers "
+            "that train; leave it out, or set `costs.source: analytic`"
+        )
+    if config.schedule.deterministic and config.schedule.correction == "on":
+        raise UserError(
+            "`schedule.correction` is 'on' and `schedule.deterministic` true: corrections follow measured times, which "
+            "no two runs share; set one of them to off (false)"
+        )
+    if config.train.steps is not None and config.train.epochs is not None:
+        raise UserError(
+            f"`train.steps` is {config.train.steps} and `train.epochs` is {config.train.epochs:g}; the one follows "
+            "from the other: give one of them, and null for the other"
+        )
+    if config.train.evaluate_every is not None and not config.data.has_evaluation:
+        raise UserError(
+            f"`train.evaluate_every` is {config.train.evaluate_every}, but there is nothing to evaluate on; hold a "
+            "share of the samples out with `data.evaluation_share`, or give a source `evaluation: true`"
+        )
+    if has_cluster:
+        _check_devices(config)
+
+
+def _check_devices(config: Config) -> None:
+    fixed, cluster = config.plan.fixed, config.cluster
+    placements = config.plan.placements if fixed is None or fixed.placement is None else [fixed.placement]
+    if cluster.num_devices < 2 and not any(PLACEMENTS[name].shares_ranks for name in placements):
+        raise UserError(
+            f"`cluster` has {cluster.num_devices} device, but in {' and '.join(placements)} plans the encoder and the "
+            "LLM have devices of their own; set `cluster.devices_per_node` to at least 2 (on CPUs: processes), "
+            "or use `plan.placements: [colocated]`"
+        )
+    for name, pins in _pins(config).items():
+        # A placement that `plan.today` does not give is the one of common frameworks, with modules on shared ranks.
+        own = [pins.placement or MONOLITHIC.name] if name == "plan.today" else placements
+        _check_pins(config, name, pins, own)
+
+
+def _pins(config: Config) -> dict[str, FixedPlan]:
+    both = {"plan.fixed": config.plan.fixed, "plan.today": config.plan.today}
+    return {name: pins for name, pins in both.items() if pins is not None}
+
+
+def _check_pins(config: Config, name: str, pins: FixedPlan, placements: list[str]) -> None:
+    cluster = config.cluster
+    least_ranks = {"llm": 1} | {module: grid.least_ranks for module, grid in pins.modules.items()}
+    is_apart = not any(PLACEMENTS[name].shares_ranks for name in placements)
+    # An encoder without a pinned grid needs a device, too.
+    needed = max(2, sum(least_ranks.values()), least_ranks["llm"] + 1) if is_apart else least_ranks["llm"]
+    if needed > cluster.num_devices:
+        own = " (each module its own)" if is_apart else ""
+        raise UserError(
+            f"`{name}` needs {needed} devices{own}, but `cluster` has {cluster.num_devices} "
+            f"({cluster.num_nodes} x {cluster.devices_per_node}); "
+            "ask for fewer ranks or raise `cluster.devices_per_node`"
+        )
+    microbatches = pins.num_microbatches
+    if microbatches and microbatches > config.train.global_batch_size:
+        raise UserError(
+            f"`{name}.num_microbatches` is {microbatches}, more than the {config.train.global_batch_size} samples "
+            "of `train.global_batch_size`; every microbatch needs at least one sample"
+        )
