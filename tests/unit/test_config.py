@@ -23,6 +23,8 @@ ANALYTIC = {
     "cluster": {"device_model": "h100-80g"},
 }
 
+SECTIONS = ["plan", "train", "data.video", "plan.fixed", "data.sources", "train.modules", "slurm.stages"]
+
 any_json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("${data.fps}"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
@@ -85,6 +87,15 @@ def test_an_unknown_key_is_reported_with_the_file_that_holds_it(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("train: {lrr: 1}")
     assert f"{path}: unknown key `train.lrr` (value 1)" in refusal(path)
+
+
+def test_a_wrong_value_is_reported_with_the_last_layer_that_has_it(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("train: {steps: 0, lr: 1}")
+    assert f"{path}: `train.steps` is 0" in refusal({"train": {"steps": 3}}, path, "train.lr=2")
+    assert "'train.steps=-1': `train.steps` is -1" in refusal(path, "train.steps=-1")
+    path.write_text("plan: {fixed: {llm: {dp: 0}}}")
+    assert f"{path}: `plan.fixed.llm.dp` is 0" in refusal(path, {"plan": {"fixed": {}}})
 
 
 @pytest.mark.parametrize(
@@ -485,7 +496,7 @@ def test_a_config_cannot_be_changed():
 
 
 @settings(max_examples=150)
-@given(key=st.sampled_from([*leaf_keys(Config), "train", "data.video", "plan.fixed", "data.sources"]), value=any_json)
+@given(key=st.sampled_from([*leaf_keys(Config), *SECTIONS]), value=any_json)
 def test_whatever_stands_at_a_key_is_taken_or_refused_with_a_message_of_one_line(key, value):
     path, _, entry = key.partition("[].")
     config = nested(path, [nested(entry, value)] if entry else value)
