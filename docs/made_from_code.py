@@ -19,9 +19,10 @@ import yaml
 from dflop.cli import cli
 from dflop.config import load_config
 from dflop.data.manifests import list_shards, list_sources
+from dflop.reporting.boxes import StepPanel, predicted_boxes
+from dflop.reporting.charts.timeline import draw_timeline
+from dflop.reporting.picture import write_picture
 from dflop.reporting.schedules import replay
-from dflop.reporting.style import drawing
-from dflop.reporting.timeline import StepPanel, draw_timeline, predicted_boxes, timeline_height_in
 from dflop.scheduling.service import open_scheduler
 from dflop.store import (
     CORRECTIONS_SCHEMA,
@@ -121,10 +122,8 @@ def draw_unequal_microbatches(path: Path) -> None:
             title = f"{what}: {timeline.step_s:.2f} s, {over:.2f}x the lower bound, idle {timeline.idle:.0%}"
             panels.append(StepPanel(title, predicted_boxes(scheduler.pricer.plan, timeline), timeline.step_s))
         plan = scheduler.pricer.plan
-    with drawing(path, timeline_height_in(plan, len(panels))) as figure:
-        draw_timeline(
-            figure, panels, plan, "One global batch, the same samples and the same plan, grouped in three ways"
-        )
+    finding = "One global batch, the same samples and the same plan, grouped in three ways"
+    write_picture(draw_timeline(panels, plan, finding), path)
 
 
 def table_lines() -> Iterator[str]:

@@ -15,7 +15,8 @@ import polars as pl
 import yaml
 from made_from_code import dflop, shapes_and_costs
 
-from dflop.reporting.style import MODULE_SHADES, drawing, heading
+from dflop.reporting.picture import Panel, Picture, as_given, layer, names, number, rows, write_picture
+from dflop.reporting.style import module_colour
 
 PLACEMENTS = ("disjoint", "colocated", "bubble_filled", "monolithic")
 # Tensor-parallel sizes that both modules can have.
@@ -74,25 +75,25 @@ def steps_of(preset: str, family: str, tps: tuple[int, ...]) -> dict[str, tuple[
 
 def draw(path: Path, found: dict[str, dict[str, tuple[float, str]]]) -> None:
     """Bars of each placement over the fastest of the model."""
-    with drawing(path, 3.2) as figure:
-        for axes, (preset, steps) in zip(figure.subplots(1, len(found), sharey=True), found.items(), strict=True):
-            least = min(step_s for step_s, _ in steps.values())
-            for row, name in enumerate(PLACEMENTS):
-                if name not in steps:
-                    axes.text(0.02, row, "nothing fits", va="center")
-                    continue
-                over = steps[name][0] / least
-                axes.barh(row, over, color=MODULE_SHADES["llm" if over > 1 else "vision"][0])
-                axes.text(over + 0.02, row, f"{over:.2f}", va="center")
-            axes.set_yticks(range(len(PLACEMENTS)), PLACEMENTS)
-            axes.set_xlim(0, 1.15 * max(step_s / least for step_s, _ in steps.values()))
-            axes.set_title(f"{preset}: fastest {least:.2f} s")
-        figure.axes[0].invert_yaxis()
-        heading(
-            figure,
-            "Step time of each placement's fastest plan, over the fastest of all",
-            "Predicted from analytic costs of 32 H100s and the demo's data. Blue: the fastest.",
+    panels = []
+    for preset, steps in found.items():
+        least = min(step_s for step_s, _ in steps.values())
+        overs = [steps[name][0] / least if name in steps else None for name in PLACEMENTS]
+        texts = [f"{over:.2f}" if over else "nothing fits" for over in overs]
+        colours = [module_colour("llm" if over and over > 1 else "vision", "forward") for over in overs]
+        table = pl.DataFrame(
+            {"name": PLACEMENTS, "over": [over or 0.0 for over in overs], "text": texts, "colour": colours}
         )
+        scale = {"domain": [0, 1.15 * max(over for over in overs if over)]}
+        bars = layer("bar", look={"height": {"band": 0.7}}, color=as_given("colour"))
+        words = layer("text", look={"align": "left", "dx": 4}, text="text")
+        encoding = {"x": number("over", scale=scale, axis={"grid": False}), "y": names("name")}
+        view = {"data": rows(table), "encoding": encoding, "layer": [bars, words]}
+        panels.append(Panel(title=f"{preset}: fastest {least:.2f} s", view=view, height=130))
+    finding = "Step time of each placement's fastest plan, over the fastest of all"
+    note = "Predicted from analytic costs of 32 H100s and the demo's data. Blue: the fastest."
+    picture = Picture(section="", finding=finding, note=note, panels=panels, columns=len(panels))
+    write_picture(picture, path)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class Browser:
         self._ask("Page.navigate", url=page.absolute().as_uri())
         while not self._loaded:
             self._hear(self._read())
+        self.value_of("window.drawn")  # the promise of a report's page that its pictures are there
 
     def value_of(self, script: str) -> Any:
         """What a script in the page gives."""
@@ -69,6 +70,10 @@ class Browser:
 
     def point_at(self, x: float, y: float) -> None:
         self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def wheel(self, x: float, y: float, down: float, *, ctrl: bool = False) -> None:
+        turn = {"type": "mouseWheel", "x": x, "y": y, "deltaX": 0, "deltaY": down, "modifiers": 2 * ctrl}
+        self._ask("Input.dispatchMouseEvent", **turn)
 
     def picture(self, path: Path, width: int) -> None:
         """All of the page, from its head to its foot."""

@@ -11,9 +11,9 @@ import polars as pl
 from dflop.data import without_unencoded
 from dflop.models import ModelSpec
 from dflop.planning import read_baselines
+from dflop.reporting.charts.shapes import items_tokens_correlation
 from dflop.reporting.run import Run
 from dflop.reporting.schedules import PreviewPrices
-from dflop.reporting.shapes import items_tokens_correlation
 from dflop.reporting.steps import StepShown
 from dflop.runtime import written_whole
 

@@ -1,7 +1,7 @@
-"""The report: one page on a run, its plots as files of their own, and its figures as numbers.
+"""The report: one page on a run, its pictures as files of their own, and its figures as numbers.
 
-This file computes what the plots and the page show. Each plot has a file that draws what it is given, and the page has
-a folder. Every number is marked as predicted or measured.
+This file computes what the page and the pictures show. Each picture has a file in `charts`, and the page has a folder.
+Every number is marked as predicted or measured.
 """
 
 import sys
@@ -10,31 +10,29 @@ from pathlib import Path
 from dflop.config import Config
 from dflop.models import load_model_spec
 from dflop.pricing import prices_digest
-from dflop.reporting.costs import costs_height_in, draw_costs, measured_points
+from dflop.reporting.charts import draw_all
+from dflop.reporting.charts.shapes import draw_shapes
+from dflop.reporting.facts import Facts
 from dflop.reporting.figures import write_figures
-from dflop.reporting.page import PageParts, write_page
-from dflop.reporting.plans import draw_plans, plans_height_in
+from dflop.reporting.memory import memory_section
+from dflop.reporting.page import write_page
+from dflop.reporting.picture import write_picture
 from dflop.reporting.run import Run, TrainedRun, read_run
-from dflop.reporting.schedules import price_preview
-from dflop.reporting.shapes import draw_shapes, shapes_height_in
-from dflop.reporting.steps import StepShown, show_step
-from dflop.reporting.style import drawing
-from dflop.reporting.time_split import draw_time_split, time_split_height_in
-from dflop.reporting.timeline import draw_timeline, timeline_height_in
-from dflop.reporting.training import draw_training
+from dflop.reporting.savings import savings_section
+from dflop.reporting.schedules import PreviewPrices, price_preview
+from dflop.reporting.steps import show_step
+from dflop.scheduling import BatchScheduler
 from dflop.scheduling.service import open_scheduler
 from dflop.store import read_table
-from dflop.training import rank_names
 
 __all__ = ["plot_shapes", "write_report"]
 
-_FOREIGN = "; the run was trained by another plan or other costs"
-
 
 def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
-    """Write the page, the plots and `summary.json`, which is written last; returns their paths.
+    """Write the page, the pictures and `summary.json`, which is written last; returns their paths.
 
-    If the run was not trained yet, the page and the plots leave training out. `plot_shapes` draws the data.
+    If the run was not trained yet, the page and the pictures leave training out. The file of the picture of the shapes
+    is left to `plot_shapes`, which draws it before there are costs.
 
     Raises:
         UserError: when the data, the costs or the plan are missing, naming the command that makes them.
@@ -44,30 +42,32 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
     scheduler = open_scheduler(config, **{name: run_folder / file for name, file in names.items()})
     with scheduler.open():
         of_these = _of_these(run, prices_digest(scheduler.pricer))
-        preview = run.preview is not None and price_preview(scheduler, run.preview, run_folder / "schedule.parquet")
-        shown = show_step(scheduler, config.schedule.policy, of_these)
-        spec = load_model_spec(config.model)
-        parts = PageParts(config=config, spec=spec, run=run, trained=of_these, shown=shown)
-        written = [write_page(parts, scheduler, preview or None, out / "index.html")]
-    is_foreign = run.trained is not None and of_these is None
-    if is_foreign:
+        preview = None
+        if run.preview is not None:
+            preview = price_preview(scheduler, run.preview, run_folder / "schedule.parquet")
+        facts = _facts(config, run, of_these, scheduler, preview)
+        pictures = draw_all(facts)
+        written = [write_page(facts, pictures, scheduler, out / "index.html")]
+    if facts.is_foreign:
         print(
             f"dflop: warning: {run_folder / 'train'} was trained with other costs or another plan than costs.duckdb "
             "and plan.yaml hold: training.svg shows that run, and timeline.svg no measured step; `train.resume: never` "
             "trains anew",
             file=sys.stderr,
         )
-    written += _draw(config, run, shown, shown.finding + _FOREIGN * is_foreign, out)
+    for name in sorted(pictures.keys() - {"shapes"}):
+        written.append(out / f"{name}.svg")
+        write_picture(pictures[name], written[-1])
     write_figures(
         out / "summary.json",
         config.run,
         run,
-        spec,
-        preview or None,
-        shown,
+        facts.spec,
+        preview,
+        facts.shown,
         policy=config.schedule.policy,
         num_too_large=len(scheduler.left_out),
-        is_of_these=not is_foreign,
+        is_of_these=not facts.is_foreign,
     )
     return [*written, out / "summary.json"]
 
@@ -77,25 +77,28 @@ def _of_these(run: Run, prices: str) -> TrainedRun | None:
     return run.trained if run.trained and run.trained.summary.get("prices") in (None, prices) else None
 
 
-def _draw(config: Config, run: Run, shown: StepShown, finding: str, out: Path) -> list[Path]:
-    """The plots as files, for papers and slides."""
-    points = measured_points(run.measurements, run.costs)
-    paths = [out / f"{name}.svg" for name in ("costs", "plans", "timeline")]
-    with drawing(paths[0], costs_height_in(points)) as figure:
-        draw_costs(figure, points, run.fit_error, run.costs, run.costs_meta, run.device_name)
-    with drawing(paths[1], plans_height_in(run.candidates)) as figure:
-        draw_plans(figure, run.candidates, run.plan, config.cluster.memory_gib)
-    with drawing(paths[2], timeline_height_in(run.plan, len(shown.panels))) as figure:
-        draw_timeline(figure, shown.panels, run.plan, finding)
-    if run.trained is None:
-        return paths
-    paths += [out / f"{name}.svg" for name in ("training", "time_split")]
-    with drawing(paths[3], 6.2) as figure:
-        draw_training(figure, run.trained.metrics)
-    with drawing(paths[4], time_split_height_in(run.trained.step_seconds)) as figure:
-        found = (run.trained.summary.get("time_split") or {}).get("bound_by")
-        draw_time_split(figure, run.trained.step_seconds, rank_names(run.trained.observations), found)
-    return paths
+def _facts(
+    config: Config, run: Run, trained: TrainedRun | None, scheduler: BatchScheduler, preview: PreviewPrices | None
+) -> Facts:
+    shown = show_step(scheduler, config.schedule.policy, trained)
+    predicted_bytes = run.plan_text.get("predicted", {}).get("memory_bytes", {})
+    measured_bytes = trained.summary.get("peak_memory_bytes", {}) if trained else {}
+    return Facts(
+        config=config,
+        spec=load_model_spec(config.model),
+        run=run,
+        trained=trained,
+        shown=shown,
+        memory=memory_section(scheduler.pricer, shown.schedule, preview, predicted_bytes, measured_bytes),
+        savings=savings_section(
+            run,
+            trained,
+            preview,
+            config.cluster,
+            num_samples=len(scheduler.samples),
+            batch_size=config.train.global_batch_size,
+        ),
+    )
 
 
 def plot_shapes(shapes: Path, out: Path) -> None:
@@ -105,5 +108,4 @@ def plot_shapes(shapes: Path, out: Path) -> None:
         UserError: when that file is missing.
     """
     samples, rejects = (read_table(shapes, table, made_by="merge-shapes") for table in ("samples", "rejects"))
-    with drawing(out, shapes_height_in(samples, rejects)) as figure:
-        draw_shapes(figure, samples, rejects)
+    write_picture(draw_shapes(samples, rejects), out)

@@ -11,10 +11,10 @@ import numpy as np
 import polars as pl
 
 from dflop.pipeline import Node
+from dflop.reporting.boxes import StepPanel, measured_boxes, predicted_boxes
 from dflop.reporting.run import TrainedRun
 from dflop.reporting.schedules import replay
 from dflop.reporting.style import format_seconds
-from dflop.reporting.timeline import StepPanel, measured_boxes, predicted_boxes
 from dflop.runtime import UserError
 from dflop.scheduling import BatchScheduler, StepSchedule
 
@@ -54,8 +54,8 @@ def show_step(scheduler: BatchScheduler, policy: str, trained: TrainedRun | None
         f"random, predicted: {format_seconds(at_random.step_s)}, idle {at_random.idle:.0%}, {times_as_long}",
     )
     panels = [
-        StepPanel(title, predicted_boxes(scheduler.pricer.plan, timeline), timeline.step_s)
-        for title, (_, timeline) in zip(titles, replayed, strict=True)
+        StepPanel(title, predicted_boxes(scheduler.pricer.plan, timeline), timeline.step_s, schedule)
+        for title, schedule, (_, timeline) in zip(titles, (ours, other), replayed, strict=True)
     ]
     figures = {
         "step": step,
@@ -108,7 +108,7 @@ def _measured(
     boxes = measured_boxes(scheduler.pricer.plan, observed)
     # `pipeline_s` is the first rank's. A rank that began later may end later by its own clock.
     ended_s = max(line["pipeline_s"], boxes["end_s"].max() or 0.0)
-    panel = StepPanel(title, boxes, ended_s, is_measured=True)
+    panel = StepPanel(title, boxes, ended_s, ours if is_same else None)
     return panel, {"measured_s": line["pipeline_s"], "measured_over_predicted": slower}
 
 

@@ -1,9 +1,9 @@
 """The whole page: a run's results are turned into sections, which are rendered with templates.
 
-The page contains its styles, scripts and numbers, and fetches nothing.
+The page contains its styles, pictures and the library that draws these, and fetches nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,38 +12,22 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from dflop.config import Config
-from dflop.models import ModelSpec
+from dflop.reporting.facts import Facts
 from dflop.reporting.page.costs import CostsSection, costs_section
 from dflop.reporting.page.data import data_section
-from dflop.reporting.page.memory import memory_section
 from dflop.reporting.page.plans import plan_section
-from dflop.reporting.page.savings import SavingsSection, savings_section
-from dflop.reporting.page.step import timeline_numbers
 from dflop.reporting.page.training import TimeSection, step_spread, time_section, training_section
+from dflop.reporting.picture import Picture, page_view, script
 from dflop.reporting.run import Run, TrainedRun
-from dflop.reporting.schedules import PreviewPrices
-from dflop.reporting.steps import StepShown
-from dflop.reporting.style import format_count, format_seconds
+from dflop.reporting.savings import SavingsSection
+from dflop.reporting.style import PALETTE, format_count, format_seconds
 from dflop.runtime import written_whole
 from dflop.scheduling import BatchScheduler
 
-__all__ = ["PageParts", "write_page"]
+__all__ = ["write_page"]
 
 _TEMPLATES = "templates"
 _TEMPLATE = "page.html.jinja"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PageParts:
-    """What a page is made from. `trained` is the training, if it was done with this plan and these costs; None if there
-    is no training yet, or it was done with others."""
-
-    config: Config
-    spec: ModelSpec
-    run: Run
-    trained: TrainedRun | None
-    shown: StepShown
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,48 +40,43 @@ class Tile:
     note: str
 
 
-def write_page(parts: PageParts, scheduler: BatchScheduler, preview: PreviewPrices | None, out: Path) -> Path:
-    """Write the page to `out` and return that path. `preview` has the predicted times of the previewed batches."""
-    run, config, trained = parts.run, parts.config, parts.trained
-    plan = plan_section(run, parts.spec, config.cluster.memory_gib)
-    costs = costs_section(run)
+def write_page(facts: Facts, pictures: Mapping[str, Picture], scheduler: BatchScheduler, out: Path) -> Path:
+    """Write the page to `out` and return that path. `pictures` has the pictures by the names of their charts."""
+    run, config, trained = facts.run, facts.config, facts.trained
+    plan, costs = plan_section(run, facts.spec, config.cluster.memory_gib), costs_section(run)
     time = time_section(trained) if trained else None
-    savings = savings_section(
-        run,
-        trained,
-        preview,
-        config.cluster,
-        num_samples=len(scheduler.samples),
-        batch_size=config.train.global_batch_size,
-    )
-    measured_bytes = trained.summary.get("peak_memory_bytes", {}) if trained else {}
-    page = _environment().get_template(_TEMPLATE)
-    text = page.render(
-        name=config.run,
-        model=config.model.path or f"{config.model.family}, {config.model.preset}",
-        cluster=config.cluster,
-        batch_size=config.train.global_batch_size,
-        precision=config.train.precision,
-        version=version("dflop"),
-        created=run.costs_meta.get("created", ""),
-        verdict=_verdict(plan.next, costs, trained, time),
-        tiles=_tiles(run, costs, trained, savings),
-        data=data_section(run.samples, run.rejects, scheduler.left_out, parts.spec),
-        costs=costs,
-        plan=plan,
-        memory=memory_section(
-            scheduler.pricer,
-            parts.shown.schedule,
-            preview or None,
-            run.plan_text.get("predicted", {}).get("memory_bytes", {}),
-            measured_bytes,
-        ),
-        shown=parts.shown,
-        timeline=timeline_numbers(run.plan, parts.shown),
-        is_foreign=run.trained is not None and trained is None,
-        training=training_section(trained) if trained else None,
-        time=time,
-        savings=savings,
+    panels = {
+        name: {f"{name}-{place}": panel for place, panel in enumerate(picture.panels) if not panel.is_table}
+        for name, picture in pictures.items()
+    }
+    text = (
+        _environment()
+        .get_template(_TEMPLATE)
+        .render(
+            name=config.run,
+            model=config.model.path or f"{config.model.family}, {config.model.preset}",
+            cluster=config.cluster,
+            batch_size=config.train.global_batch_size,
+            precision=config.train.precision,
+            version=version("dflop"),
+            created=run.costs_meta.get("created", ""),
+            verdict=_verdict(plan.next, costs, trained, time),
+            tiles=_tiles(run, costs, trained, facts.savings),
+            data=data_section(run.samples, run.rejects, scheduler.left_out, facts.spec),
+            costs=costs,
+            plan=plan,
+            memory=facts.memory,
+            shown=facts.shown,
+            is_foreign=facts.is_foreign,
+            training=training_section(trained) if trained else None,
+            time=time,
+            savings=facts.savings,
+            pictures=pictures,
+            panels=panels,
+            views={id: page_view(panel) for of_picture in panels.values() for id, panel in of_picture.items()},
+            library=Markup(script()),
+            palette=PALETTE,
+        )
     )
     with written_whole(out) as beside:
         beside.write_text(text, encoding="utf-8")
@@ -117,7 +96,6 @@ def _environment() -> Environment:
         "times": lambda ratio: f"{ratio:.2f}x",
         "code": _with_code,
         "three": _three,
-        "width": lambda share: f"{100 * max(0.0, min(1.0, share)):.2f}%",
     }
     return environment
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import polars as pl
 
-from dflop.reporting.costs import measured_points
 from dflop.reporting.run import Run
 
 __all__ = ["CostsSection", "costs_section"]
@@ -16,15 +15,14 @@ _ROUGH, _POOR = 0.1, 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostsSection:
-    """The section. `errors` are the rows of `fit_error`; `dots` has lists of [fitted, measured] seconds of whole
-    stages; `extrapolated` is the share of the plan's microbatches that are beyond the measured loads."""
+    """The section. `errors` are the rows of `fit_error`; `extrapolated` is the share of the plan's microbatches that
+    are beyond the measured loads."""
 
     finding: str
     source: str
     device: str
     precision: str
     errors: tuple[dict[str, Any], ...]
-    dots: dict[str, list[list[float]]]
     median_error: float | None
     extrapolated: float
 
@@ -32,25 +30,13 @@ class CostsSection:
 def costs_section(run: Run) -> CostsSection:
     """The section, from the run's measurements and the errors of the fit."""
     seconds = run.fit_error.filter(pl.col("quantity") == "seconds")
-    is_measured = run.costs_source == "measured"
     median = float(seconds["median_error"].median()) if len(seconds) else None
-    points = measured_points(run.measurements, run.costs).filter(pl.col("piece") == "whole") if is_measured else None
     return CostsSection(
         finding=_finding(run, seconds),
         source=run.costs_source,
         device=run.device_name,
         precision=", ".join(run.device.get_column("precision", default=pl.Series(dtype=pl.String)).unique().sort()),
         errors=tuple(run.fit_error.iter_rows(named=True)),
-        dots={
-            f"{module} {direction}": [[fitted, measured] for fitted, measured in frame.rows()]
-            for (module, direction), frame in (
-                points.select("module", "pass", "fitted_s", "seconds").partition_by(
-                    "module", "pass", as_dict=True, include_key=False
-                )
-                if points is not None
-                else {}
-            ).items()
-        },
         median_error=median,
         extrapolated=float(run.plan_text.get("predicted", {}).get("extrapolated") or 0.0),
     )

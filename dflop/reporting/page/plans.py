@@ -5,7 +5,7 @@ from typing import Any
 
 from dflop.models import ModelSpec
 from dflop.parallelism import Plan, plan_from_dict
-from dflop.reporting.plans import best_plans, is_plan, plan_labels, plans_finding
+from dflop.reporting.charts.plans import best_plans, is_plan, modules_of, plan_labels, plans_finding
 from dflop.reporting.run import Run
 
 __all__ = ["PlanSection", "plan_section"]
@@ -124,7 +124,7 @@ def _recomputed(plan: Plan) -> str:
 
 def _candidates(run: Run) -> tuple[CandidateRow, ...]:
     frame = run.candidates.sort("rank")
-    modules = [name.removesuffix("_memory_bytes") for name in frame.columns if name.endswith("_memory_bytes")]
+    modules = modules_of(frame)
     shown = best_plans(frame, run.plan, modules)
     chosen = [is_plan(row, run.plan, modules) for row in shown.iter_rows(named=True)]
     base_s = shown["step_s"][chosen.index(True)] if any(chosen) else shown["step_s"][0]

@@ -68,10 +68,11 @@ def make_run(
     num_steps=12,
     predicted_in_training=1.0,
     detail="made up",
+    source="train",
 ):
     """All that a report reads."""
     folder.mkdir(exist_ok=True)
-    make_shapes(folder, modalities, num_rejects, detail=detail)
+    make_shapes(folder, modalities, num_rejects, detail=detail, source=source)
     write_costs(folder / "costs.duckdb", noise=0.05)
     (folder / "plan.yaml").write_text(yaml.safe_dump(what_is_said_of(plan)))
     make_candidates(plan, 5).write_parquet(folder / "candidates.parquet")
@@ -112,7 +113,7 @@ def scheduler_of(folder, plan):
     return open_scheduler(config_of(plan), **{name: folder / file for name, file in names.items()})
 
 
-def make_shapes(folder, modalities, num_rejects, num_samples=60, detail="made up"):
+def make_shapes(folder, modalities, num_rejects, num_samples=60, detail="made up", source="train"):
     rng = np.random.default_rng(0)
     rows = []
     for index in range(num_samples + num_rejects):
@@ -141,9 +142,9 @@ def make_shapes(folder, modalities, num_rejects, num_samples=60, detail="made up
     shard = folder / "shard.parquet"
     pl.DataFrame(rows, schema=SHARD_SCHEMA).write_parquet(shard)
     sources = pl.DataFrame(
-        [{"name": "train", "path": "p", "media_root": "m", "sampling": "all", "digest": "d", "num_records": len(rows)}]
+        [{"name": source, "path": "p", "media_root": "m", "sampling": "all", "digest": "d", "num_records": len(rows)}]
     )
-    files = [ShardFile(shard, "shard", "train", 0, 0)]
+    files = [ShardFile(shard, "shard", source, 0, 0)]
     write_shapes(folder / "shapes.duckdb", files, sources, CREATED, sampled_rows={}, keep_duplicates=False)
 
 

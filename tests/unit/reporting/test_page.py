@@ -1,5 +1,7 @@
 """The page of a run: whole in itself, true of the run, and readable on laptops and phones, light and dark."""
 
+import csv
+import io
 import json
 import re
 import shutil
@@ -10,17 +12,19 @@ from browser import LAPTOP, PHONE, SCHEMES, browser, find_chromium, overflow
 from reported_runs import SMALL, SUMMARY, make_run, report_of
 
 from dflop.planning import TODAY
+from dflop.reporting.style import PALETTE
 
 SECTIONS = ["data", "costs", "plan", "memory", "step", "training", "time", "savings", "made"]
+BOX = ("worker", "what", "microbatch", "computes", "holds")
 
 
 def test_all_sections_stand_in_one_page_that_fetches_nothing(usual):
-    page = page_of(usual)
+    page = re.sub(r'<script id="library">.*?</script>', "", page_of(usual), flags=re.DOTALL)
     assert re.findall(r'<section id="(\w+)">', page) == SECTIONS
     assert re.findall(r'href="#(\w+)"', page) == SECTIONS
     assert not re.findall(r'(?:src|href)="(?!#|data:)', page)
     assert "https://" not in page
-    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "http://" not in page
 
 
 def test_what_the_data_looks_like_and_what_was_refused_is_said(usual):
@@ -44,32 +48,33 @@ def test_memory_is_stacked_by_category_up_to_what_a_device_has(usual):
     assert re.search(r"The fullest device \(\w+\)|the fullest device \(\w+\) is predicted to hold", said)
     for category in ("parameters", "gradients", "optimizer", "activations", "process", "allocator"):
         assert category in said
-    figures = [float(number) for number in re.findall(r"([\d.]+) of 4 GiB: ", said)]
-    parts = [
-        sum(float(number) for number in re.findall(r" ([\d.e-]+)(?:,|$)", own + ","))
-        for own in re.findall(r" of 4 GiB: ([^·]*?allocator [\d.e-]+)", said)
-    ]
-    assert parts == pytest.approx(figures, rel=0.02)
+    for row in re.findall(r"(?:vision|llm)((?: [\d.e-]+){7})", said):
+        total, *parts = map(float, row.split())
+        assert sum(parts) == pytest.approx(total, rel=0.02)
+    bars, limit = views_of(page_of(usual))["memory-0"]["layer"]
+    assert {row["device"] for row in rows_of(bars)} == {"vision", "llm"}
+    assert limit["data"]["values"] == [{"limit": 4.0}]
 
 
 def test_the_panels_of_the_timeline_are_of_one_batch_and_the_measured_one_of_the_drawn_assignment(usual):
-    timeline = numbers_of(page_of(usual))["timeline"]
-    scheduled, random, measured = timeline["panels"]
-    assert [panel["measured"] for panel in timeline["panels"]] == [False, False, True]
-    assert "not the assignment" not in measured["title"]
-    assert [panel["has_loads"] for panel in timeline["panels"]] == [True, False, True]
+    scheduled, random, measured = timeline_of(usual)
+    titles = re.findall(r"<figcaption>((?:lpt|random), \w+: )", page_of(usual))
+    assert titles == ["lpt, predicted: ", "random, predicted: ", "lpt, measured: "]
+    assert "not the assignment" not in page_of(usual)
+    assert len(scheduled) == len(measured) == len(random)
     # The measured one took one and a half times as long, in everything.
-    assert len(scheduled["boxes"]) == len(measured["boxes"]) == len(random["boxes"])
-    for predicted_box, measured_box in zip(sorted(scheduled["boxes"]), sorted(measured["boxes"]), strict=True):
-        assert predicted_box[:5] == measured_box[:5]
-        assert measured_box[6] == pytest.approx(1.5 * predicted_box[6], abs=1e-5)
-    assert sum(load[0] for key, load in timeline["loads"].items() if key.startswith("llm/")) == 16
+    for predicted_box, measured_box in zip(scheduled, measured, strict=True):
+        assert [predicted_box[name] for name in BOX] == [measured_box[name] for name in BOX]
+        assert float(measured_box["end_s"]) == pytest.approx(1.5 * float(predicted_box["end_s"]), rel=1e-5)
+    samples = {box["microbatch"]: box["holds"] for box in scheduled if box["what"] == "llm forward"}
+    assert sum(int(words.split()[0]) for words in samples.values()) == 16
 
 
 def test_a_measured_step_of_another_assignment_is_said_to_be_one(odd):
-    measured = numbers_of(page_of(odd))["timeline"]["panels"][-1]
-    assert "not the assignment drawn above" in measured["title"]
-    assert not measured["has_loads"]
+    assert "not the assignment drawn above" in page_of(odd)
+    scheduled, _, measured = timeline_of(odd)
+    assert all(box["holds"] for box in scheduled if box["what"].startswith("llm"))
+    assert not any(box["holds"] for box in measured)
 
 
 def test_savings_are_predicted_ratios_of_measured_hours_with_their_range(usual):
@@ -127,15 +132,13 @@ def test_a_run_that_is_only_planned_has_a_page_without_training(write_made_up_co
     page = page_of(reported)
     assert [path.name for path in reported.paths] == [
         "index.html",
-        "costs.svg",
-        "plans.svg",
-        "timeline.svg",
+        *(f"{name}.svg" for name in ("costs", "memory", "plans", "savings", "timeline")),
         "summary.json",
     ]
     assert re.findall(r'<section id="(\w+)">', page) == [name for name in SECTIONS if name not in ("training", "time")]
     assert "Not trained yet; predicted, it is: bound by llm compute" in words(page)
     assert "Over an epoch of 60 samples, 4 steps, this plan takes" in words_of(page, "savings")
-    assert len(numbers_of(page)["timeline"]["panels"]) == 2
+    assert len(timeline_of(reported)) == 2
     assert json.loads((folder / "report/summary.json").read_text())["training"] is None
 
 
@@ -151,9 +154,11 @@ def test_names_from_the_data_are_text_whatever_is_in_them(write_made_up_costs, t
     folder = make_run(
         tmp_path / "run", write_made_up_costs, num_rejects=1, detail="</script><img src=x onerror=alert(1)>"
     )
-    page = page_of(report_of(folder, SMALL))
-    assert "<img" not in page
+    reported = report_of(folder, SMALL)
+    page = page_of(reported)
+    assert "<img" not in re.sub(r'<script id="library">.*?</script>', "", page, flags=re.DOTALL)
     assert "&lt;/script&gt;&lt;img src=x" in page
+    assert "<img" not in (folder / "report/shapes.svg").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -182,26 +187,73 @@ def test_the_page_fits_its_window_says_nothing_on_the_console_and_fetches_nothin
     assert (sum(channels) > 3 * 128) == (scheme == "light")
 
 
+@pytest.mark.parametrize("run", ["usual", "odd"])
+def test_every_picture_is_drawn_in_the_width_and_the_colours_of_the_window(tab, request, run):
+    page = request.getfixturevalue(run).folder / "report/index.html"
+    for width, scheme in ((LAPTOP, "light"), (PHONE, "dark")):
+        tab.open(page, width, scheme)
+        drawn = tab.value_of(
+            """[...document.querySelectorAll(".picture")].map(place => [place.id, place.clientWidth,
+                 place.querySelector("svg, canvas").getBoundingClientRect().width])"""
+        )
+        assert {name for name, *_ in drawn} == views_of(page.read_text()).keys()
+        assert all(abs(room - taken) < 2 for _, room, taken in drawn), drawn
+        ink = PALETTE["ink"][scheme == "dark"]
+        assert tab.value_of('document.querySelector("#training-0 .role-axis-label text").getAttribute("fill")') == ink
+
+
 @pytest.mark.parametrize("width", [LAPTOP, PHONE])
 def test_the_timeline_is_drawn_zoomed_and_read_box_by_box(tab, usual, width):
     tab.open(usual.folder / "report/index.html", width, "light")
     assert tab.value_of('document.querySelectorAll("#timeline canvas").length') == 3
-    whole = tab.value_of('document.querySelector("#extent").textContent')
+    whole = extents(tab)
+    assert len(set(whole)) == 1
     tab.press('[data-zoom="in"]')
-    assert tab.value_of('document.querySelector("#extent").textContent') != whole
+    (zoomed,) = set(extents(tab))
+    assert zoomed[1] - zoomed[0] == pytest.approx((whole[0][1] - whole[0][0]) / 2)
     tab.press('[data-zoom="all"]')
-    assert tab.value_of('document.querySelector("#extent").textContent') == whole
+    assert extents(tab) == whole
     tab.value_of('document.querySelector("#timeline canvas").scrollIntoView({block: "center", behavior: "instant"})')
     left, top, size = tab.value_of(
-        '(area => [area.left, area.top, area.width])(document.querySelector("canvas").getBoundingClientRect())'
+        '(area => [area.left, area.bottom - 60, area.width])(document.querySelector("canvas").getBoundingClientRect())'
     )
     tips = []
     for share in (0.4, 0.5, 0.6, 0.7):
-        tab.point_at(left + share * size, top + 12)
-        tips.append(tab.value_of('document.querySelector("#tip").innerText'))
-    wanted = r"(vision|llm) (forward|backward) of microbatch \d\n.*s, from .*\n\d+ samples?"
-    assert any(re.search(wanted, tip) for tip in tips), tips
+        tab.point_at(left + share * size, top)
+        tips.append(tab.value_of('document.querySelector("#vg-tooltip-element")?.innerText'))
+    wanted = r"(vision|llm) (forward|backward) of microbatch \d\s+takes\s+.*s, from .*\s+holds\s+\d+ samples?"
+    assert any(re.search(wanted, tip or "") for tip in tips), tips
+    # The wheel scrolls the page; with Ctrl it zooms around what is pointed at.
+    tab.wheel(left + 0.5 * size, top, 100)
+    assert extents(tab) == whole
+    tab.wheel(left + 0.5 * size, top, -100, ctrl=True)
+    (zoomed,) = set(extents(tab))
+    assert zoomed[1] - zoomed[0] < whole[0][1] - whole[0][0]
     assert tab.problems == []
+
+
+def test_what_the_data_says_never_runs(tab, write_made_up_costs, tmp_path):
+    script = "<img src=x onerror=\"document.title='ran'\">"
+    folder = make_run(tmp_path / "run", write_made_up_costs, num_rejects=1, detail=script, source=script)
+    report_of(folder, SMALL)
+    tab.open(folder / "report/index.html", LAPTOP, "light")
+    tab.value_of('document.querySelector("#shapes-0").scrollIntoView({block: "center", behavior: "instant"})')
+    left, top = tab.value_of(
+        '(area => [area.left, area.top])(document.querySelector("#shapes-0 .mark-rect path").getBoundingClientRect())'
+    )
+    tab.point_at(left + 1, top + 1)
+    assert tab.value_of("document.title") != "ran"
+    assert script in tab.value_of('document.querySelector("#data").innerText')
+    assert tab.problems == []
+
+
+def extents(tab) -> list[tuple[float, float]]:
+    """The seconds that each panel of the timeline shows."""
+    shown = tab.value_of(
+        """Promise.all(Object.keys(pictures).filter(id => id.startsWith("timeline")).map(async id =>
+             (await pictures[id].view.runAsync()).scale("x").domain()))"""
+    )
+    return [tuple(extent) for extent in shown]
 
 
 def page_of(reported) -> str:
@@ -218,5 +270,16 @@ def words_of(page: str, section: str) -> str:
     return words(re.search(rf'<section id="{section}">.*?</section>', page, re.DOTALL)[0])
 
 
-def numbers_of(page: str) -> dict:
-    return json.loads(re.search(r'id="numbers">(.*?)</script>', page)[1])
+def views_of(page: str) -> dict:
+    return json.loads(re.search(r'id="views">(.*?)</script>', page)[1])
+
+
+def rows_of(view: dict) -> list[dict[str, str]]:
+    """The rows of a view's data."""
+    return list(csv.DictReader(io.StringIO(view["data"]["values"])))
+
+
+def timeline_of(reported) -> list[list[dict[str, str]]]:
+    """The boxes of each panel."""
+    panels = (view for name, view in views_of(page_of(reported)).items() if name.startswith("timeline"))
+    return [sorted(rows_of(view), key=lambda box: [box[name] for name in BOX]) for view in panels]

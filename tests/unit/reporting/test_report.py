@@ -9,8 +9,6 @@ from xml.etree import ElementTree
 import numpy as np
 import polars as pl
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 from reported_runs import (
     SMALL,
     SUMMARY,
@@ -25,23 +23,26 @@ from reported_runs import (
 
 from dflop.parallelism import Grid, Plan
 from dflop.pipeline import workers_of
-from dflop.reporting import plot_shapes, write_report
-from dflop.reporting.plans import draw_plans, plans_finding
+from dflop.reporting import charts, plot_shapes, write_report
+from dflop.reporting.boxes import StepPanel, measured_boxes, predicted_boxes
+from dflop.reporting.charts.plans import draw_plans, plans_finding
+from dflop.reporting.charts.shapes import draw_shapes
+from dflop.reporting.charts.time_split import draw_time_split
+from dflop.reporting.charts.timeline import draw_timeline
+from dflop.reporting.charts.training import draw_training
+from dflop.reporting.picture import Picture
 from dflop.reporting.schedules import price_preview, replay
-from dflop.reporting.shapes import draw_shapes
-from dflop.reporting.time_split import draw_time_split
-from dflop.reporting.timeline import StepPanel, draw_timeline, measured_boxes, predicted_boxes
-from dflop.reporting.training import draw_training
 from dflop.runtime import UserError
 from dflop.store import (
     read_table,
 )
 from dflop.training.step_seconds import PARTS, seconds_frame
 
-NAMES = ["index.html", "costs.svg", "plans.svg", "timeline.svg", "training.svg", "time_split.svg", "summary.json"]
+CHARTS = ("costs", "memory", "plans", "savings", "time_split", "timeline", "training")
+NAMES = ["index.html", *(f"{name}.svg" for name in CHARTS), "summary.json"]
 
 
-def test_the_report_of_a_run_is_a_page_six_pictures_and_a_summary(usual):
+def test_the_report_of_a_run_is_a_page_its_pictures_and_a_summary(usual):
     folder, paths = usual
     assert paths == [folder / "report" / name for name in NAMES]
     assert sorted(path.name for path in (folder / "report").iterdir()) == sorted([*NAMES, "shapes.svg"])
@@ -82,6 +83,35 @@ def test_training_with_other_costs_than_those_that_are_drawn_is_said(usual, tmp_
     assert json.loads(usual.paths[-1].read_text())["training_is_of_this_plan"] is True
 
 
+def test_a_chart_is_added_by_one_file(usual, tmp_path, monkeypatch):
+    (tmp_path / "tokens.py").write_text(
+        "import polars as pl\n"
+        "from dflop.reporting.picture import Panel, Picture, layer, number, rows\n"
+        "def draw(facts):\n"
+        "    tokens = rows(facts.run.samples.select('text_tokens', 'llm_tokens'))\n"
+        "    view = layer('point', data=tokens, x=number('text_tokens'), y=number('llm_tokens'))\n"
+        "    panel = Panel(title='Text in all tokens', view=view, height=200)\n"
+        "    return Picture(section='data', finding='Some is text', note='', panels=[panel])\n"
+    )
+    monkeypatch.setattr(charts, "__path__", [*charts.__path__, str(tmp_path)])
+    reported = report_of(usual.folder, SMALL, "with_another")
+    assert "tokens.svg" in [path.name for path in reported.paths]
+    said = texts(usual.folder / "with_another/tokens.svg")
+    assert "Some is text | Text in all tokens" in said
+    data = re.search(r'<section id="data">.*?</section>', reported.paths[0].read_text(), re.DOTALL)[0]
+    assert "Text in all tokens" in data
+    assert 'id="tokens-0"' in data
+
+
+def test_a_picture_has_the_colours_of_a_light_page_and_one_name_for_each_clip(usual):
+    for path in (usual.folder / "report").glob("*.svg"):
+        picture = path.read_text()
+        assert "var(" not in picture
+        names = re.findall(r'<clipPath id="(\w+)"', picture)
+        assert len(set(names)) == len(names)
+        assert set(re.findall(r"url\(#(\w+)\)", picture)) == set(names)
+
+
 def test_rejected_records_are_counted_by_reason_with_an_example_of_each(usual):
     said = texts(usual.folder / "report" / "shapes.svg")
     assert "Rejected: 3 of 63 records, one example a reason" in said
@@ -96,19 +126,17 @@ def test_the_headline_says_that_samples_differ_where_they_do(usual):
     )
     samples = read_table(usual.folder / "shapes.duckdb", "samples", made_by="merge-shapes")
     rejects = read_table(usual.folder / "shapes.duckdb", "rejects", made_by="merge-shapes")
-    figure = Figure()
-    draw_shapes(figure, samples.with_columns(llm_tokens=pl.lit(100, pl.Int32)), rejects)
+    picture = draw_shapes(samples.with_columns(llm_tokens=pl.lit(100, pl.Int32)), rejects)
     assert "Samples are much alike: the 95th percentile has 1.0x the LLM tokens of the median, but a tenth" in words(
-        figure
+        picture
     )
 
 
 def test_samples_are_drawn_by_modality_and_by_source_in_what_they_have(usual):
     samples = read_table(usual.folder / "shapes.duckdb", "samples", made_by="merge-shapes")
     rejects = read_table(usual.folder / "shapes.duckdb", "rejects", made_by="merge-shapes")[:0]
-    figure = Figure()
-    draw_shapes(figure, samples, rejects)
-    said = words(figure)
+    picture = draw_shapes(samples, rejects)
+    said = words(picture)
     assert "vision tokens a sample" in said
     assert "seconds of sound" not in said
     assert "from " not in said.replace("from headers", "")
@@ -116,10 +144,14 @@ def test_samples_are_drawn_by_modality_and_by_source_in_what_they_have(usual):
         audio_s=pl.when(pl.col("modality") == "text").then(2.5).otherwise(0.0),
         source=pl.when(pl.col("row") < 40).then(pl.lit("train")).otherwise(pl.lit("a $very$ long name of a source")),
     )
-    figure = Figure()
-    draw_shapes(figure, with_sound, rejects)
-    said = words(figure)
-    for part in ("seconds of sound a sample", "p50 2.5 · p95 2.5", "from train\n40", "from a $very$ long name…\n20"):
+    picture = draw_shapes(with_sound, rejects)
+    said = words(picture)
+    for part in (
+        "seconds of sound a sample",
+        "p50 2.5 · p95 2.5",
+        "from train (40): ",
+        "from a $very$ long name… (20): ",
+    ):
         assert part in said
 
 
@@ -161,28 +193,25 @@ def test_a_measured_step_that_was_scheduled_otherwise_is_not_compared_silently(o
 
 
 def test_the_only_plan_that_fits_is_drawn():
-    figure = Figure()
-    draw_plans(figure, make_candidates(SMALL, 1), SMALL, memory_gib=4)
-    assert "One plan fits" in words(figure)
+    picture = draw_plans(make_candidates(SMALL, 1), SMALL, memory_gib=4)
+    assert "One plan fits" in words(picture)
 
 
 def test_of_many_plans_the_best_are_drawn_and_the_chosen_one_is_marked():
-    figure = Figure()
-    draw_plans(figure, make_candidates(SMALL, 30), SMALL, memory_gib=4)
-    said = words(figure)
+    picture = draw_plans(make_candidates(SMALL, 30), SMALL, memory_gib=4)
+    said = words(picture)
     assert "Of 30 plans that were priced the chosen one is predicted" in said
     assert said.count("· chosen") == 1
     assert "The best 12 of 30 are drawn" in said
 
 
 def test_a_chosen_plan_far_behind_the_best_is_drawn_last_and_marked():
-    figure = Figure()
     candidates = make_candidates(SMALL, 30)
     behind = pl.concat([candidates[1:], candidates[:1]]).with_columns(
         rank=pl.int_range(1, 31), step_s=pl.int_range(1, 31) / 10
     )
-    draw_plans(figure, behind, SMALL, memory_gib=4)
-    said = words(figure)
+    picture = draw_plans(behind, SMALL, memory_gib=4)
+    said = words(picture)
     assert said.count("· chosen") == 1
     assert "The chosen plan is predicted to take 30.00x as long as the fastest" in said
     assert "The chosen plan comes last" in said
@@ -210,9 +239,8 @@ def test_a_plan_of_hundreds_of_workers_shows_some_replicas_of_every_stage():
         num_microbatches=8,
     )
     boxes = measured_boxes(plan, pl.DataFrame([observation(index) for index in range(2)]))
-    figure = Figure()
-    draw_timeline(figure, [StepPanel("measured", boxes, 1.0)], plan, "a step")
-    assert "(20 of 160 workers)" in words(figure)
+    picture = draw_timeline([StepPanel("measured", boxes, 1.0)], plan, "a step")
+    assert "(20 of 160 workers)" in words(picture)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 12, 4000])
@@ -221,12 +249,11 @@ def test_training_is_drawn_however_long_it_ran(num_steps):
     metrics = pl.DataFrame(
         {"step": steps, "loss": 5 / (steps + 1), "num_tokens": 1000 + steps, "step_s": 0.5 + 9.0 * (steps == 0)}
     ).with_columns(pipeline_s=pl.col("step_s") * 0.9, predicted_step_s=0.25, idle=0.2)
-    figure = Figure()
-    draw_training(figure, metrics)
-    said = words(figure)
+    picture = draw_training(metrics)
+    said = words(picture)
     assert ("step 0: " in said) == (num_steps > 2)  # the slow first step is told, not drawn
     assert f"{num_steps:,} steps: a step takes" in said
-    assert ("is the mean of 3 steps" in said) == (num_steps == 4000)
+    assert ("is the mean of 7 steps" in said) == (num_steps == 4000)
     assert ("median of" in said) == (num_steps > 20)
 
 
@@ -234,9 +261,8 @@ def test_training_is_drawn_however_long_it_ran(num_steps):
 def test_where_the_time_went_is_drawn_for_the_ranks_that_others_wait_for(num_ranks, drawn):
     parts = np.full((num_ranks, len(PARTS)), 0.1)
     frame = pl.concat([seconds_frame(step, parts, 1.0, warmup=False) for step in range(3)])
-    figure = Figure()
-    draw_time_split(figure, frame, {0: "rank 0 (vision stage 0)"}, "The loaders bound this run: raise them")
-    said = words(figure)
+    picture = draw_time_split(frame, {0: "rank 0 (vision stage 0)"}, "The loaders bound this run: raise them")
+    said = words(picture)
     assert "The loaders bound this run: raise them" in said
     assert "seconds of the mean step, 1.00 s (measured)" in said
     assert said.count("10%") == drawn * len(PARTS)
@@ -304,9 +330,10 @@ def observation(rank, start_s=0.0):
     }
 
 
-def words(figure: Figure) -> str:
-    """All that stands in a figure that was not saved."""
-    return " | ".join(text.get_text() for text in figure.findobj(Text))
+def words(picture: Picture) -> str:
+    """All that stands in a picture, and all that its views are made of."""
+    views = [json.dumps(panel.view, ensure_ascii=False) for panel in picture.panels]
+    return " | ".join([picture.finding, picture.note, *(panel.title for panel in picture.panels), *views])
 
 
 def texts(path: Path) -> str:

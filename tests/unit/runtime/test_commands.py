@@ -90,7 +90,7 @@ def test_a_command_follows_the_files_of_its_rooms_and_its_own_and_no_others(tmp_
         assert followers("data/tokenizer/chat_template.jinja") == COMMANDS.keys()
         assert COMMANDS.keys() - followers("costs/fit.py") == {"demo-data", "profile-shapes", "profile-loading"}
         assert followers("planning/search.py") == {"plan", "compare", "schedule", "train", "report", "plot-shapes"}
-        assert followers("reporting/page/templates/charts.js") == {"compare", "report", "plot-shapes"}
+        assert followers("reporting/page/templates/pictures.js") == {"compare", "report", "plot-shapes"}
         assert followers("cli/plans.py") == {"plan", "schedule"}
         (package / "models/__pycache__").mkdir()
         for without in ("cli/elsewhere.py", "models/README.md", "models/__pycache__/kernel.nbi"):

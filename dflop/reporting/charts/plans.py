@@ -1,85 +1,101 @@
-"""The plot of the plans: the best ones side by side, with their bottleneck, idle share and memory."""
+"""The best plans side by side, with their bottleneck, idle share and memory."""
 
-import numpy as np
 import polars as pl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from dflop.parallelism import PLAIN_SHARDING, Plan
 from dflop.planning import FINALISTS_WITHIN
-from dflop.reporting.style import INK, MODULE_SHADES, MUTED, format_seconds, heading, legend_beside_title
+from dflop.reporting.facts import Facts
+from dflop.reporting.picture import Panel, Picture, as_given, hover, kind, layer, log_axis, names, number, rows
+from dflop.reporting.style import colour, format_seconds, module_colour
 
-__all__ = ["best_plans", "draw_plans", "is_plan", "plan_labels", "plans_finding", "plans_height_in"]
+__all__ = ["best_plans", "draw", "draw_plans", "is_plan", "modules_of", "plan_labels", "plans_finding"]
 
 _MOST_PLANS = 12
 # Step times whose ratio is smaller are called the same.
 _ALIKE = 1.005
 _SAME = ("placement", "num_microbatches", "checkpointing", "schedule", "num_chunks")
+_SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 
-def plans_height_in(candidates: pl.DataFrame) -> float:
-    return 1.9 + 0.33 * min(_MOST_PLANS, len(candidates))
+def draw(facts: Facts) -> Picture:
+    return draw_plans(facts.run.candidates, facts.run.plan, facts.config.cluster.memory_gib)
 
 
-def draw_plans(figure: Figure, candidates: pl.DataFrame, chosen: Plan, memory_gib: float) -> None:
-    """Draw the plot. `candidates` is the table `candidates.parquet`; `memory_gib` is the memory of a device."""
+def draw_plans(candidates: pl.DataFrame, chosen: Plan, memory_gib: float) -> Picture:
+    """The picture of the table `candidates.parquet`; `memory_gib` is the memory of a device."""
     candidates = candidates.sort("rank")
-    modules = [name.removesuffix("_memory_bytes") for name in candidates.columns if name.endswith("_memory_bytes")]
+    modules = modules_of(candidates)
     shown = best_plans(candidates, chosen, modules)
-    places = np.arange(len(shown))
     is_chosen = [is_plan(row, chosen, modules) for row in shown.iter_rows(named=True)]
-    steps, idle, memory = figure.subplots(1, 3, sharey=True, width_ratios=[3, 1.1, 1.5])
+    best_s = shown["step_s"][0]
+    table = pl.DataFrame(
+        {
+            "place": [str(place) for place in range(1, len(shown) + 1)],
+            "label": [f"{place}: {label}" for place, label in enumerate(plan_labels(candidates, shown, modules), 1)],
+            "said": [
+                f"{format_seconds(step_s)} · {'chosen' if mark else f'{step_s / best_s:.2f}x'} · bound by {bound}"
+                for step_s, mark, bound in zip(shown["step_s"], is_chosen, shown["bottleneck"], strict=True)
+            ],
+            "weight": ["bold" if mark else "normal" for mark in is_chosen],
+            "colour": [_bound_colour(bound) for bound in shown["bottleneck"]],
+            "step_s": shown["step_s"],
+            "idle": shown["idle"],
+        }
+    )
+    left = {"align": "left", "baseline": "middle"}
+    bold = {"fontWeight": {"expr": "datum.weight"}}
+    words = [{"field": "label", "title": "plan"}, {"field": "said", "title": "step"}]
+    axis = {"grid": False, "format": "~g"}
+    x = number("step_s", "predicted seconds", axis=axis, scale={"domain": [0, 1.02 * shown["step_s"].max()]})
+    steps = {
+        "data": rows(table),
+        "encoding": {"y": names("place", axis=None), "tooltip": words},
+        "layer": [
+            layer("bar", look={"height": 14, "yOffset": 8}, x=x, color=as_given("colour")),
+            layer("text", look=left | bold | {"dy": -9}, x={"value": 0}, text="label"),
+            layer("text", look=left | bold | {"dy": 8.5, "color": "#ffffff"}, x={"value": 5}, text="said"),
+        ],
+    }
+    scale = {"domain": [0, 1.3 * max(0.05, shown["idle"].max())]}
+    x = number("idle", "idle share of rank time", axis={"format": ".0%", "grid": False}, scale=scale)
+    idle = {
+        "data": rows(table.select("place", "idle")),
+        "encoding": {"y": names("place"), "x": x},
+        "layer": [
+            layer("bar", look={"height": 14}),
+            layer("text", look=left | {"dx": 4}, text=number("idle", format=".0%")),
+        ],
+    }
+    sizes = shown.select(pl.col(f"{module}_memory_bytes").alias(module) / 2**30 for module in modules)
+    held = sizes.with_columns(table["place"]).unpivot(index="place", variable_name="module", value_name="gib")
+    low = held["gib"].min()
+    is_far = low < memory_gib / 10
+    x = number("gib", f"peak, GiB of a device's {memory_gib:.3g}", scale={"domain": [0, memory_gib * 1.2]})
+    x |= log_axis(low / 1.6, memory_gib * 1.6) if is_far else {"axis": {"format": "~g"}}
+    colours = kind("module", {module: module_colour(module) for module in modules}, legend={"orient": "bottom"})
+    shapes = kind("module", dict(zip(modules, _SHAPES * len(modules), strict=False)))
+    # Modules that share devices have the same value, so the marks are rings.
+    ring = {"size": 60, "strokeWidth": 2, "opacity": 1}
+    dashed = {"color": colour("ink"), "strokeDash": [4, 2]}
+    said, y = hover(module="", gib=".3~g"), names("place")
+    memory = {
+        "layer": [
+            layer("rule", look=dashed, data={"values": [{"gib": memory_gib}]}, x=x),
+            layer("point", look=ring, data=rows(held), x=x, y=y, color=colours, shape=shapes, tooltip=said),
+        ]
+    }
+    num_plans = len(shown)
+    panels = [
+        Panel(title="Expected step time, and what bounds it", view=steps, height=40 * num_plans, share=2.4),
+        Panel(title="Idle", view=idle, height=40 * num_plans),
+        Panel(title="Memory", view=memory, height=40 * num_plans),
+    ]
+    note = _note(candidates, shown)
+    return Picture(section="plan", finding=plans_finding(candidates, chosen), note=note, panels=panels, columns=3)
 
-    bounds = shown["bottleneck"].to_list()
-    seconds = shown["step_s"].to_numpy()
-    steps.barh(places, seconds, height=0.66, color=[_bound_colour(bound) for bound in bounds])
-    for place, (value, mark) in enumerate(zip(seconds, is_chosen, strict=True)):
-        ratio = "chosen" if mark else f"{value / seconds[0]:.2f}x"
-        _beside(steps, value, place, f"{format_seconds(value)} · {ratio}", "bold" if mark else "normal")
-        if value > 0.25 * seconds.max():
-            steps.annotate(
-                bounds[place], (0, place), xytext=(5, 0), textcoords="offset points", va="center", color="white"
-            )
-    steps.set_xlim(0, 1.22 * seconds.max())
-    steps.set_yticks(places, plan_labels(candidates, shown, modules))
-    for label, mark in zip(steps.get_yticklabels(), is_chosen, strict=True):
-        label.set_fontweight("bold" if mark else "normal")
-    steps.tick_params(axis="y", length=0)
-    steps.set_ylim(len(shown) - 0.4, -0.6)
-    steps.set(xlabel="predicted seconds", title="Expected step time, and what bounds it")
 
-    shares = shown["idle"].to_numpy()
-    idle.barh(places, shares, height=0.66, color="#b9b9b9")
-    for place, share in zip(places, shares, strict=True):
-        _beside(idle, share, place, f"{share:.0%}")
-    idle.set(xlim=(0, 1.3 * max(0.05, shares.max())), title="Idle", xlabel="share of rank time")
-    idle.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-
-    for module, marker in zip(modules, "os^D", strict=False):
-        sizes = shown[f"{module}_memory_bytes"].to_numpy()
-        # Modules that share devices have the same value, so the LLM's marker is a ring around the filled one.
-        ring = {"markerfacecolor": "none", "markeredgewidth": 1.6, "markersize": 9} if module == "llm" else {}
-        memory.plot(sizes / 2**30, places, marker, color=_shades(module)[1], label=module, **{"markersize": 5} | ring)
-    memory.axvline(memory_gib, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
-    memory.grid(True, axis="x")
-    low = min(shown[f"{module}_memory_bytes"].min() for module in modules) / 2**30
-    if low > memory_gib / 10:
-        memory.set_xlim(0, memory_gib * 1.2)
-        memory.xaxis.set_major_locator(MaxNLocator(4))
-    else:
-        memory.set_xscale("log")
-        memory.set_xlim(low / 1.6, memory_gib * 1.6)
-        ticks = LogLocator(subs=(1.0,) if memory_gib / low > 50 else (1.0, 2.0, 5.0)).tick_values(low, memory_gib)
-        memory.xaxis.set_major_locator(FixedLocator(ticks))
-        memory.xaxis.set_minor_locator(NullLocator())
-    memory.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    memory.set(xlabel=f"peak, GiB of a device's {memory_gib:.3g}", title="Memory")
-    handles, _ = memory.get_legend_handles_labels()
-    legend_beside_title(memory, handles)
-    for axes in (idle, memory):
-        axes.tick_params(axis="y", length=0, labelleft=False)
-    heading(figure, plans_finding(candidates, chosen), _note(candidates, shown))
+def modules_of(candidates: pl.DataFrame) -> list[str]:
+    return [name.removesuffix("_memory_bytes") for name in candidates.columns if name.endswith("_memory_bytes")]
 
 
 def best_plans(candidates: pl.DataFrame, chosen: Plan, modules: list[str]) -> pl.DataFrame:
@@ -88,10 +104,6 @@ def best_plans(candidates: pl.DataFrame, chosen: Plan, modules: list[str]) -> pl
     if place < _MOST_PLANS:
         return candidates.head(_MOST_PLANS)
     return pl.concat([candidates.head(_MOST_PLANS - 1), candidates[place : place + 1]])
-
-
-def _beside(axes: Axes, value: float, place: int, text: str, weight: str = "normal") -> None:
-    axes.annotate(text, (value, place), xytext=(4, 0), textcoords="offset points", va="center", fontweight=weight)
 
 
 def is_plan(row: dict, plan: Plan, modules: list[str]) -> bool:
@@ -141,7 +153,7 @@ def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str
 def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
     """A sentence that compares the chosen plan with the others that were priced."""
     candidates = candidates.sort("rank")
-    modules = [name.removesuffix("_memory_bytes") for name in candidates.columns if name.endswith("_memory_bytes")]
+    modules = modules_of(candidates)
     shown = best_plans(candidates, chosen, modules)
     is_chosen = [is_plan(row, chosen, modules) for row in shown.iter_rows(named=True)]
     if len(candidates) == 1:
@@ -184,8 +196,4 @@ def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:
 
 def _bound_colour(bottleneck: str) -> str:
     module = bottleneck.split()[0]
-    return MODULE_SHADES[module][1] if module in MODULE_SHADES else MUTED
-
-
-def _shades(module: str) -> tuple[str, str]:
-    return MODULE_SHADES.get(module, (MUTED, INK))
+    return colour("other") if module == "bubble" else module_colour(module)
