@@ -71,10 +71,6 @@ class Browser:
     def point_at(self, x: float, y: float) -> None:
         self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def wheel(self, x: float, y: float, down: float, *, ctrl: bool = False) -> None:
-        turn = {"type": "mouseWheel", "x": x, "y": y, "deltaX": 0, "deltaY": down, "modifiers": 2 * ctrl}
-        self._ask("Input.dispatchMouseEvent", **turn)
-
     def picture(self, path: Path, width: int) -> None:
         """All of the page, from its head to its foot."""
         height = min(_TALLEST, int(self.value_of("document.documentElement.scrollHeight")))

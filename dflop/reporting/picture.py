@@ -194,7 +194,7 @@ def _lines(
     """A text in lines that `width` has room for, and where the next thing below it begins."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     drawn = []
-    for line in textwrap.wrap(text, max(10, int(width / (0.53 * size)))):
+    for line in textwrap.wrap(text, max(10, int(width / ((0.53 if weight == "bold" else 0.47) * size)))):
         top += 1.3 * size
         style = f'font-size="{size}" font-weight="{weight}" fill="{colour(name)}"'
         drawn.append(f'<text x="{left:.0f}" y="{top - 0.3 * size:.1f}" {style}>{escape(line)}</text>')

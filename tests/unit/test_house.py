@@ -191,7 +191,7 @@ def test_planning_and_scheduling_load_neither_torch_nor_transformers():
     script = "import importlib, sys\n"
     for name in IMPORTED_WITHOUT_TORCH:
         script += f"importlib.import_module({name!r})\n"
-        script += f"assert not {{'torch', 'transformers'}} & set(sys.modules), {name!r}\n"
+        script += f"assert not {{'torch', 'transformers', 'vl_convert'}} & set(sys.modules), {name!r}\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

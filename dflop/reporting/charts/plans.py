@@ -68,20 +68,23 @@ def draw_plans(candidates: pl.DataFrame, chosen: Plan, memory_gib: float) -> Pic
     }
     sizes = shown.select(pl.col(f"{module}_memory_bytes").alias(module) / 2**30 for module in modules)
     held = sizes.with_columns(table["place"]).unpivot(index="place", variable_name="module", value_name="gib")
+    held = held.with_columns(
+        size=pl.col("module").replace_strict({name: 40 + 90 * at for at, name in enumerate(modules)})
+    )
     low = held["gib"].min()
     is_far = low < memory_gib / 10
     x = number("gib", f"peak, GiB of a device's {memory_gib:.3g}", scale={"domain": [0, memory_gib * 1.2]})
     x |= log_axis(low / 1.6, memory_gib * 1.6) if is_far else {"axis": {"format": "~g"}}
     colours = kind("module", {module: module_colour(module) for module in modules}, legend={"orient": "bottom"})
     shapes = kind("module", dict(zip(modules, _SHAPES * len(modules), strict=False)))
-    # Modules that share devices have the same value, so the marks are rings.
-    ring = {"size": 60, "strokeWidth": 2, "opacity": 1}
+    # Modules that share devices have the same value, so the marks are rings, each around the one before.
+    ring = {"strokeWidth": 2, "opacity": 1}
     dashed = {"color": colour("ink"), "strokeDash": [4, 2]}
-    said, y = hover(module="", gib=".3~g"), names("place")
+    said, y, size = hover(module="", gib=".3~g"), names("place"), number("size", scale=None)
     memory = {
         "layer": [
             layer("rule", look=dashed, data={"values": [{"gib": memory_gib}]}, x=x),
-            layer("point", look=ring, data=rows(held), x=x, y=y, color=colours, shape=shapes, tooltip=said),
+            layer("point", look=ring, data=rows(held), x=x, y=y, color=colours, shape=shapes, size=size, tooltip=said),
         ]
     }
     num_plans = len(shown)

@@ -41,9 +41,7 @@ def draw(facts: Facts) -> Picture:
 def draw_timeline(panels: Sequence[StepPanel], plan: Plan, finding: str) -> Picture:
     """One panel below the other, in the order given."""
     shown, num_workers = shown_workers(plan), len(workers_of(plan))
-    note = (
-        "Pale grey: waiting. Numbers are microbatches. Measured: each rank's clock starts at its own first instruction."
-    )
+    note = "Grey: waiting. Numbers are microbatches. Measured: each rank's clock starts at its own first instruction."
     if plan.num_chunks > 1:
         note += " The LLM's later chunks are paler."
     if len(shown) < num_workers:

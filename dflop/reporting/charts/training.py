@@ -72,11 +72,13 @@ def _panel(drawn: pl.DataFrame, title: str, unit: str, *columns: str) -> Panel:
     percent = columns[0] == "idle"
     scale = {"zero": False} if is_loss else {"domain": [0, top], "nice": False}
     x = number("step", "step", scale={"nice": False}, axis={"format": ",d", "tickMinStep": 1, "grid": False})
-    y = number("value", unit, scale=scale, axis={"labelExpr": f"format(datum.value, '{'.0%' if percent else '~s'}')"})
-    colours = kind("curve", {name: own for name, (_, own, _) in curves.items()})
-    dashes = kind("curve", {name: own for name, (*_, own) in curves.items()})
-    if len(curves) == 1:
-        colours["legend"] = dashes["legend"] = None
+    if len(drawn) < 12:
+        x["axis"]["values"] = drawn["step"].to_list()
+    form = {"idle": ".0%", "tokens_per_s": "~s"}.get(columns[0], "~g")
+    y = number("value", unit, scale=scale, axis={"labelExpr": f"format(datum.value, '{form}')"})
+    legend = {"symbolType": "stroke"} if len(curves) > 1 else None
+    colours = kind("curve", {name: own for name, (_, own, _) in curves.items()}, legend=legend)
+    dashes = kind("curve", {name: own for name, (*_, own) in curves.items()}, legend=legend)
     look = {"clip": True, "strokeWidth": 1.6, "point": {"size": 30} if len(drawn) < 12 else False}
     said = hover(curve="", step=",d", value=".1%" if percent else ",.4~g")
     layers = [

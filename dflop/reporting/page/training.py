@@ -17,10 +17,7 @@ class TrainingSection:
     """The section on training."""
 
     finding: str
-    num_steps: int
-    final_loss: float
     evaluation: dict[str, Any] | None
-    tokens_per_s: float
     restarts: int
     notes: tuple[str, ...]
 
@@ -62,10 +59,7 @@ def training_section(trained: TrainedRun) -> TrainingSection:
             + (f" (means of {width} steps)" if width > 1 else "")
             + f", at {tokens_per_s:,.0f} LLM tokens a second"
         ),
-        num_steps=len(metrics),
-        final_loss=float(last),
         evaluation=summary.get("evaluation"),
-        tokens_per_s=float(tokens_per_s),
         restarts=summary.get("restarts", 0),
         notes=tuple(notes),
     )

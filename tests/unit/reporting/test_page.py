@@ -224,9 +224,12 @@ def test_the_timeline_is_drawn_zoomed_and_read_box_by_box(tab, usual, width):
     wanted = r"(vision|llm) (forward|backward) of microbatch \d\s+takes\s+.*s, from .*\s+holds\s+\d+ samples?"
     assert any(re.search(wanted, tip or "") for tip in tips), tips
     # The wheel scrolls the page; with Ctrl it zooms around what is pointed at.
-    tab.wheel(left + 0.5 * size, top, 100)
+    scrolls = """(ctrlKey => document.querySelector("canvas").dispatchEvent(new WheelEvent(
+        "wheel", {ctrlKey, deltaY: -100, clientX: %f, clientY: %f, bubbles: true, cancelable: true})))"""
+    scrolls %= (left + 0.5 * size, top)
+    assert tab.value_of(f"{scrolls}(false)")
     assert extents(tab) == whole
-    tab.wheel(left + 0.5 * size, top, -100, ctrl=True)
+    assert not tab.value_of(f"{scrolls}(true)")
     (zoomed,) = set(extents(tab))
     assert zoomed[1] - zoomed[0] < whole[0][1] - whole[0][0]
     assert tab.problems == []
