@@ -65,11 +65,11 @@ def _sizes(text: str) -> list[int]:
 
 def _rows(config: Any, shapes: Path, costs: Path, batches: int, systems: tuple) -> list:
     """A row for each system. Samples that no plan can hold are left out, and their number is printed."""
-    from dflop.comparison import compare_systems
+    from dflop.comparison import compare_systems, require_todays_layout
     from dflop.costs import CostModel
     from dflop.data import load_samples
     from dflop.models import load_model_spec
-    from dflop.planning import leave_out_what_no_plan_holds, require_todays_layout
+    from dflop.planning import leave_out_what_no_plan_holds
 
     spec = load_model_spec(config.model)
     samples, _ = load_samples(shapes, spec.encoders)

@@ -106,11 +106,11 @@ def _contenders(
 ) -> list:
     """Our system and the chosen others (`side_by_side.contenders`), with their schedules of all steps."""
     from dflop.checks.side_by_side import contenders, counted_steps, num_scheduled
-    from dflop.comparison import OURS, systems_of
+    from dflop.comparison import OURS, require_todays_layout, systems_of
     from dflop.costs import CostModel
     from dflop.data import load_samples
     from dflop.parallelism import load_plan
-    from dflop.planning import leave_out_what_no_plan_holds, require_todays_layout
+    from dflop.planning import leave_out_what_no_plan_holds
     from dflop.training import check_devices, check_plan
 
     plan = load_plan(plan_path)

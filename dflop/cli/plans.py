@@ -39,6 +39,7 @@ def plan_command(
     and a Hugging Face config, with analytic costs: `dflop plan mine --manifest train.json --model FOLDER --config
     cluster.num_nodes=8 --config train.global_batch_size=512` writes results/mine with its report.
     """
+    from dflop.comparison import price_baselines, require_todays_layout
     from dflop.config import excess_memory
     from dflop.costs import CostModel
     from dflop.data import read_loading_times
@@ -48,8 +49,6 @@ def plan_command(
         candidates_frame,
         describe_choice,
         explain_choice,
-        price_baselines,
-        require_todays_layout,
     )
     from dflop.runtime import written_whole
 

@@ -141,7 +141,7 @@ def plans_by_speed(
         plans = system.plans(config, spec, costs, samples)
     except UserError as error:
         return [], str(error)
-    for pricer in [pricer_of(plan, config, spec, costs) for plan in plans]:
+    for pricer in [pricer_of(own.plan, config, spec, costs) for own in plans]:
         try:
             steps = [_step_of(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
         except UserError as error:

@@ -1,8 +1,12 @@
-"""A system in a comparison: the plans that it may have, and how it assigns the samples of a batch."""
+"""A system in a comparison: the plans that it may have, and how it assigns the samples of a batch.
+
+Systems that many people train with are baselines, too: `dflop plan` prices them beside the chosen plan.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -12,7 +16,7 @@ from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.parallelism import Plan
-from dflop.planning import SearchResult, search_plans
+from dflop.planning import Candidate, SearchResult, search_plans
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError
 
@@ -50,21 +54,30 @@ class Batch:
         return self.pricer.assign(self.shapes, *np.divmod(bucket, self.plan.num_microbatches))
 
 
-# Returns the plans that a system may have, the preferred one first. Where no plan fits it returns none, or raises a
-# UserError that says why.
-PlanChoice = Callable[[Config, ModelSpec, CostModel, SampleShapes], list[Plan]]
+class PlanChoice(Protocol):
+    """Finds the plans that a system may have, with their prices, the preferred one first.
+
+    With `compares`, several are wanted, since a system's assignments may differ from the search's; without, the first.
+    Where no plan fits, it returns none, or raises a UserError that says why.
+    """
+
+    def __call__(
+        self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, *, compares: bool = True
+    ) -> list[Candidate]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
     """One way to train, by its published description: `plans` finds its possible plans, `decide` assigns a batch.
 
-    Of several plans, the system gets the one that is fastest with its own `decide`.
+    Of several plans, the system gets the one that is fastest with its own `decide`. `baseline` is its name among the
+    baselines of `plan.yaml`; None where it is not one of them.
     """
 
     name: str
     plans: PlanChoice
     decide: Callable[[Batch], Assignment]
+    baseline: str | None = None
 
 
 def fastest_of(
@@ -75,7 +88,9 @@ def fastest_of(
     Batches are grouped by `grouping` (`planning.PlanPricer`). The system's own planner could find no faster plans.
     """
 
-    def plans(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Plan]:
+    def plans(
+        config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, *, compares: bool = True
+    ) -> list[Candidate]:
         limits = within if isinstance(within, PlanConfig) else within(spec)
         try:
             found = search_plans(
@@ -86,7 +101,7 @@ def fastest_of(
                 grouping=grouping,
                 within=limits,
                 splits_evenly=splits_evenly,
-                compares=True,
+                compares=compares,
             )
         except UserError:
             return []
@@ -95,9 +110,9 @@ def fastest_of(
     return plans
 
 
-def offered(found: SearchResult) -> list[Plan]:
+def offered(found: SearchResult) -> list[Candidate]:
     """The fastest plans of a search, which are tried for a system."""
-    return [own.plan for own in found.candidates[:_NUM_OFFERED]]
+    return found.candidates[:_NUM_OFFERED]
 
 
 def bucket_numbers(rank: np.ndarray, microbatch: np.ndarray, num_microbatches: int) -> np.ndarray:

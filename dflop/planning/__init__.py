@@ -1,16 +1,6 @@
-"""Planning: the search space, lower bounds, the price of a plan on regrouped batches, the search, and baselines."""
+"""Planning: the search space, lower bounds, the price of a plan on regrouped batches, and the search."""
 
-from dflop.planning.baselines import (
-    PIPELINES,
-    TODAY,
-    Baseline,
-    plan_by_published_rule,
-    price_baselines,
-    read_baselines,
-    require_todays_layout,
-    search_todays_layout,
-    whole_on_every_device,
-)
+from dflop.planning.baseline import TODAY, Baseline, read_baselines
 from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.epoch import Epoch, hour_of, price_note
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
@@ -23,7 +13,6 @@ from dflop.planning.space import enumerate_space, plan_of
 
 __all__ = [
     "FINALISTS_WITHIN",
-    "PIPELINES",
     "TODAY",
     "Baseline",
     "BeyondDevice",
@@ -44,16 +33,11 @@ __all__ = [
     "like_lengths",
     "loading_need",
     "loading_note",
-    "plan_by_published_rule",
     "plan_of",
     "planned_loaders",
-    "price_baselines",
     "price_note",
     "read_baselines",
-    "require_todays_layout",
     "search_plans",
-    "search_todays_layout",
     "uneven_note",
-    "whole_on_every_device",
     "with_finalists_scheduled",
 ]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflop.config import ClusterConfig
-from dflop.planning.baselines import TODAY, Baseline
+from dflop.planning.baseline import TODAY, Baseline
 from dflop.scheduling import steps_in_epochs
 
 __all__ = ["Epoch", "hour_of", "price_note"]

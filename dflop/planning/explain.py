@@ -7,7 +7,7 @@ import yaml
 
 from dflop.config import Config
 from dflop.costs import CostModel
-from dflop.planning.baselines import TODAY, Baseline
+from dflop.planning.baseline import TODAY, Baseline
 from dflop.planning.candidate import Candidate
 from dflop.planning.holding import BeyondDevice
 from dflop.planning.loading import LoadingNeed
@@ -108,14 +108,14 @@ def explain_choice(
         lines.append(f"  {_of_finalists(result)}")
     lines += ["", "instead, on the same batches:"]
     for baseline in baselines:
-        if baseline.plan is None:
+        if baseline.priced is None:
             says = "does not fit    " if baseline.name == TODAY else "nothing fits    "
             lines.append(f"    {says} {baseline.name}")
             if baseline.name == TODAY:
                 lines.append(f"{'':42}{baseline.why_not}")
         else:
             lines.append(
-                f"    {baseline.step_s:.3f} s {baseline.step_s / best.step_s:5.2f}x {baseline.idle:6.1%}  "
+                f"    {baseline.step_s:.3f} s {baseline.step_s / best.step_s:5.2f}x {baseline.priced.idle:6.1%}  "
                 f"{baseline.memory_bytes / 2**30:6.3g} GiB  {baseline.name}\n{'':42}{baseline.plan}"
             )
     lines += ["", f"next: {_next_constraint(result, config)}"]

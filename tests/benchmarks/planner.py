@@ -28,11 +28,12 @@ import polars as pl
 import simulator
 import yaml
 
+from dflop.comparison import price_baselines
 from dflop.config import AudioConfig, load_config
 from dflop.costs import CostModel
 from dflop.data import load_samples
 from dflop.models import check_tp, load_model_spec
-from dflop.planning import Baseline, Candidate, price_baselines, search_plans
+from dflop.planning import Candidate, search_plans
 from dflop.runtime import UserError
 from dflop.runtime.devices import load_device
 from dflop.runtime.memory import process_bytes
@@ -279,12 +280,11 @@ def compare(folder: Path, preset: str, num_devices: int, batch_size: int) -> dic
     except UserError as error:
         row |= {"ours": None, "why": str(error)}
     by_name = {baseline.name: baseline for baseline in price_baselines(*inputs)}
-    return row | {key: said(by_name[name]) if by_name[name].plan else None for key, name in NAMES.items()}
+    return row | {key: said(by_name[name].priced) if by_name[name].priced else None for key, name in NAMES.items()}
 
 
-def said(priced: Candidate | Baseline) -> dict[str, object]:
-    memory = priced.memory_bytes
-    most_bytes = max(memory.values()) if isinstance(memory, dict) else memory
+def said(priced: Candidate) -> dict[str, object]:
+    most_bytes = max(priced.memory_bytes.values())
     return {"plan": str(priced.plan), "step_s": priced.step_s, "idle": priced.idle, "memory_bytes": most_bytes}
 
 

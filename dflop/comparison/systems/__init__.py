@@ -21,7 +21,7 @@ from dflop.comparison.systems import (
 )
 from dflop.config import Config
 
-__all__ = ["SYSTEMS", "TODAYS", "systems_of"]
+__all__ = ["SYSTEMS", "TODAYS", "baseline_systems", "systems_of"]
 
 SYSTEMS: tuple[System, ...] = tuple(
     own.SYSTEM
@@ -46,3 +46,9 @@ TODAYS: str = today.SYSTEM.name
 def systems_of(config: Config) -> tuple[System, ...]:
     """All systems, with the layout of `plan.today` first where the config has one."""
     return (*([today.SYSTEM] if config.plan.today else []), *SYSTEMS)
+
+
+def baseline_systems(config: Config) -> tuple[System, ...]:
+    """The systems that `dflop plan` prices beside the chosen plan, in the order of `plan.yaml`."""
+    usual = (published, megatron, fsdp_random, fsdp_by_length, fsdp_balanced)
+    return (*([today.SYSTEM] if config.plan.today else []), *(own.SYSTEM for own in usual))

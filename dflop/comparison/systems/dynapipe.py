@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop.comparison.packing import contiguous, longest_first
 from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of
-from dflop.planning import PIPELINES
+from dflop.comparison.systems import megatron
 from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
@@ -29,4 +29,4 @@ def _decide(batch: Batch) -> Assignment:
     return batch.of_buckets(bucket_numbers(rank_of_cut[cut], place_of_cut[cut], num_microbatches))
 
 
-SYSTEM = System(name="DynaPipe-style", plans=fastest_of(PIPELINES, splits_evenly=False), decide=_decide)
+SYSTEM = System(name="DynaPipe-style", plans=fastest_of(megatron.WITHIN, splits_evenly=False), decide=_decide)

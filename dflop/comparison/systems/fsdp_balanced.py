@@ -8,7 +8,7 @@ import numpy as np
 
 from dflop.balancing import balanced_cells, lpt_buckets
 from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of
-from dflop.planning import whole_on_every_device
+from dflop.comparison.systems.fsdp_random import whole_on_every_device
 from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
@@ -24,4 +24,9 @@ def _decide(batch: Batch) -> Assignment:
     return batch.of_buckets(bucket_numbers(rank, microbatch, num_microbatches))
 
 
-SYSTEM = System(name="FSDP, balanced by our sampler", plans=fastest_of(whole_on_every_device), decide=_decide)
+SYSTEM = System(
+    name="FSDP, balanced by our sampler",
+    baseline="every device the whole model, balanced batches (FSDP-style)",
+    plans=fastest_of(whole_on_every_device),
+    decide=_decide,
+)

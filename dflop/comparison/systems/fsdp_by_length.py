@@ -5,7 +5,8 @@ samples as with the other systems.
 """
 
 from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of
-from dflop.planning import like_lengths, whole_on_every_device
+from dflop.comparison.systems.fsdp_random import whole_on_every_device
+from dflop.planning import like_lengths
 from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
@@ -18,5 +19,8 @@ def _decide(batch: Batch) -> Assignment:
 
 
 SYSTEM = System(
-    name="FSDP, length-grouped", plans=fastest_of(whole_on_every_device, grouping="by_length"), decide=_decide
+    name="FSDP, length-grouped",
+    baseline="every device the whole model, length-grouped batches (FSDP-style)",
+    plans=fastest_of(whole_on_every_device, grouping="by_length"),
+    decide=_decide,
 )

@@ -1,18 +1,38 @@
 """Fully sharded data parallelism, with batches as torch's DistributedSampler deals them.
 
-Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", VLDB '23.
+Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", VLDB '23. Every device computes the
+whole model on its own samples. Parameters, gradients and moments are sharded over all devices, or inside each node
+where that is faster (`costs.sharded`).
 """
 
 from dflop.balancing import dealt_at_random
 from dflop.comparison.system import Batch, System, fastest_of
-from dflop.planning import whole_on_every_device
+from dflop.config import FixedGrid, FixedPlan, PlanConfig
+from dflop.models import ModelSpec
+from dflop.parallelism import MONOLITHIC, PLAIN_SCHEDULE, SHARDINGS
 from dflop.pricing import Assignment
 
-__all__ = ["SYSTEM"]
+__all__ = ["SYSTEM", "whole_on_every_device"]
+
+
+def whole_on_every_device(spec: ModelSpec) -> PlanConfig:
+    """The limits of the search space for fully sharded data parallelism."""
+    whole = {module.name: FixedGrid(tp=1, pp=1) for module in spec.modules}
+    return PlanConfig(
+        placements=[MONOLITHIC.name],
+        schedules=[PLAIN_SCHEDULE],
+        shardings=[own for own, sharding in SHARDINGS.items() if sharding.gathers],
+        fixed=FixedPlan(modules=whole),
+    )
 
 
 def _decide(batch: Batch) -> Assignment:
     return batch.of_buckets(dealt_at_random(len(batch.shapes), batch.plan.num_buckets, batch.rng))
 
 
-SYSTEM = System(name="FSDP, random", plans=fastest_of(whole_on_every_device, grouping="random"), decide=_decide)
+SYSTEM = System(
+    name="FSDP, random",
+    baseline="every device the whole model, random batches (FSDP-style)",
+    plans=fastest_of(whole_on_every_device, grouping="random"),
+    decide=_decide,
+)

@@ -7,7 +7,7 @@ number of its LLM tokens; the encoders' work does not count.
 
 from dflop.comparison.packing import differencing
 from dflop.comparison.system import Batch, System, fastest_of
-from dflop.planning import whole_on_every_device
+from dflop.comparison.systems.fsdp_random import whole_on_every_device
 from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]

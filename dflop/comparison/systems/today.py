@@ -1,23 +1,76 @@
 """The layout that the user trains with today, as `plan.today` of the config gives it, with batches as they are drawn.
 
-A placement, schedule or sharding that it leaves open is that of most frameworks. Of the remaining plans, the fastest
-counts. `plan.yaml` has the same layout as a baseline.
+A placement, schedule or sharding that it leaves open is that of most frameworks: the encoder in the LLM's first stage,
+1F1B, sharded optimiser states. Of the remaining plans, the fastest counts.
 """
+
+from dataclasses import replace
+
+import polars as pl
 
 from dflop.comparison.system import System, offered
 from dflop.comparison.systems import megatron
-from dflop.config import Config
+from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.parallelism import Plan
-from dflop.planning import search_todays_layout
+from dflop.parallelism import MONOLITHIC, Plan
+from dflop.planning import TODAY, Candidate, GroupedBatches, PlanPricer, enumerate_space, plan_of, search_plans
+from dflop.planning.recompute import may_recompute
+from dflop.runtime import UserError
 
-__all__ = ["SYSTEM"]
+__all__ = ["SYSTEM", "require_todays_layout"]
+
+# Where none of the plans that `plan.today` leaves open fits: for how many of them the needed memory is computed.
+_MOST_NEEDS = 64
 
 
-def _plans(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Plan]:
-    return offered(search_todays_layout(config, spec, costs, samples, compares=True))
+def require_todays_layout(config: Config, spec: ModelSpec, costs: CostModel) -> None:
+    """Raise `UserError` when no plan for the devices agrees with `plan.today`; whether one fits is not checked."""
+    if config.plan.today:
+        _rows(config, spec, costs)
 
 
-SYSTEM = System(name="today's layout, random", plans=_plans, decide=megatron.SYSTEM.decide)
+def _rows(config: Config, spec: ModelSpec, costs: CostModel) -> tuple[PlanConfig, pl.DataFrame]:
+    """The limits that `plan.today` sets, and the rows of the space within them."""
+    today = config.plan.today
+    within = replace(megatron.WITHIN, fixed=replace(today, placement=today.placement or MONOLITHIC.name))
+    return within, enumerate_space(config, spec, costs.layouts, {}, within, "plan.today")
+
+
+def _plans(
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, *, compares: bool = True
+) -> list[Candidate]:
+    """The fastest of the plans that `plan.today` leaves open.
+
+    Raises:
+        UserError: when none of them fits into memory, with the bytes that the smallest needs, or none is for the
+            devices.
+    """
+    within, rows = _rows(config, spec, costs)
+    how = {"grouping": megatron.GROUPING, "within": within, "splits_evenly": True, "compares": compares}
+    try:
+        return offered(search_plans(config, spec, costs, samples, **how))
+    except UserError:  # the space is not empty, so nothing in it fits
+        plan, needed_bytes = _nearest(rows, config, spec, costs, GroupedBatches(config, spec, costs, samples))
+        raise UserError(
+            f"does not fit: {plan} needs {needed_bytes / 2**30:.3g} GiB a device ({needed_bytes:,.0f} bytes) of "
+            f"`cluster.memory_gib` = {config.cluster.memory_gib:.4g}"
+        ) from None
+
+
+def _nearest(
+    rows: pl.DataFrame, config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches
+) -> tuple[Plan, float]:
+    """The plan of the rows that needs least memory, and its bytes; among many rows, those with most microbatches."""
+    needs = []
+    pinned = config.plan.today.checkpointing
+    most = rows.sort("num_microbatches", descending=True, maintain_order=True).head(_MOST_NEEDS)
+    for row in most.iter_rows(named=True):
+        plan = plan_of(row, {}, checkpointing=may_recompute(row["schedule"], pinned))
+        needs.append((PlanPricer(plan, config, spec, costs, batches, megatron.GROUPING).needed_bytes(), plan))
+    needed_bytes, plan = min(needs, key=lambda need: need[0])
+    return plan, needed_bytes
+
+
+SYSTEM = System(name="today's layout, random", baseline=TODAY, plans=_plans, decide=megatron.SYSTEM.decide)

@@ -51,9 +51,9 @@ def rows(inputs):
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
 def test_every_system_puts_each_sample_into_one_bucket_and_leaves_none_empty(inputs, system):
     config, spec, costs, samples = inputs
-    plans = system.plans(config, spec, costs, samples)
-    assert plans
-    for plan in plans:
+    found = system.plans(config, spec, costs, samples)
+    assert found
+    for plan in [own.plan for own in found]:
         pricer = Pricer(plan, costs, spec, config.cluster)
         shapes = samples.take(np.arange(16))
         assignment = system.decide(Batch(pricer=pricer, shapes=shapes, rng=np.random.default_rng(0)))
@@ -74,8 +74,7 @@ def test_all_are_priced_and_ours_is_last(rows):
 
 
 def test_systems_have_the_plans_of_their_kind(inputs):
-    config, spec, costs, samples = inputs
-    kinds = {system.name: {plan.placement for plan in system.plans(config, spec, costs, samples)} for system in SYSTEMS}
+    kinds = {system.name: {own.plan.placement for own in system.plans(*inputs)} for system in SYSTEMS}
     assert kinds["DistTrain-style"] == kinds["DFLOP as published"] == {"disjoint"}
     assert kinds["OrchMLLM-style"] == kinds["LoongForge-style"] == {"colocated"}
     assert kinds["FSDP, random"] == kinds["Megatron-style, random"] == {"monolithic"}
@@ -114,15 +113,15 @@ def test_a_system_whose_fastest_plan_cannot_hold_a_later_batch_gets_its_next_one
     tried = []
 
     def decide(batch: Batch):
-        if batch.plan == fastest and len(tried) == NUM_TRIED:
+        if batch.plan == fastest.plan and len(tried) == NUM_TRIED:
             raise UserError("this batch does not fit")
-        tried.extend([batch] if batch.plan == fastest else [])
+        tried.extend([batch] if batch.plan == fastest.plan else [])
         return SYSTEMS[0].decide(batch)
 
     system = System(name="tight", plans=lambda *_: [fastest, next_one], decide=decide)
     row, _ = compare_systems(*inputs, num_batches=2, systems=[system])
     assert len(tried) == NUM_TRIED
-    assert (row.plan, row.why_not, len(row.steps_s)) == (str(next_one), None, 2)
+    assert (row.plan, row.why_not, len(row.steps_s)) == (str(next_one.plan), None, 2)
     (alone, _) = compare_systems(
         *inputs, num_batches=2, systems=[dataclasses.replace(system, plans=lambda *_: [fastest])]
     )

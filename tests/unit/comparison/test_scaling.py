@@ -79,7 +79,7 @@ def inputs(costs, tiny_spec, draw_samples):
 @pytest.mark.parametrize("system", ABLATION, ids=lambda system: system.name)
 def test_every_part_alone_fills_every_bucket_and_keeps_to_its_space(inputs, system):
     config, spec, costs, samples = inputs
-    plans = system.plans(config, spec, costs, samples)
+    plans = [own.plan for own in system.plans(config, spec, costs, samples)]
     assert plans
     for plan in plans:
         if system.name.startswith("only") and system.name != "only plan":
@@ -99,7 +99,7 @@ def test_every_part_alone_fills_every_bucket_and_keeps_to_its_space(inputs, syst
 def test_an_order_changes_no_group_of_samples(inputs):
     config, spec, costs, samples = inputs
     by_name = {system.name: system for system in ABLATION}
-    plan = by_name["only order"].plans(config, spec, costs, samples)[0]
+    plan = by_name["only order"].plans(config, spec, costs, samples)[0].plan
     pricer, shapes = Pricer(plan, costs, spec, config.cluster), samples.take(np.arange(16))
     groups = []
     for name in ("only order", "Megatron-style, random"):

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from spaces import bent_costs, make_config, price_all, uneven_samples
 
+from dflop.comparison import price_baselines
 from dflop.config import PlanConfig
 from dflop.costs import Loads, StageKind
 from dflop.parallelism.layout_key import UNDIVIDED, LayoutKey
-from dflop.planning import TODAY, PlanPricer, enumerate_space, plan_of, price_baselines, search_plans
+from dflop.planning import TODAY, PlanPricer, enumerate_space, plan_of, search_plans
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.pricing import loads_of
 from dflop.runtime import UserError
@@ -91,7 +92,7 @@ def test_every_device_holds_its_share_of_the_parameters_alone(price, costs, samp
     assert own.memory_bytes > size
     assert slow.step_s >= 2 * size * 3 / 4 / (1e-3 * 1e9 / 8)
     assert slow.step_s > own.step_s
-    assert 0 < own.idle < 1
+    assert 0 < own.priced.idle < 1
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -177,7 +178,7 @@ def test_todays_layout_is_priced_as_it_stands_with_random_batches(price_today, t
     config = make_config(4, 8)
     batches = GroupedBatches(config, tiny_spec, costs, samples)
     pricer = PlanPricer(own.plan, config, tiny_spec, costs, batches, "random")
-    assert own.steps_s == pytest.approx([pricer.step_s(batch) for batch in range(len(batches))], rel=1e-9)
+    assert own.priced.steps_s == pytest.approx([pricer.step_s(batch) for batch in range(len(batches))], rel=1e-9)
 
 
 def test_what_todays_layout_leaves_open_is_the_fastest_of_the_usual_kind(price_today, price, costs, samples):
@@ -191,7 +192,6 @@ def test_todays_layout_that_does_not_fit_is_said_to_with_its_bytes(price_today):
     needed_bytes = price_today(layout | {"checkpointing": False}).memory_bytes
     little = price_today(layout | {"checkpointing": False}, memory_gib=0.9 * needed_bytes / 2**30)
     assert little.plan is None
-    assert little.memory_bytes == pytest.approx(needed_bytes)
     assert f"llm tp1 pp1 dp2, 2 microbatches, 1f1b needs {needed_bytes / 2**30:.3g} GiB" in little.why_not
     assert f"({needed_bytes:,.0f} bytes)" in little.why_not
 

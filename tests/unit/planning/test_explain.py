@@ -9,15 +9,16 @@ import pytest
 import yaml
 from spaces import LITTLE_GIB, make_config, with_quick_tp_2
 
+from dflop.comparison import price_baselines
 from dflop.data import SampleShapes
 from dflop.parallelism import load_plan
 from dflop.planning import (
+    Baseline,
     beyond_device,
     candidates_frame,
     describe_choice,
     explain_choice,
     faster_baselines_note,
-    price_baselines,
     read_baselines,
 )
 
@@ -111,7 +112,8 @@ def test_baselines_stand_beside_the_plan_and_the_faster_of_them_are_said(search,
         least, most = written["over_batches"]
         assert least - 1e-3 <= own.step_s / found.best.step_s <= most + 1e-3
     slower, faster = (
-        [replace(own, steps_s=(factor * found.best.step_s,)) for own in baselines[:1]] for factor in (1.5, 0.5)
+        [Baseline(name=baselines[0].name, priced=replace(found.best, steps_s=(factor * found.best.step_s,)))]
+        for factor in (1.5, 0.5)
     )
     assert faster_baselines_note(found, slower) == ""
     assert faster_baselines_note(found, faster).endswith(f"{baselines[0].name} 0.50x as long")

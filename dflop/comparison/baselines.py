@@ -1,0 +1,34 @@
+"""The baselines of `plan.yaml`: some of the systems, on the batches that plans are priced on.
+
+A system's own assignment is not used here: batches are grouped as its plans are searched with, so that a baseline
+stands beside our plan's price, which is also made without the scheduler.
+"""
+
+from dflop.comparison.systems import baseline_systems
+from dflop.comparison.systems.today import require_todays_layout
+from dflop.config import Config
+from dflop.costs import CostModel
+from dflop.data import SampleShapes
+from dflop.models import ModelSpec
+from dflop.planning import Baseline
+from dflop.runtime import UserError
+
+__all__ = ["price_baselines"]
+
+
+def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Baseline]:
+    """All baselines, each with the fastest plan of its kind. `plan.fixed` does not limit them.
+
+    Raises:
+        UserError: when no plan for the devices agrees with `plan.today`.
+    """
+    require_todays_layout(config, spec, costs)
+    found = []
+    for system in baseline_systems(config):
+        try:
+            plans = system.plans(config, spec, costs, samples, compares=False)
+        except UserError as error:
+            found.append(Baseline(name=system.baseline, priced=None, why_not=str(error)))
+        else:
+            found.append(Baseline(name=system.baseline, priced=plans[0] if plans else None))
+    return found
