@@ -1,11 +1,12 @@
 """Assigning samples to buckets by their costs alone: nothing here knows plans, files or devices.
 
-`problem` states the problem; `policies`, `ilp` and `replicas` solve it. `sampler` makes the solutions usable in other
-people's training loops. It needs torch, so it is only imported on demand.
+`problem` states the problem; `packing`, `ilp` and `replicas` solve it, and `policies` are the ways to group that have a
+name. `sampler` makes the solutions usable in other people's training loops. It needs torch, so it is only imported on
+demand.
 """
 
 from dflop.balancing.ilp import WORK_TIMEOUT_S, CbcProcess, IlpResult, without_cbc
-from dflop.balancing.policies import (
+from dflop.balancing.packing import (
     NO_CAP,
     dealt_at_random,
     descend,
@@ -14,15 +15,23 @@ from dflop.balancing.policies import (
     random_buckets,
     small_at_both_ends,
 )
+from dflop.balancing.policies import BY_LENGTH, LPT, POLICIES, RANDOM, DrawnBatch, Packing, Policy
 from dflop.balancing.problem import BatchProblem, bucket_loads, check_assignment, goal_s, least_bucket_s
 from dflop.balancing.replicas import balanced_cells
 
 __all__ = [
+    "BY_LENGTH",
+    "LPT",
     "NO_CAP",
+    "POLICIES",
+    "RANDOM",
     "WORK_TIMEOUT_S",
     "BatchProblem",
     "CbcProcess",
+    "DrawnBatch",
     "IlpResult",
+    "Packing",
+    "Policy",
     "balanced_cells",
     "bucket_loads",
     "check_assignment",

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from dflop.balancing.exchanges import MIN_GAIN
-from dflop.balancing.policies import descend, filled_s
+from dflop.balancing.packing import descend, filled_s
 from dflop.balancing.problem import (
     BatchProblem,
     bucket_loads,

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from dflop.balancing.policies import lpt_buckets
+from dflop.balancing.packing import lpt_buckets
 from dflop.balancing.problem import BatchProblem
 from dflop.runtime import UserError
 

@@ -9,12 +9,11 @@ row has the fastest plan of its space. Balance and order are the quick ones, wit
 
 import numpy as np
 
-from dflop.balancing import dealt_at_random, lpt_buckets, small_at_both_ends
-from dflop.comparison.system import Batch, System, fastest_of
+from dflop.balancing import LPT, RANDOM, BatchProblem, DrawnBatch, Policy, small_at_both_ends
+from dflop.comparison.system import System, fastest_of
 from dflop.comparison.systems import megatron
 from dflop.config import PlanConfig
 from dflop.parallelism import MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING
-from dflop.pricing import Assignment
 
 __all__ = ["ABLATION"]
 
@@ -23,52 +22,39 @@ _PLAIN = {"schedules": [PLAIN_SCHEDULE]}
 _UNSHARED = {"shardings": [PLAIN_SHARDING]}
 
 
-def _random(batch: Batch) -> Assignment:
-    return batch.of_buckets(_drawn(batch))
+class _Ordered(Policy):
+    """The groups of another policy, renumbered so that each replica's small ones come first and last."""
+
+    def __init__(self, of: Policy) -> None:
+        self.name, self._of = f"{of.name}, ordered", of
+
+    def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
+        bucket = self._of.buckets(problem, rng)
+        loads_s = np.bincount(bucket, weights=problem.loads_s.sum(axis=1), minlength=problem.num_buckets)
+        place = np.empty((problem.num_dp_ranks, problem.num_microbatches), dtype=np.int64)
+        for rank, own_s in enumerate(loads_s.reshape(place.shape)):
+            place[rank, small_at_both_ends(own_s)] = rank * place.shape[1] + np.arange(place.shape[1])
+        return place.ravel()[bucket]
+
+    def quick(self, drawn: DrawnBatch, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._of.quick(drawn, dp, num_microbatches)
 
 
-def _random_ordered(batch: Batch) -> Assignment:
-    return batch.of_buckets(_in_order(batch, _drawn(batch)))
+_LPT_ORDERED, _RANDOM_ORDERED = _Ordered(LPT), _Ordered(RANDOM)
 
 
-def _balanced(batch: Batch) -> Assignment:
-    return batch.of_buckets(lpt_buckets(batch.problem))
-
-
-def _balanced_ordered(batch: Batch) -> Assignment:
-    return batch.of_buckets(_in_order(batch, lpt_buckets(batch.problem)))
-
-
-def _drawn(batch: Batch) -> np.ndarray:
-    return dealt_at_random(len(batch.shapes), batch.plan.num_buckets, batch.rng)
-
-
-def _in_order(batch: Batch, bucket: np.ndarray) -> np.ndarray:
-    """The same buckets, renumbered so that each replica's small ones come first and last."""
-    loads_s = np.bincount(bucket, weights=batch.problem.loads_s.sum(axis=1), minlength=batch.plan.num_buckets)
-    place = np.empty((batch.plan.grid("llm").dp, batch.plan.num_microbatches), dtype=np.int64)
-    for rank, own_s in enumerate(loads_s.reshape(place.shape)):
-        place[rank, small_at_both_ends(own_s)] = rank * place.shape[1] + np.arange(place.shape[1])
-    return place.ravel()[bucket]
-
-
-def _only(part: str, decide=_random, **more: list[str]) -> System:
-    """Megatron-style training, except for `decide` and the keys of `PlanConfig` in `more`."""
+def _only(part: str, policy: Policy = RANDOM, **more: list[str]) -> System:
+    """Megatron-style training, except for `policy` and the keys of `PlanConfig` in `more`."""
     within = PlanConfig(**{**_MONOLITHIC, **_PLAIN, **_UNSHARED, **more})
-    grouping = "random" if decide in (_random, _random_ordered) else "balanced"
     is_plan = within.placements != _MONOLITHIC["placements"]
-    return System(
-        name=f"only {part}",
-        plans=fastest_of(within, grouping=grouping, splits_evenly=not is_plan),
-        decide=decide,
-    )
+    plans = fastest_of(within, policy=policy, splits_evenly=not is_plan)
+    return System(name=f"only {part}", plans=plans, policy=policy)
 
 
-def _without(part: str, decide=_balanced_ordered, *, splits_evenly: bool = False, **less: list[str]) -> System:
-    """Our training, except for `decide` and the keys of `PlanConfig` in `less`."""
-    grouping = "random" if decide is _random_ordered else "balanced"
-    plans = fastest_of(PlanConfig(**less), grouping=grouping, splits_evenly=splits_evenly)
-    return System(name=f"without {part}", plans=plans, decide=decide)
+def _without(part: str, policy: Policy = _LPT_ORDERED, *, splits_evenly: bool = False, **less: list[str]) -> System:
+    """Our training, except for `policy` and the keys of `PlanConfig` in `less`."""
+    plans = fastest_of(PlanConfig(**less), policy=policy, splits_evenly=splits_evenly)
+    return System(name=f"without {part}", plans=plans, policy=policy)
 
 
 _ALL = PlanConfig()
@@ -76,13 +62,13 @@ _ALL = PlanConfig()
 ABLATION: tuple[System, ...] = (
     megatron.SYSTEM,
     _only("plan", placements=_ALL.placements),
-    _only("balance", _balanced),
-    _only("order", _random_ordered),
+    _only("balance", LPT),
+    _only("order", _RANDOM_ORDERED),
     _only("schedule", schedules=_ALL.schedules),
     _only("sharding", shardings=_ALL.shardings),
     _without("plan", splits_evenly=True, **_MONOLITHIC),
-    _without("balance", _random_ordered),
-    _without("order", _balanced),
+    _without("balance", _RANDOM_ORDERED),
+    _without("order", LPT),
     _without("schedule", **_PLAIN),
     _without("sharding", **_UNSHARED),
 )

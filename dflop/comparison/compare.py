@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
-from dflop.comparison.system import Batch, System
+from dflop.comparison.system import System
 from dflop.comparison.systems import SYSTEMS
 from dflop.config import Config
 from dflop.costs import CostModel
@@ -162,10 +162,10 @@ def decided_by(
         UserError: when no assignment is found that fits into memory.
     """
     rng = np.random.default_rng([seed, step])
-    batch = Batch(pricer=pricer, shapes=shapes, rng=rng)
-    _ = batch.problem  # made before the clock starts, since every system gets it
+    # Made before the clock starts, since every system gets it.
+    problem = replace(pricer.problem(shapes), max_bucket_tokens=None)
     started = time.perf_counter()
-    assignment = system.decide(batch)
+    assignment = pricer.assign(shapes, *np.divmod(system.policy.buckets(problem, rng), problem.num_microbatches))
     deciding_s = time.perf_counter() - started
     if fits(pricer, shapes, assignment):
         return assignment, deciding_s, False

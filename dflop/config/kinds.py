@@ -6,6 +6,7 @@ A validator's words follow the key in a message: "`train.steps` is 0; it must be
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -71,6 +72,9 @@ Manifest = Annotated[str, Field(validate_default=True), _not_empty("name a manif
 Placement = Literal[tuple(PLACEMENTS)]
 ScheduleName = Literal[tuple(SCHEDULES)]
 ShardingName = Literal[tuple(SHARDINGS)]
+# A policy's file in `balancing/policies` has its name. They are not imported, as every job reads the config again.
+_POLICIES = (Path(__file__).parents[1] / "balancing" / "policies").glob("*.py")
+PolicyName = Literal[tuple(sorted(path.stem for path in _POLICIES if path.stem not in ("__init__", "policy")))]
 Precision = Literal["fp32", "bf16", "fp64"]
 # YAML reads `on` and `off` as true and false.
 _SWITCHED = {True: "on", False: "off"}

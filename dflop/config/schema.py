@@ -189,7 +189,7 @@ class PlanConfig:
 class ScheduleConfig:
     """Where `deterministic` is true, `load_config` replaces a `correction` of `auto` by `off`."""
 
-    policy: Literal["random", "lpt", "search", "ilp"] = "ilp"
+    policy: kinds.PolicyName = "ilp"
     lookahead_steps: kinds.Count = 8
     time_limit_s: kinds.AboveZero = 1.0
     search_trials: kinds.CountOrZero = 8000

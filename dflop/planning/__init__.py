@@ -5,7 +5,7 @@ from dflop.planning.candidate import Candidate, PlanPricer
 from dflop.planning.epoch import Epoch, hour_of, price_note
 from dflop.planning.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
 from dflop.planning.finalists import FINALISTS_WITHIN, with_finalists_scheduled
-from dflop.planning.grouped_batches import GroupedBatches, like_lengths
+from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.holding import BeyondDevice, beyond_device, leave_out_what_no_plan_holds
 from dflop.planning.loading import LoadingNeed, loading_need, loading_note, planned_loaders
 from dflop.planning.search import SearchResult, search_plans
@@ -30,7 +30,6 @@ __all__ = [
     "faster_baselines_note",
     "hour_of",
     "leave_out_what_no_plan_holds",
-    "like_lengths",
     "loading_need",
     "loading_note",
     "plan_of",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dflop.balancing import Policy
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
@@ -53,15 +54,14 @@ class _Grouped(NamedTuple):
 class PlanPricer:
     """Prices one plan, batch by batch.
 
-    `grouping` is the method of `GroupedBatches` that groups samples: `balanced`, or, for training without a scheduler,
-    `random` or `by_length`.
+    Samples are grouped by the quick form of `policy`, such as `RANDOM` for training without a scheduler.
     """
 
     def __init__(
-        self, plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches, grouping: str
+        self, plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches, policy: Policy
     ) -> None:
         self.plan, self._batches = plan, batches
-        self._group = getattr(batches, grouping)
+        self._policy = policy
         self._assigned: dict[int, _Grouped] = {}
         self._pricer = Pricer(
             plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
@@ -152,7 +152,7 @@ class PlanPricer:
     def _grouped(self, batch: int) -> _Grouped:
         if batch not in self._assigned:
             shapes, llm = self._batches.shapes[batch], self.plan.grid("llm")
-            grouped = self._group(batch, llm.dp, self.plan.num_microbatches)
+            grouped = self._batches.group(self._policy, batch, llm.dp, self.plan.num_microbatches)
             assignment = self._pricer.assign(shapes, *grouped)
             self._assigned[batch] = _Grouped(shapes, assignment, self._pricer.cells(shapes, assignment))
         return self._assigned[batch]

@@ -8,11 +8,12 @@ such share adds to the step.
 """
 
 from collections.abc import Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dflop.balancing import Policy
 from dflop.costs import CostModel, Loads, StageKind, stage_kinds
 from dflop.models import ModelSpec, ModuleSpec
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
@@ -45,11 +46,11 @@ class DealtMedia:
         spec: ModelSpec,
         costs: CostModel,
         batches: GroupedBatches,
-        grouping: str,
+        policy: Policy,
         frozen: Collection[str],
     ) -> None:
         self._spec, self._costs, self._batches = spec, costs, batches
-        self._group, self._frozen = getattr(batches, grouping), frozenset(frozen)
+        self._group, self._frozen = partial(batches.group, policy), frozenset(frozen)
         self._dealt = lru_cache(maxsize=64)(self._deal)
         self._loads = [
             [np.array(loads_of(encoder.name, shapes)) for shapes in batches.shapes] for encoder in spec.encoders

@@ -6,11 +6,12 @@ whole step.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from dflop.balancing import Policy
 from dflop.costs import NO_WORKING_BYTES, PARTS, CostModel, StageKind, resident_bytes, stage_kinds, working_bytes
 from dflop.costs.forms import PackedForms, PackedTerms, form_at, largest_at, pack_forms, pack_terms
 from dflop.models import ModelSpec
@@ -48,12 +49,12 @@ class LeastMemory:
         costs: CostModel,
         batches: GroupedBatches,
         splits: Splits,
-        grouping: str,
+        policy: Policy,
         frozen: Collection[str],
         value_bytes: int,
     ) -> None:
         self._spec, self._costs, self._batches, self._splits = spec, costs, batches, splits
-        self._group = getattr(batches, grouping)
+        self._group = partial(batches.group, policy)
         self._frozen, self._value_bytes = frozenset(frozen), value_bytes
         self._token_bytes = spec.module("llm").hidden_size * value_bytes
         self._loads = lru_cache(maxsize=2048)(self._replica_loads)

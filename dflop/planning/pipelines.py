@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dflop.balancing import Policy
 from dflop.config import Config
 from dflop.costs import ALL_PARTS, PARTS, CostModel, Loads, ShardedPass, StageKind, stage_kinds
 from dflop.models import ModelSpec
@@ -36,14 +37,14 @@ class MeanPipelines:
         batches: GroupedBatches,
         splits: Splits,
         links: LeastLinks,
-        grouping: str,
+        policy: Policy,
     ) -> None:
         self._num_layers = spec.module("llm").num_layers
         self._num_encoders = len(spec.encoders)
         self._trained_encoders = [own.name for own in spec.encoders if own.name not in config.model.freeze]
         self._cluster, self._frozen = config.cluster, frozenset(config.model.freeze)
         self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
-        self._costs, self._batches, self._splits, self._grouping = costs, batches, splits, grouping
+        self._costs, self._batches, self._splits, self._policy = costs, batches, splits, policy
         self._links = links
         self._passes = lru_cache(maxsize=1024)(self._sharded_passes)
         self._parameter_bytes = lru_cache(maxsize=4096)(self._stage_parameter_bytes)
@@ -158,7 +159,7 @@ class MeanPipelines:
         """The LLM's loads on the mean replica, [num_batches, num_microbatches]; with `mean` those of the mean batch,
         [1, num_microbatches]."""
         if not mean:
-            return self._batches.mean_text(self._grouping, dp, num_microbatches)
+            return self._batches.mean_text(self._policy, dp, num_microbatches)
         return Loads(*(load.mean(axis=0, keepdims=True) for load in self._text(dp, num_microbatches, False)))
 
     def _part_times(

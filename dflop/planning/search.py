@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
+from dflop.balancing import LPT, Policy
 from dflop.config import Config, PlanConfig, most_memory_gib
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
@@ -83,14 +84,14 @@ def search_plans(
     samples: SampleShapes,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
-    grouping: str = "balanced",
+    policy: Policy = LPT,
     within: PlanConfig | None = None,
     splits_evenly: bool = False,
     compares: bool = False,
 ) -> SearchResult:
     """Search the config's space; `progress` is called with the number of decided plans and of all plans.
 
-    `grouping` is how batches are grouped (`PlanPricer`); `within` are limits in place of those of `config.plan`;
+    `policy` groups the batches (`PlanPricer`); `within` are limits in place of those of `config.plan`;
     `splits_evenly` leaves out uneven splits of layers; `compares` finds the ten fastest plans for certain.
 
     A plan recomputes just enough layers to fit (`recompute`), or all or none where `plan.fixed.checkpointing` pins it.
@@ -106,7 +107,7 @@ def search_plans(
     fixed = (within or config.plan).fixed
     pinned = fixed.checkpointing if fixed else None
     num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else NUM_FINALISTS
-    search = _Search(config, spec, costs, batches, rows, splits, bounds, links, grouping, num_best, pinned)
+    search = _Search(config, spec, costs, batches, rows, splits, bounds, links, policy, num_best, pinned)
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     least_s, order = mean_s[order].tolist(), order.tolist()
@@ -143,13 +144,13 @@ class _Search:
         splits: Splits,
         bounds: LowerBounds,
         links: LeastLinks,
-        grouping: str,
+        policy: Policy,
         num_best: int,
         pinned: bool | None,
     ) -> None:
         self._num_best, self._pinned = num_best, pinned
         self._config, self._spec, self._rows, self._splits = config, spec, rows, splits
-        self._about = (config, spec, costs, batches, grouping)
+        self._about = (config, spec, costs, batches, policy)
         self._num_batches = len(batches)
         self._budget_bytes = config.cluster.memory_gib * 2**30
         # Negated step times of the fastest plans.
@@ -164,9 +165,9 @@ class _Search:
             splits,
             spec.module("llm").num_layers,
             bounds,
-            MeanPipelines(config, spec, costs, batches, splits, links, grouping),
-            DealtMedia(spec, costs, batches, grouping, frozen),
-            LeastMemory(spec, costs, batches, splits, grouping, frozen, links.value_bytes),
+            MeanPipelines(config, spec, costs, batches, splits, links, policy),
+            DealtMedia(spec, costs, batches, policy, frozen),
+            LeastMemory(spec, costs, batches, splits, policy, frozen, links.value_bytes),
             limit_bytes=self._budget_bytes,
             pinned=pinned,
         )

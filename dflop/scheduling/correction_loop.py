@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dflop.balancing import POLICIES
 from dflop.config import ScheduleConfig
 from dflop.costs import Loads
 from dflop.pricing import NO_CORRECTIONS, Corrections, Learner, Pricer, lasting_s
@@ -67,7 +68,7 @@ class CorrectionLoop:
         self._scheduler, self._table = scheduler, scheduler.pricer.corrected()
         self._mode = config.correction
         # The gate tries batches without CBC, whose answers depend on the time it has.
-        self._policy_tried = "search" if config.policy == "ilp" else config.policy
+        self._policy_tried = POLICIES[config.policy].without_cbc.name
         self.learner = learner or Learner()
         self._lag = config.lookahead_steps + REPORT_LAG_STEPS
         self._awaited: dict[int, StepSchedule] = {}

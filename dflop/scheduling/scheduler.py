@@ -1,9 +1,9 @@
 """The scheduler: it regroups one step's global batch by a policy, and chooses by simulated step times.
 
-`random` draws buckets and `lpt` balances them. `search` starts from the better of two packings, balanced buckets and
-buckets that are small where the pipeline fills and drains, and changes it as long as the simulated step gets shorter.
-`ilp` lets CBC improve the better packing before the search. A schedule holds all that a rank needs to load and compute
-its part.
+A policy (`balancing/policies`) gives one or more packings; the scheduler runs their microbatches in several orders, if
+the policy allows it, and takes the fastest that fits into memory. For some policies CBC improves the packing first, and
+a search changes it as long as the simulated step gets shorter. A schedule holds all that a rank needs to load and
+compute its part.
 
 A schedule depends only on the seed, the step, the data, the plan, the costs and the pricer's corrections. With `ilp` it
 also depends on how far CBC gets within its time limit, unless `schedule.deterministic` limits CBC's work instead. Every
@@ -22,14 +22,17 @@ import numpy as np
 import polars as pl
 
 from dflop.balancing import (
+    LPT,
+    POLICIES,
+    RANDOM,
     BatchProblem,
     CbcProcess,
     IlpResult,
+    Policy,
     balanced_cells,
     check_assignment,
     lpt_buckets,
     quick_buckets,
-    random_buckets,
     small_at_both_ends,
 )
 from dflop.config import ScheduleConfig
@@ -76,13 +79,13 @@ class BatchScheduler:
         Raises:
             UserError: when no assignment of the batch is found that fits into memory.
         """
-        return self._schedule(step, policy or self._config.policy, self._decide)
+        return self._schedule(step, POLICIES[policy or self._config.policy], self._decide)
 
     def at_random(self, step: int) -> StepSchedule:
         """The step in random groups, for comparison: as they are drawn, whether they fit into memory or not."""
-        return self._schedule(step, "random", self._as_drawn)
+        return self._schedule(step, RANDOM, self._as_drawn)
 
-    def _schedule(self, step: int, policy: str, decide: Callable[..., tuple[Assignment, str, int]]) -> StepSchedule:
+    def _schedule(self, step: int, policy: Policy, decide: Callable[..., tuple[Assignment, str, int]]) -> StepSchedule:
         started = time.perf_counter()
         shapes = self.samples.take(self.batches[step])
         assignment, status, num_beyond_memory = decide(shapes, self.pricer.problem(shapes), step, policy)
@@ -91,7 +94,7 @@ class BatchScheduler:
             shapes,
             assignment,
             step=step,
-            policy=policy,
+            policy=policy.name,
             status=status,
             num_beyond_memory=num_beyond_memory,
             deciding_s=time.perf_counter() - started,
@@ -123,7 +126,7 @@ class BatchScheduler:
             problem = self.pricer.problem(shapes)
             quick = quick_buckets(problem.loads_s, problem.num_buckets)
             if not fits(self.pricer, shapes, self._split(shapes, problem, quick)):
-                self.schedule(step, "lpt")
+                self.schedule(step, LPT.name)
 
     def close(self) -> None:
         """End the CBC process, if there is one."""
@@ -140,39 +143,28 @@ class BatchScheduler:
             self.close()
 
     def _as_drawn(
-        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
+        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: Policy
     ) -> tuple[Assignment, str, int]:
-        """Random groups as they are drawn."""
-        problem, drawn = self._drawn(shapes, problem, np.random.default_rng([self._seed, step]))
+        """A policy's groups as they are, whether they fit into memory or not."""
+        rng = np.random.default_rng([self._seed, step])
+        problem, buckets = _packed(problem, lambda own: policy.buckets(own, rng))
+        drawn = self._split(shapes, problem, buckets)
         if self._holds(shapes, problem, drawn):
-            return drawn, policy, 0
-        return drawn, f"{policy}, beyond memory", 1
-
-    def _drawn(
-        self, shapes: SampleShapes, problem: BatchProblem, rng: np.random.Generator
-    ) -> tuple[BatchProblem, Assignment]:
-        """Random groups, and the problem that they solve (`_packed`)."""
-        problem, buckets = _packed(problem, lambda own: random_buckets(own, rng))
-        return problem, self._split(shapes, problem, buckets)
+            return drawn, policy.name, 0
+        return drawn, f"{policy.name}, beyond memory", 1
 
     def _decide(
-        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: str
+        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: Policy
     ) -> tuple[Assignment, str, int]:
         """The assignment, how it was found, and the number of faster ones that were not taken because of memory."""
         rng = np.random.default_rng([self._seed, step])
-        if policy == "random":
-            problem, drawn = self._drawn(shapes, problem, rng)
-            if self._holds(shapes, problem, drawn):
-                return drawn, "random", 0
-            return fitted(self.pricer, shapes, [drawn], rng), "random, made to fit", 1
-        shares = {"lpt": None} if policy == "lpt" else {"lpt": None, "small ends": self._shares}
-        problem, packed = _packed(problem, lambda own: [lpt_buckets(own, share) for share in shares.values()])
-        of_name = dict(zip(shares, packed, strict=True))
-        starts = [own for name, buckets in of_name.items() for own in self._ordered(shapes, problem, buckets, name)]
-        even = [] if policy == "lpt" else self._even_numbers(shapes, problem)
-        if policy == "ilp":
+        problem, packings = _packed(problem, lambda own: policy.packings(own, rng, lambda: self._shares))
+        place = self._ordered if policy.may_reorder else self._as_packed
+        starts = [own for name, packing in packings.items() for own in place(shapes, problem, packing.bucket, name)]
+        even = self._even_numbers(shapes, problem) if policy.searches else []
+        if policy.solves:
             name = min(starts, key=lambda own: own.step_s).name
-            solved = self._solve(problem, of_name[name], shares[name])
+            solved = self._solve(problem, *packings[name])
             starts += self._ordered(shapes, problem, solved.bucket, f"{name}, kept")
             starts, even = (
                 [own._replace(name=_with_ilp(own.name, solved.status)) for own in some] for some in (starts, even)
@@ -180,7 +172,7 @@ class BatchScheduler:
         starts += even
         fitting = self._fastest_that_fits(shapes, problem, starts)
         num_beyond = sum(fitting is None or own.step_s < fitting.step_s for own in starts)
-        if policy in ("search", "ilp"):
+        if policy.searches:
             return *self._searched(shapes, problem, starts, fitting, rng), num_beyond
         if fitting is None:
             fastest = min(starts, key=lambda own: own.step_s)
@@ -261,6 +253,11 @@ class BatchScheduler:
         uncapped = replace(problem, max_bucket_tokens=None)
         check_assignment(uncapped, assignment.llm_dp_rank * problem.num_microbatches + assignment.microbatch)
         return fits(self.pricer, shapes, assignment)
+
+    def _as_packed(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray, name: str) -> list["_Start"]:
+        """The one start of a packing whose microbatches keep their order."""
+        assignment = self._split(shapes, problem, buckets)
+        return [_Start(self.pricer.step_s(shapes, assignment), name, assignment)]
 
     def _ordered(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray, name: str) -> list["_Start"]:
         """A start for each order of a packing's microbatches: as they come, or with small ones at both ends."""

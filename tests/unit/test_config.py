@@ -193,7 +193,7 @@ def test_a_source_without_a_path_is_refused():
 @pytest.mark.parametrize(
     ("key", "value", "choices"),
     [
-        ("schedule.policy", "lptt", "random, lpt, search, ilp"),
+        ("schedule.policy", "lptt", "by_length, ilp, lpt, random, search"),
         ("plan.fixed.schedule", "zb", "gpipe, interleaved_1f1b, 1f1b, zb_h1"),
         ("plan.fixed.placement", "apart", "bubble_filled, colocated, disjoint, monolithic"),
         ("plan.today.placement", "apart", "bubble_filled, colocated, disjoint, monolithic"),

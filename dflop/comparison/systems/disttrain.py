@@ -8,28 +8,30 @@ are divided among microbatches: here equally many go to each, in the order in wh
 
 import numpy as np
 
-from dflop.balancing import small_at_both_ends
+from dflop.balancing import BatchProblem, Policy, small_at_both_ends
 from dflop.comparison.packing import longest_first
-from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of
+from dflop.comparison.system import System, bucket_numbers, fastest_of
 from dflop.config import PlanConfig
 from dflop.parallelism import DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
-from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
 
 
-def _decide(batch: Batch) -> Assignment:
-    loads_s, num_microbatches = batch.problem.loads_s, batch.plan.num_microbatches
-    whole_s = loads_s.sum(axis=1)
-    drawn = np.arange(len(whole_s)) * num_microbatches // len(whole_s)
-    rank = np.empty(len(whole_s), dtype=np.int64)
-    for number in range(num_microbatches):
-        own = np.flatnonzero(drawn == number)
-        rank[own] = longest_first(whole_s[own], batch.plan.grid("llm").dp)
-    order = small_at_both_ends(np.bincount(drawn, weights=whole_s, minlength=num_microbatches))
-    place = np.empty_like(order)
-    place[order] = np.arange(num_microbatches)
-    return batch.of_buckets(bucket_numbers(rank, place[drawn], num_microbatches))
+class _DistTrain(Policy):
+    name = "disttrain"
+
+    def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
+        loads_s, num_microbatches = problem.loads_s, problem.num_microbatches
+        whole_s = loads_s.sum(axis=1)
+        drawn = np.arange(len(whole_s)) * num_microbatches // len(whole_s)
+        rank = np.empty(len(whole_s), dtype=np.int64)
+        for number in range(num_microbatches):
+            own = np.flatnonzero(drawn == number)
+            rank[own] = longest_first(whole_s[own], problem.num_dp_ranks)
+        order = small_at_both_ends(np.bincount(drawn, weights=whole_s, minlength=num_microbatches))
+        place = np.empty_like(order)
+        place[order] = np.arange(num_microbatches)
+        return bucket_numbers(rank, place[drawn], num_microbatches)
 
 
 SYSTEM = System(
@@ -38,5 +40,5 @@ SYSTEM = System(
         PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING]),
         splits_evenly=False,
     ),
-    decide=_decide,
+    policy=_DistTrain(),
 )

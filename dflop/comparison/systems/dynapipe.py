@@ -8,25 +8,28 @@ here no system pads.
 
 import numpy as np
 
+from dflop.balancing import BatchProblem, Policy
 from dflop.comparison.packing import contiguous, longest_first
-from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of
+from dflop.comparison.system import System, bucket_numbers, fastest_of
 from dflop.comparison.systems import megatron
-from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
 
 
-def _decide(batch: Batch) -> Assignment:
-    whole_s, num_microbatches = batch.problem.loads_s.sum(axis=1), batch.plan.num_microbatches
-    order = np.argsort(batch.shapes.llm_tokens, kind="stable")
-    cut = np.empty(len(order), dtype=np.int64)
-    cut[order] = contiguous(whole_s[order], batch.plan.num_buckets)
-    of_cut_s = np.bincount(cut, weights=whole_s, minlength=batch.plan.num_buckets)
-    rank_of_cut = longest_first(of_cut_s, batch.plan.grid("llm").dp, equally_many=True)
-    turn = np.argsort(rank_of_cut, kind="stable")
-    place_of_cut = np.empty_like(turn)
-    place_of_cut[turn] = np.arange(len(turn)) % num_microbatches
-    return batch.of_buckets(bucket_numbers(rank_of_cut[cut], place_of_cut[cut], num_microbatches))
+class _DynaPipe(Policy):
+    name = "dynapipe"
+
+    def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
+        whole_s, num_microbatches = problem.loads_s.sum(axis=1), problem.num_microbatches
+        order = np.argsort(problem.llm_tokens, kind="stable")
+        cut = np.empty(len(order), dtype=np.int64)
+        cut[order] = contiguous(whole_s[order], problem.num_buckets)
+        of_cut_s = np.bincount(cut, weights=whole_s, minlength=problem.num_buckets)
+        rank_of_cut = longest_first(of_cut_s, problem.num_dp_ranks, equally_many=True)
+        turn = np.argsort(rank_of_cut, kind="stable")
+        place_of_cut = np.empty_like(turn)
+        place_of_cut[turn] = np.arange(len(turn)) % num_microbatches
+        return bucket_numbers(rank_of_cut[cut], place_of_cut[cut], num_microbatches)
 
 
-SYSTEM = System(name="DynaPipe-style", plans=fastest_of(megatron.WITHIN, splits_evenly=False), decide=_decide)
+SYSTEM = System(name="DynaPipe-style", plans=fastest_of(megatron.WITHIN, splits_evenly=False), policy=_DynaPipe())

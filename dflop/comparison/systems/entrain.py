@@ -7,30 +7,32 @@ later microbatch than the encoder's, while in our plans a sample is in one micro
 
 import numpy as np
 
-from dflop.balancing import small_at_both_ends
+from dflop.balancing import BatchProblem, Policy, small_at_both_ends
 from dflop.comparison.packing import longest_first
-from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of
+from dflop.comparison.system import System, bucket_numbers, fastest_of
 from dflop.config import PlanConfig
 from dflop.parallelism import COLOCATED, DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
-from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
 
 
-def _decide(batch: Batch) -> Assignment:
-    encoder_s, llm_s = batch.problem.loads_s[:, :-1].sum(axis=1), batch.problem.loads_s[:, -1]
-    num_buckets, num_microbatches = batch.plan.num_buckets, batch.plan.num_microbatches
-    with_media = np.flatnonzero(encoder_s)
-    bucket = np.full(len(llm_s), -1)
-    bucket[with_media] = longest_first(encoder_s[with_media], num_buckets)
-    held_s = np.bincount(bucket[with_media], weights=llm_s[with_media], minlength=num_buckets)
-    rest = np.flatnonzero(bucket < 0)
-    bucket[rest] = longest_first(llm_s[rest], num_buckets, held_s)
-    rank, microbatch = np.divmod(bucket, num_microbatches)
-    order = small_at_both_ends(np.bincount(microbatch, weights=llm_s, minlength=num_microbatches))
-    place = np.empty_like(order)
-    place[order] = np.arange(num_microbatches)
-    return batch.of_buckets(bucket_numbers(rank, place[microbatch], num_microbatches))
+class _Entrain(Policy):
+    name = "entrain"
+
+    def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
+        encoder_s, llm_s = problem.loads_s[:, :-1].sum(axis=1), problem.loads_s[:, -1]
+        num_buckets, num_microbatches = problem.num_buckets, problem.num_microbatches
+        with_media = np.flatnonzero(encoder_s)
+        bucket = np.full(len(llm_s), -1)
+        bucket[with_media] = longest_first(encoder_s[with_media], num_buckets)
+        held_s = np.bincount(bucket[with_media], weights=llm_s[with_media], minlength=num_buckets)
+        rest = np.flatnonzero(bucket < 0)
+        bucket[rest] = longest_first(llm_s[rest], num_buckets, held_s)
+        rank, microbatch = np.divmod(bucket, num_microbatches)
+        order = small_at_both_ends(np.bincount(microbatch, weights=llm_s, minlength=num_microbatches))
+        place = np.empty_like(order)
+        place[order] = np.arange(num_microbatches)
+        return bucket_numbers(rank, place[microbatch], num_microbatches)
 
 
 SYSTEM = System(
@@ -39,5 +41,5 @@ SYSTEM = System(
         PlanConfig(placements=[DISJOINT.name, COLOCATED.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING]),
         splits_evenly=False,
     ),
-    decide=_decide,
+    policy=_Entrain(),
 )

@@ -6,27 +6,29 @@ sampler gives all microbatches equally many samples. Where a batch cannot be div
 
 import numpy as np
 
-from dflop.balancing import balanced_cells, lpt_buckets
-from dflop.comparison.system import Batch, System, bucket_numbers, fastest_of
+from dflop.balancing import BatchProblem, Policy, balanced_cells, lpt_buckets
+from dflop.comparison.system import System, bucket_numbers, fastest_of
 from dflop.comparison.systems.fsdp_random import whole_on_every_device
-from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
 
 
-def _decide(batch: Batch) -> Assignment:
-    dp, num_microbatches = batch.plan.grid("llm").dp, batch.plan.num_microbatches
-    size, rest = divmod(len(batch.shapes), dp * num_microbatches)
-    if rest:
-        return batch.of_buckets(lpt_buckets(batch.problem))
-    cell = balanced_cells(batch.problem.loads_s, dp, size)
-    microbatch, rank = np.divmod(cell, dp)
-    return batch.of_buckets(bucket_numbers(rank, microbatch, num_microbatches))
+class _BySampler(Policy):
+    name = "sampler"
+
+    def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
+        dp, num_microbatches = problem.num_dp_ranks, problem.num_microbatches
+        size, rest = divmod(problem.num_samples, dp * num_microbatches)
+        if rest:
+            return lpt_buckets(problem)
+        cell = balanced_cells(problem.loads_s, dp, size)
+        microbatch, rank = np.divmod(cell, dp)
+        return bucket_numbers(rank, microbatch, num_microbatches)
 
 
 SYSTEM = System(
     name="FSDP, balanced by our sampler",
     baseline="every device the whole model, balanced batches (FSDP-style)",
     plans=fastest_of(whole_on_every_device),
-    decide=_decide,
+    policy=_BySampler(),
 )

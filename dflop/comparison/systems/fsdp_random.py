@@ -5,12 +5,11 @@ whole model on its own samples. Parameters, gradients and moments are sharded ov
 where that is faster (`costs.sharded`).
 """
 
-from dflop.balancing import dealt_at_random
-from dflop.comparison.system import Batch, System, fastest_of
+from dflop.balancing import RANDOM
+from dflop.comparison.system import System, fastest_of
 from dflop.config import FixedGrid, FixedPlan, PlanConfig
 from dflop.models import ModelSpec
 from dflop.parallelism import MONOLITHIC, PLAIN_SCHEDULE, SHARDINGS
-from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM", "whole_on_every_device"]
 
@@ -26,13 +25,9 @@ def whole_on_every_device(spec: ModelSpec) -> PlanConfig:
     )
 
 
-def _decide(batch: Batch) -> Assignment:
-    return batch.of_buckets(dealt_at_random(len(batch.shapes), batch.plan.num_buckets, batch.rng))
-
-
 SYSTEM = System(
     name="FSDP, random",
     baseline="every device the whole model, random batches (FSDP-style)",
-    plans=fastest_of(whole_on_every_device, grouping="random"),
-    decide=_decide,
+    plans=fastest_of(whole_on_every_device, policy=RANDOM),
+    policy=RANDOM,
 )

@@ -5,16 +5,21 @@ Sheng et al., "HybridFlow: a flexible and efficient RLHF framework", EuroSys '25
 number of its LLM tokens; the encoders' work does not count.
 """
 
+import numpy as np
+
+from dflop.balancing import BatchProblem, Policy
 from dflop.comparison.packing import differencing
-from dflop.comparison.system import Batch, System, fastest_of
+from dflop.comparison.system import System, fastest_of
 from dflop.comparison.systems.fsdp_random import whole_on_every_device
-from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
 
 
-def _decide(batch: Batch) -> Assignment:
-    return batch.of_buckets(differencing(batch.shapes.llm_tokens, batch.plan.num_buckets))
+class _KarmarkarKarp(Policy):
+    name = "karmarkar_karp"
+
+    def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
+        return differencing(problem.llm_tokens, problem.num_buckets)
 
 
-SYSTEM = System(name="FSDP, Karmarkar-Karp", plans=fastest_of(whole_on_every_device), decide=_decide)
+SYSTEM = System(name="FSDP, Karmarkar-Karp", plans=fastest_of(whole_on_every_device), policy=_KarmarkarKarp())

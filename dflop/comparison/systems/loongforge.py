@@ -5,17 +5,12 @@ are balanced over the replicas by fitted costs. Here our policy `lpt`, which is 
 at once.
 """
 
-from dflop.balancing import lpt_buckets
-from dflop.comparison.system import Batch, System, fastest_of
+from dflop.balancing import LPT
+from dflop.comparison.system import System, fastest_of
 from dflop.config import PlanConfig
 from dflop.parallelism import COLOCATED, PLAIN_SCHEDULE, PLAIN_SHARDING
-from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
-
-
-def _decide(batch: Batch) -> Assignment:
-    return batch.of_buckets(lpt_buckets(batch.problem))
 
 
 SYSTEM = System(
@@ -24,5 +19,5 @@ SYSTEM = System(
         PlanConfig(placements=[COLOCATED.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING]),
         splits_evenly=False,
     ),
-    decide=_decide,
+    policy=LPT,
 )

@@ -6,17 +6,22 @@ encoder's replicas by the encoder's work, independently of the samples' LLM repl
 devices all do the latter.
 """
 
+import numpy as np
+
+from dflop.balancing import BatchProblem, Policy
 from dflop.comparison.packing import longest_first
-from dflop.comparison.system import Batch, System, fastest_of
+from dflop.comparison.system import System, fastest_of
 from dflop.config import PlanConfig
 from dflop.parallelism import COLOCATED, PLAIN_SCHEDULE, SHARDINGS
-from dflop.pricing import Assignment
 
 __all__ = ["SYSTEM"]
 
 
-def _decide(batch: Batch) -> Assignment:
-    return batch.of_buckets(longest_first(batch.problem.loads_s[:, -1], batch.plan.num_buckets))
+class _OrchMllm(Policy):
+    name = "orchmllm"
+
+    def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
+        return longest_first(problem.loads_s[:, -1], problem.num_buckets)
 
 
 SYSTEM = System(
@@ -25,5 +30,5 @@ SYSTEM = System(
         PlanConfig(placements=[COLOCATED.name], schedules=[PLAIN_SCHEDULE], shardings=list(SHARDINGS)),
         splits_evenly=False,
     ),
-    decide=_decide,
+    policy=_OrchMllm(),
 )

@@ -9,8 +9,8 @@ longest processing time first. It does not choose the order of microbatches.
 import numpy as np
 import polars as pl
 
-from dflop.balancing import CbcProcess, quick_buckets
-from dflop.comparison.system import Batch, System
+from dflop.balancing import LPT, BatchProblem, CbcProcess, Policy, quick_buckets
+from dflop.comparison.system import System
 from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel, Loads, StageKind
 from dflop.data import SampleShapes
@@ -21,14 +21,13 @@ from dflop.planning import Candidate, GroupedBatches, PlanPricer, enumerate_spac
 from dflop.planning.least_memory import LeastMemory
 from dflop.planning.row_bounds import MARGIN
 from dflop.planning.space import llm_layers
-from dflop.pricing import BYTES_PER_VALUE, Assignment, loads_of
+from dflop.pricing import BYTES_PER_VALUE, loads_of
 from dflop.runtime import UserError
 
 __all__ = ["SYSTEM"]
 
 _TIME_LIMIT_S = 1.0
 _WITHIN = PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE], shardings=[PLAIN_SHARDING])
-_GROUPING = "balanced"
 
 
 def _plans(
@@ -47,14 +46,14 @@ def _plans(
     places = rows["num_microbatches"] + num_stages - 1
     budget = config.cluster.memory_gib * 2**30
     frozen, value_bytes = config.model.freeze, BYTES_PER_VALUE[config.train.precision]
-    memory = LeastMemory(spec, costs, batches, {}, _GROUPING, frozen, value_bytes)
+    memory = LeastMemory(spec, costs, batches, {}, LPT, frozen, value_bytes)
     for place in np.argsort(places.to_numpy() * stage_s, kind="stable"):
         row = rows.row(int(place), named=True)
         recomputes, layers = row["checkpointing"], llm_layers(row, {}, spec.module("llm").num_layers)
         of_llm = memory.of_llm(row, layers if recomputes else (0,) * len(layers))
         if memory.least_bytes(row, of_llm, recomputes=recomputes) > budget * MARGIN:
             continue  # quicker to know than what the plan needs
-        pricer = PlanPricer(plan_of(row, {}, checkpointing=recomputes), config, spec, costs, batches, _GROUPING)
+        pricer = PlanPricer(plan_of(row, {}, checkpointing=recomputes), config, spec, costs, batches, LPT)
         if pricer.needed_bytes(np.nextafter(budget, np.inf)) <= budget:
             return [pricer.candidate()]
     return []
@@ -79,15 +78,18 @@ def _mean_stage_s(
     return seconds
 
 
-def _decide(batch: Batch) -> Assignment:
-    start = quick_buckets(batch.problem.loads_s, batch.problem.num_buckets)
-    with CbcProcess() as cbc:
-        return batch.of_buckets(cbc.solve(batch.problem, start, time_limit_s=_TIME_LIMIT_S).bucket)
+class _MinMaxIlp(Policy):
+    name = "min_max_ilp"
+
+    def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
+        start = quick_buckets(problem.loads_s, problem.num_buckets)
+        with CbcProcess() as cbc:
+            return cbc.solve(problem, start, time_limit_s=_TIME_LIMIT_S).bucket
 
 
 SYSTEM = System(
     name="DFLOP as published",
     baseline="published rule at mean shapes, balanced batches",
     plans=_plans,
-    decide=_decide,
+    policy=_MinMaxIlp(),
 )

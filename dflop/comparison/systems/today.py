@@ -48,7 +48,7 @@ def _plans(
             devices.
     """
     within, rows = _rows(config, spec, costs)
-    how = {"grouping": megatron.GROUPING, "within": within, "splits_evenly": True, "compares": compares}
+    how = {"policy": megatron.POLICY, "within": within, "splits_evenly": True, "compares": compares}
     try:
         return offered(search_plans(config, spec, costs, samples, **how))
     except UserError:  # the space is not empty, so nothing in it fits
@@ -68,9 +68,9 @@ def _nearest(
     most = rows.sort("num_microbatches", descending=True, maintain_order=True).head(_MOST_NEEDS)
     for row in most.iter_rows(named=True):
         plan = plan_of(row, {}, checkpointing=may_recompute(row["schedule"], pinned))
-        needs.append((PlanPricer(plan, config, spec, costs, batches, megatron.GROUPING).needed_bytes(), plan))
+        needs.append((PlanPricer(plan, config, spec, costs, batches, megatron.POLICY).needed_bytes(), plan))
     needed_bytes, plan = min(needs, key=lambda need: need[0])
     return plan, needed_bytes
 
 
-SYSTEM = System(name="today's layout, random", baseline=TODAY, plans=_plans, decide=megatron.SYSTEM.decide)
+SYSTEM = System(name="today's layout, random", baseline=TODAY, plans=_plans, policy=megatron.POLICY)

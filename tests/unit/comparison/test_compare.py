@@ -1,12 +1,12 @@
 """Systems side by side: the same batches, the same prices, whatever each of them decides."""
 
-import dataclasses
 import json
 import math
 
 import numpy as np
 import pytest
 
+from dflop.balancing import RANDOM, Policy
 from dflop.comparison import (
     OURS,
     SYSTEMS,
@@ -18,7 +18,7 @@ from dflop.comparison import (
     systems_of,
 )
 from dflop.comparison.compare import NUM_TRIED
-from dflop.comparison.system import Batch, System
+from dflop.comparison.system import System
 from dflop.config import load_config
 from dflop.parallelism import PLACEMENTS
 from dflop.planning import search_plans
@@ -56,11 +56,10 @@ def test_every_system_puts_each_sample_into_one_bucket_and_leaves_none_empty(inp
     for plan in [own.plan for own in found]:
         pricer = Pricer(plan, costs, spec, config.cluster)
         shapes = samples.take(np.arange(16))
-        assignment = system.decide(Batch(pricer=pricer, shapes=shapes, rng=np.random.default_rng(0)))
-        dp = plan.grid("llm").dp
-        buckets = assignment.llm_dp_rank * plan.num_microbatches + assignment.microbatch
-        assert assignment.llm_dp_rank.max() < dp
+        buckets = system.policy.buckets(pricer.problem(shapes), np.random.default_rng(0))
+        assert buckets.max() < plan.num_buckets
         assert np.bincount(buckets, minlength=plan.num_buckets).min() >= 1
+        assignment = pricer.assign(shapes, *np.divmod(buckets, plan.num_microbatches))
         assert math.isfinite(pricer.step_s(shapes, assignment))
 
 
@@ -108,23 +107,28 @@ def test_a_system_that_nothing_fits_of_says_so(inputs):
 TODAY = {"llm": {"tp": 1, "pp": 2, "dp": 2}, "num_microbatches": 4}
 
 
+class _Refuses(Policy):
+    """Groups at random, but says of one of the problems that it is asked for, by its number, that it does not fit."""
+
+    name = "refuses"
+
+    def __init__(self, number: int) -> None:
+        self.number, self.num_asked = number, 0
+
+    def buckets(self, problem, rng):
+        self.num_asked += 1
+        if self.num_asked == self.number + 1:
+            raise UserError("this batch does not fit")
+        return RANDOM.buckets(problem, rng)
+
+
 def test_a_system_whose_fastest_plan_cannot_hold_a_later_batch_gets_its_next_one(inputs):
     fastest, next_one = SYSTEMS[0].plans(*inputs)[:2]
-    tried = []
-
-    def decide(batch: Batch):
-        if batch.plan == fastest.plan and len(tried) == NUM_TRIED:
-            raise UserError("this batch does not fit")
-        tried.extend([batch] if batch.plan == fastest.plan else [])
-        return SYSTEMS[0].decide(batch)
-
-    system = System(name="tight", plans=lambda *_: [fastest, next_one], decide=decide)
+    system = System(name="tight", plans=lambda *_: [fastest, next_one], policy=_Refuses(2 * NUM_TRIED))
     row, _ = compare_systems(*inputs, num_batches=2, systems=[system])
-    assert len(tried) == NUM_TRIED
     assert (row.plan, row.why_not, len(row.steps_s)) == (str(next_one.plan), None, 2)
-    (alone, _) = compare_systems(
-        *inputs, num_batches=2, systems=[dataclasses.replace(system, plans=lambda *_: [fastest])]
-    )
+    system = System(name="tight", plans=lambda *_: [fastest], policy=_Refuses(NUM_TRIED))
+    alone, _ = compare_systems(*inputs, num_batches=2, systems=[system])
     assert alone.plan is None
 
 

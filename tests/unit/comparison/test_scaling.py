@@ -16,7 +16,6 @@ from dflop.comparison import (
     scaling_frame,
     scaling_text,
 )
-from dflop.comparison.system import Batch
 from dflop.config import load_config
 from dflop.pricing import Pricer
 from dflop.runtime import UserError
@@ -90,9 +89,9 @@ def test_every_part_alone_fills_every_bucket_and_keeps_to_its_space(inputs, syst
             assert {grid.sharding for grid in plan.grids} == {"optimizer"}
         pricer = Pricer(plan, costs, spec, config.cluster)
         shapes = samples.take(np.arange(16))
-        assignment = system.decide(Batch(pricer=pricer, shapes=shapes, rng=np.random.default_rng(0)))
-        buckets = assignment.llm_dp_rank * plan.num_microbatches + assignment.microbatch
+        buckets = system.policy.buckets(pricer.problem(shapes), np.random.default_rng(0))
         assert np.bincount(buckets, minlength=plan.num_buckets).min() >= 1
+        assignment = pricer.assign(shapes, *np.divmod(buckets, plan.num_microbatches))
         assert math.isfinite(pricer.step_s(shapes, assignment))
 
 
@@ -103,9 +102,7 @@ def test_an_order_changes_no_group_of_samples(inputs):
     pricer, shapes = Pricer(plan, costs, spec, config.cluster), samples.take(np.arange(16))
     groups = []
     for name in ("only order", "Megatron-style, random"):
-        batch = Batch(pricer=pricer, shapes=shapes, rng=np.random.default_rng(0))
-        found = by_name[name].decide(batch)
-        cell = found.llm_dp_rank * plan.num_microbatches + found.microbatch
+        cell = by_name[name].policy.buckets(pricer.problem(shapes), np.random.default_rng(0))
         groups.append({tuple(np.flatnonzero(cell == own)) for own in range(plan.num_buckets)})
     assert groups[0] == groups[1]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from dflop.balancing import LPT, Policy
 from dflop.config import Config, load_config
 from dflop.costs import PARTS, CostModel, Link, LinkModel
 from dflop.data import SampleShapes
@@ -93,14 +94,14 @@ def space_of(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleS
 
 
 def price_all(
-    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping: str = "balanced"
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, policy: Policy = LPT
 ) -> pl.DataFrame:
     """Every row of the space with its plan's mean step and its highest memory. The plan recomputes just enough layers,
     or all of them where even that does not fit."""
     batches, splits, rows = space_of(config, spec, costs, samples)
     priced = []
     for row in rows.iter_rows(named=True):
-        pricer = PlanPricer(plan_of(row, splits), config, spec, costs, batches, grouping)
+        pricer = PlanPricer(plan_of(row, splits), config, spec, costs, batches, policy)
         pricer = just_enough(pricer, config, spec)
         priced.append(
             {
@@ -113,7 +114,7 @@ def price_all(
 
 
 def some_needs(
-    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping: str = "balanced"
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, policy: Policy = LPT
 ) -> np.ndarray:
     """What plans of rows all over the space need, with everything recomputed and with nothing."""
     batches, splits, rows = space_of(config, spec, costs, samples)
@@ -123,7 +124,7 @@ def some_needs(
         for recomputes in (False, True):
             if pinned in (None, recomputes) and not (recomputes and row["schedule"] == "zb_h1"):
                 plan = plan_of(row, splits, checkpointing=recomputes)
-                needs.append(PlanPricer(plan, config, spec, costs, batches, grouping).needed_bytes())
+                needs.append(PlanPricer(plan, config, spec, costs, batches, policy).needed_bytes())
     return np.array(needs)
 
 

@@ -8,6 +8,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from spaces import bent_costs, make_config, price_all, some_needs, uneven_samples, with_memory
 
+from dflop.balancing import LPT, RANDOM
 from dflop.costs import CostModel
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
@@ -19,15 +20,15 @@ _UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 _SHAPES = [(2, 1, 6), (3, 1, 7), (4, 1, 8), (4, 2, 5), (6, 2, 6)]
 
 
-def check_against_all(config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, grouping="balanced") -> None:
+def check_against_all(config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, policy=LPT) -> None:
     """The search's ten best are the ten best of all plans that fit, the fastest is its best."""
-    everything = price_all(config, spec, costs, samples, grouping)
+    everything = price_all(config, spec, costs, samples, policy)
     fitting = everything.filter(pl.col("memory_bytes") <= config.cluster.memory_gib * 2**30).sort("step_s")
     if fitting.is_empty():
         with pytest.raises(UserError, match=r"no plan fits into `cluster\.memory_gib`"):
-            search_plans(config, spec, costs, samples, grouping=grouping)
+            search_plans(config, spec, costs, samples, policy=policy)
         return
-    found = search_plans(config, spec, costs, samples, grouping=grouping)
+    found = search_plans(config, spec, costs, samples, policy=policy)
     assert found.num_plans == len(everything)
     ten = [own.step_s for own in found.candidates[:10]]
     np.testing.assert_allclose(ten, fitting["step_s"][:10], rtol=1e-9)
@@ -42,17 +43,17 @@ def check_against_all(config, spec: ModelSpec, costs: CostModel, samples: Sample
     shape=st.sampled_from(_SHAPES),
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
     freeze=st.sampled_from([(), ("vision",), ("llm",)]),
-    grouping=st.sampled_from(["balanced", "random"]),
+    policy=st.sampled_from([LPT, RANDOM]),
     memory_share=st.sampled_from([0.0, 0.02, 0.2, 0.6, 1.0]),
 )
-def test_the_ten_best_are_those_of_all_plans(tiny_spec, shape, seeds, freeze, grouping, memory_share):
+def test_the_ten_best_are_those_of_all_plans(tiny_spec, shape, seeds, freeze, policy, memory_share):
     """Memory is such that about `memory_share` of the plans fit."""
     devices, num_nodes, batch_size = shape
     config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze)
     costs, samples = bent_costs(seeds[0]), uneven_samples(40, seeds[1])
-    needs = some_needs(config, tiny_spec, costs, samples, grouping)
+    needs = some_needs(config, tiny_spec, costs, samples, policy)
     limit = np.quantile(needs, memory_share) * (1 if memory_share else 0.99)
-    check_against_all(with_memory(config, limit / 2**30), tiny_spec, costs, samples, grouping)
+    check_against_all(with_memory(config, limit / 2**30), tiny_spec, costs, samples, policy)
 
 
 @pytest.mark.parametrize("encoders", [(), ("vision", "audio"), ("vision", "audio", "depth")], ids=len)

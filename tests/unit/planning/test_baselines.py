@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from spaces import bent_costs, make_config, price_all, uneven_samples
 
+from dflop.balancing import BY_LENGTH, LPT, RANDOM
 from dflop.comparison import price_baselines
 from dflop.config import PlanConfig
 from dflop.costs import Loads, StageKind
@@ -14,7 +15,7 @@ from dflop.pricing import loads_of
 from dflop.runtime import UserError
 
 RULE, MEGATRON, FSDP = "published rule", "monolithic, random batches", "every device the whole model, random batches"
-BY_LENGTH, BALANCED = (FSDP.replace("random", how) for how in ("length-grouped", "balanced"))
+LIKE_LENGTHS, BALANCED = (FSDP.replace("random", how) for how in ("length-grouped", "balanced"))
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def price(tiny_spec):
 
     def run(config, costs, samples):
         return {
-            next(name for name in (RULE, MEGATRON, FSDP, BY_LENGTH, BALANCED) if own.name.startswith(name)): own
+            next(name for name in (RULE, MEGATRON, FSDP, LIKE_LENGTHS, BALANCED) if own.name.startswith(name)): own
             for own in price_baselines(config, tiny_spec, costs, samples)
         }
 
@@ -53,7 +54,7 @@ def test_the_monolithic_baseline_is_the_best_there_is_without_balance(price, tin
         min(step_s for plan, step_s in everything.select("plan", "step_s").iter_rows() if plan in even), rel=1e-9
     )
     batches = GroupedBatches(config, tiny_spec, costs, samples)
-    balanced = PlanPricer(own.plan, config, tiny_spec, costs, batches, "balanced")
+    balanced = PlanPricer(own.plan, config, tiny_spec, costs, batches, LPT)
     balanced_s = np.mean([balanced.step_s(batch) for batch in range(len(batches))])
     found = search_plans(make_config(4, 8), tiny_spec, costs, samples)
     assert found.candidates[0].step_s <= balanced_s * (1 + 1e-9)
@@ -102,9 +103,9 @@ def test_fsdp_is_priced_with_each_way_to_group_a_batch_and_never_beats_the_searc
     priced = price(config, costs, samples)
     found = search_plans(config, tiny_spec, costs, samples)
     batches = GroupedBatches(config, tiny_spec, costs, samples)
-    for name, grouping in ((FSDP, "random"), (BY_LENGTH, "by_length"), (BALANCED, "balanced")):
+    for name, policy in ((FSDP, RANDOM), (LIKE_LENGTHS, BY_LENGTH), (BALANCED, LPT)):
         own = priced[name]
-        pricer = PlanPricer(own.plan, config, tiny_spec, costs, batches, grouping)
+        pricer = PlanPricer(own.plan, config, tiny_spec, costs, batches, policy)
         assert own.step_s == pytest.approx(np.mean([pricer.step_s(batch) for batch in range(len(batches))]))
     assert found.candidates[0].step_s <= priced[BALANCED].step_s * (1 + 1e-9)
 
@@ -115,7 +116,7 @@ def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(pri
     own = price(config, costs, samples)[FSDP]
     batches, steps_s = GroupedBatches(config, tiny_spec, costs, samples), []
     for batch, shapes in enumerate(batches.shapes):
-        device, microbatch = batches.random(batch, 4, own.plan.num_microbatches)
+        device, microbatch = batches.group(RANDOM, batch, 4, own.plan.num_microbatches)
         step_s = 0.0
         for module in ("vision", "llm"):
             for turn in range(own.plan.num_microbatches):
@@ -177,7 +178,7 @@ def test_todays_layout_is_priced_as_it_stands_with_random_batches(price_today, t
     assert str(own.plan) == "disjoint: vision tp1 pp1 dp2 + llm tp1 pp2 dp1, 4 microbatches, gpipe, checkpointing"
     config = make_config(4, 8)
     batches = GroupedBatches(config, tiny_spec, costs, samples)
-    pricer = PlanPricer(own.plan, config, tiny_spec, costs, batches, "random")
+    pricer = PlanPricer(own.plan, config, tiny_spec, costs, batches, RANDOM)
     assert own.priced.steps_s == pytest.approx([pricer.step_s(batch) for batch in range(len(batches))], rel=1e-9)
 
 

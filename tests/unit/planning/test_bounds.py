@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spaces import bent_costs, make_config, space_of, uneven_samples
 
+from dflop.balancing import LPT, RANDOM
 from dflop.planning import PlanPricer, plan_of
 from dflop.planning.bounds import lower_bounds
 from dflop.planning.dealt_media import DealtMedia
@@ -28,7 +29,7 @@ drawn = given(
     shape=st.sampled_from(_SHAPES),
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
     freeze=st.sampled_from([(), ("vision",), ("llm",)]),
-    grouping=st.sampled_from(["balanced", "random"]),
+    policy=st.sampled_from([LPT, RANDOM]),
     device_model=st.sampled_from(["cpu", "h100-80g"]),  # what hides no transfers, and what does
     weights=st.sampled_from([1, 100, 1000]),  # from syncs that hardly count to those that no pass can hide
 )
@@ -37,7 +38,7 @@ drawn = given(
 class Case:
     """Some rows of a drawn space, with the bounds on them and a pricer for each."""
 
-    def __init__(self, spec, shape, seeds, freeze, grouping, device_model, weights):
+    def __init__(self, spec, shape, seeds, freeze, policy, device_model, weights):
         devices, num_nodes, batch_size = shape
         costs, samples = bent_costs(seeds[0]), uneven_samples(40, seeds[1])
         if seeds[0] % 2:
@@ -49,11 +50,11 @@ class Case:
         self.rows = rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1])
         links = LeastLinks(costs, spec, config.cluster, freeze, 4)
         self.bounds = lower_bounds(self.rows, batches.shapes, costs, spec, splits, links)
-        self.pipelines = MeanPipelines(config, spec, costs, batches, splits, links, grouping)
-        self.media = DealtMedia(spec, costs, batches, grouping, freeze)
-        self.memory = LeastMemory(spec, costs, batches, splits, grouping, freeze, 4)
+        self.pipelines = MeanPipelines(config, spec, costs, batches, splits, links, policy)
+        self.media = DealtMedia(spec, costs, batches, policy, freeze)
+        self.memory = LeastMemory(spec, costs, batches, splits, policy, freeze, 4)
         self.rng, self.spec, self.splits, self.frozen = np.random.default_rng(seeds), spec, splits, freeze
-        self.pricer_of = lambda plan: PlanPricer(plan, config, spec, costs, batches, grouping)
+        self.pricer_of = lambda plan: PlanPricer(plan, config, spec, costs, batches, policy)
         self.num_batches = len(batches)
 
     def __iter__(self):
@@ -77,8 +78,8 @@ class Case:
 
 @settings(max_examples=20, phases=_UNSHRUNK)
 @drawn
-def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, grouping, device_model, weights):
-    case = Case(tiny_spec, shape, seeds, freeze, grouping, device_model, weights)
+def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, policy, device_model, weights):
+    case = Case(tiny_spec, shape, seeds, freeze, policy, device_model, weights)
     means_s = case.bounds.means()
     for place, row, recomputed, pricer in case:
         steps_s = np.array([pricer.step_s(batch) for batch in range(case.num_batches)])
@@ -95,8 +96,8 @@ def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, grou
 
 @settings(max_examples=20, phases=_UNSHRUNK)
 @drawn
-def test_no_plan_needs_less_memory_than_its_bounds(tiny_spec, shape, seeds, freeze, grouping, device_model, weights):
-    case = Case(tiny_spec, shape, seeds, freeze, grouping, device_model, weights)
+def test_no_plan_needs_less_memory_than_its_bounds(tiny_spec, shape, seeds, freeze, policy, device_model, weights):
+    case = Case(tiny_spec, shape, seeds, freeze, policy, device_model, weights)
     for _, row, recomputed, pricer in case:
         needed = max(max(pricer.memory_bytes(batch).values()) for batch in range(case.num_batches))
         of_llm = case.memory.of_llm(row, recomputed)
@@ -108,9 +109,9 @@ def test_no_plan_needs_less_memory_than_its_bounds(tiny_spec, shape, seeds, free
 @settings(max_examples=20, phases=_UNSHRUNK)
 @drawn
 def test_no_plan_that_fits_recomputes_fewer_layers_than_it_must(
-    tiny_spec, shape, seeds, freeze, grouping, device_model, weights
+    tiny_spec, shape, seeds, freeze, policy, device_model, weights
 ):
-    case = Case(tiny_spec, shape, seeds, freeze, grouping, device_model, weights)
+    case = Case(tiny_spec, shape, seeds, freeze, policy, device_model, weights)
     for _, row, recomputed, pricer in case:
         limit = _SLACK * max(max(pricer.memory_bytes(batch).values()) for batch in range(case.num_batches))
         if may_recompute(row["schedule"], None):
@@ -131,11 +132,11 @@ def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
     batches, splits, rows = space_of(config, tiny_spec, costs, texts)
     links = LeastLinks(costs, tiny_spec, config.cluster, ["vision"], 4)
     bounds = lower_bounds(rows, batches.shapes, costs, tiny_spec, splits, links)
-    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, "balanced")
+    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
     rows = rows.with_row_index("place").filter(pl.col("llm_dp") * 4 <= 8)
     assert rows["schedule"].n_unique() == 4
     for row in rows.iter_rows(named=True):
-        step_s = PlanPricer(plan_of(row, splits), config, tiny_spec, costs, batches, "balanced").step_s(0)
+        step_s = PlanPricer(plan_of(row, splits), config, tiny_spec, costs, batches, LPT).step_s(0)
         bound_s = bounds.of_pipeline(
             row["place"], *pipelines.of_batches(row, (0,) * row["llm_pp"] * row["num_chunks"])
         )[0]
@@ -148,7 +149,7 @@ def test_an_encoder_of_more_stages_puts_off_the_weights_of_an_llm_that_splits_it
     costs, samples = bent_costs(5), uneven_samples(40, 6)
     batches, splits, rows = space_of(config, tiny_spec, costs, samples)
     links = LeastLinks(costs, tiny_spec, config.cluster, (), 4)
-    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, "balanced")
+    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
     of_encoder: dict[int, set[int]] = {}
     for row in rows.iter_rows(named=True):
         of_encoder.setdefault(row["vision_pp"], set()).add(pipelines.num_before(row))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import make_config, uneven_samples
 
-from dflop.balancing import policies, quick_buckets
+from dflop.balancing import BY_LENGTH, LPT, RANDOM, packing, quick_buckets
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.runtime import UserError
 from dflop.scheduling import GlobalBatches
@@ -35,13 +35,13 @@ def grouped(costs, tiny_spec):
 def test_each_sample_has_one_bucket_and_no_bucket_is_empty(grouped, layout, seed):
     dp, num_microbatches, batch_size = layout
     batches = grouped(batch_size, seed)
-    for grouping in ("balanced", "random"):
-        rank, microbatch = getattr(batches, grouping)(1, dp, num_microbatches)
+    for policy in (LPT, RANDOM, BY_LENGTH):
+        rank, microbatch = batches.group(policy, 1, dp, num_microbatches)
         assert rank.shape == microbatch.shape == (batch_size,)
         count = np.zeros((dp, num_microbatches), dtype=int)
         np.add.at(count, (rank, microbatch), 1)
         assert count.min() >= 1
-        if grouping == "random":
+        if policy is RANDOM:
             assert count.max() - count.min() <= 1
 
 
@@ -51,8 +51,8 @@ def test_small_microbatches_stand_at_both_ends_of_every_replica(grouped, layout,
     """Along a replica's microbatches loads rise to one peak and fall again."""
     dp, num_microbatches, batch_size = layout
     batches = grouped(batch_size, seed)
-    rank, microbatch = batches.balanced(0, dp, num_microbatches)
-    loads_s = batches._loads_s[0]
+    rank, microbatch = batches.group(LPT, 0, dp, num_microbatches)
+    loads_s = batches.drawn[0].loads_s
     bucket = quick_buckets(loads_s, dp * num_microbatches)
     load = np.bincount(bucket, weights=loads_s.sum(axis=1))
     of_place = np.zeros((dp, num_microbatches))
@@ -64,7 +64,7 @@ def test_small_microbatches_stand_at_both_ends_of_every_replica(grouped, layout,
     assert sorted(of_place.ravel()) == pytest.approx(sorted(load))
 
 
-@pytest.mark.parametrize("most_places", [0, policies._MOST_PLACES], ids=["on the least loaded", "where it suits best"])
+@pytest.mark.parametrize("most_places", [0, packing._MOST_PLACES], ids=["on the least loaded", "where it suits best"])
 @settings(max_examples=80)
 @given(num_buckets=st.integers(1, 12), more=st.integers(0, 40), seed=st.integers(0, 10**6))
 def test_quick_buckets_are_as_even_as_the_largest_sample_lets_them(most_places, num_buckets, more, seed):
@@ -73,7 +73,7 @@ def test_quick_buckets_are_as_even_as_the_largest_sample_lets_them(most_places, 
     their means, and the mean of that is at most the sum of the modules' means."""
     loads_s = loads_drawn(num_buckets + more, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policies, "_MOST_PLACES", most_places)
+        patch.setattr(packing, "_MOST_PLACES", most_places)
         bucket = quick_buckets(loads_s, num_buckets)
     assert sorted(set(bucket.tolist())) == list(range(num_buckets))
     mean_s = loads_s.mean(axis=0)
@@ -90,14 +90,14 @@ def test_quick_buckets_are_those_of_the_packing_that_also_knows_weights_and_caps
     weighted = loads_s / np.where(loads_s.any(axis=0), loads_s.mean(axis=0), 1.0)
     order = np.argsort(-weighted.max(axis=1), kind="stable")
     nothing, empty = np.zeros(len(loads_s), dtype=np.int64), np.zeros((num_buckets, 2))
-    bucket = policies._place(weighted, np.ones(2), nothing, order, empty, policies.NO_CAP)
+    bucket = packing._place(weighted, np.ones(2), nothing, order, empty, packing.NO_CAP)
     assert quick_buckets(loads_s, num_buckets).tolist() == bucket.tolist()
 
 
-@pytest.mark.parametrize("most_places", [0, policies._MOST_PLACES])
+@pytest.mark.parametrize("most_places", [0, packing._MOST_PLACES])
 def test_quick_buckets_of_one_module_are_longest_processing_time_first(monkeypatch, most_places):
     """7, 6, 5, 4 and 3 in two buckets: 7 + 4 + 3 and 6 + 5."""
-    monkeypatch.setattr(policies, "_MOST_PLACES", most_places)
+    monkeypatch.setattr(packing, "_MOST_PLACES", most_places)
     loads_s = np.array([[3.0], [7.0], [5.0], [4.0], [6.0]])
     bucket = quick_buckets(loads_s, 2)
     assert {frozenset(loads_s[bucket == own, 0].tolist()) for own in (0, 1)} == {

@@ -9,6 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spaces import bent_costs, make_config, some_needs, space_of, uneven_samples
 
+from dflop.balancing import LPT
 from dflop.models import ModelSpec
 from dflop.parallelism import PLACEMENTS, Grid, Plan
 from dflop.pipeline import has_backward
@@ -82,7 +83,7 @@ def test_no_device_could_do_with_fewer_layers(tiny_spec, encoders, shape, seeds,
     for row in rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1]).iter_rows(named=True):
         if not may_recompute(row["schedule"], None):
             continue
-        nothing = PlanPricer(plan_of(row, splits), config, spec, costs, batches, "balanced")
+        nothing = PlanPricer(plan_of(row, splits), config, spec, costs, batches, LPT)
         everything = nothing.recomputing(with_recomputed(nothing.plan, most_of(nothing.plan, spec, freeze), spec))
         enough = JustEnough(spec, freeze, limit).of(nothing)
         if enough is None:

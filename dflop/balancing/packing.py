@@ -1,4 +1,4 @@
-"""Policies that answer within milliseconds: random buckets, as without a scheduler, and balanced packing (LPT).
+"""Packings that answer within milliseconds: random buckets, and balanced ones (LPT).
 
 Both take a `BatchProblem` and return `bucket[num_samples]`. The balanced packing first lowers the largest bucket
 (seconds, over all modules) as far as `goal_s`, then evens out every module. It is a heuristic without a guarantee:
