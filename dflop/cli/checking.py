@@ -48,6 +48,11 @@ def check_plan_command(
     for row in rows:
         ratio = f"{predicted[row] / tracked[row]:9.3f}" if tracked[row] else ""
         click.echo(f"{row:12}{predicted[row] / 2**30:12.4g}{tracked[row] / 2**30:12.4g}{ratio}")
+    if config.layers_of_costs != "eager":
+        click.echo(
+            f"the costs are of {config.layers_of_costs} layers, and tracked were eager ones, which keep more; to hold "
+            "like against like, give costs made with `train.compile: off`"
+        )
 
 
 @click.command("check-model")

@@ -56,7 +56,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
     own_file = config.cluster.device_models
     device = load_device(config.cluster.device_model, Path(own_file) if own_file else None)
     is_frozen = passes_gradients_on(module, config.model.freeze)
-    points = analytic_points(spec, module, tp, device, config.costs.implementation, is_frozen=is_frozen)
+    points = analytic_points(spec, module, tp, device, config.layers_of_costs, is_frozen=is_frozen)
     about = {
         "device": f"{config.cluster.device_model} (analytic)",
         "model": digest_of_spec(spec),

@@ -118,7 +118,7 @@ class ClusterConfig:
 @_section
 class CostsConfig:
     source: Literal["measured", "analytic"] = "measured"
-    implementation: Literal["eager", "compiled", "fused"] = "eager"
+    implementation: Literal["auto", "eager", "compiled", "fused"] = "auto"
     tp_sizes: Annotated[list[kinds.Count], kinds.SOME] = field(default_factory=lambda: [1])
     repeats: kinds.Count = 5
     time_budget_s: kinds.AboveZero = 90.0
@@ -280,3 +280,13 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    @property
+    def layers_of_costs(self) -> str:
+        """How layers are made that the costs are of, in the words of `costs.implementation`: as in training, or of
+        analytic costs what that key says. Data sheets are of GPUs, whatever `cluster.device` is."""
+        is_analytic = self.costs.source == "analytic"
+        if is_analytic and self.costs.implementation != "auto":
+            return self.costs.implementation
+        on_gpus = is_analytic or self.cluster.device == "cuda"
+        return "compiled" if self.train.compile == "on" or (self.train.compile == "auto" and on_gpus) else "eager"

@@ -18,7 +18,7 @@ def check_together(config: Config, *, has_cluster: bool = True) -> None:
             f"`costs.source` is 'analytic', which knows bf16 alone, and `train.precision` is "
             f"{config.train.precision!r}; set `train.precision: bf16`"
         )
-    if config.costs.source == "measured" and config.costs.implementation != "eager":
+    if config.costs.source == "measured" and config.costs.implementation not in ("auto", "eager"):
         raise UserError(
             f"`costs.implementation` is {config.costs.implementation!r}, and measured costs are those of the layers "
             "that train; leave it out, or set `costs.source: analytic`"

@@ -597,3 +597,28 @@ def test_measured_costs_are_of_the_layers_that_train():
     assert "measured costs are those of the layers that train" in refusal({"costs": {"implementation": "fused"}})
     analytic = {"costs": {"source": "analytic", "implementation": "compiled"}, "train": {"precision": "bf16"}}
     load_config({"cluster": {"device": "cuda", "device_model": "a800-80g"}} | analytic)
+
+
+@pytest.mark.parametrize(
+    ("source", "device", "implementation", "compiles", "layers"),
+    [
+        ("analytic", "cuda", "auto", "auto", "compiled"),
+        ("analytic", "cuda", "auto", "on", "compiled"),
+        ("analytic", "cuda", "auto", "off", "eager"),
+        ("analytic", "cuda", "eager", "auto", "eager"),
+        ("analytic", "cuda", "fused", "off", "fused"),
+        ("analytic", "cpu", "auto", "auto", "compiled"),  # a machine without a GPU plans for GPUs
+        ("measured", "cuda", "eager", "auto", "compiled"),
+        ("measured", "cpu", "auto", "auto", "eager"),
+        ("measured", "cpu", "auto", "on", "compiled"),
+    ],
+)
+def test_costs_are_of_layers_made_as_training_makes_them(source, device, implementation, compiles, layers):
+    config = load_config(
+        {
+            "cluster": {"device": device, "device_model": "h100-80g"},
+            "costs": {"source": source, "implementation": implementation},
+            "train": {"precision": "bf16", "compile": compiles},
+        }
+    )
+    assert config.layers_of_costs == layers

@@ -1,6 +1,7 @@
 """Counts agree with torch's own on the real modules; what is made of them looks and fits as measurements do."""
 
 import gc
+import json
 import re
 from copy import deepcopy
 
@@ -9,6 +10,7 @@ import polars as pl
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,10 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+from dflop.cli import cli
+from dflop.config import load_config
 from dflop.costs import CostModel, Loads, StageKind, analytic_points, fit_costs
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
-from dflop.models import ModelSpec, count_work, family_names, family_of, load_runtime
+from dflop.models import ModelSpec, count_work, family_names, family_of, load_model_spec, load_runtime
 from dflop.models.attention import PACKED
 from dflop.models.llava_onevision.stages import VisionStage
 from dflop.models.loads import FEATURES, Coefficients
@@ -445,6 +449,27 @@ def test_the_more_is_fused_the_less_time_it_takes_and_the_less_it_keeps(h100):
         assert (compiled.filter(layers)["seconds"] < eager.filter(layers)["seconds"]).all()
         assert compiled.filter(last).equals(eager.filter(last))
         assert fused.filter(last).equals(eager.filter(last)) == (module == "vision")
+
+
+def test_the_command_makes_costs_of_layers_as_training_makes_them(tmp_path, h100):
+    points = {
+        name: analytic_points(load_model_spec(load_config().model), "llm", 1, h100, name).measurements
+        for name in IMPLEMENTATIONS
+    }
+    for compiles, implementation, expected in (
+        ("auto", "auto", "compiled"),
+        ("off", "auto", "eager"),
+        ("auto", "fused", "fused"),
+    ):
+        config = {
+            "cluster": {"device": "cuda", "device_model": "h100-80g"},
+            "costs": {"source": "analytic", "implementation": implementation},
+            "train": {"precision": "bf16", "compile": compiles},
+        }
+        out = tmp_path / f"{expected}.parquet"
+        command = ["profile-costs", "--config", json.dumps(config), "--module", "llm", "--out", str(out)]
+        CliRunner().invoke(cli, command, catch_exceptions=False)
+        assert pl.read_parquet(out, columns=points[expected].columns).equals(points[expected])
 
 
 @pytest.fixture
