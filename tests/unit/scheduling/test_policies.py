@@ -7,7 +7,7 @@ import pytest
 
 from dflop.balancing import POLICIES, policies
 from dflop.config import ScheduleConfig, load_config
-from dflop.parallelism.tables import each_named
+from dflop.parallelism.tables import table_of
 from dflop.planning import search_plans
 from dflop.pricing import Pricer
 from dflop.scheduling import BatchScheduler, GlobalBatches
@@ -42,7 +42,7 @@ def in_turn(monkeypatch, tmp_path):
     """A policy in a file of its own."""
     (tmp_path / "in_turn.py").write_text(IN_TURN)
     monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
-    found = {own.name: own for own in each_named("dflop.balancing.policies.*.POLICY")}
+    found = table_of("dflop.balancing.policies", "POLICY")
     assert found.keys() == POLICIES.keys() | {"in_turn"}
     monkeypatch.setitem(POLICIES, "in_turn", found["in_turn"])
     yield found["in_turn"]
