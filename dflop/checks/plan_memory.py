@@ -68,9 +68,9 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
     """
     if config.train.precision == "fp64":
         raise UserError("`train.precision: fp64` is for comparisons, and its memory is not checked; use fp32 or bf16")
-    spec, frozen = load_model_spec(config.model), config.model.freeze
-    program = make_program(plan, frozen)
-    pricer = Pricer(plan, costs, spec, config.cluster, frozen=frozen, precision=config.train.precision)
+    spec, trained = load_model_spec(config.model), config.model.trained
+    program = make_program(plan, trained)
+    pricer = Pricer(plan, costs, spec, config.cluster, trained=trained, precision=config.train.precision)
     shapes = _samples(spec, plan, load)
     assignment = pricer.assign(shapes, *np.divmod(np.arange(len(shapes)), plan.num_microbatches))
     held = tensor_bytes(pricer, shapes, assignment)
@@ -131,7 +131,7 @@ def _run(
 ) -> None:
     """Carry out all instructions of a step of the rank; the update after them is left out."""
     schedule = _schedule(program, shapes, assignment)
-    instructions = StepInstructions(plan, program, config.model.freeze, topology.rank).of(assignment.slots)
+    instructions = StepInstructions(plan, program, config.model.trained, topology.rank).of(assignment.slots)
     forwards = [(program.nodes[item.node], item.microbatch) for item in instructions if item.op is Op.FORWARD]
     inputs = _inputs(plan, spec, model, load, schedule, forwards, program)
     works = make_works(config, plan, model, program, inputs, topology.store)

@@ -50,12 +50,12 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
     import polars as pl
 
     from dflop.costs import Measured, analytic_points, write_measured
-    from dflop.models import digest_of_spec, passes_gradients_on
+    from dflop.models import digest_of_spec
     from dflop.runtime.devices import load_device
 
     own_file = config.cluster.device_models
     device = load_device(config.cluster.device_model, Path(own_file) if own_file else None)
-    is_frozen = passes_gradients_on(module, config.model.freeze)
+    is_frozen = config.model.trained.passes_gradients_on(module)
     points = analytic_points(spec, module, tp, device, config.layers_of_costs, is_frozen=is_frozen)
     about = {
         "device": f"{config.cluster.device_model} (analytic)",
@@ -82,7 +82,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
     from dflop.config import select_keys
     from dflop.costs.design import load_bounds
     from dflop.data import ChatTokenizer, tokenizer_folder
-    from dflop.models import check_runnable, passes_gradients_on
+    from dflop.models import check_runnable
     from dflop.runtime.commands import COMMANDS
     from dflop.runtime.torchrun import run_ranks
 
@@ -100,7 +100,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
         "config": select_keys(config, COMMANDS["profile-costs"].reads),
         "module": module,
         "tp": tp,
-        "is_frozen": passes_gradients_on(module, config.model.freeze),
+        "is_frozen": config.model.trained.passes_gradients_on(module),
         "bounds": str(bounds) if bounds else None,
         "tokenizer": str(tokenizer.folder),
         "out": str(out),

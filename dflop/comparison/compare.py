@@ -201,8 +201,8 @@ def _our_row(
 
 
 def pricer_of(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel) -> Pricer:
-    """The pricer of a plan for the config's cluster, frozen modules and precision."""
-    return Pricer(plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision)
+    """The pricer of a plan for the config's cluster, trained modules and precision."""
+    return Pricer(plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision)
 
 
 def priced(

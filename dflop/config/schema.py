@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, dataclass_transform
 from pydantic import ConfigDict, StrictBool, field_validator, model_validator
 
 from dflop.config import kinds
+from dflop.parallelism.trained import TrainedSet
 
 __all__ = [
     "AudioConfig",
@@ -85,6 +86,11 @@ class ModelConfig:
     path: str | None = None
     tokenizer: str | None = None
     freeze: list[str] = field(default_factory=list)
+
+    @property
+    def trained(self) -> TrainedSet:
+        """What of the model is trained."""
+        return TrainedSet(tuple(self.freeze))
 
 
 @_section

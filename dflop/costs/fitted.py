@@ -9,7 +9,7 @@ import numpy as np
 
 from dflop.config import Config
 from dflop.costs.link_model import LinkModel
-from dflop.models import ModelSpec, digest_of_spec, passes_gradients_on
+from dflop.models import ModelSpec, digest_of_spec
 from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads, main_load
 from dflop.parallelism.layout_key import LayoutKey
 from dflop.runtime import UserError
@@ -126,7 +126,7 @@ class FittedCosts:
             "model": digest_of_spec(spec),
             "precision": config.train.precision,
             "device_model": config.cluster.device_model,
-            "llm": _how_taken(passes_gradients_on("llm", config.model.freeze)),
+            "llm": _how_taken(config.model.trained.passes_gradients_on("llm")),
         }
         for key, value in wanted.items():
             if (own := self.made_for.get(key, value)) != value:

@@ -26,7 +26,6 @@ from dflop.models.spec import (
     check_modules,
     check_tp,
     digest_of_spec,
-    passes_gradients_on,
 )
 from dflop.models.work import ModuleWork
 
@@ -50,5 +49,4 @@ __all__ = [
     "load_model_spec",
     "load_runtime",
     "model_digest",
-    "passes_gradients_on",
 ]

@@ -7,7 +7,7 @@ or transformers.
 import difflib
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +27,6 @@ __all__ = [
     "check_tp",
     "digest_of_spec",
     "encoder_of",
-    "passes_gradients_on",
     "vision_and_llm",
 ]
 
@@ -213,11 +212,6 @@ def _divides(sizes: "ModuleSpec", tp: int) -> bool:
 def digest_of_spec(spec: ModelSpec) -> str:
     """A digest of what the costs of a model depend on: its family and the fields of its config."""
     return sha256(json.dumps([spec.family, spec.hf_config], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def passes_gradients_on(module: str, frozen: Collection[str]) -> bool:
-    """Whether the module is frozen but still has a backward: a frozen LLM passes gradients on to trained encoders."""
-    return module == "llm" and module in frozen
 
 
 def vision_and_llm(name: str, vision: dict[str, Any], text: dict[str, Any]) -> tuple[ModuleSpec, ModuleSpec]:

@@ -9,7 +9,6 @@ from dflop.pipeline.compiled import CompiledPlan, compile_plan
 from dflop.pipeline.filling import BubbleFiller
 from dflop.pipeline.instructions import Instruction, Op, Program, Span, StepInstructions, make_program
 from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
-from dflop.pipeline.orders import has_backward
 from dflop.pipeline.routes import Edge
 from dflop.pipeline.simulate import Bridges, StageTimes, Timeline, peak_bytes, peak_bytes_of, simulate, simulate_step_s
 from dflop.pipeline.waits import Computation, computations_of
@@ -34,7 +33,6 @@ __all__ = [
     "columns_of",
     "compile_plan",
     "computations_of",
-    "has_backward",
     "make_program",
     "most_in_flight",
     "nodes_of",

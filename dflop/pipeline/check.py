@@ -6,14 +6,15 @@ as with NCCL.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from dflop.parallelism.placements import PLACEMENTS
 from dflop.parallelism.plan import Plan
 from dflop.parallelism.schedules import SCHEDULES
+from dflop.parallelism.trained import EVERYTHING, TrainedSet
 from dflop.pipeline.instructions import Instruction, Op, Program
 from dflop.pipeline.layout import StageReplicas, stages_of
-from dflop.pipeline.orders import has_backward, splits_backward
+from dflop.pipeline.orders import splits_backward
 from dflop.pipeline.routes import Route, make_routes
 
 __all__ = ["check_program", "most_in_flight"]
@@ -22,14 +23,14 @@ _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 _SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 
 
-def check_program(plan: Plan, program: Program, frozen: Collection[str] = ()) -> None:
-    """Check the instruction lists of all workers. The program was made with the modules in `frozen` not trained.
+def check_program(plan: Plan, program: Program, trained: TrainedSet = EVERYTHING) -> None:
+    """Check the instruction lists of all workers. `trained` is what the program was made for.
 
     Raises:
         ValueError: naming what is wrong, and the node or worker.
     """
-    _check_that_nodes_do_everything_once(plan, program, frozen)
-    _carry_out(program, frozen)
+    _check_that_nodes_do_everything_once(plan, program, trained)
+    _carry_out(program, trained)
     for stage in stages_of(plan):
         bound = most_in_flight(plan, stage)
         for replica in range(stage.dp):
@@ -67,12 +68,12 @@ def most_in_flight(plan: Plan, stage: StageReplicas) -> int:
     return min(count, bound)
 
 
-def _check_that_nodes_do_everything_once(plan: Plan, program: Program, frozen: Collection[str]) -> None:
+def _check_that_nodes_do_everything_once(plan: Plan, program: Program, trained: TrainedSet) -> None:
     for index, worker in enumerate(program.workers):
         for node in worker.nodes:
             own = [item for item in program.instructions[index] if item.node == node]
             place = {(item.op, item.microbatch): number for number, item in enumerate(own) if item.edge < 0}
-            expected = {(op, microbatch) for op in _passes(plan, program.nodes[node].module, frozen)
+            expected = {(op, microbatch) for op in _passes(plan, program.nodes[node].module, trained)
                         for microbatch in range(program.num_microbatches)}  # fmt: skip
             num_computed = sum(item.edge < 0 for item in own)
             if set(place) != expected | {(Op.SYNC_GRADIENTS, -1)} or num_computed != len(place):
@@ -81,8 +82,8 @@ def _check_that_nodes_do_everything_once(plan: Plan, program: Program, frozen: C
                 _check_place(item, place, node)
 
 
-def _passes(plan: Plan, module: str, frozen: Collection[str]) -> tuple[Op, ...]:
-    if not has_backward(module, frozen):
+def _passes(plan: Plan, module: str, trained: TrainedSet) -> tuple[Op, ...]:
+    if not trained.has_backward(module):
         return (Op.FORWARD,)
     if splits_backward(plan, module):
         return (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -100,13 +101,13 @@ def _check_place(item: Instruction, place: dict[tuple[Op, int], int], node: int)
             raise ValueError(f"node {node}: {item} stands behind the gradient sync")
 
 
-def _carry_out(program: Program, frozen: Collection[str]) -> None:
+def _carry_out(program: Program, trained: TrainedSet) -> None:
     """Execute all workers' lists side by side, without computing."""
     carriers: dict[int, list[int]] = defaultdict(list)
     for index, worker in enumerate(program.workers):
         for node in worker.nodes:
             carriers[node].append(index)
-    world = _World(program, frozen)
+    world = _World(program, trained)
     done = [0] * len(program.workers)
     moved = True
     while moved:
@@ -137,14 +138,14 @@ def _next(program: Program, worker: int, done: list[int]) -> Instruction | None:
 class _World:
     """What was computed, sent and received so far."""
 
-    def __init__(self, program: Program, frozen: Collection[str]) -> None:
+    def __init__(self, program: Program, trained: TrainedSet) -> None:
         self._edges, self._routes = program.edges, make_routes(program.workers, program.edges)
         # The edges whose messages a worker must have received before a computation: forward and backward, by node.
         self._needed: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
         for number, edge in enumerate(program.edges):
             for route in self._routes.of(number, True):
                 self._needed[True, edge.target, route.receiver].append(number)
-            if has_backward(program.nodes[edge.source].module, frozen):
+            if trained.has_backward(program.nodes[edge.source].module):
                 for route in self._routes.of(number, False):
                     self._needed[False, edge.source, route.receiver].append(number)
         self._mail: dict[Route, deque[tuple[int, int]]] = defaultdict(deque)

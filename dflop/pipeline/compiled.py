@@ -5,7 +5,7 @@ computation stands after those that it waits for, whatever the times are. It is 
 replicas: a plan for thousands of ranks compiles as fast as one for a few.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,8 +15,9 @@ from dflop.parallelism.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.parallelism.placements import PLACEMENTS
 from dflop.parallelism.plan import Plan
 from dflop.parallelism.schedules import SCHEDULES
+from dflop.parallelism.trained import EVERYTHING, TrainedSet
 from dflop.pipeline.layout import stages_of
-from dflop.pipeline.orders import group_orders, has_backward, splits_backward
+from dflop.pipeline.orders import group_orders, splits_backward
 from dflop.pipeline.walk import (
     BRIDGE_IN,
     BRIDGE_OUT,
@@ -76,17 +77,17 @@ class CompiledPlan:
         return self.order[(which == closing) & (microbatch == self.num_microbatches - 1)][:, [0, 1, 3]]
 
 
-def compile_plan(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | None = None) -> CompiledPlan:
-    """Merge the orders of a plan's stages. Encoders in `frozen` have no backward; `slots` as for `group_orders`."""
+def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray | None = None) -> CompiledPlan:
+    """Merge the orders of a plan's stages. Frozen encoders have no backward; `slots` as for `group_orders`."""
     listed = stages_of(plan)
-    orders = group_orders(plan, frozen, slots)
+    orders = group_orders(plan, trained, slots)
     stages = np.zeros((len(listed), NUM_COLUMNS), dtype=np.int64)
     encoders = [grid.module for grid in plan.grids[:-1]]
     has_bridges = PLACEMENTS[plan.placement].has_bridges and len(encoders) > 0
     for place, stage in enumerate(listed):
         is_first, is_last = stage.pp_stage == 0, stage.pp_stage == plan.num_stages(stage.module) - 1
         is_llm = stage.module == "llm"
-        kind = NO_BACKWARD if not has_backward(stage.module, frozen) else WHOLE_BACKWARD
+        kind = NO_BACKWARD if not trained.has_backward(stage.module) else WHOLE_BACKWARD
         stages[place] = (
             stage.dp,
             stage.first_node,

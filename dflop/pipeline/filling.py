@@ -10,17 +10,16 @@ The result is an array of slots (`placements.bubble_filled`). Step times with th
 simulator.
 """
 
-from collections.abc import Collection
-
 import numpy as np
 
 from dflop.parallelism.passes import BACKWARD, FORWARD
 from dflop.parallelism.placements import PLACEMENTS
 from dflop.parallelism.plan import Plan
 from dflop.parallelism.schedules import SCHEDULES
+from dflop.parallelism.trained import EVERYTHING, TrainedSet
 from dflop.pipeline.compiled import CompiledPlan, unmerged
 from dflop.pipeline.layout import stages_of
-from dflop.pipeline.orders import group_orders, has_backward
+from dflop.pipeline.orders import group_orders
 from dflop.pipeline.simulate import StageTimes
 from dflop.runtime.kernels import kernel
 
@@ -39,14 +38,14 @@ _NEVER = 1e30
 class BubbleFiller:
     """Finds slots for batches of one plan, with a placement that fills bubbles."""
 
-    def __init__(self, plan: Plan, frozen: Collection[str] = ()) -> None:
+    def __init__(self, plan: Plan, trained: TrainedSet = EVERYTHING) -> None:
         assert PLACEMENTS[plan.placement].fills_bubbles, f"{plan.placement} plans have one order for all batches"
         stages, schedule, llm = stages_of(plan), SCHEDULES[plan.schedule], plan.grid("llm")
         first = next(place for place, stage in enumerate(stages) if stage.module == "llm")
-        self._encoders = [(stage, has_backward(stage.module, frozen)) for stage in stages[:first]]
+        self._encoders = [(stage, trained.has_backward(stage.module)) for stage in stages[:first]]
         self._first_node, self._shape = stages[first].first_node, (len(stages) - first, llm.dp, plan.num_microbatches)
-        orders = [order[order[:, 1] >= first] - [0, first, 0] for order in group_orders(plan, frozen)]
-        self._plan, self._frozen = plan, tuple(frozen)
+        orders = [order[order[:, 1] >= first] - [0, first, 0] for order in group_orders(plan, trained)]
+        self._plan, self._trained = plan, trained
         self._items, self._offsets = np.concatenate(orders), np.cumsum([0, *map(len, orders)])
         self._needed_at = np.flatnonzero((orders[0][:, 0] == FORWARD) & (orders[0][:, 1] == 0))
         ahead = [
@@ -73,7 +72,7 @@ class BubbleFiller:
             in_first = own[:, 1] == rank  # the rank's first chunk
             slots[FORWARD, rank] = np.flatnonzero(in_first & (own[:, 0] == FORWARD))
             slots[BACKWARD, rank] = np.flatnonzero(in_first & (own[:, 0] == BACKWARD)) + 1
-        return unmerged(compiled, group_orders(self._plan, self._frozen, slots))
+        return unmerged(compiled, group_orders(self._plan, self._trained, slots))
 
     def slots(self, times: StageTimes, most_ahead: int) -> np.ndarray:
         """The best slots found, [2 (forward, backward), num_pipeline_ranks, num_microbatches].

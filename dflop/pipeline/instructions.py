@@ -8,7 +8,7 @@ a worker that carries both ends transfers nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,8 +16,9 @@ import numpy as np
 
 from dflop.parallelism.passes import BACKWARD, FORWARD
 from dflop.parallelism.plan import Plan
+from dflop.parallelism.trained import EVERYTHING, TrainedSet
 from dflop.pipeline.layout import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
-from dflop.pipeline.orders import group_orders, has_backward, splits_backward
+from dflop.pipeline.orders import group_orders, splits_backward
 from dflop.pipeline.routes import Edge, edges_of, make_routes
 
 __all__ = ["Instruction", "Op", "Program", "Span", "StepInstructions", "make_program"]
@@ -88,16 +89,16 @@ class Program:
     instructions: tuple[tuple[Instruction, ...], ...]
 
 
-def make_program(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | None = None) -> Program:
-    """The program of a plan. Modules in `frozen` are not trained, and encoders among them have no backward.
+def make_program(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray | None = None) -> Program:
+    """The program of a plan. Frozen encoders (see `trained`) have no backward.
 
     `slots` are those of `group_orders`.
     """
     stages, nodes, workers, edges = stages_of(plan), nodes_of(plan), workers_of(plan), edges_of(plan)
-    writer = _Writer(plan, nodes, workers, edges, frozen)
+    writer = _Writer(plan, nodes, workers, edges, trained)
     # The workers of a group have consecutive indices.
     lists: list[tuple[Instruction, ...]] = [()] * len(workers)
-    for group, order in enumerate(group_orders(plan, frozen, slots)):
+    for group, order in enumerate(group_orders(plan, trained, slots)):
         for worker in _workers_of_group(stages, group):
             lists[worker] = writer.list_of(worker, order)
     return Program(
@@ -113,13 +114,13 @@ def make_program(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | N
 class StepInstructions:
     """One rank's instructions for each step: those of the program, or those of a batch that has slots of its own."""
 
-    def __init__(self, plan: Plan, program: Program, frozen: Collection[str], rank: int) -> None:
-        self._plan, self._frozen = plan, frozen
+    def __init__(self, plan: Plan, program: Program, trained: TrainedSet, rank: int) -> None:
+        self._plan, self._trained = plan, trained
         self._worker = next(
             index for index, own in enumerate(program.workers) if 0 <= rank - own.first_rank < own.num_ranks
         )
         self._usual = program.instructions[self._worker]
-        self._writer = _Writer(plan, program.nodes, program.workers, program.edges, frozen)
+        self._writer = _Writer(plan, program.nodes, program.workers, program.edges, trained)
         stages = stages_of(plan)
         groups = {stage.group for stage in stages if stage.num_groups == 1}
         self._group = next(group for group in groups if self._worker in _workers_of_group(stages, group))
@@ -128,7 +129,7 @@ class StepInstructions:
         """The instructions for a batch with these slots (see `group_orders`); None for the program's own."""
         if slots is None:
             return self._usual
-        return self._writer.list_of(self._worker, group_orders(self._plan, self._frozen, slots)[self._group])
+        return self._writer.list_of(self._worker, group_orders(self._plan, self._trained, slots)[self._group])
 
 
 class _Writer:
@@ -140,10 +141,10 @@ class _Writer:
         nodes: Sequence[Node],
         workers: Sequence[Worker],
         edges: Sequence[Edge],
-        frozen: Collection[str],
+        trained: TrainedSet,
     ) -> None:
         self._plan, self._stages, self._workers = plan, stages_of(plan), workers
-        self._transfers = _transfers(nodes, workers, edges, frozen)
+        self._transfers = _transfers(nodes, workers, edges, trained)
 
     def list_of(self, worker: int, order: np.ndarray) -> tuple[Instruction, ...]:
         """A worker's list, given its group's order."""
@@ -166,7 +167,7 @@ class _Writer:
 
 
 def _transfers(
-    nodes: Sequence[Node], workers: Sequence[Worker], edges: Sequence[Edge], frozen: Collection[str]
+    nodes: Sequence[Node], workers: Sequence[Worker], edges: Sequence[Edge], trained: TrainedSet
 ) -> dict[tuple[Op, int, int], dict[int, None]]:
     """The edges that a worker receives or sends over for one of its nodes, by operation, worker and node, in order."""
     routes = make_routes(workers, edges)
@@ -176,7 +177,7 @@ def _transfers(
             found[Op.SEND_FORWARD, route.sender, edge.source][number] = None
             found[Op.RECV_FORWARD, route.receiver, edge.target][number] = None
         # A frozen encoder computes no gradient, so neither end of its bridge moves one.
-        for route in routes.of(number, False) if has_backward(nodes[edge.source].module, frozen) else ():
+        for route in routes.of(number, False) if trained.has_backward(nodes[edge.source].module) else ():
             found[Op.SEND_BACKWARD, route.sender, edge.target][number] = None
             found[Op.RECV_BACKWARD, route.receiver, edge.source][number] = None
     return found

@@ -5,7 +5,6 @@ An encoder on ranks of its own stands before the LLM in the chain. How far it ru
 of the LLM's first stage, so that neither waits for a computation that the other does only later.
 """
 
-from collections.abc import Collection
 from functools import lru_cache
 
 import numpy as np
@@ -14,25 +13,26 @@ from dflop.parallelism.passes import BACKWARD, FORWARD, WEIGHT
 from dflop.parallelism.placements import PLACEMENTS
 from dflop.parallelism.plan import Plan
 from dflop.parallelism.schedules import SCHEDULES
+from dflop.parallelism.trained import EVERYTHING, TrainedSet
 from dflop.pipeline.layout import StageReplicas, stages_of
 from dflop.runtime.kernels import kernel
 
-__all__ = ["group_orders", "has_backward", "splits_backward"]
+__all__ = ["group_orders", "splits_backward"]
 
 
-def group_orders(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | None = None) -> list[np.ndarray]:
+def group_orders(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray | None = None) -> list[np.ndarray]:
     """The computations of every group of workers (`StageReplicas.group`), each [num_computations, 3]: pass, stage and
     microbatch.
 
-    Encoders in `frozen` have no backward. In placements that fill bubbles, `slots` say where encoders compute in the
+    Frozen encoders have no backward. In placements that fill bubbles, `slots` say where encoders compute in the
     order of one batch (`Placement.with_encoders_at`).
     """
     stages, placement, schedule = stages_of(plan), PLACEMENTS[plan.placement], SCHEDULES[plan.schedule]
     places = list(range(len(stages)))
     llm = [place for place in places if stages[place].module == "llm"]
     encoders = places[: -len(llm)]
-    trained = {grid.module: grid.pp for grid in plan.grids[:-1] if has_backward(grid.module, frozen)}
-    num_before = 0 if placement.shares_ranks else max(trained.values(), default=0)
+    depths = {grid.module: grid.pp for grid in plan.grids[:-1] if trained.has_backward(grid.module)}
+    num_before = 0 if placement.shares_ranks else max(depths.values(), default=0)
     pipeline = _pipeline(
         plan.grid("llm").pp,
         plan.num_microbatches,
@@ -45,7 +45,7 @@ def group_orders(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | N
     if not placement.shares_ranks:
         lead = _lead(pipeline[0], llm[0]) + schedule.encoder_lead(plan.grid("llm").pp)
         return [
-            *(_encoder_order(plan, stages[place], place, lead, num_before, frozen) for place in encoders),
+            *(_encoder_order(plan, stages[place], place, lead, num_before, trained) for place in encoders),
             *pipeline,
         ]
     forwards, backwards = (
@@ -54,17 +54,12 @@ def group_orders(plan: Plan, frozen: Collection[str] = (), slots: np.ndarray | N
         ).reshape(-1, 3)
         for which, own in (
             (FORWARD, encoders),
-            (BACKWARD, [place for place in encoders if stages[place].module in trained]),
+            (BACKWARD, [place for place in encoders if stages[place].module in depths]),
         )
     )
     if slots is not None:
         return placement.with_encoders_at(slots, pipeline, forwards, backwards)
     return placement.with_encoders(pipeline, llm[0], forwards, backwards)
-
-
-def has_backward(module: str, frozen: Collection[str]) -> bool:
-    """Whether the module has a backward. A frozen encoder has none; a frozen LLM still passes gradients on."""
-    return module == "llm" or module not in frozen
 
 
 def splits_backward(plan: Plan, module: str) -> bool:
@@ -107,10 +102,10 @@ def _in_rounds(passes, number, pp, num_chunks, first):
 
 
 def _encoder_order(
-    plan: Plan, stage: StageReplicas, place: int, lead: int, num_before: int, frozen: Collection[str]
+    plan: Plan, stage: StageReplicas, place: int, lead: int, num_before: int, trained: TrainedSet
 ) -> np.ndarray:
     pp = plan.grid(stage.module).pp
-    if not has_backward(stage.module, frozen):
+    if not trained.has_backward(stage.module):
         passes, number = np.full(plan.num_microbatches, FORWARD), np.arange(plan.num_microbatches)
     else:
         place_in_chain = num_before - pp + stage.pp_stage

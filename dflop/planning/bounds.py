@@ -134,14 +134,14 @@ def lower_bounds(
     links: LeastLinks,
 ) -> LowerBounds:
     """The bounds of every row of the space, on these batches."""
-    frozen = links.frozen
+    trained = links.trained
     llm_keys, llm_place = _distinct(rows, _LLM_KEYS)
-    llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links, "llm" in frozen)
+    llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links, not trained.trains("llm"))
     encoders, again = [], []
     for encoder in spec.encoders:
         own = (*ModuleLayout.columns(encoder.name), *sharding_columns(encoder.name))
         keys, place = _distinct(rows, (*own, "num_microbatches"))
-        is_frozen = encoder.name in frozen
+        is_frozen = not trained.trains(encoder.name)
         for found, recomputes in (encoders, False), (again, not is_frozen):
             bounds = _encoder_bounds(encoder, keys, batches, costs, links, is_frozen, recomputes)
             found.append(EncoderBounds(place=place, **bounds))

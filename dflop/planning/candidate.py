@@ -64,7 +64,7 @@ class PlanPricer:
         self._policy = policy
         self._assigned: dict[int, _Grouped] = {}
         self._pricer = Pricer(
-            plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
+            plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision
         )
 
     def recomputing(self, plan: Plan) -> "PlanPricer":

@@ -7,7 +7,7 @@ the LLM's ranks and encode all media first, no rank starts with the LLM before i
 such share adds to the step.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from dflop.costs import CostModel, Loads, StageKind, stage_kinds
 from dflop.models import ModelSpec, ModuleSpec
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.parallelism.layout_key import LayoutKey
+from dflop.parallelism.trained import TrainedSet
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.space import even_layers
 from dflop.pricing import deal_items, loads_of, starts_anew_in_microbatches, sums_by_cell
@@ -47,10 +48,10 @@ class DealtMedia:
         costs: CostModel,
         batches: GroupedBatches,
         policy: Policy,
-        frozen: Collection[str],
+        trained: TrainedSet,
     ) -> None:
         self._spec, self._costs, self._batches = spec, costs, batches
-        self._group, self._frozen = partial(batches.group, policy), frozenset(frozen)
+        self._group, self._trained = partial(batches.group, policy), trained
         self._dealt = lru_cache(maxsize=64)(self._deal)
         self._loads = [
             [np.array(loads_of(encoder.name, shapes)) for shapes in batches.shapes] for encoder in spec.encoders
@@ -108,7 +109,7 @@ class DealtMedia:
         kinds = stage_kinds(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed)
         least_s = np.full(len(loads.num_items), np.inf)
         for forward_s, backward_s in self._costs.stage_times(kinds, loads):
-            seconds = forward_s if encoder.name in self._frozen else forward_s + backward_s
+            seconds = forward_s if not self._trained.trains(encoder.name) else forward_s + backward_s
             if self._all_meet(row, encoder):
                 least_s = np.minimum(least_s, seconds.max(axis=1).sum(axis=1))
             else:
@@ -135,7 +136,7 @@ class DealtMedia:
                 _wait_for(waits_s[batch], dealt.llm_cells[batch], seconds, dealt.encoder_cells[batch])
             least_s.append(waits_s.reshape(-1, dp, count).mean(axis=1).min(axis=1))
         before_s, behind_s = least_s
-        if splits_backward or encoder.name in self._frozen:
+        if splits_backward or not self._trained.trains(encoder.name):
             return before_s
         return before_s + np.maximum(behind_s - sync_s, 0.0)
 

@@ -51,7 +51,7 @@ def _scheduled_s(
 ) -> float:
     """The mean step time of scheduled batches; infinite where a batch does not fit into memory."""
     pricer = Pricer(
-        candidate.plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision
+        candidate.plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision
     )
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
     with BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).open() as scheduler:

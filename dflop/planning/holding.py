@@ -50,7 +50,7 @@ class BeyondDevice(NamedTuple):
 
 def beyond_device(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BeyondDevice:
     """The shares of `samples` that the plan's devices cannot hold. Give all samples, including those left out."""
-    pricer = Pricer(plan, costs, spec, config.cluster, frozen=config.model.freeze, precision=config.train.precision)
+    pricer = Pricer(plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision)
     is_beyond = alone_bytes(pricer, samples) > pricer.memory.limit_bytes
     tokens = samples.llm_tokens.astype(float)
     return BeyondDevice(float(is_beyond.mean()), float(tokens[is_beyond].sum() / max(1.0, tokens.sum())))
@@ -79,7 +79,7 @@ def leave_out_what_no_plan_holds(
             costs,
             spec,
             config.cluster,
-            frozen=config.model.freeze,
+            trained=config.model.trained,
             precision=config.train.precision,
         )
         too_large = np.flatnonzero(least_bytes > limit_bytes)

@@ -3,7 +3,7 @@
 They are for bounds of rows of the search space, which do not say where ranks are.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from dflop.costs import (
 )
 from dflop.models import ModelSpec
 from dflop.parallelism.layout_key import LayoutKey
+from dflop.parallelism.trained import TrainedSet
 from dflop.pricing import find_link
 
 __all__ = ["LeastLinks", "possible_scopes"]
@@ -36,10 +37,10 @@ class LeastLinks:
     """Least times of gradient syncs and sharded passes; one value of a parameter takes `value_bytes`."""
 
     def __init__(
-        self, costs: CostModel, spec: ModelSpec, cluster: ClusterConfig, frozen: Collection[str], value_bytes: int
+        self, costs: CostModel, spec: ModelSpec, cluster: ClusterConfig, trained: TrainedSet, value_bytes: int
     ) -> None:
         self._costs, self._spec, self._cluster = costs, spec, cluster
-        self.frozen, self.value_bytes = frozenset(frozen), value_bytes
+        self.trained, self.value_bytes = trained, value_bytes
         self._least = lru_cache(maxsize=4096)(self._least_link)
         self._hidden = lru_cache(maxsize=4096)(self._hidden_shares)
         self._syncs = lru_cache(maxsize=4096)(self._one_sync)
@@ -80,7 +81,7 @@ class LeastLinks:
         each = [self._least(int(own), int(own - 1) * layout.num_ranks) for own in shards]
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
         sizes = {part: self._costs.parameter_bytes[module, layout, part] for part in PARTS}
-        how = {"value_bytes": self.value_bytes, "is_frozen": module in self.frozen}
+        how = {"value_bytes": self.value_bytes, "is_frozen": not self.trained.trains(module)}
         moving = Moving.over(sizes, latency_s, byte_s, **how)
         how = {"num_recomputed": num_recomputed, "is_hidden": self._cluster.hides_transfers}
         return sharded_passes(self._spec.module(module).num_layers, moving, **how)

@@ -5,7 +5,7 @@ one consecutive microbatch more than there are stages after it. An encoder that 
 whole step.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from dflop.models.loads import Coefficients
 from dflop.models.work import coefficients
 from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.parallelism.layout_key import LayoutKey
+from dflop.parallelism.trained import TrainedSet
 from dflop.planning.grouped_batches import GroupedBatches
 from dflop.planning.recompute import of_stages
 from dflop.planning.space import Splits, even_layers, llm_layers
@@ -50,12 +51,12 @@ class LeastMemory:
         batches: GroupedBatches,
         splits: Splits,
         policy: Policy,
-        frozen: Collection[str],
+        trained: TrainedSet,
         value_bytes: int,
     ) -> None:
         self._spec, self._costs, self._batches, self._splits = spec, costs, batches, splits
         self._group = partial(batches.group, policy)
-        self._frozen, self._value_bytes = frozenset(frozen), value_bytes
+        self._trained, self._value_bytes = trained, value_bytes
         self._token_bytes = spec.module("llm").hidden_size * value_bytes
         self._loads = lru_cache(maxsize=2048)(self._replica_loads)
         self._most_items = batches.shapes[0].num_items.max(axis=0).astype(float).tolist()
@@ -151,7 +152,7 @@ class LeastMemory:
             dp, shards = row[f"{encoder.name}_dp"], row[f"{encoder.name}_shards"]
             parameters = self._resident(encoder.name, stages[0], dp, shards)
             share = row["llm_dp"] / row[f"{encoder.name}_dp"]
-            each = own * share if encoder.name not in self._frozen else np.zeros_like(own)
+            each = own * share if self._trained.trains(encoder.name) else np.zeros_like(own)
             if not placement.shares_ranks:
                 apart = max(apart, self._apart(row, encoder.name, parameters, *stages[1:], each))
                 continue
@@ -236,7 +237,7 @@ class LeastMemory:
         working = NO_WORKING_BYTES
         if gathers:
             sizes = {part: self._costs.parameter_bytes[kind.module, kind.layout, part] for part in PARTS}
-            how = {"value_bytes": self._value_bytes, "is_frozen": kind.module in self._frozen}
+            how = {"value_bytes": self._value_bytes, "is_frozen": not self._trained.trains(kind.module)}
             working = working_bytes(kind.module, sizes, **how)
         own, on_top = self._costs.stage_memory_forms(kind, working)
         if kind.num_recomputed:
@@ -248,7 +249,7 @@ class LeastMemory:
         return self._costs.stage_parameter_bytes(kind), own, [(form, 0.0) for form in on_top]
 
     def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
-        how = {"value_bytes": self._value_bytes, "is_frozen": module in self._frozen}
+        how = {"value_bytes": self._value_bytes, "is_frozen": not self._trained.trains(module)}
         return resident_bytes(parameter_bytes, dp, num_shards=shards, **how)
 
 

@@ -41,8 +41,8 @@ class MeanPipelines:
     ) -> None:
         self._num_layers = spec.module("llm").num_layers
         self._num_encoders = len(spec.encoders)
-        self._trained_encoders = [own.name for own in spec.encoders if own.name not in config.model.freeze]
-        self._cluster, self._frozen = config.cluster, frozenset(config.model.freeze)
+        self._trained_encoders = [own.name for own in spec.encoders if config.model.trained.trains(own.name)]
+        self._cluster, self._trained = config.cluster, config.model.trained
         self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
         self._costs, self._batches, self._splits, self._policy = costs, batches, splits, policy
         self._links = links
@@ -78,7 +78,7 @@ class MeanPipelines:
             )
         splits_backward = SCHEDULES[row["schedule"]].splits_backward
         # The weights of a frozen module have no gradients, so its backward has no weight part.
-        weight_share = WEIGHT_SHARE if "llm" not in self._frozen else 0.0
+        weight_share = WEIGHT_SHARE if self._trained.trains("llm") else 0.0
         sync_s = self._sync_s(row, layers)
         early_s, late_s = sync_s * self._shares(layout, row["llm_shards"], layers)
         rest_s = sync_s - early_s - late_s
@@ -142,7 +142,7 @@ class MeanPipelines:
 
     def _sync_s(self, row: Mapping[str, Any], layers: tuple[int, ...]) -> np.ndarray:
         """Seconds of each stage's gradient sync, [num_stages]."""
-        if "llm" in self._frozen:
+        if not self._trained.trains("llm"):
             return np.zeros(len(layers))
         latency_s, byte_s = self._links.of_row(row, "llm")
         return latency_s + self._parameter_bytes(LayoutKey.of_row(row, "llm_"), layers) * byte_s

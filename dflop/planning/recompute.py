@@ -15,7 +15,7 @@ import numpy as np
 
 from dflop.models import ModelSpec
 from dflop.parallelism import PLACEMENTS, SCHEDULES, Plan
-from dflop.pipeline import has_backward
+from dflop.parallelism.trained import TrainedSet
 from dflop.planning.candidate import PlanPricer
 
 __all__ = ["JustEnough", "may_recompute", "of_stages", "with_recomputed"]
@@ -72,8 +72,8 @@ def _in_turns(count: int, most: Sequence[int]) -> list[int]:
 class JustEnough:
     """Finds the layers to recompute in plans, on devices of `limit_bytes`."""
 
-    def __init__(self, spec: ModelSpec, frozen: Collection[str], limit_bytes: float) -> None:
-        self._spec, self._frozen, self._limit_bytes = spec, frozenset(frozen), limit_bytes
+    def __init__(self, spec: ModelSpec, trained: TrainedSet, limit_bytes: float) -> None:
+        self._spec, self._trained, self._limit_bytes = spec, trained, limit_bytes
 
     def of(self, pricer: PlanPricer) -> PlanPricer | None:
         """The pricer of the plan with just enough layers recomputed, and no fewer than it already recomputes.
@@ -119,7 +119,7 @@ class JustEnough:
     def _num_layers(self, plan: Plan, module: str) -> np.ndarray:
         """How many layers of a module each of its pipeline ranks can recompute, [pp]."""
         pp = plan.grid(module).pp
-        if not has_backward(module, self._frozen):
+        if not self._trained.has_backward(module):
             return np.zeros(pp, dtype=int)
         layers = plan.layers_of(module, self._spec.module(module).num_layers)
         return np.array([len(part) for part in layers]).reshape(-1, pp).sum(axis=0)

@@ -102,7 +102,7 @@ def search_plans(
     batches = GroupedBatches(config, spec, costs, samples)
     splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
     rows = enumerate_space(config, spec, costs.layouts, splits, within)
-    links = LeastLinks(costs, spec, config.cluster, config.model.freeze, BYTES_PER_VALUE[config.train.precision])
+    links = LeastLinks(costs, spec, config.cluster, config.model.trained, BYTES_PER_VALUE[config.train.precision])
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, links)
     fixed = (within or config.plan).fixed
     pinned = fixed.checkpointing if fixed else None
@@ -159,19 +159,19 @@ class _Search:
         self._priced: list[PlanPricer] = []
         # The least bytes of rows that do not fit, by the row's number and whether all layers are recomputed or none.
         self._misses: dict[tuple[int, bool], float] = {}
-        frozen = config.model.freeze
+        trained = config.model.trained
         self._bounds = RowBounds(
             rows,
             splits,
             spec.module("llm").num_layers,
             bounds,
             MeanPipelines(config, spec, costs, batches, splits, links, policy),
-            DealtMedia(spec, costs, batches, policy, frozen),
-            LeastMemory(spec, costs, batches, splits, policy, frozen, links.value_bytes),
+            DealtMedia(spec, costs, batches, policy, trained),
+            LeastMemory(spec, costs, batches, splits, policy, trained, links.value_bytes),
             limit_bytes=self._budget_bytes,
             pinned=pinned,
         )
-        self._enough = JustEnough(spec, frozen, self._budget_bytes)
+        self._enough = JustEnough(spec, trained, self._budget_bytes)
         # The slowest of the fastest. A row with a bound above it is not among the plans that are wanted.
         self.threshold_s = np.inf
 

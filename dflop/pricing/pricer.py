@@ -5,7 +5,7 @@ itself; `memory` computes bytes on devices, and `batch_problem` the balancing pr
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
@@ -17,6 +17,7 @@ from dflop.costs import CostModel, Loads
 from dflop.data import SampleShapes
 from dflop.models import ModelSpec
 from dflop.parallelism import PLACEMENTS, SCHEDULES, Plan
+from dflop.parallelism.trained import EVERYTHING, TrainedSet
 from dflop.pipeline import (
     BubbleFiller,
     CompiledPlan,
@@ -57,24 +58,24 @@ class Pricer:
         spec: ModelSpec,
         cluster: ClusterConfig,
         *,
-        frozen: Collection[str] = (),
+        trained: TrainedSet = EVERYTHING,
         precision: str = "fp32",
     ) -> None:
         self.plan, self.costs = plan, costs
         self.placement = PLACEMENTS[plan.placement]
         self.transfers = Transfers(plan, costs.links, cluster)
-        self._about = spec, cluster, frozenset(frozen), BYTES_PER_VALUE[precision]
-        self.compiled = compile_plan(plan, frozen)
-        self._with_slots = lru_cache(maxsize=16)(lambda slots: compile_plan(plan, frozen, self._unpacked(slots)))
+        self._about = spec, cluster, trained, BYTES_PER_VALUE[precision]
+        self.compiled = compile_plan(plan, trained)
+        self._with_slots = lru_cache(maxsize=16)(lambda slots: compile_plan(plan, trained, self._unpacked(slots)))
         self.feature_bytes = spec.feature_size * BYTES_PER_VALUE[precision]
         self._price_stages()
 
     def _price_stages(self) -> None:
         """Set everything that depends on which layers the plan recomputes."""
-        spec, cluster, frozen, value_bytes = self._about
+        spec, cluster, trained, value_bytes = self._about
         sharing = {grid.module: self.transfers.sharing_link(grid.module) for grid in self.plan.grids if grid.gathers}
         self.stage_costs = StageCosts(
-            self.plan, self.costs, spec, frozen, sharing, value_bytes, cluster.hides_transfers
+            self.plan, self.costs, spec, trained, sharing, value_bytes, cluster.hides_transfers
         )
         self.edge_bytes = edge_bytes_of(self.plan, spec, value_bytes)
         self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.edge_bytes)
@@ -168,7 +169,7 @@ class Pricer:
     @cached_property
     def filler(self) -> BubbleFiller | None:
         """The search for slots, where the plan's placement fills bubbles."""
-        return BubbleFiller(self.plan, self.stage_costs.frozen) if self.placement.fills_bubbles else None
+        return BubbleFiller(self.plan, self.stage_costs.trained) if self.placement.fills_bubbles else None
 
     def cells(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Cells]:
         """The loads of every replica of each module in every microbatch, whichever layers are recomputed."""
@@ -255,7 +256,7 @@ class Pricer:
     @cached_property
     def trains(self) -> np.ndarray:
         """Which nodes compute gradients of weights, bool [num_nodes]."""
-        own = [stage.module not in self.stage_costs.frozen for stage in self.stages]
+        own = [self.stage_costs.trained.trains(stage.module) for stage in self.stages]
         return np.repeat(own, [stage.dp for stage in self.stages])
 
     @cached_property

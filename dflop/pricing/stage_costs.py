@@ -5,7 +5,7 @@ module whose replicas share parameters is one stage, and its passes are those of
 """
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -33,7 +33,8 @@ from dflop.data import SampleShapes
 from dflop.models import ModelSpec, count_work
 from dflop.models.loads import Coefficients
 from dflop.parallelism import Grid, Plan
-from dflop.pipeline import StageReplicas, has_backward, stages_of
+from dflop.parallelism.trained import TrainedSet
+from dflop.pipeline import StageReplicas, stages_of
 from dflop.pipeline.orders import splits_backward
 from dflop.pricing.correction import NO_CORRECTIONS, Corrections
 from dflop.runtime import UserError
@@ -75,7 +76,7 @@ class StageCosts:
         plan: Plan,
         costs: CostModel,
         spec: ModelSpec,
-        frozen: Collection[str],
+        trained: TrainedSet,
         sharing_links: Mapping[str, Link],
         value_bytes: int,
         is_hidden: bool,
@@ -84,7 +85,7 @@ class StageCosts:
 
         A parameter takes `value_bytes`; `is_hidden` is whether devices compute while parameters move.
         """
-        self.plan, self.costs, self.frozen, self._value_bytes = plan, costs, frozenset(frozen), value_bytes
+        self.plan, self.costs, self.trained, self._value_bytes = plan, costs, trained, value_bytes
         self.stages = stages_of(plan)
         # The kinds of each module's stages, without repetition, and the index of each stage's kind among them.
         self._kinds: dict[str, list[StageKind]] = {}
@@ -100,7 +101,7 @@ class StageCosts:
         self._working_bytes = {grid.module: NO_WORKING_BYTES for grid in plan.grids}
         for module, link in sharing_links.items():
             sizes = {part: costs.parameter_bytes[module, plan.grid(module).layout, part] for part in PARTS}
-            how = {"value_bytes": value_bytes, "is_frozen": module in self.frozen}
+            how = {"value_bytes": value_bytes, "is_frozen": not self.trained.trains(module)}
             moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
             (kind,) = self._kinds[module]
             self._sharded[module] = sharded_passes(
@@ -114,7 +115,7 @@ class StageCosts:
         """The module's entry of `put_off`; 0 in a frozen module, whose weights have no gradients to put off."""
         if not splits_backward(self.plan, grid.module):
             return 1.0
-        return 0.0 if grid.module in self.frozen else _put_off_share(spec, grid, self._value_bytes)
+        return 0.0 if not self.trained.trains(grid.module) else _put_off_share(spec, grid, self._value_bytes)
 
     def corrected(self, corrections: Corrections) -> "StageCosts":
         """The same stages, with these corrections instead of the present ones."""
@@ -124,7 +125,7 @@ class StageCosts:
 
     def has_backward(self, module: str) -> bool:
         """Whether the module has a backward: a frozen encoder has none."""
-        return has_backward(module, self.frozen)
+        return self.trained.has_backward(module)
 
     def stage_times(self, of_module: dict[str, Loads]) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward seconds, [num_nodes, num_microbatches], for modules' loads [dp, num_microbatches]."""
@@ -206,7 +207,7 @@ class StageCosts:
     def resident_parts(self, stage: StageReplicas) -> Resident:
         """The parts of `resident_bytes`."""
         num_shards = self.plan.grid(stage.module).num_shards
-        how = {"value_bytes": self._value_bytes, "is_frozen": stage.module in self.frozen}
+        how = {"value_bytes": self._value_bytes, "is_frozen": not self.trained.trains(stage.module)}
         return resident_parts(self.parameter_bytes(stage), stage.dp, num_shards=num_shards, **how)
 
     def sync_bytes(self, stage: StageReplicas) -> float:

@@ -77,7 +77,7 @@ def _open(
         cost_model,
         spec,
         config.cluster,
-        frozen=config.model.freeze,
+        trained=config.model.trained,
         precision=config.train.precision,
     )
     samples, left_out = leave_out_too_large(pricer, samples)

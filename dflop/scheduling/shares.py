@@ -95,7 +95,7 @@ class _StepProgram:
         """`totals` [num_kinds, num_modules, 5] are the summed loads of each kind's samples, `num_samples` [num_kinds]
         their numbers."""
         plan = pricer.plan
-        compiled = compile_plan(_one_replica(plan), pricer.stage_costs.frozen)
+        compiled = compile_plan(_one_replica(plan), pricer.stage_costs.trained)
         self._forms, self._stages = stage_forms(pricer), compiled.stages
         # Replicas of a stage differ only in their links: the fastest link counts.
         first = pricer.compiled.stages[:, FIRST_NODE]

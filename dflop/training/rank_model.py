@@ -201,7 +201,7 @@ def _build_node(
 ) -> NodeModel:
     """One node. The function is long, because most of its parts depend on whether replicas shard the parameters."""
     node, ranks = topology.program.nodes[index], topology.tensor[index]
-    is_trained = node.module not in config.model.freeze
+    is_trained = config.model.trained.trains(node.module)
     stage, units = _build_stage(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
     stage.requires_grad_(is_trained)
     lr, weight_decay = config.train.of_module(node.module)
@@ -278,7 +278,7 @@ def _build_stage(
     check_tp(spec, node.module, ranks.size)
     units = None
     if plan.grid(node.module).gathers:
-        units = Units(topology.sharers[index], dtype, is_trained=node.module not in config.model.freeze)
+        units = Units(topology.sharers[index], dtype, is_trained=config.model.trained.trains(node.module))
     stage = load_runtime(spec.family).build_stage(
         hf_config,
         node.module,

@@ -61,8 +61,8 @@ class Trainer:
     def __init__(self, config: Config, files: RunFiles, stop: StopRequest) -> None:
         self.config, self.files, self.stop = config, files, stop
         self.plan = load_plan(files.plan)
-        program = make_program(self.plan, config.model.freeze)
-        check_program(self.plan, program, config.model.freeze)
+        program = make_program(self.plan, config.model.trained)
+        check_program(self.plan, program, config.model.trained)
         dtype = COMPUTES_IN[config.train.precision]
         self.topology = join_world(self.plan, program, config.cluster.device, dtype)
         world = self.topology
@@ -91,7 +91,7 @@ class Trainer:
         )
         self._say("the model is built; the schedules and the loaders start")
         self.publisher = self._start_publisher() if self.topology.is_main else None
-        self.instructions = StepInstructions(self.plan, program, config.model.freeze, self.topology.rank)
+        self.instructions = StepInstructions(self.plan, program, config.model.trained, self.topology.rank)
         stream = JobStream(
             self.feed,
             lambda slots: forwards_that_read(self.instructions.of(slots), self.topology, self.model),

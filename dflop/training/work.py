@@ -9,7 +9,7 @@ share, which makes it a little longer than most.
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,9 @@ from dflop.models import ModelSpec, load_runtime
 from dflop.models.deferral import Deferral
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, TextBatch
 from dflop.parallelism import Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import Program
-from dflop.pipeline.orders import has_backward, splits_backward
+from dflop.pipeline.orders import splits_backward
 from dflop.scheduling import StepSchedule
 from dflop.training.feed import samples_of
 from dflop.training.rank_model import NodeModel, RankModel
@@ -49,7 +50,7 @@ class _Work(ABC):
         program: Program,
         loader: Iterator,
         feature_size: int,
-        frozen: Collection[str],
+        trained: TrainedSet,
         splits_backward: bool,
         undecodable: Undecodable,
     ) -> None:
@@ -66,7 +67,7 @@ class _Work(ABC):
         self._owed = {
             number
             for number in self._incoming
-            if has_backward(program.nodes[program.edges[number].source].module, frozen)
+            if trained.has_backward(program.nodes[program.edges[number].source].module)
         }
         self._num_replicas = Counter(node.module for node in program.nodes if node.pp_stage == 0)
         # The nodes that run the same passes as this one: the replicas that shard its parameters.
@@ -344,7 +345,7 @@ def make_works(
             "program": program,
             "loader": loader,
             "feature_size": model.spec.feature_size,
-            "frozen": config.model.freeze,
+            "frozen": config.model.trained,
             "undecodable": undecodable,
             "splits_backward": splits_backward(plan, own.node.module),
         }

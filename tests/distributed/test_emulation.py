@@ -10,6 +10,7 @@ from training_runs import plan_file
 
 from dflop.config import load_config
 from dflop.parallelism import load_plan
+from dflop.parallelism.trained import EVERYTHING
 from dflop.pipeline import Op, StepInstructions, make_program
 from dflop.scheduling.service import open_scheduler
 
@@ -59,7 +60,7 @@ def test_every_rank_computes_what_its_instructions_say_in_their_order(emulated):
         seen[step, rank].append(tuple(what))
     for rank in range(plan.world_size):
         expected = []
-        for item in StepInstructions(plan, program, (), rank).of(None):
+        for item in StepInstructions(plan, program, EVERYTHING, rank).of(None):
             if item.op in PASSES:
                 node = program.nodes[item.node]
                 expected.append((node.module, node.pp_stage, node.dp_rank, PASSES[item.op], item.microbatch))

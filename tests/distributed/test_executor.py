@@ -11,6 +11,7 @@ import torch.distributed as dist
 from processes import spawn
 
 from dflop.parallelism import Grid, Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import Node, Program, check_program, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.training.topology import place_in_world
@@ -225,8 +226,8 @@ def _run_plans(rank: int, world_size: int, store: str) -> None:
 
 
 def _run(plan: Plan, frozen: tuple[str, ...] = (), *, groups_by_route: bool = False) -> None:
-    program = make_program(plan, frozen)
-    check_program(plan, program, frozen)
+    program = make_program(plan, TrainedSet(frozen))
+    check_program(plan, program, TrainedSet(frozen))
     topology = place_in_world(
         program, torch.device("cpu"), torch.float64, dist.HashStore(), groups_by_route=groups_by_route
     )

@@ -27,6 +27,7 @@ from dflop.data import SampleShapes, load_samples
 from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
 from dflop.parallelism import Grid, Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import StepInstructions, check_program, make_program
 from dflop.pipeline.run import run_instructions
 from dflop.pricing import Pricer
@@ -332,7 +333,9 @@ def prepare(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_
     def with_schedules(cases: list[tuple[str, str]]) -> Path:
         for name, variant in cases:
             freeze = configs[variant]["model"].get("freeze", ())
-            pricer = Pricer(PLANS[name], costs_of.get(variant, costs), specs[variant], cluster, frozen=freeze)
+            pricer = Pricer(
+                PLANS[name], costs_of.get(variant, costs), specs[variant], cluster, trained=TrainedSet(tuple(freeze))
+            )
             # Random assignments: replicas without media, and splits of every kind.
             scheduler = BatchScheduler(samples[variant], pricer, batches[variant], ScheduleConfig(policy="random"), 3)
             path = folder / f"{name} {variant}"
@@ -427,8 +430,8 @@ def _config_and_expected(folder: Path, variant: str) -> tuple[Config, dict]:
 
 def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
     config, expected = _config_and_expected(folder, variant)
-    program = make_program(plan, config.model.freeze)
-    check_program(plan, program, config.model.freeze)
+    program = make_program(plan, config.model.trained)
+    check_program(plan, program, config.model.trained)
     topology = place_in_world(program, torch.device("cpu"), torch.float64, _make_store())
     model = build_rank_model(config, plan, topology, torch.float64, overlaps=True)
     assert all((own.shared is not None) == plan.grid(own.node.module).gathers for own in model.nodes)
@@ -436,7 +439,7 @@ def _check(folder: Path, name: str, variant: str, plan: Plan) -> None:
     schedules = [
         StepSchedule.from_bytes((folder / f"{name} {variant}" / str(step)).read_bytes()) for step in range(num_steps)
     ]
-    instructions = StepInstructions(plan, program, config.model.freeze, topology.rank)
+    instructions = StepInstructions(plan, program, config.model.trained, topology.rank)
     stream = JobStream(
         SimpleNamespace(get=schedules.__getitem__),
         lambda slots: forwards_that_read(instructions.of(slots), topology, model),

@@ -54,8 +54,8 @@ class EmulatedRank:
     ) -> None:
         self.config, self.out, self.scale = config, out, scale
         plan = load_plan(artifacts["plan"])
-        program = make_program(plan, config.model.freeze)
-        check_program(plan, program, config.model.freeze)
+        program = make_program(plan, config.model.trained)
+        check_program(plan, program, config.model.trained)
         self.topology = join_world(plan, program, "cpu", torch.float32)
         world = self.topology
         self.watch = PeerWatch(world.store, world.rank, world.carried, world.world_size, config.train.peer_timeout_s)
@@ -69,7 +69,7 @@ class EmulatedRank:
                 self.topology.store.clone(), config, **artifacts, corrections=corrections, first_step=0
             )
             self.publisher.start()
-        self.instructions = StepInstructions(plan, program, config.model.freeze, self.topology.rank)
+        self.instructions = StepInstructions(plan, program, config.model.trained, self.topology.rank)
         last_stage, network = plan.num_stages("llm") - 1, Network()
         self.works = {
             index: EmulatedWork(

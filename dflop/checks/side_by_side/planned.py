@@ -28,10 +28,10 @@ def planned_side(config: Config, plan: Plan, schedules: Sequence[StepSchedule], 
     Without loader processes (`train.loader_workers: 0`), the side's `load` loads a step's batches.
     """
     dtype = COMPUTES_IN[config.train.precision]
-    program = make_program(plan, config.model.freeze)
+    program = make_program(plan, config.model.trained)
     topology = place_in_world(program, device, dtype, dist.HashStore())
     model = build_rank_model(config, plan, topology, dtype)
-    instructions = StepInstructions(plan, program, config.model.freeze, topology.rank)
+    instructions = StepInstructions(plan, program, config.model.trained, topology.rank)
     stream = JobStream(
         SimpleNamespace(get=schedules.__getitem__),
         lambda slots: forwards_that_read(instructions.of(slots), topology, model),

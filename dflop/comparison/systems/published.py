@@ -45,8 +45,8 @@ def _plans(
     num_stages = sum(rows[f"{module.name}_pp"] for module in spec.modules)
     places = rows["num_microbatches"] + num_stages - 1
     budget = config.cluster.memory_gib * 2**30
-    frozen, value_bytes = config.model.freeze, BYTES_PER_VALUE[config.train.precision]
-    memory = LeastMemory(spec, costs, batches, {}, LPT, frozen, value_bytes)
+    trained, value_bytes = config.model.trained, BYTES_PER_VALUE[config.train.precision]
+    memory = LeastMemory(spec, costs, batches, {}, LPT, trained, value_bytes)
     for place in np.argsort(places.to_numpy() * stage_s, kind="stable"):
         row = rows.row(int(place), named=True)
         recomputes, layers = row["checkpointing"], llm_layers(row, {}, spec.module("llm").num_layers)

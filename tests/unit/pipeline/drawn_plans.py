@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dflop.parallelism import PLACEMENTS, SCHEDULES, Grid, Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import Bridges, BubbleFiller, StageTimes, nodes_of
 
 frozen_sets = st.sampled_from([(), ("vision",), ("llm",)])
@@ -102,4 +103,4 @@ def slots_of(draw, plan: Plan, frozen: tuple[str, ...] = ()) -> np.ndarray | Non
         bridges=Bridges.none(),
         sync_s=np.zeros(len(forward_s)),
     )
-    return BubbleFiller(plan, frozen).slots(times, draw(st.integers(1, plan.num_microbatches)))
+    return BubbleFiller(plan, TrainedSet(frozen)).slots(times, draw(st.integers(1, plan.num_microbatches)))

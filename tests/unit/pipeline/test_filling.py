@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_simulate import draw_times
 
 from dflop.parallelism import Grid, Plan
+from dflop.parallelism.trained import EVERYTHING, TrainedSet
 from dflop.pipeline import (
     Bridges,
     BubbleFiller,
@@ -51,15 +52,15 @@ def times_of(plan: Plan, encoder_s: float) -> StageTimes:
 @given(plan=plans(placements=["bubble_filled"]), frozen=frozen_sets, seed=st.integers(0, 1000), data=st.data())
 def test_slots_of_any_times_make_programs_that_pass_the_check(plan, frozen, seed, data):
     times = draw_times(plan, np.random.default_rng(seed), 0.5)
-    slots = BubbleFiller(plan, frozen).slots(times, data.draw(st.integers(1, plan.num_microbatches)))
-    check_program(plan, make_program(plan, frozen, slots), frozen)
+    slots = BubbleFiller(plan, TrainedSet(frozen)).slots(times, data.draw(st.integers(1, plan.num_microbatches)))
+    check_program(plan, make_program(plan, frozen, slots), TrainedSet(frozen))
 
 
 @given(plan=plans(placements=["bubble_filled"]), seed=st.integers(0, 1000))
 def test_no_rank_ever_holds_more_than_in_the_colocated_order(plan, seed):
     times = draw_times(plan, np.random.default_rng(seed), 0.5)
     slots = BubbleFiller(plan).slots(times, plan.num_microbatches)
-    order, colocated = compile_plan(plan, (), slots), compile_plan(plan)
+    order, colocated = compile_plan(plan, EVERYTHING, slots), compile_plan(plan)
     kept = np.random.default_rng(seed).random(times.forward_s.shape)
     held, most = (peak_bytes(own, kept, np.zeros_like(kept)) for own in (order, colocated))
     assert (held <= most + 1e-9).all()
@@ -79,7 +80,7 @@ def test_a_step_of_four_stages_and_sixteen_microbatches_gets_shorter(schedule, e
     plan = filled(4, 16, schedule=schedule)
     times = times_of(plan, encoder_s)
     slots = BubbleFiller(plan).slots(times, 16)
-    colocated, own = (simulate(compile_plan(plan, (), given), times) for given in (None, slots))
+    colocated, own = (simulate(compile_plan(plan, EVERYTHING, given), times) for given in (None, slots))
     # What a rank waits while its pipeline fills and drains is three microbatches' work at most.
     assert own.step_s <= colocated.step_s - 0.25 * min(9.0, 3 * 16 * encoder_s)
 
@@ -91,7 +92,7 @@ def test_a_rank_holds_few_microbatches_of_the_encoders_where_it_must():
     one_item[[index for index, node in enumerate(nodes_of(plan)) if node.module == "vision"]] = 1.0
     held = []
     for most in (8, 16, 32):
-        order = compile_plan(plan, (), BubbleFiller(plan).slots(times, most))
+        order = compile_plan(plan, EVERYTHING, BubbleFiller(plan).slots(times, most))
         held.append(peak_bytes(order, one_item, 0 * one_item).max())
         # Of a slot, forwards come first: that is one or two more than was asked for.
         assert held[-1] <= most + 2

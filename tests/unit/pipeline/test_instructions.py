@@ -15,6 +15,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch_notation import actions_of
 
 from dflop.parallelism import Grid, Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import (
     Edge,
     Instruction,
@@ -35,7 +36,7 @@ properties = settings(max_examples=400)
 @given(order=orders())
 def test_every_program_does_everything_once_matches_its_transfers_and_never_deadlocks(order):
     plan, frozen, slots = order
-    check_program(plan, make_program(plan, frozen, slots), frozen)
+    check_program(plan, make_program(plan, frozen, slots), TrainedSet(frozen))
 
 
 @properties
@@ -43,7 +44,7 @@ def test_every_program_does_everything_once_matches_its_transfers_and_never_dead
 def test_every_node_computes_every_microbatch_once_in_each_direction(order):
     """Counted apart from the check: forwards and backwards in the microbatches' order, one sync."""
     plan, frozen, slots = order
-    program = make_program(plan, frozen, slots)
+    program = make_program(plan, TrainedSet(frozen), slots)
     everything = list(range(plan.num_microbatches))
     for worker, items in zip(program.workers, program.instructions, strict=True):
         for node in worker.nodes:
@@ -60,7 +61,7 @@ def test_every_node_computes_every_microbatch_once_in_each_direction(order):
 @properties
 @given(plan=plans(), frozen=st.sampled_from([("vision",), ("vision", "audio")]))
 def test_a_frozen_encoder_has_no_backward_and_no_gradient_comes_to_it(plan, frozen):
-    program = make_program(plan, frozen)
+    program = make_program(plan, TrainedSet(frozen))
     for item in (item for items in program.instructions for item in items):
         if item.op in (Op.SEND_BACKWARD, Op.RECV_BACKWARD):
             assert program.nodes[program.edges[item.edge].source].module not in frozen
@@ -71,15 +72,15 @@ def test_a_frozen_encoder_has_no_backward_and_no_gradient_comes_to_it(plan, froz
 @given(order=orders(placements=["bubble_filled", "colocated"]))
 def test_a_ranks_instructions_of_a_batch_are_those_of_the_program_with_its_slots(order):
     plan, frozen, slots = order
-    program, of_batch = make_program(plan, frozen), make_program(plan, frozen, slots)
+    program, of_batch = make_program(plan, TrainedSet(frozen)), make_program(plan, TrainedSet(frozen), slots)
     for worker, instructions in zip(of_batch.workers, of_batch.instructions, strict=True):
         for rank in range(worker.first_rank, worker.first_rank + worker.num_ranks):
-            assert StepInstructions(plan, program, frozen, rank).of(slots) == instructions
+            assert StepInstructions(plan, program, TrainedSet(frozen), rank).of(slots) == instructions
 
 
 @given(plan=plans())
 def test_a_frozen_llm_still_passes_gradients_on_to_the_encoder(plan):
-    assert make_program(plan, ("llm",)) == make_program(plan)
+    assert make_program(plan, TrainedSet(("llm",))) == make_program(plan)
 
 
 @properties

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.parallelism import Grid, Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import (
     Bridges,
     CompiledPlan,
     Op,
     StageTimes,
     compile_plan,
-    has_backward,
     make_program,
     nodes_of,
     peak_bytes,
@@ -37,7 +37,7 @@ PASS_OF = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIG
 
 def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarray, np.ndarray, float]:
     """Starts and ends [3, num_nodes, num_microbatches] and the step time, one instruction after the other."""
-    program = make_program(plan, frozen, slots)
+    program = make_program(plan, TrainedSet(frozen), slots)
     carriers = [
         [w for w, worker in enumerate(program.workers) if node in worker.nodes] for node in range(len(program.nodes))
     ]
@@ -193,7 +193,7 @@ def cases(draw):
     (plan, frozen, slots), rng = draw(orders()), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     times = draw_times(plan, rng, draw(st.sampled_from([0.0, 0.3, 1.0])))
     if draw(st.booleans()):
-        goes_back = np.array([has_backward(node.module, frozen) for node in nodes_of(plan)])
+        goes_back = np.array([TrainedSet(frozen).has_backward(node.module) for node in nodes_of(plan)])
         early_s, late_s = times.sync_s * goes_back * rng.dirichlet((1.0, 1.0, 1.0), len(goes_back)).T[:2]
         times = dataclasses.replace(times, early_sync_s=early_s, late_sync_s=late_s)
     return plan, frozen, slots, times
@@ -203,7 +203,7 @@ def cases(draw):
 @given(cases())
 def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(case):
     plan, frozen, slots, times = case
-    compiled = compile_plan(plan, frozen, slots)
+    compiled = compile_plan(plan, TrainedSet(frozen), slots)
     timeline = simulate(compiled, times)
     start_s, end_s, step_s = walk(plan, times, frozen, slots)
     np.testing.assert_allclose(timeline.start_s, start_s)
@@ -216,7 +216,7 @@ def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(ca
 @given(cases())
 def test_idle_is_what_is_left_of_all_ranks_step_after_their_work(case):
     plan, frozen, slots, times = case
-    timeline = simulate(compile_plan(plan, frozen, slots), times)
+    timeline = simulate(compile_plan(plan, TrainedSet(frozen), slots), times)
     rank_s, workers = 0.0, workers_of(plan)
     for index, worker in enumerate(workers):
         work_s = sum(timeline.busy_s[node] for node in worker.nodes)
@@ -371,7 +371,7 @@ def test_an_llm_replica_waits_only_for_the_encoders_that_send_to_it():
 
 
 def test_a_frozen_encoder_is_done_after_its_forwards():
-    compiled = compile_plan(disjoint(llm_pp=2, num_microbatches=3), ("vision",))
+    compiled = compile_plan(disjoint(llm_pp=2, num_microbatches=3), TrainedSet(("vision",)))
     timeline = simulate(compiled, make_times(compiled))
     assert np.isnan(timeline.end_s[1, 0]).all()
     assert timeline.end_s[0, 0].tolist() == [1.0, 2.0, 3.0]
@@ -424,9 +424,9 @@ def test_a_step_without_any_work_takes_no_time_and_is_not_idle():
 @given(order=orders(), seed=st.integers(0, 1000))
 def test_the_peak_is_the_fullest_moment_of_every_workers_list(order, seed):
     plan, frozen, slots = order
-    rng, program = np.random.default_rng(seed), make_program(plan, frozen, slots)
+    rng, program = np.random.default_rng(seed), make_program(plan, TrainedSet(frozen), slots)
     kept, transient = rng.integers(1, 100, (2, len(program.nodes), plan.num_microbatches)).astype(float)
-    peaks = peak_bytes(compile_plan(plan, frozen, slots), kept, transient)
+    peaks = peak_bytes(compile_plan(plan, TrainedSet(frozen), slots), kept, transient)
     for worker, items in enumerate(program.instructions):
         held: dict[tuple[int, int], float] = {}
         fullest = 0.0

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.parallelism.passes import FORWARD
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import Bridges, StageTimes, compile_plan, computations_of, nodes_of, simulate, stages_of
 
 
@@ -29,7 +30,7 @@ def all_bridges(plan) -> Bridges:
 @given(order=orders(shares=False), seed=st.integers(0, 99))
 def test_each_computation_begins_when_what_it_waits_for_has_ended(order, seed):
     plan, frozen, slots = order
-    compiled = compile_plan(plan, frozen, slots)
+    compiled = compile_plan(plan, TrainedSet(frozen), slots)
     shape = (len(nodes_of(plan)), plan.num_microbatches)
     rng = np.random.default_rng(seed)
     forward_s, chain_s = rng.random(shape), rng.random(shape)

@@ -36,5 +36,5 @@ def actions_of(plan: Plan) -> list[list[Action]]:
 
     return [
         [Action(stage, op_of(which, stage), microbatch) for which, stage, microbatch in order.tolist()]
-        for order in group_orders(plan, ())
+        for order in group_orders(plan)
     ]

@@ -134,7 +134,7 @@ def just_enough(nothing: PlanPricer, config: Config, spec: ModelSpec) -> PlanPri
     pinned = config.plan.fixed.checkpointing if config.plan.fixed else None
     if pinned is not True and (nothing.needed_bytes() <= limit or not may_recompute(nothing.plan.schedule, pinned)):
         return nothing
-    found = None if pinned else JustEnough(spec, config.model.freeze, limit).of(nothing)
+    found = None if pinned else JustEnough(spec, config.model.trained, limit).of(nothing)
     return found or nothing.recomputing(dataclasses.replace(nothing.plan, checkpointing=True))
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spaces import bent_costs, make_config, space_of, uneven_samples
 
 from dflop.balancing import LPT, RANDOM
+from dflop.parallelism.trained import EVERYTHING, TrainedSet
 from dflop.planning import PlanPricer, plan_of
 from dflop.planning.bounds import lower_bounds
 from dflop.planning.dealt_media import DealtMedia
@@ -48,11 +49,11 @@ class Case:
         config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze, device_model=device_model)
         batches, splits, rows = space_of(config, spec, costs, samples)
         self.rows = rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1])
-        links = LeastLinks(costs, spec, config.cluster, freeze, 4)
+        links = LeastLinks(costs, spec, config.cluster, TrainedSet(freeze), 4)
         self.bounds = lower_bounds(self.rows, batches.shapes, costs, spec, splits, links)
         self.pipelines = MeanPipelines(config, spec, costs, batches, splits, links, policy)
-        self.media = DealtMedia(spec, costs, batches, policy, freeze)
-        self.memory = LeastMemory(spec, costs, batches, splits, policy, freeze, 4)
+        self.media = DealtMedia(spec, costs, batches, policy, TrainedSet(freeze))
+        self.memory = LeastMemory(spec, costs, batches, splits, policy, TrainedSet(freeze), 4)
         self.rng, self.spec, self.splits, self.frozen = np.random.default_rng(seeds), spec, splits, freeze
         self.pricer_of = lambda plan: PlanPricer(plan, config, spec, costs, batches, policy)
         self.num_batches = len(batches)
@@ -118,7 +119,7 @@ def test_no_plan_that_fits_recomputes_fewer_layers_than_it_must(
             must = case.memory.least_recomputed(row, limit, case.ends(row))
             assert all(least <= own for least, own in zip(must, recomputed, strict=True)), row
         nothing = case.pricer_of(plan_of(row, case.splits))
-        found = JustEnough(tiny_spec, freeze, limit).of(nothing) if pricer.plan.checkpointing else None
+        found = JustEnough(tiny_spec, TrainedSet(freeze), limit).of(nothing) if pricer.plan.checkpointing else None
         if found is not None and nothing.needed_bytes() > limit:
             must = case.memory.least_recomputed(row, limit, case.ends(row), beside_encoders=True)
             assert all(least <= own for least, own in zip(must, found.plan.recomputed_of("llm", 4), strict=True)), row
@@ -130,7 +131,7 @@ def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
     texts = replace(samples.take(nothing), num_items=nothing[:, None], kept_tokens=nothing[:, None])
     config = make_config(4, 8, fixed={"num_microbatches": 4, "placement": "colocated"}, freeze=["vision"])
     batches, splits, rows = space_of(config, tiny_spec, costs, texts)
-    links = LeastLinks(costs, tiny_spec, config.cluster, ["vision"], 4)
+    links = LeastLinks(costs, tiny_spec, config.cluster, TrainedSet(("vision",)), 4)
     bounds = lower_bounds(rows, batches.shapes, costs, tiny_spec, splits, links)
     pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
     rows = rows.with_row_index("place").filter(pl.col("llm_dp") * 4 <= 8)
@@ -148,7 +149,7 @@ def test_an_encoder_of_more_stages_puts_off_the_weights_of_an_llm_that_splits_it
     config = make_config(8, 8, fixed={"placement": "disjoint", "schedule": "zb_h1", "num_microbatches": 6})
     costs, samples = bent_costs(5), uneven_samples(40, 6)
     batches, splits, rows = space_of(config, tiny_spec, costs, samples)
-    links = LeastLinks(costs, tiny_spec, config.cluster, (), 4)
+    links = LeastLinks(costs, tiny_spec, config.cluster, EVERYTHING, 4)
     pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
     of_encoder: dict[int, set[int]] = {}
     for row in rows.iter_rows(named=True):

@@ -12,7 +12,7 @@ from spaces import bent_costs, make_config, some_needs, space_of, uneven_samples
 from dflop.balancing import LPT
 from dflop.models import ModelSpec
 from dflop.parallelism import PLACEMENTS, Grid, Plan
-from dflop.pipeline import has_backward
+from dflop.parallelism.trained import TrainedSet
 from dflop.planning import GroupedBatches, PlanPricer, plan_of
 from dflop.planning.recompute import JustEnough, may_recompute, with_recomputed
 
@@ -27,7 +27,7 @@ def most_of(plan: Plan, spec: ModelSpec, freeze: tuple[str, ...]) -> dict[str, n
     for grid in plan.grids:
         layers = plan.layers_of(grid.module, spec.module(grid.module).num_layers)
         on_devices = [sum(map(len, layers[device :: grid.pp])) for device in range(grid.pp)]
-        most[grid.module] = np.array(on_devices) * has_backward(grid.module, freeze)
+        most[grid.module] = np.array(on_devices) * TrainedSet(freeze).has_backward(grid.module)
     return most
 
 
@@ -85,7 +85,7 @@ def test_no_device_could_do_with_fewer_layers(tiny_spec, encoders, shape, seeds,
             continue
         nothing = PlanPricer(plan_of(row, splits), config, spec, costs, batches, LPT)
         everything = nothing.recomputing(with_recomputed(nothing.plan, most_of(nothing.plan, spec, freeze), spec))
-        enough = JustEnough(spec, freeze, limit).of(nothing)
+        enough = JustEnough(spec, TrainedSet(freeze), limit).of(nothing)
         if enough is None:
             assert everything.needed_bytes() > limit
             continue

@@ -12,6 +12,7 @@ from dflop.balancing import random_buckets
 from dflop.config import ClusterConfig
 from dflop.costs import Loads, StageKind
 from dflop.parallelism.layout_key import UNDIVIDED
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import nodes_of
 from dflop.pricing import Assignment, Pricer, alone_bytes, fits, fitted
 
@@ -33,7 +34,9 @@ def case(costs, tiny_spec, draw_samples):
 
     def make(plan, seed: int, frozen=(), num_samples: int = 24):
         encoders = [grid.module for grid in plan.grids[:-1]]
-        pricer = Pricer(plan, costs_with(costs, encoders), spec_with(tiny_spec, encoders), CLUSTER, frozen=frozen)
+        pricer = Pricer(
+            plan, costs_with(costs, encoders), spec_with(tiny_spec, encoders), CLUSTER, trained=TrainedSet(frozen)
+        )
         shapes = samples_with(draw_samples, encoders, num_samples, seed)
         buckets = np.arange(num_samples) % plan.num_buckets
         if num_samples >= plan.num_buckets:

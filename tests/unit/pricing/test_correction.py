@@ -11,6 +11,7 @@ from dflop.balancing import lpt_buckets, random_buckets
 from dflop.config import ClusterConfig
 from dflop.costs import Loads
 from dflop.parallelism import Grid, Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pricing import Corrections, Learner, Pricer, bin_of, is_stale, stale_share
 from dflop.pricing.correction import NUM_LOAD_BINS, NUM_SEGMENT_BINS, bins_of
 from dflop.scheduling import StepSearch
@@ -85,7 +86,7 @@ def test_the_search_prices_corrected_steps_as_the_pricer_does_and_no_step_beats_
     costs, tiny_spec, draw_samples, name, seed, frozen
 ):
     plan, shapes = PLANS[name], draw_samples(24, seed)
-    pricer = Pricer(plan, costs, tiny_spec, CLUSTER, frozen=frozen).corrected(drawn_corrections(seed))
+    pricer = Pricer(plan, costs, tiny_spec, CLUSTER, trained=TrainedSet(frozen)).corrected(drawn_corrections(seed))
     problem = pricer.problem(shapes)
     buckets = random_buckets(problem, np.random.default_rng(seed))
     first = pricer.assign(shapes, *np.divmod(buckets, plan.num_microbatches))

@@ -10,6 +10,7 @@ from small_plans import make_plan
 
 from dflop.config import ClusterConfig
 from dflop.parallelism import Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pricing import (
     Assignment,
     Pricer,
@@ -33,9 +34,10 @@ any_plans = st.builds(
 
 @pytest.fixture(scope="module")
 def make_pricer(costs, tiny_spec):
-    def make(plan: Plan, memory_gib: float = 64.0, **more) -> Pricer:
+    def make(plan: Plan, memory_gib: float = 64.0, frozen: tuple[str, ...] = (), **more) -> Pricer:
         model = dataclasses.replace(costs, overhead_bytes=1e8, allocator_share=0.1)
-        return Pricer(plan, model, tiny_spec, dataclasses.replace(ROOMY, memory_gib=memory_gib), **more)
+        cluster = dataclasses.replace(ROOMY, memory_gib=memory_gib)
+        return Pricer(plan, model, tiny_spec, cluster, trained=TrainedSet(frozen), **more)
 
     return make
 

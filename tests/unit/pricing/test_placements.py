@@ -14,6 +14,7 @@ from dflop.balancing import random_buckets
 from dflop.config import ClusterConfig
 from dflop.costs import CostModel, LinkModel
 from dflop.parallelism import Grid, Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import nodes_of, workers_of
 from dflop.pipeline.routes import edges_of, lanes_of, make_routes
 from dflop.pricing import Assignment, Pricer
@@ -35,8 +36,10 @@ any_plans = st.builds(
 
 @pytest.fixture(scope="module")
 def make_pricer(costs, tiny_spec):
-    def make(plan: Plan, cluster: ClusterConfig = CLUSTER, model: CostModel = costs, **more) -> Pricer:
-        return Pricer(plan, model, tiny_spec, cluster, **more)
+    def make(
+        plan: Plan, cluster: ClusterConfig = CLUSTER, model: CostModel = costs, frozen: tuple[str, ...] = (), **more
+    ) -> Pricer:
+        return Pricer(plan, model, tiny_spec, cluster, trained=TrainedSet(frozen), **more)
 
     return make
 

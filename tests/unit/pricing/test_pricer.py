@@ -15,6 +15,7 @@ from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients
 from dflop.parallelism import Grid, Plan
 from dflop.parallelism.layout_key import UNDIVIDED
+from dflop.parallelism.trained import TrainedSet
 from dflop.pipeline import nodes_of
 from dflop.pricing import Assignment, Pricer
 from dflop.runtime import UserError
@@ -36,8 +37,10 @@ def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=4, checkpointing
 
 @pytest.fixture(scope="module")
 def make_pricer(costs, tiny_spec):
-    def make(plan: Plan, cluster: ClusterConfig = CLUSTER, model: CostModel = costs, **more) -> Pricer:
-        return Pricer(plan, model, tiny_spec, cluster, **more)
+    def make(
+        plan: Plan, cluster: ClusterConfig = CLUSTER, model: CostModel = costs, frozen: tuple[str, ...] = (), **more
+    ) -> Pricer:
+        return Pricer(plan, model, tiny_spec, cluster, trained=TrainedSet(frozen), **more)
 
     return make
 

@@ -11,6 +11,7 @@ from dflop.config import ClusterConfig
 from dflop.costs import StageKind
 from dflop.parallelism import Grid, Plan
 from dflop.parallelism.layout_key import UNDIVIDED
+from dflop.parallelism.trained import TrainedSet
 from dflop.pricing import Pricer, alone_bytes, lasting_s
 from dflop.pricing.assignment import deal_media
 
@@ -31,8 +32,8 @@ def whole_model(vision=SHARED, llm=SHARED, placement="monolithic", num_ranks=4, 
 
 @pytest.fixture(scope="module")
 def price(costs, tiny_spec):
-    def make(plan: Plan, cluster: ClusterConfig = CLUSTER, **more) -> Pricer:
-        return Pricer(plan, costs, tiny_spec, cluster, **more)
+    def make(plan: Plan, cluster: ClusterConfig = CLUSTER, frozen: tuple[str, ...] = (), **more) -> Pricer:
+        return Pricer(plan, costs, tiny_spec, cluster, trained=TrainedSet(frozen), **more)
 
     return make
 

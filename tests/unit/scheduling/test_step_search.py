@@ -14,6 +14,7 @@ from dflop.balancing import bucket_loads, lpt_buckets
 from dflop.config import ClusterConfig, ModelConfig
 from dflop.models import load_model_spec
 from dflop.parallelism import Grid, Plan
+from dflop.parallelism.trained import TrainedSet
 from dflop.pricing import Pricer
 from dflop.scheduling import StepSearch
 from dflop.scheduling.shares import ideal_shares
@@ -74,7 +75,9 @@ def start(costs, tiny_spec, draw_samples):
     """A search over a batch, with the pricer, the shapes, and where a balanced packing begins."""
 
     def prepare(plan, seed=0, num_samples=32, cluster=CLUSTER, frozen=(), model=costs, squares=False):
-        pricer = Pricer(plan, costs_of_squares(model) if squares else model, tiny_spec, cluster, frozen=frozen)
+        pricer = Pricer(
+            plan, costs_of_squares(model) if squares else model, tiny_spec, cluster, trained=TrainedSet(frozen)
+        )
         shapes = draw_samples(num_samples, seed)
         shapes = with_squares(shapes, seed) if squares else shapes
         problem = pricer.problem(shapes)
@@ -167,7 +170,9 @@ def test_memory_is_the_pricers_to_the_byte(start, name, frozen):
     needed = fullest_bytes(pricer, shapes, first)
     for share, fits in ((1 + 1e-6, True), (0.999, False)):
         cluster = dataclasses.replace(CLUSTER, memory_gib=needed * share / 2**30)
-        limited = Pricer(pricer.plan, pricer.costs, load_model_spec(ModelConfig(preset="tiny")), cluster, frozen=frozen)
+        limited = Pricer(
+            pricer.plan, pricer.costs, load_model_spec(ModelConfig(preset="tiny")), cluster, trained=TrainedSet(frozen)
+        )
         assert np.isfinite(StepSearch(limited, shapes).step_s(first)) == fits
 
 
