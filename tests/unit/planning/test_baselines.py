@@ -47,7 +47,7 @@ def test_the_monolithic_baseline_is_the_best_there_is_without_balance(price, tin
     costs, samples = bent_costs(seed), uneven_samples(40, seed)
     config = make_config(4, 8, placements=["monolithic"], schedules=["1f1b"], shardings=["optimizer"])
     own = price(config, costs, samples)[MEGATRON]
-    everything = price_all(config, tiny_spec, costs, samples, "random")
+    everything = price_all(config, tiny_spec, costs, samples, RANDOM)
     even = [plan for plan in everything["plan"] if "layers" not in plan]
     assert own.step_s == pytest.approx(dict(everything.select("plan", "step_s").iter_rows())[str(own.plan)], rel=1e-9)
     assert own.step_s == pytest.approx(
