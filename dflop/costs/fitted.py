@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ __all__ = ["FittedCosts", "LoadRange", "column_of"]
 # Upper limits of the numbers in the tables: an hour, and more bytes than any cluster has.
 _MOST_S, _MOST_BYTES = 3600.0, 1e18
 _MADE_FOR = ("model", "precision", "device_model")
+Bytes = TypeVar("Bytes", float, np.ndarray)
 _TABLES = ("time_model", "memory_model", "load_range", "device", "link_model", "meta")
 
 
@@ -114,6 +115,14 @@ class FittedCosts:
         for module, layout, *_ in self.times:
             found.setdefault(module, set()).add(layout)
         return {module: sorted(layouts) for module, layouts in found.items()}
+
+    def held_bytes(self, tensor_bytes: Bytes) -> Bytes:
+        """Bytes that a process with these bytes of tensors holds in all, with what its allocator reserves."""
+        return self.overhead_bytes + tensor_bytes * (1 + self.allocator_share)
+
+    def most_tensor_bytes(self, limit_bytes: float) -> float:
+        """The most bytes of tensors with which a process holds no more than the limit."""
+        return (limit_bytes - self.overhead_bytes) / (1 + self.allocator_share)
 
     def require_made_for(self, spec: ModelSpec, config: Config) -> None:
         """Check that these costs were made for the config's model, precision and device model, and that both either

@@ -7,7 +7,7 @@ whole step.
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,6 @@ from dflop.pricing import loads_of, sums_by_cell
 from dflop.runtime.kernels import kernel
 
 __all__ = ["LeastMemory"]
-
-Bytes = TypeVar("Bytes", float, np.ndarray)
 
 
 class _OfEncoders(NamedTuple):
@@ -54,7 +52,7 @@ class LeastMemory:
         trained: TrainedSet,
         value_bytes: int,
     ) -> None:
-        self._spec, self._costs, self._batches, self._splits = spec, costs, batches, splits
+        self._spec, self.costs, self._batches, self._splits = spec, costs, batches, splits
         self._group = partial(batches.group, policy)
         self._trained, self._value_bytes = trained, value_bytes
         self._token_bytes = spec.module("llm").hidden_size * value_bytes
@@ -98,7 +96,7 @@ class LeastMemory:
             tensors = of_llm.max(axis=0) + beside.on_all
             if pp == 1:
                 tensors = np.maximum(tensors, of_llm[0] + beside.on_mean)
-            return self.of_device(tensors)
+            return self.costs.held_bytes(tensors)
 
         enough = np.array(layers).reshape(-1, pp).sum(axis=0)
         fewest = np.zeros_like(enough)
@@ -118,7 +116,7 @@ class LeastMemory:
 
         No layer of the LLM is recomputed. The encoders' bytes fall linearly with that share.
         """
-        limit = (limit_bytes - self.of_device(0.0)) / (self.of_device(1.0) - self.of_device(0.0))
+        limit = self.costs.most_tensor_bytes(limit_bytes)
         plain, again = (self._of_encoders(row, recomputes=recomputes) for recomputes in (False, True))
         shares = [0.0]
         for llm, before, after in (
@@ -138,7 +136,7 @@ class LeastMemory:
         tensors = max(
             mean + beside.on_mean, fullest + beside.on_all, of_llm[:, 0].max() + beside.on_first, beside.apart
         )
-        return self.of_device(float(tensors))
+        return self.costs.held_bytes(float(tensors))
 
     def _of_encoders(self, row: Mapping[str, Any], *, recomputes: bool) -> "_OfEncoders":
         placement = PLACEMENTS[row["placement"]]
@@ -193,10 +191,6 @@ class LeastMemory:
             for stage in range(num_stages)
         )
 
-    def of_device(self, tensors: Bytes) -> Bytes:
-        """Bytes that a process with these bytes of tensors holds in all."""
-        return self._costs.overhead_bytes + tensors * (1 + self._costs.allocator_share)
-
     def _replica_loads(self, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         """The LLM's loads on the mean replica and on a few full ones, [num_replicas, 4, num_microbatches]; and each
         encoder's items that belong to the mean replica, [num_encoders, num_microbatches]."""
@@ -236,17 +230,17 @@ class LeastMemory:
         """The bytes of `_stage_bytes` for a stage of this kind."""
         working = NO_WORKING_BYTES
         if gathers:
-            sizes = {part: self._costs.parameter_bytes[kind.module, kind.layout, part] for part in PARTS}
+            sizes = {part: self.costs.parameter_bytes[kind.module, kind.layout, part] for part in PARTS}
             how = {"value_bytes": self._value_bytes, "is_frozen": not self._trained.trains(kind.module)}
             working = working_bytes(kind.module, sizes, **how)
-        own, on_top = self._costs.stage_memory_forms(kind, working)
+        own, on_top = self.costs.stage_memory_forms(kind, working)
         if kind.num_recomputed:
             on_top = [form for (part, _), form in zip(kind.parts, on_top, strict=True) if "layer" not in part]
         if not (kind.is_first and kind.is_last):
             # The input, unless a recomputed layer keeps it anyway, and the output.
             num_held = (kind.is_first or not kind.num_recomputed) + (not kind.is_last)
             own = own + coefficients(num_tokens=num_held * self._token_bytes)
-        return self._costs.stage_parameter_bytes(kind), own, [(form, 0.0) for form in on_top]
+        return self.costs.stage_parameter_bytes(kind), own, [(form, 0.0) for form in on_top]
 
     def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
         how = {"value_bytes": self._value_bytes, "is_frozen": not self._trained.trains(module)}

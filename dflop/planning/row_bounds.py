@@ -107,7 +107,7 @@ class RowBounds:
         """The least bytes of a device for the LLM alone, with all layers recomputed or none."""
         key = self._llm_place[row.number], recomputes
         if key not in self._most_bytes:
-            self._most_bytes[key] = self._memory.of_device(float(self._of_llm(row, recomputes).max()))
+            self._most_bytes[key] = self._memory.costs.held_bytes(float(self._of_llm(row, recomputes).max()))
         return self._most_bytes[key]
 
     def device_bytes(self, row: Row, recomputes: bool) -> float:

@@ -42,11 +42,7 @@ class PlanMemory:
     @property
     def tensor_limit_bytes(self) -> float:
         """The most bytes of tensors with which a process holds no more than the limit."""
-        return (self.limit_bytes - self._costs.overhead_bytes) / (1 + self._costs.allocator_share)
-
-    def held_bytes(self, tensor_bytes: np.ndarray) -> np.ndarray:
-        """Bytes that a process with these bytes of tensors holds in all."""
-        return self._costs.overhead_bytes + tensor_bytes * (1 + self._costs.allocator_share)
+        return self._costs.most_tensor_bytes(self.limit_bytes)
 
     def of_modules(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, float]:
         """Predicted peak bytes of each module's fullest rank in this order of the plan. Where modules share ranks, a
@@ -55,13 +51,13 @@ class PlanMemory:
 
     def along_pipeline(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, np.ndarray]:
         """By module, the predicted peak bytes of the fullest rank in each place of its pipeline, [pp]."""
-        held = self.held_bytes(self.resident_bytes + self.peak_bytes(cells, order))
+        held = self._costs.held_bytes(self.resident_bytes + self.peak_bytes(cells, order))
         of_ranks = {grid: held[self._workers(grid.module)].reshape(grid.pp, -1) for grid in self._plan.grids}
         return {grid.module: own.max(axis=1) for grid, own in of_ranks.items()}
 
     def fullest(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> float:
         """Bytes of the fullest device in this order of the plan, given the microbatches' bytes (see `of_stages`)."""
-        return float(self.held_bytes(self.resident_bytes + self._peak_bytes(of_stages, order)).max())
+        return float(self._costs.held_bytes(self.resident_bytes + self._peak_bytes(of_stages, order)).max())
 
     def peak_bytes(self, cells: Mapping[str, Cells], order: CompiledPlan) -> np.ndarray:
         """Peak bytes of microbatches alone on each worker's ranks in this order of the plan, [num_workers]."""

@@ -43,7 +43,7 @@ def alone_bytes(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
     least = np.full(len(shapes), np.inf)
     for replicas in _replicas_that_differ(pricer):
         least = np.minimum(least, _peaks(pricer, of_stages, replicas, len(shapes)))
-    return pricer.memory.held_bytes(least)
+    return pricer.costs.held_bytes(least)
 
 
 def leave_out_too_large(pricer: Pricer, samples: SampleShapes) -> tuple[SampleShapes, pl.DataFrame]:

@@ -116,7 +116,7 @@ def test_sharing_divides_what_is_resident_and_adds_what_is_gathered(price, costs
     assert resident["hybrid"] == pytest.approx(np.full(4, 4 / 2 * both))
     assert resident["shared"] == pytest.approx(np.full(4, both))
     shared = price(whole_model())
-    assert (alone_bytes(shared, shapes) > shared.memory.held_bytes(resident["shared"][0])).all()
+    assert (alone_bytes(shared, shapes) > shared.costs.held_bytes(resident["shared"][0])).all()
 
 
 def test_media_are_dealt_anew_in_every_microbatch_where_replicas_meet_in_each(draw_samples):
