@@ -52,8 +52,7 @@ class LeastLinks:
         the parameters; only the copies are synced.
         """
         each = [
-            self._least(int(all_ // own), int(all_ - 1) * layout.num_ranks)
-            for all_, own in zip(dp, shards, strict=True)
+            self._least(int(all_ // own), int(own) * layout.num_ranks) for all_, own in zip(dp, shards, strict=True)
         ]
         latency_s, byte_s = np.array(each).reshape(-1, 2).T
         return latency_s, sync_bytes(byte_s / shards, value_bytes=self.value_bytes, num_shards=shards)
@@ -78,7 +77,7 @@ class LeastLinks:
 
         The first `num_recomputed` layers are recomputed. Seconds of transfers are [num_rows, 1].
         """
-        each = [self._least(int(own), int(own - 1) * layout.num_ranks) for own in shards]
+        each = [self._least(int(own), layout.num_ranks) for own in shards]
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
         sizes = {part: self._costs.parameter_bytes[module, layout, part] for part in PARTS}
         how = {"value_bytes": self.value_bytes, "is_frozen": not self.trained.trains(module)}
@@ -94,12 +93,14 @@ class LeastLinks:
         (latency_s,), (byte_s,) = self.sync(np.array([dp]), layout, np.array([shards]))
         return float(latency_s), float(byte_s)
 
-    def _least_link(self, num_ranks: int, distance: int) -> tuple[float, float]:
-        """Least latency, and seconds for each byte, among `num_ranks` ranks, with this distance from first to last."""
+    def _least_link(self, num_ranks: int, step: int) -> tuple[float, float]:
+        """Least latency, and seconds for each byte, among `num_ranks` ranks, each `step` ranks after the one before."""
         if num_ranks == 1:
             return 0.0, 0.0
+        most_in_node = -(-self._cluster.devices_per_node // step)
+        num_cards = num_ranks // max(2, -(-num_ranks // most_in_node))
         links = [
-            find_link(self._costs.links, self._cluster, "gradient_sync", is_intra, num_ranks)
-            for is_intra in possible_scopes(self._cluster, distance)
+            find_link(self._costs.links, self._cluster, "gradient_sync", is_intra, num_ranks, num_cards)
+            for is_intra in possible_scopes(self._cluster, (num_ranks - 1) * step)
         ]
         return min(link.latency_s for link in links), 1 / max(link.bytes_per_s for link in links)

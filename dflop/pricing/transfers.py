@@ -138,8 +138,7 @@ class Transfers:
         num_copies = stage.dp // num_shards
         if num_copies == 1:
             return 0.0
-        first, last = (self._first_ranks(stage, replica) for replica in (0, stage.dp - 1))
-        link = find_link(self._links, self._cluster, "gradient_sync", self._is_intra(first, last), num_copies)
+        link = self._sync_link(stage, np.arange(stage.dp).reshape(num_copies, num_shards).T)
         return link.seconds(num_bytes / num_shards)
 
     def sharing_link(self, module: str) -> Link:
@@ -147,10 +146,16 @@ class Transfers:
         slowest."""
         stage = next(stage for stage in self._stages if stage.module == module)
         num_shards = self.plan.grid(module).num_shards
-        first = np.arange(0, stage.dp, num_shards)
-        ends = (self._first_ranks(stage, replica) for replica in (first, first + num_shards - 1))
-        is_intra = bool(self._is_intra(*ends).all())
-        return find_link(self._links, self._cluster, "gradient_sync", is_intra, num_shards)
+        return self._sync_link(stage, np.arange(stage.dp).reshape(-1, num_shards))
+
+    def _sync_link(self, stage: StageReplicas, replicas: np.ndarray) -> Link:
+        """The link of gradient syncs among groups of a stage's replicas [num_groups, num_members], for the slowest."""
+        num_groups, num_members = replicas.shape
+        nodes = self._first_ranks(stage, replicas) // self._cluster.devices_per_node
+        _, counts = np.unique(np.arange(num_groups)[:, None] * self._cluster.num_nodes + nodes, return_counts=True)
+        num_cards = int(counts.min())  # a group inside one node has all its members there
+        is_intra = num_cards == num_members
+        return find_link(self._links, self._cluster, "gradient_sync", is_intra, num_members, num_cards)
 
     def _num_copies(self, encoder: StageReplicas, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """How many copies of a message a rank sends, as the mean of both directions.
@@ -192,15 +197,22 @@ def _form_of(link: Link, name: str) -> float:
     return link.latency_s if name == "latency_s" else 1 / link.bytes_per_s
 
 
-def find_link(links: LinkModel, cluster: ClusterConfig, kind: str, is_intra: bool, num_ranks: int = 2) -> Link:
+def find_link(
+    links: LinkModel, cluster: ClusterConfig, kind: str, is_intra: bool, num_ranks: int = 2, num_cards: int = 1
+) -> Link:
     """The measured link; where none was measured, one with the configured bandwidth and no latency.
 
-    A configured gradient sync is taken to be a ring.
+    A configured gradient sync is taken to be a ring over each network card. Between nodes it has the cards of all its
+    ranks in a node, as far as the node's own links keep up: with 8 ranks in every node, 8 times the bandwidth of one.
+    `num_cards` are those of the node that has fewest. A message from one rank to another has one card.
     """
     measured = links.find(kind, "intra" if is_intra else "inter", num_ranks)
     if measured is not None:
         return measured
-    bytes_per_s = (cluster.intra_node_gbps if is_intra else cluster.inter_node_gbps) * 1e9 / 8
+    gbps = cluster.intra_node_gbps if is_intra else cluster.inter_node_gbps
+    if not is_intra:
+        gbps = min(num_cards * gbps, max(gbps, cluster.intra_node_gbps))
+    bytes_per_s = gbps * 1e9 / 8
     return Link(0.0, bytes_per_s if kind == "p2p" else bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
 
 

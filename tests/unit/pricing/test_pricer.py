@@ -230,6 +230,41 @@ def test_gradients_are_summed_over_the_replicas_links(make_pricer, draw_samples,
     assert sync_s[llm] == pytest.approx(expected(size))
 
 
+@pytest.mark.parametrize(
+    ("per_node", "tp", "sharing", "intra_gbps", "num_ranks", "gbps"),
+    [
+        (4, 1, {}, 1000.0, 8, 200.0),  # four replicas in each node: four cards
+        (2, 1, {}, 1000.0, 8, 100.0),
+        (1, 1, {}, 1000.0, 8, 50.0),
+        (4, 2, {}, 1000.0, 4, 100.0),  # the other two cards are those of the other tp ranks' sync
+        (4, 4, {}, 1000.0, 2, 50.0),
+        (3, 1, {}, 1000.0, 8, 100.0),  # nodes of 3, 3 and 2
+        (4, 1, {}, 120.0, 8, 120.0),  # not faster than the node's own links
+        (4, 1, {"sharding": "hybrid", "shards": 4}, 1000.0, 2, 50.0 * 4),  # a quarter of the bytes over one card each
+    ],
+)
+def test_a_sync_between_nodes_has_the_cards_of_all_its_ranks_in_a_node(
+    costs, tiny_spec, draw_samples, per_node, tp, sharing, intra_gbps, num_ranks, gbps
+):
+    """Eight ranks hold an LLM; a ring moves `2 (n - 1) / n` of the bytes over each rank's links."""
+    cluster = dataclasses.replace(CLUSTER, devices_per_node=per_node, intra_node_gbps=intra_gbps)
+    grids = Grid(module="vision", num_ranks=8, tp=tp), Grid(module="llm", num_ranks=8, tp=tp, **sharing)
+    plan = Plan(placement="monolithic", grids=grids, num_microbatches=2)
+    pricer = Pricer(plan, costs, tiny_spec, dataclasses.replace(cluster, num_nodes=-(-8 // per_node)))
+    stage = next(stage for stage in pricer.stages if stage.module == "llm")
+    assert pricer.transfers.gradient_sync_s(stage, 1e9) == pytest.approx(
+        2 * (num_ranks - 1) / num_ranks * 1e9 / (gbps * 1e9 / 8)
+    )
+
+
+def test_parameters_gathered_between_nodes_come_over_the_cards_of_all_their_ranks(costs, tiny_spec):
+    grids = Grid(module="vision", num_ranks=8), Grid(module="llm", num_ranks=8, sharding="parameters")
+    plan = Plan(placement="monolithic", grids=grids, num_microbatches=2)
+    cluster = dataclasses.replace(CLUSTER, intra_node_gbps=1000.0)
+    link = Pricer(plan, costs, tiny_spec, cluster).transfers.sharing_link("llm")
+    assert link.bytes_per_s == pytest.approx(4 * 50e9 / 8 * 8 / 14)
+
+
 @pytest.mark.parametrize(("precision", "summed"), [("fp32", 4 / 8), ("bf16", 4 / 6)])
 def test_syncs_run_beside_passes_where_devices_compute_while_they_communicate(
     make_pricer, draw_samples, costs, precision, summed
