@@ -53,7 +53,7 @@ def times_of(plan: Plan, encoder_s: float) -> StageTimes:
 def test_slots_of_any_times_make_programs_that_pass_the_check(plan, frozen, seed, data):
     times = draw_times(plan, np.random.default_rng(seed), 0.5)
     slots = BubbleFiller(plan, TrainedSet(frozen)).slots(times, data.draw(st.integers(1, plan.num_microbatches)))
-    check_program(plan, make_program(plan, frozen, slots), TrainedSet(frozen))
+    check_program(plan, make_program(plan, TrainedSet(frozen), slots), TrainedSet(frozen))
 
 
 @given(plan=plans(placements=["bubble_filled"]), seed=st.integers(0, 1000))

@@ -36,7 +36,7 @@ properties = settings(max_examples=400)
 @given(order=orders())
 def test_every_program_does_everything_once_matches_its_transfers_and_never_deadlocks(order):
     plan, frozen, slots = order
-    check_program(plan, make_program(plan, frozen, slots), TrainedSet(frozen))
+    check_program(plan, make_program(plan, TrainedSet(frozen), slots), TrainedSet(frozen))
 
 
 @properties
