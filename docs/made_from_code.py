@@ -18,12 +18,12 @@ import yaml
 
 from dflop.cli import cli
 from dflop.config import load_config
-from dflop.data.manifests import list_shards, list_sources
-from dflop.reporting.boxes import StepPanel, predicted_boxes
-from dflop.reporting.charts.timeline import draw_timeline
-from dflop.reporting.picture import write_picture
-from dflop.reporting.schedules import replay
-from dflop.scheduling.service import open_scheduler
+from dflop.report.boxes import StepPanel, predicted_boxes
+from dflop.report.charts.timeline import draw_timeline
+from dflop.report.picture import write_picture
+from dflop.report.schedules import replay
+from dflop.schedule.service import open_scheduler
+from dflop.shapes.manifests import list_shards, list_sources
 from dflop.store import (
     CORRECTIONS_SCHEMA,
     LEFT_OUT_SCHEMA,
@@ -32,14 +32,14 @@ from dflop.store import (
     STEP_SECONDS_SCHEMA,
     write_observations,
 )
-from dflop.training.observations import OBSERVATIONS_SCHEMA
+from dflop.train.observations import OBSERVATIONS_SCHEMA
 
 __all__ = ["make"]
 
 # One rank of the encoder before an LLM of four stages.
 CONFIG = {
     "run": "docs",
-    "data": {"sources": [{"path": "data/train.json"}]},
+    "data": {"sources": [{"path": "shapes/train.json"}]},
     "model": {"preset": "llava_ov_7b"},
     "cluster": {"device": "cuda", "device_model": "h100-80g", "devices_per_node": 5},
     "costs": {"source": "analytic"},

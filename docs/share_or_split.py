@@ -15,8 +15,8 @@ import polars as pl
 import yaml
 from made_from_code import dflop, shapes_and_costs
 
-from dflop.reporting.picture import Panel, Picture, as_given, layer, names, number, rows, write_picture
-from dflop.reporting.style import module_colour
+from dflop.report.picture import Panel, Picture, as_given, layer, names, number, rows, write_picture
+from dflop.report.style import module_colour
 
 PLACEMENTS = ("disjoint", "colocated", "bubble_filled", "monolithic")
 # Tensor-parallel sizes that both modules can have.
@@ -45,7 +45,7 @@ def steps_of(preset: str, family: str, tps: tuple[int, ...]) -> dict[str, tuple[
     """Step time and plan of the fastest plan of each placement that fits."""
     config = {
         "run": preset,
-        "data": {"sources": [{"path": "data/train.json"}]},
+        "data": {"sources": [{"path": "shapes/train.json"}]},
         "model": {"family": family, "preset": preset},
         "cluster": {"device": "cuda", "device_model": "h100-80g", "num_nodes": 4, "devices_per_node": 8},
         "costs": {"source": "analytic", "tp_sizes": list(tps)},

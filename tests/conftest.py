@@ -15,7 +15,7 @@ from hypothesis import settings
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
 from dflop.costs.fit import PIECES
 from dflop.models.loads import FEATURES, Coefficients
-from dflop.parallelism.layout_key import UNDIVIDED
+from dflop.plan.layout_key import UNDIVIDED
 from dflop.store import write_costs
 
 _NUM_TOKENS = (32, 64, 128, 256, 512, 768, 1024, 2048)

@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 import torch
 
+from dflop.base import UserError
 from dflop.checks.one_process import (
     Inputs,
     PackedSamples,
@@ -28,11 +29,10 @@ from dflop.checks.one_process import (
     pass_stages,
 )
 from dflop.config import Config
-from dflop.data import SampleShapes, load_samples
 from dflop.models import ModelSpec, load_model_spec
 from dflop.models.precision import COMPUTES_IN
-from dflop.parallelism import Plan
-from dflop.runtime import UserError
+from dflop.plan import Plan
+from dflop.shapes import SampleShapes, load_samples
 from dflop.store import read_table
 
 __all__ = ["TOLERANCES", "CheckedModel", "CheckedSample", "Differences", "check_model"]

@@ -20,16 +20,16 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dflop.base import UserError
 from dflop.config import Config
-from dflop.data import ChatTokenizer, SampleShapes, list_sources, tokenizer_folder
-from dflop.data.loading import MicrobatchJob, SampleRef, TrainingRecords, microbatch_loader
-from dflop.data.shapes import MediumSize
+from dflop.loading.dataset import MicrobatchJob, SampleRef, TrainingRecords, microbatch_loader
 from dflop.models import ModelSpec, load_runtime
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.stages import EncoderStage, LlmStage
 from dflop.models.weights import norms_in_float64
-from dflop.parallelism import Plan
-from dflop.runtime import UserError
+from dflop.plan import Plan
+from dflop.shapes import ChatTokenizer, SampleShapes, list_sources, tokenizer_folder
+from dflop.shapes.reader import MediumSize
 
 __all__ = ["Inputs", "PackedSamples", "Pass", "build_plain", "build_stages", "each_stage", "pass_plain", "pass_stages"]
 

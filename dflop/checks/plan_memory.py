@@ -16,24 +16,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dflop.base import UserError
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.costs.live_bytes import LiveBytes
-from dflop.data import SampleShapes
-from dflop.data.loading import LoadedMedia, segments_of
+from dflop.loading.dataset import LoadedMedia, segments_of
 from dflop.models import ModelSpec, load_model_spec
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.precision import COMPUTES_IN
-from dflop.parallelism import Plan
-from dflop.pipeline import Node, Op, Program, StepInstructions, make_program
-from dflop.pipeline.run import run_instructions
-from dflop.pricing import MEMORY_CATEGORIES, Assignment, Pricer, tensor_bytes
-from dflop.runtime import UserError
-from dflop.scheduling import StepSchedule
-from dflop.training.feed import samples_of
-from dflop.training.rank_model import RankModel, build_rank_model
-from dflop.training.topology import Topology, place_in_world
-from dflop.training.work import make_works
+from dflop.plan import Plan
+from dflop.schedule import MEMORY_CATEGORIES, Assignment, Pricer, StepSchedule, tensor_bytes
+from dflop.shapes import SampleShapes
+from dflop.step import Node, Op, Program, StepInstructions, make_program
+from dflop.step.run import run_instructions
+from dflop.train.feed import samples_of
+from dflop.train.node_work import make_works
+from dflop.train.rank_model import RankModel, build_rank_model
+from dflop.train.topology import Topology, place_in_world
 
 __all__ = ["CheckedRank", "MadeUpLoad", "check_rank"]
 

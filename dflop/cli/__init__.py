@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from dflop.base import UserError
 from dflop.cli.checking import check_model_command, check_plan_command
 from dflop.cli.comparison import compare_command
 from dflop.cli.costs import fit_costs_command, profile_costs, profile_links
@@ -23,7 +24,6 @@ from dflop.cli.data import (
 from dflop.cli.plans import plan_command, schedule_command
 from dflop.cli.start import init_command
 from dflop.cli.training import report_command, train_command
-from dflop.runtime import UserError
 
 __all__ = ["cli", "main"]
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
+from dflop.base import UserError
 from dflop.cli.options import FILE, config_option, run_argument
-from dflop.runtime import UserError
 
 __all__ = ["check_model_command", "check_plan_command"]
 
@@ -28,8 +28,8 @@ def check_plan_command(
     from dflop.config import load_config
     from dflop.costs import CostModel
     from dflop.models import load_model_spec
-    from dflop.parallelism import load_plan
-    from dflop.training import check_plan
+    from dflop.plan import load_plan
+    from dflop.train import check_plan
 
     if not configs:
         raise UserError("`dflop check-plan` needs a config: --config config/config.yaml")
@@ -74,8 +74,8 @@ def check_model_command(configs: tuple[str, ...], plan_path: Path, shapes: Path,
     from dflop.checks.model_arithmetic import check_model
     from dflop.config import load_config
     from dflop.models import load_model_spec
-    from dflop.parallelism import load_plan
-    from dflop.training import check_plan
+    from dflop.plan import load_plan
+    from dflop.train import check_plan
 
     config, plan = load_config(*configs), load_plan(plan_path)
     check_plan(plan_path, plan, load_model_spec(config.model))

@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
+from dflop.base import UserError, progress_bar
 from dflop.cli.measuring import may_measure
 from dflop.cli.options import FILE, config_option, load_for, run_argument
-from dflop.runtime import UserError, progress_bar
 
 __all__ = ["compare_command"]
 
@@ -37,8 +37,8 @@ def compare_command(
 
     RUN is a run of the workflow, by its name or folder; then the files are the run's.
     """
+    from dflop.base import written_whole
     from dflop.comparison import ABLATION, keys_of_size, scaling_frame, scaling_text, systems_of
-    from dflop.runtime import written_whole
 
     config = load_for("compare", configs)
     if ablate:
@@ -67,9 +67,9 @@ def _rows(config: Any, shapes: Path, costs: Path, batches: int, systems: tuple) 
     """A row for each system. Samples that no plan can hold are left out, and their number is printed."""
     from dflop.comparison import compare_systems, require_todays_layout
     from dflop.costs import CostModel
-    from dflop.data import load_samples
     from dflop.models import load_model_spec
-    from dflop.planning import leave_out_what_no_plan_holds
+    from dflop.search import leave_out_what_no_plan_holds
+    from dflop.shapes import load_samples
 
     spec = load_model_spec(config.model)
     samples, _ = load_samples(shapes, spec.encoders)
@@ -92,10 +92,10 @@ def _rows(config: Any, shapes: Path, costs: Path, batches: int, systems: tuple) 
 
 def _write(rows: list, config: Any, costs: Path, out: Path) -> None:
     """Write the table as Parquet, JSON and a figure, and print it."""
+    from dflop.base import written_whole
     from dflop.comparison import comparison_frame, comparison_json, comparison_text
     from dflop.costs import CostModel
-    from dflop.reporting.comparison import plot_comparison
-    from dflop.runtime import written_whole
+    from dflop.report.comparison import plot_comparison
 
     with written_whole(out) as path:
         comparison_frame(rows).write_parquet(path)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
+from dflop.base import UserError
 from dflop.cli.options import FILE, config_digest, config_option, load_for
-from dflop.runtime import UserError
 
 __all__ = ["fit_costs_command", "profile_costs", "profile_links"]
 
@@ -49,9 +49,9 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
     """Write points of the roofline of `cluster.device_model`, and a row about that device, in place of measurements."""
     import polars as pl
 
+    from dflop.base.devices import load_device
     from dflop.costs import Measured, analytic_points, write_measured
     from dflop.models import digest_of_spec
-    from dflop.runtime.devices import load_device
 
     own_file = config.cluster.device_models
     device = load_device(config.cluster.device_model, Path(own_file) if own_file else None)
@@ -79,12 +79,12 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
 
 def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out: Path) -> None:
     """Measure on ranks of this node, which torchrun starts; the first of them writes the files."""
+    from dflop.base.commands import COMMANDS
+    from dflop.base.torchrun import run_ranks
     from dflop.config import select_keys
     from dflop.costs.design import load_bounds
-    from dflop.data import ChatTokenizer, tokenizer_folder
     from dflop.models import check_runnable
-    from dflop.runtime.commands import COMMANDS
-    from dflop.runtime.torchrun import run_ranks
+    from dflop.shapes import ChatTokenizer, tokenizer_folder
 
     check_runnable(spec.family)
     if bounds:
@@ -122,7 +122,7 @@ def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
     """Time transfers and gradient syncs between the cluster's devices: torchrun on all of them."""
     import polars as pl
 
-    from dflop.runtime.torchrun import is_first_node, run_ranks
+    from dflop.base.torchrun import is_first_node, run_ranks
 
     config = load_for("profile-links", configs)
     cluster = config.cluster
@@ -148,8 +148,8 @@ def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
 @click.option("--out", type=FILE, required=True, help="DuckDB file to write.")
 def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, out: Path) -> None:
     """Fit the time and memory model to measurements, with its error on whole stages kept out of the fit."""
+    from dflop.base.commands import code_digest
     from dflop.costs import fit_costs, fit_links, read_links, read_measured
-    from dflop.runtime.commands import code_digest
     from dflop.store import write_costs
 
     measured = read_measured(measurements)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from dflop.base import UserError, progress_bar
 from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of
-from dflop.runtime import UserError, progress_bar
 
 __all__ = [
     "demo_data",
@@ -26,7 +26,7 @@ __all__ = [
 @click.option("--seed", type=int, default=0, show_default=True)
 def demo_data(out: Path, records: int, seed: int) -> None:
     """Make a small LLaVA-style dataset: pictures, clips, texts and sounds, with questions and answers."""
-    from dflop.data.demo import make_demo_data
+    from dflop.demo import make_demo_data
 
     with progress_bar(total=records, unit="record") as bar:
         made = make_demo_data(out, num_records=records, seed=seed, progress=lambda done: bar.update(done - bar.n))
@@ -41,9 +41,9 @@ def demo_data(out: Path, records: int, seed: int) -> None:
 @click.option("--workers", type=click.IntRange(min=1), help="Processes that share the shard; one a core if not given.")
 def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int | None) -> None:
     """Read the shapes of one shard's samples from media headers and text."""
-    from dflop.data import ChatTokenizer, ShapeReader, profile_shard, tokenizer_folder
+    from dflop.base import written_whole
     from dflop.models import load_model_spec
-    from dflop.runtime import written_whole
+    from dflop.shapes import ChatTokenizer, ShapeReader, profile_shard, tokenizer_folder
 
     config = load_for("profile-shapes", configs)
     data = config.data
@@ -70,7 +70,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
 
 
 def _refused_media(without_encoder: str, encoded: Sequence[str]) -> tuple[str, ...]:
-    from dflop.data.records import MEDIA_KINDS
+    from dflop.shapes.records import MEDIA_KINDS
 
     return tuple(kind for kind in MEDIA_KINDS if without_encoder == "reject" and kind not in encoded)
 
@@ -88,7 +88,7 @@ def _whole(data):
 
 def _find_shard(config, name: str):
     """The source and the shard with this name. Watched media are checked again only if the shard is not known yet."""
-    from dflop.data import list_sources
+    from dflop.shapes import list_sources
 
     sources = list_sources(config.data)
     for look_again in (False, True) if config.data.watch_media else (False,):
@@ -100,7 +100,7 @@ def _find_shard(config, name: str):
 
 
 def _shards(config, source, *, look_again: bool):
-    from dflop.data import list_shards
+    from dflop.shapes import list_shards
 
     return list_shards(
         source,
@@ -115,7 +115,7 @@ def _shards(config, source, *, look_again: bool):
 @config_option
 def list_shards_command(configs: tuple[str, ...]) -> None:
     """Print the shards of all sources: name, first record, number of records."""
-    from dflop.data import list_sources
+    from dflop.shapes import list_sources
 
     config = load_for("merge-shapes", configs)
     for source in list_sources(config.data):
@@ -132,10 +132,10 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     """Merge the shards into one database: samples, rejects, sources, and summaries of them."""
     import polars as pl
 
+    from dflop.base import written_whole
     from dflop.costs.design import bounds_of_samples
-    from dflop.data import BUNDLED_TOKENIZER, tokenizer_folder
-    from dflop.data.manifests.entries import CUT_OFF
-    from dflop.runtime import written_whole
+    from dflop.shapes import BUNDLED_TOKENIZER, tokenizer_folder
+    from dflop.shapes.manifests.entries import CUT_OFF
     from dflop.store import read_table
 
     config = load_for("merge-shapes", configs)
@@ -171,7 +171,7 @@ def _merge(config, shapes: Path, out: Path) -> None:
     """Write the database of all sources' shards, whose files are in the folder `shapes`."""
     import polars as pl
 
-    from dflop.data import SourceRecords, list_sources
+    from dflop.shapes import SourceRecords, list_sources
     from dflop.store import HeldOut, ShardFile, write_shapes
 
     files, source_rows, sampled_rows, held_out = [], [], {}, []
@@ -255,9 +255,9 @@ def _shape_lines(shapes, rejects) -> list[str]:
 @click.option("--out", type=FILE, required=True, help="Parquet file to write.")
 def profile_loading(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
     """Measure how long training's loaders take for a sample of each modality: reading, decoding, tokenising."""
-    from dflop.data.measure_loading import measure_loading
+    from dflop.base import written_whole
+    from dflop.loading.measure import measure_loading
     from dflop.models import check_runnable
-    from dflop.runtime import written_whole
 
     config = load_for("profile-loading", configs)
     check_runnable(config.model.family)
@@ -280,7 +280,7 @@ def profile_loading(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
 @click.option("--out", type=FILE, required=True, help="SVG file to write.")
 def plot_shapes_command(shapes: Path, out: Path) -> None:
     """Plot how much samples differ, by modality, and what was rejected."""
-    from dflop.reporting import plot_shapes
+    from dflop.report import plot_shapes
 
     plot_shapes(shapes, out)
     click.echo(str(out))

@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
+from dflop.base import UserError, written_whole
 from dflop.cli.options import FILE, FOLDER, RUN_CONFIG
-from dflop.runtime import UserError, written_whole
 
 __all__ = ["emit_option", "from_manifest", "print_in_words_of"]
 
@@ -77,7 +77,7 @@ _FRAMEWORKS = ("megatron", "torchtitan")
 
 def print_in_words_of(framework: str, plan: Any, spec: Any, global_batch_size: int) -> None:
     """Print a plan as flags of a framework (`planning.emit`)."""
-    from dflop.planning.emit import emit
+    from dflop.search.emit import emit
 
     click.echo("\n" + emit(framework, plan, spec, global_batch_size).to_text(framework, plan))
 
@@ -137,9 +137,9 @@ def _source(manifest: Path) -> dict[str, Any]:
 
 def _of_model(folder: Path) -> Mapping[str, Any]:
     """The config section of a model with a `config.json`. Without a tokenizer, the small bundled one counts tokens."""
-    from dflop.data.text import BUNDLED_TOKENIZER
     from dflop.models import family_for
     from dflop.models.checkpoint import read_hf_config
+    from dflop.shapes.text import BUNDLED_TOKENIZER
 
     model_type = read_hf_config(folder).get("model_type")
     model: dict[str, Any] = {"path": str(folder), "family": family_for(model_type) or model_type}
@@ -150,10 +150,10 @@ def _of_model(folder: Path) -> Mapping[str, Any]:
 
 def _make_shapes(config: Any, text: str, folder: Path, manifest: Path) -> None:
     """Make `shapes.duckdb`, unless it is there already from the same manifest, config keys and code."""
+    from dflop.base.commands import COMMANDS, code_digest
     from dflop.cli.data import merge_shapes, profile_shapes
     from dflop.config import select_keys
-    from dflop.data import list_shards, list_sources
-    from dflop.runtime.commands import COMMANDS, code_digest
+    from dflop.shapes import list_shards, list_sources
 
     commands = ("profile-shapes", "merge-shapes")
     stat = manifest.stat()
@@ -186,7 +186,7 @@ def _make_costs(config: Any, text: str, folder: Path) -> None:
 
 def _report(folder: Path) -> None:
     from dflop.cli.options import load_for
-    from dflop.reporting import write_report
+    from dflop.report import write_report
 
     config = load_for("report", (str(folder / RUN_CONFIG),))
     page, *_ = write_report(config, folder, folder / "report")

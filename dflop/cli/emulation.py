@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from dflop.base import UserError, written_whole
 from dflop.cli.options import FILE, load_for, meta_of
-from dflop.runtime import UserError, written_whole
 
 __all__ = ["may_emulate"]
 
@@ -50,7 +50,7 @@ def may_emulate(function: Callable) -> Callable:
 
 
 def _check_training(costs: Path | None, out: Path, scale: float) -> None:
-    from dflop.training.run_folder import is_emulated
+    from dflop.train.run_folder import is_emulated
 
     if costs is None:
         raise UserError("`dflop train` needs --costs, or --emulate with the costs of a cluster to emulate")
@@ -63,7 +63,7 @@ def _check_training(costs: Path | None, out: Path, scale: float) -> None:
 def _emulate(configs: tuple[str, ...], costs: Path, scale: float, *, shapes: Path, plan_path: Path, out: Path) -> None:
     from dflop.checks.emulation import emulate, emulation_text
     from dflop.store import read_table
-    from dflop.training.trace import chrome_trace
+    from dflop.train.trace import chrome_trace
 
     # Stages take exactly their predicted times, so there is nothing to learn from them.
     config = load_for("train", (*configs, "schedule.correction=off"))

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from dflop.base import UserError, progress_bar, written_whole
 from dflop.cli.options import FILE
-from dflop.runtime import UserError, progress_bar, written_whole
 
 __all__ = ["may_measure"]
 
@@ -108,10 +108,10 @@ def _contenders(
     from dflop.checks.side_by_side import contenders, counted_steps, num_scheduled
     from dflop.comparison import OURS, require_todays_layout, systems_of
     from dflop.costs import CostModel
-    from dflop.data import load_samples
-    from dflop.parallelism import load_plan
-    from dflop.planning import leave_out_what_no_plan_holds
-    from dflop.training import check_devices, check_plan
+    from dflop.plan import load_plan
+    from dflop.search import leave_out_what_no_plan_holds
+    from dflop.shapes import load_samples
+    from dflop.train import check_devices, check_plan
 
     plan = load_plan(plan_path)
     check_plan(plan_path, plan, spec)

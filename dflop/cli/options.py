@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from dflop.runtime import UserError
+from dflop.base import UserError
 
 __all__ = ["FILE", "FOLDER", "RUN_CONFIG", "config_digest", "config_option", "load_for", "meta_of", "run_argument"]
 
@@ -76,8 +76,8 @@ def load_for(command: str, configs: tuple[str, ...]):
     Raises:
         UserError: without any `--config`, or for a bad config.
     """
+    from dflop.base.commands import COMMANDS
     from dflop.config import load_config, restrict
-    from dflop.runtime.commands import COMMANDS
 
     if not configs:
         raise UserError(f"`dflop {command}` needs a config: --config config/config.yaml")
@@ -87,15 +87,15 @@ def load_for(command: str, configs: tuple[str, ...]):
 
 def meta_of(command: str, config) -> dict[str, str]:
     """Digests of the config and the code that a DuckDB file is made with, for its `meta` table."""
-    from dflop.runtime.commands import code_digest
+    from dflop.base.commands import code_digest
 
     return {"config_digest": config_digest(command, config), "code_digest": code_digest(command)}
 
 
 def config_digest(command: str, config, **beside: object) -> str:
     """A digest of the config keys that `command` reads, and of `beside`, what else its output depends on."""
+    from dflop.base.commands import COMMANDS
     from dflop.config import select_keys
-    from dflop.runtime.commands import COMMANDS
 
     keys = json.dumps(select_keys(config, COMMANDS[command].reads) | beside, sort_keys=True)
     return hashlib.sha256(keys.encode()).hexdigest()[:16]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
+from dflop.base import progress_bar
 from dflop.cli.elsewhere import emit_option, from_manifest, print_in_words_of
 from dflop.cli.options import FILE, config_option, load_for, run_argument
-from dflop.runtime import progress_bar
 
 __all__ = ["plan_command", "schedule_command"]
 
@@ -39,18 +39,18 @@ def plan_command(
     and a Hugging Face config, with analytic costs: `dflop plan mine --manifest train.json --model FOLDER --config
     cluster.num_nodes=8 --config train.global_batch_size=512` writes results/mine with its report.
     """
+    from dflop.base import written_whole
     from dflop.comparison import price_baselines, require_todays_layout
     from dflop.config import excess_memory
     from dflop.costs import CostModel
-    from dflop.data import read_loading_times
+    from dflop.loading import read_loading_times
     from dflop.models import load_model_spec
-    from dflop.planning import (
+    from dflop.search import (
         beyond_device,
         candidates_frame,
         describe_choice,
         explain_choice,
     )
-    from dflop.runtime import written_whole
 
     explain = explain or out is None
     config = load_for("plan", configs)
@@ -86,7 +86,7 @@ def plan_command(
 
 def _loading_need(best, loading_times, config):
     """The loader processes and core time that this plan needs."""
-    from dflop.planning import loading_need
+    from dflop.search import loading_need
 
     return loading_need(
         best.plan,
@@ -103,9 +103,9 @@ def _samples_to_plan(config, spec, cost_model, shapes: Path):
 
     The others are printed with the reason.
     """
-    from dflop.data import load_samples
-    from dflop.planning import leave_out_what_no_plan_holds
-    from dflop.pricing import describe_left_out
+    from dflop.schedule import describe_left_out
+    from dflop.search import leave_out_what_no_plan_holds
+    from dflop.shapes import load_samples
 
     samples, without_encoder = load_samples(shapes, spec.encoders)
     for media, count in without_encoder.items():
@@ -118,7 +118,7 @@ def _samples_to_plan(config, spec, cost_model, shapes: Path):
 
 def _search(config, spec, cost_model, samples, *, compares: bool):
     """The result of the search, with a progress bar of the plans decided so far."""
-    from dflop.planning import search_plans, with_finalists_scheduled
+    from dflop.search import search_plans, with_finalists_scheduled
 
     with progress_bar(unit=" plans", unit_scale=True) as bar:
 
@@ -133,7 +133,7 @@ def _search(config, spec, cost_model, samples, *, compares: bool):
 def _echo_choice(out: Path | None, best, cost_model, need) -> None:
     """Print the chosen plan in one line, a warning about extrapolated costs, and a note on loading."""
     from dflop.costs import BEYOND_MEASURED
-    from dflop.planning import loading_note
+    from dflop.search import loading_note
 
     if best.extrapolated:
         click.echo(f"{best.extrapolated:.1%} of the plan's microbatches {BEYOND_MEASURED}")
@@ -150,7 +150,7 @@ def _echo_price(configs: tuple[str, ...], best, baselines, *, num_samples: int) 
     shows the price.
     """
     from dflop.config import load_config
-    from dflop.planning import Epoch, price_note
+    from dflop.search import Epoch, price_note
 
     config = load_config(*configs, has_cluster=True)
     epoch = Epoch(
@@ -164,7 +164,7 @@ def _echo_price(configs: tuple[str, ...], best, baselines, *, num_samples: int) 
 
 def _echo_notes(found, baselines, config) -> None:
     """Print notes on the chosen plan, for output without `--explain`."""
-    from dflop.planning import faster_baselines_note, uneven_note
+    from dflop.search import faster_baselines_note, uneven_note
 
     if note := uneven_note(found, config):
         click.echo(note)
@@ -191,14 +191,13 @@ def schedule_command(
     """Preview how the first global batches are regrouped, and what that saves."""
     import statistics
 
-    from dflop.balancing import without_cbc
+    from dflop.balance import without_cbc
+    from dflop.base import written_whole
     from dflop.costs import BEYOND_MEASURED
-    from dflop.parallelism import load_plan
-    from dflop.pricing import describe_left_out
-    from dflop.runtime import written_whole
-    from dflop.scheduling import preview_frames
-    from dflop.scheduling.service import open_scheduler
-    from dflop.training import check_devices
+    from dflop.plan import load_plan
+    from dflop.schedule import describe_left_out, preview_frames
+    from dflop.schedule.service import open_scheduler
+    from dflop.train import check_devices
 
     config = load_for("schedule", configs)
     check_devices(config, load_plan(plan_path))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
+from dflop.base import start_folder
 from dflop.cli.options import FOLDER
-from dflop.runtime import start_folder
 
 __all__ = ["init_command"]
 

@@ -20,15 +20,15 @@ __all__ = ["report_command", "train_command"]
 @may_emulate
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     """Train with the plan: torchrun starts its ranks, and a process beside them schedules the batches."""
+    from dflop.base.torchrun import is_first_node
     from dflop.config import set_steps
     from dflop.models import check_modules, check_runnable, load_model_spec
-    from dflop.parallelism import load_plan
-    from dflop.planning import planned_loaders
-    from dflop.pricing import describe_left_out
-    from dflop.runtime.torchrun import is_first_node
-    from dflop.scheduling.service import open_evaluation, open_scheduler
+    from dflop.plan import load_plan
+    from dflop.schedule import describe_left_out
+    from dflop.schedule.service import open_evaluation, open_scheduler
+    from dflop.search import planned_loaders
     from dflop.store import read_table
-    from dflop.training import check_plan, check_trackers, finished_at, generation_of, launch_ranks
+    from dflop.train import check_plan, check_trackers, finished_at, generation_of, launch_ranks
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
@@ -84,7 +84,7 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
     RUN is a run of the workflow, by its name or folder; then the files are written to its `report/`. The page of a run
     that was not trained yet has no part on training.
     """
-    from dflop.reporting import write_report
+    from dflop.report import write_report
 
     config = load_for("report", configs)
     for path in write_report(config, run_folder, out):
@@ -93,10 +93,10 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
 
 def _write_results(config, out: Path, plan_path: Path, generation, left_out) -> None:
     """Write observations, trace and summary from the ranks' files, and print a line on them."""
-    from dflop.planning import read_baselines
-    from dflop.runtime import written_whole
-    from dflop.training import merge_observations, summarise
-    from dflop.training.trace import chrome_trace
+    from dflop.base import written_whole
+    from dflop.search import read_baselines
+    from dflop.train import merge_observations, summarise
+    from dflop.train.trace import chrome_trace
 
     meta = meta_of("train", config)
     merged = merge_observations(out / "observations", out / "observations.duckdb", left_out, meta)

@@ -9,11 +9,11 @@ row has the fastest plan of its space. Balance and order are the quick ones, wit
 
 import numpy as np
 
-from dflop.balancing import LPT, RANDOM, BatchProblem, DrawnBatch, Policy, small_at_both_ends
+from dflop.balance import LPT, RANDOM, BatchProblem, DrawnBatch, Policy, small_at_both_ends
 from dflop.comparison.system import System, fastest_of
 from dflop.comparison.systems import megatron
 from dflop.config import PlanConfig
-from dflop.parallelism import MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING
+from dflop.plan import MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING
 
 __all__ = ["ABLATION"]
 

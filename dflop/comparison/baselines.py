@@ -4,14 +4,14 @@ A system's own assignment is not used here: batches are grouped as its plans are
 stands beside our plan's price, which is also made without the scheduler.
 """
 
+from dflop.base import UserError
 from dflop.comparison.systems import baseline_systems
 from dflop.comparison.systems.today import require_todays_layout
 from dflop.config import Config
 from dflop.costs import CostModel
-from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.planning import Baseline
-from dflop.runtime import UserError
+from dflop.search import Baseline
+from dflop.shapes import SampleShapes
 
 __all__ = ["price_baselines"]
 

@@ -6,17 +6,16 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
+from dflop.base import UserError
 from dflop.comparison.system import System
 from dflop.comparison.systems import SYSTEMS
 from dflop.config import Config
 from dflop.costs import CostModel
-from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.parallelism import Plan
-from dflop.planning import GroupedBatches, search_plans, with_finalists_scheduled
-from dflop.pricing import Assignment, Pricer, fits, fitted
-from dflop.runtime import UserError
-from dflop.scheduling import BatchScheduler, GlobalBatches
+from dflop.plan import Plan
+from dflop.schedule import Assignment, BatchScheduler, GlobalBatches, Pricer, fits, fitted
+from dflop.search import GroupedBatches, search_plans, with_finalists_scheduled
+from dflop.shapes import SampleShapes
 
 __all__ = [
     "NUM_TRIED",

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
+from dflop.base import UserError
 from dflop.comparison.compare import OURS, SystemRow
 from dflop.comparison.table import comparison_frame
 from dflop.config import Config
-from dflop.runtime import UserError
 
 __all__ = ["keys_of_size", "scaling_frame", "scaling_text"]
 

@@ -9,13 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
-from dflop.balancing import LPT, Policy
+from dflop.balance import LPT, Policy
+from dflop.base import UserError
 from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel
-from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.planning import Candidate, SearchResult, search_plans
-from dflop.runtime import UserError
+from dflop.search import Candidate, SearchResult, search_plans
+from dflop.shapes import SampleShapes
 
 __all__ = ["PlanChoice", "System", "bucket_numbers", "fastest_of", "offered"]
 

@@ -4,9 +4,9 @@ import dataclasses
 import math
 from pathlib import Path
 
+from dflop.base import UserError
+from dflop.base.devices import DeviceModel, find_device, load_device
 from dflop.config.schema import ClusterConfig, Config
-from dflop.runtime import UserError
-from dflop.runtime.devices import DeviceModel, find_device, load_device
 
 __all__ = ["excess_memory", "most_memory_gib", "with_device_figures"]
 

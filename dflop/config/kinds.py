@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from dflop.parallelism import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.plan import PLACEMENTS, SCHEDULES, SHARDINGS
 
 __all__ = ["SAMPLING", "SAMPLING_FORMS"]
 
@@ -72,8 +72,8 @@ Manifest = Annotated[str, Field(validate_default=True), _not_empty("name a manif
 Placement = Literal[tuple(PLACEMENTS)]
 ScheduleName = Literal[tuple(SCHEDULES)]
 ShardingName = Literal[tuple(SHARDINGS)]
-# A policy's file in `balancing/policies` has its name. They are not imported, as every job reads the config again.
-_POLICIES = (Path(__file__).parents[1] / "balancing" / "policies").glob("*.py")
+# A policy's file in `balance/policies` has its name. They are not imported, as every job reads the config again.
+_POLICIES = (Path(__file__).parents[1] / "balance" / "policies").glob("*.py")
 PolicyName = Literal[tuple(sorted(path.stem for path in _POLICIES if path.stem not in ("__init__", "policy")))]
 Precision = Literal["fp32", "bf16", "fp64"]
 # YAML reads `on` and `off` as true and false.

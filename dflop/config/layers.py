@@ -8,7 +8,7 @@ from typing import Any
 
 from yaml import YAMLError, safe_load
 
-from dflop.runtime import UserError
+from dflop.base import UserError
 
 __all__ = ["Layer", "read_layer"]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from dflop.base import UserError
 from dflop.config.devices import with_device_figures
 from dflop.config.layers import Layer, read_layer
 from dflop.config.messages import UNKNOWN_KEY, message_of
 from dflop.config.schema import Config, FixedPlan
 from dflop.config.together import check_together
-from dflop.runtime import UserError
 
 __all__ = ["load_config", "restrict", "select_keys", "set_steps"]
 

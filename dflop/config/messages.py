@@ -5,8 +5,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from dflop.base import way_out_of
 from dflop.config.schema import Config, FixedPlan
-from dflop.runtime import way_out_of
 
 __all__ = ["UNKNOWN_KEY", "message_of"]
 

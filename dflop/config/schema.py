@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, dataclass_transform
 from pydantic import ConfigDict, StrictBool, field_validator, model_validator
 
 from dflop.config import kinds
-from dflop.parallelism.trained import TrainedSet
+from dflop.plan.trained import TrainedSet
 
 __all__ = [
     "AudioConfig",

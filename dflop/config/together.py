@@ -1,8 +1,8 @@
 """Checks of values that must agree with each other, in a config whose single values are right."""
 
+from dflop.base import UserError
 from dflop.config.schema import Config, FixedPlan
-from dflop.parallelism import MONOLITHIC, PLACEMENTS
-from dflop.runtime import UserError
+from dflop.plan import MONOLITHIC, PLACEMENTS
 
 __all__ = ["check_together"]
 

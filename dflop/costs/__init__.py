@@ -9,10 +9,10 @@ from dflop.costs.fit import fit_costs
 from dflop.costs.gradient_sync import hidden_sync_shares, sync_bytes
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
-from dflop.costs.memory import Resident, StageMemory, resident_bytes, resident_parts
 from dflop.costs.model import NO_WORKING_BYTES, CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
 from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, stage_kinds
+from dflop.costs.stage_memory import Resident, StageMemory, resident_bytes, resident_parts
 from dflop.models.loads import Loads
 
 # The warning about microbatches that `CostModel.is_extrapolated` marks; their number stands before it.

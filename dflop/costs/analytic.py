@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from dflop.base.devices import DeviceModel
 from dflop.models import ModelSpec, count_work
 from dflop.models.loads import FEATURES, Loads, main_load
 from dflop.models.work import ModuleWork, PartWork
-from dflop.runtime.devices import DeviceModel
 
 __all__ = ["AnalyticPoints", "analytic_points", "points_of_work"]
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from dflop.base import UserError
 from dflop.costs.fit import PIECES, fit_model, fit_piece, measured_loads, median_points, relative_errors
 from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import StageKind
 from dflop.models.loads import main_load
-from dflop.parallelism.layout_key import LayoutKey
-from dflop.runtime import UserError
+from dflop.plan.layout_key import LayoutKey
 
 __all__ = ["Design", "LoadBounds", "Point", "bounds_of_samples", "fitted_depths", "load_bounds"]
 

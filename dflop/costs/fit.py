@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from dflop.base import UserError
 from dflop.costs.fitted import LoadRange, column_of
 from dflop.costs.measured import POINT_KEYS
 from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import StageKind
 from dflop.models.loads import FEATURES, Coefficients, Loads, loads_behind, main_load, ramp
-from dflop.parallelism.layout_key import LayoutKey
-from dflop.runtime import UserError
+from dflop.plan.layout_key import LayoutKey
 
 __all__ = [
     "PIECES",

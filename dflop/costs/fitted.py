@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
+from dflop.base import UserError
 from dflop.config import Config
 from dflop.costs.link_model import LinkModel
 from dflop.models import ModelSpec, digest_of_spec
 from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads, main_load
-from dflop.parallelism.layout_key import LayoutKey
-from dflop.runtime import UserError
+from dflop.plan.layout_key import LayoutKey
 from dflop.store import read_tables
 
 __all__ = ["FittedCosts", "LoadRange", "column_of"]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dflop.base.kernels import kernel
 from dflop.models.loads import Coefficients
-from dflop.runtime.kernels import kernel
 
 __all__ = [
     "PackedForms",

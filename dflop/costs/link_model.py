@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import polars as pl
 
-from dflop.runtime import UserError
+from dflop.base import UserError
 from dflop.store import LINK_MODEL_SCHEMA, LINKS_SCHEMA
 
 __all__ = ["Link", "LinkModel", "fit_links", "read_links"]

@@ -18,9 +18,9 @@ import polars as pl
 import torch
 import torch.distributed as dist
 
-from dflop.runtime import UserError, progress_bar, written_whole
-from dflop.runtime.collectives import all_gather_flat, reduce_scatter_flat
-from dflop.runtime.local_device import local_device
+from dflop.base import UserError, progress_bar, written_whole
+from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
+from dflop.base.local_device import local_device
 from dflop.store import LINKS_SCHEMA
 
 __all__ = ["LinkGroup", "groups_to_measure", "main", "sizes_up_to"]

@@ -17,6 +17,7 @@ import polars as pl
 import torch
 import torch.distributed as dist
 
+from dflop.base.process_memory import available_bytes, process_bytes
 from dflop.costs.design import Point
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.made_up import MadeUpRuns, Run
@@ -25,7 +26,6 @@ from dflop.models.compilation import compile_layers
 from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.stages import LlmStage
 from dflop.models.tensor_group import ALONE, TensorGroup
-from dflop.runtime.memory import available_bytes, process_bytes
 
 __all__ = ["Bench"]
 

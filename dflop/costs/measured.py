@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import polars as pl
 
+from dflop.base import UserError, written_whole
 from dflop.models.loads import FEATURES
-from dflop.runtime import UserError, written_whole
 
 __all__ = ["POINT_KEYS", "Measured", "read_measured", "require_parquet", "write_measured"]
 

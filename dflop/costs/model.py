@@ -11,10 +11,10 @@ import numpy as np
 
 from dflop.costs.fitted import FittedCosts
 from dflop.costs.forms import PackedForms, forms_at, pack_forms, totals_at
-from dflop.costs.memory import StageMemory, memories_of_kinds, memory_of_parts
 from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, counts_of
+from dflop.costs.stage_memory import StageMemory, memories_of_kinds, memory_of_parts
 from dflop.models.loads import Coefficients, Loads
-from dflop.parallelism.layout_key import LayoutKey
+from dflop.plan.layout_key import LayoutKey
 
 __all__ = ["NO_WORKING_BYTES", "CostModel"]
 

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
+from dflop.base import UserError, progress_bar
+from dflop.base.local_device import device_name, local_device
 from dflop.config import Config, load_config
 from dflop.costs.design import Design, LoadBounds, Point, fitted_depths, load_bounds
 from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS, Measured, write_measured
-from dflop.data import ChatTokenizer
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.models.compilation import compiles_layers
 from dflop.models.tensor_group import ALONE, TensorGroup
-from dflop.parallelism.layout_key import LayoutKey
-from dflop.runtime import UserError, progress_bar
-from dflop.runtime.local_device import device_name, local_device
+from dflop.plan.layout_key import LayoutKey
+from dflop.shapes import ChatTokenizer
 
 # A point may take minutes on a large model. Other ranks shall not wait much longer than that for one that is gone.
 _TIMEOUT = timedelta(minutes=5)

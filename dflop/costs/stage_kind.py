@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from dflop.parallelism.layout_key import LayoutKey
+from dflop.plan.layout_key import LayoutKey
 
 __all__ = ["ALL_PARTS", "PARTS", "StageKind", "as_tabled", "counts_of", "stage_kinds"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflop.runtime import UserError
+from dflop.base import UserError
 
 __all__ = ["check_output_width", "check_processor", "part_of_config", "read_hf_config", "read_processor"]
 

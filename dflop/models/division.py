@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dflop.runtime import UserError
+from dflop.base import UserError
 
 __all__ = ["EMBEDDING", "HEAD", "Division", "check_kind", "llm_division"]
 

@@ -16,11 +16,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflop.base import UserError
 from dflop.config import ModelConfig
 from dflop.models.checkpoint import part_of_config, read_hf_config, read_processor
 from dflop.models.spec import ModelSpec, check_tp
 from dflop.models.work import ModuleWork
-from dflop.runtime import UserError
 
 if TYPE_CHECKING:
     from dflop.models.runtime import FamilyRuntime

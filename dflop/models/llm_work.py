@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from dflop.base import UserError
 from dflop.models.loads import Coefficients, ramp
 from dflop.models.spec import ModelSpec
 from dflop.models.work import Layer, ModuleWork, PartWork, coefficients, size_of
-from dflop.runtime import UserError
 
 __all__ = ["llm_work", "targets_at_once"]
 

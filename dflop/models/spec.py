@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from dflop.base import UserError
 from dflop.config import AudioConfig
-from dflop.runtime import UserError
 
 __all__ = [
     "SOUND_RATE_HZ",

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from dflop.base import UserError
 from dflop.models.division import EMBEDDING, HEAD
 from dflop.models.tensor_group import Shard, rows_of
-from dflop.runtime import UserError
 
 __all__ = ["draw_weights", "load_weights", "norms_in_float64"]
 

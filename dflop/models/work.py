@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dflop.base import UserError
 from dflop.models.loads import FEATURES, Coefficients, Loads
 from dflop.models.spec import ModelSpec
-from dflop.runtime import UserError
 
 __all__ = ["IMPLEMENTATIONS", "Layer", "ModuleWork", "PartWork", "coefficients", "size_of"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from dflop.runtime import UserError, written_whole
+from dflop.base import UserError, written_whole
 
 # DuckDB is imported where a file is opened: processes that only want the schemas, such as training's ranks,
 # start sooner without it (and torch's threads keep it from unloading cleanly, which it complains about).

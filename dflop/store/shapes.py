@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from dflop.runtime import UserError
+from dflop.base import UserError
 from dflop.store.database import write_database
 
 __all__ = ["HeldOut", "ShardFile", "write_shapes"]

@@ -22,21 +22,23 @@ import numpy as np
 import psutil
 from scheduler import MIXES, analytic_costs, draw_mix, make_pricer
 
-from dflop.balancing import lpt_buckets
+from dflop.balance import lpt_buckets
 from dflop.config import ModelConfig, ScheduleConfig
-from dflop.data import SampleShapes
 from dflop.models import load_model_spec
-from dflop.pricing import NO_CORRECTIONS, Corrections, Pricer
-from dflop.pricing.correction import bins_of
-from dflop.scheduling import (
+from dflop.schedule import (
+    NO_CORRECTIONS,
     REPORT_LAG_STEPS,
     BatchScheduler,
     CorrectionLoop,
+    Corrections,
     GlobalBatches,
     MeasuredStep,
+    Pricer,
     StepSchedule,
     StepSearch,
 )
+from dflop.schedule.correction import bins_of
+from dflop.shapes import SampleShapes
 
 NUM_SAMPLES, NUM_BUCKETS, NUM_STAGES = 512, 64, 4
 SLOWER, NOISE, MUCH_NOISE = 1.3, 0.05, 0.5

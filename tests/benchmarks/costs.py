@@ -23,7 +23,7 @@ import yaml
 
 from dflop.config import load_config
 from dflop.costs import CostModel, Loads, StageKind
-from dflop.parallelism.layout_key import LayoutKey
+from dflop.plan.layout_key import LayoutKey
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_PREDICTIONS = 1_000_000

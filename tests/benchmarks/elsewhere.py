@@ -26,7 +26,7 @@ import yaml
 from PIL import Image
 from shapes import children_of
 
-from dflop.data.demo import make_demo_data
+from dflop.demo import make_demo_data
 
 REPOSITORY = Path(__file__).parents[2]
 TARGET_S, TARGET_CORES = 180.0, 2

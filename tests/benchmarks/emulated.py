@@ -21,7 +21,7 @@ import planner
 import polars as pl
 import yaml
 
-from dflop.parallelism import Grid, Plan
+from dflop.plan import Grid, Plan
 
 PRESET = "llava_ov_7b"
 # Two samples a microbatch, which these devices hold without checkpointing.

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import polars as pl
 
+from dflop.base.devices import load_device
 from dflop.checks.plan_memory import CheckedRank, MadeUpLoad, check_rank
 from dflop.config import load_config
 from dflop.config.schema import Config
@@ -27,9 +28,8 @@ from dflop.costs import CostModel
 from dflop.costs.analytic import analytic_points
 from dflop.costs.fit import fit_model, median_points
 from dflop.models import load_model_spec
-from dflop.parallelism import Grid, Plan
-from dflop.pricing import MEMORY_CATEGORIES
-from dflop.runtime.devices import load_device
+from dflop.plan import Grid, Plan
+from dflop.schedule import MEMORY_CATEGORIES
 
 REPOSITORY = Path(__file__).parents[2]
 LOAD = MadeUpLoad(num_pictures=4, picture_side=768, text_tokens=2048)

@@ -28,15 +28,15 @@ import polars as pl
 import simulator
 import yaml
 
+from dflop.base import UserError
+from dflop.base.devices import load_device
+from dflop.base.process_memory import process_bytes
 from dflop.comparison import price_baselines
 from dflop.config import AudioConfig, load_config
 from dflop.costs import CostModel
-from dflop.data import load_samples
 from dflop.models import check_tp, load_model_spec
-from dflop.planning import Candidate, search_plans
-from dflop.runtime import UserError
-from dflop.runtime.devices import load_device
-from dflop.runtime.memory import process_bytes
+from dflop.search import Candidate, search_plans
+from dflop.shapes import load_samples
 from dflop.store import SHARD_SCHEMA, ShardFile, write_shapes
 
 REPOSITORY = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ The summary is in docs/explanation/measurements/.
 
 FOLDER holds `mpt_fsdp.csv` (MosaicML llm-foundry's table of MPT models under FSDP) and `llm_runs.json` (single runs of
 Llamas under Megatron and torchtitan), each with its sources. Every row is priced with the device's entry in
-`dflop/runtime/devices.yaml`, whose constants are the same for all rows, and with the implementation that was used:
+`dflop/base/devices.yaml`, whose constants are the same for all rows, and with the implementation that was used:
 
 - MPT: LayerNorm, a GELU MLP of four times the width, no biases, the head tied to the embedding, eager. Its attention
   has position biases (ALiBi), and its kernels are taken to compute the whole square of a segment, not half of it: the
@@ -37,17 +37,17 @@ from pathlib import Path
 
 import numpy as np
 
+from dflop.base.devices import load_device
 from dflop.config.schema import ClusterConfig
 from dflop.costs import CostModel
 from dflop.costs.analytic import points_of_work
 from dflop.costs.fit import fit_model, median_points
-from dflop.data import SampleShapes
 from dflop.models.llm_work import llm_work
 from dflop.models.spec import ModelSpec, ModuleSpec
 from dflop.models.work import Layer, ModuleWork, PartWork, coefficients
-from dflop.parallelism import Grid, Plan
-from dflop.pricing import Pricer
-from dflop.runtime.devices import load_device
+from dflop.plan import Grid, Plan
+from dflop.schedule import Pricer
+from dflop.shapes import SampleShapes
 
 REPOSITORY = Path(__file__).parents[2]
 # Hidden size, layers and heads of MPT models.

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from dflop.data import SampleShapes
-from dflop.pricing import Pricer
-from dflop.scheduling.shares import _loads, _StepProgram
+from dflop.schedule import Pricer
+from dflop.schedule.microbatch_sizes import _loads, _StepProgram
+from dflop.shapes import SampleShapes
 
 
 def relaxed_step_s(pricer: Pricer, shapes: SampleShapes) -> float:

@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from dflop import BalancedBatchSampler
-from dflop.balancing import balanced_cells
+from dflop.balance import balanced_cells
 
 # Ranks, batch size and accumulation steps; samples and cells.
 LAYOUTS = [(16, 8, 1), (16, 2, 4), (8, 1, 8)]

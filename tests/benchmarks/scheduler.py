@@ -30,7 +30,7 @@ import polars as pl
 import psutil
 from relaxed_step import relaxed_step_s
 
-from dflop.balancing import (
+from dflop.balance import (
     BatchProblem,
     CbcProcess,
     bucket_loads,
@@ -38,17 +38,16 @@ from dflop.balancing import (
     least_bucket_s,
     lpt_buckets,
 )
+from dflop.base import UserError
+from dflop.base.devices import load_device
 from dflop.comparison.packing import differencing
 from dflop.config import ClusterConfig, ModelConfig, ScheduleConfig
 from dflop.costs import CostModel, analytic_points
 from dflop.costs.fit import fit_model, median_points
-from dflop.data import SampleShapes
 from dflop.models import ModelSpec, load_model_spec
-from dflop.parallelism import Grid, Plan
-from dflop.pricing import Pricer, fits
-from dflop.runtime import UserError
-from dflop.runtime.devices import load_device
-from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
+from dflop.plan import Grid, Plan
+from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule, fits
+from dflop.shapes import SampleShapes
 
 MIXES = {"single image": (1.0, 0.0, 0.0), "13/43/44": (0.13, 0.43, 0.44), "video": (0.0, 0.0, 1.0)}
 # Samples and buckets: four samples a bucket, and once eight, with which memory is tight.

@@ -22,11 +22,11 @@ import psutil
 from PIL import Image, ImageOps
 
 from dflop.config import ModelConfig, load_config
-from dflop.data import ShapeReader, load_samples
-from dflop.data.demo import make_demo_data
-from dflop.data.records import Medium, Record
+from dflop.demo import make_demo_data
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
+from dflop.shapes import ShapeReader, load_samples
+from dflop.shapes.records import Medium, Record
 
 REPOSITORY = Path(__file__).parents[2]
 

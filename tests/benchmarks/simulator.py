@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dflop.parallelism import Grid, Plan
-from dflop.pipeline import Bridges, CompiledPlan, StageTimes, compile_plan, peak_bytes, simulate_step_s, stages_of
+from dflop.plan import Grid, Plan
+from dflop.step import Bridges, CompiledPlan, StageTimes, compile_plan, peak_bytes, simulate_step_s, stages_of
 
 REPOSITORY = Path(__file__).parents[2]
 MESSAGES_A_BUCKET = 4

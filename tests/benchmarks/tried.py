@@ -25,15 +25,14 @@ import planner
 from comparison import MODELS
 from relaxed_step import relaxed_step_s
 
+from dflop.base import UserError
 from dflop.config import Config, PlanConfig, load_config
 from dflop.costs import CostModel
-from dflop.data import SampleShapes, load_samples
 from dflop.models import ModelSpec, load_model_spec
-from dflop.parallelism import Plan
-from dflop.planning import leave_out_what_no_plan_holds, search_plans
-from dflop.pricing import Pricer
-from dflop.runtime import UserError
-from dflop.scheduling import BatchScheduler, GlobalBatches
+from dflop.plan import Plan
+from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
+from dflop.search import leave_out_what_no_plan_holds, search_plans
+from dflop.shapes import SampleShapes, load_samples
 
 DEVICES, BATCH_SIZE = 64, 512
 SPACES = {"the best plan": None, "the best pipeline": PlanConfig(placements=["disjoint"], shardings=["optimizer"])}

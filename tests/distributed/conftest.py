@@ -10,9 +10,9 @@ from processes import preload
 from whole_model import reader_of
 
 from dflop.config import load_config
-from dflop.data import ChatTokenizer, ShapeProfiler, SourceRecords, list_sources
-from dflop.data.demo import make_demo_data
+from dflop.demo import make_demo_data
 from dflop.models import load_model_spec
+from dflop.shapes import ChatTokenizer, ShapeProfiler, SourceRecords, list_sources
 from dflop.store import ShardFile, write_shapes
 
 preload()

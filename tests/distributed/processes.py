@@ -18,19 +18,19 @@ from typing import Any
 
 from torch.multiprocessing import start_processes
 
+from dflop.base.torchrun import threads_per_rank
 from dflop.config import ClusterConfig
-from dflop.runtime.torchrun import threads_per_rank
 
 __all__ = ["preload", "print_to", "run_command", "spawn"]
 
 _CONTEXT = get_context("forkserver")
 _FAMILIES = ("internvl", "llava_onevision", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen3_vl")
-_PRELOADED = ("cli", "costs.profile_rank", *(f"models.{family}.runtime" for family in _FAMILIES), "reporting")
+_PRELOADED = ("cli", "costs.profile_rank", *(f"models.{family}.runtime" for family in _FAMILIES), "report")
 
 
 def preload() -> None:
     """Say what the server imports, before it starts."""
-    _CONTEXT.set_forkserver_preload(["dflop.training.rank", *(f"dflop.{name}" for name in _PRELOADED)])
+    _CONTEXT.set_forkserver_preload(["dflop.train.rank", *(f"dflop.{name}" for name in _PRELOADED)])
 
 
 def spawn(function: Callable[..., None], args: tuple = (), *, nprocs: int) -> None:
@@ -62,9 +62,9 @@ def run_command(arguments: list[str], log: Path) -> int:
 
 
 def _command(arguments: list[str], ranks: connection.Connection, log: Path) -> None:
+    from dflop.base import torchrun
     from dflop.cli import main
-    from dflop.runtime import torchrun
-    from dflop.training import launch
+    from dflop.train import launch
 
     def run_ranks(module: str, request: dict, cluster: ClusterConfig, *, per_node: int, **_: Any) -> tuple[int, bool]:
         world = {"WORLD_SIZE": per_node, "LOCAL_WORLD_SIZE": per_node, "OMP_NUM_THREADS": threads_per_rank(cluster)}

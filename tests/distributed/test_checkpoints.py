@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 from whole_model import part_of
 
 from dflop.config import TrainConfig, load_config
-from dflop.parallelism import Grid, Plan
-from dflop.pipeline import make_program
-from dflop.training.checkpoint import load_checkpoint, save_checkpoint
-from dflop.training.generation import Generation
-from dflop.training.observations import Observations
-from dflop.training.rank_model import RankModel, build_rank_model
-from dflop.training.resume import take_up
-from dflop.training.run_folder import RunFiles
-from dflop.training.saver import CheckpointSaver
-from dflop.training.sharded_optimizer import ShardedAdamW
-from dflop.training.topology import place_in_world
+from dflop.plan import Grid, Plan
+from dflop.step import make_program
+from dflop.train.checkpoint import load_checkpoint, save_checkpoint
+from dflop.train.generation import Generation
+from dflop.train.observations import Observations
+from dflop.train.rank_model import RankModel, build_rank_model
+from dflop.train.resume import take_up
+from dflop.train.run_folder import RunFiles
+from dflop.train.saver import CheckpointSaver
+from dflop.train.sharded_optimizer import ShardedAdamW
+from dflop.train.topology import place_in_world
 
 pytestmark = pytest.mark.serial
 

@@ -9,10 +9,10 @@ from processes import run_command
 from training_runs import plan_file
 
 from dflop.config import load_config
-from dflop.parallelism import load_plan
-from dflop.parallelism.trained import EVERYTHING
-from dflop.pipeline import Op, StepInstructions, make_program
-from dflop.scheduling.service import open_scheduler
+from dflop.plan import load_plan
+from dflop.plan.trained import EVERYTHING
+from dflop.schedule.service import open_scheduler
+from dflop.step import Op, StepInstructions, make_program
 
 pytestmark = pytest.mark.serial
 

@@ -10,8 +10,8 @@ from transformers import LlavaOnevisionForConditionalGeneration
 from whole_model import build_whole_model, loss_of_batch
 
 from dflop.config import load_config
-from dflop.data import load_samples
 from dflop.models import load_model_spec
+from dflop.shapes import load_samples
 
 pytestmark = pytest.mark.serial
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from processes import spawn
 
-from dflop.parallelism import Grid, Plan
-from dflop.parallelism.trained import TrainedSet
-from dflop.pipeline import Node, Program, check_program, make_program
-from dflop.pipeline.run import run_instructions
-from dflop.training.topology import place_in_world
+from dflop.plan import Grid, Plan
+from dflop.plan.trained import TrainedSet
+from dflop.step import Node, Program, check_program, make_program
+from dflop.step.run import run_instructions
+from dflop.train.topology import place_in_world
 
 pytestmark = pytest.mark.serial
 

@@ -19,15 +19,15 @@ from transformers import (
 )
 
 from dflop.config import Config, load_config
-from dflop.data import ChatTokenizer
-from dflop.data.records import Turn
-from dflop.data.shapes import expand_text
 from dflop.models import ItemCount, family_names, load_model_spec, load_runtime
-from dflop.parallelism import Grid, Plan
-from dflop.pipeline import make_program
-from dflop.training.export import export_model
-from dflop.training.rank_model import build_rank_model
-from dflop.training.topology import place_in_world
+from dflop.plan import Grid, Plan
+from dflop.shapes import ChatTokenizer
+from dflop.shapes.reader import expand_text
+from dflop.shapes.records import Turn
+from dflop.step import make_program
+from dflop.train.export import export_model
+from dflop.train.rank_model import build_rank_model
+from dflop.train.topology import place_in_world
 
 pytestmark = pytest.mark.serial
 

@@ -23,22 +23,21 @@ from whole_model import build_whole_model, loss_of_batch, optimizer_of, part_of
 
 from dflop.config import ClusterConfig, Config, ScheduleConfig, load_config
 from dflop.costs import CostModel
-from dflop.data import SampleShapes, load_samples
-from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import load_model_spec
-from dflop.parallelism import Grid, Plan
-from dflop.parallelism.trained import TrainedSet
-from dflop.pipeline import StepInstructions, check_program, make_program
-from dflop.pipeline.run import run_instructions
-from dflop.pricing import Pricer
-from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule
+from dflop.plan import Grid, Plan
+from dflop.plan.trained import TrainedSet
+from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule
+from dflop.shapes import SampleShapes, load_samples
+from dflop.shapes.text import BUNDLED_TOKENIZER
+from dflop.step import StepInstructions, check_program, make_program
+from dflop.step.run import run_instructions
 from dflop.store import read_table
-from dflop.training.adamw import Piece
-from dflop.training.feed import JobStream
-from dflop.training.loader import start_loading
-from dflop.training.rank_model import build_rank_model, forwards_that_read
-from dflop.training.topology import place_in_world
-from dflop.training.work import make_works
+from dflop.train.adamw import Piece
+from dflop.train.data_loader import start_loading
+from dflop.train.feed import JobStream
+from dflop.train.node_work import make_works
+from dflop.train.rank_model import build_rank_model, forwards_that_read
+from dflop.train.topology import place_in_world
 
 pytestmark = pytest.mark.serial
 

@@ -10,9 +10,9 @@ from processes import spawn
 
 from dflop.costs.design import Point
 from dflop.costs.measure import Bench
-from dflop.data import ChatTokenizer
 from dflop.models.llava_onevision import PRESETS, make_spec
 from dflop.models.tensor_group import TensorGroup
+from dflop.shapes import ChatTokenizer
 
 pytestmark = pytest.mark.serial
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from processes import print_to
 
-from dflop.training.peers import PeerWatch, longest_wait_s
+from dflop.train.peers import PeerWatch, longest_wait_s
 
 pytestmark = pytest.mark.serial
 

@@ -9,12 +9,12 @@ from processes import spawn
 from whole_model import part_of
 
 from dflop.config import load_config
-from dflop.data import ChatTokenizer
 from dflop.models import family_names, load_model_spec, load_runtime
-from dflop.parallelism import Grid, Plan
-from dflop.pipeline import make_program
-from dflop.training.rank_model import build_rank_model
-from dflop.training.topology import place_in_world
+from dflop.plan import Grid, Plan
+from dflop.shapes import ChatTokenizer
+from dflop.step import make_program
+from dflop.train.rank_model import build_rank_model
+from dflop.train.topology import place_in_world
 
 pytestmark = pytest.mark.serial
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from processes import spawn
 from torch import nn
 
-from dflop.runtime import UserError
-from dflop.training import checkpoint_tensors
-from dflop.training.checkpoint import load_checkpoint, save_checkpoint
-from dflop.training.sharded_optimizer import ShardedAdamW
+from dflop.base import UserError
+from dflop.train import checkpoint_tensors
+from dflop.train.checkpoint import load_checkpoint, save_checkpoint
+from dflop.train.sharded_optimizer import ShardedAdamW
 
 pytestmark = pytest.mark.serial
 

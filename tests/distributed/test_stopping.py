@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from training_runs import end_run, plan_file, process_of_rank, start_run, train, wait_for_steps
 
-from dflop.runtime.signals import children_of
+from dflop.base.signals import children_of
 
 pytestmark = pytest.mark.serial
 
@@ -20,7 +20,7 @@ _ALIKE = {"schedule": {"policy": "lpt", "deterministic": True}}
 _NUM_STEPS = 24
 _TRAINING = {"steps": _NUM_STEPS, "checkpoint_every": 1000, "precision": "fp32"}
 _LONGEST_END_S = 60
-COMMAND, RANK = "dflop.cli", "dflop.training.rank RANK="
+COMMAND, RANK = "dflop.cli", "dflop.train.rank RANK="
 
 
 @pytest.fixture(scope="module")

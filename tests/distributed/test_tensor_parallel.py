@@ -19,6 +19,7 @@ from processes import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from whole_model import part_of
 
+from dflop.base import UserError
 from dflop.costs import Loads
 from dflop.costs.analytic import PartWork
 from dflop.models import ModelSpec, check_tp, count_work, family_of, load_runtime
@@ -27,7 +28,6 @@ from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.presets import TINY_LLM
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import ALONE, Shard, TensorGroup
-from dflop.runtime import UserError
 
 pytestmark = pytest.mark.serial
 

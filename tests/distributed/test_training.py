@@ -20,10 +20,10 @@ from transformers import AutoTokenizer, LlavaOnevisionForConditionalGeneration
 from whole_model import build_whole_model, loss_of_batch, optimizer_of
 
 from dflop.config import load_config
-from dflop.data import ChatTokenizer, load_samples
-from dflop.data.records import Turn
 from dflop.models import load_model_spec
-from dflop.scheduling import GlobalBatches
+from dflop.schedule import GlobalBatches
+from dflop.shapes import ChatTokenizer, load_samples
+from dflop.shapes.records import Turn
 from dflop.store import read_table
 
 pytestmark = pytest.mark.serial

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from processes import run_command
 
-from dflop.parallelism import Grid, Plan, load_plan
+from dflop.plan import Grid, Plan, load_plan
 
 
 def plan_file(
@@ -112,7 +112,7 @@ def process_of_rank(rank: int, out: Path) -> int:
     found = [
         int(path.parent.name)
         for path in Path("/proc").glob("[0-9]*/cmdline")
-        if b"dflop.training.rank" in (command := path.read_bytes())
+        if b"dflop.train.rank" in (command := path.read_bytes())
         and str(out).encode() in command
         and f"\0RANK={rank}\0".encode() in path.with_name("environ").read_bytes()
     ]

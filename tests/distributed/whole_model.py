@@ -6,13 +6,13 @@ import torch
 from transformers import PreTrainedModel
 
 from dflop.config import Config
-from dflop.data import SampleShapes, ShapeReader, list_sources
-from dflop.data.loading import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
-from dflop.data.shapes import MediumSize
-from dflop.data.text import ChatTokenizer, tokenizer_folder
+from dflop.loading.dataset import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.models import ModelSpec, load_model_spec, load_runtime
 from dflop.models.tensor_group import Shard
 from dflop.models.weights import norms_in_float64
+from dflop.shapes import SampleShapes, ShapeReader, list_sources
+from dflop.shapes.reader import MediumSize
+from dflop.shapes.text import ChatTokenizer, tokenizer_folder
 
 __all__ = ["build_whole_model", "loss_of_batch", "optimizer_of", "part_of", "reader_of"]
 

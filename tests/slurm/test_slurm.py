@@ -19,8 +19,8 @@ import polars as pl
 import pytest
 import yaml
 
-from dflop.data.demo import make_demo_data
-from dflop.runtime import start_folder
+from dflop.base import start_folder
+from dflop.demo import make_demo_data
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(1500)]
 
@@ -43,7 +43,7 @@ CONFIG = {
 # In a folder of one's own, for GPUs that are not there.
 WHAT_IF = {
     "run": "mine",
-    "data": {"sources": [{"path": "data/train.json"}]},
+    "data": {"sources": [{"path": "shapes/train.json"}]},
     "cluster": {"num_nodes": 2, "devices_per_node": 2, "device_model": "h100-80g"},
     "costs": {"source": "analytic"},
     "plan": {"search_batches": 1, "today": {"llm": {"tp": 1, "pp": 1, "dp": 4}}},
@@ -106,7 +106,7 @@ def _ranks(clone: Path) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (path / "cmdline").read_bytes()
-            is_rank = b"dflop.training.rank\0" in command and b"torchrun" not in command
+            is_rank = b"dflop.train.rank\0" in command and b"torchrun" not in command
             if is_rank and os.readlink(path / "cwd") == str(clone):
                 found.append(int(path.name))
     return found

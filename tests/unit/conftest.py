@@ -14,9 +14,9 @@ from made_up_family import made_up
 from run_folders import make_run
 
 from dflop.config import ModelConfig
-from dflop.data import ChatTokenizer, MediaSizes, SampleShapes
-from dflop.data.demo import DemoData, make_demo_data
+from dflop.demo import DemoData, make_demo_data
 from dflop.models import ModelSpec, load_model_spec
+from dflop.shapes import ChatTokenizer, MediaSizes, SampleShapes
 
 __all__ = ["made_up", "make_run"]
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dflop.balancing import BatchProblem, bucket_loads, goal_s, lpt_buckets
+from dflop.balance import BatchProblem, bucket_loads, goal_s, lpt_buckets
 
 
 def make_problem(seed, *, num_samples, num_microbatches, spread=0.5, max_bucket_tokens=None, num_shapes=None):

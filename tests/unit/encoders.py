@@ -7,9 +7,9 @@ import numpy as np
 
 from dflop.costs import CostModel
 from dflop.costs.model import Coefficients
-from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.parallelism import Grid, Plan
+from dflop.plan import Grid, Plan
+from dflop.shapes import SampleShapes
 
 ENCODERS = [(), ("vision",), ("vision", "audio"), ("vision", "audio", "depth")]
 

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 import yaml
 
-from dflop.parallelism import Grid, Plan
+from dflop.plan import Grid, Plan
 from dflop.store import SHARD_SCHEMA, ShardFile, write_shapes
 
 

@@ -1,6 +1,6 @@
 """Plans of the tiny model on a few ranks, for tests of what holds on every placement."""
 
-from dflop.parallelism import Grid, Plan
+from dflop.plan import Grid, Plan
 
 
 def make_plan(placement="disjoint", schedule="1f1b", pp=2, dp=1, num_microbatches=4, num_chunks=1, layers=()) -> Plan:

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
+from dflop.base import UserError
 from dflop.config import load_config, with_dotted_keys, with_texts_read
-from dflop.runtime import UserError
 
 
 def _parse(entries: list[str]) -> dict[str, object]:

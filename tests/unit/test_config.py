@@ -13,8 +13,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflop.base import UserError
 from dflop.config import Config, FixedPlan, SlurmConfig, excess_memory, load_config, select_keys
-from dflop.runtime import UserError
 
 REPOSITORY = Path(__file__).parents[2]
 ANALYTIC = {
@@ -301,7 +301,7 @@ def test_devices_have_the_memory_of_their_data_sheet_unless_the_config_says_othe
     assert memory_gib() == memory_gib(device_model="the big one") == 4
     own = tmp_path / "own.yaml"
     own.write_text(
-        (files("dflop.runtime") / "devices.yaml").read_text().replace("h200-141g", "mine").replace("80e9", "60e9")
+        (files("dflop.base") / "devices.yaml").read_text().replace("h200-141g", "mine").replace("80e9", "60e9")
     )
     assert memory_gib(device_model="mine", device_models=str(own)) == 141e9 / 2**30
     assert memory_gib(device_model="h100-80g", device_models=str(own)) == 60e9 / 2**30
@@ -320,7 +320,7 @@ def test_links_are_as_fast_as_the_device_models_unless_the_config_says_otherwise
     assert gbps(device_model="h100-80g", inter_node_gbps=100) == (3600, 100)
     assert gbps() == gbps(device_model="the big one") == (100, 50)
     own = tmp_path / "own.yaml"
-    known = (files("dflop.runtime") / "devices.yaml").read_text().replace("h200-141g", "mine")
+    known = (files("dflop.base") / "devices.yaml").read_text().replace("h200-141g", "mine")
     own.write_text("".join(line for line in known.splitlines(keepends=True) if "network" not in line))
     assert gbps(device_model="mine", device_models=str(own)) == (3600, 50)
 

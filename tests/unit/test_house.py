@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dflop
-from dflop.runtime.commands import GROUND_ROOMS, ROOMS
+from dflop.base.commands import GROUND_ROOMS, ROOMS
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(dflop.__file__).parent
@@ -29,25 +29,25 @@ IMPORTED_WITHOUT_TORCH = (
     "dflop",
     "dflop.config",
     "dflop.store",
-    "dflop.runtime.commands",
+    "dflop.base.commands",
     "dflop.models",
     "dflop.models.audio",
     *(f"dflop.models.{path.parent.name}" for path in sorted((PACKAGE / "models").glob("*/__init__.py"))),
     *(f"dflop.models.{path.parent.name}.work" for path in sorted((PACKAGE / "models").glob("*/work.py"))),
-    "dflop.data",
+    "dflop.shapes",
     "dflop.costs",
     "dflop.costs.model",
     "dflop.costs.fit",
-    "dflop.pipeline",
-    "dflop.pipeline.simulate",
-    "dflop.scheduling",
-    "dflop.scheduling.preview",
-    "dflop.balancing.replicas",
-    "dflop.scheduling.scheduler",
-    "dflop.scheduling.service",
-    "dflop.planning",
+    "dflop.step",
+    "dflop.step.simulate",
+    "dflop.schedule",
+    "dflop.schedule.preview",
+    "dflop.balance.replicas",
+    "dflop.schedule.scheduler",
+    "dflop.schedule.service",
+    "dflop.search",
     "dflop.comparison",
-    "dflop.training",
+    "dflop.train",
     "dflop.checks",
     "dflop.checks.emulation",
     "dflop.checks.side_by_side",
@@ -135,20 +135,20 @@ def test_every_folder_and_top_level_module_has_its_place():
 
 def test_the_walker_finds_every_form_of_import_and_judges_it():
     source = """
-import dflop.planning.search as s
-from dflop import training, something
+import dflop.search.best_first as s
+from dflop import train, something
 from dflop.models import load_model_spec
 from ..costs import CostModel
 def late():
-    from dflop.reporting.trace import chrome_trace
+    from dflop.report.trace import chrome_trace
 """
-    assert offences("scheduling", source, "dflop.scheduling") == [
-        "dflop.planning.search",
-        "dflop.reporting.trace.chrome_trace",
+    assert offences("schedule", source, "dflop.schedule") == [
+        "dflop.report.trace.chrome_trace",
+        "dflop.search.best_first",
         "dflop.something",
-        "dflop.training",
+        "dflop.train",
     ]
-    assert "dflop.costs.CostModel" in imports_of(source, "dflop.scheduling")
+    assert "dflop.costs.CostModel" in imports_of(source, "dflop.schedule")
 
 
 @pytest.mark.parametrize(("own", "path"), modules(), ids=lambda value: value.name if isinstance(value, Path) else value)
@@ -200,7 +200,7 @@ FAMILIES = [path.name for path in (PACKAGE / "models").iterdir() if (path / "__i
 # Parts of the families' names, and their encoders.
 NAMES_OF_FAMILIES = {*FAMILIES, "llava", "onevision", "intern", "siglip"}
 # The default of `model.family`, and the demo, which draws a dataset in LLaVA's format.
-MAY_NAME_A_FAMILY = ("config/schema.py", "data/demo")
+MAY_NAME_A_FAMILY = ("config/schema.py", "demo/")
 
 
 def words_of(source: str) -> set[str]:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from dflop.data import load_samples
-from dflop.runtime import UserError
+from dflop.base import UserError
+from dflop.shapes import load_samples
 from dflop.store import (
     CORRECTIONS_SCHEMA,
     LEFT_OUT_SCHEMA,

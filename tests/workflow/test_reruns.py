@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dflop.data.demo import make_demo_data
+from dflop.demo import make_demo_data
 
 pytestmark = pytest.mark.serial
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = {
     "run": "small",
-    "data": {"sources": [{"path": "data/train.json"}, {"path": "data/audio.json"}], "samples_per_shard": 30},
+    "data": {"sources": [{"path": "shapes/train.json"}, {"path": "shapes/audio.json"}], "samples_per_shard": 30},
     "train": {"global_batch_size": 8},
 }
 AFTER_SHAPES = {"merge_shapes", "plot_shapes", "profile_loading"}
@@ -31,7 +31,7 @@ def finished(make_checkout):
     """A checkout with a run in which nothing is left to do, and the name of its config file."""
     checkout = make_checkout()
     make_demo_data(checkout.folder / "data", num_records=40)
-    manifest = checkout.folder / "data/train.json"
+    manifest = checkout.folder / "shapes/train.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text())))
     config = checkout.write_config("small.yaml", **CONFIG)
     done = checkout.snakemake("--cores", "2", "--configfile", config, PATH=checkout.path_with_stubs())
@@ -71,7 +71,7 @@ def test_a_key_reruns_what_reads_it(finished, keys, rules):
 )
 def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change, num_shards):
     checkout, config = finished
-    manifest, other = checkout.folder / "data/train.json", checkout.folder / "data/other.json"
+    manifest, other = checkout.folder / "shapes/train.json", checkout.folder / "shapes/other.json"
     before = manifest.read_text()
     records = json.loads(before)
     sources = list(CONFIG["data"]["sources"])
@@ -80,7 +80,7 @@ def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change
         manifest.write_text(json.dumps(records))
     elif change == "a source more":
         other.write_text(json.dumps(records[:5]))
-        sources.append({"path": "data/other.json"})
+        sources.append({"path": "shapes/other.json"})
     else:
         sources.pop()
     changed = checkout.write_config("changed.yaml", data={**CONFIG["data"], "sources": sources})
@@ -132,12 +132,12 @@ def test_a_source_file_reruns_the_commands_that_may_use_its_room(rules_after):
     """Which rooms are behind which command is shown for all of them by unit tests of the commands."""
     assert rules_after("models/README.md", "cli/elsewhere.py") == set()
     shapes = {"profile_shapes"} | AFTER_SHAPES
-    assert rules_after("data/profile.py") == shapes | {"profile_links"} | MEASURED
+    assert rules_after("shapes/profile.py") == shapes | {"profile_links"} | MEASURED
     assert (
         rules_after("costs/profile_rank.py")
         == {"merge_shapes", "plot_shapes", "profile_loading", "profile_links"} | MEASURED
     )
-    assert rules_after("planning/search.py") == {"plot_shapes", "search_plan"} | AFTER_PLAN
-    assert rules_after("training/rank.py") == {"plot_shapes"} | AFTER_PLAN
-    assert rules_after("reporting/report.py") == {"plot_shapes", "report", "all"}
+    assert rules_after("search/best_first.py") == {"plot_shapes", "search_plan"} | AFTER_PLAN
+    assert rules_after("train/rank.py") == {"plot_shapes"} | AFTER_PLAN
+    assert rules_after("report/report.py") == {"plot_shapes", "report", "all"}
     assert rules_after("cli/training.py") == {"train", "report", "all"}

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from dflop.data.demo import make_demo_data
+from dflop.demo import make_demo_data
 
 pytestmark = pytest.mark.serial
 pytest.importorskip("snakemake_executor_plugin_slurm")
 
 CONFIG = {
     "run": "gpus",
-    "data": {"sources": [{"path": "data/train.json"}]},
+    "data": {"sources": [{"path": "shapes/train.json"}]},
     "cluster": {"device": "cuda", "num_nodes": 2, "devices_per_node": 8, "device_model": "h100-80g"},
     "costs": {"tp_sizes": [1, 8]},
     "train": {"global_batch_size": 16},

@@ -16,8 +16,8 @@ from snakemake.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 
 from dflop.config import load_config, select_keys, with_texts_read
-from dflop.data.manifests import list_shards, list_sources
-from dflop.data.profile import useful_workers
+from dflop.shapes.manifests import list_shards, list_sources
+from dflop.shapes.profile import useful_workers
 from dflop.models import (
     able_tp_sizes,
     check_modules,
@@ -26,9 +26,9 @@ from dflop.models import (
     model_digest,
     passes_gradients_on,
 )
-from dflop.runtime.commands import COMMANDS, code_digest
-from dflop.runtime.devices import load_device
-from dflop.runtime.errors import UserError, way_out_of
+from dflop.base.commands import COMMANDS, code_digest
+from dflop.base.devices import load_device
+from dflop.base.errors import UserError, way_out_of
 
 
 def stop_with(error):

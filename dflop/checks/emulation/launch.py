@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflop.base import UserError, torchrun, written_whole
+from dflop.base.commands import COMMANDS
 from dflop.config import ClusterConfig, Config, select_keys, set_steps
 from dflop.models import load_model_spec
-from dflop.parallelism import load_plan
-from dflop.runtime import UserError, torchrun, written_whole
-from dflop.runtime.commands import COMMANDS
-from dflop.scheduling import BatchScheduler
-from dflop.scheduling.service import open_scheduler
+from dflop.plan import load_plan
+from dflop.schedule import BatchScheduler
+from dflop.schedule.service import open_scheduler
 from dflop.store import read_meta
-from dflop.training.launch import check_devices, check_plan
-from dflop.training.observations import NUM_WARMUP_STEPS, Merged, merge_observations
-from dflop.training.run_folder import clear_start, is_emulated
+from dflop.train.launch import check_devices, check_plan
+from dflop.train.observations import NUM_WARMUP_STEPS, Merged, merge_observations
+from dflop.train.run_folder import clear_start, is_emulated
 
 __all__ = ["MOST_RANKS", "emulate", "emulation_text"]
 

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dflop.base import UserError
 from dflop.checks.emulation.work import EmulatedWork, Network
 from dflop.config import Config, load_config
-from dflop.parallelism import load_plan
-from dflop.pipeline import Op, StepInstructions, check_program, make_program
-from dflop.pipeline.run import Waits, run_instructions
-from dflop.runtime import UserError
-from dflop.scheduling import StepSchedule
-from dflop.training.feed import ScheduleFeed, SchedulePublisher
-from dflop.training.observations import NUM_WARMUP_STEPS, Observations
-from dflop.training.peers import PeerWatch, longest_wait_s
-from dflop.training.rank_clock import RankClock
-from dflop.training.step_seconds import StepSeconds, split_line
-from dflop.training.step_sums import sum_over_ranks
-from dflop.training.topology import join_world
+from dflop.plan import load_plan
+from dflop.schedule import StepSchedule
+from dflop.step import Op, StepInstructions, check_program, make_program
+from dflop.step.run import Waits, run_instructions
+from dflop.train.feed import ScheduleFeed, SchedulePublisher
+from dflop.train.observations import NUM_WARMUP_STEPS, Observations
+from dflop.train.peers import PeerWatch, longest_wait_s
+from dflop.train.rank_clock import RankClock
+from dflop.train.step_seconds import StepSeconds, split_line
+from dflop.train.step_sums import sum_over_ranks
+from dflop.train.topology import join_world
 
 __all__ = ["EmulatedRank"]
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dflop.pipeline import Program
-from dflop.pricing import WEIGHT_SHARE
-from dflop.scheduling import StepSchedule
-from dflop.training.feed import samples_of
+from dflop.schedule import WEIGHT_SHARE, StepSchedule
+from dflop.step import Program
+from dflop.train.feed import samples_of
 
 __all__ = ["EmulatedWork", "Network"]
 

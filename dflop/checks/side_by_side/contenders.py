@@ -7,6 +7,7 @@ system without a plan that fits, or with one for another number of devices, ther
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dflop.base import UserError
 from dflop.comparison.compare import (
     NUM_TRIED,
     OURS,
@@ -20,12 +21,10 @@ from dflop.comparison.compare import (
 from dflop.comparison.system import System
 from dflop.config import Config
 from dflop.costs import CostModel
-from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.parallelism import Plan
-from dflop.pricing import Pricer
-from dflop.runtime import UserError
-from dflop.scheduling import BatchScheduler, GlobalBatches, StepSchedule, schedule_of
+from dflop.plan import Plan
+from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule, schedule_of
+from dflop.shapes import SampleShapes
 
 __all__ = ["OURS_AT_RANDOM", "Contender", "contenders"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import yaml
 
+from dflop.base import UserError, torchrun
 from dflop.checks.side_by_side.contenders import Contender
 from dflop.checks.side_by_side.measured import Clocked
 from dflop.config import Config, select_keys
-from dflop.runtime import UserError, torchrun
 
 __all__ = ["PLAIN_ROWS", "counted_steps", "measure_rows", "num_scheduled"]
 

@@ -18,20 +18,20 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dflop.checks.side_by_side.sides import Side
 from dflop.config import Config
-from dflop.data import SampleShapes, list_sources
-from dflop.data.loading import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
-from dflop.data.shapes import MediumSize
+from dflop.loading.dataset import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.models import load_model_spec
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.precision import COMPUTES_IN
 from dflop.models.stages import EncoderStage, LlmStage
 from dflop.models.tensor_group import ALONE
-from dflop.parallelism import Grid, Plan
-from dflop.pipeline import make_program
-from dflop.scheduling import StepSchedule
-from dflop.training.adamw import has_weight_decay, parameter_groups
-from dflop.training.loader import make_loader
-from dflop.training.rank_model import RankModel, build_rank_model
+from dflop.plan import Grid, Plan
+from dflop.schedule import StepSchedule
+from dflop.shapes import SampleShapes, list_sources
+from dflop.shapes.reader import MediumSize
+from dflop.step import make_program
+from dflop.train.adamw import has_weight_decay, parameter_groups
+from dflop.train.data_loader import make_loader
+from dflop.train.rank_model import RankModel, build_rank_model
 
 __all__ = ["plain_side"]
 

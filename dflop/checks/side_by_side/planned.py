@@ -9,15 +9,15 @@ import torch.distributed as dist
 from dflop.checks.side_by_side.sides import Side
 from dflop.config import Config
 from dflop.models.precision import COMPUTES_IN
-from dflop.parallelism import Plan
-from dflop.pipeline import StepInstructions, make_program
-from dflop.pipeline.run import run_instructions
-from dflop.scheduling import StepSchedule
-from dflop.training.feed import JobStream
-from dflop.training.loader import start_loading
-from dflop.training.rank_model import build_rank_model, forwards_that_read
-from dflop.training.topology import place_in_world
-from dflop.training.work import make_works
+from dflop.plan import Plan
+from dflop.schedule import StepSchedule
+from dflop.step import StepInstructions, make_program
+from dflop.step.run import run_instructions
+from dflop.train.data_loader import start_loading
+from dflop.train.feed import JobStream
+from dflop.train.node_work import make_works
+from dflop.train.rank_model import build_rank_model, forwards_that_read
+from dflop.train.topology import place_in_world
 
 __all__ = ["planned_side"]
 

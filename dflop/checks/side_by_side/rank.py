@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
+from dflop.base import UserError, progress_bar
 from dflop.checks.side_by_side.plain import plain_side
 from dflop.checks.side_by_side.planned import planned_side
 from dflop.checks.side_by_side.sides import Side, paused, timed
 from dflop.config import Config, load_config
-from dflop.parallelism import load_plan
-from dflop.runtime import UserError, progress_bar
-from dflop.scheduling import StepSchedule
-from dflop.training.stopping import end_loaders
-from dflop.training.topology import join_group
+from dflop.plan import load_plan
+from dflop.schedule import StepSchedule
+from dflop.train.stopping import end_loaders
+from dflop.train.topology import join_group
 
 __all__ = ["main"]
 

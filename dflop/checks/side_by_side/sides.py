@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dflop.runtime.signals import children_of
+from dflop.base.signals import children_of
 
 __all__ = ["Side", "paused", "timed"]
 

@@ -8,11 +8,11 @@ are divided among microbatches: here equally many go to each, in the order in wh
 
 import numpy as np
 
-from dflop.balancing import BatchProblem, Policy, small_at_both_ends
+from dflop.balance import BatchProblem, Policy, small_at_both_ends
 from dflop.comparison.packing import longest_first
 from dflop.comparison.system import System, bucket_numbers, fastest_of
 from dflop.config import PlanConfig
-from dflop.parallelism import DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
+from dflop.plan import DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
 
 __all__ = ["SYSTEM"]
 

@@ -8,7 +8,7 @@ here no system pads.
 
 import numpy as np
 
-from dflop.balancing import BatchProblem, Policy
+from dflop.balance import BatchProblem, Policy
 from dflop.comparison.packing import contiguous, longest_first
 from dflop.comparison.system import System, bucket_numbers, fastest_of
 from dflop.comparison.systems import megatron

@@ -7,11 +7,11 @@ later microbatch than the encoder's, while in our plans a sample is in one micro
 
 import numpy as np
 
-from dflop.balancing import BatchProblem, Policy, small_at_both_ends
+from dflop.balance import BatchProblem, Policy, small_at_both_ends
 from dflop.comparison.packing import longest_first
 from dflop.comparison.system import System, bucket_numbers, fastest_of
 from dflop.config import PlanConfig
-from dflop.parallelism import COLOCATED, DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
+from dflop.plan import COLOCATED, DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
 
 __all__ = ["SYSTEM"]
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism with our own batch sampler (`dflop.balancing.sampler`), which any trainer can use.
+"""Fully sharded data parallelism with our own batch sampler (`dflop.balance.sampler`), which any trainer can use.
 
 Replicas wait for each other in every layer, so each microbatch is balanced on its own, over all modules at once. The
 sampler gives all microbatches equally many samples. Where a batch cannot be divided so, `lpt_buckets` packs it.
@@ -6,7 +6,7 @@ sampler gives all microbatches equally many samples. Where a batch cannot be div
 
 import numpy as np
 
-from dflop.balancing import BatchProblem, Policy, balanced_cells, lpt_buckets
+from dflop.balance import BatchProblem, Policy, balanced_cells, lpt_buckets
 from dflop.comparison.system import System, bucket_numbers, fastest_of
 from dflop.comparison.systems.fsdp_random import whole_on_every_device
 

@@ -4,7 +4,7 @@ This is `group_by_length` of the Hugging Face Trainer, but within a global batch
 samples as with the other systems.
 """
 
-from dflop.balancing import BY_LENGTH
+from dflop.balance import BY_LENGTH
 from dflop.comparison.system import System, fastest_of
 from dflop.comparison.systems.fsdp_random import whole_on_every_device
 

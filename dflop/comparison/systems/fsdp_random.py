@@ -5,11 +5,11 @@ whole model on its own samples. Parameters, gradients and moments are sharded ov
 where that is faster (`costs.sharded`).
 """
 
-from dflop.balancing import RANDOM
+from dflop.balance import RANDOM
 from dflop.comparison.system import System, fastest_of
 from dflop.config import FixedGrid, FixedPlan, PlanConfig
 from dflop.models import ModelSpec
-from dflop.parallelism import MONOLITHIC, PLAIN_SCHEDULE, SHARDINGS
+from dflop.plan import MONOLITHIC, PLAIN_SCHEDULE, SHARDINGS
 
 __all__ = ["SYSTEM", "whole_on_every_device"]
 

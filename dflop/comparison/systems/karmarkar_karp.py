@@ -7,7 +7,7 @@ number of its LLM tokens; the encoders' work does not count.
 
 import numpy as np
 
-from dflop.balancing import BatchProblem, Policy
+from dflop.balance import BatchProblem, Policy
 from dflop.comparison.packing import differencing
 from dflop.comparison.system import System, fastest_of
 from dflop.comparison.systems.fsdp_random import whole_on_every_device

@@ -5,10 +5,10 @@ are balanced over the replicas by fitted costs. Here our policy `lpt`, which is 
 at once.
 """
 
-from dflop.balancing import LPT
+from dflop.balance import LPT
 from dflop.comparison.system import System, fastest_of
 from dflop.config import PlanConfig
-from dflop.parallelism import COLOCATED, PLAIN_SCHEDULE, PLAIN_SHARDING
+from dflop.plan import COLOCATED, PLAIN_SCHEDULE, PLAIN_SHARDING
 
 __all__ = ["SYSTEM"]
 

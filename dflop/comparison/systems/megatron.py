@@ -3,10 +3,10 @@
 Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", SC '21.
 """
 
-from dflop.balancing import RANDOM
+from dflop.balance import RANDOM
 from dflop.comparison.system import System, fastest_of
 from dflop.config import PlanConfig
-from dflop.parallelism import MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING
+from dflop.plan import MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING
 
 __all__ = ["POLICY", "SYSTEM", "WITHIN"]
 

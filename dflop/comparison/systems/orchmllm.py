@@ -8,11 +8,11 @@ devices all do the latter.
 
 import numpy as np
 
-from dflop.balancing import BatchProblem, Policy
+from dflop.balance import BatchProblem, Policy
 from dflop.comparison.packing import longest_first
 from dflop.comparison.system import System, fastest_of
 from dflop.config import PlanConfig
-from dflop.parallelism import COLOCATED, PLAIN_SCHEDULE, SHARDINGS
+from dflop.plan import COLOCATED, PLAIN_SCHEDULE, SHARDINGS
 
 __all__ = ["SYSTEM"]
 

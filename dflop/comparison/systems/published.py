@@ -9,20 +9,20 @@ longest processing time first. It does not choose the order of microbatches.
 import numpy as np
 import polars as pl
 
-from dflop.balancing import LPT, BatchProblem, CbcProcess, Policy, quick_buckets
+from dflop.balance import LPT, BatchProblem, CbcProcess, Policy, quick_buckets
+from dflop.base import UserError
 from dflop.comparison.system import System
 from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel, Loads, StageKind
-from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.parallelism import DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
-from dflop.parallelism.layout_key import LayoutKey
-from dflop.planning import Candidate, GroupedBatches, PlanPricer, enumerate_space, plan_of
-from dflop.planning.least_memory import LeastMemory
-from dflop.planning.row_bounds import MARGIN
-from dflop.planning.space import llm_layers
-from dflop.pricing import BYTES_PER_VALUE, loads_of
-from dflop.runtime import UserError
+from dflop.plan import DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
+from dflop.plan.layout_key import LayoutKey
+from dflop.schedule import BYTES_PER_VALUE, loads_of
+from dflop.search import Candidate, GroupedBatches, PlanPricer, enumerate_space, plan_of
+from dflop.search.memory_bounds import LeastMemory
+from dflop.search.row_bounds import MARGIN
+from dflop.search.space import llm_layers
+from dflop.shapes import SampleShapes
 
 __all__ = ["SYSTEM"]
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import polars as pl
 
+from dflop.base import UserError
 from dflop.comparison.system import System, offered
 from dflop.comparison.systems import megatron
 from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel
-from dflop.data import SampleShapes
 from dflop.models import ModelSpec
-from dflop.parallelism import MONOLITHIC, Plan
-from dflop.planning import TODAY, Candidate, GroupedBatches, PlanPricer, enumerate_space, plan_of, search_plans
-from dflop.planning.recompute import may_recompute
-from dflop.runtime import UserError
+from dflop.plan import MONOLITHIC, Plan
+from dflop.search import TODAY, Candidate, GroupedBatches, PlanPricer, enumerate_space, plan_of, search_plans
+from dflop.search.recompute import may_recompute
+from dflop.shapes import SampleShapes
 
 __all__ = ["SYSTEM", "require_todays_layout"]
 

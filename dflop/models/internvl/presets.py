@@ -8,11 +8,11 @@ larger two) at 448 px and Qwen2.5. Those with `llama3` are the same model around
 
 from typing import Any
 
+from dflop.base import UserError
 from dflop.models.checkpoint import check_processor
 from dflop.models.internvl.shapes import InternvlShapes
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.spec import ModelSpec, vision_and_llm
-from dflop.runtime import UserError
 
 __all__ = ["PRESETS", "make_spec"]
 

@@ -8,11 +8,11 @@ and `siglip_llama3_70b` are the same model around Llama 3, of which no checkpoin
 
 from typing import Any
 
+from dflop.base import UserError
 from dflop.models.checkpoint import check_processor
 from dflop.models.llava_onevision.shapes import LlavaOnevisionShapes
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.spec import ModelSpec, vision_and_llm
-from dflop.runtime import UserError
 
 __all__ = ["PRESETS", "make_spec"]
 

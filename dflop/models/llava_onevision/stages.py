@@ -3,10 +3,10 @@
 import torch
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
+from dflop.base import UserError
 from dflop.models.division import Division, check_kind
 from dflop.models.microbatch import EncoderBatch
 from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
-from dflop.runtime import UserError
 
 __all__ = ["VisionStage", "cut"]
 

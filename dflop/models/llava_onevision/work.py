@@ -1,10 +1,10 @@
 """The work of LLaVA-OneVision's modules in one forward pass: SigLIP with its projector, and the LLM."""
 
+from dflop.base import UserError
 from dflop.models.llm_work import llm_work
 from dflop.models.spec import ModelSpec
 from dflop.models.vit_work import VitWidths, vit_layer, vit_work
 from dflop.models.work import ModuleWork, size_of
-from dflop.runtime import UserError
 
 __all__ = ["count_work"]
 

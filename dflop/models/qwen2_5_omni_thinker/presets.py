@@ -5,12 +5,12 @@
 
 from typing import Any
 
+from dflop.base import UserError
 from dflop.models.checkpoint import check_output_width, check_processor
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.qwen2_5_omni_thinker.shapes import SAMPLES_A_FRAME, Qwen25OmniShapes
 from dflop.models.qwen2_5_vl.presets import FRAME, PICTURE, QWEN_3B, pixel_limits, with_axes
 from dflop.models.spec import SOUND_RATE_HZ, ModelSpec, encoder_of, vision_and_llm
-from dflop.runtime import UserError
 
 __all__ = ["PRESETS", "make_spec"]
 

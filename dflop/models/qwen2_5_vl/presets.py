@@ -7,11 +7,11 @@ window attention with full attention between, three position axes. The others ha
 
 from typing import Any
 
+from dflop.base import UserError
 from dflop.models.checkpoint import check_output_width, check_processor
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.qwen2_5_vl.shapes import PixelLimits, Qwen25VlShapes
 from dflop.models.spec import ModelSpec, vision_and_llm
-from dflop.runtime import UserError
 
 __all__ = ["FRAME", "PICTURE", "PRESETS", "QWEN_3B", "make_spec", "pixel_limits", "with_axes"]
 

@@ -7,13 +7,13 @@ axes, and features of several of the encoder's layers that enter several of the 
 
 from typing import Any
 
+from dflop.base import UserError
 from dflop.models.checkpoint import check_output_width, check_processor
 from dflop.models.presets import TINY_LLM
 from dflop.models.qwen2_5_vl.presets import pixel_limits
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
 from dflop.models.qwen3_vl.shapes import Qwen3VlShapes
 from dflop.models.spec import ModelSpec, vision_and_llm
-from dflop.runtime import UserError
 
 __all__ = ["CLIP", "PICTURE", "PRESETS", "make_spec", "spec_of"]
 

@@ -6,13 +6,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from dflop.base import UserError
 from dflop.checks.emulation import emulate, emulation_text
 from dflop.cli import cli
 from dflop.config import load_config
-from dflop.parallelism import Grid, Plan
-from dflop.reporting.run import read_run
-from dflop.runtime import UserError
-from dflop.training.run_folder import is_emulated
+from dflop.plan import Grid, Plan
+from dflop.report.run import read_run
+from dflop.train.run_folder import is_emulated
 
 
 def write_plan(path, num_ranks):

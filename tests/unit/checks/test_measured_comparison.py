@@ -3,12 +3,12 @@
 import pytest
 from click.testing import CliRunner
 
+from dflop.base import UserError
 from dflop.checks.side_by_side import Clocked, contenders, measured_frame, measured_text
 from dflop.cli import cli
 from dflop.comparison import OURS, TODAYS, SystemRow, systems_of
 from dflop.config import load_config
-from dflop.planning import search_plans
-from dflop.runtime import UserError
+from dflop.search import search_plans
 
 # Of four devices; what is left open is as most frameworks do it.
 TODAY = {"llm": {"tp": 1, "pp": 2, "dp": 2}, "num_microbatches": 4}

@@ -13,11 +13,11 @@ from transformers import AttentionInterface
 from dflop.checks.model_arithmetic import CheckedModel, check_model
 from dflop.cli import cli
 from dflop.config import ModelConfig, load_config
-from dflop.data import loading
+from dflop.loading import dataset as loading
 from dflop.models import load_model_spec
 from dflop.models.attention import PACKED, packed_attention
 from dflop.models.qwen2_5_vl import Qwen25VlShapes
-from dflop.parallelism import Grid, Plan
+from dflop.plan import Grid, Plan
 
 FAMILIES = ("llava_onevision", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker")
 

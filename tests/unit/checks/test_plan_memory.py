@@ -12,16 +12,16 @@ import torch.distributed as dist
 import yaml
 from click.testing import CliRunner
 
+from dflop.base import UserError
+from dflop.base.devices import load_device
 from dflop.checks.plan_memory import MadeUpLoad, check_rank
 from dflop.cli import cli
 from dflop.config import load_config
 from dflop.costs import CostModel, analytic_points, fit_costs
-from dflop.data.text import BUNDLED_TOKENIZER
 from dflop.models import ModelSpec, digest_of_spec, family_names, family_of, load_model_spec
-from dflop.parallelism import Grid, Plan
-from dflop.pricing import MEMORY_CATEGORIES
-from dflop.runtime import UserError
-from dflop.runtime.devices import load_device
+from dflop.plan import Grid, Plan
+from dflop.schedule import MEMORY_CATEGORIES
+from dflop.shapes.text import BUNDLED_TOKENIZER
 from dflop.store import write_costs
 
 CONFIG = {

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from dflop.balancing import RANDOM, Policy
+from dflop.balance import RANDOM, Policy
+from dflop.base import UserError
 from dflop.comparison import (
     OURS,
     SYSTEMS,
@@ -20,11 +21,10 @@ from dflop.comparison import (
 from dflop.comparison.compare import NUM_TRIED
 from dflop.comparison.system import System
 from dflop.config import load_config
-from dflop.parallelism import PLACEMENTS
-from dflop.planning import search_plans
-from dflop.pricing import Pricer
-from dflop.reporting.comparison import plot_comparison
-from dflop.runtime import UserError
+from dflop.plan import PLACEMENTS
+from dflop.report.comparison import plot_comparison
+from dflop.schedule import Pricer
+from dflop.search import search_plans
 
 
 def make_config(memory_gib: float, today: dict | None = None, devices: int = 4):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from dflop.base import UserError
 from dflop.cli import cli
 from dflop.comparison import (
     ABLATION,
@@ -17,8 +18,7 @@ from dflop.comparison import (
     scaling_text,
 )
 from dflop.config import load_config
-from dflop.pricing import Pricer
-from dflop.runtime import UserError
+from dflop.schedule import Pricer
 
 
 def sized(num_nodes=2, per_node=8, batch_size=64):

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+from dflop.base import UserError
+from dflop.base.devices import load_device
 from dflop.cli import cli
 from dflop.config import load_config
 from dflop.costs import CostModel, Loads, StageKind, analytic_points, fit_costs
@@ -33,9 +35,7 @@ from dflop.models.precision import compute_in
 from dflop.models.stages import LlmStage
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.models.work import IMPLEMENTATIONS
-from dflop.parallelism.layout_key import LayoutKey
-from dflop.runtime import UserError
-from dflop.runtime.devices import load_device
+from dflop.plan.layout_key import LayoutKey
 from dflop.store import write_costs
 
 FAMILIES = {name: family_of(name) for name in family_names()}

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflop.base import UserError
 from dflop.costs import Loads
 from dflop.costs.design import Design, LoadBounds, Point, bounds_of_samples, load_bounds
 from dflop.models.loads import FEATURES, Coefficients, Hinge
-from dflop.parallelism.layout_key import UNDIVIDED
-from dflop.runtime import UserError
+from dflop.plan.layout_key import UNDIVIDED
 
 BOUNDS = LoadBounds(num_items=(1, 64), num_tokens=(32, 4096), segment_tokens=(32, 1024), target_share=(0.03, 0.5))
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflop.base import UserError
 from dflop.cli import cli
 from dflop.config import ModelConfig, load_config
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
@@ -19,8 +20,7 @@ from dflop.costs.fitted import column_of
 from dflop.costs.measured import read_measured
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.models.loads import FEATURES, Coefficients, Hinge
-from dflop.parallelism.layout_key import UNDIVIDED
-from dflop.runtime import UserError
+from dflop.plan.layout_key import UNDIVIDED
 
 LOADS = {
     "vision": Loads(*(np.array(load, dtype=float) for load in ([1, 7, 30], [0] * 3, [0] * 3, [0] * 3))),

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflop.base import UserError
 from dflop.costs import CostModel, Link, LinkModel, fit_costs, fit_links, read_links
 from dflop.costs.links import groups_to_measure, sizes_up_to
-from dflop.runtime import UserError
 from dflop.store import LINKS_SCHEMA, read_table
 
 SIZES = sizes_up_to(64 * 2**20)

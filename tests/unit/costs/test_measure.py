@@ -7,13 +7,13 @@ import polars as pl
 import pytest
 import torch
 
+from dflop.base import UserError
 from dflop.config import ModelConfig
 from dflop.costs.design import Point, fitted_depths
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS
 from dflop.models import count_work, load_model_spec
-from dflop.runtime import UserError
 
 COLUMNS = {*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"}
 PIECES = ("layers", "first", "last", "whole")

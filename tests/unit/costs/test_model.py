@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflop.base import UserError
 from dflop.costs import CostModel, Loads, StageKind, resident_bytes, stage_kinds, sync_bytes
 from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients, Hinge
-from dflop.parallelism.layout_key import UNDIVIDED, LayoutKey
-from dflop.runtime import UserError
+from dflop.plan.layout_key import UNDIVIDED, LayoutKey
 from dflop.store import write_costs
 
 counts = st.integers(0, 10_000)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.costs import PARTS, Moving, StageKind, resident_bytes, sharded_passes, working_bytes
-from dflop.parallelism.layout_key import UNDIVIDED
+from dflop.plan.layout_key import UNDIVIDED
 
 UNITS = ("first", "layer", "last")
 seconds = st.floats(0.0, 5.0)

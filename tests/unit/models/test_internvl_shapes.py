@@ -15,11 +15,11 @@ from PIL import Image
 from transformers import InternVLConfig, InternVLModel, InternVLProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
+from dflop.base import UserError
 from dflop.config import AudioConfig
 from dflop.models import ItemCount
 from dflop.models.audio import whisper_audio
 from dflop.models.internvl import PRESETS, InternvlShapes, make_spec
-from dflop.runtime import UserError
 
 sides = st.one_of(st.integers(1, 10_000), st.integers(1, 150))
 properties = settings(max_examples=200)

@@ -15,10 +15,10 @@ from made_up_family import NAMES
 from dflop.cli import cli
 from dflop.config import ModelConfig
 from dflop.costs import CostModel, Loads
-from dflop.data import load_samples
 from dflop.models import family_names, load_model_spec
-from dflop.parallelism import load_plan
-from dflop.parallelism.layout_key import UNDIVIDED
+from dflop.plan import load_plan
+from dflop.plan.layout_key import UNDIVIDED
+from dflop.shapes import load_samples
 from dflop.store import read_table
 
 

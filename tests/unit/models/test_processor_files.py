@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
 
-from dflop.data import ChatTokenizer
 from dflop.models import ItemCount, family_names, family_of, load_runtime
+from dflop.shapes import ChatTokenizer
 
 
 def tiny(family: str):

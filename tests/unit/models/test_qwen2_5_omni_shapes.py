@@ -14,14 +14,14 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAu
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import _get_feat_extract_output_lengths
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from dflop.base import UserError
 from dflop.config import ModelConfig, load_config
-from dflop.data.records import RecordError, parse_record
-from dflop.data.shapes import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
-from dflop.data.text import TokenizedText
 from dflop.models import family_for, load_model_spec
 from dflop.models.qwen2_5_omni_thinker import PRESETS, make_spec
 from dflop.models.qwen2_5_omni_thinker.processing import Qwen25OmniSounds
-from dflop.runtime import UserError
+from dflop.shapes.reader import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
+from dflop.shapes.records import RecordError, parse_record
+from dflop.shapes.text import TokenizedText
 
 RATE = 16_000
 SPEC = make_spec("a model", PRESETS["tiny"])

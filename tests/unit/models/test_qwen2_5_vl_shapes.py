@@ -19,13 +19,13 @@ from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
+from dflop.base import UserError
 from dflop.config import load_config
-from dflop.data.records import RecordError, parse_record
-from dflop.data.shapes import MediumSize, ShapeReader
 from dflop.models.qwen2_5_vl import PRESETS, Qwen25VlShapes, make_spec
 from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
-from dflop.runtime import UserError
+from dflop.shapes.reader import MediumSize, ShapeReader
+from dflop.shapes.records import RecordError, parse_record
 
 sides = st.one_of(st.integers(1, 10_000), st.integers(1, 150))
 sizes = st.tuples(sides, sides).filter(lambda size: max(size) <= 200 * min(size))

@@ -17,14 +17,14 @@ from PIL import Image
 from transformers import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
+from dflop.base import UserError
 from dflop.config import DataConfig, VideoConfig
-from dflop.data.media import VideoHeader, frame_indices
-from dflop.data.records import parse_record
-from dflop.data.shapes import MediumSize, ShapeReader
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
 from dflop.models.qwen3_vl import PRESETS, Qwen3VlShapes, make_spec
 from dflop.models.qwen3_vl.processing import Qwen3VlPatches
-from dflop.runtime import UserError
+from dflop.shapes.media import VideoHeader, frame_indices
+from dflop.shapes.reader import MediumSize, ShapeReader
+from dflop.shapes.records import parse_record
 
 sides = st.one_of(st.integers(1, 10_000), st.integers(1, 150))
 sizes = st.tuples(sides, sides).filter(lambda size: max(size) <= 200 * min(size))

@@ -16,12 +16,12 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3VLConfig, Qwen3
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dflop.config import AudioConfig
-from dflop.data.shapes import MediumShape, PlacedText, expand_text, place_positions
-from dflop.data.text import TokenizedText
 from dflop.models import ShapeRules, qwen2_5_vl, qwen3_vl
 from dflop.models.audio import whisper_audio
 from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
 from dflop.models.qwen3_vl.processing import Qwen3VlPatches
+from dflop.shapes.reader import MediumShape, PlacedText, expand_text, place_positions
+from dflop.shapes.text import TokenizedText
 
 IMAGE, VIDEO = 1, 2
 RELEASED = {"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}

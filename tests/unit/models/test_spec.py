@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
+from dflop.base import UserError
 from dflop.config import ModelConfig
 from dflop.models import able_tp_sizes, check_runnable, family_names, family_of, load_model_spec
-from dflop.runtime import UserError
 
 FAMILIES = {name: family_of(name) for name in family_names()}
 

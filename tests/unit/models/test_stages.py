@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import PretrainedConfig
 
-from dflop.data.shapes import MediumShape, PlacedText, expand_text, place_positions
-from dflop.data.text import TokenizedText
+from dflop.base import UserError
 from dflop.models import ItemCount, family_of, load_runtime
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.presets import TINY_LLM
@@ -27,8 +26,9 @@ from dflop.models.runtime import FamilyRuntime
 from dflop.models.spec import ModelSpec
 from dflop.models.stages import EncoderStage, LlmStage
 from dflop.models.weights import norms_in_float64
-from dflop.parallelism import split_layers
-from dflop.runtime import UserError
+from dflop.plan import split_layers
+from dflop.shapes.reader import MediumShape, PlacedText, expand_text, place_positions
+from dflop.shapes.text import TokenizedText
 
 NUM_LAYERS = TINY_LLM["num_hidden_layers"]  # as many as of the encoders'
 SEED = 3

@@ -1,0 +1,50 @@
+"""LPT: the longest processing time first over all modules, then moves and swaps until buckets are equal.
+
+The scheduler also tries small microbatches at both ends of the pipeline's order.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+from dflop.balance.packing import lpt_buckets, small_at_both_ends
+from dflop.balance.policies.policy import DrawnBatch, Policy
+from dflop.balance.problem import BatchProblem
+from dflop.base.kernels import kernel
+
+__all__ = ["POLICY", "Lpt"]
+
+
+class Lpt(Policy):
+    name = "lpt"
+    may_reorder = True
+
+    def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
+        return lpt_buckets(problem)
+
+    def quick(self, drawn: DrawnBatch, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        """Even buckets without moves and swaps, small ones first and last on every replica."""
+        return _drawn_in_turns(*drawn.even_buckets(dp * num_microbatches), dp, _places(num_microbatches))
+
+
+@lru_cache(maxsize=64)
+def _places(num_microbatches: int) -> np.ndarray:
+    """Where in its replica's order a microbatch comes, the largest first: those go to the middle."""
+    places = np.empty(num_microbatches, dtype=np.int64)
+    places[small_at_both_ends(-np.arange(num_microbatches))] = np.arange(num_microbatches)
+    return places
+
+
+@kernel
+def _drawn_in_turns(bucket, by_load, dp, places):
+    """Replica and microbatch of each sample. Replicas draw buckets in turns, in alternating directions, so that each
+    gets about the same load; `places` [num_microbatches] says which microbatch the bucket of a turn becomes."""
+    replica, microbatch = np.empty(len(by_load), dtype=np.int64), np.empty(len(by_load), dtype=np.int64)
+    for turn in range(len(places)):
+        for place in range(dp):
+            drawn = by_load[turn * dp + (dp - 1 - place if turn % 2 else place)]
+            replica[drawn], microbatch[drawn] = place, places[turn]
+    return replica[bucket], microbatch[bucket]
+
+
+POLICY = Lpt()

@@ -1,0 +1,123 @@
+"""Devices by their data sheets, to plan for hardware that is not at hand: `devices.yaml` and files like it."""
+
+import math
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from yaml import YAMLError, safe_load
+
+from dflop.base.errors import UserError
+
+__all__ = ["DeviceModel", "find_device", "load_device"]
+
+_OWN = Path(__file__).with_name("devices.yaml")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceModel:
+    """A device by its data sheet and the shares of it that kernels reach; `devices.yaml` explains each number."""
+
+    name: str
+    peak_flops_per_s: float
+    memory_bytes_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float
+    matmul_share: float
+    matmul_half_size: float
+    attention_share: float
+    memory_share: float
+    link_share: float
+    launch_s: float
+    network_bytes_per_s: float = 6.25e9
+    overhead_bytes: float = 0.0
+    allocator_share: float = 0.0
+
+    @property
+    def memory_gib(self) -> float:
+        return self.memory_bytes / 2**30
+
+    @property
+    def most_memory_gib(self) -> float:
+        """The most GiB that a device of this data sheet may have: many sheets say GB and mean GiB."""
+        return self.memory_bytes / 1e9
+
+    def matmul_flops_per_s(self, size: np.ndarray) -> np.ndarray:
+        """FLOP/s of matrix products by their size (tokens x hidden size / tp), an array of the shape of `size`.
+
+        The rate grows with the size up to `matmul_share` of the peak.
+        """
+        size = np.maximum(size, 1.0)
+        return self.peak_flops_per_s * self.matmul_share * size / (size + self.matmul_half_size)
+
+
+def load_device(name: str, path: Path | None = None) -> DeviceModel:
+    """The device `name` of the file `path`, or of our `devices.yaml` where `path` is None or has no such device.
+
+    Raises:
+        UserError: for an unknown name, listing the known ones; for an entry that is no device, naming the key; and for
+            a file that cannot be read.
+    """
+    known = _known_entries(path)
+    if name not in known:
+        raise UserError(
+            f"`cluster.device_model` is {name!r}, a device of which no data sheet is known; choose one of "
+            f"{', '.join(known)}, or copy an entry of {_OWN} to a YAML file of your own, put your device's numbers in "
+            "and name the file in `cluster.device_models`"
+        )
+    where, entry = known[name]
+    return DeviceModel(name=name, **_checked_numbers(entry, f"{where}: `{name}"))
+
+
+def find_device(name: str, path: Path | None = None) -> DeviceModel | None:
+    """As `load_device`, but None for an unknown name: where costs are measured, a device may have any name."""
+    return load_device(name, path) if name in _known_entries(path) else None
+
+
+def _known_entries(path: Path | None) -> dict[str, tuple[str, Any]]:
+    """Every device's file and entry; an entry of the user's own file replaces ours of the same name."""
+    read = [_OWN] if path is None else [_OWN, path]
+    return {name: (str(file), entry) for file in read for name, entry in _read_entries(file).items()}
+
+
+def _read_entries(path: Any) -> dict[str, Any]:
+    try:
+        entries = safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, YAMLError) as error:
+        named = "" if path == _OWN else " (`cluster.device_models` names it)"
+        raise UserError(f"{path}{named} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(entries, dict):
+        found = "nothing" if entries is None else f"a {type(entries).__name__}"
+        raise UserError(f"{path} holds {found}; it must hold one entry a device")
+    return {str(key): entry for key, entry in entries.items()}
+
+
+def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
+    """The entry's numbers. YAML reads `312e12` as a text, so texts are converted to numbers."""
+    wanted = [item.name for item in fields(DeviceModel) if item.name != "name"]
+    optional = [item.name for item in fields(DeviceModel) if item.default is not MISSING]
+    if not isinstance(entry, dict):
+        raise UserError(f"{where}` must hold the keys {', '.join(wanted)}")
+    for key in entry:
+        if key not in wanted:
+            raise UserError(f"{where}.{key}` is not known; the keys are {', '.join(wanted)}")
+    numbers = {}
+    for key in wanted:
+        if key not in entry and key in optional:
+            continue
+        if key not in entry:
+            raise UserError(f"{where}.{key}` is missing; {_OWN} explains it")
+        try:
+            number = float(entry[key]) if not isinstance(entry[key], bool) else math.nan
+        except (TypeError, ValueError):
+            number = math.nan
+        most = 1.0 if key.endswith("_share") else math.inf
+        may_be_zero = key in ("launch_s", "overhead_bytes", "allocator_share")
+        is_enough = number >= 0 if may_be_zero else number > 0
+        if not (is_enough and number <= most and math.isfinite(number)):
+            right = "a share" if most == 1.0 else "a number"
+            right += (" from 0" if may_be_zero else " above 0") + (" to 1" if most == 1.0 else "")
+            raise UserError(f"{where}.{key}` is {entry[key]!r}; it must be {right}")
+        numbers[key] = number
+    return numbers

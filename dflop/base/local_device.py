@@ -1,0 +1,41 @@
+"""The device of a rank that torchrun started, and its name."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from dflop.base.errors import UserError
+
+__all__ = ["device_name", "local_device"]
+
+
+def local_device(kind: str) -> torch.device:
+    """The CPU, or this rank's own GPU, which becomes the current one.
+
+    Raises:
+        UserError: on every rank of a node that has fewer GPUs than ranks.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    num_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if num_ranks > torch.cuda.device_count():
+        raise UserError(
+            f"{num_ranks} rank(s) of this node want a GPU each (`cluster.device` is cuda), but "
+            f"torch finds {torch.cuda.device_count()} GPU(s) here; correct `cluster.devices_per_node` or the job's "
+            "GPUs, or set `cluster.device: cpu`"
+        )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name for the device: the GPU's name, or the processor's model."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "cpu"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")

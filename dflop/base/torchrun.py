@@ -1,0 +1,249 @@
+"""Starting torchrun, in the same way for measuring as for training. The ranks end when their parent process ends.
+
+`python -m dflop.base.torchrun` runs torchrun itself. It says in one line which rank failed first, and with which
+exit code or signal; the rank itself has printed why. Ranks that can stop by themselves are asked to stop, and are given
+the time that they need. The functions that other modules import from here import no torch.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+
+from dflop.base.errors import UserError
+from dflop.base.signals import STOP_SIGNALS, SignalListener, children_of, stop_signals_blocked
+from dflop.config import ClusterConfig
+
+__all__ = ["is_first_node", "rendezvous", "run_ranks", "threads_per_rank"]
+
+# Ports below those that Linux gives to clients. An environment variable can give another one.
+_PORTS = range(20_000, 30_000)
+_PORT_VARIABLE = "DFLOP_RENDEZVOUS_PORT"
+_POLL_S = 0.2
+# This argument stands before torchrun's own. It says that the ranks stop by themselves when they are asked to.
+_ASKS_FIRST = "--asks-first"
+# Seconds between two requests to the ranks: requests are repeated so that ranks that start later get one, too.
+_BETWEEN_ASKING_S = 1.0
+
+
+def run_ranks(
+    module: str,
+    request: Mapping[str, object],
+    cluster: ClusterConfig,
+    *,
+    num_nodes: int,
+    per_node: int,
+    asks_first: bool = False,
+) -> tuple[int, list[int]]:
+    """Run `python -m module REQUEST` (JSON) on `per_node` ranks of each of `num_nodes` nodes, to its end.
+
+    In a Slurm job this command runs on each node and starts the ranks of its own node. Outside of a Slurm job, the
+    ranks of several nodes with CPUs all run on this machine: that is handy for trying a cluster's layout.
+
+    Returns torchrun's exit code, and the signals that this command got and passed on. Without `asks_first` that is
+    SIGTERM, which ends the ranks. With `asks_first` it is SIGTERM or SIGUSR1: either makes torchrun send the ranks
+    SIGUSR1, which asks them to stop, and torchrun ends when they have stopped. These ranks start with both signals
+    blocked.
+
+    Raises:
+        UserError: when there are several nodes of GPUs and this runs outside `srun`, or when the environment variable
+            for the port holds no port.
+    """
+    is_here = _is_all_here(num_nodes, cluster)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads_per_rank(cluster, num_nodes if is_here else 1)),
+        # Threads that spin while they wait make timings collapse on a busy machine.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    meeting = _at_loopback(num_nodes) if is_here else [rendezvous(num_nodes)]
+    own = [f"--nproc-per-node={per_node}", "--module", module, json.dumps(request)]
+    with stop_signals_blocked() if asks_first else contextlib.nullcontext():
+        agents = [_start_agent([*arguments, *own], environment, asks_first) for arguments in meeting]
+    stopped: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        stopped.append(number)
+        for agent in agents:
+            agent.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS[: 2 if asks_first else 1]}
+    try:
+        return _code_of_first_failure(agents), stopped
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                agent.send_signal(signal.SIGHUP)  # which torchrun passes on, and ends the ranks at once
+        for agent in agents:
+            agent.wait()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _start_agent(arguments: list[str], environment: Mapping[str, str], asks_first: bool) -> subprocess.Popen:
+    before = [_ASKS_FIRST, "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"] if asks_first else []
+    return subprocess.Popen([sys.executable, "-m", "dflop.base.torchrun", *before, *arguments], env=environment)
+
+
+def _code_of_first_failure(agents: list[subprocess.Popen]) -> int:
+    """Wait until all have ended, or one has failed; 0 where none has."""
+    while running := [agent for agent in agents if agent.poll() is None]:
+        if failed := [agent.returncode for agent in agents if agent.returncode]:
+            return failed[0]
+        if len(running) == len(agents) == 1:
+            return running[0].wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running[0].wait(_POLL_S)
+    return next((agent.returncode for agent in agents if agent.returncode), 0)
+
+
+def _is_all_here(num_nodes: int, cluster: ClusterConfig) -> bool:
+    """Whether the nodes are processes of this machine: several nodes of CPUs, outside of a Slurm job."""
+    return num_nodes > 1 and cluster.device == "cpu" and not _slurm_nodes()
+
+
+def _slurm_nodes() -> str | None:
+    return os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+
+
+def _at_loopback(num_nodes: int) -> list[list[str]]:
+    """How the torchruns of nodes that are all of this machine meet, for each of them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = [f"--nnodes={num_nodes}", "--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    return [[*where, f"--node-rank={node}"] for node in range(num_nodes)]
+
+
+def threads_per_rank(cluster: ClusterConfig, num_nodes_here: int = 1) -> int:
+    """CPU threads of a rank: on CPUs the ranks of a machine share its cores, beside GPUs one is enough."""
+    if cluster.device != "cpu":
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // (cluster.devices_per_node * num_nodes_here))
+
+
+def is_first_node(cluster: ClusterConfig) -> bool:
+    """Whether this command is the one that prints for all nodes. Each node runs a command of its own."""
+    return cluster.num_nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
+
+
+def rendezvous(num_nodes: int) -> list[str]:
+    """torchrun's arguments for the rendezvous: on one node at a free port, on several at the Slurm job's first node.
+
+    On several nodes the port is a hash of the job's and the step's ids, which all nodes know, so that jobs that share
+    a node use different ports.
+
+    Raises:
+        UserError: when there are several nodes and this runs outside `srun`, or when the environment variable for the
+            port holds no port.
+    """
+    if num_nodes == 1:
+        return ["--standalone"]
+    nodes = _slurm_nodes()
+    if not nodes:
+        raise UserError(
+            f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
+            "profile does), or set `cluster.num_nodes: 1`"
+        )
+    head = _of_slurm("hostnames", nodes).split()[0]
+    step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
+    return [
+        f"--nnodes={num_nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={_address_of(head)}:{_port_of(step)}",
+        f"--rdzv-id={step}",
+    ]
+
+
+def _of_slurm(kind: str, name: str) -> str:
+    return subprocess.run(["scontrol", "show", kind, name], capture_output=True, text=True, check=True).stdout
+
+
+def _address_of(node: str) -> str:
+    """A node's name; where the name cannot be resolved here, the address by which Slurm reaches the node."""
+    try:
+        socket.getaddrinfo(node, None)
+    except socket.gaierror:
+        found = re.search(r"NodeAddr=(\S+)", _of_slurm("node", node))
+        return found[1] if found else node
+    return node
+
+
+def _port_of(step: str) -> int:
+    named = os.environ.get(_PORT_VARIABLE)
+    if named is None:
+        return _PORTS[zlib.crc32(step.encode()) % len(_PORTS)]
+    if not named.isdecimal() or not 1024 <= int(named) < 65_536:
+        raise UserError(f"{_PORT_VARIABLE} is {named!r}; it must be a port's number from 1024 to 65535, or not be set")
+    return int(named)
+
+
+def _main() -> int:
+    """torchrun without a traceback where a rank fails or a signal ends all ranks."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == [_ASKS_FIRST]:
+        arguments = arguments[1:]
+        _ask_ranks_to_stop_on_signals()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(arguments))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        print(f"dflop: rank {rank} of {_own_name()} ended first, with {how}", file=sys.stderr, flush=True)
+        return 1
+    except RendezvousError as error:
+        where = next((text for text in arguments if text.startswith("--rdzv-endpoint=")), "").partition("=")[2]
+        print(
+            f"dflop: {_own_name()} does not reach the other nodes at {where}, or has lost them: "
+            f"{str(error).splitlines()[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
+    except SignalException as error:
+        print(f"dflop: the ranks of {_own_name()} were stopped by {error.sigval.name}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _own_name() -> str:
+    """This node's name: Slurm's name for it where there is one, which may differ from the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _ask_ranks_to_stop_on_signals() -> None:
+    """From now on, when a signal asks this process to stop, ask its children, the ranks, to stop.
+
+    When the command that started this process is gone, end the ranks at once: nobody would know of them.
+    """
+    is_asked = threading.Event()
+    SignalListener(lambda number, sender: is_asked.set(), lambda: os.kill(os.getpid(), signal.SIGHUP)).start()
+
+    def ask() -> None:
+        is_asked.wait()
+        while True:
+            for child in children_of(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGUSR1)
+            time.sleep(_BETWEEN_ASKING_S)
+
+    threading.Thread(target=ask, daemon=True, name="asking").start()
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

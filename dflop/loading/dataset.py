@@ -1,0 +1,314 @@
+"""The training dataset: for each pipeline stage and microbatch, the media it encodes or the packed text it learns.
+
+Indices move, pixels do not. An encoder's first stage opens the media of the samples that the schedule gives it; its
+last stage and the LLM's first and last read records; the stages between read nothing. How many tokens a medium takes
+in the text follows from its profiled size, so no header is read again. Only with `data.watch_media` does the stage that
+decodes a medium first compare its header with the profile. A `MicrobatchLoader` is a torch dataset whose items are
+microbatches, so that torch's DataLoader prefetches them in worker processes.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from dflop.base import UserError
+from dflop.config import DataConfig
+from dflop.loading.decoding import MediaDecoder
+from dflop.models import SOUND_RATE_HZ, ModelSpec
+from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, TextBatch
+from dflop.shapes.manifests import Source, SourceRecords
+from dflop.shapes.reader import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
+from dflop.shapes.records import Medium, Record, RecordError, parse_record
+from dflop.shapes.text import ChatTokenizer
+
+__all__ = [
+    "EncoderFeed",
+    "LoadedMedia",
+    "MicrobatchJob",
+    "MicrobatchLoader",
+    "SampleRef",
+    "TrainingRecords",
+    "microbatch_loader",
+    "segments_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRef:
+    """Where a sample's record lies."""
+
+    source: str
+    row: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicrobatchJob:
+    """One microbatch of one stage. Each field has one entry a sample, in the microbatch's order.
+
+    `media` holds the profiled sizes of a sample's media, and `llm_tokens` all its tokens in the LLM. `kept_tokens` (how
+    many of its media tokens the sample keeps after truncation) and `encoder_rank` (which replica encodes its media)
+    have one number per encoder.
+    """
+
+    samples: tuple[SampleRef, ...]
+    media: tuple[tuple[MediumSize, ...], ...]
+    kept_tokens: tuple[tuple[int, ...], ...]
+    llm_tokens: tuple[int, ...]
+    encoder_rank: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFeed:
+    """What the loaders know of an encoder: the kinds of media that it takes, and its number of replicas."""
+
+    kinds: tuple[str, ...]
+    num_replicas: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedMedia:
+    """A microbatch of media. `unreadable` has a sentence for each medium that is not what was profiled; `undecodable`
+    has the positions in the job of the samples with media that could not be decoded."""
+
+    batch: EncoderBatch
+    unreadable: tuple[str, ...] = ()
+    undecodable: tuple[int, ...] = ()
+
+    def pin_memory(self) -> "LoadedMedia":
+        return replace(self, batch=self.batch.pin_memory())
+
+
+@dataclass
+class TrainingRecords:
+    """Random access to the records of all sources."""
+
+    sources: list[Source]
+    seed: int
+    _opened: dict[str, SourceRecords] = field(default_factory=dict, repr=False)
+
+    def record(self, ref: SampleRef) -> tuple[Record, Path]:
+        """A sample's record and its media root.
+
+        Raises:
+            RecordError: when the record cannot be read.
+            IndexError: when the manifest has no such row.
+            UserError: when no source has that name.
+        """
+        source = next((source for source in self.sources if source.name == ref.source), None)
+        if source is None:
+            raise UserError(
+                f"the schedule names a sample of source `{ref.source}`, which `data.sources` does not have; make "
+                "shapes.duckdb again with `dflop merge-shapes`"
+            )
+        if ref.source not in self._opened:
+            self._opened[ref.source] = SourceRecords(source, self.seed)
+        raw = self._opened[ref.source].read(ref.row)
+        return parse_record(raw, trust_sizes=source.trust_sizes), source.media_root
+
+
+class _Sample(NamedTuple):
+    record: Record
+    media_root: Path
+    shapes: list[MediumShape]
+    placed: PlacedText
+
+
+@dataclass
+class MicrobatchLoader(Dataset):
+    """`loader[job]` is a `LoadedMedia` for a stage of encoder number `encoder`, and a `TextBatch` for a stage of the
+    LLM (`encoder` is None). Media are decoded only with a `processor`, which an encoder's first stage has."""
+
+    records: TrainingRecords
+    reader: ShapeReader
+    tokenizer_folder: Path
+    max_llm_tokens: int
+    encoders: tuple[EncoderFeed, ...]
+    encoder: int | None
+    processor: MediaProcessor | None = None
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        return ChatTokenizer(self.tokenizer_folder, self.reader.rules)
+
+    def __getitem__(self, job: MicrobatchJob) -> LoadedMedia | TextBatch:
+        """Load a microbatch.
+
+        Raises:
+            UserError: naming the sample whose record or media have changed since they were profiled.
+        """
+        return self._text(job) if self.encoder is None else self._media(job, self.encoder)
+
+    def _profiled(self, ref: SampleRef, sizes: Sequence[MediumSize], kept_tokens: int) -> _Sample:
+        """A sample with its media placed in its text. They must have as many tokens as the schedule counts on."""
+        try:
+            record, media_root = self.records.record(ref)
+            shapes = self.reader.stored_media(record, sizes)
+            placed = self.reader.place_media(record, shapes)
+        except (RecordError, IndexError) as error:
+            raise UserError(_changed(ref, str(error))) from None
+        whole = sum(placed.num_tokens)
+        if whole < kept_tokens or (whole > kept_tokens and not self._is_truncated(placed)):
+            raise UserError(_changed(ref, f"{whole} tokens of media, {kept_tokens} were profiled"))
+        return _Sample(record, media_root, shapes, placed)
+
+    def _is_truncated(self, placed: PlacedText) -> bool:
+        (text,) = self.tokenizer.encode([placed.turns])
+        return len(text.token_ids) - len(placed.num_tokens) + sum(placed.num_tokens) > self.max_llm_tokens
+
+    def _media(self, job: MicrobatchJob, encoder: int) -> LoadedMedia:
+        kinds = self.encoders[encoder].kinds
+        items: list[np.ndarray] = []
+        layouts: list[tuple[MediumLayout, ...]] = []
+        unreadable: list[str] = []
+        undecodable: list[int] = []
+        for place, (ref, sizes, kept) in enumerate(zip(job.samples, job.media, job.kept_tokens, strict=True)):
+            sample = self._profiled(ref, sizes, sum(kept))
+            own = [number for number, medium in enumerate(sample.record.media) if medium.kind in kinds]
+            layouts.append(
+                tuple(
+                    MediumLayout(
+                        kind=shape.kind,
+                        num_items=shape.count.num_items,
+                        height=shape.size.height,
+                        width=shape.size.width,
+                        grid=shape.count.grid,
+                        frame_s=shape.frame_us / 1e6,
+                    )
+                    for shape in (sample.shapes[number] for number in own)
+                )
+            )
+            if self.processor is None:
+                continue
+            if self.reader.data.watch_media:
+                self._check_unchanged(ref, sample)
+            blank: list[Medium] = []
+            data = self.reader.data
+            decoder = MediaDecoder(self.processor, data.video, data.max_image_pixels, unreadable, blank)
+            try:
+                decoded = decoder.items_of(
+                    [sample.record.media[number] for number in own],
+                    [sizes[number] for number in own],
+                    sample.media_root,
+                )
+            except RecordError as error:
+                raise UserError(_changed(ref, str(error))) from None
+            assert [len(own) for own in decoded] == [medium.num_items for medium in layouts[-1]]
+            items += decoded
+            if blank:
+                undecodable.append(place)
+        return LoadedMedia(
+            batch=EncoderBatch(
+                items=None if self.processor is None else _stacked(items, self.processor.item_shape),
+                media=tuple(layouts),
+                kept_tokens=tuple(kept[encoder] for kept in job.kept_tokens),
+            ),
+            unreadable=tuple(unreadable),
+            undecodable=tuple(undecodable),
+        )
+
+    def _check_unchanged(self, ref: SampleRef, sample: _Sample) -> None:
+        """Read the headers of a sample's media again, and raise a UserError if one has changed since profiling."""
+        try:
+            found = self.reader.read_media(sample.record, sample.media_root)
+        except RecordError as error:
+            raise UserError(_changed(ref, str(error))) from None
+        for medium, now, profiled in zip(sample.record.media, found, sample.shapes, strict=True):
+            if now._replace(seconds=profiled.seconds, rate_hz=profiled.rate_hz) != profiled:
+                what = f"{medium.file} has {_said(now)}, it was profiled with {_said(profiled)}"
+                raise UserError(_changed(ref, what))
+
+    def _text(self, job: MicrobatchJob) -> TextBatch:
+        samples = [
+            self._profiled(ref, sizes, sum(kept))
+            for ref, sizes, kept in zip(job.samples, job.media, job.kept_tokens, strict=True)
+        ]
+        texts = self.tokenizer.encode([sample.placed.turns for sample in samples])
+        ids, targets, positions = [], [], []
+        for number, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+            token_ids, is_target = expand_text(text, sample.placed.num_tokens, self.max_llm_tokens)
+            if len(token_ids) != job.llm_tokens[number]:
+                what = f"{len(token_ids)} tokens, {job.llm_tokens[number]} were profiled"
+                raise UserError(_changed(job.samples[number], what))
+            ids.append(token_ids)
+            targets.append(is_target)
+            if self.reader.rules.num_position_axes > 1:
+                positions.append(place_positions(text, sample.placed, self.reader.rules, self.max_llm_tokens))
+        token_ids, is_target = np.concatenate(ids), np.concatenate(targets)
+        # The token at position i is predicted from position i - 1; a segment's first token is never a target.
+        learned = np.flatnonzero(is_target)
+        position_ids, segment_ends = segments_of(job.llm_tokens)
+        return TextBatch(
+            token_ids=torch.from_numpy(token_ids),
+            position_ids=torch.from_numpy(np.concatenate(positions, axis=1)) if positions else position_ids,
+            segment_ends=segment_ends,
+            feature_positions=self._feature_positions(job, token_ids),
+            target_positions=torch.from_numpy(learned - 1),
+            target_ids=torch.from_numpy(token_ids[learned]),
+        )
+
+    def _feature_positions(self, job: MicrobatchJob, token_ids: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """Where features go in the packed text: for each replica of each encoder, int64 [num_features]."""
+        positions = []
+        for place, encoder in enumerate(self.encoders):
+            placeholders = [self.tokenizer.placeholder_ids[kind] for kind in encoder.kinds]
+            own = np.flatnonzero(np.isin(token_ids, placeholders))
+            replica = np.repeat([ranks[place] for ranks in job.encoder_rank], job.llm_tokens)[own]
+            positions += [torch.from_numpy(own[replica == number]) for number in range(encoder.num_replicas)]
+        return tuple(positions)
+
+
+def microbatch_loader(
+    data: DataConfig,
+    spec: ModelSpec,
+    records: TrainingRecords,
+    *,
+    tokenizer_folder: Path,
+    module: str,
+    num_replicas: Sequence[int],
+    processor: MediaProcessor | None,
+) -> MicrobatchLoader:
+    """The loader of a module's microbatches; `num_replicas` has one number for each encoder."""
+    encoders = [own.name for own in spec.encoders]
+    return MicrobatchLoader(
+        records=records,
+        reader=ShapeReader(spec.rules, data),
+        tokenizer_folder=tokenizer_folder,
+        max_llm_tokens=data.max_llm_tokens,
+        encoders=tuple(EncoderFeed(own.media, dp) for own, dp in zip(spec.encoders, num_replicas, strict=True)),
+        encoder=None if module == "llm" else encoders.index(module),
+        processor=processor,
+    )
+
+
+def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """For samples of `llm_tokens` tokens, packed in a row: each token's position in its sample, int64 [num_tokens], and
+    the position at which each sample ends."""
+    positions = np.concatenate([np.arange(length) for length in llm_tokens])
+    return torch.from_numpy(positions), list(itertools.accumulate(llm_tokens))
+
+
+def _stacked(items: list[np.ndarray], item_shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(items) if items else np.zeros((0, *item_shape), dtype=np.float32))
+
+
+def _said(shape: MediumShape) -> str:
+    if shape.kind == "audio":
+        return f"{shape.num_samples / SOUND_RATE_HZ:.6g} s of sound"
+    pixels = f"{shape.size.width}x{shape.size.height} pixels"
+    if shape.kind != "video":
+        return pixels
+    return f"{shape.num_frames} frames of {pixels}, {shape.frame_us / 1e6:.6g} s apart"
+
+
+def _changed(ref: SampleRef, what: str) -> str:
+    return (
+        f"record {ref.row} of source `{ref.source}` has changed since it was profiled ({what}); "
+        "delete results/<run>/shapes and run the workflow again"
+    )

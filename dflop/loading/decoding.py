@@ -1,0 +1,147 @@
+"""Decoding: from the media of a sample to the items of an encoder, in the sizes that were profiled.
+
+A medium that is no longer what was profiled does not stop a run, but it is reported:
+
+- a medium that cannot be decoded becomes blank items, and nothing is learned from its sample;
+- a picture of another size is scaled;
+- a clip with fewer frames repeats its last frame, and further frames are left out;
+- a sound of another length is cut, or padded with silence.
+
+A missing file stops the run, unless it is a picture whose size was taken from its record, so that profiling never
+looked for the file.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image, ImageOps
+
+from dflop.config import VideoConfig
+from dflop.loading.sounds import read_sound
+from dflop.models import SOUND_RATE_HZ
+from dflop.models.microbatch import MediaProcessor
+from dflop.shapes.media import IMAGE_ERRORS, frame_indices, header_of_opened, open_clip, open_medium, open_picture
+from dflop.shapes.reader import MediumSize
+from dflop.shapes.records import Embedded, Medium, RecordError, resolve_medium
+
+__all__ = ["MediaDecoder"]
+
+# A tenth of a second. Smaller differences are not reported: headers of compressed sound are not exact to the sample.
+_TOLERATED_SAMPLES = SOUND_RATE_HZ // 10
+
+
+@dataclass(frozen=True, slots=True)
+class MediaDecoder:
+    """Decodes media and passes them to a model family's processor.
+
+    For each medium that is not as it was profiled, a sentence is appended to `unreadable`. Media that became blank are
+    appended to `blank`.
+    """
+
+    processor: MediaProcessor
+    video: VideoConfig
+    max_image_pixels: int
+    unreadable: list[str]
+    blank: list[Medium]
+
+    def items_of(self, media: Sequence[Medium], sizes: Sequence[MediumSize], root: Path) -> list[np.ndarray]:
+        """The items of each medium, [num_items, *item_shape of the processor]. All media are of the same encoder.
+
+        Raises:
+            RecordError: missing_media or path_escape.
+        """
+        known = list(zip(media, sizes, strict=True))
+        pictures = [self._picture(medium, size, root) for medium, size in known if medium.kind == "image"]
+        crops = iter(self.processor.images(pictures)) if pictures else iter(())
+        items = []
+        for medium, size in known:
+            if medium.kind == "image":
+                items.append(next(crops))
+            elif medium.kind == "video":
+                items.append(self.processor.frames(self._frames(medium, resolve_medium(root, medium), size)))
+            else:
+                items.append(self.processor.sound(self._sound(medium, resolve_medium(root, medium), size)))
+        return items
+
+    def _picture(self, medium: Medium, size: MediumSize, root: Path) -> Image.Image:
+        is_trusted = medium.size is not None  # profiling did not look at the file
+        try:
+            file = resolve_medium(root, medium)
+        except RecordError as error:
+            if not is_trusted:
+                raise
+            self._say_blank(medium, str(error))
+            return Image.new("RGB", size.pixels)
+        try:
+            with (
+                open_medium(file) as opened,
+                open_picture(opened, str(medium.file), self.max_image_pixels) as image,
+            ):
+                picture = ImageOps.exif_transpose(image).convert("RGB")
+        except (*IMAGE_ERRORS, RecordError) as error:
+            self._say_blank(medium, str(error))
+            return Image.new("RGB", size.pixels)
+        if picture.size == size.pixels:
+            return picture
+        who = "the record says" if is_trusted else "it was profiled with"
+        self.unreadable.append(f"{medium.file}: {picture.size} pixels, {who} {tuple(size.pixels)}; it was scaled")
+        return picture.resize(size.pixels)
+
+    def _sound(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> np.ndarray:
+        """As many samples as were profiled, float32 [num_samples]. Another length in the file is reported."""
+        try:
+            samples = read_sound(file)
+        except RecordError as error:
+            self._say_blank(medium, error.detail)
+            return np.zeros(size.num_samples, dtype=np.float32)
+        if abs(len(samples) - size.num_samples) > _TOLERATED_SAMPLES:
+            profiled, found = (count / SOUND_RATE_HZ for count in (size.num_samples, len(samples)))
+            self.unreadable.append(f"{medium.file}: {found:.6g} s of sound, it was profiled with {profiled:.6g} s")
+        return np.pad(samples[: size.num_samples], (0, max(0, size.num_samples - len(samples))))
+
+    def _say_blank(self, medium: Medium, why: str) -> None:
+        self.unreadable.append(f"{medium.file}: {why}; nothing is learned from its sample")
+        self.blank.append(medium)
+
+    def _frames(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> list[Image.Image]:
+        """As many frames as were profiled. If decoding ends early, the last frame is repeated, and that is reported."""
+        frames: list[Image.Image] = []
+        why = "it has no more"
+        try:
+            with ExitStack() as opened:
+                container = opened.enter_context(open_clip(file))
+                header, is_at_start = header_of_opened(container, file)
+                wanted = frame_indices(header, self.video)
+                if len(wanted) > size.num_frames:
+                    said = f"{file}: {len(wanted)} frames, it was profiled with {size.num_frames}; the rest is left out"
+                    self.unreadable.append(said)
+                if not is_at_start:
+                    container = opened.enter_context(open_clip(file))
+                container.streams.video[0].thread_type = "AUTO"
+                frames += _frames_at(container, iter(wanted[: size.num_frames]))
+        except (av.error.FFmpegError, OSError) as error:
+            why = error.strerror or str(error)
+        except RecordError as error:
+            why = error.detail
+        if not frames:
+            self._say_blank(medium, f"no frame could be decoded: {why}")
+            frames.append(Image.new("RGB", size.pixels))
+        elif len(frames) < size.num_frames:
+            decoded = f"{len(frames)} of {size.num_frames} frames could be decoded: {why}"
+            self.unreadable.append(f"{file}: {decoded}; the last one is repeated")
+        return frames + [frames[-1]] * (size.num_frames - len(frames))
+
+
+def _frames_at(container: Any, indices: Iterator[int]) -> Iterator[Image.Image]:
+    wanted = next(indices, None)
+    for number, frame in enumerate(container.decode(video=0)):
+        while wanted == number:
+            yield frame.to_image()
+            wanted = next(indices, None)
+        if wanted is None:
+            return

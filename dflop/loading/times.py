@@ -1,0 +1,58 @@
+"""What loading costs: how long training's loaders take for the samples of a step, as `dflop profile-loading` measured.
+
+The measurement itself needs torch; it is in `measure_loading`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from dflop.base import UserError
+from dflop.store import LOADING_SCHEMA
+
+__all__ = ["LoadingTimes", "read_loading_times"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingTimes:
+    """A table of `LOADING_SCHEMA`."""
+
+    frame: pl.DataFrame
+
+    @property
+    def num_cores(self) -> int:
+        """CPU cores of the machine that was measured."""
+        return int(self.frame["num_cores"].max())  # type: ignore[arg-type]
+
+    def of_batch(self, module: str, global_batch_size: int) -> tuple[float, float]:
+        """Expected wall seconds and core seconds in which one process loads a module's part of a global batch."""
+        own = self.frame.filter(pl.col("module") == module)
+        # The module's rows lack the modalities that it does not read, so the sums are divided by all samples.
+        num_samples = self._num_samples()
+        seconds, core_s = (
+            float((own["num_samples"] * own[column]).sum()) / num_samples * global_batch_size
+            for column in ("seconds", "core_s")
+        )
+        return seconds, core_s
+
+    def _num_samples(self) -> int:
+        return int(self.frame.unique("modality")["num_samples"].sum())
+
+
+def read_loading_times(path: Path) -> LoadingTimes:
+    """Read the file that `dflop profile-loading` made.
+
+    Raises:
+        UserError: when it does not exist, cannot be read, or is not such a table.
+    """
+    remake = "make it with `dflop profile-loading`"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; {remake}")
+    try:
+        frame = pl.read_parquet(path)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); {remake}") from None
+    if frame.schema != LOADING_SCHEMA or not len(frame):
+        raise UserError(f"{path} holds no measured loading; {remake}")
+    return LoadingTimes(frame)

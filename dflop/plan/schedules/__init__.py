@@ -1,0 +1,15 @@
+"""Pipeline schedules, by their names in plans and in the config.
+
+Code that orders, checks, simulates, prices or searches plans asks a schedule's object and never compares its name. So a
+new schedule is one more file in this folder, with its object as SCHEDULE.
+"""
+
+from dflop.plan.schedules.one_f_one_b import SCHEDULE as _PLAIN
+from dflop.plan.schedules.schedule import Schedule
+from dflop.plan.tables import table_of
+
+__all__ = ["PLAIN_SCHEDULE", "SCHEDULES", "Schedule"]
+
+SCHEDULES: dict[str, Schedule] = table_of(__name__, "SCHEDULE")
+# The one that is used where all schedules give the same order.
+PLAIN_SCHEDULE = _PLAIN.name

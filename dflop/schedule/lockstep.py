@@ -1,0 +1,20 @@
+"""Replicas that share parameters wait for each other in every layer: how long their passes last."""
+
+import numpy as np
+
+from dflop.plan import Plan
+from dflop.step import stages_of
+
+__all__ = ["lasting_s"]
+
+
+def lasting_s(plan: Plan, seconds: np.ndarray) -> np.ndarray:
+    """Each node's seconds, [..., num_nodes, num_microbatches], raised to those of the slowest replica with which it
+    shares parameters."""
+    lasting = np.array(seconds)
+    for stage in stages_of(plan):
+        num_shards = plan.grid(stage.module).num_shards
+        own = lasting[..., stage.first_node : stage.first_node + stage.dp, :]
+        groups = own.reshape(*own.shape[:-2], -1, num_shards, own.shape[-1])
+        own[:] = np.broadcast_to(groups.max(axis=-2, keepdims=True), groups.shape).reshape(own.shape)
+    return lasting

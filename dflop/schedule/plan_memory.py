@@ -1,0 +1,158 @@
+"""Memory on a plan's ranks: parameters, gradients and optimiser state, and the microbatches in flight.
+
+A worker is a group of ranks that act together (`pipeline.layout`); all of its ranks hold equally many bytes.
+`memory_limit` decides which batches fit.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from dflop.base import UserError
+from dflop.config import ClusterConfig
+from dflop.costs import Loads
+from dflop.plan import PLACEMENTS
+from dflop.schedule.assignment import Cells
+from dflop.schedule.edge_bytes import EdgeBytes
+from dflop.schedule.stage_costs import StageCosts
+from dflop.step import CompiledPlan, peak_bytes
+
+__all__ = ["PlanMemory"]
+
+# Assumptions about a bucket: the share of its tokens that are targets (a default), and the number of its samples.
+_TARGET_SHARE = 0.25
+_SAMPLES_A_BUCKET = 4
+
+
+class PlanMemory:
+    """Predicted bytes on the devices of one plan."""
+
+    def __init__(
+        self, stage_costs: StageCosts, compiled: CompiledPlan, cluster: ClusterConfig, edge_bytes: EdgeBytes
+    ) -> None:
+        self._stage_costs, self._compiled, self._cluster = stage_costs, compiled, cluster
+        self._plan, self._costs, self._edge_bytes = stage_costs.plan, stage_costs.costs, edge_bytes
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes of memory that a device has."""
+        return self._cluster.memory_gib * 2**30
+
+    @property
+    def tensor_limit_bytes(self) -> float:
+        """The most bytes of tensors with which a process holds no more than the limit."""
+        return self._costs.most_tensor_bytes(self.limit_bytes)
+
+    def of_modules(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, float]:
+        """Predicted peak bytes of each module's fullest rank in this order of the plan. Where modules share ranks, a
+        rank holds all of them, and its bytes count for each."""
+        return {module: float(held.max()) for module, held in self.along_pipeline(cells, order).items()}
+
+    def along_pipeline(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, np.ndarray]:
+        """By module, the predicted peak bytes of the fullest rank in each place of its pipeline, [pp]."""
+        held = self._costs.held_bytes(self.resident_bytes + self.peak_bytes(cells, order))
+        of_ranks = {grid: held[self._workers(grid.module)].reshape(grid.pp, -1) for grid in self._plan.grids}
+        return {grid.module: own.max(axis=1) for grid, own in of_ranks.items()}
+
+    def fullest(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> float:
+        """Bytes of the fullest device in this order of the plan, given the microbatches' bytes (see `of_stages`)."""
+        return float(self._costs.held_bytes(self.resident_bytes + self._peak_bytes(of_stages, order)).max())
+
+    def peak_bytes(self, cells: Mapping[str, Cells], order: CompiledPlan) -> np.ndarray:
+        """Peak bytes of microbatches alone on each worker's ranks in this order of the plan, [num_workers]."""
+        return self._peak_bytes(self.of_stages(cells), order)
+
+    @cached_property
+    def resident_bytes(self) -> np.ndarray:
+        """Bytes of parameters, gradients and optimiser state on each worker's ranks, [num_workers]."""
+        resident = np.zeros(self._compiled.num_workers)
+        for stage in self._stage_costs.stages:
+            workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
+            resident[workers] += self._stage_costs.resident_bytes(stage)
+        return resident
+
+    def of_stages(self, cells: Mapping[str, Cells]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each stage, the bytes that a microbatch keeps until its backward, and those that come on top while it is
+        computed. Arrays have the shape of the cells'.
+
+        Tensors that a stage receives and sends are kept, too (`EdgeBytes.held`).
+        """
+        of_stages = []
+        for grid in self._plan.grids:
+            goes_back = self._stage_costs.has_backward(grid.module)
+            of_kind = {}
+            memories = self._stage_costs.memories(grid.module, cells[grid.module].loads)
+            for memory, token_bytes in zip(memories, self._edge_bytes.held[grid.module].tolist(), strict=True):
+                key = id(memory), token_bytes
+                if key not in of_kind:
+                    at_edges = cells[grid.module].edge_tokens * token_bytes
+                    kept = at_edges + (memory.activation_bytes if goes_back else 0.0)
+                    of_kind[key] = kept, memory.transient_bytes
+                of_stages.append(of_kind[key])
+        return of_stages
+
+    def max_bucket_tokens(
+        self, items_per_token: Mapping[str, float] | None = None, target_share: float = _TARGET_SHARE
+    ) -> int:
+        """LLM tokens that every bucket may hold, all at once, so that the fullest LLM rank stays within its memory.
+
+        `items_per_token` are each encoder's items for each LLM token, where encoders share the LLM's ranks;
+        `target_share` is the share of tokens that are targets. Both are means: a bucket with more items or targets may
+        need more memory than is counted here.
+
+        Raises:
+            UserError: when a module's parameters, gradients and optimiser state alone exceed the memory.
+        """
+        own = self._workers("llm")
+        room = self.require_room()
+        nothing, much = (
+            self.peak_bytes(self._alike(tokens, items_per_token or {}, target_share), self._compiled)[own]
+            for tokens in (0.0, 1000.0)
+        )
+        room = room - self.resident_bytes[own] - nothing
+        return int((room / np.maximum((much - nothing) / 1000, 1e-9)).min())
+
+    def require_room(self) -> float:
+        """Bytes of tensors that a device has room for.
+
+        Raises:
+            UserError: a module's parameters, gradients and optimiser state alone take as much.
+        """
+        room = self.tensor_limit_bytes
+        for grid in self._plan.grids:
+            resident = self.resident_bytes[self._workers(grid.module)].max()
+            if room <= resident:
+                raise UserError(
+                    f"{self._plan}: the parameters, gradients and optimiser state of {grid.module} take "
+                    f"{resident / 2**30:.3g} GiB a device and what every process holds "
+                    f"{self._costs.overhead_bytes / 2**30:.3g} GiB, `cluster.memory_gib` is "
+                    f"{self._cluster.memory_gib}; use more pipeline stages or devices with more memory"
+                )
+        return room
+
+    def _alike(self, tokens: float, items_per_token: Mapping[str, float], target_share: float) -> dict[str, Cells]:
+        """The cells of buckets that all hold `tokens` LLM tokens."""
+        has_bridges = PLACEMENTS[self._plan.placement].has_bridges
+        cells = {}
+        for grid in self._plan.grids:
+            nothing = np.zeros((grid.dp, self._plan.num_microbatches))
+            full = nothing + tokens * self._plan.grid("llm").dp / grid.dp
+            if grid.module == "llm":
+                loads = Loads(nothing, full, full**2 / _SAMPLES_A_BUCKET, full * target_share)
+                cells[grid.module] = Cells(loads, full)
+                continue
+            loads = Loads(full * items_per_token.get(grid.module, 0.0), nothing, nothing, nothing)
+            # Where features are sent, they are counted as if every token were one.
+            cells[grid.module] = Cells(loads, full if has_bridges else nothing)
+        return cells
+
+    def _peak_bytes(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> np.ndarray:
+        """Peak bytes of microbatches on each worker's ranks, [num_workers]."""
+        kept, transient = zip(*of_stages, strict=True)
+        return peak_bytes(order, np.concatenate(kept), np.concatenate(transient), self._stage_costs.put_off)
+
+    def _workers(self, module: str) -> slice:
+        """The workers that carry a module: they have consecutive indices, those of its first stage first."""
+        own = [stage for stage in self._stage_costs.stages if stage.module == module]
+        return slice(own[0].first_worker, max(stage.first_worker + stage.dp * stage.span for stage in own))

@@ -1,0 +1,319 @@
+"""The scheduler: it regroups one step's global batch by a policy, and chooses by simulated step times.
+
+A policy (`balance/policies`) gives one or more packings; the scheduler runs their microbatches in several orders, if
+the policy allows it, and takes the fastest that fits into memory. For some policies CBC improves the packing first, and
+a search changes it as long as the simulated step gets shorter. A schedule holds all that a rank needs to load and
+compute its part.
+
+A schedule depends only on the seed, the step, the data, the plan, the costs and the pricer's corrections. With `ilp` it
+also depends on how far CBC gets within its time limit, unless `schedule.deterministic` limits CBC's work instead. Every
+assignment is checked before it is taken, including its memory with all microbatches in flight.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import polars as pl
+
+from dflop.balance import (
+    LPT,
+    POLICIES,
+    RANDOM,
+    BatchProblem,
+    CbcProcess,
+    IlpResult,
+    Policy,
+    balanced_cells,
+    check_assignment,
+    lpt_buckets,
+    quick_buckets,
+    small_at_both_ends,
+)
+from dflop.base import UserError
+from dflop.config import ScheduleConfig
+from dflop.schedule.assignment import Assignment
+from dflop.schedule.global_batches import EvaluationBatches, GlobalBatches
+from dflop.schedule.memory_limit import fits, fitted
+from dflop.schedule.microbatch_sizes import ideal_shares
+from dflop.schedule.pricer import Pricer
+from dflop.schedule.step_schedule import StepSchedule, schedule_of
+from dflop.schedule.step_search import StepSearch
+from dflop.shapes import SampleShapes
+from dflop.store import LEFT_OUT_SCHEMA
+
+__all__ = ["BatchScheduler"]
+
+# Above this number of buckets, a search has fewer trials, so that 1,024 buckets are decided within a second.
+MOST_BUCKETS = 256
+# The number of a run's batches that are checked before it starts, at 1 to 20 ms each.
+MOST_CHECKED = 1000
+# Where microbatches of the ideal, unequal sizes need too much memory: shares of the inequality that are tried instead.
+FLATTER = (0.8, 0.6, 0.4, 0.2)
+Packed = TypeVar("Packed")
+
+
+class BatchScheduler:
+    """`schedule(step)` for every step of a run. Close it, or use it with `open()`, to end the CBC process."""
+
+    def __init__(
+        self,
+        samples: SampleShapes,
+        pricer: Pricer,
+        batches: GlobalBatches | EvaluationBatches,
+        config: ScheduleConfig,
+        seed: int,
+        left_out: pl.DataFrame | None = None,
+    ) -> None:
+        """`left_out` (`LEFT_OUT_SCHEMA`) are the samples that are not in `samples` because no device can hold them."""
+        self.samples, self.pricer, self.batches, self._config, self._seed = samples, pricer, batches, config, seed
+        self.left_out = LEFT_OUT_SCHEMA.to_frame() if left_out is None else left_out
+        self._cbc: CbcProcess | None = None
+
+    def schedule(self, step: int, policy: str | None = None) -> StepSchedule:
+        """Schedule one step, by the configured policy or by `policy`.
+
+        Raises:
+            UserError: when no assignment of the batch is found that fits into memory.
+        """
+        return self._schedule(step, POLICIES[policy or self._config.policy], self._decide)
+
+    def at_random(self, step: int) -> StepSchedule:
+        """The step in random groups, for comparison: as they are drawn, whether they fit into memory or not."""
+        return self._schedule(step, RANDOM, self._as_drawn)
+
+    def _schedule(self, step: int, policy: Policy, decide: Callable[..., tuple[Assignment, str, int]]) -> StepSchedule:
+        started = time.perf_counter()
+        shapes = self.samples.take(self.batches[step])
+        assignment, status, num_beyond_memory = decide(shapes, self.pricer.problem(shapes), step, policy)
+        return schedule_of(
+            self.pricer,
+            shapes,
+            assignment,
+            step=step,
+            policy=policy.name,
+            status=status,
+            num_beyond_memory=num_beyond_memory,
+            deciding_s=time.perf_counter() - started,
+        )
+
+    def priced_by(self, pricer: Pricer) -> "BatchScheduler":
+        """A scheduler of the same steps with another pricer of the plan. It has to be closed like this one."""
+        other = copy.copy(self)
+        other.pricer, other._cbc = pricer, None
+        return other
+
+    @property
+    def num_trials(self) -> int:
+        """Trials of a step's search: as configured, but fewer above `MOST_BUCKETS`, where each trial takes longer."""
+        return int(self._config.search_trials * min(1.0, MOST_BUCKETS / self.pricer.plan.num_buckets))
+
+    @cached_property
+    def _shares(self) -> np.ndarray:
+        return ideal_shares(self.pricer.corrected(), self.samples, self.batches.global_batch_size)
+
+    def check(self, num_steps: int) -> None:
+        """Check that the batches of the first `num_steps` steps, and of a thousand at most, can be scheduled.
+
+        Raises:
+            UserError: when a batch cannot fill the plan's buckets or does not fit into memory.
+        """
+        for step in range(min(num_steps, MOST_CHECKED)):
+            shapes = self.samples.take(self.batches[step])
+            problem = self.pricer.problem(shapes)
+            quick = quick_buckets(problem.loads_s, problem.num_buckets)
+            if not fits(self.pricer, shapes, self._split(shapes, problem, quick)):
+                self.schedule(step, LPT.name)
+
+    def close(self) -> None:
+        """End the CBC process, if there is one."""
+        if self._cbc is not None:
+            self._cbc.close()
+            self._cbc = None
+
+    @contextmanager
+    def open(self) -> Iterator["BatchScheduler"]:
+        """A context with this scheduler, which is closed at its end."""
+        try:
+            yield self
+        finally:
+            self.close()
+
+    def _as_drawn(
+        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: Policy
+    ) -> tuple[Assignment, str, int]:
+        """A policy's groups as they are, whether they fit into memory or not."""
+        rng = np.random.default_rng([self._seed, step])
+        problem, buckets = _packed(problem, lambda own: policy.buckets(own, rng))
+        drawn = self._split(shapes, problem, buckets)
+        if self._holds(shapes, problem, drawn):
+            return drawn, policy.name, 0
+        return drawn, f"{policy.name}, beyond memory", 1
+
+    def _decide(
+        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: Policy
+    ) -> tuple[Assignment, str, int]:
+        """The assignment, how it was found, and the number of faster ones that were not taken because of memory."""
+        rng = np.random.default_rng([self._seed, step])
+        problem, packings = _packed(problem, lambda own: policy.packings(own, rng, lambda: self._shares))
+        place = self._ordered if policy.may_reorder else self._as_packed
+        starts = [own for name, packing in packings.items() for own in place(shapes, problem, packing.bucket, name)]
+        even = self._even_numbers(shapes, problem) if policy.searches else []
+        if policy.solves:
+            name = min(starts, key=lambda own: own.step_s).name
+            solved = self._solve(problem, *packings[name])
+            starts += self._ordered(shapes, problem, solved.bucket, f"{name}, kept")
+            starts, even = (
+                [own._replace(name=_with_ilp(own.name, solved.status)) for own in some] for some in (starts, even)
+            )
+        starts += even
+        fitting = self._fastest_that_fits(shapes, problem, starts)
+        num_beyond = sum(fitting is None or own.step_s < fitting.step_s for own in starts)
+        if policy.searches:
+            return *self._searched(shapes, problem, starts, fitting, rng), num_beyond
+        if fitting is None:
+            fastest = min(starts, key=lambda own: own.step_s)
+            return fitted(self.pricer, shapes, [fastest.assignment], rng), f"{fastest.name}, made to fit", num_beyond
+        return fitting.assignment, fitting.name, num_beyond
+
+    def _searched(
+        self,
+        shapes: SampleShapes,
+        problem: BatchProblem,
+        starts: list["_Start"],
+        fitting: "_Start | None",
+        rng: np.random.Generator,
+    ) -> tuple[Assignment, str]:
+        """The result of the step search from the fastest start that fits, and how it was found.
+
+        Where the fastest start of all does not fit into memory, packings with less unequal microbatches are tried, too.
+        Where no start fits, the search begins with the one that needs least memory, and brings it within the limit.
+        """
+        if fitting is None or fitting.step_s > min(own.step_s for own in starts):
+            starts = [*starts, *self._with_flatter_ends(shapes, problem)]
+            fitting = self._fastest_that_fits(shapes, problem, starts)
+        start = fitting or min(starts, key=lambda own: max(self.pricer.memory_bytes(shapes, own.assignment).values()))
+        search = StepSearch(self.pricer, shapes)
+        found, found_s = search.improve(start.assignment, self.num_trials, int(rng.integers(2**31)))
+        if found_s == np.inf:
+            return fitted(self.pricer, shapes, [start.assignment], rng), f"{start.name}, made to fit"
+        assert self._holds(shapes, problem, found)
+        return found, f"{start.name}, search {found_s / start.step_s - 1:+.1%}"
+
+    def _even_numbers(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
+        """A start with each microbatch balanced by itself, and equally many samples in all buckets.
+
+        It is for LLM replicas that share parameters, and so wait for each other in every microbatch; other plans, and
+        batches that do not divide evenly, get none.
+        """
+        dp, num_microbatches = self.pricer.plan.grid("llm").dp, problem.num_microbatches
+        size, rest = divmod(len(shapes), dp * num_microbatches)
+        if rest or not self.pricer.plan.grid("llm").gathers:
+            return []
+        microbatch, rank = np.divmod(balanced_cells(problem.loads_s, dp, size), dp)
+        assignment = self._split(shapes, problem, rank * num_microbatches + microbatch)
+        return [_Start(self.pricer.step_s(shapes, assignment), "even numbers", assignment)]
+
+    def _with_flatter_ends(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
+        """Packings between ideal and equal shares, ever closer to equal ones, until one fits into memory."""
+        starts = []
+        for part in FLATTER:
+            share = 1.0 + part * (self._shares - 1.0)
+            problem, buckets = _packed(problem, lambda own, share=share: lpt_buckets(own, share))
+            own = self._ordered(shapes, problem, buckets, f"small ends by {part:.0%}")
+            starts += own
+            if self._fastest_that_fits(shapes, problem, own):
+                break
+        return starts
+
+    def _fastest_that_fits(
+        self, shapes: SampleShapes, problem: BatchProblem, starts: list["_Start"]
+    ) -> "_Start | None":
+        for start in sorted(starts, key=lambda own: own.step_s):
+            if self._holds(shapes, problem, start.assignment):
+                return start
+        return None
+
+    def _solve(self, problem: BatchProblem, start: np.ndarray, share: np.ndarray | None) -> IlpResult:
+        if self._cbc is None:
+            self._cbc = CbcProcess()
+        return self._cbc.solve(
+            problem,
+            start,
+            time_limit_s=self._config.time_limit_s,
+            share=share,
+            counts_work=self._config.deterministic,
+        )
+
+    def _holds(self, shapes: SampleShapes, problem: BatchProblem, assignment: Assignment) -> bool:
+        """Whether an assignment fits into memory; an invalid assignment raises ValueError."""
+        uncapped = replace(problem, max_bucket_tokens=None)
+        check_assignment(uncapped, assignment.llm_dp_rank * problem.num_microbatches + assignment.microbatch)
+        return fits(self.pricer, shapes, assignment)
+
+    def _as_packed(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray, name: str) -> list["_Start"]:
+        """The one start of a packing whose microbatches keep their order."""
+        assignment = self._split(shapes, problem, buckets)
+        return [_Start(self.pricer.step_s(shapes, assignment), name, assignment)]
+
+    def _ordered(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray, name: str) -> list["_Start"]:
+        """A start for each order of a packing's microbatches: as they come, or with small ones at both ends."""
+        orders = (np.arange(problem.num_microbatches), *_orders(problem, buckets))
+        assignments = [self._split(shapes, problem, _reordered(problem, buckets, order)) for order in orders]
+        return [_Start(self.pricer.step_s(shapes, own), name, own) for own in assignments]
+
+    def _split(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray) -> Assignment:
+        llm_dp_rank, microbatch = np.divmod(buckets, problem.num_microbatches)
+        return self.pricer.assign(shapes, llm_dp_rank, microbatch)
+
+
+class _Start(NamedTuple):
+    """An assignment, its step time, and how it was found."""
+
+    step_s: float
+    name: str
+    assignment: Assignment
+
+
+def _with_ilp(name: str, status: str) -> str:
+    """The name of a start with the status of the ILP added; the name of the ILP's own result ends in `, kept`."""
+    packing, _, kept = name.partition(", ")
+    return f"{packing}, ilp {status}{kept and ', kept'}"
+
+
+def _packed(problem: BatchProblem, pack: Callable[[BatchProblem], Packed]) -> tuple[BatchProblem, Packed]:
+    """The packing, and the problem that it solves: without the token limit where no packing within it was found.
+
+    The token limit is what memory allows when all buckets are full alike, so it is no strict limit. Whether the
+    assignment fits into memory is checked afterwards.
+    """
+    try:
+        return problem, pack(problem)
+    except UserError:
+        problem = replace(problem, max_bucket_tokens=None)
+        return problem, pack(problem)
+
+
+def _orders(problem: BatchProblem, buckets: np.ndarray) -> Iterator[np.ndarray]:
+    """Orders with small microbatches first and last, where the pipeline fills and drains: by all modules' load, and by
+    each module's.
+
+    `order[place]` is the microbatch that runs at that place.
+    """
+    num_microbatches = problem.num_microbatches
+    per_microbatch = np.zeros((num_microbatches, problem.num_modules))
+    np.add.at(per_microbatch, buckets % num_microbatches, problem.loads_s)
+    for load in (per_microbatch.sum(axis=1), *per_microbatch.T):
+        yield small_at_both_ends(load)
+
+
+def _reordered(problem: BatchProblem, buckets: np.ndarray, order: np.ndarray) -> np.ndarray:
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    llm_dp_rank, microbatch = np.divmod(buckets, problem.num_microbatches)
+    return llm_dp_rank * problem.num_microbatches + place[microbatch]

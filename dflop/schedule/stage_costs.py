@@ -1,0 +1,273 @@
+"""The costs of a plan's stages by the cost model, each computed for all its replicas and microbatches together.
+
+The costs of stages of one kind (such as those in the middle of a module with equally many layers) are computed once. A
+module whose replicas share parameters is one stage, and its passes are those of `costs.sharded`.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from dflop.base import UserError
+from dflop.costs import (
+    NO_WORKING_BYTES,
+    PARTS,
+    CostModel,
+    Link,
+    Loads,
+    Moving,
+    Resident,
+    ShardedPass,
+    StageKind,
+    StageMemory,
+    hidden_sync_shares,
+    resident_parts,
+    sharded_passes,
+    stage_kinds,
+    sync_bytes,
+    working_bytes,
+)
+from dflop.models import ModelSpec, count_work
+from dflop.models.loads import Coefficients
+from dflop.plan import Grid, Plan
+from dflop.plan.trained import TrainedSet
+from dflop.schedule.correction import NO_CORRECTIONS, Corrections
+from dflop.shapes import SampleShapes
+from dflop.step import StageReplicas, stages_of
+from dflop.step.orders import splits_backward
+
+__all__ = ["StageCosts", "TimeForm", "loads_of"]
+
+T = TypeVar("T")
+
+
+def loads_of(module: str, shapes: SampleShapes) -> Loads:
+    """The loads that each sample adds to a module, arrays [num_samples].
+
+    An encoder gets items, and the squared lengths of the runs in which they attend to each other; the LLM gets tokens.
+    """
+    nothing = np.zeros(len(shapes))
+    if module != "llm":
+        return Loads(shapes.items_of(module).astype(float), nothing, shapes.sum_sq_of(module), nothing)
+    tokens = shapes.llm_tokens.astype(float)
+    return Loads(nothing, tokens, tokens**2, shapes.target_tokens.astype(float))
+
+
+class TimeForm(NamedTuple):
+    """Seconds as a function of a microbatch's loads: the sum of `form` and all terms.
+
+    A term is a form and a constant; whichever is larger at the loads counts.
+    """
+
+    form: Coefficients
+    terms: tuple[tuple[Coefficients, float], ...]
+
+
+class StageCosts:
+    """Seconds and bytes of a plan's stages, by a cost model and its learned corrections."""
+
+    corrections = NO_CORRECTIONS
+
+    def __init__(
+        self,
+        plan: Plan,
+        costs: CostModel,
+        spec: ModelSpec,
+        trained: TrainedSet,
+        sharing_links: Mapping[str, Link],
+        value_bytes: int,
+        is_hidden: bool,
+    ) -> None:
+        """`sharing_links` (`Transfers.sharing_link`) are those of the modules whose replicas share parameters.
+
+        A parameter takes `value_bytes`; `is_hidden` is whether devices compute while parameters move.
+        """
+        self.plan, self.costs, self.trained, self._value_bytes = plan, costs, trained, value_bytes
+        self.stages = stages_of(plan)
+        # The kinds of each module's stages, without repetition, and the index of each stage's kind among them.
+        self._kinds: dict[str, list[StageKind]] = {}
+        self._places: dict[str, list[int]] = {}
+        for grid in plan.grids:
+            num_layers = spec.module(grid.module).num_layers
+            layers = [len(part) for part in plan.layers_of(grid.module, num_layers)]
+            kinds = stage_kinds(grid.module, grid.layout, layers, plan.recomputed_of(grid.module, num_layers))
+            self._kinds[grid.module] = list(dict.fromkeys(kinds))
+            self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
+        # For modules whose replicas share parameters: forward and backward, and the bytes that passes need.
+        self._sharded: dict[str, tuple[ShardedPass, ShardedPass]] = {}
+        self._working_bytes = {grid.module: NO_WORKING_BYTES for grid in plan.grids}
+        for module, link in sharing_links.items():
+            sizes = {part: costs.parameter_bytes[module, plan.grid(module).layout, part] for part in PARTS}
+            how = {"value_bytes": value_bytes, "is_frozen": not self.trained.trains(module)}
+            moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
+            (kind,) = self._kinds[module]
+            self._sharded[module] = sharded_passes(
+                kind.num_layers, moving, num_recomputed=kind.num_recomputed, is_hidden=is_hidden
+            )
+            self._working_bytes[module] = working_bytes(module, sizes, **how)
+        self._put_off = {grid.module: self._put_off_share(spec, grid) for grid in plan.grids}
+        self._hidden_shares: dict[StageKind, tuple[float, float]] = {}  # by kind of stage
+
+    def _put_off_share(self, spec: ModelSpec, grid: Grid) -> float:
+        """The module's entry of `put_off`; 0 in a frozen module, whose weights have no gradients to put off."""
+        if not splits_backward(self.plan, grid.module):
+            return 1.0
+        return 0.0 if not self.trained.trains(grid.module) else _put_off_share(spec, grid, self._value_bytes)
+
+    def corrected(self, corrections: Corrections) -> "StageCosts":
+        """The same stages, with these corrections instead of the present ones."""
+        other = copy.copy(self)
+        other.corrections = corrections
+        return other
+
+    def has_backward(self, module: str) -> bool:
+        """Whether the module has a backward: a frozen encoder has none."""
+        return self.trained.has_backward(module)
+
+    def stage_times(self, of_module: dict[str, Loads]) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward seconds, [num_nodes, num_microbatches], for modules' loads [dp, num_microbatches]."""
+        forward_s, backward_s = [], []
+        for grid in self.plan.grids:
+            loads = of_module[grid.module]
+            times = self._times(grid.module, loads)
+            if grid.module in self.corrections.factors:
+                factors = self.corrections.at(grid.module, loads)
+                times = [(forward * factors[0], backward * factors[1]) for forward, backward in times]
+            if not self.has_backward(grid.module):
+                times = [(forward, np.zeros_like(backward)) for forward, backward in times]
+            forward_s += self._of_stages(grid.module, [forward for forward, _ in times])
+            backward_s += self._of_stages(grid.module, [backward for _, backward in times])
+        return np.concatenate(forward_s), np.concatenate(backward_s)
+
+    def _times(self, module: str, loads: Loads) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Forward and backward seconds of each of the module's kinds of stages, without corrections."""
+        if module not in self._sharded:
+            return self.costs.stage_times(self._kinds[module], loads)
+        (kind,) = self._kinds[module]
+        # A replica without work counts as 0 s here: it takes part in the gathers and waits for the other replicas, and
+        # the simulator adds this wait.
+        empty = (loads.num_items == 0) & (loads.num_tokens == 0)
+        part_s = self.costs.part_times(module, kind.layout, loads, [part for part, _ in kind.parts])
+        passes = zip(self._sharded[module], part_s, strict=True)
+        forward_s, backward_s = (np.where(empty, 0.0, own.seconds(of_part)) for own, of_part in passes)
+        return [(forward_s, backward_s)]
+
+    def time_forms(self) -> tuple[list[TimeForm], list[TimeForm]]:
+        """Forward and backward seconds of each stage as functions of its microbatch's loads, without corrections."""
+        forward, backward = [], []
+        for stage in self.stages:
+            forms = self._time_forms(stage)
+            forward.append(forms[0])
+            backward.append(forms[1] if self.has_backward(stage.module) else TimeForm(0.0 * forms[1].form, ()))
+        return forward, backward
+
+    def _time_forms(self, stage: StageReplicas) -> tuple[TimeForm, TimeForm]:
+        kind = self.kind(stage)
+        if stage.module not in self._sharded:
+            forward, backward = self.costs.time_forms(kind)
+            return TimeForm(forward, ()), TimeForm(backward, ())
+        of_parts = self.costs.part_forms(stage.module, kind.layout)
+        forward, backward = (
+            TimeForm(
+                Coefficients(float(own.exposed_s), (0.0,) * 4),
+                tuple((count * of_part[part], count * float(moved_s)) for part, count, moved_s in own.terms),
+            )
+            for own, of_part in zip(self._sharded[stage.module], of_parts, strict=True)
+        )
+        return forward, backward
+
+    def memories(self, module: str, loads: Loads) -> list[StageMemory]:
+        """The memory of microbatches on each of the module's stages; stages of one kind share one object."""
+        how = {"working_bytes": self._working_bytes[module], "has_backward": self.has_backward(module)}
+        memories = self.costs.stage_memories(self._kinds[module], loads, **how)
+        return self._of_stages(module, memories)
+
+    def memory_forms(self, stage: StageReplicas) -> tuple[Coefficients, list[Coefficients]]:
+        """`memories` of one stage as functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
+        how = {"working_bytes": self._working_bytes[stage.module], "has_backward": self.has_backward(stage.module)}
+        return self.costs.stage_memory_forms(self.kind(stage), **how)
+
+    @cached_property
+    def put_off(self) -> np.ndarray:
+        """The share of a microbatch's activations that each stage still keeps between the input part and the weight
+        part of a split backward, [num_stages]."""
+        return np.array([self._put_off[stage.module] for stage in self.stages])
+
+    def parameter_bytes(self, stage: StageReplicas) -> float:
+        """Bytes of a stage's parameters on one rank, in fp32 and before they are sharded among replicas."""
+        return self.costs.stage_parameter_bytes(self.kind(stage))
+
+    def resident_bytes(self, stage: StageReplicas) -> float:
+        """Bytes of parameters, gradients and the rank's share of optimiser state."""
+        return sum(self.resident_parts(stage))
+
+    def resident_parts(self, stage: StageReplicas) -> Resident:
+        """The parts of `resident_bytes`."""
+        num_shards = self.plan.grid(stage.module).num_shards
+        how = {"value_bytes": self._value_bytes, "is_frozen": not self.trained.trains(stage.module)}
+        return resident_parts(self.parameter_bytes(stage), stage.dp, num_shards=num_shards, **how)
+
+    def sync_bytes(self, stage: StageReplicas) -> float:
+        """Bytes that a sync of the stage's gradients moves (`costs.sync_bytes`)."""
+        num_shards = self.plan.grid(stage.module).num_shards
+        return float(sync_bytes(self.parameter_bytes(stage), value_bytes=self._value_bytes, num_shards=num_shards))
+
+    def hidden_sync_shares(self, stage: StageReplicas) -> tuple[float, float]:
+        """The shares of the stage's gradient sync that may run beside its last backward, and beside its first forward
+        (`costs.hidden_sync_shares`)."""
+        kind, num_shards = self.kind(stage), self.plan.grid(stage.module).num_shards
+        if kind not in self._hidden_shares:
+            how = {"value_bytes": self._value_bytes, "num_shards": num_shards}
+            early, late = hidden_sync_shares(self.costs, kind, **how)
+            self._hidden_shares[kind] = float(early), float(late)
+        return self._hidden_shares[kind]
+
+    def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
+        """Seconds that each sample adds to each pipeline rank, [pp, num_samples].
+
+        With `least` they are a lower bound that holds in any microbatch. The shape bin of the sample's microbatch is
+        not known yet: with `least` the smallest possible correction counts, else that of a mean microbatch.
+        """
+        how = {"has_backward": self.has_backward(module), "least": least}
+        added = [self.costs.additive_loads_s(kind, loads, **how) for kind in self._kinds[module]]
+        per_stage = self._of_stages(module, added)
+        # A rank does all of its chunks' work.
+        added_s = np.array(per_stage).reshape(-1, self.plan.grid(module).pp, len(per_stage[0])).sum(axis=0)
+        if module not in self.corrections.factors:
+            return added_s
+        return added_s * (self.corrections.least(module, loads) if least else self._mean_correction(module, loads))
+
+    def _mean_correction(self, module: str, loads: Loads) -> float:
+        """The factor of a microbatch that holds an equal share of all samples."""
+        grid = self.plan.grid(module)
+        mean = Loads(*(np.array([load.sum() / (grid.dp * self.plan.num_microbatches)]) for load in loads))
+        times = self._of_stages(module, self._times(module, mean))
+        by_pass_s = np.array(times).sum(axis=(0, 2)) * (1.0, float(self.has_backward(module)))
+        total_s = by_pass_s.sum()
+        return float(by_pass_s @ self.corrections.at(module, mean)[:, 0] / total_s) if total_s else 1.0
+
+    def kind(self, stage: StageReplicas) -> StageKind:
+        """The kind of a stage, for the cost model."""
+        return self._kinds[stage.module][self._places[stage.module][stage.pp_stage]]
+
+    def _of_stages(self, module: str, of_kinds: Sequence[T]) -> list[T]:
+        """Values given by kind of stage, for each of the module's stages in order."""
+        return [of_kinds[place] for place in self._places[module]]
+
+
+def _put_off_share(spec: ModelSpec, grid: Grid, value_bytes: int) -> float:
+    """The share of a layer's activations from which the gradients of its matrices are computed.
+
+    It is counted for eager layers in bf16, as those are whose backward is split. For wider values, and for layers whose
+    work is not known, the share is taken to be 1.
+    """
+    if value_bytes != 2:
+        return 1.0
+    try:
+        layer = count_work(spec, grid.module, grid.tp).layer
+    except UserError:
+        return 1.0
+    return sum(layer.put_off_bytes.per_load) / sum(layer.saved_bytes.per_load)

@@ -1,0 +1,78 @@
+"""Memory on devices for the step search: computed from the loads in its state, with the same forms as `PlanMemory`."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dflop.base.kernels import kernel
+from dflop.costs.forms import PackedForms, PackedTerms, form_at, largest_at, pack_forms, pack_terms
+from dflop.schedule.pricer import Pricer
+from dflop.step import peak_bytes_of
+from dflop.step.simulation_kernel import DP, FIRST_NODE
+
+__all__ = ["StepMemory", "excess_bytes", "step_memory"]
+
+
+class StepMemory(NamedTuple):
+    """Bytes of a microbatch in each stage as functions of its loads, and the room that workers have for them."""
+
+    order: np.ndarray  # as in `CompiledPlan`
+    kept: PackedForms
+    passing: PackedTerms  # the largest term of a stage counts
+    edge_bytes: np.ndarray  # [num_stages], bytes of a token at an edge (`EdgeBytes.held`)
+    put_off: np.ndarray  # [num_stages], `StageCosts.put_off`
+    room_bytes: np.ndarray  # [num_workers], what parameters and optimiser state leave
+    kept_bytes: np.ndarray  # [num_nodes, num_microbatches], written by `excess_bytes`
+    passing_bytes: np.ndarray
+
+
+def step_memory(pricer: Pricer) -> StepMemory:
+    """The functions and limits of the stages and devices of a pricer's plan."""
+    kept, passing = [], []
+    for stage in pricer.stages:
+        own, forms = pricer.stage_costs.memory_forms(stage)
+        kept.append(float(pricer.stage_costs.has_backward(stage.module)) * own)
+        passing.append([(form, 0.0) for form in forms])
+    compiled = pricer.compiled
+    cells = compiled.num_nodes, compiled.num_microbatches
+    return StepMemory(
+        order=compiled.order,
+        kept=pack_forms(kept),
+        passing=pack_terms(passing),
+        edge_bytes=np.array([pricer.edge_bytes.held[stage.module][stage.pp_stage] for stage in pricer.stages]),
+        put_off=pricer.stage_costs.put_off,
+        room_bytes=pricer.memory.tensor_limit_bytes - pricer.memory.resident_bytes,
+        kept_bytes=np.zeros(cells),
+        passing_bytes=np.zeros(cells),
+    )
+
+
+@kernel
+def excess_bytes(memory, forms, state):
+    """The bytes by which the fullest worker exceeds its room (negative where it does not), and its index."""
+    stages, num_encoders = forms.stages, len(forms.first_replica) - 1
+    for stage in range(len(stages)):
+        module = forms.module[stage]
+        for replica in range(stages[stage, DP]):
+            node = stages[stage, FIRST_NODE] + replica
+            for microbatch in range(state.count.shape[1]):
+                if module == num_encoders:
+                    loads, tokens = state.text[replica, microbatch], 0.0
+                    if forms.sends_text:
+                        tokens = loads[1]
+                    elif forms.has_bridges:
+                        tokens = state.features[microbatch, :, replica].sum()
+                else:
+                    own = forms.first_replica[module] + replica
+                    loads, tokens = state.media[own, microbatch], 0.0
+                    if forms.has_bridges:
+                        tokens = state.features[microbatch, own].sum()
+                at_edges = memory.edge_bytes[stage] * tokens
+                memory.kept_bytes[node, microbatch] = form_at(memory.kept, stage, loads) + at_edges
+                memory.passing_bytes[node, microbatch] = largest_at(memory.passing, stage, loads)
+    held = peak_bytes_of(
+        memory.order, stages, memory.kept_bytes, memory.passing_bytes, memory.put_off, len(memory.room_bytes)
+    )
+    held -= memory.room_bytes
+    fullest = held.argmax()
+    return held[fullest], fullest

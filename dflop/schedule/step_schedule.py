@@ -1,0 +1,181 @@
+"""A step's schedule: what each rank loads and computes; and its encoding, in which it is sent to the ranks.
+
+The scheduling process encodes a schedule, bytes are passed on, and each rank decodes them once.
+"""
+
+import json
+import math
+import struct
+from collections import defaultdict
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from dflop.schedule.assignment import Assignment
+from dflop.schedule.lockstep import lasting_s
+from dflop.schedule.pricer import Pricer
+from dflop.shapes import MediaSizes, SampleShapes
+
+__all__ = ["StepSchedule", "schedule_of"]
+
+_HEAD = b"dflop"
+# The format of the decompressed length in bytes, which stands before the stream and is needed to decompress it.
+_LENGTH = struct.Struct(">Q")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepSchedule:
+    """One step. Samples are sorted by (LLM dp rank, microbatch, position); times are predictions.
+
+    `slots` [2, num_pipeline_ranks, num_microbatches] say where encoders compute in plans that fill bubbles with them
+    (`placements.bubble_filled`); None for the order that all batches share.
+    `encoder_rank`, `num_items`, `sum_sq_items` and `kept_tokens` are [num_samples, num_encoders] in the order of
+    `encoders`; the other arrays over samples are [num_samples].
+    `idle_of_worker` [num_workers] is the share of the step in which each worker waits, and `idle` the mean over ranks.
+    `num_beyond_memory` counts faster assignments that were not taken because they do not fit into memory.
+    `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside the measured range) are
+    [num_nodes, num_microbatches] in the order of `nodes_of`. `corrections_version` is that of the corrections that
+    priced it (0: the cost table alone). `measures` is whether its ranks report their measured times.
+    """
+
+    step: int
+    encoders: tuple[str, ...]
+    sample_id: np.ndarray
+    source: np.ndarray
+    row: np.ndarray
+    llm_dp_rank: np.ndarray
+    microbatch: np.ndarray
+    position: np.ndarray
+    encoder_rank: np.ndarray
+    num_items: np.ndarray
+    kept_tokens: np.ndarray
+    llm_tokens: np.ndarray
+    target_tokens: np.ndarray
+    media: MediaSizes | None
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    extrapolated: np.ndarray
+    step_s: float
+    idle: float
+    idle_of_worker: np.ndarray
+    lower_bound_s: float
+    policy: str
+    status: str
+    num_beyond_memory: int
+    deciding_s: float
+    slots: np.ndarray | None = None
+    sum_sq_items: np.ndarray | None = None
+    corrections_version: int = 0
+    measures: bool = False
+
+    @property
+    def shapes(self) -> SampleShapes:
+        """The shapes of the step's samples, in the schedule's order."""
+        return SampleShapes(**{item.name: getattr(self, item.name) for item in fields(SampleShapes)})
+
+    @property
+    def assignment(self) -> Assignment:
+        """The assignment of the step's samples, in the schedule's order."""
+        return Assignment(**{item.name: getattr(self, item.name) for item in fields(Assignment)})
+
+    def to_bytes(self) -> bytes:
+        """A compressed Arrow stream of a table with one row, whose columns each hold all arrays of one type.
+
+        A column for each array would make small batches four times as large.
+        """
+        import pyarrow as pa  # imported here: planning makes schedules, too, but does not encode them
+
+        scalars, arrays, of_types = {}, [], defaultdict(list)
+        for name, value in self._values().items():
+            if isinstance(value, np.ndarray):
+                own_type = "str" if value.dtype.kind in "UO" else value.dtype.str
+                arrays.append((name, own_type, value.shape))
+                of_types[own_type].append(value.ravel())
+            else:
+                scalars[name] = value
+        columns = {}
+        for own_type, parts in of_types.items():
+            values = np.concatenate(parts)
+            values = pa.array(values.tolist() if own_type == "str" else values)
+            columns[own_type] = pa.ListArray.from_arrays([0, len(values)], values)
+        batch = pa.record_batch(columns, metadata={_HEAD: json.dumps([scalars, arrays])})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        stream = sink.getvalue()
+        return _LENGTH.pack(stream.size) + pa.compress(stream, "zstd", asbytes=True)
+
+    @classmethod
+    def from_bytes(cls, encoded: bytes) -> "StepSchedule":
+        """The schedule that `to_bytes` encoded."""
+        import pyarrow as pa
+
+        (length,) = _LENGTH.unpack_from(encoded)
+        stream = pa.decompress(memoryview(encoded)[_LENGTH.size :], length, "zstd")
+        with pa.ipc.open_stream(stream) as reader:
+            batch = reader.read_next_batch()
+        values, arrays = json.loads(batch.schema.metadata[_HEAD])
+        of_types = {name: batch[name].values.to_numpy(zero_copy_only=False) for name in batch.schema.names}
+        for name, own_type, shape in arrays:
+            values[name], of_types[own_type] = np.split(of_types[own_type], [math.prod(shape)])
+            values[name] = values[name].reshape(shape)
+        values["encoders"] = tuple(values["encoders"])
+        if "media_values" in values:
+            values["media"] = MediaSizes(values.pop("media_values"), values.pop("media_counts"))
+        return cls(**values)
+
+    def _values(self) -> dict[str, object]:
+        """The fields, with the media's sizes as two arrays."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.media is not None:
+            values |= {"media_values": self.media.values, "media_counts": self.media.counts, "media": None}
+        return values
+
+
+def schedule_of(
+    pricer: Pricer,
+    shapes: SampleShapes,
+    assignment: Assignment,
+    *,
+    step: int,
+    policy: str,
+    status: str,
+    deciding_s: float,
+    num_beyond_memory: int = 0,
+) -> StepSchedule:
+    """The schedule of a global batch with this assignment: its samples in order, and the simulated times."""
+    times = pricer.stage_times(shapes, assignment)
+    timeline = pricer.timeline(times, assignment.slots)
+    order = np.lexsort((np.arange(len(shapes)), assignment.microbatch, assignment.llm_dp_rank))
+    sorted_shapes = shapes.take(order)
+    cell = (assignment.llm_dp_rank * pricer.plan.num_microbatches + assignment.microbatch)[order]
+    return StepSchedule(
+        step=step,
+        encoders=shapes.encoders,
+        sample_id=sorted_shapes.sample_id,
+        source=sorted_shapes.source,
+        row=sorted_shapes.row,
+        llm_dp_rank=assignment.llm_dp_rank[order],
+        microbatch=assignment.microbatch[order],
+        position=np.arange(len(cell)) - np.searchsorted(cell, cell),
+        encoder_rank=assignment.encoder_rank[order],
+        slots=assignment.slots,
+        num_items=sorted_shapes.num_items,
+        sum_sq_items=sorted_shapes.sum_sq_items,
+        kept_tokens=sorted_shapes.kept_tokens,
+        llm_tokens=sorted_shapes.llm_tokens,
+        target_tokens=sorted_shapes.target_tokens,
+        media=sorted_shapes.media,
+        forward_s=lasting_s(pricer.plan, times.forward_s),
+        backward_s=lasting_s(pricer.plan, times.backward_s),
+        extrapolated=pricer.extrapolated(shapes, assignment),
+        step_s=timeline.step_s,
+        idle=timeline.idle,
+        idle_of_worker=timeline.idle_of_worker,
+        lower_bound_s=pricer.lower_bound_s(shapes),
+        policy=policy,
+        status=status,
+        num_beyond_memory=num_beyond_memory,
+        deciding_s=deciding_s,
+        corrections_version=pricer.corrections.version,
+    )

@@ -1,0 +1,42 @@
+"""Planning: the search space, lower bounds, the price of a plan on regrouped batches, and the search."""
+
+from dflop.search.baseline import TODAY, Baseline, read_baselines
+from dflop.search.best_first import SearchResult, search_plans
+from dflop.search.candidate import Candidate, PlanPricer
+from dflop.search.epoch import Epoch, hour_of, price_note
+from dflop.search.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
+from dflop.search.final_choice import FINALISTS_WITHIN, with_finalists_scheduled
+from dflop.search.grouped_batches import GroupedBatches
+from dflop.search.loader_processes import LoadingNeed, loading_need, loading_note, planned_loaders
+from dflop.search.space import enumerate_space, plan_of
+from dflop.search.too_large_samples import BeyondDevice, beyond_device, leave_out_what_no_plan_holds
+
+__all__ = [
+    "FINALISTS_WITHIN",
+    "TODAY",
+    "Baseline",
+    "BeyondDevice",
+    "Candidate",
+    "Epoch",
+    "GroupedBatches",
+    "LoadingNeed",
+    "PlanPricer",
+    "SearchResult",
+    "beyond_device",
+    "candidates_frame",
+    "describe_choice",
+    "enumerate_space",
+    "explain_choice",
+    "faster_baselines_note",
+    "hour_of",
+    "leave_out_what_no_plan_holds",
+    "loading_need",
+    "loading_note",
+    "plan_of",
+    "planned_loaders",
+    "price_note",
+    "read_baselines",
+    "search_plans",
+    "uneven_note",
+    "with_finalists_scheduled",
+]

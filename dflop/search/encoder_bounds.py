@@ -1,0 +1,149 @@
+"""A tighter bound: the time that encoders add to the LLM's step, with media dealt among their replicas as in training.
+
+Where encoders have ranks of their own, an LLM replica's first microbatch waits until its media are encoded, and after
+its last backward the encoders still have theirs to do. The mean of these waits over the LLM's replicas adds to the step
+of the LLM's mean replica (`MeanPipelines`), since a step is no shorter than that of any replica. Where encoders share
+the LLM's ranks and encode all media first, no rank starts with the LLM before its own share is encoded. Then the least
+such share adds to the step.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dflop.balance import Policy
+from dflop.base.kernels import kernel
+from dflop.costs import CostModel, Loads, StageKind, stage_kinds
+from dflop.models import ModelSpec, ModuleSpec
+from dflop.plan import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.plan.layout_key import LayoutKey
+from dflop.plan.trained import TrainedSet
+from dflop.schedule import deal_items, loads_of, starts_anew_in_microbatches, sums_by_cell
+from dflop.search.grouped_batches import GroupedBatches
+from dflop.search.space import even_layers
+
+__all__ = ["DealtMedia"]
+
+
+class _Dealt(NamedTuple):
+    """How an encoder's media are dealt: the loads of its replicas, [num_batches, dp, num_microbatches].
+
+    For each batch and each of its samples with media, `encoder_cells` has the index of its (encoder replica,
+    microbatch), and `llm_cells` that of its (LLM replica, microbatch).
+    """
+
+    loads: Loads
+    encoder_cells: list[np.ndarray]
+    llm_cells: list[np.ndarray]
+
+
+class DealtMedia:
+    """The least time that encoders add to the step of the LLM alone, for rows of the search space."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        costs: CostModel,
+        batches: GroupedBatches,
+        policy: Policy,
+        trained: TrainedSet,
+    ) -> None:
+        self._spec, self._costs, self._batches = spec, costs, batches
+        self._group, self._trained = partial(batches.group, policy), trained
+        self._dealt = lru_cache(maxsize=64)(self._deal)
+        self._loads = [
+            [np.array(loads_of(encoder.name, shapes)) for shapes in batches.shapes] for encoder in spec.encoders
+        ]
+
+    def adds_s(self, row: Mapping[str, Any], encoders_again: float, sync_s: float) -> np.ndarray | float:
+        """Seconds that encoders add to the step of each batch, [num_batches]; 0 where nothing is certain.
+
+        At least the share `encoders_again` of the layers of encoders that share ranks is recomputed. `sync_s` is the
+        LLM's longest gradient sync, which runs beside the encoders' last backward.
+        """
+        placement = PLACEMENTS[row["placement"]]
+        if not placement.has_bridges or (placement.shares_ranks and not placement.encodes_all_first):
+            return 0.0
+        if not self._spec.encoders:
+            return 0.0
+        each = []
+        for column, encoder in enumerate(self._spec.encoders):
+            starts_anew = starts_anew_in_microbatches(placement, gathers=self._gathers(row, encoder))
+            key = column, row[f"{encoder.name}_dp"], row["llm_dp"], row["num_microbatches"], starts_anew
+            each.append((encoder, self._dealt(*key)))
+        if placement.encodes_all_first:
+            return sum(self._on_every_rank_s(row, encoder, own.loads, encoders_again) for encoder, own in each)
+        splits_backward = SCHEDULES[row["schedule"]].splits_backward
+        waits_s = [self._waits_s(row, encoder, own, splits_backward, sync_s) for encoder, own in each]
+        return np.max(waits_s, axis=0)
+
+    def _gathers(self, row: Mapping[str, Any], encoder: ModuleSpec) -> bool:
+        return SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
+
+    def _all_meet(self, row: Mapping[str, Any], encoder: ModuleSpec) -> bool:
+        """Whether all replicas of the encoder share its parameters, and so wait for each other in every layer."""
+        return self._gathers(row, encoder) and row[f"{encoder.name}_shards"] == row[f"{encoder.name}_dp"]
+
+    def _deal(self, column: int, dp: int, llm_dp: int, num_microbatches: int, starts_anew: bool) -> _Dealt:
+        """How the media of the encoder number `column` are dealt among its `dp` replicas."""
+        sums, encoder_cells, llm_cells = [], [], []
+        for batch, shapes in enumerate(self._batches.shapes):
+            rank, microbatch = self._group(batch, llm_dp, num_microbatches)
+            num_items = shapes.num_items[:, column]
+            encoder_rank = deal_items(num_items, microbatch, dp, starts_anew=starts_anew)
+            cell = encoder_rank * num_microbatches + microbatch
+            sums.append(sums_by_cell(cell, self._loads[column][batch], dp * num_microbatches))
+            encoder_cells.append(cell[num_items > 0])
+            llm_cells.append((rank * num_microbatches + microbatch)[num_items > 0])
+        of_loads = np.array(sums).reshape(-1, 4, dp, num_microbatches).swapaxes(0, 1)
+        return _Dealt(Loads(*of_loads), encoder_cells, llm_cells)
+
+    def _on_every_rank_s(
+        self, row: Mapping[str, Any], encoder: ModuleSpec, loads: Loads, encoders_again: float
+    ) -> np.ndarray:
+        """Seconds that the rank with the least work computes of this encoder, [num_batches]."""
+        layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
+        recomputed = [int(encoders_again * count) for count in layers]
+        kinds = stage_kinds(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed)
+        least_s = np.full(len(loads.num_items), np.inf)
+        for forward_s, backward_s in self._costs.stage_times(kinds, loads):
+            seconds = forward_s if not self._trained.trains(encoder.name) else forward_s + backward_s
+            if self._all_meet(row, encoder):
+                least_s = np.minimum(least_s, seconds.max(axis=1).sum(axis=1))
+            else:
+                least_s = np.minimum(least_s, seconds.sum(axis=2).min(axis=1))
+        return least_s
+
+    def _waits_s(
+        self, row: Mapping[str, Any], encoder: ModuleSpec, dealt: _Dealt, splits_backward: bool, sync_s: float
+    ) -> np.ndarray:
+        """The least seconds before an LLM replica's first forward and after its last backward, as the mean over the
+        replicas, [num_batches].
+
+        Any microbatch may be the first or the last, so the one with the shortest wait counts.
+        """
+        dp, count = row["llm_dp"], row["num_microbatches"]
+        whole = StageKind.whole(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), encoder.num_layers)
+        passes = self._costs.stage_time(whole, dealt.loads)
+        if self._all_meet(row, encoder):
+            passes = tuple(np.broadcast_to(own.max(axis=1, keepdims=True), own.shape) for own in passes)
+        least_s = []
+        for own in passes:
+            waits_s = np.zeros((len(own), dp * count))
+            for batch, seconds in enumerate(own.reshape(len(own), -1)):
+                _wait_for(waits_s[batch], dealt.llm_cells[batch], seconds, dealt.encoder_cells[batch])
+            least_s.append(waits_s.reshape(-1, dp, count).mean(axis=1).min(axis=1))
+        before_s, behind_s = least_s
+        if splits_backward or not self._trained.trains(encoder.name):
+            return before_s
+        return before_s + np.maximum(behind_s - sync_s, 0.0)
+
+
+@kernel
+def _wait_for(waits_s, llm_cells, seconds, encoder_cells):
+    """Raise each LLM cell's entry in `waits_s` to the longest `seconds` of the encoder cells of its samples."""
+    for sample in range(len(llm_cells)):
+        cell = llm_cells[sample]
+        waits_s[cell] = max(waits_s[cell], seconds[encoder_cells[sample]])

@@ -1,0 +1,94 @@
+"""The global batches that plans are priced on, and how each is regrouped for a number of replicas and microbatches.
+
+Groups do not depend on the rest of a plan: a sample's load is its cost in each whole module, relative to the other
+samples. So even buckets are computed once for all plans with as many of them.
+"""
+
+import numpy as np
+
+from dflop.balance import DrawnBatch, Policy
+from dflop.config import Config
+from dflop.costs import PARTS, CostModel, Loads, StageKind
+from dflop.models import ModelSpec
+from dflop.plan.layout_key import LayoutKey
+from dflop.schedule import GlobalBatches, loads_of, sums_by_cell
+from dflop.shapes import SampleShapes
+
+__all__ = ["GroupedBatches"]
+
+# How many batches are drawn: enough for `_ENOUGH_SAMPLES` samples, since large batches differ less from each other.
+_LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
+# How many divisions of batches into even buckets are kept.
+_MOST_KEPT = 1024
+
+
+class GroupedBatches:
+    """The first global batches as training will draw them: `plan.search_batches`, or enough of them for a mean."""
+
+    def __init__(self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> None:
+        """Raise `UserError` when one batch would need more samples than there are, or a module has no costs."""
+        costs.require_modules(module.name for module in spec.modules)
+        size = config.train.global_batch_size
+        num_batches = config.plan.search_batches or min(_MOST_BATCHES, max(_LEAST_BATCHES, _ENOUGH_SAMPLES // size))
+        drawn = GlobalBatches(len(samples), size, config.seed)
+        self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
+        self._text = [np.array(loads_of("llm", shapes)) for shapes in self.shapes]
+        # A plan must hold every sample, drawn or not. It does so if it holds each of these.
+        self.largest = samples.take(_largest(samples))
+        num_kept = max(1, _MOST_KEPT // num_batches)
+        self.drawn = [
+            DrawnBatch(_loads_s(shapes, spec, costs), shapes.llm_tokens, [config.seed, batch], num_kept)
+            for batch, shapes in enumerate(self.shapes)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def group(self, policy: Policy, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        """LLM replica and microbatch of each sample, [num_samples] each, by a policy's quick form."""
+        return policy.quick(self.drawn[batch], dp, num_microbatches)
+
+    def mean_text(self, policy: Policy, dp: int, num_microbatches: int) -> Loads:
+        """The LLM's loads in each microbatch, as means over its replicas, [num_batches, num_microbatches]."""
+        rows = []
+        for batch, text in enumerate(self._text):
+            _, microbatch = self.group(policy, batch, dp, num_microbatches)
+            rows.append(sums_by_cell(microbatch, text, num_microbatches) / dp)
+        return Loads(*np.stack(rows, axis=1))
+
+    def mean_part_s(self, costs: CostModel, layout: LayoutKey) -> tuple[float, float, float]:
+        """Forward plus backward seconds that the mean sample adds to one LLM layer, the embedding and the head."""
+        columns = zip(*self._text, strict=True)
+        mean = Loads(*(np.atleast_1d(np.mean([load.mean() for load in column])) for column in columns))
+        nothing = Loads(*np.zeros((4, 1)))
+        with_one, without = (costs.part_times("llm", layout, own, PARTS) for own in (mean, nothing))
+        layer_s, first_s, last_s = (
+            float((sum(times[part] for times in with_one) - sum(times[part] for times in without))[0])
+            for part in ("layer", "first", "last")
+        )
+        return layer_s, first_s, last_s
+
+
+def _largest(samples: SampleShapes) -> np.ndarray:
+    """Indices of samples such that any other sample is no larger than one of these in every size."""
+    sizes = [samples.num_items, samples.llm_tokens, samples.target_tokens, samples.kept_tokens]
+    if samples.sum_sq_items is not None:
+        sizes.append(samples.sum_sq_items)
+    sizes = np.column_stack(sizes).astype(np.int64)
+    left, largest = np.arange(len(samples)), []
+    while len(left):
+        first = left[sizes[left].sum(axis=1).argmax()]
+        largest.append(first)
+        left = left[(sizes[left] > sizes[first]).any(axis=1)]
+    return np.array(largest)
+
+
+def _loads_s(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndarray:
+    """Seconds that each sample adds to each whole module, as shares of the batch's, [num_samples, num_modules]."""
+    columns = []
+    for module in spec.modules:
+        layout = min(costs.layouts[module.name])
+        whole = StageKind.whole(module.name, layout, module.num_layers)
+        seconds = costs.additive_loads_s(whole, loads_of(module.name, shapes))
+        columns.append(seconds / max(seconds.sum(), 1e-300))
+    return np.column_stack(columns)

@@ -1,0 +1,203 @@
+"""A tighter bound: the LLM's pipeline simulated with one replica that holds the mean of all.
+
+A step time is a maximum of sums of durations, so it is convex in them, and durations are convex in loads. The mean
+replica's step is therefore not above the mean of the replicas' steps (Jensen), which is not above the slowest one's.
+Unlike `bounds`, this bound uses how the batch is grouped, and so the loads of the first and last microbatches.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from dflop.balance import Policy
+from dflop.config import Config
+from dflop.costs import ALL_PARTS, PARTS, CostModel, Loads, ShardedPass, StageKind, stage_kinds
+from dflop.models import ModelSpec
+from dflop.plan import DISJOINT, PLACEMENTS, SCHEDULES, SHARDINGS, Grid, Plan
+from dflop.plan.layout_key import LayoutKey
+from dflop.schedule import BYTES_PER_VALUE, WEIGHT_SHARE, find_link
+from dflop.search.grouped_batches import GroupedBatches
+from dflop.search.link_bounds import LeastLinks, possible_scopes
+from dflop.search.space import Splits, llm_layers
+from dflop.step import Bridges, CompiledPlan, StageTimes, compile_plan, simulate_step_s
+
+__all__ = ["MeanPipelines"]
+
+
+class MeanPipelines:
+    """The pipeline of the LLM alone, for rows of the search space: on the mean batch, or on each batch."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        costs: CostModel,
+        batches: GroupedBatches,
+        splits: Splits,
+        links: LeastLinks,
+        policy: Policy,
+    ) -> None:
+        self._num_layers = spec.module("llm").num_layers
+        self._num_encoders = len(spec.encoders)
+        self._trained_encoders = [own.name for own in spec.encoders if config.model.trained.trains(own.name)]
+        self._cluster, self._trained = config.cluster, config.model.trained
+        self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
+        self._costs, self._batches, self._splits, self._policy = costs, batches, splits, policy
+        self._links = links
+        self._passes = lru_cache(maxsize=1024)(self._sharded_passes)
+        self._parameter_bytes = lru_cache(maxsize=4096)(self._stage_parameter_bytes)
+        self._compiled = lru_cache(maxsize=4096)(_compile)
+        self._text = lru_cache(maxsize=1024)(self._mean_text)
+        self._parts = lru_cache(maxsize=1024)(self._part_times)
+        self._kinds = lru_cache(maxsize=1024)(_distinct_kinds)
+        self._shares = lru_cache(maxsize=4096)(self._hidden_shares)
+        self._best_link = lru_cache(maxsize=4096)(self._least_link)
+
+    def of_batches(
+        self, row: Mapping[str, Any], recomputed: tuple[int, ...], *, mean: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For each batch, the seconds of the LLM's step, [num_batches], and of each pipeline rank's work with what does
+        not hide of its gradient sync, [num_batches, pp].
+
+        `recomputed` is the number of recomputed layers in each stage. With `mean`, the results are those of the mean
+        batch, [1] and [1, pp], whose step is not above the mean of the batches' steps, by Jensen once more.
+        """
+        layout, pp, dp = LayoutKey.of_row(row, "llm_"), row["llm_pp"], row["llm_dp"]
+        count = row["num_microbatches"]
+        layers = llm_layers(row, self._splits, self._num_layers)
+        of_parts = self._parts(layout, dp, count, any(recomputed), mean)
+        if SHARDINGS[row["llm_sharding"]].gathers:
+            passes = zip(self._passes(layout, row["llm_shards"], recomputed[0]), of_parts, strict=True)
+            forward_s, backward_s = (own.seconds(of_part)[:, None] for own, of_part in passes)
+        else:
+            kinds, places = self._kinds(layout, layers, recomputed)
+            forward_s, backward_s = (
+                np.stack([kind.total(of_part) for kind in kinds], axis=1).take(places, axis=1) for of_part in of_parts
+            )
+        splits_backward = SCHEDULES[row["schedule"]].splits_backward
+        # The weights of a frozen module have no gradients, so its backward has no weight part.
+        weight_share = WEIGHT_SHARE if self._trained.trains("llm") else 0.0
+        sync_s = self._sync_s(row, layers)
+        early_s, late_s = sync_s * self._shares(layout, row["llm_shards"], layers)
+        rest_s = sync_s - early_s - late_s
+        placement = PLACEMENTS[row["placement"]]
+        if self._num_encoders and placement.has_bridges:
+            # The late parts may run beside the encoders' forward, for which the LLM waits, too, and on ranks that first
+            # encode everything the early parts may run beside the encoders' backward.
+            sync_s, late_s = sync_s - late_s, 0.0 * late_s
+            if placement.encodes_all_first:
+                sync_s, early_s = rest_s, 0.0 * early_s
+        chain_s = self._chain_s(layout, dp, count, mean, forward_s.shape)
+        num_before = self.num_before(row)
+        sync_s, early_s, late_s = (np.concatenate([np.zeros(num_before), own]) for own in (sync_s, early_s, late_s))
+        compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"], num_before)
+        times = StageTimes(
+            forward_s=_behind(num_before, forward_s),
+            backward_s=_behind(num_before, backward_s),
+            weight_s=_behind(num_before, backward_s * weight_share) if splits_backward else None,
+            chain_s=_behind(num_before, chain_s),
+            bridges=Bridges.none(),
+            sync_s=sync_s,
+            early_sync_s=early_s,
+            late_sync_s=late_s,
+        )
+        step_s = simulate_step_s(compiled, times)
+        of_stages = (forward_s + backward_s).sum(axis=2) + rest_s
+        return step_s, of_stages.reshape(len(of_stages), row["num_chunks"], pp).sum(axis=1)
+
+    def num_before(self, row: Mapping[str, Any]) -> int:
+        """The number of encoder stages before the LLM, by which its order puts off gradients of weights; 0 where the
+        schedule does not put them off."""
+        if not SCHEDULES[row["schedule"]].splits_backward or PLACEMENTS[row["placement"]].shares_ranks:
+            return 0
+        return max((row[f"{encoder}_pp"] for encoder in self._trained_encoders), default=0)
+
+    def _chain_s(
+        self, layout: LayoutKey, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """Seconds of transfers between stages, as a lower bound over the links that may be between them.
+
+        The bound takes the least latency and the largest bandwidth of all these links. The minimum over the links would
+        be concave in the bytes, and Jensen's inequality would not hold.
+        """
+        latency_s, bytes_per_s = self._best_link(dp * layout.num_ranks)
+        num_bytes = self._text(dp, num_microbatches, mean).num_tokens * self.token_bytes
+        return np.repeat((latency_s + num_bytes / bytes_per_s)[:, None], shape[1], axis=1)
+
+    def _least_link(self, num_ranks: int) -> tuple[float, float]:
+        links = [
+            find_link(self._costs.links, self._cluster, "p2p", is_intra)
+            for is_intra in possible_scopes(self._cluster, num_ranks)
+        ]
+        return min(link.latency_s for link in links), max(link.bytes_per_s for link in links)
+
+    def _sharded_passes(self, layout: LayoutKey, shards: int, num_recomputed: int) -> tuple[ShardedPass, ShardedPass]:
+        return self._links.passes("llm", layout, np.array([shards]), num_recomputed)
+
+    def sync_s(self, row: Mapping[str, Any], layers: tuple[int, ...]) -> float:
+        """Seconds of the longest gradient sync of the LLM's stages."""
+        return float(self._sync_s(row, layers).max())
+
+    def _sync_s(self, row: Mapping[str, Any], layers: tuple[int, ...]) -> np.ndarray:
+        """Seconds of each stage's gradient sync, [num_stages]."""
+        if not self._trained.trains("llm"):
+            return np.zeros(len(layers))
+        latency_s, byte_s = self._links.of_row(row, "llm")
+        return latency_s + self._parameter_bytes(LayoutKey.of_row(row, "llm_"), layers) * byte_s
+
+    def _hidden_shares(self, layout: LayoutKey, shards: int, layers: tuple[int, ...]) -> np.ndarray:
+        """`LeastLinks.hidden_shares` of each stage, [2, num_stages]."""
+        kinds, places = self._kinds(layout, layers, (0,) * len(layers))
+        return np.column_stack([self._links.hidden_shares(kind, np.array([shards])) for kind in kinds])[:, places]
+
+    def _stage_parameter_bytes(self, layout: LayoutKey, layers: tuple[int, ...]) -> np.ndarray:
+        return np.array([self._costs.stage_parameter_bytes(kind) for kind in stage_kinds("llm", layout, layers)])
+
+    def _mean_text(self, dp: int, num_microbatches: int, mean: bool) -> Loads:
+        """The LLM's loads on the mean replica, [num_batches, num_microbatches]; with `mean` those of the mean batch,
+        [1, num_microbatches]."""
+        if not mean:
+            return self._batches.mean_text(self._policy, dp, num_microbatches)
+        return Loads(*(load.mean(axis=0, keepdims=True) for load in self._text(dp, num_microbatches, False)))
+
+    def _part_times(
+        self, layout: LayoutKey, dp: int, num_microbatches: int, recomputes: bool, mean: bool
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Forward and backward seconds of the LLM's parts on the mean replica, [num_batches, num_microbatches]."""
+        text = self._text(dp, num_microbatches, mean)
+        return self._costs.part_times("llm", layout, text, ALL_PARTS if recomputes else PARTS)
+
+
+def _distinct_kinds(
+    layout: LayoutKey, layers: tuple[int, ...], recomputed: tuple[int, ...]
+) -> tuple[list[StageKind], np.ndarray]:
+    """The distinct kinds of the LLM's stages, and the index of each stage's kind, [num_stages]."""
+    kinds = stage_kinds("llm", layout, layers, recomputed)
+    distinct = list(dict.fromkeys(kinds))
+    return distinct, np.array([distinct.index(kind) for kind in kinds])
+
+
+def _behind(num_before: int, seconds: np.ndarray) -> np.ndarray:
+    """The stages' times after those of `num_before` encoder stages that take no time, [num_batches, num_nodes,
+    num_microbatches]."""
+    if not num_before:
+        return seconds
+    num_batches, num_nodes, num_microbatches = seconds.shape
+    behind = np.zeros((num_batches, num_before + num_nodes, num_microbatches))
+    behind[:, num_before:] = seconds
+    return behind
+
+
+def _compile(pp: int, num_microbatches: int, schedule: str, num_chunks: int, num_before: int) -> CompiledPlan:
+    encoders = (Grid(module="encoder", num_ranks=num_before, pp=num_before),) if num_before else ()
+    return compile_plan(
+        Plan(
+            placement=DISJOINT.name,
+            grids=(*encoders, Grid(module="llm", num_ranks=pp, pp=pp, rank_offset=num_before)),
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            num_chunks=num_chunks,
+        )
+    )

@@ -1,0 +1,168 @@
+"""Recompute just enough: how many layers of each stage of a plan are recomputed in backward so that the plan fits.
+
+A recomputed layer keeps only its input, and computes its forward again in backward. A plan that fits without recomputed
+layers has none; in any other plan, each device recomputes the fewest layers with which it fits. Where encoders share
+the LLM's devices, the same share of their layers is recomputed on all devices, and LLM layers are recomputed only after
+all of the encoders'. For encoders are narrower, so they free more memory for each second of computing, and they hold
+more microbatches at a time.
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dflop.models import ModelSpec
+from dflop.plan import PLACEMENTS, SCHEDULES, Plan
+from dflop.plan.trained import TrainedSet
+from dflop.search.candidate import PlanPricer
+
+__all__ = ["JustEnough", "may_recompute", "of_stages", "with_recomputed"]
+
+# By module, a number of layers on each of its pipeline ranks, [pp].
+Counts = Mapping[str, np.ndarray]
+# Where a single sample needs more memory than whole batches, all devices recompute one such fraction of their layers
+# more, until the sample fits. `JustEnough.fewer` goes down by the same fraction.
+_PARTS = 8
+
+
+def may_recompute(schedule: str, pinned: bool | None) -> bool:
+    """Whether plans with this schedule may recompute layers; `pinned` is `plan.fixed.checkpointing`."""
+    return SCHEDULES[schedule].allows_checkpointing and pinned is not False
+
+
+def with_recomputed(plan: Plan, counts: Counts, spec: ModelSpec) -> Plan:
+    """The plan with `counts` layers recomputed on each device. A device's chunks get them in turns."""
+    if not any(own.any() for own in counts.values()):
+        return replace(plan, grids=tuple(replace(grid, recomputed=()) for grid in plan.grids), checkpointing=False)
+    grids, is_everything = [], True
+    for grid in plan.grids:
+        layers = tuple(len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers))
+        recomputed = of_stages(counts[grid.module], layers)
+        grids.append(replace(grid, recomputed=recomputed))
+        is_everything &= recomputed == layers
+    if is_everything:
+        grids = [replace(grid, recomputed=()) for grid in grids]
+    return replace(plan, grids=tuple(grids), checkpointing=True)
+
+
+def of_stages(counts: np.ndarray, layers: Sequence[int]) -> tuple[int, ...]:
+    """How many layers each stage recomputes where each pipeline rank recomputes `counts` [pp] layers.
+
+    `layers` is the number of layers in each stage.
+    """
+    if len(counts) == len(layers):
+        return tuple(map(min, counts.tolist(), layers))
+    pp, recomputed = len(counts), [0] * len(layers)
+    for device, count in enumerate(counts.tolist()):
+        recomputed[device::pp] = _in_turns(count, layers[device::pp])
+    return tuple(recomputed)
+
+
+def _in_turns(count: int, most: Sequence[int]) -> list[int]:
+    """`count` divided into shares by handing it out one by one, none above its entry in `most`."""
+    shares = [0] * len(most)
+    while sum(shares) < min(count, sum(most)):
+        for place, end in enumerate(most):
+            shares[place] += sum(shares) < count and shares[place] < end
+    return shares
+
+
+class JustEnough:
+    """Finds the layers to recompute in plans, on devices of `limit_bytes`."""
+
+    def __init__(self, spec: ModelSpec, trained: TrainedSet, limit_bytes: float) -> None:
+        self._spec, self._trained, self._limit_bytes = spec, trained, limit_bytes
+
+    def of(self, pricer: PlanPricer) -> PlanPricer | None:
+        """The pricer of the plan with just enough layers recomputed, and no fewer than it already recomputes.
+
+        None where the plan does not fit even with all layers recomputed.
+        """
+        most = {grid.module: self._num_layers(pricer.plan, grid.module) for grid in pricer.plan.grids}
+        everything = self._recomputing(pricer, most)
+        fullest, needed_bytes = everything.fullest_batch()
+        if max(needed_bytes, everything.alone_bytes()) > self._limit_bytes:
+            # Recomputing a device's last layer frees no memory at that device's peak, and keeps the layer's input, too.
+            most = {module: np.maximum(own - 1, 0) for module, own in most.items()}
+            everything = self._recomputing(pricer, most)
+            fullest, needed_bytes = everything.fullest_batch()
+            if max(needed_bytes, everything.alone_bytes()) > self._limit_bytes:
+                return None
+        counts, batches = {module: self._recomputed(pricer.plan, module, end) for module, end in most.items()}, set()
+        while needed_bytes > self._limit_bytes or not batches:
+            if fullest in batches:  # orders that fill bubbles depend on free memory: fewer layers may then not fit
+                return everything
+            batches.add(fullest)
+            counts = self._fewest(pricer, batches, counts, most)
+            enough = self._recomputing(pricer, counts)
+            fullest, needed_bytes = enough.fullest_batch()
+        while enough.alone_bytes() > self._limit_bytes:
+            counts = {module: np.minimum(counts[module] - (-end // _PARTS), end) for module, end in most.items()}
+            enough = self._recomputing(pricer, counts)
+        return enough
+
+    def fewer(self, pricer: PlanPricer) -> Iterator[PlanPricer]:
+        """The plan with ever fewer recomputed layers, by an eighth of them at a time: first of the LLM's, then of the
+        encoders'."""
+        most = {grid.module: self._num_layers(pricer.plan, grid.module) for grid in pricer.plan.grids}
+        counts = {module: self._recomputed(pricer.plan, module, end) for module, end in most.items()}
+        of_llm, of_encoders = {"llm": counts["llm"]}, {module: own for module, own in counts.items() if module != "llm"}
+        for own in (of_llm, of_encoders):
+            for parts in reversed(range(_PARTS) if any(count.any() for count in own.values()) else ()):
+                yield self._recomputing(
+                    pricer, counts | {module: each * parts // _PARTS for module, each in own.items()}
+                )
+            counts |= {module: 0 * each for module, each in own.items()}
+
+    def _num_layers(self, plan: Plan, module: str) -> np.ndarray:
+        """How many layers of a module each of its pipeline ranks can recompute, [pp]."""
+        pp = plan.grid(module).pp
+        if not self._trained.has_backward(module):
+            return np.zeros(pp, dtype=int)
+        layers = plan.layers_of(module, self._spec.module(module).num_layers)
+        return np.array([len(part) for part in layers]).reshape(-1, pp).sum(axis=0)
+
+    def _recomputed(self, plan: Plan, module: str, most: np.ndarray) -> np.ndarray:
+        """How many layers of a module each of its pipeline ranks recomputes, at most `most`, [pp]."""
+        recomputed = plan.recomputed_of(module, self._spec.module(module).num_layers)
+        return np.minimum(np.reshape(recomputed, (-1, len(most))).sum(axis=0), most)
+
+    def _recomputing(self, pricer: PlanPricer, counts: Counts) -> PlanPricer:
+        return pricer.recomputing(with_recomputed(pricer.plan, counts, self._spec))
+
+    def _fewest(self, pricer: PlanPricer, batches: Collection[int], least: Counts, most: Counts) -> Counts:
+        """The fewest layers, from `least` to `most`, with which these batches fit."""
+        encoders = {module: own for module, own in most.items() if module != "llm"}
+        if PLACEMENTS[pricer.plan.placement].shares_ranks and encoders:
+            # All devices recompute the same share of the encoders' layers.
+            num_levels = max(1, *(own.max() for own in encoders.values()))
+            first = min(int(least[name].min()) * num_levels // max(1, own.max()) for name, own in encoders.items())
+            levels = [
+                least | {name: np.maximum(least[name], -(-level * own // num_levels)) for name, own in encoders.items()}
+                for level in range(first, num_levels + 1)
+            ]
+
+            def fits(level: int) -> bool:
+                needed = self._recomputing(pricer, levels[level]).bytes_along_pipeline(batches)
+                return max(own.max() for own in needed.values()) <= self._limit_bytes
+
+            level = bisect_left(range(len(levels)), True, key=fits)
+            if level < len(levels):
+                return levels[level]
+            least = levels[-1]
+        return self._of_devices(pricer, batches, least, most)
+
+    def _of_devices(self, pricer: PlanPricer, batches: Collection[int], fewest: Counts, enough: Counts) -> Counts:
+        """For each device, the fewest layers from `fewest` to `enough` with which it fits; all of `enough` fit."""
+        while any((fewest[module] < enough[module]).any() for module in enough):
+            counts = {module: (fewest[module] + own) // 2 for module, own in enough.items()}
+            needed = self._recomputing(pricer, counts).bytes_along_pipeline(batches)
+            fits = {module: own <= self._limit_bytes for module, own in needed.items()}
+            enough = {module: np.where(fits[module], counts[module], own) for module, own in enough.items()}
+            fewest = {
+                module: np.minimum(np.where(fits[module], own, counts[module] + 1), enough[module])
+                for module, own in fewest.items()
+            }
+        return enough

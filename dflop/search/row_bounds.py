@@ -1,0 +1,188 @@
+"""Lower bounds of a row of the search space before it is priced: of its memory and of its step time.
+
+Values for the LLM alone are computed once for all rows with the same layout of it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from dflop.models import ModelSpec
+from dflop.plan import PLACEMENTS, Plan
+from dflop.search.encoder_bounds import DealtMedia
+from dflop.search.memory_bounds import LeastMemory
+from dflop.search.pipeline_bounds import MeanPipelines
+from dflop.search.recompute import may_recompute
+from dflop.search.space import Splits, llm_layers, plan_of
+from dflop.search.step_bounds import LowerBounds
+
+__all__ = ["MARGIN", "Row", "RowBounds"]
+
+# Bounds are summed in another order than prices, so rounding can put a bound above the price, or above the bytes. With
+# this margin such a plan is not dropped.
+MARGIN = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row by its number in the table, with its values.
+
+    `choices` say whether its plan may recompute no layers (False) or all (True); with both, also any number between.
+    `layers` is the number of layers in each of the LLM's stages, and `recomputed` the least number of them that have to
+    be recomputed. `encoders_again` is the least share of the encoders' layers that has to be recomputed.
+    """
+
+    number: int
+    values: dict[str, Any]
+    choices: tuple[bool, ...]
+    layers: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    encoders_again: float = 0.0
+
+    def with_all(self, recomputes: bool) -> "Row":
+        """The row whose plan recomputes all layers, or none."""
+        recomputed = self.layers if recomputes else (0,) * len(self.layers)
+        return replace(self, choices=(recomputes,), recomputed=recomputed, encoders_again=float(recomputes))
+
+
+class RowBounds:
+    """Bounds of rows, on devices with `limit_bytes` of memory; `pinned` is `plan.fixed.checkpointing`."""
+
+    def __init__(
+        self,
+        rows: pl.DataFrame,
+        splits: Splits,
+        num_layers: int,
+        bounds: LowerBounds,
+        pipelines: MeanPipelines,
+        media: DealtMedia,
+        memory: LeastMemory,
+        *,
+        limit_bytes: float,
+        pinned: bool | None,
+    ) -> None:
+        self._rows, self._columns = rows, rows.columns  # polars makes a new list at each access
+        self._splits, self._num_layers = splits, num_layers
+        self._bounds, self._pipelines, self._media, self._memory = bounds, pipelines, media, memory
+        self._limit_bytes, self._pinned = limit_bytes * MARGIN, pinned
+        self._llm_place = bounds.llm_place.tolist()
+        # For each layout of the LLM: bytes of its stages, and the result of `llm_bytes`; its rows' choices, its layers,
+        # and how many of them have to be recomputed; and the step of its mean pipeline, on the mean batch and on each
+        # batch.
+        self._llm_bytes: dict[tuple[int, bool], np.ndarray] = {}
+        self._most_bytes: dict[tuple[int, bool], float] = {}
+        self._of_llms: dict[int, tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]] = {}
+        self._mean_s: dict[tuple[int, int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
+        self._each_s: dict[tuple[int, int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
+        # For each row, the result of `recomputing`; and the seconds that its encoders add, with a share of their layers
+        # recomputed.
+        self._beside_encoders: dict[int, Row] = {}
+        self._adds_s: dict[tuple[int, float], np.ndarray | float] = {}
+
+    def row(self, number: int) -> Row:
+        """The row with this number, with the layers that have to be recomputed so that the LLM alone fits."""
+        values = dict(zip(self._columns, self._rows.row(number), strict=True))
+        place = self._llm_place[number]
+        if place not in self._of_llms:
+            self._of_llms[place] = self._look_at_llm(number, values)
+        return Row(number, values, *self._of_llms[place])
+
+    def _look_at_llm(
+        self, number: int, values: dict[str, Any]
+    ) -> tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]:
+        """The row's choices, its LLM's layers, and how many of them have to be recomputed at least."""
+        layers = llm_layers(values, self._splits, self._num_layers)
+        nothing = (0,) * len(layers)
+        if self._pinned is not None or not may_recompute(values["schedule"], self._pinned):
+            pinned = bool(self._pinned)
+            return (pinned,), layers, layers if pinned else nothing
+        row = Row(number, values, (False, True), layers, nothing)
+        if self.llm_bytes(row, False) <= self._limit_bytes or self.llm_bytes(row, True) > self._limit_bytes:
+            return row.choices, layers, nothing
+        return row.choices, layers, self._memory.least_recomputed(values, self._limit_bytes, self._ends(row))
+
+    def llm_bytes(self, row: Row, recomputes: bool) -> float:
+        """The least bytes of a device for the LLM alone, with all layers recomputed or none."""
+        key = self._llm_place[row.number], recomputes
+        if key not in self._most_bytes:
+            self._most_bytes[key] = self._memory.costs.held_bytes(float(self._of_llm(row, recomputes).max()))
+        return self._most_bytes[key]
+
+    def device_bytes(self, row: Row, recomputes: bool) -> float:
+        """The least bytes of a device for all its modules, with all layers recomputed or none."""
+        return self._memory.least_bytes(row.values, self._of_llm(row, recomputes), recomputes=recomputes)
+
+    def recomputing(self, row: Row) -> Row:
+        """The row with the layers that have to be recomputed, when its plan without recomputed layers does not fit.
+
+        Where encoders share the LLM's devices, all their layers are recomputed before any of the LLM's.
+        """
+        if not PLACEMENTS[row.values["placement"]].shares_ranks:
+            return row
+        if row.number not in self._beside_encoders:
+            self._beside_encoders[row.number] = self._recomputing(row)
+        return self._beside_encoders[row.number]
+
+    def _recomputing(self, row: Row) -> Row:
+        recomputed = self._memory.least_recomputed(row.values, self._limit_bytes, self._ends(row), beside_encoders=True)
+        if any(recomputed):
+            return replace(row, recomputed=recomputed, encoders_again=1.0)
+        of_llm = self._of_llm(row, False)
+        return replace(row, encoders_again=self._memory.least_of_encoders(row.values, of_llm, self._limit_bytes))
+
+    def least_plan(self, row: Row, spec: ModelSpec) -> Plan:
+        """The row's plan with no more recomputed layers than the row says have to be."""
+        plan, grids = plan_of(row.values, self._splits), []
+        for grid in plan.grids:
+            recomputed = row.recomputed
+            if grid.module != "llm":
+                layers = plan.layers_of(grid.module, spec.module(grid.module).num_layers)
+                recomputed = tuple(int(row.encoders_again * len(own)) for own in layers)
+            grids.append(replace(grid, recomputed=recomputed))
+        if not any(any(grid.recomputed) for grid in grids):
+            return plan
+        return replace(plan, grids=tuple(grids), checkpointing=True)
+
+    def mean_s(self, row: Row) -> float:
+        """A lower bound of the mean step time over the batches, by the LLM's mean pipeline on the mean batch."""
+        key = self._pipeline(row)
+        if key not in self._mean_s:
+            self._mean_s[key] = self._pipelines.of_batches(row.values, row.recomputed, mean=True)
+        (bound_s,) = self._bounds.of_pipeline(row.number, *self._mean_s[key], encoders_again=row.encoders_again)
+        return float(bound_s)
+
+    def batches_s(self, row: Row) -> np.ndarray:
+        """A lower bound of each batch's step time, by the LLM's mean pipeline on that batch, [num_batches]."""
+        return self._bounds.of_pipeline(row.number, *self._each(row), encoders_again=row.encoders_again)
+
+    def dealt_s(self, row: Row) -> np.ndarray:
+        """As `batches_s`, but tighter: with the time of each batch's media, as dealt among the encoders' replicas."""
+        adds_key = row.number, row.encoders_again
+        if adds_key not in self._adds_s:
+            sync_s = self._pipelines.sync_s(row.values, row.layers)
+            self._adds_s[adds_key] = self._media.adds_s(row.values, row.encoders_again, sync_s)
+        how = {"encoders_again": row.encoders_again, "adds_s": self._adds_s[adds_key]}
+        return self._bounds.of_pipeline(row.number, *self._each(row), **how)
+
+    def _each(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
+        """The LLM's mean pipeline on each batch (`MeanPipelines.of_batches`)."""
+        key = self._pipeline(row)
+        if key not in self._each_s:
+            self._each_s[key] = self._pipelines.of_batches(row.values, row.recomputed)
+        return self._each_s[key]
+
+    def _of_llm(self, row: Row, recomputes: bool) -> np.ndarray:
+        key = self._llm_place[row.number], recomputes
+        if key not in self._llm_bytes:
+            self._llm_bytes[key] = self._memory.of_llm(row.values, row.with_all(recomputes).recomputed)
+        return self._llm_bytes[key]
+
+    def _ends(self, row: Row) -> list[np.ndarray]:
+        """The LLM's bytes with no layer recomputed, and with all of them."""
+        return [self._of_llm(row, recomputes) for recomputes in (False, True)]
+
+    def _pipeline(self, row: Row) -> tuple[int, int, tuple[int, ...]]:
+        """The key of everything that the LLM's mean pipeline depends on."""
+        return self._llm_place[row.number], self._pipelines.num_before(row.values), row.recomputed

@@ -1,0 +1,303 @@
+"""Lower bounds of the step time over all assignments of a batch, for every row of the search space at once.
+
+Part times are convex in a microbatch's loads, so a replica's microbatches take at least as long as if each held the
+mean (Jensen). A stage also waits until the first microbatch has come through the stages before it, and after its last
+backward the stages before it still have theirs to do; no microbatch is smaller than the smallest sample. And every
+sample has to pass the whole pipeline, forwards and backwards. Layers count without recomputing, unless a caller says
+what share of the encoders' layers is recomputed. Rows that the bounds rule out are never simulated.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import polars as pl
+
+from dflop.costs import PARTS, CostModel, Loads, StageKind, stage_kinds
+from dflop.models import ModelSpec, ModuleSpec
+from dflop.plan import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.plan.layout_key import LayoutKey, ModuleLayout
+from dflop.schedule import loads_of
+from dflop.search.link_bounds import LeastLinks
+from dflop.search.space import Splits, even_layers, sharding_columns
+from dflop.shapes import SampleShapes
+
+__all__ = ["LowerBounds", "lower_bounds"]
+
+_LLM_KEYS = (
+    *ModuleLayout.columns("llm"),
+    *sharding_columns("llm"),
+    "num_microbatches",
+    "schedule",
+    "num_chunks",
+    "balanced",
+    "placement",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderBounds:
+    """Bounds for one encoder in seconds, [num_keys, num_batches]. `place` [num_rows] is the index of each row's key.
+
+    `alone_s` is a bound of the step by itself. Where the encoder shares ranks, `shared_s` is the least mean time that
+    it adds to these ranks, and `least_s` the least time that it adds to each of them.
+    """
+
+    place: np.ndarray
+    alone_s: np.ndarray
+    shared_s: np.ndarray
+    least_s: np.ndarray
+
+    def means(self) -> "EncoderBounds":
+        """The means over the batches, [num_keys, 1]."""
+        seconds = {name: getattr(self, name).mean(axis=1, keepdims=True) for name in ("alone_s", "shared_s", "least_s")}
+        return EncoderBounds(place=self.place, **seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowerBounds:
+    """Bounds for the LLM in seconds, [num_keys], and those for every encoder. `llm_place` [num_rows] is the index of
+    each row's key.
+
+    `llm_s` is a bound of the step by itself. Where modules share ranks, the sum of `llm_shared_s` and the encoders'
+    `shared_s` is one. The LLM's values bound the mean over the batches, but no single batch. So they are compared with
+    the encoders' means only: the mean over batches of the larger of both would be no bound.
+    """
+
+    llm_place: np.ndarray
+    placement: np.ndarray
+    llm_s: np.ndarray
+    llm_shared_s: np.ndarray
+    encoders: tuple[EncoderBounds, ...]
+    encoder_means: tuple[EncoderBounds, ...]
+    # The same for encoders whose layers are all recomputed.
+    encoders_again: tuple[EncoderBounds, ...]
+    encoder_means_again: tuple[EncoderBounds, ...]
+
+    def means(self) -> np.ndarray:
+        """A lower bound of every row's mean step time over the batches, [num_rows]."""
+        alone_s, together_s = np.zeros(len(self.llm_place)), self.llm_shared_s[self.llm_place]
+        for own in self.encoder_means:
+            alone_s = np.maximum(alone_s, own.alone_s[own.place, 0])
+            together_s = together_s + own.shared_s[own.place, 0]
+        sharing = [name for name, placement in PLACEMENTS.items() if placement.shares_ranks]
+        return np.maximum(self.llm_s[self.llm_place], np.where(np.isin(self.placement, sharing), together_s, alone_s))
+
+    def of_pipeline(
+        self,
+        row: int,
+        step_s: np.ndarray,
+        rank_s: np.ndarray,
+        *,
+        encoders_again: float = 0.0,
+        adds_s: np.ndarray | float = 0.0,
+    ) -> np.ndarray:
+        """A lower bound of a row's step for each batch, [num_batches], or for the mean batch, [1].
+
+        It is made from the LLM alone (`MeanPipelines`) on these batches: its step time `step_s` [num_batches], and its
+        work on each pipeline rank `rank_s` [num_batches, pp]. At least the share `encoders_again` of each encoder's
+        layers is recomputed. `adds_s` is the least time that encoders add to the LLM's step as their media are dealt
+        (`DealtMedia`).
+
+        Where an encoder's passes run before and after the LLM's on every rank, the least that any rank computes of them
+        adds to the LLM's step. Where they run between the LLM's, they at least do not shorten it. No rank works longer
+        than the step, for all its modules together; this also holds for the mean over all ranks with encoders.
+        """
+        placement = PLACEMENTS[self.placement[row]]
+        alone_s, shared_s, least_s = 0.0, 0.0, 0.0
+        plain, again = self.encoders, self.encoders_again
+        if len(step_s) == 1:
+            plain, again = self.encoder_means, self.encoder_means_again
+        for own, with_all in zip(plain, again, strict=True):
+            place = own.place[row]
+            own_s = own.alone_s[place], own.shared_s[place], own.least_s[place]
+            if encoders_again:  # every recomputed layer adds the same time
+                with_all_s = np.array([with_all.alone_s[place], with_all.shared_s[place], with_all.least_s[place]])
+                own_s = own_s + encoders_again * (with_all_s - own_s)
+            alone_s = np.maximum(alone_s, own_s[0])
+            shared_s, least_s = shared_s + own_s[1], least_s + own_s[2]
+        if not placement.shares_ranks:
+            return np.maximum(step_s + adds_s, alone_s)
+        if placement.encodes_all_first:
+            step_s = step_s + np.maximum(least_s, adds_s)
+        num_carriers = len(placement.encoder_stages(rank_s.shape[1]))
+        return np.maximum(step_s, rank_s[:, :num_carriers].sum(axis=1) / num_carriers + shared_s)
+
+
+def lower_bounds(
+    rows: pl.DataFrame,
+    batches: Sequence[SampleShapes],
+    costs: CostModel,
+    spec: ModelSpec,
+    splits: Splits,
+    links: LeastLinks,
+) -> LowerBounds:
+    """The bounds of every row of the space, on these batches."""
+    trained = links.trained
+    llm_keys, llm_place = _distinct(rows, _LLM_KEYS)
+    llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links, not trained.trains("llm"))
+    encoders, again = [], []
+    for encoder in spec.encoders:
+        own = (*ModuleLayout.columns(encoder.name), *sharding_columns(encoder.name))
+        keys, place = _distinct(rows, (*own, "num_microbatches"))
+        is_frozen = not trained.trains(encoder.name)
+        for found, recomputes in (encoders, False), (again, not is_frozen):
+            bounds = _encoder_bounds(encoder, keys, batches, costs, links, is_frozen, recomputes)
+            found.append(EncoderBounds(place=place, **bounds))
+    return LowerBounds(
+        llm_place=llm_place,
+        placement=rows["placement"].cast(pl.String).to_numpy(),
+        llm_s=llm_s,
+        llm_shared_s=llm_shared_s,
+        encoders=tuple(encoders),
+        encoder_means=tuple(own.means() for own in encoders),
+        encoders_again=tuple(again),
+        encoder_means_again=tuple(own.means() for own in again),
+    )
+
+
+def _distinct(rows: pl.DataFrame, columns: Sequence[str]) -> tuple[pl.DataFrame, np.ndarray]:
+    """The distinct values of these columns with their index `place`, and the index of each row's, [num_rows]."""
+    keys = rows.select(columns).unique(maintain_order=True).with_row_index("place")
+    places = rows.select(columns).join(keys, on=columns, how="left", maintain_order="left")
+    return keys, places["place"].to_numpy()
+
+
+def _over(loads: Sequence[Loads], function: Callable[[np.ndarray], float]) -> Loads:
+    """`function` of the samples' loads in each batch, for each kind of load, [num_batches]."""
+    return Loads(*(np.array([function(load) for load in column]) for column in zip(*loads, strict=True)))
+
+
+def _llm_bounds(
+    keys: pl.DataFrame,
+    batches: Sequence[SampleShapes],
+    costs: CostModel,
+    spec: ModelSpec,
+    splits: Splits,
+    links: LeastLinks,
+    is_frozen: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The LLM's `llm_s` and `llm_shared_s` (`LowerBounds`), [num_keys].
+
+    Both bound the mean over the batches (by Jensen's inequality once more), but no single batch. This is one long
+    function so that everything that is computed once for a kind of rows stands beside the loop that needs it.
+    """
+    texts = [loads_of("llm", shapes) for shapes in batches]
+    total, least = (
+        Loads(*(load.mean(keepdims=True) for load in _over(texts, function))) for function in (np.sum, np.min)
+    )
+    bound_s, shared_s = np.zeros((len(keys), 1)), np.zeros((len(keys), 1))
+    num_layers = spec.module("llm").num_layers
+    everywhere = [name for name, placement in PLACEMENTS.items() if placement.uses_all_ranks]
+    for sizes, own in keys.group_by(LayoutKey.columns("llm_")):
+        layout = LayoutKey(*sizes)
+        least_forward_s, least_backward_s = costs.part_times("llm", layout, least, PARTS)
+        whole = StageKind.whole("llm", layout, num_layers)
+        chain_s = {
+            is_split: np.mean([_chain_s(costs, whole, loads, is_split) for loads in texts])
+            for is_split in (False, True)
+        }
+        buckets, inverse = np.unique((own["llm_dp"] * own["num_microbatches"]).to_numpy(), return_inverse=True)
+        mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
+        forward_s, backward_s = costs.part_times("llm", layout, mean, PARTS)
+        part_s = {part: forward_s[part] + backward_s[part] for part in PARTS}
+        total_s = lru_cache(partial(StageKind.total, of_part=part_s))  # few kinds make up all stages
+        own = own.with_columns(bucket=inverse).with_row_index("at")
+        columns = ("place", "bucket", "llm_dp", "num_microbatches", "llm_shards")
+        values = [own[column].to_numpy() for column in columns]
+        uses_all = np.isin(own["placement"].cast(pl.String).to_numpy(), everywhere)
+        alike = own.group_by("llm_pp", "schedule", "num_chunks", "balanced", "llm_sharding").agg("at")
+        for pp, schedule, num_chunks, balanced, sharding, rows in alike.iter_rows():
+            num_stages = pp * num_chunks
+            layers = splits[layout, pp] if balanced else even_layers(num_layers, num_stages)
+            kinds = stage_kinds("llm", layout, layers)
+            place, at, dp, count, shards = (column[rows] for column in values)
+            count = count[:, None]
+            is_split = SCHEDULES[schedule].splits_backward
+            latency_s, byte_s = links.sync(dp, layout, shards)
+            best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
+            for stage in range(pp):
+                chunks = kinds[stage::pp]
+                if SHARDINGS[sharding].gathers:
+                    passes = zip(links.passes("llm", layout, shards), (forward_s, backward_s), strict=True)
+                    busy_s = count * sum(own.seconds({part: s[at] for part, s in of.items()}) for own, of in passes)
+                else:
+                    busy_s = count * sum(map(total_s, chunks))[at]
+                # What is left of the sync when what may hide is hidden.
+                rests = [1 - links.hidden_shares(kind, shards).sum(axis=0) for kind in chunks]
+                size = sum(costs.stage_parameter_bytes(kind) * rest for kind, rest in zip(chunks, rests, strict=True))
+                sync_s = 0.0 if is_frozen else (latency_s * np.min(rests, axis=0) + size * byte_s)[:, None]
+                best = np.maximum(best, before_s + busy_s + np.maximum(sync_s, after_s))
+                together = together + busy_s + sync_s
+                if stage == 0:
+                    first_s = busy_s
+                before_s = before_s + kinds[stage].total(least_forward_s)
+                if not is_split:
+                    after_s = after_s + kinds[stage].total(least_backward_s)
+            bound_s[place] = np.maximum(best, chain_s[is_split])
+            shared_s[place] = np.where(uses_all[rows, None], together / pp, first_s)
+    return bound_s[:, 0], shared_s[:, 0]
+
+
+def _encoder_bounds(
+    encoder: ModuleSpec,
+    keys: pl.DataFrame,
+    batches: Sequence[SampleShapes],
+    costs: CostModel,
+    links: LeastLinks,
+    is_frozen: bool,
+    recomputes: bool,
+) -> dict[str, np.ndarray]:
+    """The fields of `EncoderBounds` without `place`, [num_keys, num_batches].
+
+    Each sample's items go to the replica with the fewest, so every replica has at least the mean number of items less
+    those of the largest sample (Graham 1969).
+    """
+    name = encoder.name
+    items = [loads_of(name, shapes) for shapes in batches]
+    total, largest = _over(items, np.sum), _over(items, np.max)
+    alone_s, shared_s, least_s = (np.zeros((len(keys), len(batches))) for _ in range(3))
+    for sizes, own in keys.group_by(LayoutKey.columns(f"{name}_")):
+        layout = LayoutKey(*sizes)
+        dp, count = (own[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
+        place = own["place"].to_numpy()
+        part_s, least_part_s = (
+            _items_s(costs, name, layout, Loads(*(load / count for load in loads)), is_frozen)
+            for loads in (
+                [load / dp for load in total],
+                # This does not hold for the squares of runs, since replicas are chosen by their items: they count as 0.
+                [np.maximum(total.num_items / dp - largest.num_items, 0.0), *(0.0 * dp * load for load in total[1:])],
+            )
+        )
+        for (pp,), group in own.with_row_index("at").group_by(f"{name}_pp"):
+            at = group["at"].to_numpy()
+            own_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
+            shards = own[f"{name}_shards"].to_numpy()[at]
+            latency_s, byte_s = links.sync(dp[at, 0], layout, shards)
+            layers = even_layers(encoder.num_layers, pp)
+            for kind in stage_kinds(name, layout, layers, layers if recomputes else ()):
+                busy_s = count[at] * kind.total(own_s)
+                sync_s = latency_s + costs.stage_parameter_bytes(kind) * byte_s
+                rest_s = 0.0 if is_frozen else (sync_s * (1 - links.hidden_shares(kind, shards).sum(axis=0)))[:, None]
+                alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + rest_s)
+                shared_s[place[at]] += busy_s
+                least_s[place[at]] += count[at] * kind.total(own_least_s)
+    return {"alone_s": alone_s, "shared_s": shared_s, "least_s": least_s}
+
+
+def _items_s(costs: CostModel, encoder: str, layout: LayoutKey, loads: Loads, is_frozen: bool) -> dict[str, np.ndarray]:
+    """Seconds of each of the encoder's parts, without their constants, since a replica without items takes no time."""
+    passes = costs.part_times(encoder, layout, loads)
+    resting = costs.part_times(encoder, layout, Loads(*np.zeros((4, 1))))
+    forward_s, backward_s = (
+        {part: seconds[part] - const[part] for part in seconds} for seconds, const in zip(passes, resting, strict=True)
+    )
+    return forward_s if is_frozen else {part: forward_s[part] + backward_s[part] for part in forward_s}
+
+
+def _chain_s(costs: CostModel, whole: StageKind, loads: Loads, is_split: bool) -> float:
+    """Seconds of the slowest sample through all layers and back; with a split backward, without the backward, since
+    gradients of weights may come later."""
+    forward_s, backward_s = costs.stage_time(whole, loads)
+    return float((forward_s + (0.0 if is_split else 1.0) * backward_s).max())

@@ -1,0 +1,191 @@
+"""The sources of a dataset: the config's entries with their defaults filled in, and the files that each one names.
+
+A source's path may be a pattern (`shards-{000..127}.tar`, `*.parquet`), or a YAML file in LLaVA-NeXT's form,
+`datasets: [{json_path, sampling_strategy}, …]`, of which each entry becomes a source.
+"""
+
+import glob
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import accumulate, chain, count
+from pathlib import Path
+from typing import Any
+
+from braceexpand import UnbalancedBracesError, braceexpand
+from yaml import YAMLError, safe_load
+
+from dflop.base import UserError
+from dflop.config import SAMPLING, SAMPLING_FORMS, DataConfig, SourceConfig
+
+__all__ = ["Source", "list_sources"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One manifest of the dataset with its defaults filled in; `path` may be a pattern."""
+
+    name: str
+    path: Path
+    media_root: Path
+    sampling: str = "all"
+    trust_sizes: bool = False
+    evaluation: bool = False
+
+    @property
+    def label(self) -> str:
+        """The manifest's folder and name, up to a pattern's first wildcard. Unlike `name` it does not depend on the
+        other sources."""
+        whole = Path(re.split(r"[*?\[{]", str(self.path))[0])
+        return _plain_names(whole)[:2][-1]
+
+    @property
+    def key(self) -> str:
+        """A digest of the settings that decide which samples this source's records become."""
+        parts = (self.label, str(self.media_root), self.sampling, str(self.trust_sizes))
+        return sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def files(self) -> list[Path]:
+        """The manifest's files, in order.
+
+        Raises:
+            UserError: when there is none.
+        """
+        found: list[Path] = []
+        for pattern, matches in _matches(self.path):
+            if not matches:
+                raise UserError(
+                    f"the manifest {pattern} (source `{self.name}`) does not exist; correct `data.sources` "
+                    f"(relative paths start at {Path.cwd()})"
+                )
+            found += matches
+        return found
+
+
+def _matches(path: Path) -> Iterator[tuple[str, list[Path]]]:
+    """The patterns that a path with braces stands for, each with the files that it matches, in order."""
+    try:
+        patterns = list(braceexpand(str(path)))
+    except UnbalancedBracesError:
+        patterns = [str(path)]
+    for pattern in patterns:
+        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        yield pattern, list(map(Path, matches))
+
+
+def list_sources(data: DataConfig) -> list[Source]:
+    """The configured sources; a list of datasets is replaced by its entries.
+
+    A source has the name that the config gives it. Without one it is named after its manifest, with as many of its
+    folders as are needed to make the name unique (`x-train`). If that is not enough, names are numbered.
+
+    Raises:
+        UserError: when there is no source, or a list of datasets cannot be read.
+    """
+    if not data.sources:
+        raise UserError("`data.sources` is empty; name at least one manifest: `- {path: …/train.json}`")
+    entries = list(chain.from_iterable(map(_open_lists, data.sources)))
+    names = _tell_apart([names for _, names in entries])
+    return [_fill_defaults(entry, name) for (entry, _), name in zip(entries, names, strict=True)]
+
+
+def _tell_apart(choices: Sequence[list[str]]) -> list[str]:
+    """A name for each source: the first of its choices that no other source has, or its last one with a number."""
+    left = list(choices)
+    while shared := {name for name, uses in Counter(names[0] for names in left).items() if uses > 1}:
+        longer = [names[1:] if names[0] in shared and len(names) > 1 else names for names in left]
+        if longer == left:
+            break
+        left = longer
+    unique: list[str] = []
+    for name, *_ in left:
+        numbered = (f"{name}-{number}" for number in count(2))
+        unique.append(next(other for other in chain([name], numbered) if other not in unique))
+    return unique
+
+
+def _open_lists(entry: SourceConfig) -> Iterator[tuple[SourceConfig, list[str]]]:
+    """The entry, or the entries of the list of datasets that it names; each with possible names, the shortest first.
+
+    Raises:
+        UserError: when a list of datasets cannot be read, or its entry has a sampling of its own.
+    """
+    path = Path(entry.path)
+    if path.suffix not in (".yaml", ".yml"):
+        yield entry, [entry.name] if entry.name else _plain_names(path)
+        return
+    if entry.sampling != "all":
+        raise UserError(
+            f"the source {path} is a list of datasets, each with its own `sampling_strategy`; "
+            f"remove `sampling: {entry.sampling}`"
+        )
+    for listed in _read_list(path):
+        manifest = Path(listed["json_path"])
+        if not manifest.is_absolute() and not _is_there(manifest) and _is_there(path.parent / manifest):
+            manifest = path.parent / manifest
+        names = [f"{entry.name}-{name}" if entry.name else name for name in _plain_names(manifest)]
+        yield replace(entry, path=str(manifest), sampling=listed.get("sampling_strategy", "all")), names
+
+
+def _is_there(path: Path) -> bool:
+    return any(matches for _, matches in _matches(path))
+
+
+def _read_list(path: Path) -> list[dict[str, Any]]:
+    """The entries of a list of datasets, checked.
+
+    Raises:
+        UserError: naming the file, and the entry that is wrong.
+    """
+    try:
+        content = safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"the list of datasets {path} does not exist; correct `data.sources` (relative paths start at {Path.cwd()})"
+        ) from None
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise UserError(f"the list of datasets {path} cannot be read: {' '.join(str(error).split())}") from None
+    entries = content.get("datasets") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{path} must hold `datasets:`, a list of entries with `json_path` and `sampling_strategy`")
+    for index, entry in enumerate(entries):
+        where = f"{path}: `datasets[{index}]"
+        if not isinstance(entry, dict) or not isinstance(entry.get("json_path"), str):
+            raise UserError(f"{where}` is {entry!r}; it must hold `json_path`, a manifest's path")
+        unknown = sorted(map(str, set(entry) - {"json_path", "sampling_strategy"}))
+        if unknown:
+            raise UserError(f"{where}.{unknown[0]}` is unknown; an entry holds `json_path` and `sampling_strategy`")
+        sampling = entry.get("sampling_strategy", "all")
+        if not isinstance(sampling, str) or not SAMPLING.fullmatch(sampling):
+            raise UserError(f"{where}.sampling_strategy` is {sampling!r}; it must be {SAMPLING_FORMS}")
+    return entries
+
+
+def _fill_defaults(entry: SourceConfig, name: str) -> Source:
+    path = Path(entry.path)
+    return Source(
+        name=name,
+        path=path,
+        media_root=Path(entry.media_root) if entry.media_root else _folder_of(path),
+        sampling=entry.sampling,
+        trust_sizes=entry.trust_sizes,
+        evaluation=entry.evaluation,
+    )
+
+
+def _plain_names(path: Path) -> list[str]:
+    """Possible names for a file: its own, then with its folder's before it, then with that folder's parent, and so on.
+
+    They hold only what a config's names may hold: ASCII letters, digits, dot, dash and underscore.
+    """
+    folders = [part for part in reversed(path.parent.parts) if part != "/"]
+    named = accumulate([path.stem, *folders], lambda name, folder: f"{folder}-{name}")
+    return [re.sub(r"[^A-Za-z0-9._-]", "-", name).strip("-._") or "source" for name in named]
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder of a manifest; for a pattern, the deepest folder without a wildcard."""
+    parents = list(path.parents)
+    return next(parent for parent in parents if not any(sign in str(parent) for sign in "*?[{")) if parents else path

@@ -1,0 +1,260 @@
+"""What a model makes of one record: the items and tokens of its media, and its text with the media in it.
+
+Profiling and training both read records through this file, so that training makes what was profiled. Profiling reads
+the media's headers; training takes the sizes that profiling stored.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dflop.config import DataConfig
+from dflop.models import SOUND_RATE_HZ, ItemCount, ShapeRules
+from dflop.shapes.media import (
+    AudioHeader,
+    VideoHeader,
+    audio_header,
+    frame_indices,
+    image_size,
+    too_many_pixels,
+    video_header,
+)
+from dflop.shapes.records import MEDIA_KINDS, Embedded, ImageSize, Medium, Record, RecordError, Turn, resolve_medium
+from dflop.shapes.text import TokenizedText
+
+__all__ = ["MediumShape", "MediumSize", "PlacedText", "ShapeReader", "expand_text", "place_positions"]
+
+# The most that a column of 32 bits holds: half an hour of microseconds, 37 hours of sound, 2,147 frames a second.
+_MOST = 2**31 - 1
+
+# How many headers `remembering` keeps: 20 MB in all.
+_MOST_HEADERS = 1 << 16
+
+_PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
+
+
+class MediumShape(NamedTuple):
+    """What one medium becomes (`count`), and what its header says: the picture size in pixels, or the sound's length.
+
+    For a clip, `num_frames` is the number of frames that are used, `frame_us` the mean microseconds between two of
+    them, and `rate_uhz` the clip's own frame rate in µHz. For a sound, `num_samples` counts samples at 16 kHz;
+    `seconds` and `rate_hz` (its own sample rate) are known only if the header was read just now.
+    """
+
+    kind: str
+    count: ItemCount
+    size: ImageSize = ImageSize(0, 0)
+    num_frames: int = 0
+    frame_us: int = 0
+    num_samples: int = 0
+    rate_uhz: int = 0
+    seconds: float = 0.0
+    rate_hz: int | None = None
+
+
+class MediumSize(NamedTuple):
+    """What profiling stores of a medium: one row of `MediaSizes.values`. `num_frames` is 0 for all but clips; for the
+    other fields see `MediumShape`."""
+
+    width: int
+    height: int
+    num_frames: int
+    frame_us: int = 0
+    num_samples: int = 0
+    rate_uhz: int = 0
+
+    @property
+    def pixels(self) -> ImageSize:
+        return ImageSize(self.width, self.height)
+
+
+class PlacedText(NamedTuple):
+    """A record's turns, with its media as the model's family writes them. Both lists have one entry a placeholder: the
+    medium that it stands for, and the number of that medium's tokens that it stands for."""
+
+    turns: tuple[Turn, ...]
+    media: list[MediumShape]
+    num_tokens: list[int]
+
+
+_Header = ImageSize | VideoHeader | AudioHeader
+
+
+def _header_of(medium: Medium, media_root: Path, max_pixels: int) -> _Header:
+    file = resolve_medium(media_root, medium)
+    if medium.kind == "image":
+        return image_size(file, max_pixels)
+    return video_header(file) if medium.kind == "video" else audio_header(file)
+
+
+@dataclass(frozen=True)
+class ShapeReader:
+    """Reads records by a model's `rules` and the limits and rates of the config's `data`."""
+
+    rules: ShapeRules
+    data: DataConfig
+    read_header: Callable[[Medium, Path, int], _Header] = _header_of
+
+    def remembering(self) -> "ShapeReader":
+        """A copy for one pass over many records: it remembers headers, so that a file that many records name is opened
+        once."""
+        kept = lru_cache(_MOST_HEADERS)(_header_of)
+
+        def read_header(medium: Medium, media_root: Path, max_pixels: int) -> _Header:
+            is_file = isinstance(medium.file, str)
+            return (kept if is_file else _header_of)(medium, media_root, max_pixels)
+
+        return replace(self, read_header=read_header)
+
+    def read_media(self, record: Record, media_root: Path) -> list[MediumShape]:
+        """The shape of each of a record's media, in order, from their headers.
+
+        Raises:
+            RecordError: missing_media, path_escape or unreadable_media.
+        """
+        num_images = sum(medium.kind == "image" for medium in record.media)
+        return [self._read_medium(medium, media_root, num_images) for medium in record.media]
+
+    def stored_media(self, record: Record, sizes: Sequence[MediumSize]) -> list[MediumShape]:
+        """What `read_media` gave for a record when it was profiled, from the sizes that were stored then.
+
+        Raises:
+            RecordError: bad_record, when the record has another number of media now.
+        """
+        if len(sizes) != len(record.media):
+            raise RecordError("bad_record", f"{len(record.media)} media, {len(sizes)} were profiled")
+        num_images = sum(medium.kind == "image" for medium in record.media)
+        return [self._stored(medium.kind, size, num_images) for medium, size in zip(record.media, sizes, strict=True)]
+
+    def place_media(self, record: Record, shapes: Sequence[MediumShape]) -> PlacedText:
+        """The record's text with its media in it.
+
+        Raises:
+            RecordError: too_long, for a text of more than `data.max_text_bytes`; placeholder_mismatch, for a text that
+                already holds a token by which the family stands for media.
+        """
+        num_bytes = sum([_num_bytes(turn.content) for turn in record.turns])
+        if num_bytes > self.data.max_text_bytes:
+            raise RecordError(
+                "too_long", f"{num_bytes:,} bytes of text, over {self.data.max_text_bytes:,} (`data.max_text_bytes`)"
+            )
+        for kind in MEDIA_KINDS:
+            token = self.rules.placeholder(kind)
+            if token != f"<{kind}>" and any(token in turn.content for turn in record.turns):
+                detail = f"its text holds {token}, which stands for media; write <{kind}> where one is, or leave it out"
+                raise RecordError("placeholder_mismatch", detail)
+        media: list[MediumShape] = []
+        num_tokens: list[int] = []
+        if not shapes:
+            return PlacedText(record.turns, media, num_tokens)
+        remaining = iter(shapes)
+
+        def in_text(_: re.Match) -> str:
+            shape = next(remaining)
+            text = self.rules.in_text(shape.kind, shape.count, self._times_s(shape))
+            num_placeholders = text.count(self.rules.placeholder(shape.kind))
+            media.extend([shape] * num_placeholders)
+            num_tokens.extend([shape.count.num_tokens // num_placeholders] * num_placeholders)
+            return text
+
+        turns = tuple(Turn(turn.role, _PLACEHOLDER.sub(in_text, turn.content)) for turn in record.turns)
+        return PlacedText(turns, media, num_tokens)
+
+    def _read_medium(self, medium: Medium, media_root: Path, num_images: int) -> MediumShape:
+        if medium.size is not None:
+            _refuse_escape(medium, media_root)
+            if medium.size.width * medium.size.height > self.data.max_image_pixels:
+                raise too_many_pixels(str(medium.file), *medium.size, self.data.max_image_pixels)
+            return self._image(medium.size, num_images)
+        header = self.read_header(medium, media_root, self.data.max_image_pixels)
+        if isinstance(header, ImageSize):
+            return self._image(header, num_images)
+        if isinstance(header, VideoHeader):
+            num_frames = len(frame_indices(header, self.data.video))
+            frame_us = min(round(1e6 * header.num_frames / header.fps / num_frames), _MOST)
+            rate_uhz = min(round(1e6 * header.fps), _MOST)
+            return self._video(ImageSize(header.width, header.height), num_frames, frame_us, rate_uhz)
+        seconds, rate_hz = header
+        num_samples = -(-round(seconds * rate_hz) * SOUND_RATE_HZ // rate_hz)
+        return self._sound(min(num_samples, _MOST))._replace(seconds=seconds, rate_hz=rate_hz)
+
+    def _stored(self, kind: str, size: MediumSize, num_images: int) -> MediumShape:
+        if kind == "image":
+            return self._image(size.pixels, num_images)
+        if kind == "video":
+            return self._video(size.pixels, size.num_frames, size.frame_us, size.rate_uhz)
+        return self._sound(size.num_samples)
+
+    def _image(self, size: ImageSize, num_images: int) -> MediumShape:
+        return MediumShape("image", self._count(self.rules.image, *size, num_images), size)
+
+    def _video(self, size: ImageSize, num_frames: int, frame_us: int, rate_uhz: int) -> MediumShape:
+        count = self._count(self.rules.video, num_frames, *size)
+        return MediumShape("video", count, size, num_frames, frame_us, rate_uhz=rate_uhz)
+
+    def _sound(self, num_samples: int) -> MediumShape:
+        count = self._count(self.rules.audio, num_samples / SOUND_RATE_HZ, self.data.audio)
+        return MediumShape("audio", count, num_samples=num_samples)
+
+    def _times_s(self, shape: MediumShape) -> list[float]:
+        """The times in the clip of the frames that are used, in seconds; empty if the clip's frame rate is unknown."""
+        if not shape.rate_uhz:
+            return []
+        rate_hz = shape.rate_uhz / 1e6
+        length_s = shape.num_frames * shape.frame_us / 1e6
+        header = VideoHeader(round(length_s * rate_hz), rate_hz, *shape.size)
+        return [index / rate_hz for index in frame_indices(header, self.data.video)]
+
+    def _count(self, rule: Callable[..., ItemCount], *sizes: Any) -> ItemCount:
+        try:
+            return rule(*sizes)
+        except ValueError as error:  # a size that the family cannot use
+            raise RecordError("unreadable_media", str(error)) from None
+
+
+def expand_text(text: TokenizedText, num_tokens: Iterable[int], max_llm_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put media into a text: each placeholder becomes as many copies of itself as its medium has tokens.
+
+    `num_tokens` has one number a placeholder. Returns the token ids, int64 [num_tokens], and the target mask, bool
+    [num_tokens], both cut after `max_llm_tokens`.
+    """
+    repeats = np.ones(len(text.token_ids), dtype=np.int64)
+    repeats[text.placeholders] = np.minimum(list(num_tokens), max_llm_tokens)  # more would only be cut off
+    token_ids = np.repeat(text.token_ids, repeats)[:max_llm_tokens]
+    return token_ids, np.repeat(text.is_target, repeats)[:max_llm_tokens]
+
+
+def place_positions(text: TokenizedText, placed: PlacedText, rules: ShapeRules, max_llm_tokens: int) -> np.ndarray:
+    """The position ids of a sample's tokens once its media are in, [num_position_axes, num_tokens], cut as
+    `expand_text` cuts the tokens. Text advances by one a token on all axes, and media by the family's rules."""
+    parts, now, behind = [], 0, 0
+    for place, medium in zip(text.placeholders, placed.media, strict=True):
+        parts.append(np.tile(np.arange(now, now + place - behind), (rules.num_position_axes, 1)))
+        now += int(place) - behind
+        positions, advance = rules.run_positions(medium.kind, medium.count, medium.frame_us / 1e6)
+        parts.append(now + positions)
+        now, behind = now + advance, int(place) + 1
+    parts.append(np.tile(np.arange(now, now + len(text.token_ids) - behind), (rules.num_position_axes, 1)))
+    return np.concatenate(parts, axis=1)[:, :max_llm_tokens]
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _refuse_escape(medium: Medium, media_root: Path) -> None:
+    """Refuse a path outside the media root by its text alone: if sizes are trusted, the file system is not asked.
+
+    Raises:
+        RecordError: path_escape.
+    """
+    if not isinstance(medium.file, Embedded) and os.path.normpath(medium.file).startswith(("..", "/")):
+        root = os.path.abspath(media_root)
+        if not os.path.normpath(os.path.join(root, medium.file)).startswith(root.rstrip("/") + "/"):
+            raise RecordError("path_escape", f"{medium.file} lies outside the media root {media_root}")

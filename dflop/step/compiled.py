@@ -1,0 +1,200 @@
+"""A plan in the form that the simulator needs: the orders of all its stages, merged into one.
+
+Which computation waits for which follows from the plan alone, so it is worked out once. In the merged order every
+computation stands after those that it waits for, whatever the times are. It is an order of stages, never of single
+replicas: a plan for thousands of ranks compiles as fast as one for a few.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from dflop.base.kernels import kernel
+from dflop.plan.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.plan.placements import PLACEMENTS
+from dflop.plan.plan import Plan
+from dflop.plan.schedules import SCHEDULES
+from dflop.plan.trained import EVERYTHING, TrainedSet
+from dflop.step.nodes import stages_of
+from dflop.step.orders import group_orders, splits_backward
+from dflop.step.simulation_kernel import (
+    BRIDGE_IN,
+    BRIDGE_OUT,
+    DP,
+    FIRST_NODE,
+    FIRST_WORKER,
+    KIND,
+    NO_BACKWARD,
+    NUM_COLUMNS,
+    PARTS,
+    SPAN,
+    SPLIT_BACKWARD,
+    STAGE_BEFORE,
+    STAGE_BEHIND,
+    WHOLE_BACKWARD,
+    walk_items,
+)
+
+__all__ = ["CompiledPlan", "compile_plan", "unmerged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledPlan:
+    """`order` is [num_computations, 4]: pass, stage, microbatch, and the part of the stage's replicas that computes.
+
+    `stages` is [num_stages, NUM_COLUMNS], with the columns of `walk`; `ranks_of_worker` is [num_workers].
+    """
+
+    num_nodes: int
+    num_workers: int
+    num_microbatches: int
+    num_encoders: int
+    splits_backward: bool
+    order: np.ndarray
+    stages: np.ndarray
+    ranks_of_worker: np.ndarray
+
+    @cached_property
+    def items(self) -> np.ndarray:
+        """The order as `walk` takes it, made on demand: for half of the plans that a search compiles, only the memory
+        is needed."""
+        return walk_items(self.order, self.stages, self.num_microbatches)
+
+    @cached_property
+    def first_forwards(self) -> np.ndarray:
+        """The first forward of each stage, in order: [num_first_forwards, 2] of stage, and the part of its replicas."""
+        which, _, microbatch, _ = self.order.T
+        return self.order[(which == FORWARD) & (microbatch == 0)][:, [1, 3]]
+
+    @cached_property
+    def last_passes(self) -> np.ndarray:
+        """The last backward of each stage, or the last weight part of a split one, in order: [num_last_passes, 3] of
+        pass, stage, and the part of its replicas. Stages without a backward have none."""
+        which, stage, microbatch, _ = self.order.T
+        closing = np.where(self.stages[stage, KIND] == SPLIT_BACKWARD, WEIGHT, BACKWARD)
+        return self.order[(which == closing) & (microbatch == self.num_microbatches - 1)][:, [0, 1, 3]]
+
+
+def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray | None = None) -> CompiledPlan:
+    """Merge the orders of a plan's stages. Frozen encoders have no backward; `slots` as for `group_orders`."""
+    listed = stages_of(plan)
+    orders = group_orders(plan, trained, slots)
+    stages = np.zeros((len(listed), NUM_COLUMNS), dtype=np.int64)
+    encoders = [grid.module for grid in plan.grids[:-1]]
+    has_bridges = PLACEMENTS[plan.placement].has_bridges and len(encoders) > 0
+    for place, stage in enumerate(listed):
+        is_first, is_last = stage.pp_stage == 0, stage.pp_stage == plan.num_stages(stage.module) - 1
+        is_llm = stage.module == "llm"
+        kind = NO_BACKWARD if not trained.has_backward(stage.module) else WHOLE_BACKWARD
+        stages[place] = (
+            stage.dp,
+            stage.first_node,
+            stage.first_worker,
+            stage.span,
+            -1 if is_first else place - 1,
+            -1 if is_last else place + 1,
+            has_bridges and is_llm and is_first,
+            encoders.index(stage.module) if has_bridges and not is_llm and is_last else -1,
+            SPLIT_BACKWARD if kind == WHOLE_BACKWARD and splits_backward(plan, stage.module) else kind,
+            plan.grid(stage.module).num_shards,
+            stage.num_groups if PLACEMENTS[plan.placement].fills_bubbles else 1,
+        )
+    groups = np.array([(stage.group, stage.num_groups) for stage in listed], dtype=np.int64)
+    offsets = np.cumsum([0, *(len(order) for order in orders)])
+    num_distinct = sum(len(order) for order in orders)
+    for place, stage in enumerate(listed):
+        if stage.num_groups > stages[place, PARTS]:
+            num_distinct -= (stage.num_groups - 1) * int((orders[stage.group][:, 1] == place).sum())
+    merged, num_merged = _merge(np.concatenate(orders), offsets, stages, groups, num_distinct, plan.num_microbatches)
+    assert num_merged == num_distinct, "the orders wait for each other in a circle"
+    last = stages[-1]
+    num_workers = int((stages[:, FIRST_WORKER] + stages[:, DP] * stages[:, SPAN]).max())
+    ranks_of_worker = np.zeros(num_workers, dtype=np.int64)
+    for stage in listed:
+        ranks_of_worker[stage.first_worker : stage.first_worker + stage.dp * stage.span] = stage.tp // stage.span
+    return CompiledPlan(
+        num_nodes=int(last[FIRST_NODE] + last[DP]),
+        num_workers=num_workers,
+        num_microbatches=plan.num_microbatches,
+        num_encoders=len(encoders),
+        splits_backward=SCHEDULES[plan.schedule].splits_backward,
+        order=merged,
+        stages=stages,
+        ranks_of_worker=ranks_of_worker,
+    )
+
+
+def unmerged(plan: CompiledPlan, orders: Sequence[np.ndarray]) -> CompiledPlan:
+    """The plan with these orders of its groups one after the other, not merged.
+
+    Each worker's own order is right, so that peak memory can be computed from the result, but no times.
+    """
+    rows = []
+    for group, order in enumerate(orders):
+        has_parts = plan.stages[order[:, 1], PARTS] > 1
+        rows.append(np.column_stack([order, np.where(has_parts, group, 0)]))
+    return replace(plan, order=np.concatenate(rows))
+
+
+@kernel
+def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
+    """One order of all groups' computations, each after those that it waits for; and how many were placed.
+
+    A stage in the lists of several groups either has one part for each group, each with its own place in the order, or
+    one place for all groups. Every replica of an encoder is taken to feed every LLM replica, so that the order is right
+    for every batch.
+    """
+    num_groups, num_stages = len(offsets) - 1, len(stages)
+    merged = np.empty((num_distinct, 4), dtype=np.int64)
+    done = np.zeros((3, num_stages, num_microbatches), dtype=np.int64)  # by how many parts
+    cursor = offsets[:-1].copy()
+    count = 0
+    moved = True
+    while moved:
+        moved = False
+        for group in range(num_groups):
+            while cursor[group] < offsets[group + 1]:
+                which, stage, microbatch = items[cursor[group]]
+                first, num_together, part = groups[stage, 0], groups[stage, 1], 0
+                if stages[stage, PARTS] > 1:
+                    first, num_together, part = group, 1, group - first
+                ready = first == group
+                for other in range(first, first + num_together):
+                    if not ready or cursor[other] >= offsets[other + 1]:
+                        ready = False
+                        break
+                    ready = (items[cursor[other]] == items[cursor[group]]).all()
+                if ready:
+                    ready = _has_what_it_needs(which, stage, microbatch, stages, done)
+                if not ready:
+                    break
+                merged[count] = which, stage, microbatch, part
+                done[which, stage, microbatch] += 1
+                for other in range(first, first + num_together):
+                    cursor[other] += 1
+                count += 1
+                moved = True
+    return merged, count
+
+
+@kernel
+def _has_what_it_needs(which, stage, microbatch, stages, done):
+    if which == WEIGHT:
+        return done[BACKWARD, stage, microbatch] > 0
+    if which == FORWARD:
+        if stages[stage, BRIDGE_IN]:
+            for other in range(len(stages)):
+                if stages[other, BRIDGE_OUT] >= 0 and done[FORWARD, other, microbatch] < stages[other, PARTS]:
+                    return False
+        neighbour = stages[stage, STAGE_BEFORE]
+    else:
+        if not done[FORWARD, stage, microbatch]:
+            return False
+        if stages[stage, BRIDGE_OUT] >= 0:
+            for other in range(len(stages)):
+                if stages[other, BRIDGE_IN] and not done[BACKWARD, other, microbatch]:
+                    return False
+        neighbour = stages[stage, STAGE_BEHIND]
+    return neighbour < 0 or done[which, neighbour, microbatch] > 0

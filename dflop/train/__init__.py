@@ -1,0 +1,25 @@
+"""Training: topology, the trainer, checkpoints, observations.
+
+Importing this package does not import torch. The ranks themselves run `dflop.train.rank`.
+"""
+
+from dflop.train.bottleneck import rank_names
+from dflop.train.generation import generation_of
+from dflop.train.launch import check_devices, check_plan, finished_at, launch_ranks
+from dflop.train.observations import NUM_WARMUP_STEPS, SCHEDULE_FILE, merge_observations
+from dflop.train.summary import summarise
+from dflop.train.trackers import check_trackers
+
+__all__ = [
+    "NUM_WARMUP_STEPS",
+    "SCHEDULE_FILE",
+    "check_devices",
+    "check_plan",
+    "check_trackers",
+    "finished_at",
+    "generation_of",
+    "launch_ranks",
+    "merge_observations",
+    "rank_names",
+    "summarise",
+]

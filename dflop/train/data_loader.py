@@ -1,0 +1,100 @@
+"""Inputs of a rank's nodes, loaded ahead in processes of their own by torch's DataLoader."""
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch.utils.data import DataLoader, Dataset
+
+from dflop.config import Config
+from dflop.loading.dataset import MicrobatchJob, MicrobatchLoader, TrainingRecords, microbatch_loader
+from dflop.plan import Plan
+from dflop.shapes import list_sources
+from dflop.step import Node
+from dflop.train.feed import JobStream
+from dflop.train.rank_model import NodeModel, RankModel
+
+__all__ = ["load_again_and_again", "make_loader", "start_loading"]
+
+# Microbatches that each loader process holds ready.
+_PREFETCH = 8
+
+
+def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterator:
+    """The loaded inputs of the stream's jobs, in order. The first is loaded when this returns, because starting the
+    loader processes takes seconds."""
+    if not stream.num_forwards:
+        return iter(())
+    batches = iter(_data_loader(_dataset(config, plan, model), stream, config))
+    first = next(batches, None)
+    return iter(()) if first is None else itertools.chain([first], batches)
+
+
+def load_again_and_again(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterable:
+    """The loaded inputs of the stream's jobs, each time that the result is iterated over. Its processes stay alive."""
+    return _data_loader(_dataset(config, plan, model), stream, config, stays=True) if stream.num_forwards else ()
+
+
+def make_loader(
+    config: Config, model: RankModel, plan: Plan, own: NodeModel, records: TrainingRecords
+) -> MicrobatchLoader:
+    """The loader of a node's microbatches. All of the node's ranks read records; its first rank decodes media for
+    all."""
+    decodes = own.node.module != "llm" and own.node.pp_stage == 0 and own.ranks.is_first
+    return microbatch_loader(
+        config.data,
+        model.spec,
+        records,
+        tokenizer_folder=model.tokenizer.folder,
+        module=own.node.module,
+        num_replicas=[plan.grid(encoder.name).dp for encoder in model.spec.encoders],
+        processor=model.processors[own.node.module] if decodes else None,
+    )
+
+
+def _dataset(config: Config, plan: Plan, model: RankModel) -> "_RankDataset":
+    records = TrainingRecords(list_sources(config.data), config.seed)  # opened once for all of the rank's nodes
+    return _RankDataset(
+        {own.node: make_loader(config, model, plan, own, records) for own in model.nodes if own.stage.reads_records}
+    )
+
+
+@dataclass
+class _RankDataset(Dataset):
+    """The inputs of all of a rank's nodes: an item is a node and its job."""
+
+    loaders: dict[Node, MicrobatchLoader]
+
+    def __getitem__(self, item: tuple[Node, MicrobatchJob]) -> object:
+        node, job = item
+        return self.loaders[node][job]
+
+
+def _data_loader(dataset: Dataset, stream: JobStream, config: Config, *, stays: bool = False) -> DataLoader:
+    """A DataLoader that does not read further ahead than the scheduler works. Otherwise they would wait for each other:
+    the loader for a schedule, and the scheduler for the first step to begin."""
+    most_ahead = max(1, config.schedule.lookahead_steps * stream.num_forwards)
+    wanted = config.train.loader_workers
+    num_workers = min(1 if wanted is None else wanted, most_ahead)
+    return DataLoader(
+        dataset,
+        sampler=stream,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        multiprocessing_context="spawn" if num_workers else None,  # so that they notice when their rank dies
+        prefetch_factor=max(1, min(_PREFETCH, most_ahead // num_workers)) if num_workers else None,
+        pin_memory=config.cluster.device == "cuda",
+        persistent_workers=stays and num_workers > 0,
+        worker_init_fn=_give_way if config.cluster.device == "cpu" else None,
+    )
+
+
+def _give_way(_: int) -> None:
+    """Lower a loader's priority. Loaders read ahead, while ranks are waited for, so ranks go first on shared cores."""
+    os.nice(19)
+
+
+def _as_it_is(batch: object) -> object:
+    return batch

@@ -1,0 +1,97 @@
+"""Generations: the inputs that a run's results depend on, so that results of different inputs are never mixed.
+
+The weights depend on the data, the model and the config's training settings. A checkpoint is resumed only if none of
+these has changed. Measurements are compared with predictions, which also depend on the costs and the plan. If these
+change, measurements begin anew, while training goes on.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflop.config import Config, select_keys
+from dflop.schedule import Pricer, prices_digest
+
+__all__ = ["Generation", "generation_of"]
+
+# To be increased when older checkpoints can no longer be read.
+_CHECKPOINT_FORMAT = 6
+_KEYS = ("seed", "data.sources", "data.evaluation_share", "data.video", "data.max_llm_tokens", "model", "train")
+# Keys that do not affect the weights. The first one, `train.steps`, does so if the learning rate falls until the last
+# step.
+_FREE = (
+    "train.steps",
+    "train.epochs",
+    "train.checkpoint_every",
+    "train.export_precision",
+    "train.compile",
+    "train.evaluate_every",
+    "train.resume",
+    "train.loader_workers",
+    "train.peer_timeout_s",
+    "train.tensorboard",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a run's results depend on. `weights` has the inputs of the weights by name, each as JSON; `prices` is a
+    digest of the costs and the plan."""
+
+    weights: Mapping[str, str]
+    prices: str
+
+    @classmethod
+    def of_run(cls, run: Mapping[str, Any]) -> "Generation":
+        """The generation in a checkpoint's `run.json`; empty if the file does not have it."""
+        return cls(**run.get("generation", {"weights": {}, "prices": ""}))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"weights": dict(self.weights), "prices": self.prices}
+
+    @property
+    def digest(self) -> str:
+        """A digest of the whole generation."""
+        return _digest(self.to_dict())
+
+    def changes_since(self, earlier: "Generation") -> list[str]:
+        """The inputs of the weights that differ from those of an earlier generation, in words."""
+        if not earlier.weights:
+            return ["another version of dflop wrote the checkpoint"]
+        names = sorted(self.weights.keys() | earlier.weights.keys())
+        return [
+            _change(name, earlier.weights.get(name), self.weights.get(name))
+            for name in names
+            if self.weights.get(name) != earlier.weights.get(name)
+        ]
+
+
+def generation_of(
+    config: Config, data_digests: Iterable[str], left_out: Iterable[tuple[str, int]], pricer: Pricer
+) -> Generation:
+    """The generation of a run; `left_out` are the (source, row) of samples that the plan's devices cannot hold."""
+    weights = {"checkpoint format": _CHECKPOINT_FORMAT} | dict(_flat(select_keys(config, _KEYS)))
+    weights |= {"the data": _digest(list(data_digests)), "the samples left out": _digest(sorted(left_out))}
+    free = _FREE if config.train.lr_schedule == "constant" else _FREE[1:]
+    written = {name: json.dumps(value, sort_keys=True) for name, value in weights.items() if name not in free}
+    return Generation(written, prices_digest(pricer))
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _change(name: str, was: str | None, now: str | None) -> str:
+    if " " in name:
+        return f"{name} changed"
+    return f"`{name}` changed" if len(f"{was}{now}") > 80 else f"`{name}` was {was} and is {now}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

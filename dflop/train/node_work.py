@@ -1,0 +1,358 @@
+"""What a node computes in a step: its stage's forward and backward for each microbatch.
+
+The executor in `pipeline.run` calls these classes. They hold the stage, the microbatches' inputs, and what backward
+needs from forward. The loss is summed over target tokens, and the trainer divides by their global number, so that the
+result does not depend on how a batch is cut into microbatches. Both kinds of work stand in this file beside what they
+share, which makes it a little longer than most.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dflop.config import Config
+from dflop.loading.dataset import LoadedMedia, segments_of
+from dflop.models import ModelSpec, load_runtime
+from dflop.models.deferral import Deferral
+from dflop.models.microbatch import EncoderBatch, MediaProcessor, TextBatch
+from dflop.plan import Plan
+from dflop.plan.trained import TrainedSet
+from dflop.schedule import StepSchedule
+from dflop.step import Program
+from dflop.step.orders import splits_backward
+from dflop.train.feed import samples_of
+from dflop.train.rank_model import NodeModel, RankModel
+from dflop.train.undecodable import Undecodable, without_targets_of
+
+__all__ = ["EncoderWork", "LlmWork", "make_works"]
+
+
+# The key of the loss among outputs, which otherwise have the number of their edge.
+_LOSS = -1
+
+
+class _Work(ABC):
+    """What encoders and the LLM share: the step's schedule, the loader, and what is kept between forward and backward.
+
+    All works of a rank share its `loader`, which gives their inputs in the order of the rank's forwards.
+    """
+
+    def __init__(
+        self,
+        own: NodeModel,
+        program: Program,
+        loader: Iterator,
+        feature_size: int,
+        trained: TrainedSet,
+        splits_backward: bool,
+        undecodable: Undecodable,
+    ) -> None:
+        self.stage, self.program, self.node_index, self.node = own.stage, program, own.index, own.node
+        self._loader, self._feature_size = loader, feature_size
+        self._undecodable = undecodable
+        self._own = own
+        self.device = next(own.stage.parameters()).device
+        self._dtype = own.dtype
+        self.unreadable: list[str] = []
+        self._outgoing = [number for number, edge in enumerate(program.edges) if edge.source == own.index]
+        self._incoming = [number for number, edge in enumerate(program.edges) if edge.target == own.index]
+        # The incoming edges over which a gradient is sent back. A frozen source without a backward needs none.
+        self._owed = {
+            number
+            for number in self._incoming
+            if trained.has_backward(program.nodes[program.edges[number].source].module)
+        }
+        self._num_replicas = Counter(node.module for node in program.nodes if node.pp_stage == 0)
+        # The nodes that run the same passes as this one: the replicas that shard its parameters.
+        self._together = [own.node]
+        if own.shared:
+            self._together = [node for node in program.nodes if node.module == own.node.module]
+        self._deferral = Deferral(own.stage) if splits_backward else None
+
+    def read_from(self, loader: Iterator) -> Iterator:
+        """Take inputs from this loader from now on; returns the former loader."""
+        before, self._loader = self._loader, loader
+        return before
+
+    def begin_step(self, schedule: StepSchedule, batches: str = "training") -> None:
+        """Begin a step, and drop what is left of the last one. `batches` names the sequence of batches that the
+        schedule's step is an index of."""
+        self.schedule, self._batch = schedule, f"{batches}/{schedule.step}"
+        self.data_wait_s = 0.0
+        self.num_undecodable = self.num_dropped_targets = 0
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._inputs: dict[int, EncoderBatch | TextBatch] = {}
+        # By microbatch and edge, what went out and what came in; by microbatch, the deferred weight gradients.
+        self._outputs: dict[int, dict[int, torch.Tensor]] = {}
+        self._leaves: dict[int, dict[int, torch.Tensor]] = {}
+        self._put_off: dict[int, list] = {}
+        self._num_backwards = sum(map(self._runs, range(self.program.num_microbatches)))
+        self._own.zero_grad()
+
+    def prepare(self, microbatch: int) -> None:
+        """Load the input of a microbatch."""
+        if not self.stage.reads_records:
+            self._inputs[microbatch] = self._without_records(microbatch)
+            return
+        started = time.monotonic()
+        self._inputs[microbatch] = self._receive_input(microbatch, next(self._loader))
+        self.data_wait_s += time.monotonic() - started
+
+    def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
+        """The shape of the tensor that goes over an edge for a microbatch; None if there is nothing to send."""
+        source = self.program.nodes[self.program.edges[edge].source]
+        target = self.program.nodes[self.program.edges[edge].target]
+        chosen = samples_of(self.schedule, source, microbatch)
+        if source.module == target.module:
+            layers = self.stage.layers
+            return self._hidden_shape(chosen, layers.stop if edge in self._outgoing else layers.start)
+        chosen &= self.schedule.llm_dp_rank == target.dp_rank
+        tokens = int(self.schedule.kept_tokens[chosen, self.schedule.encoders.index(source.module)].sum())
+        return (tokens, self._feature_size) if tokens else None
+
+    def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Compute a microbatch's forward from what was received; returns what is to be sent. Both are by edge."""
+        leaves = {
+            edge: tensor.detach().requires_grad_(edge in self._owed and tensor.is_floating_point())
+            for edge, tensor in received.items()
+        }
+        batch = self._inputs.pop(microbatch)
+        outputs = self._own.run(lambda: self._compute(microbatch, batch, leaves)) if self._runs(microbatch) else {}
+        if any(output.requires_grad for output in outputs.values()):
+            self._outputs[microbatch], self._leaves[microbatch] = outputs, leaves
+        return {edge: output.detach() for edge, output in outputs.items() if edge != _LOSS}
+
+    def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Compute a microbatch's backward from the received gradients; returns those to be sent. Both are by edge."""
+        outputs, leaves = self._outputs.pop(microbatch, {}), self._leaves.pop(microbatch, {})
+        wanted = {edge: output for edge, output in outputs.items() if output.requires_grad}
+        gradients = [None if edge == _LOSS else received[edge].to(output.dtype) for edge, output in wanted.items()]
+        self._num_backwards -= self._runs(microbatch)
+        if self._own.shared:
+            self._own.shared.sum_over_copies(self._num_backwards == 0)
+        with self._own.summing(self._is_last(microbatch) and self._deferral is None):
+            if wanted:
+                torch.autograd.backward(list(wanted.values()), gradients)
+        owed = {edge: leaf.grad for edge, leaf in leaves.items() if leaf.grad is not None}
+        # The source of an input waits for a gradient, even if the loss does not depend on that input.
+        for edge in self._owed - owed.keys():
+            if (shape := self.edge_shape(microbatch, edge)) is not None:
+                owed[edge] = torch.zeros(shape, dtype=self._dtype, device=self.device)
+        return owed
+
+    def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """As `backward`, but with weight gradients deferred until `backward_weight`."""
+        assert self._deferral is not None, "the plan's schedule does not split the backward"
+        with self._deferral.collecting() as put_off:
+            owed = self.backward(microbatch, received)
+        self._put_off[microbatch] = put_off
+        return owed
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Compute the deferred weight gradients of a microbatch."""
+        assert self._deferral is not None, "the plan's schedule does not split the backward"
+        pending = self._put_off.pop(microbatch)
+        parameters = (own for item in pending for own in item.parameters)
+        with self._own.summing(self._is_last(microbatch), parameters) as tell:
+            self._deferral.compute(pending, tell)
+
+    def _is_last(self, microbatch: int) -> bool:
+        return microbatch == self.program.num_microbatches - 1
+
+    def _runs(self, microbatch: int) -> bool:
+        """Whether the stage runs for a microbatch. Replicas that shard parameters run the same passes."""
+        return True
+
+    def sync_gradients(self) -> None:
+        """Sum the step's gradients over replicas."""
+        self._own.sum_gradients()
+
+    @abstractmethod
+    def _receive_input(self, microbatch: int, loaded: object) -> EncoderBatch | TextBatch:
+        """The loader's result as the stage's input, on the device."""
+
+    @abstractmethod
+    def _without_records(self, microbatch: int) -> EncoderBatch | TextBatch:
+        """The input of a stage that reads no records, from the schedule alone."""
+
+    @abstractmethod
+    def _hidden_shape(self, chosen: np.ndarray, layer: int) -> tuple[int, ...] | None:
+        """The shape of these samples' hidden states between two stages, of which the second begins with this layer;
+        None if there are none."""
+
+    @abstractmethod
+    def _compute(
+        self, microbatch: int, batch: EncoderBatch | TextBatch, leaves: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """What goes over each outgoing edge. The LLM's last stage gives the loss, under `_LOSS`."""
+
+
+class EncoderWork(_Work):
+    """A stage of an encoder. The last one sends features, as one tensor to each LLM replica that needs some."""
+
+    def __init__(self, own: NodeModel, processor: MediaProcessor, blank: EncoderBatch, **common: Any) -> None:
+        """`blank` is a batch of one item, for passes in which a replica takes part without samples of its own."""
+        super().__init__(own, **common)
+        self._processor, self._blank = processor, blank
+
+    def _receive_input(self, microbatch: int, loaded: LoadedMedia) -> EncoderBatch:
+        self.unreadable += loaded.unreadable
+        if loaded.undecodable:
+            chosen = np.flatnonzero(samples_of(self.schedule, self.node, microbatch))
+            self._undecodable.tell(self._batch, microbatch, chosen[list(loaded.undecodable)].tolist())
+        return self._with_items(loaded.batch.to(self.device, self._dtype))
+
+    def _with_items(self, batch: EncoderBatch) -> EncoderBatch:
+        """The batch with its items on all ranks of the node: the first rank decodes, and sends them to the others."""
+        ranks, num_items = self._own.ranks, sum(medium.num_items for media in batch.media for medium in media)
+        if ranks.size == 1 or not self.stage.is_first or not num_items:
+            return batch
+        items = batch.items
+        if not ranks.is_first:
+            items = torch.empty((num_items, *self._processor.item_shape), dtype=self._dtype, device=self.device)
+        items = items.contiguous()  # `broadcast` sends memory as it is, and a processor may leave axes in another order
+        dist.broadcast(items, src=ranks.ranks[0], group=ranks.group)
+        return replace(batch, items=items)
+
+    def _without_records(self, microbatch: int) -> EncoderBatch:
+        return EncoderBatch(items=None, media=(), kept_tokens=())
+
+    def _runs(self, microbatch: int) -> bool:
+        return any(samples_of(self.schedule, node, microbatch).any() for node in self._together)
+
+    def _hidden_shape(self, chosen: np.ndarray, layer: int) -> tuple[int, ...] | None:
+        num_items = int(self.schedule.num_items[chosen, self.schedule.encoders.index(self.node.module)].sum())
+        return self.stage.hidden_shape(num_items, layer) if num_items else None
+
+    def _compute(
+        self, microbatch: int, batch: EncoderBatch, leaves: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        chosen = samples_of(self.schedule, self.node, microbatch)
+        if not chosen.any():
+            # Other replicas gather parameters and sum gradients: take part with gradients of zero, and send nothing.
+            blank = self._blank.to(self.device, self._dtype)
+            hidden = self.stage.encode(self.stage.embed(blank), blank)
+            return {_LOSS: 0.0 * hidden[-1].sum()}
+        if self.stage.is_first:
+            made = self.stage(batch)
+        else:
+            (leaf,) = leaves.values()
+            made = self.stage(batch, leaf.to(self._dtype))
+        if not self.stage.is_last:
+            return dict.fromkeys(self._outgoing, made)
+        llm_rank = self.schedule.llm_dp_rank[chosen]
+        outputs = {}
+        for edge in self._outgoing:
+            if self.edge_shape(microbatch, edge) is not None:
+                target = self.program.nodes[self.program.edges[edge].target]
+                outputs[edge] = torch.cat([made[place] for place in np.flatnonzero(llm_rank == target.dp_rank)])
+        return outputs
+
+
+def _blank(spec: ModelSpec, module: str) -> EncoderBatch:
+    """A batch of one sample with one item of zeros."""
+    made_up = load_runtime(spec.family).make_up_media(spec, module, 1)
+    media = tuple((medium,) for medium in made_up.media)
+    return EncoderBatch(items=torch.zeros((1, *made_up.item_shape)), media=media, kept_tokens=(1,) * len(media))
+
+
+class LlmWork(_Work):
+    """A stage of the LLM: from text and encoders' features, or from hidden states, to hidden states or the loss."""
+
+    def _receive_input(self, microbatch: int, loaded: TextBatch) -> TextBatch:
+        return loaded.to(self.device)
+
+    def _without_records(self, microbatch: int) -> TextBatch:
+        """A batch with only the ends of samples, and each token's position in its sample."""
+        chosen = samples_of(self.schedule, self.node, microbatch)
+        position_ids, segment_ends = segments_of(self.schedule.llm_tokens[chosen].tolist())
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return TextBatch(
+            token_ids=nothing,
+            position_ids=position_ids,
+            segment_ends=segment_ends,
+            feature_positions=(),
+            target_positions=nothing,
+            target_ids=nothing,
+        ).to(self.device)
+
+    def _hidden_shape(self, chosen: np.ndarray, layer: int) -> tuple[int, ...] | None:
+        return self.stage.hidden_shape(int(self.schedule.llm_tokens[chosen].sum()), layer)
+
+    def _compute(self, microbatch: int, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if self.stage.is_first:
+            hidden = self.stage.embed(batch, self._features(batch, leaves))
+        else:
+            (leaf,) = leaves.values()
+            hidden = leaf.to(self._dtype)
+        if self._own.shared and self._owed and not hidden.requires_grad:
+            hidden.requires_grad_()  # other replicas have a backward, for their encoders, so this one must have it, too
+        if self.stage.is_last:
+            batch = self._learnable(microbatch, batch)
+        output = self.stage(hidden, batch)
+        if self.stage.is_last:
+            if self._own.ranks.is_first:  # all ranks of the node have the same loss, which counts once
+                self.loss += output.detach()
+            return {_LOSS: output}
+        return dict.fromkeys(self._outgoing, output)
+
+    def _learnable(self, microbatch: int, batch: TextBatch) -> TextBatch:
+        """The microbatch without the targets of samples whose media could not be decoded."""
+        chosen = np.flatnonzero(samples_of(self.schedule, self.node, microbatch))
+        if not self.schedule.num_items[chosen].any():
+            return batch
+        undecodable = self._undecodable.of(self._batch, microbatch)
+        segments = [place for place, sample in enumerate(chosen.tolist()) if sample in undecodable]
+        if not segments:
+            return batch
+        learnable = without_targets_of(batch, segments)
+        if self._own.ranks.is_first:
+            self.num_undecodable += len(segments)
+            self.num_dropped_targets += len(batch.target_ids) - len(learnable.target_ids)
+        return learnable
+
+    def _features(self, batch: TextBatch, leaves: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """The features of each encoder's replicas, in the order of `feature_positions`; empty if none were sent."""
+        sent = {}
+        for edge, leaf in leaves.items():
+            source = self.program.nodes[self.program.edges[edge].source]
+            sent[source.module, source.dp_rank] = leaf
+        nothing = torch.zeros(0, self._feature_size, device=self.device)
+        features = [
+            sent.get((encoder, replica), nothing)
+            for encoder in self.schedule.encoders
+            for replica in range(self._num_replicas[encoder])
+        ]
+        assert len(features) == len(batch.feature_positions)
+        return features
+
+
+def make_works(
+    config: Config, plan: Plan, model: RankModel, program: Program, loader: Iterator, store: dist.Store
+) -> dict[int, EncoderWork | LlmWork]:
+    """The work of each of a rank's nodes, by the node's index; through `store` ranks report undecodable samples."""
+    undecodable = Undecodable(store)
+    works: dict[int, EncoderWork | LlmWork] = {}
+    for own in model.nodes:
+        common: dict[str, Any] = {
+            "program": program,
+            "loader": loader,
+            "feature_size": model.spec.feature_size,
+            "frozen": config.model.trained,
+            "undecodable": undecodable,
+            "splits_backward": splits_backward(plan, own.node.module),
+        }
+        if own.node.module == "llm":
+            works[own.index] = LlmWork(own, **common)
+        else:
+            works[own.index] = EncoderWork(
+                own, model.processors[own.node.module], _blank(model.spec, own.node.module), **common
+            )
+    return works

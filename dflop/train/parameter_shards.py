@@ -1,0 +1,138 @@
+"""A stage whose replicas shard its parameters, with torch's FSDP2 (`fully_shard`), and AdamW on the shards.
+
+The stage is gathered by units (`Stage.units`): before a unit's forward and again before its backward. Gradients are
+summed into the shards after every backward, so that all replicas must run the same number of passes, whether or not
+they have anything to compute. If tensor-parallel ranks divide the stage, the ranks with the same place in their
+tensor-parallel groups shard their part, which is made of plain tensors as everywhere.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dflop.models.precision import compute_in, held_in
+from dflop.models.stages import Stage
+from dflop.models.tensor_group import rows_of
+from dflop.train.adamw import AdamW, Piece, has_weight_decay, squared_norm
+from dflop.train.topology import Sharers
+
+__all__ = ["ParameterShards", "SharedPasses", "Units"]
+
+
+class Units:
+    """Shards a stage's units over replicas, in place and one at a time, because the whole stage may not fit on a rank.
+
+    A unit's parameters are then this replica's shards, on the device, in the dtype `held_in(dtype)`, in which gradients
+    are summed, too. They are gathered as `dtype`. Parameters that are not trained are held in `dtype`.
+    """
+
+    def __init__(self, sharers: Sharers, dtype: torch.dtype, *, is_trained: bool) -> None:
+        self.has_copies, self._is_trained, self._dtype = len(sharers.ranks) > 1, is_trained, dtype
+        self._how: dict[str, Any] = {"mesh": sharers.mesh}
+        if dtype != (held := held_in(dtype)):
+            self._how["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=held, cast_forward_inputs=False
+            )
+
+    def share(self, unit: nn.Module) -> None:
+        """Shard those parameters of a unit that are not sharded yet."""
+        unit.requires_grad_(self._is_trained)
+        if not self._is_trained:
+            compute_in(unit, self._dtype)
+        shared = fully_shard(unit, **self._how)
+        # Sum gradients, where FSDP2 would take means. A replica without gradients adds zeros.
+        shared.set_gradient_divide_factor(1.0)
+        shared.set_force_sum_reduction_for_comms(True)
+        shared.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+class SharedPasses(nn.Module):
+    """A stage's passes, which the replicas that share a copy of its parameters begin and end together.
+
+    The parameters that are in none of the stage's units become one more unit.
+    """
+
+    def __init__(self, stage: Stage, units: Units) -> None:
+        super().__init__()
+        self.stage, self._has_copies = stage, units.has_copies
+        units.share(self)
+
+    def forward(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Run `compute`, which uses the stage."""
+        return compute()
+
+    def sum_over_copies(self, on: bool) -> None:
+        """Set whether the next backward sums gradients over all copies of the parameters, as the last one of a step
+        must."""
+        if self._has_copies:
+            cast(FSDPModule, self).set_requires_all_reduce(on)
+
+
+class ParameterShards:
+    """AdamW on one replica's shards of the stage's parameters.
+
+    A shard is a range of a parameter's rows. If there are several copies of the parameters, only the first counts in
+    the gradient norm. Parameters in `counted_elsewhere` are counted by another tensor-parallel rank.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        sharers: Sharers,
+        rank: int,
+        *,
+        weight_decay: float,
+        counted_elsewhere: Collection[nn.Parameter] = (),
+    ) -> None:
+        self._is_counted, self._elsewhere = rank in sharers.ranks[0], set(counted_elsewhere)
+        # The shard of each trained parameter, which is updated in place.
+        self._trained: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in parameters:
+            with torch.no_grad():
+                _, own = rows_of(parameter)
+            if parameter.requires_grad and own.numel():
+                self._trained[parameter] = nn.Parameter(own)
+        self._whole = list(parameters)
+        self._adamw = AdamW({own: has_weight_decay(own) for own in self._trained.values()}, weight_decay)
+
+    def zero_grad(self) -> None:
+        for parameter in self._whole:
+            parameter.grad = None
+        for own in self._trained.values():
+            own.grad = None
+
+    def sum_gradients(self) -> None:
+        """Take the summed gradients from FSDP2, which has already reduced those of each microbatch."""
+        for parameter, own in self._trained.items():
+            if parameter.grad is None:
+                own.grad = torch.zeros_like(own)
+            else:
+                _, summed = rows_of(parameter.grad)
+                own.grad = summed.to(own.dtype)
+
+    def norm_squared(self) -> float:
+        """The squared gradient norm of this replica's shards. The sum over all ranks of the stage is the stage's."""
+        counted = [own.grad for parameter, own in self._trained.items() if parameter not in self._elsewhere]
+        return squared_norm(counted if self._is_counted else ())
+
+    def step(self, lr: float, scale: float) -> None:
+        """Update the shards with their gradients times `scale`."""
+        for own in self._trained.values():
+            own.grad.mul_(scale)
+        self._adamw.step(lr)
+
+    def pieces(self, parameter: nn.Parameter) -> list[Piece]:
+        """This replica's shard of a parameter, with its moments if it is trained; empty if the shard has no values."""
+        first_row, own = rows_of(parameter.detach())
+        if not own.numel():
+            return []
+        moments = self._adamw.moments_of(self._trained[parameter]) if parameter in self._trained else {}
+        return [Piece(first_row * math.prod(parameter.shape[1:]), own.flatten(), moments)]
+
+    def go_on_from(self, num_steps: int) -> None:
+        """Go on after the moments were read from a checkpoint of `num_steps` steps."""
+        self._adamw.go_on_from(num_steps)

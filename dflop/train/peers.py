@@ -1,0 +1,139 @@
+"""Detecting ranks that hang: no step waits for a peer forever, and the ranks that hang are named.
+
+A thread on every rank writes signs of life (heartbeats) to the process group's key-value store, with the place where
+its main thread is. A rank whose task takes longer than allowed reads all signs twice. It then names the ranks whose
+sign has not changed, or, if all have, those that do not wait for another rank. It kills the silent ranks on its own
+host, and ends itself, whatever its main thread waits for; torchrun ends the others.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType
+
+import torch.distributed as dist
+
+__all__ = ["PeerWatch", "longest_wait_s"]
+
+# The number of signs of life in one time-out.
+_NUM_SIGNS = 20
+_MOST_BETWEEN_S = 3.0
+# How much longer than predicted, or than the longest one so far, a step may take.
+_TIMES_LONGER = 5
+# Functions in which a rank waits for others: the end of the file's path, and the beginning of the function's name.
+_WAITS = (("distributed_c10d.py", ""), ("step/run.py", "receive"), ("step/run.py", "end"), ("feed.py", "get"))
+
+
+def longest_wait_s(timeout_s: float, predicted_s: float, longest_s: float) -> float:
+    """How many seconds a step may take: the time-out, or a few times the predicted or the longest step if that is
+    longer."""
+    return max(timeout_s, _TIMES_LONGER * predicted_s, _TIMES_LONGER * longest_s)
+
+
+class PeerWatch(threading.Thread):
+    """One rank's thread. With `begin`, the main thread starts a task and ends the one before."""
+
+    def __init__(self, store: dist.Store, rank: int, carried: str, world_size: int, timeout_s: float) -> None:
+        """`carried` says in words which stages this rank carries. Every rank must have constructed its watch before any
+        of them calls `begin`."""
+        super().__init__(daemon=True, name="peer-watch")
+        self._store, self._rank, self._world_size = store.clone(), rank, world_size
+        self._about = {"carried": carried, "host": socket.gethostname(), "pid": os.getpid()}
+        self._between_s = min(timeout_s / _NUM_SIGNS, _MOST_BETWEEN_S)
+        self._main_thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._what, self._began, self._limit_s, self._needs_silence = "starting", time.monotonic(), None, True
+        self._closed = threading.Event()
+        self._count = 0
+        self._give_sign()
+
+    def begin(self, what: str, limit_s: float | None = None, *, needs_silence: bool = False) -> None:
+        """Begin a task, described by `what`, that may take `limit_s` seconds (None: any time).
+
+        With `needs_silence`, a task that takes longer ends the job only if a rank gives no sign of life.
+        """
+        with self._lock:
+            self._what, self._began = what, time.monotonic()
+            self._limit_s, self._needs_silence = limit_s, needs_silence
+
+    def close(self) -> None:
+        """End the thread. Call this before the process ends, which a thread that uses the store would abort."""
+        self._closed.set()
+        if self.is_alive():
+            self.join()
+
+    def run(self) -> None:
+        # Of the first look: when the task began, when this rank looked, and the signs that it read.
+        first_look: tuple[float, float, list[dict]] | None = None
+        woke = time.monotonic()
+        try:
+            while not self._closed.wait(self._between_s):
+                self._give_sign()
+                now, last, woke = time.monotonic(), woke, time.monotonic()
+                with self._lock:
+                    if now - last > 3 * self._between_s + 1:
+                        self._began = now  # this process was suspended, and maybe all were: give them time
+                    what, began, limit_s, needs_silence = self._what, self._began, self._limit_s, self._needs_silence
+                if limit_s is None or now < began + limit_s / 2:
+                    first_look = None
+                elif first_look is None or first_look[0] != began:
+                    first_look = began, now, self._signs()
+                elif now >= max(began + limit_s, first_look[1] + limit_s / 2):
+                    self._judge(what, now - began, first_look[2], needs_silence)
+                    first_look = None
+        except dist.DistError:
+            return  # the store is gone, and the job with it
+
+    def _give_sign(self) -> None:
+        self._count += 1
+        sign = self._about | {"count": self._count, "at": _place(sys._current_frames().get(self._main_thread))}
+        self._store.set(f"alive/{self._rank}", json.dumps(sign | {"what": getattr(self, "_what", "starting")}))
+
+    def _signs(self) -> list[dict]:
+        return [json.loads(sign) for sign in self._store.multi_get([f"alive/{r}" for r in range(self._world_size)])]
+
+    def _judge(self, what: str, seconds: float, before: list[dict], needs_silence: bool) -> None:
+        """End this process if a rank is silent, or if the task may not take longer in any case."""
+        now = self._signs()
+        silent = [rank for rank, sign in enumerate(now) if sign["count"] == before[rank]["count"]]
+        if needs_silence and not silent:
+            return
+        busy = [rank for rank, sign in enumerate(now) if rank not in silent and not sign["at"].startswith("waiting")]
+        named = silent or busy
+        if self._store.compare_set("who said it", "", str(self._rank)) == str(self._rank).encode():
+            why = "no sign of life came from" if silent else "all are alive, but these do not wait for another rank"
+            told = "; ".join(f"rank {rank} ({_told(now[rank])})" for rank in named[:8]) or "none"
+            with contextlib.suppress(OSError):  # stderr may be closed already
+                print(
+                    f"dflop: {what} has not ended for {seconds:.0f} s (`train.peer_timeout_s`), and {why}: {told}"
+                    + ("; and more" if len(named) > 8 else ""),
+                    file=sys.stderr,
+                    flush=True,
+                )
+        for rank in silent:
+            # torchrun would send SIGTERM first, and wait for half a minute before it kills a process that hangs.
+            if now[rank]["host"] == self._about["host"] and rank != self._rank:
+                with contextlib.suppress(OSError):  # another rank may have killed it already
+                    os.kill(now[rank]["pid"], signal.SIGKILL)
+        os._exit(1)
+
+
+def _place(frame: FrameType | None) -> str:
+    """Where a thread is, in words: the innermost function of dflop or torch.distributed, and whether it waits."""
+    while frame is not None:
+        path, function = frame.f_code.co_filename, frame.f_code.co_name
+        if any(path.endswith(end) and function.startswith(name) for end, name in _WAITS):
+            return f"waiting in {function}"
+        if "/dflop/" in path:
+            return f"in {function} of {os.path.basename(path)}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+def _told(sign: dict) -> str:
+    return f"{sign['carried']}, process {sign['pid']} of {sign['host']}, last {sign['at']} at {sign['what']}"

@@ -1,0 +1,40 @@
+"""The program that torchrun starts on every rank: `python -m dflop.train.rank REQUEST`, with REQUEST as JSON."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from dflop.base import UserError
+from dflop.config import load_config
+from dflop.train.generation import Generation
+from dflop.train.run_folder import RunFiles
+from dflop.train.stopping import StopRequest, end_loaders
+from dflop.train.trainer import Trainer
+
+
+def main() -> int:
+    stop = StopRequest()
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    logging.set_verbosity_error()
+    files = RunFiles(
+        **{name: Path(request[name]) for name in ("shapes", "costs", "plan", "out")},
+        generation=Generation(**request["generation"]),
+        measured_on=request["measured_on"],
+    )
+    try:
+        Trainer(load_config(request["config"]), files, stop).train()
+    except UserError as error:
+        print(f"dflop: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        end_loaders()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""What a rank holds of the model: the stage of each node that the rank carries, and the stage's optimiser."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from dflop.config import Config
+from dflop.models import ModelSpec, check_tp, load_model_spec, load_runtime
+from dflop.models.compilation import compile_layers, compiles_layers
+from dflop.models.microbatch import MediaProcessor
+from dflop.models.precision import compute_in, held_in
+from dflop.models.stages import Stage
+from dflop.models.tensor_group import Shard, TensorGroup
+from dflop.plan import Plan
+from dflop.shapes.text import ChatTokenizer, tokenizer_folder
+from dflop.step import Instruction, Node, Op
+from dflop.step.orders import splits_backward
+from dflop.train.parameter_shards import ParameterShards, SharedPasses, Units
+from dflop.train.sharded_optimizer import ShardedAdamW
+from dflop.train.tied_embedding import TiedEmbedding
+from dflop.train.topology import Topology
+
+__all__ = ["NodeModel", "RankModel", "build_rank_model", "forwards_that_read"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NodeModel:
+    """One node of the program on this rank.
+
+    - `index`: of the node in the program.
+    - `ranks`: the tensor-parallel ranks that share the node.
+    - `optimizer`: over the node's replicas.
+    - `parameters`: the stage's, by their names in the whole Hugging Face model. If replicas shard them, DTensors.
+    - `shards`: which part of a parameter this rank and its replicas have, if they do not have the whole.
+    - `lr`: the module's learning rate.
+    - `dtype`: the dtype of computation.
+    - `written_elsewhere`: names of parameters that another node or tensor-parallel rank writes to checkpoints.
+    - `tied`: the matrix shared with the other end of the LLM's pipeline, if the head is tied to the embedding.
+    - `shared`: runs the stage, if replicas shard its parameters.
+    - `outside`: the parameters outside of layers, if replicas do not shard them.
+    - `overlaps`: whether gradients are summed beside the step's last backward, and updated parameters sent back beside
+      the next forward. On CPUs, where the same cores do both, nothing would be gained, and times of passes would hold
+      both.
+    """
+
+    index: int
+    node: Node
+    stage: Stage
+    ranks: TensorGroup
+    optimizer: ShardedAdamW | ParameterShards
+    parameters: dict[str, nn.Parameter]
+    shards: Mapping[str, Shard]
+    lr: float
+    dtype: torch.dtype
+    written_elsewhere: Collection[str] = ()
+    tied: TiedEmbedding | None = None
+    shared: SharedPasses | None = None
+    outside: Collection[nn.Parameter] = ()
+    overlaps: bool
+
+    def run(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Run `compute`, which uses the stage; if replicas shard its parameters, together with these."""
+        if self.shared:
+            return self.shared(compute)
+        self.optimizer.wait_for_parameters(self.outside)  # layers wait for their own
+        return compute()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        if self.tied:
+            self.tied.zero_grad()
+
+    @contextmanager
+    def summing(
+        self, is_last: bool, incomplete: Iterable[nn.Parameter] | None = None
+    ) -> Iterator[Callable[[nn.Parameter], None] | None]:
+        """A context of a backward. In the step's last one, gradients begin to be summed (`ShardedAdamW.summing`), and
+        the context gives what to tell of gradients that are not added by autograd.
+
+        Replicas that shard parameters sum gradients inside each pass, and others may sum all of them behind it.
+        """
+        if self.shared or not (is_last and self.overlaps):
+            yield None
+            return
+        with self.optimizer.summing(incomplete):
+            yield self.optimizer.is_complete
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients over the node's replicas."""
+        if self.tied:
+            self.tied.give_gradient()
+        self.optimizer.sum_gradients()
+
+    def update(self, lr: float, scale: float) -> None:
+        """One step of the optimiser."""
+        self.optimizer.step(lr, scale)
+        if not self.shared:
+            tied = [self.tied.weight] if self.tied else []
+            self.optimizer.wait_for_parameters(tied if self.overlaps else None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankModel:
+    """The nodes of a rank, and what all nodes share: the model's spec, its Hugging Face config, each encoder's media
+    processor, and the tokenizer."""
+
+    nodes: tuple[NodeModel, ...]
+    spec: ModelSpec
+    hf_config: PretrainedConfig
+    processors: Mapping[str, MediaProcessor]
+    tokenizer: ChatTokenizer
+
+    def of(self, index: int) -> NodeModel:
+        """The node with this index in the program."""
+        return next(own for own in self.nodes if own.index == index)
+
+    def norm_squared(self) -> float:
+        """The squared norm of the summed gradients that this rank owns. The sum over all ranks is the model's."""
+        return sum(own.optimizer.norm_squared() for own in self.nodes)
+
+    def wait_for_parameters(self) -> None:
+        """Wait until all parameters have the values of the last update."""
+        for own in self.nodes:
+            if not own.shared:
+                own.optimizer.wait_for_parameters()
+
+    def update(self, lr_factor: float, scale: float) -> None:
+        """One step of the optimisers, with each module's learning rate times `lr_factor` and the gradients times
+        `scale`. With `overlaps`, updated parameters may come as late as the next forward needs them."""
+        for own in self.nodes:
+            own.update(own.lr * lr_factor, scale)
+        for own in self.nodes:
+            if own.tied:
+                own.tied.give_values()
+
+
+def forwards_that_read(
+    instructions: Sequence[Instruction], topology: Topology, model: RankModel
+) -> tuple[tuple[Node, int], ...]:
+    """Node and microbatch of each of the rank's forwards that reads records, in the order of a step's instructions."""
+    return tuple(
+        (topology.program.nodes[item.node], item.microbatch)
+        for item in instructions
+        if item.op is Op.FORWARD and model.of(item.node).stage.reads_records
+    )
+
+
+def build_rank_model(
+    config: Config,
+    plan: Plan,
+    topology: Topology,
+    dtype: torch.dtype,
+    *,
+    is_empty: bool = False,
+    overlaps: bool | None = None,
+) -> RankModel:
+    """Build the stages of a rank's nodes, to compute in `dtype`, with weights from `model.path` or drawn from the
+    seed, or with `is_empty` without values (`FamilyRuntime.build_stage`). For `overlaps` see `NodeModel`; None means
+    True on GPUs and False elsewhere.
+
+    Raises:
+        UserError: for a model, tokenizer or checkpoint that cannot be read, or stages that cannot be built this way.
+    """
+    spec = load_model_spec(config.model)
+    tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
+    runtime = load_runtime(spec.family)
+    hf_config = runtime.make_config(
+        spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
+    )
+    checkpoint = Path(config.model.path) if config.model.path else None
+    overlaps = topology.device.type == "cuda" if overlaps is None else overlaps
+    nodes: Sequence[NodeModel] = [
+        _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty, overlaps)
+        for index in topology.nodes
+    ]
+    return RankModel(
+        nodes=tuple(nodes),
+        spec=spec,
+        hf_config=hf_config,
+        processors={encoder.name: runtime.processors[encoder.name](spec, checkpoint) for encoder in spec.encoders},
+        tokenizer=tokenizer,
+    )
+
+
+def _build_node(
+    config: Config,
+    plan: Plan,
+    topology: Topology,
+    dtype: torch.dtype,
+    index: int,
+    spec: ModelSpec,
+    hf_config: PretrainedConfig,
+    checkpoint: Path | None,
+    is_empty: bool,
+    overlaps: bool,
+) -> NodeModel:
+    """One node. The function is long, because most of its parts depend on whether replicas shard the parameters."""
+    node, ranks = topology.program.nodes[index], topology.tensor[index]
+    is_trained = config.model.trained.trains(node.module)
+    stage, units = _build_stage(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
+    stage.requires_grad_(is_trained)
+    lr, weight_decay = config.train.of_module(node.module)
+    common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
+    common |= {"overlaps": overlaps}
+    if not stage.is_trained:
+        compute_in(stage, dtype)  # parameters that are never updated have no masters
+    # Parameters that are whole on every tensor-parallel rank are counted and written by the first one.
+    of_first = [name for name in stage.named_hf_parameters() if not ranks.is_first and name not in stage.shards]
+    if units:
+        shared = SharedPasses(stage, units)
+        stage.requires_grad_(is_trained)  # again, so that parameters that no pass reads are not trained
+        parameters = stage.named_hf_parameters()
+        own = ParameterShards(
+            list(parameters.values()),
+            topology.sharers[index],
+            topology.rank,
+            weight_decay=weight_decay,
+            counted_elsewhere=[parameters[name] for name in of_first],
+        )
+        return NodeModel(
+            **common,
+            optimizer=own,
+            parameters=parameters,
+            shards=stage.shards,
+            shared=shared,
+            written_elsewhere=of_first,
+        )
+    tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
+    embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
+    parameters = stage.named_hf_parameters()
+    copy = embedding.weight if embedding and embedding.is_copy else None
+    layers = [stage.hf.get_submodule(name) for name in stage.layer_names]
+    inside = {own for layer in layers for own in layer.parameters()}
+    outside = [own for own in parameters.values() if own not in inside]
+    optimizer = ShardedAdamW(
+        [own for own in parameters.values() if own is not copy],
+        topology.replicas[index],
+        weight_decay=weight_decay,
+        computed_in=dtype,
+        counted_elsewhere=[parameters[name] for name in of_first],
+        complete_later=[embedding.weight] if embedding and not embedding.is_copy else (),
+        needed_first=outside,
+    )
+    for layer in layers:
+        own = list(layer.parameters())
+        layer.register_forward_pre_hook(lambda *_, own=own: optimizer.wait_for_parameters(own))
+    unread = [parameters[name] for name in stage.unread if name in parameters]  # they are written as they were read
+    compute_in(stage, dtype, but=unread)  # of trained parameters only the tied copy, which no optimiser has converted
+    return NodeModel(
+        **common,
+        optimizer=optimizer,
+        parameters=parameters,
+        shards=stage.shards,
+        tied=embedding,
+        outside=outside,
+        written_elsewhere={*of_first, *(name for name, own in parameters.items() if own is copy)},
+    )
+
+
+def _build_stage(
+    config: Config,
+    plan: Plan,
+    topology: Topology,
+    dtype: torch.dtype,
+    index: int,
+    spec: ModelSpec,
+    hf_config: PretrainedConfig,
+    checkpoint: Path | None,
+    is_empty: bool,
+) -> tuple[Stage, Units | None]:
+    """A node's stage, compiled if that is wanted, and what shards its units, if replicas shard its parameters."""
+    node, ranks = topology.program.nodes[index], topology.tensor[index]
+    check_tp(spec, node.module, ranks.size)
+    units = None
+    if plan.grid(node.module).gathers:
+        units = Units(topology.sharers[index], dtype, is_trained=config.model.trained.trains(node.module))
+    stage = load_runtime(spec.family).build_stage(
+        hf_config,
+        node.module,
+        layers=plan.layers_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
+        seed=config.seed,
+        checkpoint=checkpoint,
+        dtype=held_in(dtype),
+        device=topology.device,
+        num_recomputed=plan.recomputed_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
+        ranks=ranks,
+        share=units.share if units else None,
+        is_empty=is_empty,
+    )
+    can_compile = not is_empty and not splits_backward(plan, node.module)
+    if can_compile and compiles_layers(config.train.compile, topology.device)[0]:
+        compile_layers(stage)
+    return stage, units

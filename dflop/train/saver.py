@@ -1,0 +1,122 @@
+"""Asynchronous checkpoints: a step's state is copied at once, and a thread writes the copy to disk.
+
+The threads communicate over a process group of their own, on gloo, so that their messages never mix with those of
+training. At most one checkpoint is being written, and the next one waits for it. torch's own `async_save` could write
+the tensors, but they are not a whole checkpoint: checksums, `run.json` and the folder's name follow, and only if no
+rank has failed.
+"""
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dflop.models.tensor_group import Shard
+from dflop.train.adamw import Piece
+from dflop.train.checkpoint import do_together, save_checkpoint
+from dflop.train.checkpoint_tensors import Part
+from dflop.train.observations import Observations
+
+__all__ = ["CheckpointSaver"]
+
+
+class CheckpointSaver:
+    """One rank's saver. Every rank must construct it, and call `save` and `wait` in the same order."""
+
+    def __init__(self, folder: Path, observations: Observations) -> None:
+        self._folder, self._observations = folder, observations
+        self._group = dist.new_group(backend="gloo")
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._copies: dict[tuple[int, str, str], torch.Tensor] = {}
+        # The number of steps of the last checkpoint, and why it could not be written; None if it was written.
+        self.unsaved: tuple[int, str] | None = None
+
+    def save(self, num_steps: int, parts: Sequence[Part], run: Mapping[str, Any]) -> None:
+        """Begin to write the checkpoint after `num_steps` steps, and the observations up to there. Returns when both
+        are copied, which is after the checkpoint before has been written.
+
+        Raises:
+            Exception: as `wait`.
+        """
+        self.wait()
+        staged = [self._staged(number, part) for number, part in enumerate(parts)]
+        if any(part.is_cuda for own in parts for part in own.parameters.values()):
+            torch.cuda.synchronize()
+        observed = self._observations.take()
+
+        def write() -> None:
+            try:
+                trouble = do_together(lambda: self._observations.write(observed, num_steps), self._group)
+                trouble = trouble or save_checkpoint(self._folder, num_steps, staged, dict(run), self._group)
+                self.unsaved = (num_steps, trouble) if trouble else None
+            except BaseException as error:  # for `wait` to raise
+                self._error = error
+
+        # A daemon: no process that ends waits for one that another rank has left alone.
+        self._thread = threading.Thread(target=write, daemon=True, name="checkpoint-saver")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written.
+
+        Raises:
+            Exception: what ended the writing, unless it was an error of the file system (see `unsaved`).
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self, most_s: float) -> None:
+        """After an error in training, wait at most `most_s` seconds for a checkpoint that is being written."""
+        if self._thread is not None:
+            self._thread.join(most_s)
+
+    def _staged(self, number: int, part: Part) -> "_StagedPart":
+        parameters: dict[str, torch.Tensor] = {}
+        pieces: dict[torch.Tensor, list[Piece]] = {}
+        for name, parameter in part.parameters.items():
+            if name in part.written_elsewhere:
+                continue
+            own = parameters[name] = parameter.detach()  # only the shape of this tensor is read
+            pieces[own] = [
+                self._copied(piece, (number, f"{name}/{piece.start}")) for piece in part.optimizer.pieces(parameter)
+            ]
+        return _StagedPart(parameters, part.shards, _StagedPieces(pieces))
+
+    def _copied(self, piece: Piece, key: tuple[int, str]) -> Piece:
+        moments = {name: self._copy((*key, name), values) for name, values in piece.moments.items()}
+        return Piece(piece.start, self._copy((*key, "masters"), piece.masters), moments)
+
+    def _copy(self, key: tuple[int, str, str], values: torch.Tensor) -> torch.Tensor:
+        """A copy in the host's memory, in the same buffer each time: allocating new pages takes longer than copying."""
+        if key not in self._copies:
+            self._copies[key] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        return self._copies[key].copy_(values, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedPieces:
+    """The copied pieces of each parameter that this replica holds."""
+
+    of_parameter: Mapping[torch.Tensor, list[Piece]]
+
+    def pieces(self, parameter: torch.Tensor) -> list[Piece]:
+        return self.of_parameter[parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedPart:
+    """A copy of a part."""
+
+    parameters: Mapping[str, torch.Tensor]
+    shards: Mapping[str, Shard]
+    optimizer: _StagedPieces
+    written_elsewhere: Collection[str] = ()

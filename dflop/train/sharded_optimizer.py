@@ -1,0 +1,274 @@
+"""AdamW whose moments are divided among a stage's replicas (ZeRO-1).
+
+Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, stage 1.
+Parameters and gradients of a stage are in flat buckets, of which every replica owns an equal share. Gradients are
+reduce-scattered to their owners, the owners update, and the updated values are all-gathered: together as many bytes as
+an all-reduce. The sum of a bucket begins as soon as its gradients are complete, beside the rest of the step's last
+backward (Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020, section 3.2.3).
+If parameters have less precision than fp32, their gradients are fp32, and the owner of a share updates fp32 masters of
+it (Micikevicius et al., "Mixed precision training", 2018, section 3.1).
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
+from dflop.models.precision import set_values
+from dflop.train.adamw import AdamW, Piece, has_weight_decay, squared_norm
+
+__all__ = ["ShardedAdamW"]
+
+_BUCKET_BYTES = 64 * 2**20
+# Parameters begin at multiples of this number of values, so that kernels have aligned operands.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Flat values and gradients. This replica owns the slice `own` of them, and `masters` are its values; they are a
+    view of `values`, or separate if these have another dtype. `is_counted`: whether they count in the gradient norm."""
+
+    values: torch.Tensor
+    masters: torch.Tensor
+    gradients: torch.Tensor
+    own: slice
+    is_counted: bool
+
+
+class _Run(NamedTuple):
+    """A range of a bucket's masters that is updated as one tensor, from index `start` of the bucket on."""
+
+    start: int
+    masters: nn.Parameter
+    decays: bool
+
+
+class ShardedAdamW:
+    """AdamW over the parameters that require gradients.
+
+    Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
+    the masters' dtype, and are converted to `computed_in`. Their order is about that in which forward uses them. All
+    `replicas` must have equal parameters. Parameters in `counted_elsewhere` are counted in the gradient norm by another
+    tensor-parallel rank. The gradients of those in `complete_later` get a part behind the last backward. Those in
+    `needed_first` are sent back first after an update, and may be waited for before the others.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        replicas: dist.ProcessGroup,
+        *,
+        weight_decay: float,
+        computed_in: torch.dtype | None = None,
+        counted_elsewhere: Collection[nn.Parameter] = (),
+        complete_later: Collection[nn.Parameter] = (),
+        needed_first: Collection[nn.Parameter] = (),
+        bucket_bytes: int = _BUCKET_BYTES,
+    ) -> None:
+        self._replicas = replicas
+        self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
+        trained = [own for own in parameters if own.requires_grad]
+        # For each parameter its bucket, and where it begins there.
+        self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        self._buckets: list[_Bucket] = []
+        elsewhere, later = set(counted_elsewhere), set(complete_later)
+        # Backward completes the buckets from the last one on, except the first ones: those of parameters that are
+        # complete later, and of those that are counted elsewhere, which are small and of all layers.
+        for group in (later, elsewhere - later, set(trained) - later - elsewhere):
+            for own in _in_buckets([own for own in trained if own in group], bucket_bytes):
+                self._buckets.append(self._make_bucket(own, computed_in, own[0] not in elsewhere))
+        self._num_later = len({self._places[own][0] for own in trained if own in later})
+        # While the last backward runs: by bucket, the parameters whose gradients are not complete.
+        self._incomplete: list[set[nn.Parameter]] = []
+        # Buckets whose sums have begun, counted from the last one, and the sums that are waited for.
+        self._num_begun, self._sums = 0, []
+        # The buckets in the order in which their values are sent back, and those whose values are under way.
+        first = {self._places[own][0] for own in needed_first if own in self._places}
+        self._gather_order = sorted(range(len(self._buckets)), key=lambda number: number not in first)
+        self._gathers: dict[int, dist.Work] = {}
+        if self._num_replicas > 1:
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(self.is_complete)
+        # By bucket, the ranges of the own share that are updated: one with weight decay, then one without.
+        self._runs = [self._make_runs(number) for number in range(len(self._buckets))]
+        self._adamw = AdamW({run.masters: run.decays for runs in self._runs for run in runs}, weight_decay)
+
+    def zero_grad(self) -> None:
+        for bucket in self._buckets:
+            bucket.gradients.zero_()
+
+    @contextmanager
+    def summing(self, incomplete: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+        """A context of the step's last backward. Sums begin as their buckets are complete; those of all others but the
+        ones with `complete_later` begin at its end. All replicas must enter it at the same place among the collectives
+        of their group. `incomplete` are the parameters whose gradients the context completes, by default all.
+        """
+        if self._num_replicas == 1:
+            yield
+            return
+        wanted = self._places.keys() if incomplete is None else set(incomplete)
+        self._incomplete = [set() for _ in self._buckets]
+        for parameter, (number, _) in self._places.items():
+            if parameter in wanted:
+                self._incomplete[number].add(parameter)
+        yield
+        self._incomplete = []
+        self._begin_sums(len(self._buckets) - self._num_later)
+
+    def is_complete(self, parameter: nn.Parameter) -> None:
+        """Say that a backward has completed a parameter's gradient. This counts in the last backward, and for the
+        parameters of this optimiser."""
+        if not self._incomplete or parameter not in self._places:
+            return
+        number, _ = self._places[parameter]
+        self._incomplete[number].discard(parameter)
+        if self._incomplete[number]:
+            return
+        num_complete = self._num_begun
+        while num_complete < len(self._buckets) - self._num_later and not self._incomplete[-1 - num_complete]:
+            num_complete += 1
+        self._begin_sums(num_complete)
+
+    def _begin_sums(self, num_buckets: int) -> None:
+        """Begin the sums of the last `num_buckets` buckets. Their order is the same on all replicas."""
+        while self._num_begun < num_buckets:
+            self._num_begun += 1
+            bucket = self._buckets[-self._num_begun]
+            self._sums.append(reduce_scatter_flat(bucket.gradients[bucket.own], bucket.gradients, self._replicas))
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients over the replicas. Afterwards each replica has the sums of its own share only."""
+        if self._num_replicas > 1:
+            self._begin_sums(len(self._buckets))
+            for own in self._sums:
+                own.wait()
+        self._num_begun, self._sums = 0, []
+
+    def norm_squared(self) -> float:
+        """The squared norm of the sums that this replica owns and counts. The sum over all ranks of the stage is the
+        stage's."""
+        return squared_norm(bucket.gradients[bucket.own] for bucket in self._buckets if bucket.is_counted)
+
+    def step(self, lr: float, scale: float) -> None:
+        """Update the own share with its gradients times `scale`, and begin to send the result to all replicas. Nobody
+        may read parameters before `wait_for_parameters`."""
+        self.wait_for_parameters()
+        for bucket, runs in zip(self._buckets, self._runs, strict=True):
+            for start, masters, _ in runs:
+                masters.grad = bucket.gradients[start : start + len(masters)].mul_(scale)
+        self._adamw.step(lr)
+        self._begin_gathers()
+
+    def wait_for_parameters(self, parameters: Collection[nn.Parameter] | None = None) -> None:
+        """Wait until these parameters have their updated values, by default all. Others than this optimiser's always
+        have."""
+        if not self._gathers:
+            return
+        wanted = self._places if parameters is None else parameters
+        for number in {self._places[own][0] for own in wanted if own in self._places}:
+            if work := self._gathers.pop(number, None):
+                work.wait()
+
+    def pieces(self, parameter: nn.Parameter) -> list[Piece]:
+        """The pieces of a parameter that this replica updates; a parameter that is not trained is one whole piece."""
+        if parameter not in self._places:
+            return [Piece(0, parameter.detach().flatten(), {})]
+        number, begin = self._places[parameter]
+        end = begin + parameter.numel()
+        pieces = []
+        for start, masters, _ in self._runs[number]:
+            first, last = max(begin, start), min(end, start + len(masters))
+            if first < last:
+                held = slice(first - start, last - start)
+                moments = {name: own[held] for name, own in self._adamw.moments_of(masters).items()}
+                pieces.append(Piece(first - begin, masters.detach()[held], moments))
+        return pieces
+
+    def go_on_from(self, num_steps: int) -> None:
+        """Go on after masters and moments were read from a checkpoint of `num_steps` steps; every replica must call
+        this."""
+        self._adamw.go_on_from(num_steps)
+        self._begin_gathers()
+        self.wait_for_parameters()
+
+    @torch.no_grad()
+    def whole_masters(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """The whole masters of each trained parameter, gathered bucket by bucket; every replica must call this."""
+        for number, bucket in enumerate(self._buckets):
+            masters = bucket.masters
+            if self._num_replicas > 1:
+                masters = bucket.masters.new_empty(len(bucket.values))
+                all_gather_flat(masters, bucket.masters, self._replicas).wait()
+            for parameter, (at, begin) in self._places.items():
+                if at == number:
+                    yield parameter, masters[begin : begin + parameter.numel()].view_as(parameter)
+
+    @torch.no_grad()
+    def _begin_gathers(self) -> None:
+        """Begin to send the masters' values to every replica."""
+        for number in self._gather_order:
+            bucket = self._buckets[number]
+            if bucket.values.dtype != bucket.masters.dtype:
+                bucket.values[bucket.own].copy_(bucket.masters)
+            if self._num_replicas > 1:
+                self._gathers[number] = all_gather_flat(bucket.values, bucket.values[bucket.own], self._replicas)
+
+    @torch.no_grad()
+    def _make_bucket(
+        self, parameters: list[nn.Parameter], computed_in: torch.dtype | None, is_counted: bool
+    ) -> _Bucket:
+        size = 0
+        parameters = sorted(parameters, key=has_weight_decay, reverse=True)  # one run with weight decay, one without
+        for parameter in parameters:
+            self._places[parameter] = len(self._buckets), size
+            size += _aligned(parameter.numel(), _ALIGNMENT)
+        share = _aligned(-(-size // self._num_replicas), _ALIGNMENT)
+        own = slice(share * self._replica, share * (self._replica + 1))
+        first = parameters[0].detach()
+        values = first.new_zeros(share * self._num_replicas, dtype=computed_in or first.dtype)
+        masters = values[own] if values.dtype == first.dtype else first.new_zeros(share)
+        gradients = first.new_zeros(len(values))
+        for parameter in parameters:
+            _, begin = self._places[parameter]
+            end = begin + parameter.numel()
+            flat = parameter.detach().flatten()
+            values[begin:end] = flat
+            start, stop = max(begin, own.start), min(end, own.stop)
+            if start < stop:
+                masters[start - own.start : stop - own.start] = flat[start - begin : stop - begin]
+            set_values(parameter, values[begin:end].view_as(parameter))
+            parameter.grad = gradients[begin:end].view_as(parameter)
+        return _Bucket(values, masters, gradients, own, is_counted)
+
+    def _make_runs(self, number: int) -> list[_Run]:
+        """The parts of a bucket's own share with weight decay and without, which each are one range of it."""
+        bucket = self._buckets[number]
+        plain = [begin for own, (at, begin) in self._places.items() if at == number and not has_weight_decay(own)]
+        turn = min(max(min(plain, default=bucket.own.stop), bucket.own.start), bucket.own.stop)
+        return [
+            _Run(start, nn.Parameter(bucket.masters[start - bucket.own.start : stop - bucket.own.start]), decays)
+            for decays, start, stop in ((True, bucket.own.start, turn), (False, turn, bucket.own.stop))
+            if start < stop
+        ]
+
+
+def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Groups of consecutive parameters of at most `most_bytes` together; a larger parameter is a group of its own."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and sum(other.nbytes for other in bucket) + parameter.nbytes > most_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def _aligned(size: int, to: int) -> int:
+    return -(-size // to) * to

@@ -1,0 +1,312 @@
+"""The training loop of one rank.
+
+A step: take the schedule, carry out the instructions, divide the summed gradients by the global number of target
+tokens, clip by the global norm, and update what this rank owns. One small all-reduce a step gives all ranks the loss,
+the norm and how busy the ranks were.
+"""
+
+import gc
+import math
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from dflop.base import UserError
+from dflop.base.local_device import device_name
+from dflop.base.process_memory import process_bytes
+from dflop.config import Config
+from dflop.models.compilation import compiles_layers
+from dflop.models.precision import COMPUTES_IN
+from dflop.plan import load_plan
+from dflop.schedule import StepSchedule
+from dflop.step import Op, Span, StepInstructions, check_program, make_program
+from dflop.step.run import Waits, run_instructions
+from dflop.train.data_loader import start_loading
+from dflop.train.evaluation import Evaluation
+from dflop.train.export import export_model
+from dflop.train.feed import JobStream, ScheduleFeed, SchedulePublisher
+from dflop.train.learning_rate import lr_factor
+from dflop.train.node_work import make_works
+from dflop.train.observations import NUM_WARMUP_STEPS, Observations
+from dflop.train.peers import PeerWatch, longest_wait_s
+from dflop.train.rank_clock import RankClock
+from dflop.train.rank_model import build_rank_model, forwards_that_read
+from dflop.train.resume import take_up
+from dflop.train.run_folder import RunFiles
+from dflop.train.saver import CheckpointSaver
+from dflop.train.step_log import StepLog, say_if_costs_are_of_another
+from dflop.train.step_seconds import StepSeconds
+from dflop.train.step_sums import sum_over_ranks
+from dflop.train.step_times import StepReports
+from dflop.train.stopping import StopRequest
+from dflop.train.topology import join_world
+from dflop.train.trackers import Trackers
+
+__all__ = ["Trainer"]
+
+# Steps between two runs of the garbage collector.
+_COLLECT_EVERY = 20
+
+
+class Trainer:
+    """One rank. Construct it on every rank, then call `train()` on every rank.
+
+    Raises:
+        UserError: when the plan, model, checkpoint or data cannot be used, or the plan's program cannot be run.
+    """
+
+    def __init__(self, config: Config, files: RunFiles, stop: StopRequest) -> None:
+        self.config, self.files, self.stop = config, files, stop
+        self.plan = load_plan(files.plan)
+        program = make_program(self.plan, config.model.trained)
+        check_program(self.plan, program, config.model.trained)
+        dtype = COMPUTES_IN[config.train.precision]
+        self.topology = join_world(self.plan, program, config.cluster.device, dtype)
+        world = self.topology
+        self.watch = PeerWatch(world.store, world.rank, world.carried, world.world_size, config.train.peer_timeout_s)
+        self._say(f"{self.topology.world_size} ranks have met; they build the model")
+        if why_eager := compiles_layers(config.train.compile, self.topology.device)[1]:
+            self._say(why_eager)
+        self.model = build_rank_model(config, self.plan, self.topology, dtype)
+        if self.topology.is_main:
+            say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
+        self.observations = Observations(files.out / "observations", self.topology.rank, program.nodes)
+        self.first_step, self.restarts = take_up(config.train, files, self.model, self.observations)
+        self.saver = CheckpointSaver(files.checkpoints, self.observations)
+        self.longest_step_s = 0.0
+        self.clock, self.seconds = RankClock(), StepSeconds(program, self.topology.world_size)
+        trackers = Trackers(files.out, self.first_step, config.train.tensorboard) if self.topology.is_main else None
+        self.log = StepLog(files, config.train.steps, self.topology.world_size, trackers)
+        self.feed = ScheduleFeed(self.topology.store)
+        self.reports = StepReports(
+            self.topology.store,
+            self.topology.rank,
+            num_ranks=self.topology.world_size,
+            num_nodes=len(program.nodes),
+            num_microbatches=self.plan.num_microbatches,
+            overlaps=any(own.overlaps for own in self.model.nodes),
+        )
+        self._say("the model is built; the schedules and the loaders start")
+        self.publisher = self._start_publisher() if self.topology.is_main else None
+        self.instructions = StepInstructions(self.plan, program, config.model.trained, self.topology.rank)
+        stream = JobStream(
+            self.feed,
+            lambda slots: forwards_that_read(self.instructions.of(slots), self.topology, self.model),
+            range(self.first_step, config.train.steps),
+        )
+        loader = start_loading(config, self.plan, self.model, stream)
+        self.works = make_works(config, self.plan, self.model, program, loader, self.topology.store.clone())
+        self.evaluation = None
+        if config.data.has_evaluation:
+            self.evaluation = Evaluation(config, files, self.plan, self.topology, self.model, self.works)
+        dist.barrier()
+        self._say(f"all is ready; step {self.first_step + 1} of {config.train.steps} begins")
+        # Waits until here were part of starting up, and do not count.
+        self.feed.waited_s.clear()
+
+    def train(self) -> None:
+        """Run the remaining steps, and then write the model; or run until any rank is asked to stop.
+
+        Raises:
+            UserError: when the loss is not finite, a step cannot be scheduled, or the last step or the model cannot be
+                written.
+        """
+        config = self.config.train
+        self.watch.start()
+        try:
+            # The collector would interrupt a rank at any time, while the others wait. It runs between steps instead.
+            gc.collect()
+            gc.disable()
+            self.clock.restart()
+            num_steps = self.first_step
+            while num_steps < config.steps:
+                is_asked = self._step(num_steps)
+                if num_steps % _COLLECT_EVERY == 0:
+                    gc.collect(1)
+                num_steps += 1
+                if num_steps % config.checkpoint_every == 0 or num_steps == config.steps or is_asked:
+                    self._save(num_steps)
+                if is_asked:
+                    break
+            self.model.wait_for_parameters()
+            self.saver.wait()
+            if unsaved := self._unsaved(num_steps):
+                raise UserError(f"the last step could not be saved: {unsaved}")
+            if num_steps == config.steps:
+                self._export()
+        finally:
+            self.watch.close()
+            gc.enable()
+            self.saver.close(self.config.train.peer_timeout_s)
+            self.log.close()
+            if self.publisher:
+                self.publisher.close()
+        dist.destroy_process_group()
+
+    def _say(self, what: str) -> None:
+        """Print how far starting has come, on the first rank only; it may take a minute."""
+        if self.topology.is_main:
+            print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
+
+    def _export(self) -> None:
+        self.watch.begin("writing the model", self.config.train.peer_timeout_s, needs_silence=True)
+        try:
+            precision = self.config.train.export_precision or self.config.train.precision
+            export_model(self.files.out / "model", self.plan, self.model, COMPUTES_IN[precision])
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"the model could not be written to {self.files.out / 'model'}: {error}; the last step is saved"
+            ) from None
+
+    def _step(self, step: int) -> bool:
+        """Carry out a step. Returns, the same on every rank, whether any rank was asked to stop."""
+        if self.publisher:
+            self.publisher.step_started(step, self.reports.take(step))
+        config = self.config.train
+        self.watch.begin(f"step {step + 1}, its schedule,", config.peer_timeout_s, needs_silence=True)
+        with self.clock.part("schedule"):
+            schedule = self.feed.get(step)
+        # In its first steps a process compiles and fills caches, so only silent ranks end the job.
+        self.watch.begin(
+            f"step {step + 1}",
+            longest_wait_s(config.peer_timeout_s, schedule.step_s, self.longest_step_s),
+            needs_silence=step < self.first_step + NUM_WARMUP_STEPS,
+        )
+        for work in self.works.values():
+            work.begin_step(schedule)
+        zero_s = time.monotonic()
+        waits = Waits()
+        spans = run_instructions(self.instructions.of(schedule.slots), self.works, self.topology.links, waits)
+        ended_s = time.monotonic()
+        self.clock.add_pipeline(spans, waits, zero_s, ended_s)
+        totals, known, step_s = self._update(step, schedule, spans)
+        self.longest_step_s = max(self.longest_step_s, step_s)
+        self.observations.add(step, schedule, spans, zero_s)
+        if schedule.measures and step >= self.first_step + NUM_WARMUP_STEPS:
+            self.reports.send(step, spans, step_s)
+        evaluated = self._evaluate(step) if self._evaluates_after(step) else None
+        if self.topology.is_main:
+            self.log.unsaved = self._unsaved(step + 1)
+            parts = self.seconds.of_step(known, step_s, schedule.idle_of_worker)
+            self.observations.add_seconds(step, parts, step_s)
+            if step == max(self.first_step + NUM_WARMUP_STEPS, config.steps // 2):
+                self.observations.keep_schedule(schedule)
+            self.log.add(step, schedule, totals, step_s, ended_s - zero_s, parts, evaluated)
+        self.feed.forget(step)
+        return totals["asked_to_stop"] > 0
+
+    def _evaluates_after(self, step: int) -> bool:
+        every = self.config.train.evaluate_every
+        is_due = step + 1 == self.config.train.steps or (every is not None and (step + 1) % every == 0)
+        return self.evaluation is not None and is_due
+
+    def _evaluate(self, step: int) -> tuple[float, float]:
+        """The loss of the evaluation set, and the seconds that evaluating took, which count in no step."""
+        self.watch.begin(f"evaluating after step {step + 1}", self.config.train.peer_timeout_s, needs_silence=True)
+        with self.clock.paused():
+            return self.evaluation.run()
+
+    def _update(
+        self, step: int, schedule: StepSchedule, spans: list[Span]
+    ) -> tuple[dict[str, float], np.ndarray, float]:
+        """Normalise, clip and apply the gradients.
+
+        Returns the sums over all ranks (of waits the means), the known parts of each rank's step, [num_ranks,
+        len(KNOWN_PARTS)], and the seconds that the step took. The step ends with the all-reduce of the sums.
+        """
+        config, works = self.config.train, self.works.values()
+        with self.clock.part("optimiser"):
+            grad_sq = self.model.norm_squared()
+        totals, known = sum_over_ranks(
+            {
+                "loss": sum(float(work.loss) for work in works),
+                "grad_sq": grad_sq,
+                # The gradient sync is left out: it is mostly a wait for the slower replicas.
+                "busy_s": sum(span.seconds for span in spans if span.op is not Op.SYNC_GRADIENTS),
+                "wait_s": self.feed.waited_s.get(step, 0.0),
+                "data_wait_s": sum(work.data_wait_s for work in works),
+                "unreadable": sum(len(work.unreadable) for work in works),
+                "undecodable": sum(work.num_undecodable for work in works),
+                "dropped_targets": sum(work.num_dropped_targets for work in works),
+                "asked_to_stop": float(bool(self.stop)),
+            },
+            self.clock.row(),
+            self.topology.device,
+        )
+        step_s = self.clock.end()
+        num_targets = max(1, int(schedule.target_tokens.sum()) - round(totals["dropped_targets"]))
+        totals["loss"] /= num_targets
+        totals["grad_norm"] = totals.pop("grad_sq") ** 0.5 / num_targets
+        for wait in ("wait_s", "data_wait_s"):
+            totals[wait] /= self.topology.world_size
+        if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
+            raise UserError(
+                f"step {step + 1}: loss {totals['loss']} with gradient norm {totals['grad_norm']}; lower `train.lr` "
+                f"(now {config.lr}) or raise `train.warmup_steps`; the last checkpoint is intact"
+            )
+        scale = min(1.0, config.grad_clip / (totals["grad_norm"] + 1e-12))
+        factor = lr_factor(config, step)
+        totals["lr"] = config.lr * factor
+        with self.clock.part("optimiser"):
+            self.model.update(factor, scale / num_targets)
+            if self.topology.device.type == "cuda":
+                # Otherwise the next step would be charged with the update. Parameters may still be under way.
+                torch.cuda.current_stream(self.topology.device).synchronize()
+        for work in works:
+            for line in work.unreadable:
+                print(f"dflop: not as it was profiled: {line}", flush=True)
+            work.unreadable.clear()
+        return totals, known, step_s
+
+    def _save(self, num_steps: int) -> None:
+        """Begin to write a checkpoint. If any rank cannot write, training goes on, and the reason is shown until a
+        checkpoint is written."""
+        self.watch.begin(f"saving step {num_steps}", self.config.train.peer_timeout_s, needs_silence=True)
+        run = {
+            "generation": self.files.generation.to_dict(),
+            "restarts": self.restarts,
+            "peak_memory_bytes": self._peak_bytes(),
+        }
+        self.saver.save(num_steps, self.model.nodes, run)
+
+    def _unsaved(self, num_steps: int) -> str | None:
+        """Why the last checkpoint could not be written, and when the next try is, after `num_steps` steps; None if it
+        was written."""
+        if self.saver.unsaved is None:
+            return None
+        config, (of_step, trouble) = self.config.train, self.saver.unsaved
+        onward = min(-(-num_steps // config.checkpoint_every) * config.checkpoint_every, config.steps)
+        again = f"; the next try is after step {onward}" if onward > of_step else ""
+        return f"{trouble} (checkpoint of step {of_step} in {self.files.out}{again})"
+
+    def _peak_bytes(self) -> dict[str, int]:
+        """For each module, the peak bytes of its fullest rank so far: of the process on CPUs, of the device on GPUs."""
+        device = self.topology.device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            outside = total - free - torch.cuda.memory_reserved(device)
+            held = outside + torch.cuda.max_memory_reserved(device)
+        else:
+            held = process_bytes("VmHWM")
+        modules = [grid.module for grid in self.plan.grids]
+        peaks = torch.zeros(len(modules), dtype=torch.float64, device=device)
+        for own in self.model.nodes:
+            peaks[modules.index(own.node.module)] = held
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        return {module: int(peak) for module, peak in zip(modules, peaks.tolist(), strict=True)}
+
+    def _start_publisher(self) -> SchedulePublisher:
+        publisher = SchedulePublisher(
+            self.topology.store.clone(),
+            self.config,
+            shapes=self.files.shapes,
+            costs=self.files.costs,
+            plan=self.files.plan,
+            corrections=self.observations.corrections_path,
+            first_step=self.first_step,
+        )
+        publisher.start()
+        return publisher

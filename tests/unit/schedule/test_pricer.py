@@ -1,0 +1,427 @@
+"""Prices add up: loads go to who computes them, memory bounds hold, and no step beats the lower bound."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflop.balance import random_buckets
+from dflop.base import UserError
+from dflop.config import ClusterConfig
+from dflop.costs import CostModel, Link, LinkModel, Loads, StageKind
+from dflop.costs.fitted import LoadRange
+from dflop.models.loads import Coefficients
+from dflop.plan import Grid, Plan
+from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.trained import TrainedSet
+from dflop.schedule import Assignment, Pricer
+from dflop.step import nodes_of
+
+CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
+
+
+def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=4, checkpointing=False) -> Plan:
+    return Plan(
+        placement="disjoint",
+        grids=(
+            Grid(module="vision", num_ranks=vision_dp),
+            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_dp),
+        ),
+        num_microbatches=num_microbatches,
+        checkpointing=checkpointing,
+    )
+
+
+@pytest.fixture(scope="module")
+def make_pricer(costs, tiny_spec):
+    def make(
+        plan: Plan, cluster: ClusterConfig = CLUSTER, model: CostModel = costs, frozen: tuple[str, ...] = (), **more
+    ) -> Pricer:
+        return Pricer(plan, model, tiny_spec, cluster, trained=TrainedSet(frozen), **more)
+
+    return make
+
+
+def at_random(pricer: Pricer, shapes, seed: int) -> Assignment:
+    problem = pricer.problem(shapes)
+    llm_dp_rank, microbatch = np.divmod(random_buckets(problem, np.random.default_rng(seed)), problem.num_microbatches)
+    return pricer.assign(shapes, llm_dp_rank, microbatch)
+
+
+plans = st.builds(
+    make_plan,
+    vision_dp=st.integers(1, 3),
+    llm_pp=st.integers(1, 4),
+    llm_dp=st.integers(1, 3),
+    num_microbatches=st.integers(1, 6),
+    checkpointing=st.booleans(),
+)
+frozen_sets = st.sampled_from([(), ("vision",), ("llm",)])
+properties = settings(max_examples=60)
+
+
+@properties
+@given(plan=plans, frozen=frozen_sets, seed=st.integers(0, 1000))
+def test_no_step_beats_the_lower_bound(make_pricer, draw_samples, plan, frozen, seed):
+    pricer, shapes = make_pricer(plan, frozen=frozen), draw_samples(24, seed)
+    assert pricer.lower_bound_s(shapes) <= pricer.step_s(shapes, at_random(pricer, shapes, seed)) * (1 + 1e-9)
+
+
+def test_the_lower_bound_holds_where_one_samples_stage_is_anothers_rest(make_pricer, costs, draw_samples):
+    """Long texts weigh on every layer, learned ones on the head: no stage is the slowest for both."""
+    times = dict(costs.times)
+    for direction in ("forward", "backward"):
+        times["llm", UNDIVIDED, "layer", False, direction] = Coefficients(0.0, (0, 1e-6, 0, 0))
+        times["llm", UNDIVIDED, "last", False, direction] = Coefficients(0.0, (0, 0, 0, 1e-4))
+    model = dataclasses.replace(costs, times=times)
+    shapes = draw_samples(40, 0)
+    long = np.arange(40) % 2 == 0
+    nothing = np.zeros(40, dtype=np.int64)
+    shapes = dataclasses.replace(
+        shapes,
+        num_items=nothing[:, None],
+        kept_tokens=nothing[:, None],
+        llm_tokens=np.where(long, 2000, 20),
+        target_tokens=np.where(long, 1, 19),
+    )
+    pricer = make_pricer(make_plan(llm_pp=3, num_microbatches=20), model=model)
+    microbatch = np.arange(40) // 2
+    assignment = pricer.assign(shapes, np.zeros(40, dtype=np.int64), microbatch)
+    assert pricer.lower_bound_s(shapes) <= pricer.step_s(shapes, assignment)
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(make_pricer, draw_samples, costs, plan, seed):
+    """The oracle sums over samples one by one and asks the cost model for one microbatch at a time."""
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    times = pricer.stage_times(shapes, assignment)
+    for index, node in enumerate(nodes_of(plan)):
+        for microbatch in range(plan.num_microbatches):
+            loads = np.zeros(4)
+            for sample in range(len(shapes)):
+                if assignment.microbatch[sample] != microbatch:
+                    continue
+                tokens = int(shapes.llm_tokens[sample])
+                if node.module == "llm" and assignment.llm_dp_rank[sample] == node.dp_rank:
+                    loads += [0, tokens, tokens**2, shapes.target_tokens[sample]]
+                if node.module == "vision" and assignment.encoder_rank[sample, 0] == node.dp_rank:
+                    loads[0] += shapes.num_items[sample, 0]
+            pp = plan.grid(node.module).pp
+            num_layers = 4 // pp + (node.pp_stage < 4 % pp)
+            kind = StageKind(
+                module=node.module,
+                layout=UNDIVIDED,
+                num_layers=num_layers,
+                is_first=node.pp_stage == 0,
+                is_last=node.pp_stage == pp - 1,
+                num_recomputed=num_layers if plan.checkpointing else 0,
+            )
+            expected = costs.stage_time(kind, Loads(*loads))
+            assert times.forward_s[index, microbatch] == pytest.approx(float(expected[0]))
+            assert times.backward_s[index, microbatch] == pytest.approx(float(expected[1]))
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_bridges_carry_the_visual_tokens_from_their_encoder_to_their_replica(make_pricer, draw_samples, plan, seed):
+    """One message for every pair of replicas and microbatch with tokens, none for the others."""
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    nodes, bridges = nodes_of(plan), pricer.stage_times(shapes, assignment).bridges
+    expected = {}
+    for source, target in itertools.product(range(len(nodes)), repeat=2):
+        if (nodes[source].module, nodes[target].module, nodes[target].pp_stage) != ("vision", "llm", 0):
+            continue
+        for microbatch in range(plan.num_microbatches):
+            chosen = (assignment.microbatch == microbatch) & (assignment.llm_dp_rank == nodes[target].dp_rank)
+            tokens = int(shapes.kept_tokens[chosen & (assignment.encoder_rank[:, 0] == nodes[source].dp_rank)].sum())
+            if tokens:
+                expected[source, target, microbatch] = tokens * 128 * 4 / (gbps_between(source, target) * 1e9 / 8)
+    keys = list(zip(*(a.tolist() for a in (bridges.source, bridges.target, bridges.microbatch)), strict=True))
+    assert len(set(keys)) == len(keys)
+    assert dict(zip(keys, bridges.seconds.tolist(), strict=True)) == pytest.approx(expected)
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_hidden_states_go_from_stage_to_stage_within_a_replica(make_pricer, draw_samples, plan, seed):
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    chain_s = pricer.stage_times(shapes, assignment).chain_s
+    for index, node in enumerate(nodes_of(plan)):
+        is_last = node.module == "vision" or node.pp_stage == plan.grid("llm").pp - 1
+        for microbatch in range(plan.num_microbatches):
+            chosen = (assignment.microbatch == microbatch) & (assignment.llm_dp_rank == node.dp_rank)
+            tokens = 0 if is_last else int(shapes.llm_tokens[chosen].sum())
+            gbps = gbps_between(index, index + plan.grid("llm").dp)
+            assert chain_s[index, microbatch] == pytest.approx(tokens * 128 * 4 / (gbps * 1e9 / 8))
+
+
+def gbps_between(rank: int, other: int) -> float:
+    """Nodes of disjoint plans at tp 1 are numbered as their ranks."""
+    return CLUSTER.intra_node_gbps if rank // 4 == other // 4 else CLUSTER.inter_node_gbps
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_an_encoders_replicas_share_each_microbatch_evenly(make_pricer, draw_samples, plan, seed):
+    """Largest first to the least loaded: no replica is ahead of another by more than one sample."""
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    num_encoders = plan.grid("vision").dp
+    assert set(assignment.encoder_rank[:, 0]) <= set(range(num_encoders))
+    for microbatch in range(plan.num_microbatches):
+        chosen = assignment.microbatch == microbatch
+        loads = [
+            shapes.num_items[chosen & (assignment.encoder_rank[:, 0] == rank)].sum() for rank in range(num_encoders)
+        ]
+        assert max(loads) - min(loads) <= shapes.num_items[chosen].max(initial=0)
+
+
+def with_links(costs: CostModel, **fitted: Link) -> CostModel:
+    """`p2p_intra_2=Link(…)`"""
+    keys = {name: name.rsplit("_", 2) for name in fitted}
+    links = {(kind, scope, int(num_ranks)): fitted[name] for name, (kind, scope, num_ranks) in keys.items()}
+    return dataclasses.replace(costs, links=LinkModel(links))
+
+
+def test_transfers_are_priced_by_the_links_that_were_measured_and_else_by_the_configured_bandwidth(
+    make_pricer, draw_samples, costs
+):
+    """Ranks 0 to 3 are of the first node: the encoder's and those of three of the LLM's four stages."""
+    pricer = make_pricer(make_plan(llm_pp=4), model=with_links(costs, p2p_intra_2=Link(3e-4, 2e9)))
+    shapes = draw_samples(24, 0)
+    assignment = at_random(pricer, shapes, 0)
+    times = pricer.stage_times(shapes, assignment)
+    llm_bytes = np.bincount(assignment.microbatch, weights=shapes.llm_tokens, minlength=4) * 128 * 4
+    vision_bytes = np.bincount(assignment.microbatch, weights=shapes.kept_tokens[:, 0], minlength=4) * 128 * 4
+    np.testing.assert_allclose(times.bridges.seconds, 3e-4 + vision_bytes[times.bridges.microbatch] / 2e9)
+    assert sorted(times.bridges.microbatch) == np.flatnonzero(vision_bytes).tolist()
+    _, first, second, third, last = times.chain_s
+    np.testing.assert_allclose(first, 3e-4 + llm_bytes / 2e9)
+    np.testing.assert_allclose(second, 3e-4 + llm_bytes / 2e9)
+    np.testing.assert_allclose(third, llm_bytes / (CLUSTER.inter_node_gbps * 1e9 / 8))
+    assert (last == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("vision_dp", "fitted", "expected"),
+    [
+        (1, {"gradient_sync_intra_3": Link(1e-3, 1e9)}, lambda size: 1e-3 + size / 1e9),
+        (1, {"gradient_sync_intra_2": Link(1e-3, 1e9)}, lambda size: 2e-3 + size / 1e9 * 4 / 3),
+        (2, {"gradient_sync_inter_3": Link(5e-3, 1e8)}, lambda size: 5e-3 + size / 1e8),
+        (1, {"gradient_sync_inter_3": Link(5e-3, 1e8)}, lambda size: 4 / 3 * size / (100e9 / 8)),
+        (2, {"gradient_sync_intra_3": Link(1e-3, 1e9)}, lambda size: 4 / 3 * size / (50e9 / 8)),
+    ],
+    ids=["as measured", "from two ranks", "over nodes", "not measured inside a node", "not measured over nodes"],
+)
+def test_gradients_are_summed_over_the_replicas_links(make_pricer, draw_samples, costs, vision_dp, fitted, expected):
+    """Three LLM replicas: behind one encoder rank they fill the first node, behind two they reach the second."""
+    pricer = make_pricer(make_plan(vision_dp=vision_dp, llm_dp=3), model=with_links(costs, **fitted))
+    shapes = draw_samples(24, 0)
+    sync_s = pricer.stage_times(shapes, at_random(pricer, shapes, 0)).sync_s
+    size = 4 * 5e5 + 3e5
+    llm = [index for index, node in enumerate(pricer.nodes) if node.module == "llm"]
+    assert sync_s[llm] == pytest.approx(expected(size))
+
+
+@pytest.mark.parametrize(
+    ("per_node", "tp", "sharing", "intra_gbps", "num_ranks", "gbps"),
+    [
+        (4, 1, {}, 1000.0, 8, 200.0),  # four replicas in each node: four cards
+        (2, 1, {}, 1000.0, 8, 100.0),
+        (1, 1, {}, 1000.0, 8, 50.0),
+        (4, 2, {}, 1000.0, 4, 100.0),  # the other two cards are those of the other tp ranks' sync
+        (4, 4, {}, 1000.0, 2, 50.0),
+        (3, 1, {}, 1000.0, 8, 100.0),  # nodes of 3, 3 and 2
+        (4, 1, {}, 120.0, 8, 120.0),  # not faster than the node's own links
+        (4, 1, {"sharding": "hybrid", "shards": 4}, 1000.0, 2, 50.0 * 4),  # a quarter of the bytes over one card each
+    ],
+)
+def test_a_sync_between_nodes_has_the_cards_of_all_its_ranks_in_a_node(
+    costs, tiny_spec, draw_samples, per_node, tp, sharing, intra_gbps, num_ranks, gbps
+):
+    """Eight ranks hold an LLM; a ring moves `2 (n - 1) / n` of the bytes over each rank's links."""
+    cluster = dataclasses.replace(CLUSTER, devices_per_node=per_node, intra_node_gbps=intra_gbps)
+    grids = Grid(module="vision", num_ranks=8, tp=tp), Grid(module="llm", num_ranks=8, tp=tp, **sharing)
+    plan = Plan(placement="monolithic", grids=grids, num_microbatches=2)
+    pricer = Pricer(plan, costs, tiny_spec, dataclasses.replace(cluster, num_nodes=-(-8 // per_node)))
+    stage = next(stage for stage in pricer.stages if stage.module == "llm")
+    assert pricer.transfers.gradient_sync_s(stage, 1e9) == pytest.approx(
+        2 * (num_ranks - 1) / num_ranks * 1e9 / (gbps * 1e9 / 8)
+    )
+
+
+def test_parameters_gathered_between_nodes_come_over_the_cards_of_all_their_ranks(costs, tiny_spec):
+    grids = Grid(module="vision", num_ranks=8), Grid(module="llm", num_ranks=8, sharding="parameters")
+    plan = Plan(placement="monolithic", grids=grids, num_microbatches=2)
+    cluster = dataclasses.replace(CLUSTER, intra_node_gbps=1000.0)
+    link = Pricer(plan, costs, tiny_spec, cluster).transfers.sharing_link("llm")
+    assert link.bytes_per_s == pytest.approx(4 * 50e9 / 8 * 8 / 14)
+
+
+@pytest.mark.parametrize(("precision", "summed"), [("fp32", 4 / 8), ("bf16", 4 / 6)])
+def test_syncs_run_beside_passes_where_devices_compute_while_they_communicate(
+    make_pricer, draw_samples, costs, precision, summed
+):
+    """Gradients of all but the first layer and the embedding; parameters of layers, but for the first one."""
+    plan, shapes = make_plan(vision_dp=2, llm_dp=2, llm_pp=2), draw_samples(24, 0)
+    pricers = [
+        make_pricer(plan, precision=precision, cluster=dataclasses.replace(CLUSTER, device_model=device_model))
+        for device_model in ("cpu", "h100-80g")
+    ]
+    assignment = at_random(pricers[0], shapes, 0)
+    on_cpus, on_gpus = (pricer.stage_times(shapes, assignment) for pricer in pricers)
+    assert (on_cpus.early_sync_s, on_cpus.late_sync_s) == (None, None)
+    early, late = [], []
+    for node in pricers[1].nodes:
+        layer, first, last = (
+            costs.parameter_bytes[node.module, UNDIVIDED, part] for part in ("layer", "first", "last")
+        )
+        num_layers, is_first = (4, True) if node.module == "vision" else (2, node.pp_stage == 0)
+        whole = num_layers * layer + first * is_first + last * (node.module == "vision" or not is_first)
+        early.append(summed * (1 - (layer + first * is_first) / whole))
+        late.append((1 - summed) * (num_layers - 1) * layer / whole)
+    np.testing.assert_allclose(on_gpus.early_sync_s, on_gpus.sync_s * early)
+    np.testing.assert_allclose(on_gpus.late_sync_s, on_gpus.sync_s * late)
+    assert pricers[1].step_s(shapes, assignment) < pricers[0].step_s(shapes, assignment)
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_more_bytes_never_cross_faster_and_a_latency_makes_no_step_shorter(
+    make_pricer, draw_samples, costs, plan, seed
+):
+    slow = with_links(costs, p2p_intra_2=Link(1e-3, 1e9), p2p_inter_2=Link(2e-3, 5e8), all_reduce_intra_2=Link(1, 1e9))
+    pricer, shapes = make_pricer(plan, model=slow), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    more = dataclasses.replace(shapes, llm_tokens=shapes.llm_tokens * 2, kept_tokens=shapes.kept_tokens * 2)
+    less, more = (pricer.stage_times(batch, assignment) for batch in (shapes, more))
+    assert (more.bridges.source == less.bridges.source).all()
+    assert (more.bridges.seconds > less.bridges.seconds).all()
+    assert (more.chain_s[less.chain_s > 1e-3] > less.chain_s[less.chain_s > 1e-3]).all()
+    assert pricer.step_s(shapes, assignment) >= make_pricer(plan).step_s(shapes, assignment)
+
+
+def test_half_precision_halves_what_crosses_a_bridge(make_pricer, draw_samples):
+    shapes = draw_samples(16, 0)
+    full, half = (make_pricer(make_plan(), precision=precision) for precision in ("fp32", "bf16"))
+    assignment = at_random(full, shapes, 0)
+    whole_s, half_s = (pricer.stage_times(shapes, assignment).bridges.seconds for pricer in (full, half))
+    assert len(whole_s)
+    np.testing.assert_allclose(half_s, whole_s / 2)
+
+
+def test_a_frozen_encoder_takes_no_backward_time_and_balances_by_its_forward_alone(make_pricer, draw_samples):
+    shapes = draw_samples(16, 0)
+    trained, frozen = make_pricer(make_plan(vision_dp=2)), make_pricer(make_plan(vision_dp=2), frozen=("vision",))
+    assignment = at_random(trained, shapes, 0)
+    times, times_frozen = trained.stage_times(shapes, assignment), frozen.stage_times(shapes, assignment)
+    assert (times_frozen.backward_s[:2] == 0).all()
+    np.testing.assert_array_equal(times_frozen.forward_s, times.forward_s)
+    assert times.sync_s[0] > 0
+    assert times_frozen.sync_s[0] == 0
+    loads, loads_frozen = trained.problem(shapes).loads_s, frozen.problem(shapes).loads_s
+    np.testing.assert_allclose(loads_frozen[:, 0], loads[:, 0] / 3)  # backward takes twice the forward here
+    np.testing.assert_allclose(loads_frozen[:, 1], loads[:, 1])
+
+
+@properties
+@given(seed=st.integers(0, 1000), llm_pp=st.integers(1, 3), checkpointing=st.booleans(), room=st.floats(1.05, 3.0))
+def test_a_batch_whose_buckets_keep_their_token_limit_fits_in_memory(
+    make_pricer, draw_samples, seed, llm_pp, checkpointing, room
+):
+    """Where all samples have as large a share of learned tokens as the batch."""
+    shapes = draw_samples(24, seed)
+    shapes = dataclasses.replace(shapes, target_tokens=np.maximum(1, shapes.llm_tokens // 5))
+    plan = make_plan(llm_pp=llm_pp, num_microbatches=4, checkpointing=checkpointing)
+    roomy = make_pricer(plan)
+    assignment = at_random(roomy, shapes, seed)
+    needed = roomy.memory_bytes(shapes, assignment)["llm"]
+    tight = dataclasses.replace(CLUSTER, memory_gib=needed * room / 2**30)
+    pricer = make_pricer(plan, tight)
+    limit = pricer.memory.max_bucket_tokens(target_share=float(shapes.target_tokens.sum() / shapes.llm_tokens.sum()))
+    tokens = np.bincount(assignment.microbatch, weights=shapes.llm_tokens)
+    assert limit < roomy.memory.max_bucket_tokens()
+    is_even = shapes.llm_tokens.max() <= limit and shapes.llm_tokens.sum() <= 4 * limit
+    assert pricer.problem(shapes).max_bucket_tokens == (limit if is_even else None)
+    fullest = dataclasses.replace(shapes, llm_tokens=shapes.llm_tokens * limit // int(tokens.max()))
+    fullest = dataclasses.replace(fullest, target_tokens=fullest.llm_tokens // 5)
+    assert pricer.memory_bytes(fullest, assignment)["llm"] <= tight.memory_gib * 2**30
+
+
+@properties
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_more_tokens_or_items_take_more_memory(make_pricer, draw_samples, plan, seed):
+    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
+    assignment = at_random(pricer, shapes, seed)
+    small = pricer.memory_bytes(shapes, assignment)
+    more = dataclasses.replace(shapes, llm_tokens=shapes.llm_tokens * 2, num_items=shapes.num_items * 2)
+    large = pricer.memory_bytes(more, assignment)
+    assert large["llm"] > small["llm"]
+    assert large["vision"] >= small["vision"]
+
+
+def test_stages_ahead_hold_more_microbatches_in_memory(make_pricer, draw_samples):
+    """The encoder of a deeper pipeline has more microbatches in flight."""
+    shapes = draw_samples(24, 0)
+    peaks = []
+    for llm_pp in (1, 2, 4):
+        pricer = make_pricer(make_plan(llm_pp=llm_pp, num_microbatches=6))
+        assignment = Assignment(
+            llm_dp_rank=np.zeros(24, dtype=np.int64),
+            microbatch=np.arange(24) % 6,
+            encoder_rank=np.zeros((24, 1), dtype=int),
+        )
+        peaks.append(pricer.memory_bytes(shapes, assignment)["vision"])
+    assert peaks == sorted(set(peaks))
+
+
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_a_frozen_module_holds_its_parameters_alone(make_pricer, draw_samples, module):
+    shapes = draw_samples(16, 0)
+    trained, frozen = make_pricer(make_plan()), make_pricer(make_plan(), frozen=(module,))
+    assignment = at_random(trained, shapes, 0)
+    saved = trained.memory_bytes(shapes, assignment)[module] - frozen.memory_bytes(shapes, assignment)[module]
+    assert saved >= 3 * (4 * 5e5 + 3e5) * (1 - 1e-9)  # gradients and two moments of four layers and the rest
+
+
+def test_parameters_that_do_not_fit_say_so_with_both_numbers(make_pricer):
+    with pytest.raises(
+        UserError, match=r"optimiser state of vision take 0.* GiB a device and .* 0 GiB, `cluster\.memory_gib` is 1e-06"
+    ):
+        make_pricer(make_plan(), dataclasses.replace(CLUSTER, memory_gib=1e-6)).memory.max_bucket_tokens()
+
+
+@pytest.mark.parametrize("module", ["vision", "llm"])
+def test_what_processes_and_their_allocators_hold_comes_on_top(make_pricer, costs, draw_samples, module):
+    shapes = draw_samples(24, 0)
+    plain = make_pricer(make_plan())
+    assignment = at_random(plain, shapes, 0)
+    held = make_pricer(make_plan(), model=dataclasses.replace(costs, overhead_bytes=1e8, allocator_share=0.5))
+    tensors = plain.memory_bytes(shapes, assignment)[module]
+    assert held.memory_bytes(shapes, assignment)[module] == pytest.approx(1e8 + 1.5 * tensors)
+    assert held.memory.max_bucket_tokens() < plain.memory.max_bucket_tokens()
+
+
+def test_the_share_of_microbatches_beyond_what_was_measured_is_counted(make_pricer, costs, draw_samples):
+    shapes = draw_samples(24, 0)
+    assignment = at_random(make_pricer(make_plan()), shapes, 0)
+    nothing, anything = (0.0,) * 4, (1e12,) * 4
+    for most, share in ((anything, 0.0), (nothing, 0.5)):
+        ranges = {
+            ("llm", UNDIVIDED, False): LoadRange(nothing, most),
+            ("vision", UNDIVIDED, False): LoadRange(nothing, anything),
+        }
+        pricer = make_pricer(make_plan(), model=dataclasses.replace(costs, ranges=ranges))
+        assert pricer.extrapolated_share(shapes, assignment) == share
+        marked = pricer.extrapolated(shapes, assignment)
+        nodes = pricer.nodes
+        assert marked.shape == (len(nodes), pricer.plan.num_microbatches)
+        for node, of_node in zip(nodes, marked, strict=True):
+            assert of_node.all() == of_node.any() == (node.module == "llm" and share > 0)

@@ -1,0 +1,285 @@
+"""A plan in other frameworks' flags: what they can say is said rightly, and what they cannot is named."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflop.base import UserError
+from dflop.cli import cli
+from dflop.config import ModelConfig
+from dflop.models import load_model_spec
+from dflop.plan import Grid, Plan
+from dflop.search.emit import FRAMEWORKS, Emitted, emit
+
+SPEC = load_model_spec(ModelConfig(preset="llava_ov_7b"))  # 26 layers of the encoder, 28 of the LLM
+PIPELINE = Plan(
+    placement="disjoint",
+    grids=(Grid(module="vision", num_ranks=8), Grid(module="llm", num_ranks=56, tp=2, pp=4, rank_offset=8)),
+    num_microbatches=8,
+)
+SHARED = Plan(
+    placement="monolithic",
+    grids=tuple(Grid(module=name, num_ranks=64, sharding="hybrid", shards=8) for name in ("vision", "llm")),
+    num_microbatches=2,
+    checkpointing=True,
+)
+
+
+def test_megatron_is_told_sizes_microbatches_and_the_distributed_optimiser():
+    flags = emit("megatron", PIPELINE, SPEC, 512).flags
+    assert flags == {
+        "--tensor-model-parallel-size": "2",
+        "--pipeline-model-parallel-size": "4",
+        "--micro-batch-size": "9",  # 512 over 7 replicas of 8 microbatches
+        "--global-batch-size": "504",  # which Megatron-LM divides by replicas and samples of a microbatch
+        "--sequence-parallel": None,
+        "--use-distributed-optimizer": None,
+        "--overlap-grad-reduce": None,
+        "--overlap-param-gather": None,
+    }
+
+
+def test_uneven_layers_become_megatrons_layout():
+    llm = replace(PIPELINE.grid("llm"), layers=(8, 8, 9, 3))
+    emitted = emit("megatron", replace(PIPELINE, grids=(PIPELINE.grids[0], llm)), SPEC, 512)
+    assert emitted.flags["--pipeline-model-parallel-layout"] == "Et*8|t*8|t*9|tttL"
+    assert any("8+8+9+3" in sentence for sentence in emitted.beyond)
+
+
+def test_uneven_layers_become_module_names_for_torchtitan():
+    llm = replace(PIPELINE.grid("llm"), layers=(2, 1, 24, 1))
+    plan = replace(PIPELINE, grids=(PIPELINE.grids[0], llm))
+    emitted = emit("torchtitan", plan, SPEC, 512)
+    parts = emitted.flags["--parallelism.module_fqns_per_model_part"]
+    assert [part.split(",") for part in parts] == [
+        ["tok_embeddings", "layers.0", "layers.1"],
+        ["layers.2"],
+        [f"layers.{number}" for number in range(3, 27)],
+        ["layers.27", "norm", "lm_head"],
+    ]
+    assert "--parallelism.pipeline_parallel_layers_per_stage" not in emitted.flags
+    assert " layers.2 layers.3," in emitted.to_text("torchtitan", plan)  # an argument each
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("num_samples", "in_all"), [(512, 504), (504, 504), (3, 56)])
+def test_batches_divide_as_the_frameworks_demand(framework, num_samples, in_all):
+    """Megatron-LM asserts so much, torchtitan raises a ValueError."""
+    emitted = emit(framework, PIPELINE, SPEC, num_samples)
+    sizes = {name.rpartition(".")[2].strip("-").replace("-", "_"): value for name, value in emitted.flags.items()}
+    of_replica = int(sizes["global_batch_size"]) // 7
+    assert of_replica * 7 == in_all
+    if framework == "megatron":
+        assert of_replica == 8 * int(sizes["micro_batch_size"])
+    else:
+        assert of_replica == int(sizes["local_batch_size"]) == 8 * int(sizes["pipeline_parallel_microbatch_size"])
+    assert any(f"{in_all} in all" in sentence for sentence in emitted.beyond) == (num_samples != in_all)
+
+
+def test_chunks_become_virtual_stages_of_megatron_and_interleaving_of_torchtitan():
+    chunks = replace(PIPELINE, schedule="interleaved_1f1b", num_chunks=7)
+    assert chunks.num_stages("llm") == 28
+    assert emit("megatron", chunks, SPEC, 512).flags["--num-virtual-stages-per-pipeline-rank"] == "7"
+    flags = emit("torchtitan", chunks, SPEC, 512).flags
+    assert flags["--parallelism.pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert flags["--parallelism.pipeline_parallel_layers_per_stage"] == "1"
+
+
+def test_torchtitan_is_told_of_sharing_inside_nodes():
+    emitted = emit("torchtitan", SHARED, SPEC, 512)
+    assert emitted.flags["--parallelism.data_parallel_shard_degree"] == "8"
+    assert emitted.flags["--parallelism.data_parallel_replicate_degree"] == "8"
+    assert emitted.flags["--training.local_batch_size"] == "4"
+    assert list(emitted.flags)[-1] == "activation-checkpoint:full"  # it takes what follows as its own
+    assert not any("pipeline" in name and value != "1" for name, value in emitted.flags.items())
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("plan", [PIPELINE, SHARED, replace(PIPELINE, schedule="zb_h1")], ids=str)
+def test_what_cannot_be_said_is_named(framework, plan):
+    emitted = emit(framework, plan, SPEC, 512)
+    said = " ".join(emitted.beyond)
+    assert f"vision: tp 1, 1 stage (26 layers), {plan.grid('vision').dp} replicas" in said
+    assert "BalancedBatchSampler" in said
+    assert "packed samples" in said
+    assert ("0.2 demands it beside" in said) == (framework == "torchtitan" and plan is not SHARED)
+    assert ("schedule zb_h1" in said) == (plan.schedule == "zb_h1")
+    assert ("do not divide" in said) == (512 % plan.num_buckets > 0)
+    # Replicas that keep whole parameters share the optimiser's state; torchtitan has no such thing.
+    assert ("ZeRO-1" in said) == (framework == "torchtitan" and plan is not SHARED)
+
+
+def test_the_text_is_a_shell_command_with_comments():
+    text = emit("megatron", SHARED, SPEC, 512).to_text("megatron", SHARED)
+    assert text.splitlines()[1] == "# as flags of Megatron-LM with Megatron Core 0.16:"
+    for line in text.splitlines():
+        assert re.match(r"# |--[\w-]+( [\w*|]+)?( \\)?$|$", line), line
+    assert "parameters shared among 8 replicas of 64" in text
+    assert "--no-gradient-accumulation-fusion" in text  # without which Megatron-LM refuses FSDP2
+
+
+def test_the_command_offers_the_frameworks_there_are_and_no_other_is_known():
+    option = next(own for own in cli.commands["plan"].params if own.name == "emit")
+    assert list(option.type.choices) == list(FRAMEWORKS)
+    with pytest.raises(UserError, match="it must be one of megatron, torchtitan"):
+        emit("deepspeed", SHARED, SPEC, 512)
+
+
+def recomputing(recomputed: tuple[int, ...], *, layers: tuple[int, ...] = (), pp: int = 4) -> Plan:
+    """A plan that recomputes so many of the LLM's layers in each stage, interleaved where there are more than `pp`."""
+    llm = replace(PIPELINE.grid("llm"), pp=pp, layers=layers, recomputed=recomputed)
+    vision = replace(PIPELINE.grid("vision"), recomputed=(0,))
+    num_chunks = len(recomputed) // pp
+    return replace(
+        PIPELINE,
+        grids=(vision, llm),
+        checkpointing=any(recomputed),
+        schedule="interleaved_1f1b" if num_chunks > 1 else "1f1b",
+        num_chunks=num_chunks,
+    )
+
+
+def of_megatron(flags: dict[str, str | None], layers: list[int]) -> list[int]:
+    """How many layers each stage, or virtual stage, recomputes: the block method takes the first ones of each."""
+    if "--recompute-granularity" not in flags:
+        return [0 for _ in layers]
+    assert flags["--recompute-granularity"] == "full"
+    number = int(flags["--recompute-num-layers"])
+    if flags["--recompute-method"] == "uniform":
+        assert number == 1
+        return layers
+    return [sum(layer < number for layer in range(own)) for own in layers]
+
+
+def of_older_torchtitan(sentences: list[str], layers: list[int], pp: int) -> tuple[int, list[int]]:
+    """Of every how many layers release 0.2 recomputes one by the flags that are said, 0 for none, and how many layers
+    each rank then recomputes: a process numbers the layers of all its stages from 1 on."""
+    (said,) = (re.search(r"0\.2 says `([^`]+)`", sentence) for sentence in sentences if "0.2 says" in sentence)
+    mode, *option = said[1].removeprefix("--activation_checkpoint.mode ").split()
+    assert bool(option) == (mode == "selective")
+    every = {"none": 0, "full": 1}.get(mode) if not option else int(option[1])
+    return every, dealt_by_number(every, layers, pp)
+
+
+def dealt_by_number(every: int, layers: list[int], pp: int) -> list[int]:
+    counts = []
+    for rank in range(pp):
+        number, recomputed = 0, 0
+        for own in layers[rank::pp]:
+            for _ in range(own):
+                number += 1
+                recomputed += every > 0 and number % every == 0
+        counts.append(recomputed)
+    return counts
+
+
+def said_of_recomputed(emitted: Emitted) -> list[tuple[list[int], list[int]]]:
+    """Planned and flagged numbers of layers in the sentences that say that they differ."""
+    pattern = r"recomputed layers of each [a-z ]+: ([\d+]+); .* recompute ([\d+]+), which takes longer"
+    found = [match for sentence in emitted.beyond if (match := re.fullmatch(pattern, sentence))]
+    assert len(found) == sum("recomputed layers" in sentence for sentence in emitted.beyond)
+    planned, flagged = ([[int(count) for count in match[group].split("+")] for match in found] for group in (1, 2))
+    return list(zip(planned, flagged, strict=True))
+
+
+@st.composite
+def recomputing_plans(draw: st.DrawFn) -> Plan:
+    pp = draw(st.sampled_from([1, 2, 4]))
+    num_stages = pp * (draw(st.integers(1, 4)) if pp > 1 else 1)
+    cuts = draw(st.lists(st.integers(1, 27), min_size=num_stages - 1, max_size=num_stages - 1, unique=True))
+    ends = [0, *sorted(cuts), 28]
+    layers = tuple(end - start for start, end in pairwise(ends))
+    recomputed = draw(st.tuples(*(st.integers(0, own) for own in layers)))
+    return recomputing(recomputed, layers=layers, pp=pp)
+
+
+@given(plan=recomputing_plans())
+def test_every_stage_and_rank_recomputes_what_it_needs_and_what_it_does_beyond_is_said(plan):
+    llm = plan.grid("llm")
+    needed, layers = list(llm.recomputed), list(llm.layers)
+    emitted = emit("megatron", plan, SPEC, 512)
+    flagged = of_megatron(emitted.flags, layers)
+    assert all(own >= count for own, count in zip(flagged, needed, strict=True))
+    assert max(flagged) == max(needed)
+    assert said_of_recomputed(emitted) == ([] if flagged == needed else [(needed, flagged)])
+
+    emitted = emit("torchtitan", plan, SPEC, 512)
+    needed = [sum(needed[rank :: llm.pp]) for rank in range(llm.pp)]
+    held = [sum(layers[rank :: llm.pp]) for rank in range(llm.pp)]
+    kind = "full" if any(needed) else "none"
+    assert f"activation-checkpoint:{kind}" in emitted.flags
+    assert said_of_recomputed(emitted) == ([(needed, held)] if any(needed) and needed != held else [])
+
+    every, flagged = of_older_torchtitan(emitted.beyond, layers, llm.pp)
+    assert all(own >= count for own, count in zip(flagged, needed, strict=True))
+    if every > 1:
+        assert any(f"recomputes {'+'.join(map(str, flagged))} layers" in sentence for sentence in emitted.beyond)
+    for other in range(1, 29):  # no other option recomputes less and enough
+        counts = dealt_by_number(other, layers, llm.pp)
+        assert sum(counts) >= sum(flagged) or any(own < count for own, count in zip(counts, needed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("plan", "megatron", "every", "of_stages", "of_ranks"),
+    [
+        (recomputing((0, 0, 0, 0)), None, 0, None, None),
+        (recomputing((7, 7, 7, 7)), ("uniform", "1"), 1, None, None),
+        (recomputing((3, 3, 3, 3)), ("block", "3"), 2, None, "7+7+7+7"),
+        (recomputing((2, 0, 0, 0)), ("block", "2"), 3, "2+2+2+2", "7+7+7+7"),
+        (recomputing((7, 4, 2, 0)), ("block", "7"), 1, "7+7+7+7", "7+7+7+7"),
+        (recomputing((3, 3, 3, 1), layers=(9, 9, 9, 1)), ("block", "3"), 1, None, "9+9+9+1"),
+        (recomputing((5,), pp=1), ("block", "5"), 5, None, "28"),
+        (recomputing((10,), pp=1), ("block", "10"), 2, None, "28"),
+        # Each rank holds 4 + 3 layers in two chunks; ranks are to recompute 3, 3, 2 and 0 of them.
+        (
+            recomputing((2, 2, 1, 0, 1, 1, 1, 0), layers=(4, 4, 4, 4, 3, 3, 3, 3)),
+            ("block", "2"),
+            2,
+            "2+2+2+2+2+2+2+2",
+            "7+7+7+7",
+        ),
+    ],
+)
+def test_partial_recomputing_in_either_frameworks_flags(plan, megatron, every, of_stages, of_ranks):
+    emitted = emit("megatron", plan, SPEC, 512)
+    said = tuple(emitted.flags.get(f"--recompute-{name}") for name in ("method", "num-layers"))
+    assert said == (megatron or (None, None))
+    assert ["+".join(map(str, flagged)) for _, flagged in said_of_recomputed(emitted)] == [of_stages] * bool(of_stages)
+    emitted = emit("torchtitan", plan, SPEC, 512)
+    layers = [len(own) for own in plan.layers_of("llm", 28)]
+    assert of_older_torchtitan(emitted.beyond, layers, plan.grid("llm").pp)[0] == every
+    assert ["+".join(map(str, flagged)) for _, flagged in said_of_recomputed(emitted)] == [of_ranks] * bool(of_ranks)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_encoders_recomputed_layers_are_named(framework):
+    def of_vision(plan: Plan) -> str:
+        emitted = emit(framework, plan, SPEC, 512)
+        (sentence,) = (own for own in emitted.beyond if own.startswith("vision"))
+        return sentence
+
+    colocated = Plan(
+        placement="colocated",
+        grids=(
+            Grid(module="vision", num_ranks=64, recomputed=(26,)),
+            Grid(module="llm", num_ranks=64, pp=4, recomputed=(0,) * 4),
+        ),
+        num_microbatches=8,
+        checkpointing=True,
+    )
+    flags = emit(framework, colocated, SPEC, 512).flags
+    assert not any(name.startswith("--recompute") for name in flags)
+    assert "activation-checkpoint:full" not in flags
+    assert of_vision(colocated).endswith(", recomputing 26 of its 26 layers, which no flag says")
+
+    llm = PIPELINE.grid("llm")
+    two_stages = replace(PIPELINE.grid("vision"), pp=2, recomputed=(13, 2))
+    halves = replace(PIPELINE, grids=(two_stages, replace(llm, recomputed=(7,) * 4)), checkpointing=True)
+    assert ", recomputing 13+2 of its 13+13 layers, which no flag says" in of_vision(halves)
+    assert ", recomputing 26 of its 26 layers, which no flag says" in of_vision(SHARED)
+    assert "recomputing" not in of_vision(recomputing((7, 4, 2, 0)))
+    assert "recomputing" not in of_vision(PIPELINE)

@@ -1,0 +1,118 @@
+"""A plan recomputes just as many layers as its devices' memory asks for."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from encoders import spec_with
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from spaces import bent_costs, make_config, some_needs, space_of, uneven_samples
+
+from dflop.balance import LPT
+from dflop.models import ModelSpec
+from dflop.plan import PLACEMENTS, Grid, Plan
+from dflop.plan.trained import TrainedSet
+from dflop.search import GroupedBatches, PlanPricer, plan_of
+from dflop.search.recompute import JustEnough, may_recompute, with_recomputed
+
+# Costs are drawn from a seed: a smaller seed is no simpler a case.
+_UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
+_NUM_ROWS = 10
+
+
+def most_of(plan: Plan, spec: ModelSpec, freeze: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Of each module the layers that each of its devices along the pipeline can recompute."""
+    most = {}
+    for grid in plan.grids:
+        layers = plan.layers_of(grid.module, spec.module(grid.module).num_layers)
+        on_devices = [sum(map(len, layers[device :: grid.pp])) for device in range(grid.pp)]
+        most[grid.module] = np.array(on_devices) * TrainedSet(freeze).has_backward(grid.module)
+    return most
+
+
+def fewest_by_trying(
+    nothing: PlanPricer, batches: GroupedBatches, spec: ModelSpec, freeze: tuple[str, ...], limit: float
+) -> dict[str, list[int]]:
+    """One number of layers after the other, for each device while all others recompute everything."""
+    plan, most = nothing.plan, most_of(nothing.plan, spec, freeze)
+
+    def needed(counts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        pricer = nothing.recomputing(with_recomputed(plan, counts, spec))
+        return pricer.bytes_along_pipeline(range(len(batches)))
+
+    found, free = {}, list(most)
+    if PLACEMENTS[plan.placement].shares_ranks:
+        encoders, free = [module for module in most if module != "llm"], ["llm"]
+        num_levels = max([1, *(most[module].max() for module in encoders)])
+        for level in range(num_levels + 1 if encoders else 0):
+            counts = {module: np.ceil(level * most[module] / num_levels).astype(int) for module in encoders}
+            counts["llm"] = 0 * most["llm"]
+            if max(own.max() for own in needed(counts).values()) <= limit:
+                return {module: own.tolist() for module, own in counts.items()}
+        found = {module: most[module].tolist() for module in encoders}
+    for module in free:
+        found[module] = []
+        for device, end in enumerate(most[module]):
+            for count in range(end + 1):
+                counts = {name: own.copy() for name, own in most.items()}
+                counts[module][device] = count
+                if needed(counts)[module][device] <= limit:
+                    break
+            found[module].append(count)
+    return found
+
+
+@pytest.mark.parametrize("encoders", [("vision",), (), ("vision", "audio")], ids=len)
+@settings(max_examples=5, phases=_UNSHRUNK)
+@given(
+    shape=st.sampled_from([(2, 1, 6), (4, 1, 8), (4, 2, 5)]),
+    seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
+    freeze=st.sampled_from([(), ("vision",), ("llm",)]),
+    share=st.floats(0.0, 1.0),
+)
+def test_no_device_could_do_with_fewer_layers(tiny_spec, encoders, shape, seeds, freeze, share):
+    spec, freeze = spec_with(tiny_spec, encoders), tuple(set(freeze) & {*encoders, "llm"})
+    devices, num_nodes, batch_size = shape
+    config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze, search_batches=2)
+    costs = bent_costs(seeds[0], modules=(*encoders, "llm"))
+    samples = uneven_samples(40, seeds[1], encoders)
+    limit = np.quantile(some_needs(config, spec, costs, samples), share)
+    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_gib=limit / 2**30))
+    batches, splits, rows = space_of(config, spec, costs, samples)
+    for row in rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1]).iter_rows(named=True):
+        if not may_recompute(row["schedule"], None):
+            continue
+        nothing = PlanPricer(plan_of(row, splits), config, spec, costs, batches, LPT)
+        everything = nothing.recomputing(with_recomputed(nothing.plan, most_of(nothing.plan, spec, freeze), spec))
+        enough = JustEnough(spec, TrainedSet(freeze), limit).of(nothing)
+        if enough is None:
+            assert everything.needed_bytes() > limit
+            continue
+        assert enough.needed_bytes() <= limit
+        fewest = with_recomputed(nothing.plan, as_arrays(fewest_by_trying(nothing, batches, spec, freeze, limit)), spec)
+        if nothing.recomputing(fewest).alone_bytes() <= limit:
+            assert enough.plan == fewest
+        else:  # a single sample asks for more
+            assert recomputed_by(enough.plan, spec) > recomputed_by(fewest, spec)
+        assert enough.step_s(0) >= nothing.step_s(0) * (1 - 1e-9) or row["placement"] == "bubble_filled"
+
+
+def as_arrays(counts: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    return {module: np.array(own) for module, own in counts.items()}
+
+
+def recomputed_by(plan: Plan, spec: ModelSpec) -> int:
+    return sum(sum(plan.recomputed_of(own.name, own.num_layers)) for own in spec.modules)
+
+
+def test_the_chunks_of_a_device_take_turns_in_recomputing(tiny_spec):
+    grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=2, pp=2, rank_offset=1))
+    plan = Plan(placement="disjoint", grids=grids, num_microbatches=2, schedule="interleaved_1f1b", num_chunks=2)
+    counts = {"vision": np.array([0]), "llm": np.array([1, 2])}
+    some = with_recomputed(plan, counts, tiny_spec)
+    assert some.grid("llm").recomputed == (1, 1, 0, 1)
+    assert some.grid("vision").recomputed == (0,)
+    assert with_recomputed(plan, {"vision": np.array([0]), "llm": np.array([0, 0])}, tiny_spec) == plan
+    everything = with_recomputed(plan, {"vision": np.array([4]), "llm": np.array([2, 2])}, tiny_spec)
+    assert everything == dataclasses.replace(plan, checkpointing=True)

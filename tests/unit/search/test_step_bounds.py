@@ -1,0 +1,157 @@
+"""No bound lies above what it bounds: of step times and of memory, for rows, costs and samples that are drawn."""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from encoders import costs_of_squares, with_squares
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from spaces import bent_costs, make_config, space_of, uneven_samples
+
+from dflop.balance import LPT, RANDOM
+from dflop.plan.trained import EVERYTHING, TrainedSet
+from dflop.search import PlanPricer, plan_of
+from dflop.search.encoder_bounds import DealtMedia
+from dflop.search.link_bounds import LeastLinks
+from dflop.search.memory_bounds import LeastMemory
+from dflop.search.pipeline_bounds import MeanPipelines
+from dflop.search.recompute import JustEnough, may_recompute, with_recomputed
+from dflop.search.space import llm_layers
+from dflop.search.step_bounds import lower_bounds
+
+# Costs are drawn from a seed: a smaller seed is no simpler a case.
+_UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
+_SLACK = 1 + 1e-9
+_NUM_ROWS = 40
+_SHAPES = [(2, 1, 6), (4, 1, 8), (4, 2, 8), (6, 2, 9), (8, 2, 10)]
+drawn = given(
+    shape=st.sampled_from(_SHAPES),
+    seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
+    freeze=st.sampled_from([(), ("vision",), ("llm",)]),
+    policy=st.sampled_from([LPT, RANDOM]),
+    device_model=st.sampled_from(["cpu", "h100-80g"]),  # what hides no transfers, and what does
+    weights=st.sampled_from([1, 100, 1000]),  # from syncs that hardly count to those that no pass can hide
+)
+
+
+class Case:
+    """Some rows of a drawn space, with the bounds on them and a pricer for each."""
+
+    def __init__(self, spec, shape, seeds, freeze, policy, device_model, weights):
+        devices, num_nodes, batch_size = shape
+        costs, samples = bent_costs(seeds[0]), uneven_samples(40, seeds[1])
+        if seeds[0] % 2:
+            costs, samples = costs_of_squares(costs), with_squares(samples, seeds[1])
+        sizes = {key: weights * size for key, size in costs.parameter_bytes.items()}
+        costs = replace(costs, parameter_bytes=sizes)
+        config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze, device_model=device_model)
+        batches, splits, rows = space_of(config, spec, costs, samples)
+        self.rows = rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1])
+        links = LeastLinks(costs, spec, config.cluster, TrainedSet(freeze), 4)
+        self.bounds = lower_bounds(self.rows, batches.shapes, costs, spec, splits, links)
+        self.pipelines = MeanPipelines(config, spec, costs, batches, splits, links, policy)
+        self.media = DealtMedia(spec, costs, batches, policy, TrainedSet(freeze))
+        self.memory = LeastMemory(spec, costs, batches, splits, policy, TrainedSet(freeze), 4)
+        self.rng, self.spec, self.splits, self.frozen = np.random.default_rng(seeds), spec, splits, freeze
+        self.pricer_of = lambda plan: PlanPricer(plan, config, spec, costs, batches, policy)
+        self.num_batches = len(batches)
+
+    def __iter__(self):
+        """Each row with how many layers its plan recomputes of each of the LLM's stages, drawn, and the pricer."""
+        for place, row in enumerate(self.rows.iter_rows(named=True)):
+            plan = plan_of(row, self.splits)
+            counts = {grid.module: np.zeros(grid.pp, dtype=int) for grid in plan.grids}
+            if may_recompute(plan.schedule, None) and self.rng.random() < 0.7:
+                for grid in plan.grids:
+                    layers = plan.layers_of(grid.module, self.spec.module(grid.module).num_layers)
+                    most = [sum(map(len, layers[device :: grid.pp])) for device in range(grid.pp)]
+                    counts[grid.module] = self.rng.integers(0, most, endpoint=True)
+            plan = with_recomputed(plan, counts, self.spec)
+            yield place, row, plan.recomputed_of("llm", self.spec.module("llm").num_layers), self.pricer_of(plan)
+
+    def ends(self, row):
+        """What the LLM needs at least with no layer recomputed, and with all of them."""
+        layers = llm_layers(row, self.splits, self.spec.module("llm").num_layers)
+        return [self.memory.of_llm(row, own) for own in ((0,) * len(layers), tuple(layers))]
+
+
+@settings(max_examples=20, phases=_UNSHRUNK)
+@drawn
+def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, policy, device_model, weights):
+    case = Case(tiny_spec, shape, seeds, freeze, policy, device_model, weights)
+    means_s = case.bounds.means()
+    for place, row, recomputed, pricer in case:
+        steps_s = np.array([pricer.step_s(batch) for batch in range(case.num_batches)])
+        assert means_s[place] <= _SLACK * steps_s.mean(), row
+        of_mean_batch = case.pipelines.of_batches(row, recomputed, mean=True)
+        assert of_mean_batch[0].item() <= _SLACK * steps_s.mean(), row
+        (of_mean_s,) = case.bounds.of_pipeline(place, *of_mean_batch)
+        sync_s = case.pipelines.sync_s(row, tuple(llm_layers(row, case.splits, case.spec.module("llm").num_layers)))
+        adds_s = case.media.adds_s(row, 0.0, sync_s)
+        assert of_mean_s <= _SLACK * steps_s.mean(), row
+        of_each_s = case.bounds.of_pipeline(place, *case.pipelines.of_batches(row, recomputed), adds_s=adds_s)
+        assert (of_each_s <= _SLACK * steps_s).all(), row
+
+
+@settings(max_examples=20, phases=_UNSHRUNK)
+@drawn
+def test_no_plan_needs_less_memory_than_its_bounds(tiny_spec, shape, seeds, freeze, policy, device_model, weights):
+    case = Case(tiny_spec, shape, seeds, freeze, policy, device_model, weights)
+    for _, row, recomputed, pricer in case:
+        needed = max(max(pricer.memory_bytes(batch).values()) for batch in range(case.num_batches))
+        of_llm = case.memory.of_llm(row, recomputed)
+        assert case.memory.costs.held_bytes(of_llm.max()) <= _SLACK * needed, row
+        recomputes = pricer.plan.checkpointing
+        assert case.memory.least_bytes(row, of_llm, recomputes=recomputes) <= _SLACK * needed, row
+
+
+@settings(max_examples=20, phases=_UNSHRUNK)
+@drawn
+def test_no_plan_that_fits_recomputes_fewer_layers_than_it_must(
+    tiny_spec, shape, seeds, freeze, policy, device_model, weights
+):
+    case = Case(tiny_spec, shape, seeds, freeze, policy, device_model, weights)
+    for _, row, recomputed, pricer in case:
+        limit = _SLACK * max(max(pricer.memory_bytes(batch).values()) for batch in range(case.num_batches))
+        if may_recompute(row["schedule"], None):
+            must = case.memory.least_recomputed(row, limit, case.ends(row))
+            assert all(least <= own for least, own in zip(must, recomputed, strict=True)), row
+        nothing = case.pricer_of(plan_of(row, case.splits))
+        found = JustEnough(tiny_spec, TrainedSet(freeze), limit).of(nothing) if pricer.plan.checkpointing else None
+        if found is not None and nothing.needed_bytes() > limit:
+            must = case.memory.least_recomputed(row, limit, case.ends(row), beside_encoders=True)
+            assert all(least <= own for least, own in zip(must, found.plan.recomputed_of("llm", 4), strict=True)), row
+
+
+def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
+    """Where no replica waits for another or for an encoder, no bound could be higher."""
+    nothing = np.zeros(len(samples), dtype=np.int64)
+    texts = replace(samples.take(nothing), num_items=nothing[:, None], kept_tokens=nothing[:, None])
+    config = make_config(4, 8, fixed={"num_microbatches": 4, "placement": "colocated"}, freeze=["vision"])
+    batches, splits, rows = space_of(config, tiny_spec, costs, texts)
+    links = LeastLinks(costs, tiny_spec, config.cluster, TrainedSet(("vision",)), 4)
+    bounds = lower_bounds(rows, batches.shapes, costs, tiny_spec, splits, links)
+    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
+    rows = rows.with_row_index("place").filter(pl.col("llm_dp") * 4 <= 8)
+    assert rows["schedule"].n_unique() == 4
+    for row in rows.iter_rows(named=True):
+        step_s = PlanPricer(plan_of(row, splits), config, tiny_spec, costs, batches, LPT).step_s(0)
+        bound_s = bounds.of_pipeline(
+            row["place"], *pipelines.of_batches(row, (0,) * row["llm_pp"] * row["num_chunks"])
+        )[0]
+        assert bound_s == pytest.approx(step_s, rel=1e-9), row
+
+
+def test_an_encoder_of_more_stages_puts_off_the_weights_of_an_llm_that_splits_its_backward(tiny_spec):
+    """So the LLM's mean pipeline is another one behind another encoder, and its bound with it."""
+    config = make_config(8, 8, fixed={"placement": "disjoint", "schedule": "zb_h1", "num_microbatches": 6})
+    costs, samples = bent_costs(5), uneven_samples(40, 6)
+    batches, splits, rows = space_of(config, tiny_spec, costs, samples)
+    links = LeastLinks(costs, tiny_spec, config.cluster, EVERYTHING, 4)
+    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
+    of_encoder: dict[int, set[int]] = {}
+    for row in rows.iter_rows(named=True):
+        of_encoder.setdefault(row["vision_pp"], set()).add(pipelines.num_before(row))
+    assert of_encoder == {1: {1}, 2: {2}, 4: {4}}

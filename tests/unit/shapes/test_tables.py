@@ -1,0 +1,135 @@
+"""A row of a Parquet file or of a saved Hugging Face dataset is a record, and damage costs the rows it lies in."""
+
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflop.base import UserError
+from dflop.shapes import Source
+from dflop.shapes.manifests.formats import open_reader
+from dflop.shapes.records import RecordError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+def refusal(records_of, path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        records_of(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_parquet_row_is_a_record_whatever_its_row_group(records_of):
+    rows = [{"id": number, "image": None if number % 3 else f"{number}.png", "none": None} for number in range(23)]
+    pq.write_table(pa.Table.from_pylist(rows), "train.parquet", row_group_size=5)
+    assert records_of(Path("train.parquet")) == rows
+    pq.write_table(pa.Table.from_pylist(rows).slice(0, 0), "train.parquet")
+    assert records_of(Path("train.parquet")) == []
+
+
+def test_a_message_whose_parts_have_every_column_is_read(profile_source, media):
+    """As a table has it: nulls where a part has no text or no picture."""
+    content = [{"type": "image", "text": None}, {"type": "text", "text": "what?"}]
+    answer = [{"type": "text", "text": "Blue."}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    rows = [{"id": "a", "images": [(media / "wide.png").read_bytes()], "messages": messages}]
+    pq.write_table(pa.Table.from_pylist(rows), "train.parquet")
+    frame = profile_source(Source(name="it", path=Path("train.parquet"), media_root=media))
+    assert frame["detail"].to_list() == [None]
+    assert frame["num_images"].to_list() == [1]
+
+
+def test_a_row_group_of_any_size_is_read_a_few_rows_at_a_time(records_of):
+    rows = [{"id": number, "image": bytes([number]) * 2_000_000} for number in range(60)]
+    pq.write_table(pa.Table.from_pylist(rows), "train.parquet", use_dictionary=False, write_batch_size=1)
+    assert pq.ParquetFile("train.parquet").metadata.num_row_groups == 1
+    reader = open_reader(Path("train.parquet"))
+    before, most = pa.total_allocated_bytes(), 0
+    for number in (*range(60), 3, 50):
+        assert reader.read(number, number + 1) == rows[number]
+        most = max(most, pa.total_allocated_bytes() - before)
+    reader.close()
+    assert most < 60_000_000
+    assert pa.total_allocated_bytes() - before < 1_000_000
+
+
+def test_a_parquet_text_that_is_not_utf8_costs_its_row_alone(records_of):
+    texts = pa.array([b"fine", b"caf\xe9", b"good"]).view(pa.binary())
+    column = pa.Array.from_buffers(pa.string(), 3, texts.buffers())
+    pq.write_table(pa.table({"id": column}), "train.parquet")
+    first, broken, last = records_of(Path("train.parquet"))
+    assert (first, last) == ({"id": "fine"}, {"id": "good"})
+    assert (broken.reason, broken.detail.split(":")[0]) == ("bad_record", "train.parquet, row 1")
+
+
+def test_a_damaged_row_group_costs_its_rows_and_no_other(records_of):
+    table = pa.table({"id": [f"record {number}" for number in range(30)]})
+    pq.write_table(table, "train.parquet", row_group_size=10, use_dictionary=False)
+    place = pq.ParquetFile("train.parquet").metadata.row_group(1).column(0).data_page_offset
+    content = bytearray(Path("train.parquet").read_bytes())
+    content[place : place + 40] = b"\xff" * 40
+    Path("train.parquet").write_bytes(content)
+    records = records_of(Path("train.parquet"))
+    assert records[:10] + records[20:] == table.to_pylist()[:10] + table.to_pylist()[20:]
+    assert {record.reason for record in records[10:20]} == {"bad_record"}
+    assert {record.detail.split(":")[0] for record in records[10:20]} == {"train.parquet, row group 1"}
+
+
+def test_what_is_no_parquet_file_is_refused(records_of):
+    pq.write_table(pa.table({"id": [1, 2]}), "train.parquet")
+    whole = Path("train.parquet").read_bytes()
+    for content in (b"", b"[]", whole[: len(whole) // 2], whole[:-1]):
+        Path("train.parquet").write_bytes(content)
+        assert "is not a Parquet file that can be read" in refusal(records_of, Path("train.parquet"))
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_however_a_parquet_file_is_damaged_its_rows_are_read_or_refused(records_of, data):
+    rows = [{"id": f"r{row}", "image": b"x" * row, "messages": [{"content": "é" * row}]} for row in range(12)]
+    pq.write_table(pa.Table.from_pylist(rows), "train.parquet", row_group_size=5)
+    content = bytearray(Path("train.parquet").read_bytes())
+    for _ in range(data.draw(st.integers(1, 4), label="bytes changed")):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    Path("train.parquet").write_bytes(content)
+    try:
+        records = records_of(Path("train.parquet"))
+    except UserError:
+        return
+    assert all(isinstance(record, (dict, RecordError)) for record in records)
+
+
+def small_dataset() -> datasets.Dataset:
+    return datasets.Dataset.from_list([{"id": number} for number in range(600)])
+
+
+def test_a_saved_dataset_is_read_row_by_row(records_of):
+    small_dataset().save_to_disk("train")
+    assert records_of(Path("train")) == [{"id": number} for number in range(600)]
+
+
+def test_a_saved_dict_of_datasets_names_its_splits(records_of):
+    splits = datasets.DatasetDict({"train": small_dataset(), "val": small_dataset()})
+    splits.save_to_disk("all")
+    assert refusal(records_of, Path("all")) == "all holds several splits (train, val); name one: all/<split>"
+    assert len(records_of(Path("all/val"))) == 600
+
+
+def test_a_folder_that_no_dataset_was_saved_in_says_what_to_name(records_of):
+    Path("train").mkdir()
+    pq.write_table(pa.table({"id": [1, 2]}), "train/a.parquet")
+    assert "name the files in it, for example train/*.parquet" in refusal(records_of, Path("train"))
+
+
+def test_a_saved_dataset_whose_files_are_gone_is_refused(records_of):
+    small_dataset().save_to_disk("train")
+    for file in Path("train").glob("*.arrow"):
+        file.unlink()
+    message = refusal(records_of, Path("train"))
+    assert "the dataset train cannot be read: " in message
+    assert "\n" not in message

@@ -1,0 +1,283 @@
+"""The instruction list of every plan passes the check, the check catches broken lists, and the orders are torch's.
+
+torch's schedules serve as oracle where it has them: for an LLM without encoders.
+"""
+
+import dataclasses
+from itertools import groupby
+from types import SimpleNamespace
+
+import pytest
+from drawn_plans import disjoint, llm_alone, orders, plans
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch_notation import actions_of
+
+from dflop.plan import Grid, Plan
+from dflop.plan.trained import TrainedSet
+from dflop.step import (
+    Edge,
+    Instruction,
+    Op,
+    Program,
+    StepInstructions,
+    check_program,
+    make_program,
+    most_in_flight,
+    nodes_of,
+    stages_of,
+)
+
+properties = settings(max_examples=400)
+
+
+@properties
+@given(order=orders())
+def test_every_program_does_everything_once_matches_its_transfers_and_never_deadlocks(order):
+    plan, frozen, slots = order
+    check_program(plan, make_program(plan, TrainedSet(frozen), slots), TrainedSet(frozen))
+
+
+@properties
+@given(order=orders())
+def test_every_node_computes_every_microbatch_once_in_each_direction(order):
+    """Counted apart from the check: forwards and backwards in the microbatches' order, one sync."""
+    plan, frozen, slots = order
+    program = make_program(plan, TrainedSet(frozen), slots)
+    everything = list(range(plan.num_microbatches))
+    for worker, items in zip(program.workers, program.instructions, strict=True):
+        for node in worker.nodes:
+            done = {op: [item.microbatch for item in items if item.node == node and item.op is op] for op in Op}
+            module = program.nodes[node].module
+            assert done[Op.FORWARD] == everything
+            assert done[Op.BACKWARD] + done[Op.BACKWARD_INPUT] == (
+                everything if module == "llm" or module not in frozen else []
+            )
+            assert done[Op.BACKWARD_WEIGHT] == done[Op.BACKWARD_INPUT]
+            assert done[Op.SYNC_GRADIENTS] == [-1]
+
+
+@properties
+@given(plan=plans(), frozen=st.sampled_from([("vision",), ("vision", "audio")]))
+def test_a_frozen_encoder_has_no_backward_and_no_gradient_comes_to_it(plan, frozen):
+    program = make_program(plan, TrainedSet(frozen))
+    for item in (item for items in program.instructions for item in items):
+        if item.op in (Op.SEND_BACKWARD, Op.RECV_BACKWARD):
+            assert program.nodes[program.edges[item.edge].source].module not in frozen
+        if item.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+            assert program.nodes[item.node].module not in frozen
+
+
+@given(order=orders(placements=["bubble_filled", "colocated"]))
+def test_a_ranks_instructions_of_a_batch_are_those_of_the_program_with_its_slots(order):
+    plan, frozen, slots = order
+    program, of_batch = make_program(plan, TrainedSet(frozen)), make_program(plan, TrainedSet(frozen), slots)
+    for worker, instructions in zip(of_batch.workers, of_batch.instructions, strict=True):
+        for rank in range(worker.first_rank, worker.first_rank + worker.num_ranks):
+            assert StepInstructions(plan, program, TrainedSet(frozen), rank).of(slots) == instructions
+
+
+@given(plan=plans())
+def test_a_frozen_llm_still_passes_gradients_on_to_the_encoder(plan):
+    assert make_program(plan, TrainedSet(("llm",))) == make_program(plan)
+
+
+@properties
+@given(plan=plans())
+def test_edges_join_each_encoder_to_each_llm_replica_and_stages_within_a_replica(plan):
+    program = make_program(plan)
+    nodes, llm = program.nodes, plan.grid("llm")
+    bridges = [(nodes[edge.source], nodes[edge.target]) for edge in program.edges if edge.is_bridge]
+    assert sorted(bridges, key=str) == sorted(
+        (
+            (source, target)
+            for source in nodes
+            for target in nodes
+            if source.module != "llm"
+            and source.pp_stage == plan.grid(source.module).pp - 1
+            and (target.module, target.pp_stage) == ("llm", 0)
+            and (plan.placement != "monolithic" or source.dp_rank == target.dp_rank)
+        ),
+        key=str,
+    )
+    inside = [(nodes[edge.source], nodes[edge.target]) for edge in program.edges if not edge.is_bridge]
+    assert all((a.module, a.pp_stage + 1, a.dp_rank) == (b.module, b.pp_stage, b.dp_rank) for a, b in inside)
+    assert len(inside) == sum((plan.num_stages(grid.module) - 1) * grid.dp for grid in plan.grids)
+    assert llm.dp == sum(node.module == "llm" and node.pp_stage == 0 for node in nodes)
+
+
+def passes(plan: Plan) -> list[str]:
+    """The order of each group of workers as letters."""
+    return ["".join(action.op for action in row) for row in actions_of(plan)]
+
+
+@given(pp=st.integers(1, 6), num_microbatches=st.integers(1, 14))
+def test_1f1b_runs_one_forward_ahead_for_every_stage_behind(pp, num_microbatches):
+    plan = disjoint(llm_pp=pp, num_microbatches=num_microbatches)
+    for place, order in enumerate(passes(plan)):
+        ahead = min(pp - place, num_microbatches)
+        assert order == "F" * ahead + "FB" * (num_microbatches - ahead) + "B" * ahead
+
+
+def torch_order(schedule: type, pp: int, num_microbatches: int, num_chunks: int = 1) -> list[list[str]]:
+    """Each rank's computations as torch's schedule has them, without its bubbles."""
+    self = SimpleNamespace(
+        _num_stages=pp,
+        _n_microbatches=num_microbatches,
+        n_local_stages=num_chunks,
+        pp_group_size=pp,
+        microbatches_per_round=pp if num_microbatches >= pp else num_microbatches,
+    )
+    if hasattr(schedule, "_calculate_single_rank_operations"):
+        ranks = [schedule._calculate_single_rank_operations(self, rank) for rank in range(pp)]
+    else:
+        ranks = list(schedule._get_pipeline_order(self).values())
+    return [[str(item) for item in rank if item is not None and "REDUCE" not in str(item)] for rank in ranks]
+
+
+def own_order(plan: Plan) -> list[list[str]]:
+    return [[str(action) for action in row] for row in actions_of(plan)]
+
+
+@given(pp=st.integers(1, 6), num_microbatches=st.integers(1, 14))
+def test_gpipe_is_torchs(pp, num_microbatches):
+    expected = torch_order(torch_schedules.ScheduleGPipe, pp, num_microbatches)
+    assert own_order(llm_alone(pp, num_microbatches, "gpipe")) == expected
+
+
+@given(pp=st.integers(2, 6), more=st.integers(0, 8))
+def test_1f1b_is_torchs(pp, more):
+    """All ranks but the last, of which torch 2.13 numbers the forwards from 1."""
+    expected = torch_order(torch_schedules.Schedule1F1B, pp, pp + more)
+    own = own_order(llm_alone(pp, pp + more))
+    assert own[:-1] == expected[:-1]
+    assert [action[1] for action in own[-1]] == [action[1] for action in expected[-1]]
+
+
+@given(pp=st.integers(2, 6), rounds=st.integers(1, 4), num_chunks=st.integers(2, 4))
+def test_interleaved_1f1b_is_torchs(pp, rounds, num_chunks):
+    expected = torch_order(torch_schedules.ScheduleInterleaved1F1B, pp, pp * rounds, num_chunks)
+    assert own_order(llm_alone(pp, pp * rounds, "interleaved_1f1b", num_chunks)) == expected
+
+
+@given(pp=st.integers(1, 6), rounds=st.integers(1, 4))
+def test_zb_h1_is_torchs_zero_bubble_schedule_of_one_chunk(pp, rounds):
+    expected = torch_order(torch_schedules.ScheduleInterleavedZeroBubble, pp, pp * rounds)
+    assert own_order(llm_alone(pp, pp * rounds, "zb_h1")) == expected
+
+
+@properties
+@given(plan=plans(schedules=["1f1b", "zb_h1", "gpipe"], placements=["disjoint", "monolithic"]))
+def test_the_bound_of_microbatches_in_flight_is_reached(plan):
+    """Memory follows from it; it would be of no use if it were merely never exceeded."""
+    orders = actions_of(plan)
+    for place, stage in enumerate(stages_of(plan)):
+        held, most = 0, 0
+        own = [action for action in orders[stage.group] if action.stage == place]
+        end = Op.BACKWARD_WEIGHT if any(action.op is Op.BACKWARD_WEIGHT for action in own) else Op.BACKWARD
+        for action in own:
+            held += (action.op is Op.FORWARD) - (action.op is end)
+            most = max(most, held)
+        is_short = plan.schedule == "zb_h1" and len(plan.grids) > 2  # encoders of fewer stages are later in the chain
+        assert most == most_in_flight(plan, stage) or (is_short and most < most_in_flight(plan, stage))
+
+
+def test_a_small_program_reads_as_expected():
+    program = make_program(disjoint(llm_pp=2, num_microbatches=2))
+    assert program.edges == (Edge(0, 1, True), Edge(1, 2, False))
+    assert [" ".join(map(str, items)) for items in program.instructions] == [
+        "0F0 0SEND_F0@0 0F1 0SEND_F1@0 0RECV_B0@0 0B0 0RECV_B1@0 0B1 0SYNC",
+        "1RECV_F0@0 1F0 1SEND_F0@1 1RECV_F1@0 1F1 1SEND_F1@1 1RECV_B0@1 1B0 1SEND_B0@0 1RECV_B1@1 1B1 1SEND_B1@0 1SYNC",
+        "2RECV_F0@1 2F0 2B0 2SEND_B0@1 2RECV_F1@1 2F1 2B1 2SEND_B1@1 2SYNC",
+    ]
+
+
+def test_a_monolithic_encoder_moves_nothing_over_its_bridge():
+    grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=2, pp=2))
+    program = make_program(Plan(placement="monolithic", grids=grids, num_microbatches=1))
+    assert [" ".join(map(str, items)) for items in program.instructions] == [
+        "0F0 1F0 1SEND_F0@1 1RECV_B0@1 1B0 0B0 0SYNC 1SYNC",
+        "2RECV_F0@1 2F0 2B0 2SEND_B0@1 2SYNC",
+    ]
+
+
+def test_a_colocated_rank_first_encodes_then_does_its_part_of_the_pipeline_then_goes_back():
+    grids = (Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2, pp=2))
+    plan = Plan(placement="colocated", grids=grids, num_microbatches=3)
+    assert [" ".join(map(str, row)) for row in actions_of(plan)] == [
+        "0F0 0F1 0F2 1F0 1F1 1B0 1F2 1B1 1B2 0B0 0B1 0B2",
+        "0F0 0F1 0F2 2F0 2B0 2F1 2B1 2F2 2B2 0B0 0B1 0B2",
+    ]
+
+
+def broken(program: Program, worker: int, items: list[Instruction]) -> Program:
+    lists = list(program.instructions)
+    lists[worker] = tuple(items)
+    return dataclasses.replace(program, instructions=tuple(lists))
+
+
+@properties
+@given(plan=plans(), data=st.data())
+def test_a_list_that_lacks_an_instruction_or_has_one_twice_does_not_pass(plan, data):
+    program = make_program(plan)
+    worker = data.draw(st.integers(0, len(program.workers) - 1))
+    items = list(program.instructions[worker])
+    place = data.draw(st.integers(0, len(items) - 1))
+    changed = (
+        items[:place] + items[place + 1 :]
+        if data.draw(st.booleans())
+        else [*items[:place], items[place], *items[place:]]
+    )
+    with pytest.raises(ValueError, match=r"once|deadlock|receive|order|sends|computed|stands"):
+        check_program(plan, broken(program, worker, changed))
+
+
+def test_lists_that_differ_in_their_order_or_wait_in_a_circle_are_told_apart():
+    plan = disjoint(num_microbatches=2)
+    program = make_program(plan)
+    encoder = list(program.instructions[0])
+    first, second = (index for index, item in enumerate(encoder) if item.op is Op.SEND_FORWARD)
+    late = encoder.copy()
+    late.insert(second, late.pop(first))
+    late[second - 1], late[second] = late[second], late[second - 1]
+    swapped = [item for item in encoder if item.op is not Op.SEND_FORWARD]
+    swapped[2:2] = [encoder[second], encoder[first]]
+    waiting = list(program.instructions[1])
+    waiting.insert(
+        0, waiting.pop(next(i for i, item in enumerate(waiting) if item == Instruction(Op.RECV_FORWARD, 1, 1, 0)))
+    )
+    with pytest.raises(ValueError, match="the two ends differ in their order"):
+        check_program(plan, broken(program, 0, swapped))
+    with pytest.raises(ValueError, match="the two ends differ in their order"):
+        check_program(plan, broken(program, 1, waiting))
+    gradient_first = [item for item in encoder if item.op is Op.RECV_BACKWARD] + [
+        item for item in encoder if item.op is not Op.RECV_BACKWARD
+    ]
+    with pytest.raises(ValueError, match="worker 0 waits for ever at 0RECV_B0@0: a deadlock"):
+        check_program(plan, broken(program, 0, gradient_first))
+
+
+def test_a_list_that_runs_too_far_ahead_is_refused_by_its_memory():
+    """GPipe's list is no 1F1B list: it deadlocks nowhere, but holds all microbatches."""
+    gpipe, plan = disjoint(num_microbatches=4, schedule="gpipe"), disjoint(num_microbatches=4)
+    with pytest.raises(ValueError, match="worker 0 holds activations of 4 microbatches of vision, more than 2"):
+        check_program(plan, make_program(gpipe))
+
+
+def test_each_worker_keeps_one_channel_for_bridges_and_one_for_hidden_states():
+    """The features of late microbatches are sent before early hidden states go the same way, and received after."""
+    grids = (Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2, pp=2))
+    plan = Plan(placement="colocated", grids=grids, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2)
+    program = make_program(plan)
+    (sender,) = (index for index, worker in enumerate(program.workers) if 1 in worker.nodes)
+    to_first = [
+        program.edges[item.edge].is_bridge
+        for item in program.instructions[sender]
+        if item.op is Op.SEND_FORWARD and program.edges[item.edge].target in program.workers[0].nodes
+    ]
+    received = [program.edges[item.edge].is_bridge for item in program.instructions[0] if item.op is Op.RECV_FORWARD]
+    assert [kind for kind, _ in groupby(to_first)] == [True, False]
+    assert len(list(groupby(received))) > 2
+    assert len(nodes_of(plan)) == 6
+    check_program(plan, program)

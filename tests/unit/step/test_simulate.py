@@ -1,0 +1,476 @@
+"""The simulator's times are those of textbook pipelines, and of a slow walk along every instruction.
+
+The oracle takes the program's lists literally: a computation starts when all workers that take part in it have
+ended their last one and every message that its node receives has arrived. The early part of a node's sync starts with
+its last backward, and waits for other early parts of the worker. Late parts follow each other from the start of the
+step on, and a node's first forward does not end before its own.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from drawn_plans import disjoint, llm_alone, orders, plans
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflop.plan import Grid, Plan
+from dflop.plan.trained import TrainedSet
+from dflop.step import (
+    Bridges,
+    CompiledPlan,
+    Op,
+    StageTimes,
+    compile_plan,
+    make_program,
+    nodes_of,
+    peak_bytes,
+    simulate,
+    simulate_step_s,
+    stages_of,
+    workers_of,
+)
+
+PASS_OF = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 2}
+
+
+def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarray, np.ndarray, float]:
+    """Starts and ends [3, num_nodes, num_microbatches] and the step time, one instruction after the other."""
+    program = make_program(plan, TrainedSet(frozen), slots)
+    carriers = [
+        [w for w, worker in enumerate(program.workers) if node in worker.nodes] for node in range(len(program.nodes))
+    ]
+    meeting = []
+    for node, own in enumerate(program.nodes):
+        first = node - own.dp_rank % plan.grid(own.module).num_shards
+        meeting.append(list(range(first, first + plan.grid(own.module).num_shards)))
+    bridged = {
+        key: seconds
+        for *key, seconds in zip(
+            *(getattr(times.bridges, name).tolist() for name in ("source", "target", "microbatch", "seconds")),
+            strict=True,
+        )
+        for key in [tuple(key)]
+    }
+    start_s = np.full((3, len(program.nodes), plan.num_microbatches), np.nan)
+    end_s, clocks, early_ends = start_s.copy(), np.zeros(len(program.workers)), np.zeros(len(program.workers))
+    nothing, late_ends = np.zeros(len(program.nodes)), np.zeros(len(program.workers))
+    early_s = nothing if times.early_sync_s is None else times.early_sync_s
+    late_s = nothing if times.late_sync_s is None else times.late_sync_s
+    given_s = nothing.copy()
+    for worker, items in enumerate(program.instructions):
+        for node in dict.fromkeys(item.node for item in items if item.op is Op.FORWARD):
+            late_ends[worker] += late_s[node]
+            given_s[node] = max(given_s[node], late_ends[worker])
+    last = {
+        (item.node, item.op)
+        for items in program.instructions
+        for item in {own.node: own for own in items if own.op in PASS_OF}.values()
+    }
+    arrived, done = {}, [0] * len(program.workers)
+    moved = True
+    while moved:
+        moved = False
+        for worker, items in enumerate(program.instructions):
+            while done[worker] < len(items):
+                item = items[done[worker]]
+                # Each worker is done with transfers on its own, and with the sync: that its replicas wait for each
+                # other ends no step later.
+                is_sync = item.op is Op.SYNC_GRADIENTS
+                peers = meeting[item.node] if item.op in PASS_OF else [item.node]
+                wanted = {w: dataclasses.replace(item, node=node) for node in peers for w in carriers[node]}
+                if is_sync or item.edge >= 0:
+                    wanted = {worker: item}
+                together = list(wanted)
+                if is_sync:
+                    clocks[worker] = max(clocks[worker], early_ends[worker]) + times.sync_s[item.node]
+                    clocks[worker] -= early_s[item.node] + late_s[item.node]
+                if any(
+                    done[w] >= len(program.instructions[w]) or program.instructions[w][done[w]] != wanted[w]
+                    for w in together
+                ):
+                    break
+                if item.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD):
+                    edge, which = program.edges[item.edge], int(item.op is Op.RECV_BACKWARD)
+                    seconds = times.chain_s[edge.source, item.microbatch]
+                    if edge.is_bridge:
+                        seconds = bridged.get((edge.source, edge.target, item.microbatch))
+                    sent_s = end_s[which, (edge.source, edge.target)[which], item.microbatch]
+                    if seconds is not None and np.isnan(sent_s):
+                        break
+                    if seconds is not None:
+                        key = which, item.node, item.microbatch
+                        arrived[key] = max(arrived.get(key, 0.0), sent_s + seconds)
+                elif item.op in PASS_OF:
+                    seconds = {
+                        Op.FORWARD: lambda at: times.forward_s[at],
+                        Op.BACKWARD: lambda at: times.backward_s[at],
+                        Op.BACKWARD_INPUT: lambda at: times.backward_s[at] - times.weight_s[at],
+                        Op.BACKWARD_WEIGHT: lambda at: times.weight_s[at],
+                    }[item.op]
+                    # Who shares parameters waits for each other, and ends together.
+                    cells = [(PASS_OF[item.op], node, item.microbatch) for node in peers]
+                    ready_s = max([*(arrived.get(cell, 0.0) for cell in cells), *(clocks[w] for w in together)])
+                    if item.op is Op.FORWARD and item.microbatch == 0:
+                        ready_s = max([ready_s, *(given_s[node] - seconds((node, 0)) for node in peers)])
+                    ended_s = ready_s + max(seconds(cell[1:]) for cell in cells)
+                    for cell in cells:
+                        start_s[cell], end_s[cell] = ended_s - seconds(cell[1:]), ended_s
+                        if cell[2] == plan.num_microbatches - 1 and (cell[1], item.op) in last:
+                            for w in carriers[cell[1]]:
+                                early_ends[w] = max(early_ends[w], start_s[cell]) + early_s[cell[1]]
+                    clocks[together] = ended_s
+                for w in together:
+                    done[w] += 1
+                moved = True
+    assert done == [len(items) for items in program.instructions]
+    return start_s, end_s, float(clocks.max())
+
+
+def make_times(
+    compiled: CompiledPlan, forward_s=1.0, backward_s=2.0, weight_s=1.0, chain_s=0.0, sync_s=0.0, bridges=None
+):
+    shape = (compiled.num_nodes, compiled.num_microbatches)
+    full = [
+        np.broadcast_to(np.asarray(value, dtype=float), shape).copy()
+        for value in (forward_s, backward_s, weight_s, chain_s)
+    ]
+    return StageTimes(
+        forward_s=full[0],
+        backward_s=full[1],
+        weight_s=full[2],
+        chain_s=full[3],
+        bridges=bridges or Bridges.none(),
+        sync_s=np.broadcast_to(np.asarray(sync_s, dtype=float), shape[:1]).copy(),
+    )
+
+
+def all_bridges(plan: Plan, seconds=0.0) -> Bridges:
+    """A message over every bridge for every microbatch."""
+    return some_bridges(plan, lambda source, target, microbatch: seconds)
+
+
+def some_bridges(plan: Plan, seconds_of) -> Bridges:
+    """`seconds_of(source, target, microbatch)` is None where nothing is sent; on common workers nothing moves."""
+    program, rows = make_program(plan), []
+    carriers = [
+        {w for w, worker in enumerate(workers_of(plan)) if node in worker.nodes} for node in range(len(nodes_of(plan)))
+    ]
+    for edge, microbatch in itertools.product(program.edges, range(plan.num_microbatches)):
+        if not edge.is_bridge or plan.placement == "monolithic":
+            continue
+        seconds = seconds_of(edge.source, edge.target, microbatch)
+        if seconds is not None:
+            rows.append(
+                (
+                    edge.source,
+                    edge.target,
+                    microbatch,
+                    0.0 if carriers[edge.source] & carriers[edge.target] else seconds,
+                )
+            )
+    columns = np.array(rows, dtype=float).reshape(-1, 4).T
+    source, target, microbatch = columns[:3].astype(np.int64)
+    return Bridges(source=source, target=target, microbatch=microbatch, seconds=columns[3])
+
+
+def draw_times(plan: Plan, rng: np.random.Generator, share: float) -> StageTimes:
+    shape = (len(nodes_of(plan)), plan.num_microbatches)
+    backward_s = rng.exponential(2.0, shape) * (rng.random(shape) > 0.2)
+    return StageTimes(
+        forward_s=rng.exponential(1.0, shape) * (rng.random(shape) > 0.2),
+        backward_s=backward_s,
+        weight_s=backward_s * rng.random(shape),
+        chain_s=rng.exponential(0.5, shape),
+        bridges=some_bridges(plan, lambda *_: rng.exponential(0.5) if rng.random() < share else None),
+        sync_s=rng.exponential(0.5, shape[0]),
+    )
+
+
+@st.composite
+def cases(draw):
+    (plan, frozen, slots), rng = draw(orders()), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    times = draw_times(plan, rng, draw(st.sampled_from([0.0, 0.3, 1.0])))
+    if draw(st.booleans()):
+        goes_back = np.array([TrainedSet(frozen).has_backward(node.module) for node in nodes_of(plan)])
+        early_s, late_s = times.sync_s * goes_back * rng.dirichlet((1.0, 1.0, 1.0), len(goes_back)).T[:2]
+        times = dataclasses.replace(times, early_sync_s=early_s, late_sync_s=late_s)
+    return plan, frozen, slots, times
+
+
+@settings(max_examples=2000)
+@given(cases())
+def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(case):
+    plan, frozen, slots, times = case
+    compiled = compile_plan(plan, TrainedSet(frozen), slots)
+    timeline = simulate(compiled, times)
+    start_s, end_s, step_s = walk(plan, times, frozen, slots)
+    np.testing.assert_allclose(timeline.start_s, start_s)
+    np.testing.assert_allclose(timeline.end_s, end_s)
+    assert timeline.step_s == pytest.approx(step_s)
+    assert simulate_step_s(compiled, times) == timeline.step_s
+
+
+@settings(max_examples=200)
+@given(cases())
+def test_idle_is_what_is_left_of_all_ranks_step_after_their_work(case):
+    plan, frozen, slots, times = case
+    timeline = simulate(compile_plan(plan, TrainedSet(frozen), slots), times)
+    rank_s, workers = 0.0, workers_of(plan)
+    for index, worker in enumerate(workers):
+        work_s = sum(timeline.busy_s[node] for node in worker.nodes)
+        work_s += timeline.synced_s[index] - timeline.computed_s[index]
+        assert timeline.idle_of_worker[index] == pytest.approx(1 - work_s / timeline.step_s, abs=1e-9)
+        rank_s += worker.num_ranks * work_s
+    assert timeline.idle == pytest.approx(1 - rank_s / (plan.world_size * timeline.step_s), abs=1e-9)
+    computed = ~np.isnan(timeline.end_s)
+    parts = np.array([times.forward_s, times.backward_s, times.backward_s])
+    if plan.schedule == "zb_h1":
+        parts[1] = np.where(computed[2], times.backward_s - times.weight_s, times.backward_s)
+        parts[2] = times.weight_s
+    np.testing.assert_allclose(timeline.busy_s, (parts * computed).sum(axis=(0, 2)))
+
+
+@settings(max_examples=100)
+@given(plan=plans(), seed=st.integers(0, 1000), count=st.integers(1, 4))
+def test_several_batches_at_once_take_what_each_takes_alone(plan, seed, count):
+    rng, compiled = np.random.default_rng(seed), compile_plan(plan)
+    listed = [
+        dataclasses.replace(draw_times(plan, rng, 0.5), sync_s=np.full(compiled.num_nodes, 0.5)) for _ in range(count)
+    ]
+    messages = {
+        name: np.concatenate([getattr(times.bridges, name) for times in listed])
+        for name in ("source", "target", "microbatch", "seconds")
+    }
+    batch = np.repeat(np.arange(count), [len(times.bridges.source) for times in listed])
+    together = StageTimes(
+        **{
+            name: np.stack([getattr(t, name) for t in listed])
+            for name in ("forward_s", "backward_s", "weight_s", "chain_s")
+        },
+        bridges=Bridges(batch=batch, **messages),
+        sync_s=listed[0].sync_s,
+    )
+    assert simulate_step_s(compiled, together).tolist() == [simulate_step_s(compiled, times) for times in listed]
+
+
+seconds = st.floats(0.1, 3.0)
+stage_counts = st.integers(1, 6)
+textbook = settings(max_examples=200)
+
+
+@textbook
+@given(
+    pp=stage_counts,
+    num_microbatches=st.integers(1, 16),
+    f=seconds,
+    b=seconds,
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+def test_equal_stages_take_the_textbook_time_of_gpipe_and_1f1b(pp, num_microbatches, f, b, schedule):
+    """(m + p - 1)(f + b): Huang et al. 2019; PipeDream-Flush, Narayanan et al. 2021, section 2.2.1."""
+    compiled = compile_plan(llm_alone(pp, num_microbatches, schedule))
+    timeline = simulate(compiled, make_times(compiled, f, b))
+    assert timeline.step_s == pytest.approx((num_microbatches + pp - 1) * (f + b))
+    assert timeline.idle == pytest.approx((pp - 1) / (num_microbatches + pp - 1))
+
+
+@textbook
+@given(
+    pp=st.integers(1, 5),
+    encoder_pp=st.integers(1, 3),
+    m=st.integers(1, 12),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+def test_encoder_stages_of_their_own_lengthen_the_pipeline(pp, encoder_pp, m, schedule):
+    plan = disjoint(llm_pp=pp, vision_pp=encoder_pp, num_microbatches=m, schedule=schedule)
+    compiled = compile_plan(plan)
+    timeline = simulate(compiled, make_times(compiled, bridges=all_bridges(plan)))
+    assert timeline.step_s == pytest.approx((m + pp + encoder_pp - 1) * 3.0)
+
+
+@textbook
+@given(pp=st.integers(2, 6), rounds=st.integers(1, 4), num_chunks=st.integers(2, 4), f=seconds, b=seconds)
+def test_interleaving_divides_the_bubble_by_the_number_of_chunks(pp, rounds, num_chunks, f, b):
+    """m (f + b) + (p - 1)(f + b) / v, f and b being a rank's whole passes: Narayanan et al. 2021, section 2.2.2."""
+    m = pp * rounds
+    compiled = compile_plan(llm_alone(pp, m, "interleaved_1f1b", num_chunks))
+    timeline = simulate(compiled, make_times(compiled, f / num_chunks, b / num_chunks))
+    assert timeline.step_s == pytest.approx(m * (f + b) + (pp - 1) * (f + b) / num_chunks)
+
+
+@textbook
+@given(pp=stage_counts, more=st.integers(0, 10), f=seconds, input_s=seconds, w=seconds)
+def test_splitting_the_backward_fills_the_bubble_with_weight_gradients(pp, more, f, input_s, w):
+    """m (f + b) + (p - 1)(f + b - 2w) for w no longer than f and b - w: Qi et al. 2023, on ZB-H1.
+
+    Of 1F1B's bubble, (p - 1) f to fill and (p - 1) b to drain, the drain becomes (p - 1)(b - w), since input parts
+    alone pass through the stages, and weight parts put off until then fill (p - 1) w of it. One longer than a gap, f in
+    the fill or b - w in the drain, delays what comes behind it, so that only as much of it counts.
+    """
+    m, b = pp + more, input_s + w
+    compiled = compile_plan(llm_alone(pp, m, "zb_h1"))
+    timeline = simulate(compiled, make_times(compiled, f, b, w))
+    assert timeline.step_s == pytest.approx(m * (f + b) + (pp - 1) * (f + input_s - min(w, f, input_s)))
+    one_forward_one_backward = compile_plan(llm_alone(pp, m))
+    assert (
+        timeline.step_s <= simulate_step_s(one_forward_one_backward, make_times(one_forward_one_backward, f, b)) + 1e-9
+    )
+
+
+@textbook
+@given(pp=stage_counts, m=st.integers(1, 10), dp=st.integers(1, 3))
+def test_a_colocated_step_is_all_forwards_the_pipeline_and_all_backwards(pp, m, dp):
+    grids = (Grid(module="vision", num_ranks=pp * dp), Grid(module="llm", num_ranks=pp * dp, pp=pp))
+    plan = Plan(placement="colocated", grids=grids, num_microbatches=m)
+    compiled = compile_plan(plan)
+    is_encoder = np.array([[node.module == "vision"] for node in nodes_of(plan)])
+    times = make_times(compiled, np.where(is_encoder, 0.5, 1), np.where(is_encoder, 0.7, 2), bridges=all_bridges(plan))
+    assert simulate_step_s(compiled, times) == pytest.approx(m * 1.2 + (m + pp - 1) * 3)
+
+
+@textbook
+@given(pp=stage_counts, m=st.integers(1, 10))
+def test_a_monolithic_first_stage_is_one_stage_that_does_both(pp, m):
+    grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=pp, pp=pp))
+    compiled = compile_plan(Plan(placement="monolithic", grids=grids, num_microbatches=m))
+    alone = compile_plan(llm_alone(pp, m))
+    longer = np.array([[1.5], *[[1.0]] * (pp - 1)])
+    expected = simulate_step_s(alone, make_times(alone, longer, 2 * longer))
+    times = make_times(compiled, np.array([[0.5], *[[1.0]] * pp]), np.array([[1.0], *[[2.0]] * pp]))
+    # On the way back the LLM's part of the first stage comes before the encoder's: nobody waits for either.
+    assert simulate_step_s(compiled, times) == pytest.approx(expected)
+
+
+def test_equal_transfers_delay_the_fill_and_the_drain():
+    """With one microbatch the step is the way there and back: every stage twice and every edge twice."""
+    plan = disjoint(llm_pp=3)
+    compiled = compile_plan(plan)
+    timeline = simulate(compiled, make_times(compiled, chain_s=0.25, bridges=all_bridges(plan, 0.5)))
+    assert timeline.step_s == pytest.approx(4 * (1 + 2) + 2 * (2 * 0.25 + 0.5))
+
+
+def test_nobody_waits_for_a_bridge_that_carries_nothing():
+    """The LLM starts at once on a microbatch of text alone, while the encoder is still busy with pictures."""
+    plan = disjoint(num_microbatches=2)
+    compiled = compile_plan(plan)
+    times = make_times(compiled, [[10.0, 10.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, 1.0]], bridges=all_bridges(plan))
+    assert simulate(compiled, times).start_s[0, 1].tolist() == [10.0, 20.0]
+    only_the_second = some_bridges(plan, lambda source, target, microbatch: 0.0 if microbatch else None)
+    times = dataclasses.replace(times, bridges=only_the_second)
+    assert simulate(compiled, times).start_s[0, 1].tolist() == [0.0, 20.0]
+
+
+def test_an_llm_replica_waits_only_for_the_encoders_that_send_to_it():
+    plan = disjoint(vision_dp=2, llm_dp=2)
+    compiled = compile_plan(plan)
+    own = some_bridges(plan, lambda source, target, microbatch: 0.0 if target == source + 2 else None)
+    times = make_times(compiled, [[1.0], [5.0], [1.0], [1.0]], bridges=own)
+    assert simulate(compiled, times).start_s[0, 2:, 0].tolist() == [1.0, 5.0]
+
+
+def test_a_frozen_encoder_is_done_after_its_forwards():
+    compiled = compile_plan(disjoint(llm_pp=2, num_microbatches=3), TrainedSet(("vision",)))
+    timeline = simulate(compiled, make_times(compiled))
+    assert np.isnan(timeline.end_s[1, 0]).all()
+    assert timeline.end_s[0, 0].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_the_gradient_sync_of_the_last_to_finish_ends_the_step():
+    plan = disjoint()
+    compiled = compile_plan(plan)
+    timeline = simulate(compiled, make_times(compiled, sync_s=[0.5, 7.0], bridges=all_bridges(plan)))
+    assert timeline.step_s == timeline.end_s[1, 1, 0] + 7.0
+
+
+def test_an_early_part_of_the_sync_runs_beside_the_last_backward():
+    plan = disjoint(num_microbatches=2)
+    compiled = compile_plan(plan)
+    times = make_times(compiled, sync_s=[0.0, 3.0], bridges=all_bridges(plan))
+    for early_s, exposed_s in ((0.0, 3.0), (1.5, 1.5), (2.5, 1.0)):  # a backward takes 2 s
+        timeline = simulate(compiled, dataclasses.replace(times, early_sync_s=np.array([0.0, early_s])))
+        assert timeline.synced_s[1] - timeline.computed_s[1] == pytest.approx(exposed_s)
+
+
+def test_a_late_part_of_the_sync_runs_beside_the_first_forward():
+    plan = disjoint(llm_pp=2, num_microbatches=2)
+    compiled = compile_plan(plan)
+    times = make_times(compiled, sync_s=[0.0, 4.0, 4.0], bridges=all_bridges(plan))
+    assert simulate(compiled, times).start_s[0, :, 0].tolist() == [0.0, 1.0, 2.0]
+    timeline = simulate(compiled, dataclasses.replace(times, late_sync_s=np.array([0.0, 3.5, 2.5])))
+    # The first stage waits for its parameters, and the second one's have come when it has something to compute.
+    assert timeline.end_s[0, :, 0].tolist() == [1.0, 3.5, 4.5]
+    assert (timeline.synced_s - timeline.computed_s).tolist() == [0.0, 0.5, 1.5]
+
+
+def test_early_parts_of_a_workers_syncs_follow_each_other():
+    vision, llm = Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2)
+    compiled = compile_plan(Plan(placement="colocated", grids=(vision, llm), num_microbatches=1, schedule="1f1b"))
+    # Forwards end at 2 s, the LLM's backward at 4 s and the encoder's at 6 s. The LLM's sync ends at 7 s.
+    times = make_times(compiled, sync_s=[0.5, 0.5, 5.0, 5.0])
+    timeline = simulate(compiled, dataclasses.replace(times, early_sync_s=times.sync_s))
+    assert timeline.computed_s.tolist() == [6.0, 6.0]
+    assert timeline.synced_s.tolist() == [7.5, 7.5]
+
+
+def test_a_step_without_any_work_takes_no_time_and_is_not_idle():
+    compiled = compile_plan(disjoint(llm_pp=2))
+    timeline = simulate(compiled, make_times(compiled, 0.0, 0.0, 0.0))
+    assert (timeline.step_s, timeline.idle) == (0.0, 0.0)
+
+
+@settings(max_examples=300)
+@given(order=orders(), seed=st.integers(0, 1000))
+def test_the_peak_is_the_fullest_moment_of_every_workers_list(order, seed):
+    plan, frozen, slots = order
+    rng, program = np.random.default_rng(seed), make_program(plan, TrainedSet(frozen), slots)
+    kept, transient = rng.integers(1, 100, (2, len(program.nodes), plan.num_microbatches)).astype(float)
+    peaks = peak_bytes(compile_plan(plan, TrainedSet(frozen), slots), kept, transient)
+    for worker, items in enumerate(program.instructions):
+        held: dict[tuple[int, int], float] = {}
+        fullest = 0.0
+        for item in items:
+            if item.op not in PASS_OF:
+                continue
+            cell = (item.node, item.microbatch)
+            if item.op is Op.FORWARD:
+                held[cell] = kept[cell]
+            fullest = max(fullest, sum(held.values()) + transient[cell])
+            ends = {Op.BACKWARD, Op.BACKWARD_WEIGHT}
+            module = program.nodes[item.node].module
+            if item.op in ends or (module != "llm" and module in frozen):
+                del held[cell]
+        assert peaks[worker] == pytest.approx(fullest)
+        assert not held
+
+
+def test_1f1b_holds_a_pipelines_depth_and_gpipe_all_microbatches():
+    ones, nothing = np.ones((4, 12)), np.zeros((4, 12))
+    assert peak_bytes(compile_plan(llm_alone(4, 12)), ones, nothing).tolist() == [4, 3, 2, 1]
+    assert peak_bytes(compile_plan(llm_alone(4, 12, "zb_h1")), ones, nothing).tolist() == [4, 4, 4, 4]
+    assert peak_bytes(compile_plan(llm_alone(4, 12, "gpipe")), ones, nothing).tolist() == [12] * 4
+
+
+def test_between_the_parts_of_a_backward_a_share_of_what_a_microbatch_keeps_is_held():
+    compiled, ones, nothing = compile_plan(llm_alone(4, 12, "zb_h1")), np.ones((4, 12)), np.zeros((4, 12))
+    held = [peak_bytes(compiled, ones, nothing, np.full(4, share)).tolist() for share in (1.0, 0.5, 0.0)]
+    # The stage at this place puts off as many weights' parts, and the others are as many as with 1F1B.
+    assert held == [[4, 4, 4, 4], [4, 3.5, 3, 2.5], [4, 3, 2, 1]]
+    plain = compile_plan(llm_alone(4, 12))
+    assert peak_bytes(plain, ones, nothing, np.full(4, 0.5)).tolist() == [4, 3, 2, 1]
+
+
+def test_a_plan_of_thousands_of_ranks_compiles_without_looking_at_each():
+    """The order is of stages, however many replicas they have."""
+    few, many = (
+        compile_plan(Plan(
+            placement="disjoint",
+            grids=(Grid(module="vision", num_ranks=dp), Grid(module="llm", num_ranks=7 * dp, pp=7, rank_offset=dp)),
+            num_microbatches=64,
+        ))
+        for dp in (1, 1024)
+    )  # fmt: skip
+    np.testing.assert_array_equal(few.order, many.order)
+    assert (many.num_nodes, many.num_workers) == (8192, 8192)
+    assert len(stages_of(disjoint(vision_dp=9))) == 2

@@ -1,0 +1,120 @@
+"""What makes a run another run, what becomes of the old one's outputs, and what a summary is of."""
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from dflop.config import load_config
+from dflop.store import STEP_SECONDS_SCHEMA
+from dflop.train import finished_at, generation_of, summarise
+from dflop.train.generation import Generation
+from dflop.train.observations import Merged
+from dflop.train.run_folder import set_aside
+
+MADE = {"train": {"steps": 4}}
+
+
+@pytest.fixture
+def generate(make_run):
+    """`generate(config)`: the generation of a run with this config on the same data, costs and plan."""
+    from dflop.schedule.service import open_scheduler
+
+    run = make_run()
+    pricer = open_scheduler(load_config(run.config), **run.paths).pricer
+    return lambda config=None, digests=("d",), left_out=(): generation_of(
+        load_config(run.config, MADE, config or {}), digests, left_out, pricer
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"train": {"lr": 0.5}}, "`train.lr` was 0.0001 and is 0.5"),
+        ({"train": {"warmup_steps": 7}}, "`train.warmup_steps` was 0 and is 7"),
+        ({"train": {"weight_decay": 0.5}}, "`train.weight_decay` was 0.01 and is 0.5"),
+        ({"train": {"grad_clip": 0.5}}, "`train.grad_clip` was 1.0 and is 0.5"),
+        ({"train": {"precision": "bf16"}}, '`train.precision` was "fp32" and is "bf16"'),
+        ({"seed": 3}, "`seed` was 0 and is 3"),
+        ({"model": {"freeze": ["vision"]}}, '`model.freeze` was [] and is ["vision"]'),
+    ],
+)
+def test_what_changes_the_weights_makes_another_run_and_is_named(generate, config, said):
+    assert generate(config).changes_since(generate()) == [said]
+
+
+def test_other_data_and_other_samples_left_out_make_another_run(generate):
+    assert generate(digests=("e",)).changes_since(generate()) == ["the data changed"]
+    assert generate(left_out=[("a", 1)]).changes_since(generate()) == ["the samples left out changed"]
+
+
+def test_more_steps_and_faster_loading_make_no_other_run(generate):
+    more = {"train": {"steps": 9, "checkpoint_every": 3, "loader_workers": 0, "resume": "never"}}
+    assert generate(more) == generate()
+    assert generate({"schedule": {"policy": "lpt"}}).digest == generate().digest
+
+
+def test_a_checkpoint_of_before_generations_is_of_another_version(generate):
+    assert generate().changes_since(Generation.of_run({"step": 3})) == ["another version of dflop wrote the checkpoint"]
+
+
+def write_run(out: Path, generation: Generation, prices: list[str]) -> None:
+    """A run's folder with a step for each digest of prices, the last of them the checkpoint's."""
+    checkpoint = out / f"checkpoints/step-{len(prices):06d}"
+    checkpoint.mkdir(parents=True)
+    trained = generation.to_dict() | {"prices": prices[-1]}
+    (checkpoint / "run.json").write_text(json.dumps({"step": len(prices), "restarts": 0, "generation": trained}))
+    (out / "model").mkdir()
+    zeros = dict.fromkeys(("wait_s", "data_wait_s", "num_unreadable", "idle"), 0)
+    lines = [
+        {"step": step, "loss": 9.0 - step, "num_samples": 2, "num_tokens": 100, "step_s": 1.0 + (own != "old")}
+        | {"pipeline_s": 1.0, "predicted_step_s": 1.0, "policy": "lpt", "policy_status": "lpt", "generation": own}
+        | zeros
+        for step, own in enumerate(prices)
+    ]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_is_finished_when_its_last_step_and_its_model_are_there(generate, tmp_path):
+    config, generation = load_config(MADE), generate()
+    assert finished_at(config, tmp_path, generation) is None
+    write_run(tmp_path, generation, ["p"] * 4)
+    assert finished_at(config, tmp_path, generation) == tmp_path / "checkpoints/step-000004"
+    assert finished_at(load_config(MADE, {"train": {"steps": 5}}), tmp_path, generation) is None
+    assert finished_at(load_config(MADE, {"train": {"resume": "never"}}), tmp_path, generation) is None
+    assert finished_at(config, tmp_path, generate({"train": {"lr": 0.5}})) is None
+    (tmp_path / "model").rmdir()
+    assert finished_at(config, tmp_path, generation) is None
+
+
+def test_figures_of_two_cost_tables_are_not_mixed_and_losses_are_what_they_are_called(generate, tmp_path):
+    generation = generate()
+    write_run(tmp_path, generation, ["old"] * 6 + [generation.prices] * 4)
+    columns = {"module": ["llm"], "pass": ["forward"], "seconds": [3.0], "predicted_s": [2.0], "warmup": [False]}
+    merged = Merged(pl.DataFrame(columns), STEP_SECONDS_SCHEMA.to_frame())
+    summary = summarise(load_config(MADE), tmp_path, merged, generation, baselines={}, num_left_out=0)
+    assert summary["prices"] == generation.prices
+    assert summary["step_s"] == 2.0  # of the last four alone
+    assert summary["samples_per_s"] == 1.0
+    assert (summary["num_steps"], summary["num_averaged_losses"]) == (10, 5)
+    assert (summary["first_loss"], summary["final_loss"]) == (9.0, 0.0)
+    assert (summary["mean_first_loss"], summary["mean_final_loss"]) == (7.0, 2.0)
+    assert summary["measured_over_predicted"] == {"llm forward": 1.5}
+
+
+def test_the_last_two_earlier_runs_are_kept_and_it_is_said_what_is_removed(tmp_path):
+    for number in range(1, 5):
+        (tmp_path / "metrics.jsonl").write_text(str(number))
+        (tmp_path / "mine.txt").write_text("of nobody's business")
+        said = set_aside(tmp_path)
+        assert f"moved to {tmp_path / f'old-{number}'}" in said
+        assert ("was removed" in said) == (number > 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "old-3", "old-4"]
+    assert (tmp_path / "old-4/metrics.jsonl").read_text() == "4"
+
+
+def test_a_run_that_is_set_aside_keeps_its_summary_though_the_workflow_deleted_it(tmp_path):
+    (tmp_path / "last_summary.json").write_text("its summary")
+    set_aside(tmp_path)
+    assert (tmp_path / "old-1/summary.json").read_text() == "its summary"
