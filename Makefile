@@ -1,5 +1,6 @@
 # make demo   creates .venv, installs, and runs the whole workflow on the CPU with the demo data
-# make test   creates .venv, installs, and runs the tests
+# make test   creates .venv, installs, and runs the tests but the exhaustive ones
+# make test-all   the exhaustive tests as well: every example from its first rule to its report, and the like
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
 # make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-slurm screenshots docs lint clean
+.PHONY: setup demo test test-all test-slurm screenshots docs lint clean
 
 setup: $(STAMP)
 
@@ -31,8 +32,11 @@ demo: setup
 	@echo "Done: open results/demo/report/index.html; docs/reference/files.md says what else lies in results/demo"
 
 test: setup
-	pytest -q -n $(CORES) --dist loadfile -m "not serial"
-	pytest -q -n $(CORES) --dist loadfile --no-loadscope-reorder -m serial $(LONGEST) tests/workflow tests/distributed
+	pytest -q -n $(CORES) --dist loadfile -m "not serial and not exhaustive"
+	pytest -q -n $(CORES) --dist loadfile --no-loadscope-reorder -m "serial and not exhaustive" $(LONGEST) tests/workflow tests/distributed
+
+test-all: test
+	pytest -q -n $(CORES) --dist loadfile -m exhaustive
 
 test-slurm: setup
 	tests/slurm/install.sh

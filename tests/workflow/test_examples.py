@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dflop.data.demo import make_demo_data
+from dflop.demo import make_demo_data
 
 pytestmark = pytest.mark.serial
 
