@@ -39,7 +39,7 @@ __all__ = ["make"]
 # One rank of the encoder before an LLM of four stages.
 CONFIG = {
     "run": "docs",
-    "data": {"sources": [{"path": "shapes/train.json"}]},
+    "data": {"sources": [{"path": "data/train.json"}]},
     "model": {"preset": "llava_ov_7b"},
     "cluster": {"device": "cuda", "device_model": "h100-80g", "devices_per_node": 5},
     "costs": {"source": "analytic"},

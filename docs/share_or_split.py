@@ -45,7 +45,7 @@ def steps_of(preset: str, family: str, tps: tuple[int, ...]) -> dict[str, tuple[
     """Step time and plan of the fastest plan of each placement that fits."""
     config = {
         "run": preset,
-        "data": {"sources": [{"path": "shapes/train.json"}]},
+        "data": {"sources": [{"path": "data/train.json"}]},
         "model": {"family": family, "preset": preset},
         "cluster": {"device": "cuda", "device_model": "h100-80g", "num_nodes": 4, "devices_per_node": 8},
         "costs": {"source": "analytic", "tp_sizes": list(tps)},

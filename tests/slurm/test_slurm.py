@@ -43,7 +43,7 @@ CONFIG = {
 # In a folder of one's own, for GPUs that are not there.
 WHAT_IF = {
     "run": "mine",
-    "data": {"sources": [{"path": "shapes/train.json"}]},
+    "data": {"sources": [{"path": "data/train.json"}]},
     "cluster": {"num_nodes": 2, "devices_per_node": 2, "device_model": "h100-80g"},
     "costs": {"source": "analytic"},
     "plan": {"search_batches": 1, "today": {"llm": {"tp": 1, "pp": 1, "dp": 4}}},

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.serial
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = {
     "run": "small",
-    "data": {"sources": [{"path": "shapes/train.json"}, {"path": "shapes/audio.json"}], "samples_per_shard": 30},
+    "data": {"sources": [{"path": "data/train.json"}, {"path": "data/audio.json"}], "samples_per_shard": 30},
     "train": {"global_batch_size": 8},
 }
 AFTER_SHAPES = {"merge_shapes", "plot_shapes", "profile_loading"}
@@ -31,7 +31,7 @@ def finished(make_checkout):
     """A checkout with a run in which nothing is left to do, and the name of its config file."""
     checkout = make_checkout()
     make_demo_data(checkout.folder / "data", num_records=40)
-    manifest = checkout.folder / "shapes/train.json"
+    manifest = checkout.folder / "data/train.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text())))
     config = checkout.write_config("small.yaml", **CONFIG)
     done = checkout.snakemake("--cores", "2", "--configfile", config, PATH=checkout.path_with_stubs())
@@ -71,7 +71,7 @@ def test_a_key_reruns_what_reads_it(finished, keys, rules):
 )
 def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change, num_shards):
     checkout, config = finished
-    manifest, other = checkout.folder / "shapes/train.json", checkout.folder / "shapes/other.json"
+    manifest, other = checkout.folder / "data/train.json", checkout.folder / "data/other.json"
     before = manifest.read_text()
     records = json.loads(before)
     sources = list(CONFIG["data"]["sources"])
@@ -80,7 +80,7 @@ def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change
         manifest.write_text(json.dumps(records))
     elif change == "a source more":
         other.write_text(json.dumps(records[:5]))
-        sources.append({"path": "shapes/other.json"})
+        sources.append({"path": "data/other.json"})
     else:
         sources.pop()
     changed = checkout.write_config("changed.yaml", data={**CONFIG["data"], "sources": sources})

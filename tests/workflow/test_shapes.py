@@ -35,7 +35,7 @@ def profiled(make_checkout):
     for number in range(40):
         Image.new("RGB", (40 + number, 60)).save(data / f"{number}.png")
     (data / "mix.yaml").write_text("datasets:\n- json_path: data/pictures.json\n  sampling_strategy: end:50%\n")
-    sources = [{"path": "shapes/texts.jsonl"}, {"path": "shapes/mix.yaml"}]
+    sources = [{"path": "data/texts.jsonl"}, {"path": "data/mix.yaml"}]
     config = checkout.write_config("shapes.yaml", run="shapes", data={"sources": sources, "samples_per_shard": 10})
     done = checkout.snakemake(TARGET, "--cores", "2", "--configfile", config)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,7 +76,7 @@ def test_an_unchanged_dataset_reruns_nothing(profiled):
     ],
 )
 def test_an_inserted_record_reruns_a_shard_or_two_and_the_merge(profiled, place):
-    manifest = profiled[0].folder / "shapes/texts.jsonl"
+    manifest = profiled[0].folder / "data/texts.jsonl"
     lines = manifest.read_text().splitlines(keepends=True)
     try:
         manifest.write_text("".join([*lines[:place], json.dumps(text_record(777)) + "\n", *lines[place:]]))
@@ -88,7 +88,7 @@ def test_an_inserted_record_reruns_a_shard_or_two_and_the_merge(profiled, place)
 
 
 def test_a_changed_record_reruns_its_shard_and_the_merge(profiled):
-    manifest = profiled[0].folder / "shapes/texts.jsonl"
+    manifest = profiled[0].folder / "data/texts.jsonl"
     before = manifest.read_text()
     try:
         manifest.write_text(before.replace("What is 50 and one?", "How much is 50 and one?"))
@@ -101,7 +101,7 @@ def test_a_changed_record_reruns_its_shard_and_the_merge(profiled):
 def test_a_removed_source_takes_its_samples_with_it_and_reruns_the_merge_alone(profiled):
     checkout, config = profiled
     without = checkout.write_config(
-        "without.yaml", run="shapes", data={"sources": [{"path": "shapes/texts.jsonl"}], "samples_per_shard": 10}
+        "without.yaml", run="shapes", data={"sources": [{"path": "data/texts.jsonl"}], "samples_per_shard": 10}
     )
     assert checkout.jobs_of_run(TARGET, "--configfile", without) == ["merge_shapes"]
     assert set(read_table(checkout.folder / TARGET, "samples", made_by="merge-shapes")["source"]) == {"texts"}
@@ -133,7 +133,7 @@ def test_a_key_that_is_no_matter_of_shapes_reruns_none(profiled):
 
 def test_a_watched_picture_that_is_replaced_reruns_its_shard_and_only_then(profiled):
     checkout, _ = profiled
-    sources = [{"path": "shapes/pictures.json"}]
+    sources = [{"path": "data/pictures.json"}]
     config = checkout.write_config(
         "watched.yaml", run="watched", data={"sources": sources, "samples_per_shard": 10, "watch_media": True}
     )
@@ -141,7 +141,7 @@ def test_a_watched_picture_that_is_replaced_reruns_its_shard_and_only_then(profi
     done = checkout.snakemake(target, "--cores", "2", "--configfile", config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert checkout.jobs_of_dry_run(target, "--configfile", config) == []
-    picture = checkout.folder / "shapes/7.png"
+    picture = checkout.folder / "data/7.png"
     Image.new("RGB", (300, 50)).save(picture)
     os.utime(picture, (1, 1))
     assert sorted(checkout.jobs_of_run(target, "--configfile", config)) == ["merge_shapes", "profile_shapes"]
@@ -154,7 +154,7 @@ def test_shapes_of_internvl_are_made_of_the_same_data(profiled):
     config = checkout.write_config(
         "internvl.yaml",
         run="internvl",
-        data={"sources": [{"path": "shapes/pictures.json"}]},
+        data={"sources": [{"path": "data/pictures.json"}]},
         model={"family": "internvl", "preset": "internvl_8b"},
     )
     target = "results/internvl/shapes.duckdb"
@@ -168,7 +168,7 @@ def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled
     checkout, _ = profiled
     sections = {
         "run": "analytic",
-        "data": {"sources": [{"path": "shapes/pictures.json"}]},
+        "data": {"sources": [{"path": "data/pictures.json"}]},
         "model": {"preset": "llava_ov_7b"},
         "cluster": {"device": "cuda", "devices_per_node": 8, "device_model": "ours", "device_models": "devices.yaml"},
         "costs": {"source": "analytic"},

@@ -11,7 +11,7 @@ pytest.importorskip("snakemake_executor_plugin_slurm")
 
 CONFIG = {
     "run": "gpus",
-    "data": {"sources": [{"path": "shapes/train.json"}]},
+    "data": {"sources": [{"path": "data/train.json"}]},
     "cluster": {"device": "cuda", "num_nodes": 2, "devices_per_node": 8, "device_model": "h100-80g"},
     "costs": {"tp_sizes": [1, 8]},
     "train": {"global_batch_size": 16},

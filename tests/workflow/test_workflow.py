@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 # Real pictures and a clip are among the data where they lie beside the checkout.
 REAL = REPOSITORY.parent / "shared/data/demo/demo_llava.json"
-SOURCES = ["shapes/train.json", "shapes/audio.json", *([str(REAL)] if REAL.is_file() else [])]
+SOURCES = ["data/train.json", "data/audio.json", *([str(REAL)] if REAL.is_file() else [])]
 SMALL = {
     "run": "small",
     "data": {"sources": [{"path": path} for path in SOURCES], "samples_per_shard": 30},
@@ -191,7 +191,7 @@ def test_a_finished_run_has_nothing_to_do(finished):
 
 def test_a_changed_record_reruns_its_shard_and_what_depends_on_it(finished):
     checkout, config = finished
-    manifest = checkout.folder / "shapes/train.json"
+    manifest = checkout.folder / "data/train.json"
     before = manifest.read_text()
     records = json.loads(before)
     records[0]["conversations"][-1]["value"] += " Really."
@@ -237,7 +237,7 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
         ("here", {}, {"profile_costs", "profile_links", "fit_costs"}),
         ("elsewhere", analytic, {"profile_costs", "fit_costs"}),
     ):
-        data = {"sources": [{"path": "shapes/train.json"}]}
+        data = {"sources": [{"path": "data/train.json"}]}
         config = checkout.write_config(f"{run}.yaml", run=run, data=data, **sections)
         target = f"results/{run}/costs.duckdb"
         of_data = {"profile_shapes", "merge_shapes", "cost_settings"}  # which say what to measure over
@@ -259,7 +259,7 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
 )
 def test_a_bad_config_is_one_clear_line_and_exit_code_2(finished, config, said):
     checkout, _ = finished
-    data = {"sources": [{"path": "shapes/train.json"}]}
+    data = {"sources": [{"path": "data/train.json"}]}
     path = checkout.write_config("bad.yaml", **({"data": data} | config))
     done = checkout.snakemake("--cores", "2", "-n", "--configfile", path)
     assert done.returncode == 2, done.stderr
