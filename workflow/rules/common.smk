@@ -24,7 +24,6 @@ from dflop.models import (
     check_runnable,
     load_model_spec,
     model_digest,
-    passes_gradients_on,
 )
 from dflop.base.commands import COMMANDS, code_digest
 from dflop.base.devices import load_device
@@ -159,8 +158,8 @@ def config_for_costs():
     """The config of the jobs that measure. Frozen encoders are left out of `model.freeze`: they are measured like
     trained ones, so that freezing or unfreezing one reruns no measurement."""
     part = json.loads(config_for("profile-costs"))
-    frozen = CONFIG.model.freeze
-    part["model"]["freeze"] = [name for name in frozen if passes_gradients_on(name, frozen)]
+    model = CONFIG.model
+    part["model"]["freeze"] = [name for name in model.freeze if model.trained.passes_gradients_on(name)]
     return json.dumps(part, sort_keys=True)
 
 
