@@ -168,7 +168,7 @@ def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, o
         },
     )
     if source == "analytic":
-        click.echo(f"{out}: analytic; docs/explanation/measurements.md says how far off such costs are")
+        click.echo(f"{out}: analytic; docs/explanation/measurements/analytic-costs.md says how far off such costs are")
     else:
         click.echo(f"{out}: error on whole stages, which no fit saw")
     for row in tables["fit_error"].iter_rows(named=True):

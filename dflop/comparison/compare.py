@@ -99,7 +99,7 @@ def compare_systems(
         progress(system.name)
         rows.append(_row_of(system, config, spec, costs, samples, shapes, steps))
     progress(OURS)
-    return [*rows, _our_row(config, spec, costs, samples, batches, shapes, steps)]
+    return [*rows, _our_row(config, spec, costs, samples, batches, steps)]
 
 
 def _row_of(
@@ -182,7 +182,6 @@ def _our_row(
     costs: CostModel,
     samples: SampleShapes,
     batches: GlobalBatches,
-    shapes: Mapping[int, SampleShapes],
     steps: range,
 ) -> SystemRow:
     found = search_plans(config, spec, costs, samples)

@@ -1,7 +1,7 @@
 """The time of a transfer between ranks: a latency and a bandwidth for each kind of link, fitted to measured times.
 
-`links.py` measures, and `pricing` uses the result. Where `LinkModel` has no link (with analytic costs, or for a scope
-that the measured cluster did not have), `pricing` takes the configured bandwidths.
+`links.py` measures, and `schedule` uses the result. Where `LinkModel` has no link (with analytic costs, or for a scope
+that the measured cluster did not have), `schedule` takes the configured bandwidths.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What loading costs: how long training's loaders take for the samples of a step, as `dflop profile-loading` measured.
 
-The measurement itself needs torch; it is in `measure_loading`.
+The measurement itself needs torch; it is in `measure`.
 """
 
 from dataclasses import dataclass

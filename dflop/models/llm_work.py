@@ -79,7 +79,7 @@ def _embedding(hidden: int, vocabulary: float, num_deepstack: int) -> PartWork:
         matmul_bytes=coefficients(),
         pointwise_bytes=coefficients(num_tokens=12.0 * hidden * (1 + num_deepstack)),
         reduced_bytes=(coefficients(num_tokens=2.0 * hidden), coefficients()),
-        # Token ids and the features' positions. `pricing.edge_bytes` counts the features themselves.
+        # Token ids and the features' positions. `schedule.edge_bytes` counts the features themselves.
         saved_bytes=coefficients(num_tokens=16.0),
         size=coefficients(),
         num_parameters=vocabulary * hidden,

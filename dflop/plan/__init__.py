@@ -1,7 +1,7 @@
 """What a plan is made of: grids, placements, pipeline schedules and shardings.
 
 This package is light to import, because the config takes its choices from here and every job of the workflow reads the
-config again. `pipeline` turns a plan into instructions and simulates them.
+config again. `step` turns a plan into instructions and simulates them.
 """
 
 from dflop.plan.grid import Grid, tile_world

@@ -1,7 +1,8 @@
 """Which sample goes where in a plan: what an assignment costs, and one global batch regrouped so that no stage waits.
 
-Prices: `pricer` (a whole step) from `stage_costs` (computations), `transfers`, `memory` and `device_memory` (bytes on
-devices), for an `assignment` of samples; `memory_limit` says what fits, `correction` what measured times teach.
+Prices: `pricer` (a whole step) from `stage_costs` (computations), `transfers`, `plan_memory` and `memory_by_category`
+(bytes on devices), for an `assignment` of samples; `memory_limit` says what fits, `correction` what measured times
+teach.
 Schedules: `scheduler` decides a step, `service` does so in a process beside training, `preview` shows the first steps.
 """
 

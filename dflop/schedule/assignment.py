@@ -35,7 +35,7 @@ class Assignment:
 
     `encoder_rank` [num_samples, num_encoders] gives, for each encoder in the plan's order, the dp rank that computes
     the sample's media. In a plan that fills bubbles with encoders, `slots` say where they compute in this batch's order
-    (`pipeline.filling`). They are None for the colocated order, and in all other plans, which have one order.
+    (`step.filling`). They are None for the colocated order, and in all other plans, which have one order.
     """
 
     llm_dp_rank: np.ndarray

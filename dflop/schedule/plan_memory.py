@@ -1,6 +1,6 @@
 """Memory on a plan's ranks: parameters, gradients and optimiser state, and the microbatches in flight.
 
-A worker is a group of ranks that act together (`pipeline.layout`); all of its ranks hold equally many bytes.
+A worker is a group of ranks that act together (`step.nodes`); all of its ranks hold equally many bytes.
 `memory_limit` decides which batches fit.
 """
 

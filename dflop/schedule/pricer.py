@@ -1,7 +1,7 @@
 """Pricing an assignment: the times of a step from the samples of each replica and the cost model.
 
 `Pricer` brings together a plan, a model's costs and a batch's shapes, for planning and scheduling. It computes times
-itself; `memory` computes bytes on devices, and `batch_problem` the balancing problem of a batch.
+itself; `plan_memory` computes bytes on devices, and `batch_problem` the balancing problem of a batch.
 """
 
 import copy

@@ -60,7 +60,7 @@ class _Change(NamedTuple):
 
 
 class _Clocks(NamedTuple):
-    """The plan's order for `walk`, the arrays that it writes, and the columns (`pipeline.columns`) with their ends."""
+    """The plan's order for `walk`, the arrays that it writes, and the columns (`step.columns`) with their ends."""
 
     items: np.ndarray
     last_passes: np.ndarray

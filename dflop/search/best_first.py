@@ -1,9 +1,9 @@
 """The search: the plan with the shortest expected step among all that fit into memory.
 
-This is a best-first search. Every row of the space has a lower bound on its step time (`bounds`), and two tighter ones
-that take longer to compute. The row with the lowest bound is always the next one. It gets its next tighter bound and
-goes back into the queue; a row that has its tightest bound is priced by simulation, one batch after the other, and is
-dropped as soon as enough others are certain to be faster. The search ends when the lowest bound in the queue is no
+This is a best-first search. Every row of the space has a lower bound on its step time (`step_bounds`), and two tighter
+ones that take longer to compute. The row with the lowest bound is always the next one. It gets its next tighter bound
+and goes back into the queue; a row that has its tightest bound is priced by simulation, one batch after the other, and
+is dropped as soon as enough others are certain to be faster. The search ends when the lowest bound in the queue is no
 better than what was found. The result is then the argmin of the space, although most rows were never simulated.
 """
 
@@ -39,7 +39,7 @@ from dflop.shapes import SampleShapes
 __all__ = ["NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
 
 # The search finds this many of the fastest plans for certain where users compare plans, and in spaces of at most
-# `_FEW_PLANS`, where that takes no time. Other searches find `NUM_FINALISTS`, among which `finalists` chooses.
+# `_FEW_PLANS`, where that takes no time. Other searches find `NUM_FINALISTS`, among which `final_choice` chooses.
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
 NUM_FINALISTS = 3
 # To tell the gain of more memory: of the plans that memory excludes, `_MOST_MISSES` are looked at and `_NUM_LARGER` of
@@ -67,7 +67,7 @@ class SearchResult:
     num_priced: int
     least_bound_s: float
     larger: Candidate | None
-    # Of plans with nearly equal prices, the one with the fastest scheduled batches (`finalists`), and their number.
+    # Of plans with nearly equal prices, the one with the fastest scheduled batches (`final_choice`), and their number.
     chosen: Candidate | None = None
     num_finalists: int = 0
 

@@ -2,7 +2,7 @@
 
 A step time is a maximum of sums of durations, so it is convex in them, and durations are convex in loads. The mean
 replica's step is therefore not above the mean of the replicas' steps (Jensen), which is not above the slowest one's.
-Unlike `bounds`, this bound uses how the batch is grouped, and so the loads of the first and last microbatches.
+Unlike `step_bounds`, this bound uses how the batch is grouped, and so the loads of the first and last microbatches.
 """
 
 from collections.abc import Mapping

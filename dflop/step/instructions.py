@@ -1,7 +1,7 @@
 """The instruction list: what every worker does in one step, in which order, transfers included.
 
 The list is a pure function of the plan. The trainer executes it; the simulator prices the same orders, without
-making an object of every instruction. Nodes and workers are numbered as in `layout`. An edge joins a node to
+making an object of every instruction. Nodes and workers are numbered as in `nodes`. An edge joins a node to
 another that takes its output, inside a module or over the bridge between two modules. The shape of what travels over
 an edge is known from the schedule, so a list holds no sizes. Both ends skip an edge without data for a microbatch, and
 a worker that carries both ends transfers nothing.

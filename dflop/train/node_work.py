@@ -1,6 +1,6 @@
 """What a node computes in a step: its stage's forward and backward for each microbatch.
 
-The executor in `pipeline.run` calls these classes. They hold the stage, the microbatches' inputs, and what backward
+The executor in `step.run` calls these classes. They hold the stage, the microbatches' inputs, and what backward
 needs from forward. The loss is summed over target tokens, and the trainer divides by their global number, so that the
 result does not depend on how a batch is cut into microbatches. Both kinds of work stand in this file beside what they
 share, which makes it a little longer than most.

@@ -1,6 +1,6 @@
 """The nodes of the plan that this rank carries, and the process groups that they need.
 
-A worker is a number of consecutive ranks that act together (`pipeline.layout`): each of them carries out the worker's
+A worker is a number of consecutive ranks that act together (`step.nodes`): each of them carries out the worker's
 instructions.
 """
 

@@ -3,7 +3,7 @@
 A rank computes encoder forwards when it would wait for hidden states or gradients of the LLM, in the order in which the
 LLM's first stage takes the features. It computes encoder backwards among the LLM's later computations, as gradients
 arrive. The idea is that of Feng et al. (Optimus, ATC 2025) for microbatches of equal shapes. Here their times differ,
-so the order is made anew for each batch from predicted times (`pipeline.filling`).
+so the order is made anew for each batch from predicted times (`step.filling`).
 
 Such an order is given by whole numbers, the *slots*: how many of a rank's LLM computations come before its encoders'
 forward of a microbatch, and before their backward. The scheduling process computes the slots and the schedule contains
