@@ -59,7 +59,7 @@ def _resolved(values: dict[str, Any]) -> dict[str, Any]:
 
     try:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
-    except OmegaConfBaseException as error:  # one that leads nowhere
+    except OmegaConfBaseException as error:  # a `${key}` that leads nowhere
         raise UserError(f"`{error.full_key}`: {str(error).splitlines()[0]}") from None
 
 

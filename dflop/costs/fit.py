@@ -41,7 +41,7 @@ __all__ = [
 PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
 
 # Seconds by module, layout, part, whether layers are recomputed, and pass.
-Times = dict[tuple[str, int, str, bool, str], Coefficients]
+Times = dict[tuple[str, LayoutKey, str, bool, str], Coefficients]
 
 _NUM_HINGES = 4
 _NUMBERS = pl.List(pl.Float64)

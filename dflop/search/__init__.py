@@ -1,4 +1,4 @@
-"""Planning: the search space, lower bounds, the price of a plan on regrouped batches, and the search."""
+"""Search: the space of plans, lower bounds, the price of a plan on regrouped batches, and the search itself."""
 
 from dflop.search.baseline import TODAY, Baseline, read_baselines
 from dflop.search.best_first import SearchResult, search_plans

@@ -261,8 +261,10 @@ class _Search:
         return candidate
 
     def _larger(self, fastest: Candidate) -> Candidate | None:
-        """Of plans that memory excludes and that are worth it, the one that needs least, as far as they are looked
-        at: the fastest plan with fewer recomputed layers, and rows that recompute none or all of their layers."""
+        """The plan with the least bytes that would be 1 % faster if it fitted; None if there is none.
+
+        Looked at are the fastest plan with fewer recomputed layers, and the rows nearest to fitting, which recompute
+        none or all of their layers."""
         step_s, num_priced = fastest.step_s / _WORTH_IT, 0
         fewer = self._enough.fewer(PlanPricer(fastest.plan, *self._about)) if fastest.plan.checkpointing else ()
         found = next((pricer for pricer in fewer if pricer.mean_step_s() < step_s), None)

@@ -1,6 +1,6 @@
 """The pipeline language: who computes where and when, the instruction list, and its two executors.
 
-`simulate` prices a plan; `run`, which needs torch, executes a program and is imported by the trainer alone.
+`simulate` prices a plan; `run`, which needs torch, executes a program and is imported by training and checks alone.
 """
 
 from dflop.step.check import check_program, most_in_flight

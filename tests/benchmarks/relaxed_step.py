@@ -1,4 +1,4 @@
-"""A lower bound of a batch's step: the linear program of `scheduling.shares`, solved for one batch."""
+"""A lower bound of a batch's step: the linear program of `schedule.microbatch_sizes`, solved for one batch."""
 
 import numpy as np
 

@@ -140,10 +140,10 @@ from dflop import train, something
 from dflop.models import load_model_spec
 from ..costs import CostModel
 def late():
-    from dflop.report.trace import chrome_trace
+    from dflop.report.picture import write_picture
 """
     assert offences("schedule", source, "dflop.schedule") == [
-        "dflop.report.trace.chrome_trace",
+        "dflop.report.picture.write_picture",
         "dflop.search.best_first",
         "dflop.something",
         "dflop.train",
@@ -187,7 +187,7 @@ def test_nothing_in_the_package_imports_snakemake():
     assert guilty == []
 
 
-def test_planning_and_scheduling_load_neither_torch_nor_transformers():
+def test_the_light_modules_load_neither_torch_nor_transformers_nor_vl_convert():
     script = "import importlib, sys\n"
     for name in IMPORTED_WITHOUT_TORCH:
         script += f"importlib.import_module({name!r})\n"

@@ -1,4 +1,4 @@
-"""The fast policies always give a valid assignment, and the packing is as balanced as it promises."""
+"""The fast packings always give a valid assignment, and LPT is as balanced as it promises."""
 
 import contextlib
 import itertools

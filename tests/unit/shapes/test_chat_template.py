@@ -18,7 +18,6 @@ from dflop.shapes.text import BUNDLED_TOKENIZER
 EXPECTED = json.loads((Path(__file__).parent / "learned_spans.json").read_text(encoding="utf-8"))
 
 TURNS = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"  # noqa: E501
-PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 # Released templates, and others with what released ones have: contents in parts, roles that must alternate, texts put
 # together in names, blocks of all sorts.
