@@ -214,7 +214,9 @@ def _drawn(panel: Panel, width: int) -> tuple[str, float]:
 def _renumbered(text: str) -> str:
     """The same SVG with the names of its clips counted from the first on; the converter counts on from call to call."""
     names: dict[str, str] = {}
-    return re.sub(r"\bclip\d+", lambda found: names.setdefault(found[0], f"clip{len(names)}"), text)
+    return re.sub(
+        r"(?<=id=\")clip\d+|(?<=url\(#)clip\d+", lambda found: names.setdefault(found[0], f"clip{len(names)}"), text
+    )
 
 
 def _in_light(text: str) -> str:

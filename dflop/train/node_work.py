@@ -345,7 +345,7 @@ def make_works(
             "program": program,
             "loader": loader,
             "feature_size": model.spec.feature_size,
-            "frozen": config.model.trained,
+            "trained": config.model.trained,
             "undecodable": undecodable,
             "splits_backward": splits_backward(plan, own.node.module),
         }

@@ -8,7 +8,7 @@ from dflop.balance.policies.by_length import POLICY as BY_LENGTH
 from dflop.balance.policies.lpt import POLICY as LPT
 from dflop.balance.policies.policy import DrawnBatch, Packing, Policy
 from dflop.balance.policies.random import POLICY as RANDOM
-from dflop.plan.tables import table_of
+from dflop.base.tables import table_of
 
 __all__ = ["BY_LENGTH", "LPT", "POLICIES", "RANDOM", "DrawnBatch", "Packing", "Policy"]
 

@@ -4,9 +4,9 @@ Code that orders, checks, simulates, prices or searches plans asks a schedule's 
 new schedule is one more file in this folder, with its object as SCHEDULE.
 """
 
+from dflop.base.tables import table_of
 from dflop.plan.schedules.one_f_one_b import SCHEDULE as _PLAIN
 from dflop.plan.schedules.schedule import Schedule
-from dflop.plan.tables import table_of
 
 __all__ = ["PLAIN_SCHEDULE", "SCHEDULES", "Schedule"]
 

@@ -4,9 +4,9 @@ Code that checks, prices, searches or trains plans asks a sharding's object and 
 sharding is one more file in this folder, with its object as SHARDING.
 """
 
+from dflop.base.tables import table_of
 from dflop.plan.shardings.optimizer import SHARDING as PLAIN
 from dflop.plan.shardings.sharding import Sharding
-from dflop.plan.tables import table_of
 
 __all__ = ["PLAIN_SHARDING", "SHARDINGS", "Sharding"]
 

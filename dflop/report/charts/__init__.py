@@ -4,7 +4,7 @@ A chart's picture becomes `report/<its file's name>.svg`, and stands on the page
 chart, add a file.
 """
 
-from dflop.plan.tables import found_in_files
+from dflop.base.tables import found_in_files
 from dflop.report.facts import Facts
 from dflop.report.picture import Picture
 

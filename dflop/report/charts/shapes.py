@@ -83,8 +83,9 @@ def _histograms(samples: pl.DataFrame, groups: dict[str, pl.DataFrame], quantity
     limits = (0.7 * present.min(), 1.4 * present.max()) if len(present) else (0.7, 1.4)
     edges = np.geomspace(*limits, _NUM_BINS)
     if samples[quantity].dtype.is_integer():
-        edges = np.unique(np.round(edges)) - 0.5
-        edges = edges[edges > 0] if len(edges) else edges
+        whole = np.unique(np.round(edges))
+        edges = np.append(whole, whole[-1] + 1) - 0.5
+        edges = edges[edges > 0]
     limits = (min(limits[0], edges[0]), max(limits[1], edges[-1]))
     bars, lines, words = [], [], []
     for place, (group, frame) in enumerate(groups.items()):

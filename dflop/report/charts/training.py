@@ -103,8 +103,8 @@ def _top(drawn: pl.DataFrame, *columns: str) -> float:
     """The end of the axis: above nearly all steps after the warm-up, and above all steps if the largest is not far
     away."""
     warm = drawn[NUM_WARMUP_STEPS:] if len(drawn) > NUM_WARMUP_STEPS else drawn
-    usual = max(warm[column].quantile(0.95, "linear") for column in columns)
-    largest = max(drawn[column].max() for column in columns)
+    usual = max(warm[column].quantile(0.95, "linear") or 0.0 for column in columns)
+    largest = max(drawn[column].max() or 0.0 for column in columns)
     return 1.15 * (largest if largest <= 2 * usual else 1.25 * usual) or 1.0
 
 

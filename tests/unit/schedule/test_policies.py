@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dflop.balance import POLICIES, policies
+from dflop.base.tables import table_of
 from dflop.config import ScheduleConfig, load_config
-from dflop.plan.tables import table_of
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.search import search_plans
 

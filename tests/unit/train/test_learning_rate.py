@@ -45,7 +45,7 @@ def test_a_module_has_its_own_rate_and_decay_or_those_of_all():
         ({"modules": {"vision": {"lr": 0.0}}}, "`train.modules.vision.lr` is 0.0; it must be above 0"),
         ({"modules": {"vision": {"lr": "fast"}}}, "`train.modules.vision.lr` is 'fast'; it must be a number"),
         ({"modules": {"vision": {"rate": 1}}}, "unknown key `train.modules.vision.rate`"),
-        ({"modules": {"vision": 1e-4}}, "`train.modules.vision` is 0.0001; it must hold lr, weight_decay"),
+        ({"modules": {"vision": 1e-4}}, "`train.modules.vision` is 0.0001; it must hold the keys lr, weight_decay"),
         ({"modules": ["vision"]}, r"`train.modules` is \['vision'\]; it must hold names, each with lr, weight_decay"),
     ],
 )

@@ -9,6 +9,7 @@
       .replace(/var\((--[\w-]+)\)/g, (_, name) => style.getPropertyValue(name).trim()));
     for (const [id, view] of Object.entries(views)) {
       const place = document.getElementById(id);
+      if (!place) continue;  // its section is not on this page
       view.params[0].value = place.clientWidth;
       shown[id]?.finalize();
       const renderer = id.startsWith("timeline") ? "canvas" : "svg", theme = dark.matches ? "dark" : "light";
