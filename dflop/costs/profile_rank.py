@@ -100,7 +100,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
             design.took(asked[0], None if None in seconds else sum(seconds), measured[0]["peak_bytes"])
             bar.update(min(round(budget_s), round(time.monotonic() - started)) - bar.n)
             error = f", held-out error {design.error[0]:.1%} (p95 {design.error[1]:.0%})" if design.error else ""
-            bar.set_description(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
+            bar.set_description_str(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
     if failure:
         raise failure
     device_row = _about(config, request, bench, digest_of_spec(spec), time.monotonic() - started)
