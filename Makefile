@@ -1,6 +1,6 @@
 # make demo   creates .venv, installs, and runs the whole workflow on the CPU with the demo data
 # make test   creates .venv, installs, and runs the tests but the exhaustive ones
-# make test-all   the exhaustive tests as well: every example from its first rule to its report, and the like
+# make test-all   the exhaustive tests as well: every example from its first rule to its report, and more
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
 # make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
