@@ -15,7 +15,7 @@ from hypothesis import settings
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
 from dflop.costs.fit import PIECES
 from dflop.models.loads import FEATURES, Coefficients
-from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.layout_key import LayoutKey
 from dflop.store import write_costs
 
 _NUM_TOKENS = (32, 64, 128, 256, 512, 768, 1024, 2048)
@@ -62,14 +62,14 @@ def costs() -> CostModel:
         inputs = Coefficients(0.0, (0, 512.0, 0, 0) if is_llm else (13_000.0, 0, 0, 0))
         for part, forward in parts.items():
             for checkpointing in (False, True) if part in ("stage", "layer") else (False,):
-                key = (module, UNDIVIDED, part, checkpointing)
+                key = (module, LayoutKey(), part, checkpointing)
                 again = 1 if checkpointing and part == "layer" else 0
                 times[*key, "forward"] = forward
                 times[*key, "backward"] = (2 + again) * forward
                 activations[key] = inputs if again else kept[part]
                 transients[key] = kept["layer"] if again else 0.25 * kept[part]
         parameter_bytes |= {
-            (module, UNDIVIDED, part): size
+            (module, LayoutKey(), part): size
             for part, size in (("stage", 0.0), ("layer", 5e5), ("first", 1e5), ("last", 2e5))
         }
     return CostModel(times=times, activations=activations, transients=transients, parameter_bytes=parameter_bytes)
@@ -147,11 +147,11 @@ def _measure_as(
             loads = Loads(*(points[name].to_numpy().astype(float) for name in FEATURES))
             parts = PIECES.get(piece, ("stage", "layer", "first", "last"))
             each = {part: depth if part == "layer" else 1 for part in parts}
-            keys = {part: (module, UNDIVIDED, part, checkpointing and part in ("stage", "layer")) for part in parts}
+            keys = {part: (module, LayoutKey(), part, checkpointing and part in ("stage", "layer")) for part in parts}
             saved = sum(count * model.activations[keys[part]](loads) for part, count in each.items())
             passing = np.max([model.transients[keys[part]](loads) for part in parts], axis=0)
             if piece == "whole":
-                kind = StageKind.whole(module, UNDIVIDED, depth, num_recomputed=depth if checkpointing else 0)
+                kind = StageKind.whole(module, LayoutKey(), depth, num_recomputed=depth if checkpointing else 0)
                 passing = model.stage_memory(kind, loads).transient_bytes
             for direction in ("forward", "backward"):
                 seconds = sum(count * model.times[*keys[part], direction](loads) for part, count in each.items())

@@ -7,7 +7,7 @@ further way (context, experts) adds a size here, its column in the cost tables a
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-__all__ = ["UNDIVIDED", "LayoutKey", "ModuleLayout"]
+__all__ = ["LayoutKey", "ModuleLayout"]
 
 
 class LayoutKey(NamedTuple):
@@ -32,9 +32,6 @@ class LayoutKey(NamedTuple):
 
     def __str__(self) -> str:
         return " ".join(f"{size}={value}" for size, value in self._asdict().items())
-
-
-UNDIVIDED = LayoutKey()
 
 
 class ModuleLayout(NamedTuple):

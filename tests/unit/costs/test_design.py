@@ -12,14 +12,14 @@ from dflop.base import UserError
 from dflop.costs import Loads
 from dflop.costs.design import Design, LoadBounds, Point, bounds_of_samples, load_bounds
 from dflop.models.loads import FEATURES, Coefficients, Hinge
-from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.layout_key import LayoutKey
 
 BOUNDS = LoadBounds(num_items=(1, 64), num_tokens=(32, 4096), segment_tokens=(32, 1024), target_share=(0.03, 0.5))
 
 
 def make_design(module="llm", num_layers=24, target_error=0.05, time_budget_s=600.0, bounds=BOUNDS, repeats=1):
     return Design(
-        module, UNDIVIDED, num_layers, bounds, repeats=repeats, target_error=target_error, time_budget_s=time_budget_s
+        module, LayoutKey(), num_layers, bounds, repeats=repeats, target_error=target_error, time_budget_s=time_budget_s
     )
 
 
@@ -57,7 +57,7 @@ def seconds_of(model, module, point, direction):
     for part in parts:
         checkpointing = point.checkpointing and part in ("stage", "layer")
         count = point.num_layers if part == "layer" else 1
-        total += count * float(model.times[module, UNDIVIDED, part, checkpointing, direction](loads))
+        total += count * float(model.times[module, LayoutKey(), part, checkpointing, direction](loads))
     return total
 
 

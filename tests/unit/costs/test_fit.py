@@ -20,7 +20,7 @@ from dflop.costs.fitted import column_of
 from dflop.costs.measured import read_measured
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.models.loads import FEATURES, Coefficients, Hinge
-from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.layout_key import LayoutKey
 
 LOADS = {
     "vision": Loads(*(np.array(load, dtype=float) for load in ([1, 7, 30], [0] * 3, [0] * 3, [0] * 3))),
@@ -50,7 +50,7 @@ def test_the_costs_that_made_the_measurements_are_found(costs, measure_as, modul
     ask = {"is_first": is_first, "is_last": is_last}
     for depth in (1, 7, 28):
         num_recomputed = (depth + 1) // 2 if checkpointing else 0
-        kind = StageKind(module=module, layout=UNDIVIDED, num_layers=depth, num_recomputed=num_recomputed, **ask)
+        kind = StageKind(module=module, layout=LayoutKey(), num_layers=depth, num_recomputed=num_recomputed, **ask)
         expected, predicted = (
             (*model.stage_time(kind, LOADS[module]), *model.stage_memory(kind, LOADS[module]))
             for model in (costs, found)
@@ -62,7 +62,7 @@ def test_the_costs_that_made_the_measurements_are_found(costs, measure_as, modul
 def test_load_beyond_a_cache_may_cost_more_a_unit(costs, measure_as):
     bent = Coefficients(2e-4, (0, 5e-6, 0, 0), (Hinge(1, 500.0, 5e-6),))
     times = costs.times | {
-        ("llm", UNDIVIDED, "layer", checkpointing, direction): bent
+        ("llm", LayoutKey(), "layer", checkpointing, direction): bent
         for checkpointing in (False, True)
         for direction in ("forward", "backward")
     }
@@ -70,8 +70,8 @@ def test_load_beyond_a_cache_may_cost_more_a_unit(costs, measure_as):
     found = fitted(measure_as(model))
     for tokens in (50.0, 400.0, 1500.0):
         loads = Loads(*(np.array(load) for load in (0.0, tokens, 0.0, 0.0)))
-        assert found.times["llm", UNDIVIDED, "layer", False, "forward"](loads) == pytest.approx(bent(loads), rel=0.05)
-    straight = fitted(measure_as(costs)).times["llm", UNDIVIDED, "layer", False, "forward"]
+        assert found.times["llm", LayoutKey(), "layer", False, "forward"](loads) == pytest.approx(bent(loads), rel=0.05)
+    straight = fitted(measure_as(costs)).times["llm", LayoutKey(), "layer", False, "forward"]
     assert sum(hinge.slope for hinge in straight.hinges) < 0.02 * straight.per_load[1]
 
 
@@ -96,10 +96,10 @@ def test_each_recomputed_layer_takes_its_forward_once_more_however_noisy_the_dev
     frames = measure_as(costs, modules=("llm",), noise=noise, repeats=1, seed=seed)
     model = fit_model(median_points(frames.measurements), frames.parameters)
     loads = Loads(*(np.array([float(load)]) for load in (0, num_tokens, num_tokens**2, num_tokens // 3)))
-    layer_s = model.times["llm", UNDIVIDED, "layer", False, "forward"](loads)[0]
-    forward_s, backward_s = model.stage_time(StageKind.whole("llm", UNDIVIDED, 4), loads)
+    layer_s = model.times["llm", LayoutKey(), "layer", False, "forward"](loads)[0]
+    forward_s, backward_s = model.stage_time(StageKind.whole("llm", LayoutKey(), 4), loads)
     for count in range(1, 5):
-        with_some = model.stage_time(StageKind.whole("llm", UNDIVIDED, 4, num_recomputed=count), loads)
+        with_some = model.stage_time(StageKind.whole("llm", LayoutKey(), 4, num_recomputed=count), loads)
         assert with_some[0] == pytest.approx(forward_s)
         assert with_some[1] == pytest.approx(backward_s + count * layer_s)
 
@@ -190,8 +190,8 @@ def test_the_range_ends_where_a_depth_was_not_measured(costs, measure_as):
     frames = measure_as(costs, modules=("llm",))
     too_long = (pl.col("num_layers") == 4) & ~pl.col("checkpointing") & (pl.col("num_tokens") > 512)
     found = fitted(frames._replace(measurements=frames.measurements.filter(~too_long)))
-    assert found.ranges["llm", UNDIVIDED, False].most[1] == 512
-    assert found.ranges["llm", UNDIVIDED, True].most[1] == 2048
+    assert found.ranges["llm", LayoutKey(), False].most[1] == 512
+    assert found.ranges["llm", LayoutKey(), True].most[1] == 2048
 
 
 def test_analytic_costs_claim_no_error(costs, measure_as):

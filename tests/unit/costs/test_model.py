@@ -12,7 +12,7 @@ from dflop.base import UserError
 from dflop.costs import CostModel, Loads, StageKind, resident_bytes, stage_kinds, sync_bytes
 from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients, Hinge
-from dflop.plan.layout_key import UNDIVIDED, LayoutKey
+from dflop.plan.layout_key import LayoutKey
 from dflop.store import write_costs
 
 counts = st.integers(0, 10_000)
@@ -23,7 +23,8 @@ whole = StageKind.whole
 def inner(module: str, num_layers: int, **other: bool) -> StageKind:
     """A stage between others, but for what `other` says."""
     return StageKind(
-        **{"module": module, "layout": UNDIVIDED, "num_layers": num_layers, "is_first": False, "is_last": False} | other
+        **{"module": module, "layout": LayoutKey(), "num_layers": num_layers, "is_first": False, "is_last": False}
+        | other
     )
 
 
@@ -44,8 +45,8 @@ def test_many_microbatches_at_once_are_those_one_by_one(costs, module, num_recom
     loads.num_items[1, 2] = loads.num_tokens[1, 2] = 0
 
     def ask(chosen):
-        times = costs.stage_time(whole(module, UNDIVIDED, 6, num_recomputed=num_recomputed), chosen)
-        memory = costs.stage_memory(whole(module, UNDIVIDED, 6, num_recomputed=num_recomputed), chosen)
+        times = costs.stage_time(whole(module, LayoutKey(), 6, num_recomputed=num_recomputed), chosen)
+        memory = costs.stage_memory(whole(module, LayoutKey(), 6, num_recomputed=num_recomputed), chosen)
         return np.array([*times, memory.activation_bytes, memory.transient_bytes])
 
     together = ask(loads)
@@ -57,7 +58,7 @@ def test_many_microbatches_at_once_are_those_one_by_one(costs, module, num_recom
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_stages_of_several_kinds_cost_what_their_functions_of_the_loads_say(costs, module):
     loads = make_loads(*np.random.default_rng(0).integers(1, 5000, (4, 2, 7)))
-    kinds = list(dict.fromkeys(stage_kinds(module, UNDIVIDED, (7, 5, 6, 6, 4), (0, 2, 6, 0, 3))))
+    kinds = list(dict.fromkeys(stage_kinds(module, LayoutKey(), (7, 5, 6, 6, 4), (0, 2, 6, 0, 3))))
     working_bytes = {"stage": 3.0, "layer": 1e6, "first": 2e6, "last": 0.0}
     times, memories = costs.stage_times(kinds, loads), costs.stage_memories(kinds, loads, working_bytes)
     for kind, seconds, memory in zip(kinds, times, memories, strict=True):
@@ -69,7 +70,7 @@ def test_stages_of_several_kinds_cost_what_their_functions_of_the_loads_say(cost
 
 def test_a_stage_costs_what_its_layers_and_its_ends_cost(costs):
     loads = llm_loads(300, 20)
-    forward_s, backward_s = costs.stage_time(whole("llm", UNDIVIDED, 3), loads)
+    forward_s, backward_s = costs.stage_time(whole("llm", LayoutKey(), 3), loads)
     layer_s = 1e-4 + 5e-6 * 320 + 1e-9 * (300**2 + 20**2)
     ends_s = {"is_first": 5e-5 + 1e-6 * 320, "is_last": 1.5e-4 + 4e-6 * 80}
     assert float(forward_s) == pytest.approx(2e-5 + 3 * layer_s + sum(ends_s.values()))
@@ -82,14 +83,14 @@ def test_a_stage_costs_what_its_layers_and_its_ends_cost(costs):
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_nothing_to_do_takes_no_time_at_all(costs, module):
-    for times in costs.stage_time(whole(module, UNDIVIDED, 4, num_recomputed=4), make_loads(*np.zeros((4, 3)))):
+    for times in costs.stage_time(whole(module, LayoutKey(), 4, num_recomputed=4), make_loads(*np.zeros((4, 3)))):
         assert (times == 0).all()
 
 
 @given(lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=5), more=st.integers(1, 500), depth=depths)
 def test_more_load_never_takes_less_time_or_memory(costs, lengths, more, depth):
     small, large = llm_loads(*lengths), llm_loads(*lengths, more)
-    kind = whole("llm", UNDIVIDED, depth)
+    kind = whole("llm", LayoutKey(), depth)
     for ask in (costs.stage_time, lambda *asked: [costs.stage_memory(*asked).activation_bytes]):
         for less, greater in zip(ask(kind, small), ask(kind, large), strict=True):
             assert float(greater) > float(less)
@@ -102,23 +103,29 @@ def test_each_recomputed_layer_costs_its_forward_once_more_and_keeps_less(
 ):
     num_recomputed = data.draw(st.integers(1, depth))
     loads = make_loads(num_items) if module == "vision" else llm_loads(num_tokens)
-    plain = costs.stage_time(whole(module, UNDIVIDED, depth), loads)
-    checkpointed = costs.stage_time(whole(module, UNDIVIDED, depth, num_recomputed=num_recomputed), loads)
+    plain = costs.stage_time(whole(module, LayoutKey(), depth), loads)
+    checkpointed = costs.stage_time(whole(module, LayoutKey(), depth, num_recomputed=num_recomputed), loads)
     layers_s = costs.stage_time(inner(module, num_recomputed), loads)[0] - 2e-5
     assert float(checkpointed[0]) == pytest.approx(float(plain[0]))
     assert float(checkpointed[1]) == pytest.approx(float(plain[1] + layers_s))
     fat, thin = (
-        costs.stage_memory(whole(module, UNDIVIDED, depth, num_recomputed=count), loads)
+        costs.stage_memory(whole(module, LayoutKey(), depth, num_recomputed=count), loads)
         for count in (0, num_recomputed)
     )
-    kept, input_alone = (float(costs.activations[module, UNDIVIDED, "layer", again](loads)) for again in (False, True))
+    kept, input_alone = (
+        float(costs.activations[module, LayoutKey(), "layer", again](loads)) for again in (False, True)
+    )
     saved = num_recomputed * (kept - input_alone)
     assert float(fat.activation_bytes - thin.activation_bytes) == pytest.approx(saved, rel=1e-6)
     assert saved > 0
 
 
 def test_a_stage_has_the_parameters_of_its_parts(costs):
-    for kind, rest in ((inner("llm", 4), 0), (whole("llm", UNDIVIDED, 4), 3e5), (inner("llm", 4, is_first=True), 1e5)):
+    for kind, rest in (
+        (inner("llm", 4), 0),
+        (whole("llm", LayoutKey(), 4), 3e5),
+        (inner("llm", 4, is_first=True), 1e5),
+    ):
         assert costs.stage_parameter_bytes(kind) == 4 * 5e5 + rest
 
 
@@ -130,7 +137,7 @@ def test_stages_of_a_module_differ_by_their_layers_and_their_ends_alone():
     assert len(set(kinds)) == 3
     assert [kind.num_recomputed for kind in kinds] == [3, 4, 4, 4]
     assert len(set(stage_kinds("llm", LayoutKey(2), (4, 4, 4, 4), (4, 4, 2, 0)))) == 4
-    assert stage_kinds("llm", UNDIVIDED, (4,)) == [whole("llm", UNDIVIDED, 4)]
+    assert stage_kinds("llm", LayoutKey(), (4,)) == [whole("llm", LayoutKey(), 4)]
 
 
 def test_replicas_hold_parameters_and_gradients_whole_and_two_moments_together():
@@ -157,19 +164,19 @@ def test_a_gradient_sync_sums_fp32_and_gives_back_what_is_computed_in():
 
 def test_what_a_microbatch_needs_on_top_is_that_of_the_part_that_needs_most(costs):
     loads = make_loads(30)
-    parts = [float(costs.transients["vision", UNDIVIDED, part, False](loads)) for part in ("layer", "first", "last")]
-    without_backward = costs.stage_memory(whole("vision", UNDIVIDED, 9), loads, has_backward=False)
+    parts = [float(costs.transients["vision", LayoutKey(), part, False](loads)) for part in ("layer", "first", "last")]
+    without_backward = costs.stage_memory(whole("vision", LayoutKey(), 9), loads, has_backward=False)
     assert float(without_backward.transient_bytes) == max(parts)
     loads = llm_loads(100)
     again = costs.stage_memory(inner("llm", 9, num_recomputed=9), loads)
-    assert float(again.transient_bytes) == float(costs.activations["llm", UNDIVIDED, "layer", False](loads))
+    assert float(again.transient_bytes) == float(costs.activations["llm", LayoutKey(), "layer", False](loads))
 
 
 def test_layers_are_recomputed_where_those_behind_them_have_given_up_what_they_kept(costs):
     loads = llm_loads(100)
-    kept = float(costs.activations["llm", UNDIVIDED, "layer", False](loads))
+    kept = float(costs.activations["llm", LayoutKey(), "layer", False](loads))
     of_one, again = (
-        float(costs.transients["llm", UNDIVIDED, "layer", recomputed](loads)) for recomputed in (False, True)
+        float(costs.transients["llm", LayoutKey(), "layer", recomputed](loads)) for recomputed in (False, True)
     )
     for num_recomputed in range(1, 9):
         some = costs.stage_memory(inner("llm", 9, num_recomputed=num_recomputed), loads)
@@ -179,11 +186,11 @@ def test_layers_are_recomputed_where_those_behind_them_have_given_up_what_they_k
 @pytest.mark.parametrize(("module", "loads"), [("llm", llm_loads(100)), ("vision", make_loads(30))])
 def test_layers_use_again_what_the_last_part_has_given_up(costs, module, loads):
     layer, first, last = (
-        float(costs.transients[module, UNDIVIDED, part, False](loads)) for part in ("layer", "first", "last")
+        float(costs.transients[module, LayoutKey(), part, False](loads)) for part in ("layer", "first", "last")
     )
-    given_up = float(costs.activations[module, UNDIVIDED, "last", False](loads))
+    given_up = float(costs.activations[module, LayoutKey(), "last", False](loads))
     assert layer > last > layer - given_up  # or the test shows nothing
-    with_last = costs.stage_memory(whole(module, UNDIVIDED, 9), loads)
+    with_last = costs.stage_memory(whole(module, LayoutKey(), 9), loads)
     assert float(with_last.transient_bytes) == max(layer - given_up, first - given_up, last)
     without = costs.stage_memory(inner(module, 9), loads)
     assert float(without.transient_bytes) == layer
@@ -191,11 +198,11 @@ def test_layers_use_again_what_the_last_part_has_given_up(costs, module, loads):
 
 def test_loads_outside_of_what_was_measured_are_flagged(costs):
     bounds = LoadRange((0, 32, 1024, 4), (0, 2048, 2048**2, 1024))
-    ranged = dataclasses.replace(costs, ranges={("llm", UNDIVIDED, False): bounds})
+    ranged = dataclasses.replace(costs, ranges={("llm", LayoutKey(), False): bounds})
     loads = make_loads([0] * 5, [100, 4096, 0, 10, 2048], [1e4, 1e6, 0, 100, 2048**2], [5, 5, 0, 5, 2000])
-    assert ranged.is_extrapolated("llm", UNDIVIDED, loads).tolist() == [False, True, False, True, True]
-    assert not ranged.is_extrapolated("vision", UNDIVIDED, loads).any()
-    assert not ranged.is_extrapolated("llm", UNDIVIDED, loads, checkpointing=True).any()
+    assert ranged.is_extrapolated("llm", LayoutKey(), loads).tolist() == [False, True, False, True, True]
+    assert not ranged.is_extrapolated("vision", LayoutKey(), loads).any()
+    assert not ranged.is_extrapolated("llm", LayoutKey(), loads, checkpointing=True).any()
 
 
 def test_what_a_unit_of_load_adds_lies_between_its_least_and_its_most():
@@ -210,10 +217,10 @@ def test_what_samples_add_is_what_their_microbatch_takes_beyond_its_constants(co
     """Segments add their own squares, so that the load of a packed microbatch is the sum of its samples'."""
     tokens, targets = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
     each = make_loads(np.zeros(len(samples)), tokens, tokens**2, targets)
-    added_s = costs.additive_loads_s(whole("llm", UNDIVIDED, depth), each).sum()
+    added_s = costs.additive_loads_s(whole("llm", LayoutKey(), depth), each).sum()
     together = Loads(*(np.asarray(load.sum()) for load in each))
     if together.num_tokens:
-        times = costs.stage_time(whole("llm", UNDIVIDED, depth), together)
+        times = costs.stage_time(whole("llm", LayoutKey(), depth), together)
         constant_s = 3 * (depth * 1e-4 + 2e-4 + 2e-5)
         assert added_s == pytest.approx(float(sum(times)) - constant_s)
 

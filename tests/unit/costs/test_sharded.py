@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.costs import PARTS, Moving, StageKind, resident_bytes, sharded_passes, working_bytes
-from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.layout_key import LayoutKey
 
 UNITS = ("first", "layer", "last")
 seconds = st.floats(0.0, 5.0)
@@ -47,7 +47,7 @@ def test_a_pass_takes_what_a_walk_along_its_units_takes(num_layers, computing_s,
 @given(num_layers=st.integers(1, 5), computing_s=of_parts)
 def test_where_moving_takes_no_time_a_pass_is_the_sum_of_its_parts(num_layers, computing_s):
     nothing = dict.fromkeys(UNITS, 0.0)
-    whole = StageKind.whole("llm", UNDIVIDED, num_layers)
+    whole = StageKind.whole("llm", LayoutKey(), num_layers)
     for own in sharded_passes(num_layers, Moving(nothing, nothing)):
         assert own.seconds(computing_s) == pytest.approx(whole.total(computing_s))
 

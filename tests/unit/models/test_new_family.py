@@ -17,7 +17,7 @@ from dflop.config import ModelConfig
 from dflop.costs import CostModel, Loads
 from dflop.models import family_names, load_model_spec
 from dflop.plan import load_plan
-from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.layout_key import LayoutKey
 from dflop.shapes import load_samples
 from dflop.store import read_table
 
@@ -80,7 +80,7 @@ def test_a_new_folder_is_a_family_with_shapes_and_analytic_costs_of_all_its_modu
 
     costs = CostModel.load(write_costs(config, names, in_tmp_path))
     loads = Loads(*(np.array([1000.0]) for _ in Loads._fields))
-    seconds = {module: float(costs.times[module, UNDIVIDED, "layer", False, "forward"](loads)[0]) for module in names}
+    seconds = {module: float(costs.times[module, LayoutKey(), "layer", False, "forward"](loads)[0]) for module in names}
     assert 0 < seconds["audio"] < seconds["vision"]
 
     measured = json.dumps({"model": {"family": made_up}})

@@ -30,7 +30,7 @@ from dflop.report.charts.shapes import draw_shapes
 from dflop.report.charts.time_split import draw_time_split
 from dflop.report.charts.timeline import draw_timeline
 from dflop.report.charts.training import draw_training
-from dflop.report.picture import Picture
+from dflop.report.picture import Picture, write_picture
 from dflop.report.schedules import price_preview, replay
 from dflop.step import workers_of
 from dflop.store import (
@@ -130,6 +130,15 @@ def test_the_headline_says_that_samples_differ_where_they_do(usual):
     assert "Samples are much alike: the 95th percentile has 1.0x the LLM tokens of the median, but a tenth" in words(
         picture
     )
+
+
+def test_samples_of_one_item_each_are_drawn_and_their_sources_keep_their_names(usual, tmp_path):
+    samples = read_table(usual.folder / "shapes.duckdb", "samples", made_by="merge-shapes")
+    rejects = read_table(usual.folder / "shapes.duckdb", "rejects", made_by="merge-shapes")[:0]
+    source = pl.when(pl.col("row") < 30).then(pl.lit("clip97")).otherwise(pl.lit("train"))
+    alike = samples.with_columns(num_items=pl.lit(1, pl.Int32), source=source)
+    write_picture(draw_shapes(alike, rejects), tmp_path / "shapes.svg")
+    assert "from clip97" in texts(tmp_path / "shapes.svg")
 
 
 def test_samples_are_drawn_by_modality_and_by_source_in_what_they_have(usual):

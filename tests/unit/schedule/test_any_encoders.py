@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dflop.balance import random_buckets
 from dflop.config import ClusterConfig
 from dflop.costs import Loads, StageKind
-from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import Assignment, Pricer, alone_bytes, fits, fitted
 from dflop.step import nodes_of
@@ -61,7 +61,7 @@ def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(case, p
         is_llm, pp = node.module == "llm", plan.grid(node.module).pp
         kind = StageKind(
             module=node.module,
-            layout=UNDIVIDED,
+            layout=LayoutKey(),
             num_layers=4 // pp,
             is_first=node.pp_stage == 0,
             is_last=node.pp_stage == pp - 1,

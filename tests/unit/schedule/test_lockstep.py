@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dflop.config import ClusterConfig
 from dflop.costs import StageKind
 from dflop.plan import Grid, Plan
-from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import Pricer, alone_bytes, lasting_s
 from dflop.schedule.assignment import deal_media
@@ -91,7 +91,9 @@ def test_an_encoder_that_shares_parameters_waits_where_the_pipeline_behind_it_do
 
 
 def test_gradients_are_synced_between_copies_alone(price, costs):
-    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, UNDIVIDED, 4)) for module in ("vision", "llm")}
+    sizes = {
+        module: costs.stage_parameter_bytes(StageKind.whole(module, LayoutKey(), 4)) for module in ("vision", "llm")
+    }
     sync_s = price(whole_model({}, HYBRID)).sync_s
     inter_s = 1 / (50e9 / 8)
     # Two of the four replicas are in each node, with a card each.
@@ -102,7 +104,9 @@ def test_gradients_are_synced_between_copies_alone(price, costs):
 
 
 def test_sharing_divides_what_is_resident_and_adds_what_is_gathered(price, costs, draw_samples):
-    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, UNDIVIDED, 4)) for module in ("vision", "llm")}
+    sizes = {
+        module: costs.stage_parameter_bytes(StageKind.whole(module, LayoutKey(), 4)) for module in ("vision", "llm")
+    }
     both = sum(sizes.values())
     shapes = draw_samples(24, 0)
     resident = {

@@ -15,7 +15,7 @@ from dflop.costs import CostModel, Link, LinkModel, Loads, StageKind
 from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients
 from dflop.plan import Grid, Plan
-from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import Assignment, Pricer
 from dflop.step import nodes_of
@@ -74,8 +74,8 @@ def test_the_lower_bound_holds_where_one_samples_stage_is_anothers_rest(make_pri
     """Long texts weigh on every layer, learned ones on the head: no stage is the slowest for both."""
     times = dict(costs.times)
     for direction in ("forward", "backward"):
-        times["llm", UNDIVIDED, "layer", False, direction] = Coefficients(0.0, (0, 1e-6, 0, 0))
-        times["llm", UNDIVIDED, "last", False, direction] = Coefficients(0.0, (0, 0, 0, 1e-4))
+        times["llm", LayoutKey(), "layer", False, direction] = Coefficients(0.0, (0, 1e-6, 0, 0))
+        times["llm", LayoutKey(), "last", False, direction] = Coefficients(0.0, (0, 0, 0, 1e-4))
     model = dataclasses.replace(costs, times=times)
     shapes = draw_samples(40, 0)
     long = np.arange(40) % 2 == 0
@@ -115,7 +115,7 @@ def test_every_stage_is_charged_for_the_samples_it_computes_and_no_other(make_pr
             num_layers = 4 // pp + (node.pp_stage < 4 % pp)
             kind = StageKind(
                 module=node.module,
-                layout=UNDIVIDED,
+                layout=LayoutKey(),
                 num_layers=num_layers,
                 is_first=node.pp_stage == 0,
                 is_last=node.pp_stage == pp - 1,
@@ -281,7 +281,7 @@ def test_syncs_run_beside_passes_where_devices_compute_while_they_communicate(
     early, late = [], []
     for node in pricers[1].nodes:
         layer, first, last = (
-            costs.parameter_bytes[node.module, UNDIVIDED, part] for part in ("layer", "first", "last")
+            costs.parameter_bytes[node.module, LayoutKey(), part] for part in ("layer", "first", "last")
         )
         num_layers, is_first = (4, True) if node.module == "vision" else (2, node.pp_stage == 0)
         whole = num_layers * layer + first * is_first + last * (node.module == "vision" or not is_first)
@@ -415,8 +415,8 @@ def test_the_share_of_microbatches_beyond_what_was_measured_is_counted(make_pric
     nothing, anything = (0.0,) * 4, (1e12,) * 4
     for most, share in ((anything, 0.0), (nothing, 0.5)):
         ranges = {
-            ("llm", UNDIVIDED, False): LoadRange(nothing, most),
-            ("vision", UNDIVIDED, False): LoadRange(nothing, anything),
+            ("llm", LayoutKey(), False): LoadRange(nothing, most),
+            ("vision", LayoutKey(), False): LoadRange(nothing, anything),
         }
         pricer = make_pricer(make_plan(), model=dataclasses.replace(costs, ranges=ranges))
         assert pricer.extrapolated_share(shapes, assignment) == share

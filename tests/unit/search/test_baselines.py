@@ -9,7 +9,7 @@ from dflop.base import UserError
 from dflop.comparison import price_baselines
 from dflop.config import PlanConfig
 from dflop.costs import Loads, StageKind
-from dflop.plan.layout_key import UNDIVIDED, LayoutKey
+from dflop.plan.layout_key import LayoutKey
 from dflop.schedule import loads_of
 from dflop.search import TODAY, PlanPricer, enumerate_space, plan_of, search_plans
 from dflop.search.grouped_batches import GroupedBatches
@@ -89,7 +89,7 @@ def test_every_device_holds_its_share_of_the_parameters_alone(price, costs, samp
     slow = price(make_config(4, 8, intra_node_gbps=1e-3), costs, samples)[FSDP]
     assert {grid.sharding for grid in own.plan.grids} == {"parameters"}
     assert own.plan.grid("llm").dp == own.plan.grid("vision").dp == 4
-    size = sum(costs.stage_parameter_bytes(StageKind.whole(module, UNDIVIDED, 4)) for module in ("vision", "llm"))
+    size = sum(costs.stage_parameter_bytes(StageKind.whole(module, LayoutKey(), 4)) for module in ("vision", "llm"))
     assert own.memory_bytes > size
     assert slow.step_s >= 2 * size * 3 / 4 / (1e-3 * 1e9 / 8)
     assert slow.step_s > own.step_s
@@ -122,7 +122,7 @@ def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(pri
             for turn in range(own.plan.num_microbatches):
                 held = [shapes.take(np.flatnonzero((device == rank) & (microbatch == turn))) for rank in range(4)]
                 loads = [Loads(*(np.array([load.sum()]) for load in loads_of(module, one))) for one in held]
-                whole = StageKind.whole(module, UNDIVIDED, 4, num_recomputed=own.plan.recomputed_of(module, 4)[0])
+                whole = StageKind.whole(module, LayoutKey(), 4, num_recomputed=own.plan.recomputed_of(module, 4)[0])
                 both = np.array([costs.stage_time(whole, one) for one in loads])
                 step_s += both.max(axis=0).sum()
         steps_s.append(step_s)
@@ -131,8 +131,10 @@ def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(pri
 
 def test_a_frozen_module_sends_no_gradients(price, costs, samples):
     """On a network so slow that moving is all there is: parameters for each pass (of the last unit once), gradients."""
-    sizes = {module: costs.stage_parameter_bytes(StageKind.whole(module, UNDIVIDED, 4)) for module in ("vision", "llm")}
-    last = {module: costs.parameter_bytes[module, UNDIVIDED, "last"] for module in sizes}
+    sizes = {
+        module: costs.stage_parameter_bytes(StageKind.whole(module, LayoutKey(), 4)) for module in ("vision", "llm")
+    }
+    last = {module: costs.parameter_bytes[module, LayoutKey(), "last"] for module in sizes}
     for freeze, in_all in (
         ([], 3 * sizes["vision"] - last["vision"] + 3 * sizes["llm"] - last["llm"]),
         (["vision"], sizes["vision"] + 3 * sizes["llm"] - last["llm"]),

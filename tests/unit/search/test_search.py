@@ -11,7 +11,7 @@ from dflop.base import UserError
 from dflop.config import Config
 from dflop.models.loads import Coefficients
 from dflop.plan import Plan
-from dflop.plan.layout_key import UNDIVIDED
+from dflop.plan.layout_key import LayoutKey
 
 
 def needed_gib(found) -> list[float]:
@@ -74,7 +74,7 @@ def test_nothing_that_fits_says_the_nearest_and_the_memory_that_lets_it_run(sear
 def test_an_encoder_that_does_not_fit_is_the_nearest_miss(search, costs):
     activations = dict(costs.activations)
     for checkpointing in (False, True):
-        activations["vision", UNDIVIDED, "layer", checkpointing] = Coefficients(0.0, (1e9, 0, 0, 0))
+        activations["vision", LayoutKey(), "layer", checkpointing] = Coefficients(0.0, (1e9, 0, 0, 0))
     huge = dataclasses.replace(costs, activations=activations)
     with pytest.raises(UserError, match=r"the nearest, disjoint: vision .* needs \S+ GiB a device; raise the memory"):
         search(make_config(4, 8, memory_gib=4), costs=huge)

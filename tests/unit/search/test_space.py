@@ -8,7 +8,7 @@ from spaces import ALL_PLACEMENTS, ALL_SCHEDULES, make_config
 
 from dflop.base import UserError
 from dflop.config import PlanConfig
-from dflop.plan.layout_key import UNDIVIDED, LayoutKey
+from dflop.plan.layout_key import LayoutKey
 from dflop.search import enumerate_space, plan_of
 
 LAYOUTS = {module: [LayoutKey(1), LayoutKey(2)] for module in ("vision", "llm")}
@@ -124,7 +124,7 @@ def test_on_many_devices_several_encoders_get_less_choice_and_a_pinned_one_gets_
     def plans(**modules):
         config = make_config(24, 48, fixed=free | modules, **limits)
         return [
-            plan.grids for plan in plans_of(config, spec, {name: [UNDIVIDED] for name in ("vision", "audio", "llm")})
+            plan.grids for plan in plans_of(config, spec, {name: [LayoutKey()] for name in ("vision", "audio", "llm")})
         ]
 
     unpinned = plans()

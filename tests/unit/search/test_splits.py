@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import bent_costs, make_config, uneven_samples
 
-from dflop.plan.layout_key import UNDIVIDED, LayoutKey
+from dflop.plan.layout_key import LayoutKey
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.splits import balanced_splits, least_slowest
 
@@ -46,7 +46,7 @@ def test_splits_are_listed_where_they_are_not_the_even_ones(tiny_spec, seed):
     batches = GroupedBatches(config, tiny_spec, costs, samples)
     splits = balanced_splits(config, tiny_spec, costs, batches)
     for (layout, pp), counts in splits.items():
-        assert layout in (UNDIVIDED, LayoutKey(2))
+        assert layout in (LayoutKey(), LayoutKey(2))
         assert len(counts) == pp <= 4
         assert sum(counts) == tiny_spec.module("llm").num_layers
         assert counts != tuple(even(4, pp))
@@ -65,4 +65,4 @@ def test_a_heavy_head_spares_its_stage(tiny_spec, costs, samples):
     )
     config = make_config(4, 8)
     splits = balanced_splits(config, tiny_spec, heavy, GroupedBatches(config, tiny_spec, heavy, samples))
-    assert splits[UNDIVIDED, 2] == (3, 1)
+    assert splits[LayoutKey(), 2] == (3, 1)
