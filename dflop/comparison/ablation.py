@@ -40,7 +40,7 @@ class _Ordered(Policy):
         return self._of.quick(drawn, dp, num_microbatches)
 
 
-_LPT_ORDERED, _RANDOM_ORDERED = _Ordered(LPT), _Ordered(RANDOM)
+LPT_ORDERED, _RANDOM_ORDERED = _Ordered(LPT), _Ordered(RANDOM)
 
 
 def _only(part: str, policy: Policy = RANDOM, **more: list[str]) -> System:
@@ -51,7 +51,7 @@ def _only(part: str, policy: Policy = RANDOM, **more: list[str]) -> System:
     return System(name=f"only {part}", plans=plans, policy=policy)
 
 
-def _without(part: str, policy: Policy = _LPT_ORDERED, *, splits_evenly: bool = False, **less: list[str]) -> System:
+def _without(part: str, policy: Policy = LPT_ORDERED, *, splits_evenly: bool = False, **less: list[str]) -> System:
     """Our training, except for `policy` and the keys of `PlanConfig` in `less`."""
     plans = fastest_of(PlanConfig(**less), policy=policy, splits_evenly=splits_evenly)
     return System(name=f"without {part}", plans=plans, policy=policy)

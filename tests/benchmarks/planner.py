@@ -62,6 +62,8 @@ SHARES = {"image": 0.13, "multi_image": 0.43, "video": 0.44}
 FEWEST_PICTURES, MOST_PICTURES, LONGEST_S = 2, 8, 30.0
 # Of samples for a model that hears, this share is a clip's text with a sound of its length in place of its pictures.
 SOUND_SHARE = 0.25
+# A sample of text alone, in mixes that have some, is as long as this many of the tables' texts.
+TEXTS = 8
 # A prompt's template and a question, where the tables only have an answer; of all text half is learned.
 ADDED_TEXT, TARGET_SHARE = 64, 0.5
 NAMES = {
@@ -178,8 +180,10 @@ def draw_mix(tables: Path, rules, *, hears: bool) -> pl.DataFrame:
         among, count = (pictures, 1) if kind == "image" else (videos, 1)
         if kind == "multi_image":
             among, count = coco, int(rng.integers(FEWEST_PICTURES, MOST_PICTURES + 1))
-        drawn = [among[index] for index in rng.integers(len(among), size=count)]
-        if kind == "audio":
+        drawn = [among[index] for index in rng.integers(len(among), size=TEXTS if kind == "text" else count)]
+        if kind == "text":
+            media = []
+        elif kind == "audio":
             media = [rules.audio(seconds, AudioConfig()) for _, _, seconds, _ in drawn]
         elif kind == "video":
             # One frame a second, the first at 0 s.
@@ -194,7 +198,7 @@ def draw_mix(tables: Path, rules, *, hears: bool) -> pl.DataFrame:
                 "row": number,
                 "sample_id": str(number),
                 "modality": str(kind),
-                "num_images": 0 if kind in ("video", "audio") else count,
+                "num_images": count if kind in ("image", "multi_image") else 0,
                 "num_frames": num_items if kind == "video" else 0,
                 "audio_s": sum(seconds for _, _, seconds, _ in drawn) if kind == "audio" else 0.0,
                 "num_items": seen[0],
