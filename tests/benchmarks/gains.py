@@ -97,6 +97,9 @@ ROWS = (
     Row(preset="internvl_38b", nodes=8, batch=512, inter_gbps=200, shares=TEXT_HEAVY, mix="text-heavy"),
     Row(preset="internvl_38b", nodes=8, batch=512, inter_gbps=200, shares=VIDEO_HEAVY, mix="video-heavy"),
     Row(preset="llava_ov_7b", nodes=4, batch=64, inter_gbps=200),
+    Row(preset="llava_ov_7b", nodes=4, batch=64, inter_gbps=25 / 8),
+    Row(preset="llava_ov_7b", nodes=4, batch=64, intra_gbps=PCIE_GBPS, inter_gbps=25 / 8),
+    Row(preset="llava_ov_7b", nodes=4, batch=64, device="h100-80g", intra_gbps=3600, inter_gbps=25 / 8),
     Row(preset="qwen2_5_omni_7b", nodes=4, batch=256, inter_gbps=200),
     Row(preset="qwen2_5_omni_7b", nodes=4, batch=256, intra_gbps=PCIE_GBPS, inter_gbps=25 / 8),
 )
