@@ -7,6 +7,7 @@ from typing import Any
 
 from dflop.base import way_out_of
 from dflop.config.schema import Config, FixedPlan
+from dflop.plan.schedules import REMOVED_SCHEDULES
 
 __all__ = ["UNKNOWN_KEY", "message_of"]
 
@@ -29,6 +30,8 @@ def message_of(error: Mapping[str, Any]) -> str:
         return f"`{key}` {error['ctx']['error']}"
     if kind == "literal_error":
         wanted = "be one of " + error["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+        if value in REMOVED_SCHEDULES:
+            return f"`{key}` is {value!r}, which was removed; it must {wanted}"
     elif kind == "dataclass_type":
         wanted = f"hold the keys {', '.join(_keys_of(section))}"
     elif kind == "dict_type":

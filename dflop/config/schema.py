@@ -181,7 +181,7 @@ class PlanConfig:
         default_factory=lambda: ["disjoint", "colocated", "monolithic"]
     )
     schedules: Annotated[list[kinds.ScheduleName], kinds.SOME] = field(
-        default_factory=lambda: ["1f1b", "interleaved_1f1b", "zb_h1"]
+        default_factory=lambda: ["1f1b", "interleaved_1f1b"]
     )
     shardings: Annotated[list[kinds.ShardingName], kinds.SOME] = field(
         default_factory=lambda: ["optimizer", "parameters", "hybrid"]

@@ -35,10 +35,7 @@ def compiles_layers(wanted: str, device: torch.device) -> tuple[bool, str | None
 
 
 def compile_layers(stage: Stage) -> None:
-    """Have a stage's layers compiled, each when it first runs. A layer that cannot be compiled stays eager.
-
-    The backward of a compiled layer cannot be split, so do not call this for schedules that split the backward.
-    """
+    """Have a stage's layers compiled, each when it first runs. A layer that cannot be compiled stays eager."""
     torch._dynamo.config.suppress_errors = True
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     for name in stage.layer_names:

@@ -5,7 +5,6 @@ once a microbatch, however many chunks there are.
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -17,22 +16,18 @@ from dflop.models.llm_work import targets_at_once
 
 __all__ = ["LossHead"]
 
-PutOff = Callable[[nn.Parameter, nn.Parameter | None, torch.Tensor, torch.Tensor], bool]
-
 
 class LossHead(nn.Linear):
     """The head's matrix. Takes hidden states [num_targets, hidden_size] and target ids [num_targets], and returns their
     summed cross entropy, a scalar.
 
     If ranks share the vocabulary, this one has the ids from `first_id` on, and the others of `group` have the rest.
-    Logits of at most `num_at_once` targets are in memory at a time, in forward and in backward. `put_off` may defer the
-    matrix's gradient of one chunk (`Deferral.put_off`).
+    Logits of at most `num_at_once` targets are in memory at a time, in forward and in backward.
     """
 
     num_at_once: int
     first_id: int
     group: dist.ProcessGroup | None
-    put_off: PutOff | None = None
 
     @classmethod
     def of(
@@ -86,8 +81,7 @@ class _SummedLoss(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = of_logits = None
         wide = head.weight.grad if needs_weight and _is_wider(head.weight.grad, weight) else None
-        *others, last = _chunks(len(target_ids), head.num_at_once)
-        for own in (last, *reversed(others)):
+        for own in reversed(_chunks(len(target_ids), head.num_at_once)):
             if kept is None:
                 of_logits = None  # free it before the next chunk's logits
                 kept = _wide(linear(hidden[own], weight)).sub_(log_sums[own].unsqueeze(1))
@@ -96,9 +90,6 @@ class _SummedLoss(torch.autograd.Function):
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[own])
             if not needs_weight:
-                continue
-            # Only the last chunk's: a deferred gradient keeps the gradient of the chunk's logits until it is computed.
-            if own == last and head.put_off and head.put_off(head.weight, None, hidden[own], of_logits):
                 continue
             if wide is not None:
                 wide.add_(of_logits.T @ hidden[own])

@@ -119,12 +119,8 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight, self.bias, self.group = _shard(whole.weight, ranks, 1), whole.bias, ranks.group
 
-    def product(self, inner: torch.Tensor) -> torch.Tensor:
-        """This rank's summand of the output, without the bias."""
-        return functional.linear(inner, self.weight)
-
     def forward(self, inner: torch.Tensor) -> torch.Tensor:
-        summed = _Sum.apply(self.product(inner), self.group)
+        summed = _Sum.apply(functional.linear(inner, self.weight), self.group)
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 

@@ -48,7 +48,6 @@ class PartWork:
     - `reduced_bytes`: bytes that are all-reduced in forward and in backward.
     - `saved_bytes`: bytes kept for backward.
     - `passing_bytes`: bytes of temporary tensors at several moments; the largest of them adds to the peak.
-    - `put_off_bytes`: bytes kept of a layer whose weight gradients are deferred.
     - `size`: the load that the speed of matrix products depends on.
     - `num_matrix_parameters`: those of `num_parameters` that matrix products read.
     - `num_kernels`: the approximate number of kernels.
@@ -70,7 +69,6 @@ class PartWork:
     num_matrix_parameters: float
     num_kernels: int
     passing_bytes: tuple[Coefficients, ...] = ()
-    put_off_bytes: Coefficients = _NOTHING
     fused: "PartWork | None" = None
     frozen: "PartWork | None" = None
     is_frozen: bool = False
@@ -201,13 +199,6 @@ class Layer:
         copied = 2 * self.query / tp * self.copies_attention
         return 2 * 2 * self.hidden + 2 * self.inner / tp + scaled + copied + (0 if is_fused else of_norms)
 
-    def put_off_bytes(self, tp: int) -> float:
-        """What the gradients of the matrices are computed from, in bf16: the inputs of the matrices, each once, and the
-        gradients of their outputs."""
-        inputs = 2 * self.hidden + (self.query + self.inner) / tp
-        gradients = 2 * self.hidden + (self.qkv + self.num_ups * self.inner) / tp
-        return 2.0 * (inputs + gradients)
-
     def passing_bytes(
         self, tp: int, *, is_fused: bool = False, is_frozen: bool = False
     ) -> tuple[tuple[float, float], ...]:
@@ -274,7 +265,6 @@ class Layer:
                 part,
                 saved_bytes=part.saved_bytes + per_load(-self.bytes_for_weights(tp, is_fused=is_fused)),
                 passing_bytes=passing(self.passing_bytes(tp, is_fused=is_fused, is_frozen=True)),
-                put_off_bytes=_NOTHING,
             )
             return replace(part, frozen=frozen)
 
@@ -290,7 +280,6 @@ class Layer:
             num_parameters=self.num_parameters(tp),
             num_matrix_parameters=matrices,
             num_kernels=num_kernels,
-            put_off_bytes=per_load(self.put_off_bytes(tp)),
             passing_bytes=passing(self.passing_bytes(tp)),
         )
         fused = replace(

@@ -13,7 +13,7 @@ from dflop.base import UserError, way_out_of
 from dflop.plan.grid import Grid
 from dflop.plan.placements import PLACEMENTS
 from dflop.plan.plan import Plan
-from dflop.plan.schedules import SCHEDULES
+from dflop.plan.schedules import REMOVED_SCHEDULES, SCHEDULES
 from dflop.plan.shardings import PLAIN_SHARDING, SHARDINGS
 
 __all__ = ["check_layers", "load_plan", "plan_from_dict"]
@@ -155,7 +155,8 @@ def _choice(values: Mapping[str, Any], where: str, name: str, choices: Collectio
     wanted = f"one of {', '.join(choices)}"
     value = _field(values, where, name, wanted)
     if not isinstance(value, str) or value not in choices:
-        raise UserError(f"`{where}.{name}` is {_as_written(value)}; it must be {wanted}")
+        gone = ", which was removed" if value in REMOVED_SCHEDULES else ""
+        raise UserError(f"`{where}.{name}` is {_as_written(value)}{gone}; it must be {wanted}")
     return value
 
 

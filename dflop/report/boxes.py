@@ -15,7 +15,7 @@ from dflop.step import Timeline, nodes_of, stages_of, workers_of
 __all__ = ["StepPanel", "measured_boxes", "predicted_boxes", "shown_workers"]
 
 _MOST_ROWS = 20
-_PASSES = ("forward", "backward", "weight")
+_PASSES = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)

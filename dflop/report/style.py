@@ -29,7 +29,6 @@ PALETTE = {
     "llm-light": ("#f5b88a", "#7a4a26"),
     "other": ("#5d646c", "#a2a9b1"),
     "other-light": ("#b5b9be", "#4b5157"),
-    "weight": ("#6f7f3f", "#93a65a"),
     "sync": ("#cc79a7", "#cc79a7"),
     "p0": ("#0072b2", "#3d9bd6"),
     "p1": ("#009e73", "#2bb892"),

@@ -24,7 +24,7 @@ from dflop.schedule.memory_limit import (
     without,
 )
 from dflop.schedule.preview import preview_frames, rank_columns
-from dflop.schedule.pricer import BYTES_PER_VALUE, WEIGHT_SHARE, Pricer
+from dflop.schedule.pricer import BYTES_PER_VALUE, Pricer
 from dflop.schedule.scheduler import BatchScheduler
 from dflop.schedule.stage_costs import loads_of
 from dflop.schedule.step_schedule import StepSchedule, schedule_of
@@ -37,7 +37,6 @@ __all__ = [
     "MOST_LEFT_OUT",
     "NO_CORRECTIONS",
     "REPORT_LAG_STEPS",
-    "WEIGHT_SHARE",
     "Assignment",
     "BatchScheduler",
     "Cells",

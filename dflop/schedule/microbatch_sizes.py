@@ -14,7 +14,7 @@ import numpy as np
 from dflop.costs import Loads
 from dflop.costs.forms import PackedForms
 from dflop.plan import PLACEMENTS, PLAIN_SHARDING, Plan
-from dflop.plan.passes import FORWARD, WEIGHT
+from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.schedule.batch_problem import seconds_of_columns
 from dflop.schedule.linear_program import LinearProgram
 from dflop.schedule.pricer import Pricer
@@ -22,7 +22,7 @@ from dflop.schedule.stage_costs import loads_of
 from dflop.schedule.stage_forms import stage_forms
 from dflop.shapes import SampleShapes
 from dflop.step import CompiledPlan, Computation, compile_plan, computations_of
-from dflop.step.simulation_kernel import DP, FIRST_NODE, FIRST_WORKER, KIND, SPAN, SPLIT_BACKWARD
+from dflop.step.simulation_kernel import DP, FIRST_NODE, FIRST_WORKER, SPAN
 from dflop.step.syncs import SyncParts, sync_parts
 
 __all__ = ["ideal_shares"]
@@ -101,7 +101,6 @@ class _StepProgram:
         self._forms, self._stages = stage_forms(pricer), compiled.stages
         # Replicas of a stage differ only in their links: the fastest link counts.
         first = pricer.compiled.stages[:, FIRST_NODE]
-        self._weight_share = self._forms.weight_share[first]
         self._chain_latency_s = np.minimum.reduceat(self._forms.chain_latency_s, first)
         self._chain_token_s = np.minimum.reduceat(self._forms.chain_token_s, first)
         self._num_encoders = len(plan.grids) - 1
@@ -217,10 +216,10 @@ class _StepProgram:
         self, compiled: CompiledPlan, computations: list[Computation], begins: list[tuple], syncs: SyncParts
     ) -> None:
         """Require that the early parts of a worker's syncs follow each other, each from the start of its node's last
-        pass on, and that the step ends after them. `begins` are the starts of the computations."""
-        last_passes, ends = set(map(tuple, compiled.last_passes[:, :2].tolist())), {}
+        backward on, and that the step ends after them. `begins` are the starts of the computations."""
+        ends = {}
         for own, begun in zip(computations, begins, strict=True):
-            if (own.which, own.stage) not in last_passes or own.microbatch < compiled.num_microbatches - 1:
+            if own.which != BACKWARD or own.microbatch < compiled.num_microbatches - 1:
                 continue
             stage = compiled.stages[own.stage]
             early = syncs.early_s[stage[FIRST_NODE] + own.replica] / self.unit_s
@@ -255,10 +254,6 @@ class _StepProgram:
         """
         forms, is_forward = self._forms, which == FORWARD
         share = 1.0 / self.unit_s
-        if which == WEIGHT:
-            share *= self._weight_share[stage]
-        elif not is_forward and self._stages[stage, KIND] == SPLIT_BACKWARD:
-            share *= 1.0 - self._weight_share[stage]
         of_stages, of_terms = (
             (forms.forward, forms.forward_terms) if is_forward else (forms.backward, forms.backward_terms)
         )

@@ -150,7 +150,7 @@ class PlanMemory:
     def _peak_bytes(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> np.ndarray:
         """Peak bytes of microbatches on each worker's ranks, [num_workers]."""
         kept, transient = zip(*of_stages, strict=True)
-        return peak_bytes(order, np.concatenate(kept), np.concatenate(transient), self._stage_costs.put_off)
+        return peak_bytes(order, np.concatenate(kept), np.concatenate(transient))
 
     def _workers(self, module: str) -> slice:
         """The workers that carry a module: they have consecutive indices, those of its first stage first."""

@@ -15,7 +15,7 @@ from dflop.balance import BatchProblem
 from dflop.config import ClusterConfig
 from dflop.costs import CostModel, Loads
 from dflop.models import ModelSpec
-from dflop.plan import PLACEMENTS, SCHEDULES, Plan
+from dflop.plan import PLACEMENTS, Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.schedule.assignment import Assignment, Cells, cells_of, deal_media
 from dflop.schedule.batch_problem import least_step_s, pose_problem
@@ -37,11 +37,9 @@ from dflop.step import (
     simulate_step_s,
 )
 
-__all__ = ["BYTES_PER_VALUE", "WEIGHT_SHARE", "Pricer"]
+__all__ = ["BYTES_PER_VALUE", "Pricer"]
 
 BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp64": 8}
-# The share of a backward pass that is taken to compute the gradients of weights.
-WEIGHT_SHARE = 0.5
 
 
 class Pricer:
@@ -178,18 +176,12 @@ class Pricer:
     def stage_times(
         self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None
     ) -> StageTimes:
-        """Predicted seconds of every computation, transfer and gradient sync of the step.
-
-        The weight part of a backward is taken to be half of it: the gradients of a matrix's input and of its weights
-        are products of the same size. Attention has no weights, but half of its backward counts as weight part, too.
-        """
+        """Predicted seconds of every computation, transfer and gradient sync of the step."""
         cells = cells or self.cells(shapes, assignment)
         forward_s, backward_s = self.stage_costs.stage_times({name: own.loads for name, own in cells.items()})
-        splits = SCHEDULES[self.plan.schedule].splits_backward
         return StageTimes(
             forward_s=forward_s,
             backward_s=backward_s,
-            weight_s=WEIGHT_SHARE * backward_s * self.trains[:, None] if splits else None,
             chain_s=self.transfers.chain_s({name: own.edge_tokens for name, own in cells.items()}, self.edge_bytes),
             bridges=self.transfers.bridges(
                 assignment.encoder_rank,

@@ -6,12 +6,10 @@ module whose replicas share parameters is one stage, and its passes are those of
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from dflop.base import UserError
 from dflop.costs import (
     NO_WORKING_BYTES,
     PARTS,
@@ -30,14 +28,13 @@ from dflop.costs import (
     sync_bytes,
     working_bytes,
 )
-from dflop.models import ModelSpec, count_work
+from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients
-from dflop.plan import Grid, Plan
+from dflop.plan import Plan
 from dflop.plan.trained import TrainedSet
 from dflop.schedule.correction import NO_CORRECTIONS, Corrections
 from dflop.shapes import SampleShapes
 from dflop.step import StageReplicas, stages_of
-from dflop.step.orders import splits_backward
 
 __all__ = ["StageCosts", "TimeForm", "loads_of"]
 
@@ -108,14 +105,7 @@ class StageCosts:
                 kind.num_layers, moving, num_recomputed=kind.num_recomputed, is_hidden=is_hidden
             )
             self._working_bytes[module] = working_bytes(module, sizes, **how)
-        self._put_off = {grid.module: self._put_off_share(spec, grid) for grid in plan.grids}
         self._hidden_shares: dict[StageKind, tuple[float, float]] = {}  # by kind of stage
-
-    def _put_off_share(self, spec: ModelSpec, grid: Grid) -> float:
-        """The module's entry of `put_off`; 0 in a frozen module, whose weights have no gradients to put off."""
-        if not splits_backward(self.plan, grid.module):
-            return 1.0
-        return 0.0 if not self.trained.trains(grid.module) else _put_off_share(spec, grid, self._value_bytes)
 
     def corrected(self, corrections: Corrections) -> "StageCosts":
         """The same stages, with these corrections instead of the present ones."""
@@ -190,12 +180,6 @@ class StageCosts:
         how = {"working_bytes": self._working_bytes[stage.module], "has_backward": self.has_backward(stage.module)}
         return self.costs.stage_memory_forms(self.kind(stage), **how)
 
-    @cached_property
-    def put_off(self) -> np.ndarray:
-        """The share of a microbatch's activations that each stage still keeps between the input part and the weight
-        part of a split backward, [num_stages]."""
-        return np.array([self._put_off[stage.module] for stage in self.stages])
-
     def parameter_bytes(self, stage: StageReplicas) -> float:
         """Bytes of a stage's parameters on one rank, in fp32 and before they are sharded among replicas."""
         return self.costs.stage_parameter_bytes(self.kind(stage))
@@ -256,18 +240,3 @@ class StageCosts:
     def _of_stages(self, module: str, of_kinds: Sequence[T]) -> list[T]:
         """Values given by kind of stage, for each of the module's stages in order."""
         return [of_kinds[place] for place in self._places[module]]
-
-
-def _put_off_share(spec: ModelSpec, grid: Grid, value_bytes: int) -> float:
-    """The share of a layer's activations from which the gradients of its matrices are computed.
-
-    It is counted for eager layers in bf16, as those are whose backward is split. For wider values, and for layers whose
-    work is not known, the share is taken to be 1.
-    """
-    if value_bytes != 2:
-        return 1.0
-    try:
-        layer = count_work(spec, grid.module, grid.tp).layer
-    except UserError:
-        return 1.0
-    return sum(layer.put_off_bytes.per_load) / sum(layer.saved_bytes.per_load)

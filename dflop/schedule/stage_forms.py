@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.costs.forms import PackedForms, PackedTerms, pack_forms, pack_terms
-from dflop.plan import PLACEMENTS, SCHEDULES
-from dflop.schedule.pricer import WEIGHT_SHARE, Pricer
+from dflop.plan import PLACEMENTS
+from dflop.schedule.pricer import Pricer
 from dflop.step.simulation_kernel import PARTS
 
 __all__ = ["StageForms", "stage_forms"]
@@ -34,7 +34,6 @@ class StageForms(NamedTuple):
     # [num_modules, 2 (forward, backward), num_load_bins, num_segment_bins]. None where there are no corrections: the
     # kernel is then compiled without them.
     factors: np.ndarray | None
-    weight_share: np.ndarray  # [num_nodes]
     chain_latency_s: np.ndarray  # [num_nodes]
     chain_token_s: np.ndarray
     bridge_latency_s: np.ndarray  # [num_encoder_replicas, num_llm_replicas]
@@ -64,7 +63,6 @@ def stage_forms(pricer: Pricer) -> StageForms:
         forward_terms=forward_terms if gathers else None,
         backward_terms=backward_terms if gathers else None,
         factors=np.stack([corrections.table(grid.module) for grid in plan.grids]) if corrections.factors else None,
-        weight_share=WEIGHT_SHARE * pricer.trains * SCHEDULES[plan.schedule].splits_backward,
         chain_latency_s=links.chain_latency_s,
         chain_token_s=links.chain_byte_s * np.array([onward[own.module][own.pp_stage] for own in pricer.nodes]),
         bridge_latency_s=links.bridge_latency_s,

@@ -20,7 +20,6 @@ class StepMemory(NamedTuple):
     kept: PackedForms
     passing: PackedTerms  # the largest term of a stage counts
     edge_bytes: np.ndarray  # [num_stages], bytes of a token at an edge (`EdgeBytes.held`)
-    put_off: np.ndarray  # [num_stages], `StageCosts.put_off`
     room_bytes: np.ndarray  # [num_workers], what parameters and optimiser state leave
     kept_bytes: np.ndarray  # [num_nodes, num_microbatches], written by `excess_bytes`
     passing_bytes: np.ndarray
@@ -40,7 +39,6 @@ def step_memory(pricer: Pricer) -> StepMemory:
         kept=pack_forms(kept),
         passing=pack_terms(passing),
         edge_bytes=np.array([pricer.edge_bytes.held[stage.module][stage.pp_stage] for stage in pricer.stages]),
-        put_off=pricer.stage_costs.put_off,
         room_bytes=pricer.memory.tensor_limit_bytes - pricer.memory.resident_bytes,
         kept_bytes=np.zeros(cells),
         passing_bytes=np.zeros(cells),
@@ -70,9 +68,7 @@ def excess_bytes(memory, forms, state):
                 at_edges = memory.edge_bytes[stage] * tokens
                 memory.kept_bytes[node, microbatch] = form_at(memory.kept, stage, loads) + at_edges
                 memory.passing_bytes[node, microbatch] = largest_at(memory.passing, stage, loads)
-    held = peak_bytes_of(
-        memory.order, stages, memory.kept_bytes, memory.passing_bytes, memory.put_off, len(memory.room_bytes)
-    )
+    held = peak_bytes_of(memory.order, stages, memory.kept_bytes, memory.passing_bytes, len(memory.room_bytes))
     held -= memory.room_bytes
     fullest = held.argmax()
     return held[fullest], fullest

@@ -63,10 +63,10 @@ class _Clocks(NamedTuple):
     """The plan's order for `walk`, the arrays that it writes, and the columns (`step.columns`) with their ends."""
 
     items: np.ndarray
-    last_passes: np.ndarray
+    last_backwards: np.ndarray
     stages: np.ndarray
     worker_s: np.ndarray  # [num_workers]
-    end_s: np.ndarray  # [3, num_cells]
+    end_s: np.ndarray  # [2, num_cells]
     start_s: np.ndarray  # empty: starts are not needed
     syncs: SyncParts
     synced_s: np.ndarray  # [num_workers]
@@ -126,7 +126,7 @@ class StepSearch:
             self._forms,
             self._clocks._replace(
                 items=order.items,
-                last_passes=order.last_passes,
+                last_backwards=order.last_backwards,
                 syncs=sync_parts(order, self._pricer.sync_s, self._pricer.early_sync_s, self._pricer.late_sync_s),
             ),
             self._memory._replace(order=order.order),
@@ -153,10 +153,10 @@ def _clocks_of(pricer: Pricer) -> _Clocks:
     llm = first["llm"]
     return _Clocks(
         items=compiled.items,
-        last_passes=compiled.last_passes,
+        last_backwards=compiled.last_backwards,
         stages=compiled.stages,
         worker_s=np.zeros(compiled.num_workers),
-        end_s=np.zeros((3, compiled.num_nodes * compiled.num_microbatches)),
+        end_s=np.zeros((2, compiled.num_nodes * compiled.num_microbatches)),
         start_s=np.zeros((0, 0)),
         syncs=sync_parts(compiled, pricer.sync_s, pricer.early_sync_s, pricer.late_sync_s),
         synced_s=np.zeros(compiled.num_workers),
@@ -214,7 +214,7 @@ def _simulated(state, clocks):
     """The step time; the goal, which adds `MEAN_SHARE` of the columns' mean end; and the column that ends last."""
     syncs, end_s = clocks.syncs, clocks.end_s
     walk(clocks.items, state.seconds, state.chain_s, state.messages, syncs, clocks.worker_s, end_s, clocks.start_s)
-    order = clocks.last_passes, clocks.stages, state.count.shape[1]
+    order = clocks.last_backwards, clocks.stages, state.count.shape[1]
     add_syncs(order, state.seconds, end_s, clocks.worker_s, syncs, clocks.synced_s)
     column_s = clocks.column_end_s
     column_s[:] = 0.0

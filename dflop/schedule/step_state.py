@@ -9,10 +9,10 @@ import numpy as np
 
 from dflop.base.kernels import kernel
 from dflop.costs.forms import form_at, terms_at
-from dflop.plan.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.schedule.correction import bin_of
 from dflop.schedule.stage_forms import StageForms
-from dflop.step.simulation_kernel import DP, FIRST_NODE, KIND, SPLIT_BACKWARD, Messages
+from dflop.step.simulation_kernel import DP, FIRST_NODE, Messages
 
 __all__ = ["StepState", "change_places", "new_state", "price_all"]
 
@@ -28,7 +28,7 @@ class StepState(NamedTuple):
     entry: np.ndarray  # of the same shape: the message's index in `messages`, -1 where there is none
     messages: Messages
     count: np.ndarray  # samples [num_llm_replicas, num_microbatches]
-    seconds: np.ndarray  # [3, num_cells], as `walk` takes it
+    seconds: np.ndarray  # [2, num_cells], as `walk` takes it
     chain_s: np.ndarray  # [num_cells]
     stamps: np.ndarray  # [1]: the number of the last change; the next two: that of each cell's last pricing
     text_stamp: np.ndarray  # [num_llm_replicas, num_microbatches]
@@ -62,7 +62,7 @@ def new_state(forms: StageForms, place: np.ndarray, num_microbatches: int) -> St
             seconds=np.zeros(room.sum()),
         ),
         count=np.zeros((num_replicas, num_microbatches), dtype=np.int64),
-        seconds=np.zeros((3, num_cells)),
+        seconds=np.zeros((2, num_cells)),
         chain_s=np.zeros(num_cells),
         stamps=np.zeros(1, dtype=np.int64),
         text_stamp=np.zeros((num_replicas, num_microbatches), dtype=np.int64),
@@ -158,12 +158,8 @@ def _price_stages(forms, state, module, replica, microbatch, loads, is_empty, to
             forward_s = form_at(forms.forward, stage, loads) + terms_at(forms.forward_terms, stage, loads)
             backward_s = form_at(forms.backward, stage, loads) + terms_at(forms.backward_terms, stage, loads)
             forward_s, backward_s = forward_s * forward_factor, backward_s * backward_factor
-        weight_s = forms.weight_share[node] * backward_s
-        if forms.stages[stage, KIND] == SPLIT_BACKWARD:
-            backward_s -= weight_s
         state.seconds[FORWARD, cell] = forward_s
         state.seconds[BACKWARD, cell] = backward_s
-        state.seconds[WEIGHT, cell] = weight_s
         state.chain_s[cell] = forms.chain_latency_s[node] + forms.chain_token_s[node] * tokens
 
 

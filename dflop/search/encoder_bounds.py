@@ -17,7 +17,7 @@ from dflop.balance import Policy
 from dflop.base.kernels import kernel
 from dflop.costs import CostModel, Loads, StageKind, stage_kinds
 from dflop.models import ModelSpec, ModuleSpec
-from dflop.plan import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.plan import PLACEMENTS, SHARDINGS
 from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import deal_items, loads_of, starts_anew_in_microbatches, sums_by_cell
@@ -75,8 +75,7 @@ class DealtMedia:
             each.append((encoder, self._dealt(*key)))
         if placement.encodes_all_first:
             return sum(self._on_every_rank_s(row, encoder, own.loads, encoders_again) for encoder, own in each)
-        splits_backward = SCHEDULES[row["schedule"]].splits_backward
-        waits_s = [self._waits_s(row, encoder, own, splits_backward, sync_s) for encoder, own in each]
+        waits_s = [self._waits_s(row, encoder, own, sync_s) for encoder, own in each]
         return np.max(waits_s, axis=0)
 
     def _gathers(self, row: Mapping[str, Any], encoder: ModuleSpec) -> bool:
@@ -116,9 +115,7 @@ class DealtMedia:
                 least_s = np.minimum(least_s, seconds.sum(axis=2).min(axis=1))
         return least_s
 
-    def _waits_s(
-        self, row: Mapping[str, Any], encoder: ModuleSpec, dealt: _Dealt, splits_backward: bool, sync_s: float
-    ) -> np.ndarray:
+    def _waits_s(self, row: Mapping[str, Any], encoder: ModuleSpec, dealt: _Dealt, sync_s: float) -> np.ndarray:
         """The least seconds before an LLM replica's first forward and after its last backward, as the mean over the
         replicas, [num_batches].
 
@@ -136,7 +133,7 @@ class DealtMedia:
                 _wait_for(waits_s[batch], dealt.llm_cells[batch], seconds, dealt.encoder_cells[batch])
             least_s.append(waits_s.reshape(-1, dp, count).mean(axis=1).min(axis=1))
         before_s, behind_s = least_s
-        if splits_backward or not self._trained.trains(encoder.name):
+        if not self._trained.trains(encoder.name):
             return before_s
         return before_s + np.maximum(behind_s - sync_s, 0.0)
 

@@ -15,9 +15,9 @@ from dflop.balance import Policy
 from dflop.config import Config
 from dflop.costs import ALL_PARTS, PARTS, CostModel, Loads, ShardedPass, StageKind, stage_kinds
 from dflop.models import ModelSpec
-from dflop.plan import DISJOINT, PLACEMENTS, SCHEDULES, SHARDINGS, Grid, Plan
+from dflop.plan import DISJOINT, PLACEMENTS, SHARDINGS, Grid, Plan
 from dflop.plan.layout_key import LayoutKey
-from dflop.schedule import BYTES_PER_VALUE, WEIGHT_SHARE, find_link
+from dflop.schedule import BYTES_PER_VALUE, find_link
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.link_bounds import LeastLinks, possible_scopes
 from dflop.search.space import Splits, llm_layers
@@ -41,7 +41,6 @@ class MeanPipelines:
     ) -> None:
         self._num_layers = spec.module("llm").num_layers
         self._num_encoders = len(spec.encoders)
-        self._trained_encoders = [own.name for own in spec.encoders if config.model.trained.trains(own.name)]
         self._cluster, self._trained = config.cluster, config.model.trained
         self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
         self._costs, self._batches, self._splits, self._policy = costs, batches, splits, policy
@@ -76,9 +75,6 @@ class MeanPipelines:
             forward_s, backward_s = (
                 np.stack([kind.total(of_part) for kind in kinds], axis=1).take(places, axis=1) for of_part in of_parts
             )
-        splits_backward = SCHEDULES[row["schedule"]].splits_backward
-        # The weights of a frozen module have no gradients, so its backward has no weight part.
-        weight_share = WEIGHT_SHARE if self._trained.trains("llm") else 0.0
         sync_s = self._sync_s(row, layers)
         early_s, late_s = sync_s * self._shares(layout, row["llm_shards"], layers)
         rest_s = sync_s - early_s - late_s
@@ -89,15 +85,11 @@ class MeanPipelines:
             sync_s, late_s = sync_s - late_s, 0.0 * late_s
             if placement.encodes_all_first:
                 sync_s, early_s = rest_s, 0.0 * early_s
-        chain_s = self._chain_s(layout, dp, count, mean, forward_s.shape)
-        num_before = self.num_before(row)
-        sync_s, early_s, late_s = (np.concatenate([np.zeros(num_before), own]) for own in (sync_s, early_s, late_s))
-        compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"], num_before)
+        compiled = self._compiled(pp, count, row["schedule"], row["num_chunks"])
         times = StageTimes(
-            forward_s=_behind(num_before, forward_s),
-            backward_s=_behind(num_before, backward_s),
-            weight_s=_behind(num_before, backward_s * weight_share) if splits_backward else None,
-            chain_s=_behind(num_before, chain_s),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            chain_s=self._chain_s(layout, dp, count, mean, forward_s.shape),
             bridges=Bridges.none(),
             sync_s=sync_s,
             early_sync_s=early_s,
@@ -106,13 +98,6 @@ class MeanPipelines:
         step_s = simulate_step_s(compiled, times)
         of_stages = (forward_s + backward_s).sum(axis=2) + rest_s
         return step_s, of_stages.reshape(len(of_stages), row["num_chunks"], pp).sum(axis=1)
-
-    def num_before(self, row: Mapping[str, Any]) -> int:
-        """The number of encoder stages before the LLM, by which its order puts off gradients of weights; 0 where the
-        schedule does not put them off."""
-        if not SCHEDULES[row["schedule"]].splits_backward or PLACEMENTS[row["placement"]].shares_ranks:
-            return 0
-        return max((row[f"{encoder}_pp"] for encoder in self._trained_encoders), default=0)
 
     def _chain_s(
         self, layout: LayoutKey, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]
@@ -179,23 +164,11 @@ def _distinct_kinds(
     return distinct, np.array([distinct.index(kind) for kind in kinds])
 
 
-def _behind(num_before: int, seconds: np.ndarray) -> np.ndarray:
-    """The stages' times after those of `num_before` encoder stages that take no time, [num_batches, num_nodes,
-    num_microbatches]."""
-    if not num_before:
-        return seconds
-    num_batches, num_nodes, num_microbatches = seconds.shape
-    behind = np.zeros((num_batches, num_before + num_nodes, num_microbatches))
-    behind[:, num_before:] = seconds
-    return behind
-
-
-def _compile(pp: int, num_microbatches: int, schedule: str, num_chunks: int, num_before: int) -> CompiledPlan:
-    encoders = (Grid(module="encoder", num_ranks=num_before, pp=num_before),) if num_before else ()
+def _compile(pp: int, num_microbatches: int, schedule: str, num_chunks: int) -> CompiledPlan:
     return compile_plan(
         Plan(
             placement=DISJOINT.name,
-            grids=(*encoders, Grid(module="llm", num_ranks=pp, pp=pp, rank_offset=num_before)),
+            grids=(Grid(module="llm", num_ranks=pp, pp=pp),),
             num_microbatches=num_microbatches,
             schedule=schedule,
             num_chunks=num_chunks,

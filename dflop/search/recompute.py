@@ -14,22 +14,17 @@ from dataclasses import replace
 import numpy as np
 
 from dflop.models import ModelSpec
-from dflop.plan import PLACEMENTS, SCHEDULES, Plan
+from dflop.plan import PLACEMENTS, Plan
 from dflop.plan.trained import TrainedSet
 from dflop.search.candidate import PlanPricer
 
-__all__ = ["JustEnough", "may_recompute", "of_stages", "with_recomputed"]
+__all__ = ["JustEnough", "of_stages", "with_recomputed"]
 
 # By module, a number of layers on each of its pipeline ranks, [pp].
 Counts = Mapping[str, np.ndarray]
 # Where a single sample needs more memory than whole batches, all devices recompute one such fraction of their layers
 # more, until the sample fits. `JustEnough.fewer` goes down by the same fraction.
 _PARTS = 8
-
-
-def may_recompute(schedule: str, pinned: bool | None) -> bool:
-    """Whether plans with this schedule may recompute layers; `pinned` is `plan.fixed.checkpointing`."""
-    return SCHEDULES[schedule].allows_checkpointing and pinned is not False
 
 
 def with_recomputed(plan: Plan, counts: Counts, spec: ModelSpec) -> Plan:

@@ -14,7 +14,6 @@ from dflop.plan import PLACEMENTS, Plan
 from dflop.search.encoder_bounds import DealtMedia
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.pipeline_bounds import MeanPipelines
-from dflop.search.recompute import may_recompute
 from dflop.search.space import Splits, llm_layers, plan_of
 from dflop.search.step_bounds import LowerBounds
 
@@ -95,9 +94,8 @@ class RowBounds:
         """The row's choices, its LLM's layers, and how many of them have to be recomputed at least."""
         layers = llm_layers(values, self._splits, self._num_layers)
         nothing = (0,) * len(layers)
-        if self._pinned is not None or not may_recompute(values["schedule"], self._pinned):
-            pinned = bool(self._pinned)
-            return (pinned,), layers, layers if pinned else nothing
+        if self._pinned is not None:
+            return (self._pinned,), layers, layers if self._pinned else nothing
         row = Row(number, values, (False, True), layers, nothing)
         if self.llm_bytes(row, False) <= self._limit_bytes or self.llm_bytes(row, True) > self._limit_bytes:
             return row.choices, layers, nothing
@@ -183,6 +181,6 @@ class RowBounds:
         """The LLM's bytes with no layer recomputed, and with all of them."""
         return [self._of_llm(row, recomputes) for recomputes in (False, True)]
 
-    def _pipeline(self, row: Row) -> tuple[int, int, tuple[int, ...]]:
+    def _pipeline(self, row: Row) -> tuple[int, tuple[int, ...]]:
         """The key of everything that the LLM's mean pipeline depends on."""
-        return self._llm_place[row.number], self._pipelines.num_before(row.values), row.recomputed
+        return self._llm_place[row.number], row.recomputed

@@ -75,8 +75,6 @@ def _rows(
     config: Config, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]], splits: Splits, within: PlanConfig
 ) -> pl.DataFrame:
     fixed = within.fixed or FixedPlan()
-    may_checkpoint = [name for name, schedule in SCHEDULES.items() if schedule.allows_checkpointing]
-    whole_backward = [name for name, schedule in SCHEDULES.items() if not schedule.splits_backward]
     gathering = [name for name, sharding in SHARDINGS.items() if sharding.gathers]
     filling = [name for name, placement in PLACEMENTS.items() if placement.fills_bubbles]
     meet = [pl.lit(False), *(pl.col(sharding_columns(own.name)[0]).is_in(gathering) for own in spec.encoders)]
@@ -103,8 +101,6 @@ def _rows(
         .join(_splits(splits), on=("llm_tp", "llm_pp", "num_chunks"), how="left", coalesce=True)
         .with_columns(pl.col("balanced").fill_null([False]))
         .explode("balanced")
-        .filter(pl.lit(fixed.checkpointing is not True) | pl.col("schedule").is_in(may_checkpoint))
-        .filter(~pl.col("llm_sharding").is_in(gathering) | pl.col("schedule").is_in(whole_backward))
         # Bubbles are filled between microbatches, by encoder replicas that do not wait for each other in each layer.
         .filter(~pl.col("placement").is_in(filling) | ((pl.col("num_microbatches") > 1) & ~pl.any_horizontal(meet)))
     )

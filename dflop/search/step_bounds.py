@@ -16,7 +16,7 @@ import polars as pl
 
 from dflop.costs import PARTS, CostModel, Loads, StageKind, stage_kinds
 from dflop.models import ModelSpec, ModuleSpec
-from dflop.plan import PLACEMENTS, SCHEDULES, SHARDINGS
+from dflop.plan import PLACEMENTS, SHARDINGS
 from dflop.plan.layout_key import LayoutKey, ModuleLayout
 from dflop.schedule import loads_of
 from dflop.search.link_bounds import LeastLinks
@@ -194,10 +194,7 @@ def _llm_bounds(
         layout = LayoutKey(*sizes)
         least_forward_s, least_backward_s = costs.part_times("llm", layout, least, PARTS)
         whole = StageKind.whole("llm", layout, num_layers)
-        chain_s = {
-            is_split: np.mean([_chain_s(costs, whole, loads, is_split) for loads in texts])
-            for is_split in (False, True)
-        }
+        chain_s = np.mean([_chain_s(costs, whole, loads) for loads in texts])
         buckets, inverse = np.unique((own["llm_dp"] * own["num_microbatches"]).to_numpy(), return_inverse=True)
         mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
         forward_s, backward_s = costs.part_times("llm", layout, mean, PARTS)
@@ -207,14 +204,13 @@ def _llm_bounds(
         columns = ("place", "bucket", "llm_dp", "num_microbatches", "llm_shards")
         values = [own[column].to_numpy() for column in columns]
         uses_all = np.isin(own["placement"].cast(pl.String).to_numpy(), everywhere)
-        alike = own.group_by("llm_pp", "schedule", "num_chunks", "balanced", "llm_sharding").agg("at")
-        for pp, schedule, num_chunks, balanced, sharding, rows in alike.iter_rows():
+        alike = own.group_by("llm_pp", "num_chunks", "balanced", "llm_sharding").agg("at")
+        for pp, num_chunks, balanced, sharding, rows in alike.iter_rows():
             num_stages = pp * num_chunks
             layers = splits[layout, pp] if balanced else even_layers(num_layers, num_stages)
             kinds = stage_kinds("llm", layout, layers)
             place, at, dp, count, shards = (column[rows] for column in values)
             count = count[:, None]
-            is_split = SCHEDULES[schedule].splits_backward
             latency_s, byte_s = links.sync(dp, layout, shards)
             best, together, before_s, after_s = np.zeros((len(at), 1)), 0.0, 0.0, 0.0
             for stage in range(pp):
@@ -233,9 +229,8 @@ def _llm_bounds(
                 if stage == 0:
                     first_s = busy_s
                 before_s = before_s + kinds[stage].total(least_forward_s)
-                if not is_split:
-                    after_s = after_s + kinds[stage].total(least_backward_s)
-            bound_s[place] = np.maximum(best, chain_s[is_split])
+                after_s = after_s + kinds[stage].total(least_backward_s)
+            bound_s[place] = np.maximum(best, chain_s)
             shared_s[place] = np.where(uses_all[rows, None], together / pp, first_s)
     return bound_s[:, 0], shared_s[:, 0]
 
@@ -296,8 +291,6 @@ def _items_s(costs: CostModel, encoder: str, layout: LayoutKey, loads: Loads, is
     return forward_s if is_frozen else {part: forward_s[part] + backward_s[part] for part in forward_s}
 
 
-def _chain_s(costs: CostModel, whole: StageKind, loads: Loads, is_split: bool) -> float:
-    """Seconds of the slowest sample through all layers and back; with a split backward, without the backward, since
-    gradients of weights may come later."""
-    forward_s, backward_s = costs.stage_time(whole, loads)
-    return float((forward_s + (0.0 if is_split else 1.0) * backward_s).max())
+def _chain_s(costs: CostModel, whole: StageKind, loads: Loads) -> float:
+    """Seconds of the slowest sample through all layers and back."""
+    return float(sum(costs.stage_time(whole, loads)).max())

@@ -4,7 +4,6 @@ Samples that no plan can hold are left out, so that a single huge sample does no
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +12,8 @@ import polars as pl
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
-from dflop.plan import SCHEDULES, SHARDINGS, Plan
+from dflop.plan import SHARDINGS, Plan
 from dflop.schedule import MOST_LEFT_OUT, Pricer, alone_bytes, without
-from dflop.search.recompute import may_recompute
 from dflop.search.space import enumerate_space, modules_of, plan_of
 from dflop.shapes import SampleShapes
 
@@ -65,10 +63,8 @@ def leave_out_what_no_plan_holds(
     costs.require_modules(module.name for module in spec.modules)
     limit_bytes = config.cluster.memory_gib * 2**30
     least_bytes = np.full(len(samples), np.inf)
-    pinned = config.plan.fixed.checkpointing if config.plan.fixed else None
-    able = [name for name in SCHEDULES if may_recompute(name, pinned)]
-    for row in _kinds(enumerate_space(config, spec, costs.layouts, {}), able).iter_rows(named=True):
-        recomputes = may_recompute(row["schedule"], pinned)
+    recomputes = not config.plan.fixed or config.plan.fixed.checkpointing is not False
+    for row in _kinds(enumerate_space(config, spec, costs.layouts, {})).iter_rows(named=True):
         pricer = Pricer(
             plan_of(row, {}, checkpointing=recomputes),
             costs,
@@ -91,11 +87,8 @@ def leave_out_what_no_plan_holds(
     return without(samples, least_bytes, limit_bytes)
 
 
-def _kinds(rows: pl.DataFrame, able: Sequence[str]) -> pl.DataFrame:
-    """One row of each kind of layout that may hold a sample that the other kinds cannot.
-
-    `able` are the schedules that may recompute layers, and so hold more.
-    """
+def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
+    """One row of each kind of layout that may hold a sample that the other kinds cannot."""
     modules = modules_of(rows.columns)
     tp, pp, sharding = ([f"{module}_{size}" for module in modules] for size in ("tp", "pp", "sharding"))
     gathers = [name for name, own in SHARDINGS.items() if own.gathers]
@@ -103,9 +96,8 @@ def _kinds(rows: pl.DataFrame, able: Sequence[str]) -> pl.DataFrame:
         rows.with_columns(
             num_parts=pl.col("llm_pp") * math.prod(map(pl.col, tp)),
             num_sharded=pl.sum_horizontal(pl.col(name).is_in(gathers) for name in sharding),
-            recomputes=pl.col("schedule").is_in(able),
         )
-        .sort("num_parts", "num_sharded", "recomputes", "llm_dp", descending=True, maintain_order=True)
+        .sort("num_parts", "num_sharded", "llm_dp", descending=True, maintain_order=True)
         .unique(["placement", *tp, *pp, *sharding], keep="first", maintain_order=True)
         .head(_MOST_KINDS)
     )

@@ -14,12 +14,10 @@ from dflop.plan.schedules import SCHEDULES
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.step.instructions import Instruction, Op, Program
 from dflop.step.nodes import StageReplicas, stages_of
-from dflop.step.orders import splits_backward
 from dflop.step.routes import Route, make_routes
 
 __all__ = ["check_program", "most_in_flight"]
 
-_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 _SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 
 
@@ -29,7 +27,7 @@ def check_program(plan: Plan, program: Program, trained: TrainedSet = EVERYTHING
     Raises:
         ValueError: naming what is wrong, and the node or worker.
     """
-    _check_that_nodes_do_everything_once(plan, program, trained)
+    _check_that_nodes_do_everything_once(program, trained)
     _carry_out(program, trained)
     for stage in stages_of(plan):
         bound = most_in_flight(plan, stage)
@@ -52,28 +50,23 @@ def most_in_flight(plan: Plan, stage: StageReplicas) -> int:
     """
     schedule, placement = SCHEDULES[plan.schedule], PLACEMENTS[plan.placement]
     pp, count, num_chunks = plan.grid("llm").pp, plan.num_microbatches, plan.num_chunks
-    splits = splits_backward(plan, stage.module)
-    num_before = 0 if placement.shares_ranks else max((grid.pp for grid in plan.grids[:-1]), default=0)
     if stage.module == "llm":
         place = stage.pp_stage % pp
-        delay = schedule.weight_delay(num_before + place) if splits else 0
-        return min(count * num_chunks, schedule.ahead(place, pp, count, num_chunks) + 1 + delay)
+        return min(count * num_chunks, schedule.ahead(place, pp, count, num_chunks) + 1)
     if placement.uses_all_ranks:
         return count
     bound = schedule.most_ahead_of_first(pp, count, num_chunks)
     if not placement.shares_ranks:
-        num_behind = plan.grid(stage.module).pp - stage.pp_stage
-        delay = schedule.weight_delay(num_before - num_behind) if splits else 0
-        bound += schedule.encoder_lead(pp) + num_behind + delay
+        bound += schedule.encoder_lead(pp) + plan.grid(stage.module).pp - stage.pp_stage
     return min(count, bound)
 
 
-def _check_that_nodes_do_everything_once(plan: Plan, program: Program, trained: TrainedSet) -> None:
+def _check_that_nodes_do_everything_once(program: Program, trained: TrainedSet) -> None:
     for index, worker in enumerate(program.workers):
         for node in worker.nodes:
             own = [item for item in program.instructions[index] if item.node == node]
             place = {(item.op, item.microbatch): number for number, item in enumerate(own) if item.edge < 0}
-            expected = {(op, microbatch) for op in _passes(plan, program.nodes[node].module, trained)
+            expected = {(op, microbatch) for op in _passes(program.nodes[node].module, trained)
                         for microbatch in range(program.num_microbatches)}  # fmt: skip
             num_computed = sum(item.edge < 0 for item in own)
             if set(place) != expected | {(Op.SYNC_GRADIENTS, -1)} or num_computed != len(place):
@@ -82,23 +75,19 @@ def _check_that_nodes_do_everything_once(plan: Plan, program: Program, trained: 
                 _check_place(item, place, node)
 
 
-def _passes(plan: Plan, module: str, trained: TrainedSet) -> tuple[Op, ...]:
-    if not trained.has_backward(module):
-        return (Op.FORWARD,)
-    if splits_backward(plan, module):
-        return (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-    return (Op.FORWARD, Op.BACKWARD)
+def _passes(module: str, trained: TrainedSet) -> tuple[Op, ...]:
+    return (Op.FORWARD, Op.BACKWARD) if trained.has_backward(module) else (Op.FORWARD,)
 
 
 def _check_place(item: Instruction, place: dict[tuple[Op, int], int], node: int) -> None:
-    """Check that a node computes forward, backward and weight part of a microbatch in this order, and syncs last."""
-    order = (Op.FORWARD, *_BACKWARDS, Op.BACKWARD_WEIGHT)
-    if item.op in order:
-        earlier = [place[op, item.microbatch] for op in order[: order.index(item.op)] if (op, item.microbatch) in place]
-        if any(number > place[item.op, item.microbatch] for number in earlier):
-            raise ValueError(f"node {node}: {item} stands before what it needs")
-        if place[item.op, item.microbatch] > place[Op.SYNC_GRADIENTS, -1]:
-            raise ValueError(f"node {node}: {item} stands behind the gradient sync")
+    """Check that a node computes a microbatch's forward before its backward, and syncs last."""
+    if item.op not in (Op.FORWARD, Op.BACKWARD):
+        return
+    number = place[item.op, item.microbatch]
+    if place[Op.FORWARD, item.microbatch] > number:
+        raise ValueError(f"node {node}: {item} stands before what it needs")
+    if number > place[Op.SYNC_GRADIENTS, -1]:
+        raise ValueError(f"node {node}: {item} stands behind the gradient sync")
 
 
 def _carry_out(program: Program, trained: TrainedSet) -> None:
@@ -162,7 +151,7 @@ class _World:
                 self._send(item, worker)
                 return True
             return self._receive(item, worker)
-        if item.op is Op.FORWARD or item.op in _BACKWARDS:
+        if item.op in (Op.FORWARD, Op.BACKWARD):
             for worker in workers:
                 for edge in self._needed[forward, item.node, worker]:
                     if (forward, edge, item.microbatch, worker) not in self._received:
@@ -205,11 +194,10 @@ class _World:
 def _in_flight(items: tuple[Instruction, ...], nodes: set[int]) -> int:
     """The most microbatches between their forward on one of the nodes and the end of their backward there."""
     own = [item.op for item in items if item.node in nodes]
-    ends = Op.BACKWARD_WEIGHT if Op.BACKWARD_WEIGHT in own else Op.BACKWARD
-    if ends not in own:
+    if Op.BACKWARD not in own:
         return 0
     held = most = 0
     for op in own:
-        held += (op is Op.FORWARD) - (op is ends)
+        held += (op is Op.FORWARD) - (op is Op.BACKWARD)
         most = max(most, held)
     return most

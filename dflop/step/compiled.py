@@ -12,28 +12,23 @@ from functools import cached_property
 import numpy as np
 
 from dflop.base.kernels import kernel
-from dflop.plan.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.plan.placements import PLACEMENTS
 from dflop.plan.plan import Plan
-from dflop.plan.schedules import SCHEDULES
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.step.nodes import stages_of
-from dflop.step.orders import group_orders, splits_backward
+from dflop.step.orders import group_orders
 from dflop.step.simulation_kernel import (
     BRIDGE_IN,
     BRIDGE_OUT,
     DP,
     FIRST_NODE,
     FIRST_WORKER,
-    KIND,
-    NO_BACKWARD,
     NUM_COLUMNS,
     PARTS,
     SPAN,
-    SPLIT_BACKWARD,
     STAGE_BEFORE,
     STAGE_BEHIND,
-    WHOLE_BACKWARD,
     walk_items,
 )
 
@@ -51,7 +46,6 @@ class CompiledPlan:
     num_workers: int
     num_microbatches: int
     num_encoders: int
-    splits_backward: bool
     order: np.ndarray
     stages: np.ndarray
     ranks_of_worker: np.ndarray
@@ -69,12 +63,11 @@ class CompiledPlan:
         return self.order[(which == FORWARD) & (microbatch == 0)][:, [1, 3]]
 
     @cached_property
-    def last_passes(self) -> np.ndarray:
-        """The last backward of each stage, or the last weight part of a split one, in order: [num_last_passes, 3] of
-        pass, stage, and the part of its replicas. Stages without a backward have none."""
-        which, stage, microbatch, _ = self.order.T
-        closing = np.where(self.stages[stage, KIND] == SPLIT_BACKWARD, WEIGHT, BACKWARD)
-        return self.order[(which == closing) & (microbatch == self.num_microbatches - 1)][:, [0, 1, 3]]
+    def last_backwards(self) -> np.ndarray:
+        """The last backward of each stage, in order: [num_last_backwards, 2] of stage, and the part of its replicas.
+        Stages without a backward have none."""
+        which, _, microbatch, _ = self.order.T
+        return self.order[(which == BACKWARD) & (microbatch == self.num_microbatches - 1)][:, [1, 3]]
 
 
 def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray | None = None) -> CompiledPlan:
@@ -87,7 +80,6 @@ def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
     for place, stage in enumerate(listed):
         is_first, is_last = stage.pp_stage == 0, stage.pp_stage == plan.num_stages(stage.module) - 1
         is_llm = stage.module == "llm"
-        kind = NO_BACKWARD if not trained.has_backward(stage.module) else WHOLE_BACKWARD
         stages[place] = (
             stage.dp,
             stage.first_node,
@@ -97,7 +89,7 @@ def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
             -1 if is_last else place + 1,
             has_bridges and is_llm and is_first,
             encoders.index(stage.module) if has_bridges and not is_llm and is_last else -1,
-            SPLIT_BACKWARD if kind == WHOLE_BACKWARD and splits_backward(plan, stage.module) else kind,
+            trained.has_backward(stage.module),
             plan.grid(stage.module).num_shards,
             stage.num_groups if PLACEMENTS[plan.placement].fills_bubbles else 1,
         )
@@ -119,7 +111,6 @@ def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
         num_workers=num_workers,
         num_microbatches=plan.num_microbatches,
         num_encoders=len(encoders),
-        splits_backward=SCHEDULES[plan.schedule].splits_backward,
         order=merged,
         stages=stages,
         ranks_of_worker=ranks_of_worker,
@@ -148,7 +139,7 @@ def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
     """
     num_groups, num_stages = len(offsets) - 1, len(stages)
     merged = np.empty((num_distinct, 4), dtype=np.int64)
-    done = np.zeros((3, num_stages, num_microbatches), dtype=np.int64)  # by how many parts
+    done = np.zeros((2, num_stages, num_microbatches), dtype=np.int64)  # by how many parts
     cursor = offsets[:-1].copy()
     count = 0
     moved = True
@@ -181,8 +172,6 @@ def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
 
 @kernel
 def _has_what_it_needs(which, stage, microbatch, stages, done):
-    if which == WEIGHT:
-        return done[BACKWARD, stage, microbatch] > 0
     if which == FORWARD:
         if stages[stage, BRIDGE_IN]:
             for other in range(len(stages)):

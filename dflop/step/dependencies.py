@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.plan.passes import FORWARD, WEIGHT
+from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.step.compiled import CompiledPlan
 from dflop.step.simulation_kernel import (
     BRIDGE_IN,
@@ -41,19 +41,16 @@ def computations_of(plan: CompiledPlan) -> tuple[list[Computation], list[int]]:
     stages = plan.stages
     bridge_ends = {
         FORWARD: np.flatnonzero(stages[:, BRIDGE_OUT] >= 0).tolist(),
-        None: np.flatnonzero(stages[:, BRIDGE_IN]).tolist(),
+        BACKWARD: np.flatnonzero(stages[:, BRIDGE_IN]).tolist(),
     }
     number: dict[tuple[int, int, int, int], int] = {}
     last: dict[int, int] = {}
     computations = []
     for which, stage, microbatch, part in plan.order.tolist():
         is_forward = which == FORWARD
-        neighbour, bridged = -1, []
-        if which != WEIGHT:
-            neighbour = int(stages[stage, STAGE_BEFORE if is_forward else STAGE_BEHIND])
-            is_end = stages[stage, BRIDGE_IN] > 0 if is_forward else stages[stage, BRIDGE_OUT] >= 0
-            if is_end:
-                bridged = bridge_ends[FORWARD if is_forward else None]
+        neighbour = int(stages[stage, STAGE_BEFORE if is_forward else STAGE_BEHIND])
+        is_end = stages[stage, BRIDGE_IN] > 0 if is_forward else stages[stage, BRIDGE_OUT] >= 0
+        bridged = bridge_ends[which] if is_end else []
         num_replicas = int(stages[stage, DP] // stages[stage, PARTS])
         for replica in range(part * num_replicas, (part + 1) * num_replicas):
             first_worker = int(stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN])

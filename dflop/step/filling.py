@@ -93,18 +93,12 @@ class BubbleFiller:
     def _reduced(self, times: StageTimes) -> tuple:
         """The arguments of `_fill` without the last three: the LLM's orders, and seconds of the mean replica.
 
-        For the LLM: computations [3, num_stages, num_microbatches], and transfers to the next stage [num_stages,
+        For the LLM: computations [2, num_stages, num_microbatches], and transfers to the next stage [num_stages,
         num_microbatches]. For the encoders on each pipeline rank: forwards, backwards and messages, each [num_ranks,
         num_microbatches].
         """
         nodes = slice(self._first_node, None)
-        weight_s = np.zeros_like(times.backward_s) if times.weight_s is None else times.weight_s
-        llm_s = np.stack(
-            [
-                own[nodes].reshape(self._shape).mean(axis=1)
-                for own in (times.forward_s, times.backward_s - weight_s, weight_s)
-            ]
-        )
+        llm_s = np.stack([own[nodes].reshape(self._shape).mean(axis=1) for own in (times.forward_s, times.backward_s)])
         chain_s = times.chain_s[nodes].reshape(self._shape).mean(axis=1)
         num_ranks = len(self._offsets) - 1
         forward_s, backward_s, message_s = np.zeros((3, num_ranks, self.num_microbatches))
@@ -205,7 +199,7 @@ def _ready_s(which, stage, microbatch, chain_s, ends, features_s, num_sent, num_
         if stage > 0:
             return ends[FORWARD, stage - 1, microbatch] + chain_s[stage - 1, microbatch]
         return features_s[microbatch] if num_sent[microbatch] == num_ranks else _NEVER
-    if which == BACKWARD and stage < ends.shape[1] - 1:
+    if stage < ends.shape[1] - 1:
         return ends[BACKWARD, stage + 1, microbatch] + chain_s[stage, microbatch]
     return 0.0  # its rank has already done everything that it waits for
 
@@ -217,9 +211,9 @@ def _wake(which, stage, rank, is_stuck):
     num_ranks = len(is_stuck)
     if which == FORWARD:
         is_stuck[(rank + 1) % num_ranks] = False
-    elif which == BACKWARD and stage > 0:
+    elif stage > 0:
         is_stuck[(rank - 1) % num_ranks] = False
-    elif which == BACKWARD:
+    else:
         is_stuck[:] = False
 
 

@@ -14,11 +14,11 @@ from enum import StrEnum
 
 import numpy as np
 
-from dflop.plan.passes import BACKWARD, FORWARD
+from dflop.plan.passes import FORWARD
 from dflop.plan.plan import Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.step.nodes import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
-from dflop.step.orders import group_orders, splits_backward
+from dflop.step.orders import group_orders
 from dflop.step.routes import Edge, edges_of, make_routes
 
 __all__ = ["Instruction", "Op", "Program", "Span", "StepInstructions", "make_program"]
@@ -32,8 +32,6 @@ class Op(StrEnum):
     SEND_FORWARD = "SEND_F"
     RECV_BACKWARD = "RECV_B"
     BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
     SEND_BACKWARD = "SEND_B"
     SYNC_GRADIENTS = "SYNC"
 
@@ -143,7 +141,7 @@ class _Writer:
         edges: Sequence[Edge],
         trained: TrainedSet,
     ) -> None:
-        self._plan, self._stages, self._workers = plan, stages_of(plan), workers
+        self._stages, self._workers = stages_of(plan), workers
         self._transfers = _transfers(nodes, workers, edges, trained)
 
     def list_of(self, worker: int, order: np.ndarray) -> tuple[Instruction, ...]:
@@ -154,12 +152,8 @@ class _Writer:
             node = stage.first_node + (worker - stage.first_worker) // stage.span
             if pass_ == FORWARD:
                 before, op, behind = Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD
-            elif pass_ == BACKWARD:
-                op = Op.BACKWARD_INPUT if splits_backward(self._plan, stage.module) else Op.BACKWARD
-                before, behind = Op.RECV_BACKWARD, Op.SEND_BACKWARD
             else:
-                listed.append(Instruction(Op.BACKWARD_WEIGHT, node, microbatch))
-                continue
+                before, op, behind = Op.RECV_BACKWARD, Op.BACKWARD, Op.SEND_BACKWARD
             listed += (Instruction(before, node, microbatch, edge) for edge in self._transfers[before, worker, node])
             listed.append(Instruction(op, node, microbatch))
             listed += (Instruction(behind, node, microbatch, edge) for edge in self._transfers[behind, worker, node])

@@ -10,14 +10,14 @@ from functools import lru_cache
 import numpy as np
 
 from dflop.base.kernels import kernel
-from dflop.plan.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.plan.placements import PLACEMENTS
 from dflop.plan.plan import Plan
 from dflop.plan.schedules import SCHEDULES
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.step.nodes import StageReplicas, stages_of
 
-__all__ = ["group_orders", "splits_backward"]
+__all__ = ["group_orders"]
 
 
 def group_orders(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray | None = None) -> list[np.ndarray]:
@@ -31,21 +31,11 @@ def group_orders(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
     places = list(range(len(stages)))
     llm = [place for place in places if stages[place].module == "llm"]
     encoders = places[: -len(llm)]
-    depths = {grid.module: grid.pp for grid in plan.grids[:-1] if trained.has_backward(grid.module)}
-    num_before = 0 if placement.shares_ranks else max(depths.values(), default=0)
-    pipeline = _pipeline(
-        plan.grid("llm").pp,
-        plan.num_microbatches,
-        plan.schedule,
-        plan.num_chunks,
-        llm[0],
-        num_before,
-        splits=splits_backward(plan, "llm"),
-    )
+    pipeline = _pipeline(plan.grid("llm").pp, plan.num_microbatches, plan.schedule, plan.num_chunks, llm[0])
     if not placement.shares_ranks:
         lead = _lead(pipeline[0], llm[0]) + schedule.encoder_lead(plan.grid("llm").pp)
         return [
-            *(_encoder_order(plan, stages[place], place, lead, num_before, trained) for place in encoders),
+            *(_encoder_order(plan, stages[place], place, lead, trained) for place in encoders),
             *pipeline,
         ]
     forwards, backwards = (
@@ -54,7 +44,7 @@ def group_orders(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
         ).reshape(-1, 3)
         for which, own in (
             (FORWARD, encoders),
-            (BACKWARD, [place for place in encoders if stages[place].module in depths]),
+            (BACKWARD, [place for place in encoders if trained.has_backward(stages[place].module)]),
         )
     )
     if slots is not None:
@@ -62,30 +52,13 @@ def group_orders(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
     return placement.with_encoders(pipeline, llm[0], forwards, backwards)
 
 
-def splits_backward(plan: Plan, module: str) -> bool:
-    """Whether the module's backward is split into an input part and a weight part.
-
-    An encoder that shares ranks does not split it, since no other rank waits for its input part. A module whose
-    replicas share parameters does not split it either, since it sums its gradients layer by layer.
-    """
-    if not SCHEDULES[plan.schedule].splits_backward or plan.grid(module).gathers:
-        return False
-    return module == "llm" or not PLACEMENTS[plan.placement].shares_ranks
-
-
 @lru_cache(maxsize=256)
-def _pipeline(
-    pp: int, num_microbatches: int, schedule: str, num_chunks: int, first: int, num_before: int, *, splits: bool
-) -> list[np.ndarray]:
-    """The LLM's own order on each of its pipeline ranks: rank r has the stages `first + r`, `first + r + pp`, …
-
-    `splits` is whether the backward is split.
-    """
+def _pipeline(pp: int, num_microbatches: int, schedule: str, num_chunks: int, first: int) -> list[np.ndarray]:
+    """The LLM's own order on each of its pipeline ranks: rank r has the stages `first + r`, `first + r + pp`, …"""
     orders, about = [], SCHEDULES[schedule]
     for rank in range(pp):
         ahead = about.ahead(rank, pp, num_microbatches, num_chunks)
-        delay = about.weight_delay(num_before + rank) if splits else -1
-        passes, number = _interleave(num_microbatches * num_chunks, ahead, delay)
+        passes, number = _interleave(num_microbatches * num_chunks, ahead)
         orders.append(_in_rounds(passes, number, pp, num_chunks, first + rank))
     return orders
 
@@ -101,30 +74,22 @@ def _in_rounds(passes, number, pp, num_chunks, first):
     return order
 
 
-def _encoder_order(
-    plan: Plan, stage: StageReplicas, place: int, lead: int, num_before: int, trained: TrainedSet
-) -> np.ndarray:
-    pp = plan.grid(stage.module).pp
+def _encoder_order(plan: Plan, stage: StageReplicas, place: int, lead: int, trained: TrainedSet) -> np.ndarray:
     if not trained.has_backward(stage.module):
         passes, number = np.full(plan.num_microbatches, FORWARD), np.arange(plan.num_microbatches)
     else:
-        place_in_chain = num_before - pp + stage.pp_stage
-        splits = splits_backward(plan, stage.module)
-        delay = SCHEDULES[plan.schedule].weight_delay(place_in_chain) if splits else -1
-        passes, number = _interleave(plan.num_microbatches, lead + pp - stage.pp_stage - 1, delay)
+        passes, number = _interleave(plan.num_microbatches, lead + plan.grid(stage.module).pp - stage.pp_stage - 1)
     return np.column_stack([passes, np.full_like(passes, place), number])
 
 
 @kernel
-def _interleave(num_passes, ahead, delay):
-    """Passes and their numbers in order: backward k right behind forward `k + ahead`, weight part k `delay` later, and
-    none where `delay` is negative."""
-    kinds = 2 if delay < 0 else 3
-    passes, number = np.empty(kinds * num_passes, np.int64), np.empty(kinds * num_passes, np.int64)
+def _interleave(num_passes, ahead):
+    """Passes and their numbers in order: backward k right behind forward `k + ahead`."""
+    passes, number = np.empty(2 * num_passes, np.int64), np.empty(2 * num_passes, np.int64)
     count = 0
-    for turn in range(num_passes + ahead + max(0, delay)):
-        for which, own in ((FORWARD, turn), (BACKWARD, turn - ahead), (WEIGHT, turn - ahead - delay)):
-            if 0 <= own < num_passes and which < kinds:
+    for turn in range(num_passes + ahead):
+        for which, own in ((FORWARD, turn), (BACKWARD, turn - ahead)):
+            if 0 <= own < num_passes:
                 passes[count], number[count] = which, own
                 count += 1
     return passes, number

@@ -22,10 +22,7 @@ __all__ = ["Links", "StageWork", "Waits", "Wire", "run_instructions"]
 
 
 class StageWork(Protocol):
-    """The computations of one node. Mappings hold a tensor by the index of its edge, and leave out edges without data.
-
-    An implementation that never splits its backward needs neither `backward_input` nor `backward_weight`.
-    """
+    """The computations of one node. Mappings hold tensors by the index of their edge; edges without data have none."""
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
         """Shape of the tensor that travels over an edge, the same in both directions; None where none does."""
@@ -38,12 +35,6 @@ class StageWork(Protocol):
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Take the gradients of the tensors that `forward` returned; return those of the tensors it received."""
-
-    def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """As `backward`, but leave the gradients of the weights to `backward_weight`."""
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Add the gradients of the weights of a microbatch whose `backward_input` is done."""
 
     def sync_gradients(self) -> None:
         """Sum the gradients over the node's replicas."""
@@ -120,16 +111,10 @@ class _Step:
         self._pass_on(item, made)
 
     def backward(self, item: Instruction) -> None:
-        work = self._works[item.node]
-        compute = work.backward if item.op is Op.BACKWARD else work.backward_input
         received = self._received.pop((False, item.node, item.microbatch), {})
         with self._clock.span(item):
-            made = compute(item.microbatch, received)
+            made = self._works[item.node].backward(item.microbatch, received)
         self._pass_on(item, made)
-
-    def backward_weight(self, item: Instruction) -> None:
-        with self._clock.span(item):
-            self._works[item.node].backward_weight(item.microbatch)
 
     def sync_gradients(self, item: Instruction) -> None:
         with self._clock.span(item):
@@ -180,8 +165,6 @@ class _Step:
 _CARRY_OUT = {
     Op.FORWARD: _Step.forward,
     Op.BACKWARD: _Step.backward,
-    Op.BACKWARD_INPUT: _Step.backward,
-    Op.BACKWARD_WEIGHT: _Step.backward_weight,
     Op.SYNC_GRADIENTS: _Step.sync_gradients,
     Op.SEND_FORWARD: _Step.send,
     Op.SEND_BACKWARD: _Step.send,

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop.base.kernels import kernel
-from dflop.plan.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.step.compiled import CompiledPlan
 from dflop.step.simulation_kernel import (
     BRIDGE_OUT,
     DP,
     FIRST_NODE,
     FIRST_WORKER,
-    KIND,
-    NO_BACKWARD,
+    HAS_BACKWARD,
     PARTS,
     SPAN,
-    SPLIT_BACKWARD,
     Messages,
     walk,
 )
@@ -64,12 +62,11 @@ class Bridges:
 class StageTimes:
     """Seconds of a step's parts, of one global batch or, with a leading axis everywhere, of several.
 
-    `forward_s` and `backward_s` are [num_nodes, num_microbatches]. So is `weight_s`, the part of `backward_s` for the
-    gradients of weights, which schedules that split the backward need. `chain_s` [num_nodes, num_microbatches] is the
-    time of the transfer to the next stage of the same module, and that of the transfer back from it. `sync_s`
-    [num_nodes] is the time of the gradient sync. Of that, `early_sync_s` [num_nodes] may run beside the node's last
-    backward, and `late_sync_s` [num_nodes] beside its first forward (`syncs`), by default nothing. These three are
-    always without the leading axis.
+    `forward_s` and `backward_s` are [num_nodes, num_microbatches]. `chain_s` [num_nodes, num_microbatches] is the time
+    of the transfer to the next stage of the same module, and that of the transfer back from it. `sync_s` [num_nodes] is
+    the time of the gradient sync. Of that, `early_sync_s` [num_nodes] may run beside the node's last backward, and
+    `late_sync_s` [num_nodes] beside its first forward (`syncs`), by default nothing. These three are always without the
+    leading axis.
     """
 
     forward_s: np.ndarray
@@ -79,12 +76,11 @@ class StageTimes:
     sync_s: np.ndarray
     early_sync_s: np.ndarray | None = None
     late_sync_s: np.ndarray | None = None
-    weight_s: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Starts and ends in seconds, [3 (forward, backward or its input part, weight part), num_nodes, num_microbatches].
+    """Starts and ends in seconds, [2 (forward, backward), num_nodes, num_microbatches].
 
     NaN where nothing runs. Each worker waits for its gradient syncs from `computed_s` to `synced_s`, [num_workers].
     `idle_of_worker` is by worker; `idle` is the mean over ranks.
@@ -106,7 +102,7 @@ class Timeline:
 
 def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
     """The timeline of one step (one global batch) with these times."""
-    shape = (3, plan.num_nodes * plan.num_microbatches)
+    shape = (2, plan.num_nodes * plan.num_microbatches)
     start_s, end_s = np.full(shape, np.nan), np.full(shape, np.nan)
     steps_s, computed_s, synced_s = _run(plan, times, start_s, end_s)
     step_s = float(steps_s[0])
@@ -126,31 +122,26 @@ def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
 
 def simulate_step_s(plan: CompiledPlan, times: StageTimes) -> float | np.ndarray:
     """The step time alone, in seconds; with several global batches an array [num_batches]."""
-    end_s = np.empty((3, plan.num_nodes * plan.num_microbatches))
+    end_s = np.empty((2, plan.num_nodes * plan.num_microbatches))
     step_s, _, _ = _run(plan, times, np.empty((0, 0)), end_s)
     return step_s if times.forward_s.ndim == 3 else float(step_s[0])
 
 
-def peak_bytes(
-    plan: CompiledPlan, activation_bytes: np.ndarray, transient_bytes: np.ndarray, put_off: np.ndarray | None = None
-) -> np.ndarray:
+def peak_bytes(plan: CompiledPlan, activation_bytes: np.ndarray, transient_bytes: np.ndarray) -> np.ndarray:
     """The most bytes that each rank of a worker holds at a time for microbatches in flight, [num_workers].
 
     Both arrays are [num_nodes, num_microbatches]: the bytes that a microbatch keeps from its forward to the end of its
-    backward, and those that come on top while it is computed. Where the backward is split, `put_off` [num_stages] is
-    the share of the kept bytes that stays until the weight part, by default all. Only the order of computations
-    matters, not their times.
+    backward, and those that come on top while it is computed. Only the order of computations matters, not their times.
     """
-    shares = np.ones(len(plan.stages)) if put_off is None else put_off
-    return peak_bytes_of(plan.order, plan.stages, activation_bytes, transient_bytes, shares, plan.num_workers)
+    return peak_bytes_of(plan.order, plan.stages, activation_bytes, transient_bytes, plan.num_workers)
 
 
 def _by_node(plan: CompiledPlan, cells: np.ndarray) -> np.ndarray:
-    """Values by cell, [3, num_cells], as [3, num_nodes, num_microbatches]."""
+    """Values by cell, [2, num_cells], as [2, num_nodes, num_microbatches]."""
     parts, first = [], 0
     for dp in plan.stages[:, DP]:
         own = cells[:, first : first + dp * plan.num_microbatches]
-        parts.append(own.reshape(3, plan.num_microbatches, dp).transpose(0, 2, 1))
+        parts.append(own.reshape(2, plan.num_microbatches, dp).transpose(0, 2, 1))
         first += dp * plan.num_microbatches
     return np.ascontiguousarray(np.concatenate(parts, axis=1))
 
@@ -159,20 +150,18 @@ def _run(
     plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The step times [num_batches]; when each worker has computed, and when it has synced, in the last of them."""
-    assert times.weight_s is not None or not plan.splits_backward, "a split backward needs to know the weights' part"
     shape = (-1, plan.num_nodes, plan.num_microbatches)
     forward_s = times.forward_s.reshape(shape)
     bridges = times.bridges
     batch = np.zeros_like(bridges.microbatch) if bridges.batch is None else bridges.batch
     return _walk_batches(
         plan.items,
-        plan.last_passes,
+        plan.last_backwards,
         plan.stages,
         plan.num_workers,
         plan.num_encoders,
         forward_s,
         times.backward_s.reshape(shape),
-        (times.backward_s if times.weight_s is None else times.weight_s).reshape(shape),
         times.chain_s.reshape(shape),
         (batch, bridges.microbatch, bridges.source, bridges.target, bridges.seconds),
         sync_parts(plan, times.sync_s, times.early_sync_s, times.late_sync_s),
@@ -184,13 +173,12 @@ def _run(
 @kernel
 def _walk_batches(
     items,
-    last_passes,
+    last_backwards,
     stages,
     num_workers,
     num_encoders,
     forward_s,
     backward_s,
-    weight_s,
     chain_s,
     bridges,
     syncs,
@@ -204,16 +192,16 @@ def _walk_batches(
     num_batches, num_nodes, num_microbatches = forward_s.shape
     starts, source, target, message_s = _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges)
     num_lists = num_microbatches * num_encoders * stages[:, PARTS].max()
-    seconds, ways_s = np.empty((3, num_nodes * num_microbatches)), np.empty(num_nodes * num_microbatches)
+    seconds, ways_s = np.empty((2, num_nodes * num_microbatches)), np.empty(num_nodes * num_microbatches)
     clocks, synced_s, step_s = np.empty(num_workers), np.empty(num_workers), np.empty(num_batches)
     for batch in range(num_batches):
-        own_s = forward_s[batch], backward_s[batch], weight_s[batch], chain_s[batch]
+        own_s = forward_s[batch], backward_s[batch], chain_s[batch]
         for stage in range(len(stages)):
             _put_in_cells(stages[stage], own_s, seconds, ways_s)
         own = starts[batch * num_lists : (batch + 1) * num_lists + 1]
         messages = Messages(own[:-1], own[1:] - own[:-1], source, target, message_s)
         walk(items, seconds, ways_s, messages, syncs, clocks, end_s, start_s)
-        add_syncs((last_passes, stages, num_microbatches), seconds, end_s, clocks, syncs, synced_s)
+        add_syncs((last_backwards, stages, num_microbatches), seconds, end_s, clocks, syncs, synced_s)
         step_s[batch] = synced_s.max()
     return step_s, clocks, synced_s
 
@@ -221,9 +209,9 @@ def _walk_batches(
 @kernel
 def _put_in_cells(stage, times_s, seconds, ways_s):
     """Write a stage's times, each given for all stages as [num_nodes, num_microbatches], to the arrays of `walk`."""
-    forward_s, backward_s, weight_s, chain_s = times_s
+    forward_s, backward_s, chain_s = times_s
     num_microbatches = forward_s.shape[1]
-    dp, first_node, is_split = stage[DP], stage[FIRST_NODE], stage[KIND] == SPLIT_BACKWARD
+    dp, first_node = stage[DP], stage[FIRST_NODE]
     # A few replicas at a time: one by one, each cell would be written to another line of the processor's cache.
     for begin in range(0, dp, _BLOCK):
         for microbatch in range(num_microbatches):
@@ -232,9 +220,6 @@ def _put_in_cells(stage, times_s, seconds, ways_s):
                 node, cell = first_node + replica, first_cell + replica
                 seconds[FORWARD, cell] = forward_s[node, microbatch]
                 seconds[BACKWARD, cell] = backward_s[node, microbatch]
-                if is_split:
-                    seconds[BACKWARD, cell] -= weight_s[node, microbatch]
-                    seconds[WEIGHT, cell] = weight_s[node, microbatch]
                 ways_s[cell] = chain_s[node, microbatch]
 
 
@@ -285,16 +270,12 @@ def _cell(stages, stage, node, microbatch, num_microbatches):
 
 
 @kernel
-def peak_bytes_of(order, stages, kept, transient, put_off, num_workers):
+def peak_bytes_of(order, stages, kept, transient, num_workers):
     """`peak_bytes` for kernels: `order` and `stages` as in `CompiledPlan`."""
     held, peak = np.zeros(num_workers), np.zeros(num_workers)
     for item in range(len(order)):
         which, stage, microbatch, part = order[item]
-        kind = stages[stage, KIND]
-        # The share that is let go here, behind a backward or a part of it, or a forward that no backward follows.
-        freed = 1.0 if which == (FORWARD if kind == NO_BACKWARD else BACKWARD) else 0.0
-        if kind == SPLIT_BACKWARD and which != FORWARD:
-            freed = put_off[stage] if which == WEIGHT else 1.0 - put_off[stage]
+        frees = which == BACKWARD or not stages[stage, HAS_BACKWARD]
         num_replicas = stages[stage, DP] // stages[stage, PARTS]
         for replica in range(part * num_replicas, (part + 1) * num_replicas):
             node = stages[stage, FIRST_NODE] + replica
@@ -303,5 +284,6 @@ def peak_bytes_of(order, stages, kept, transient, put_off, num_workers):
                 if which == FORWARD:
                     held[worker] += kept[node, microbatch]
                 peak[worker] = max(peak[worker], held[worker] + transient[node, microbatch])
-                held[worker] -= freed * kept[node, microbatch]
+                if frees:
+                    held[worker] -= kept[node, microbatch]
     return peak

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.base.kernels import kernel
-from dflop.plan.passes import BACKWARD, FORWARD, WEIGHT
+from dflop.plan.passes import FORWARD
 
 __all__ = [
     "BRIDGE_IN",
@@ -23,16 +23,13 @@ __all__ = [
     "DP",
     "FIRST_NODE",
     "FIRST_WORKER",
-    "KIND",
-    "NO_BACKWARD",
+    "HAS_BACKWARD",
     "NUM_COLUMNS",
     "PARTS",
     "SHARED",
     "SPAN",
-    "SPLIT_BACKWARD",
     "STAGE_BEFORE",
     "STAGE_BEHIND",
-    "WHOLE_BACKWARD",
     "Messages",
     "walk",
     "walk_items",
@@ -42,14 +39,13 @@ __all__ = [
 # - STAGE_BEFORE and STAGE_BEHIND: the neighbouring stages of the same module, -1 where there is none.
 # - BRIDGE_IN: 1 for the LLM's first stage, where bridges end. BRIDGE_OUT: for an encoder's last stage, where bridges
 #   begin, the number of the encoder; -1 elsewhere.
-# - KIND: one of NO_BACKWARD, WHOLE_BACKWARD and SPLIT_BACKWARD.
+# - HAS_BACKWARD: 1, or 0 for stages of frozen encoders.
 # - SHARED: how many neighbouring replicas share parameters, and so wait for each other in each pass; 1 where none do.
 # - PARTS: the replicas come in so many equal parts, each with its own order.
 NUM_COLUMNS = 11
-DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, KIND, SHARED, PARTS = range(
-    NUM_COLUMNS
+DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, HAS_BACKWARD, SHARED, PARTS = (
+    range(NUM_COLUMNS)
 )
-NO_BACKWARD, WHOLE_BACKWARD, SPLIT_BACKWARD = range(3)
 
 # Columns of `walk_items`. An item is a pass of a microbatch on all replicas of a stage, or on a part of them. The
 # columns are: the pass; the first cell; the number of replicas; their first worker, and workers a replica; whether the
@@ -75,11 +71,11 @@ def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> 
     [num_items, 12]."""
     which, stage, microbatch, part = order.T
     num_replicas, num_parts = stages[stage, DP] // stages[stage, PARTS], stages[:, PARTS].max()
-    is_forward, is_weight = which == FORWARD, which == WEIGHT
+    is_forward = which == FORWARD
     neighbour = np.where(is_forward, stages[stage, STAGE_BEFORE], stages[stage, STAGE_BEHIND])
-    has_neighbour = (neighbour >= 0) & ~is_weight
+    has_neighbour = neighbour >= 0
     encoder, num_encoders = stages[stage, BRIDGE_OUT], stages[:, BRIDGE_OUT].max() + 1
-    takes_all, takes_own = is_forward & (stages[stage, BRIDGE_IN] > 0), (which == BACKWARD) & (encoder >= 0)
+    takes_all, takes_own = is_forward & (stages[stage, BRIDGE_IN] > 0), ~is_forward & (encoder >= 0)
 
     def cell(stage: np.ndarray) -> np.ndarray:
         return stages[stage, FIRST_NODE] * num_microbatches + microbatch * stages[stage, DP] + part * num_replicas
@@ -105,7 +101,7 @@ def walk_items(order: np.ndarray, stages: np.ndarray, num_microbatches: int) -> 
 def walk(items, seconds, chain_s, messages, syncs, clocks, end_s, start_s):
     """Write the end of each cell to `end_s`, and the end of each worker's last computation to `clocks` [num_workers].
 
-    `seconds` [3 (pass), num_cells] is the time of each computation, and `chain_s` [num_cells] that of the transfer to
+    `seconds` [2 (pass), num_cells] is the time of each computation, and `chain_s` [num_cells] that of the transfer to
     the next stage of the module or back from it. `syncs` are `SyncParts`: a node's first forward does not end before
     its parameters are gathered. `end_s` has the shape of `seconds`, and so has `start_s` unless it is empty. Replicas
     that share parameters end together; each is taken to wait for the slowest before it starts.

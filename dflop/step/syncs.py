@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.base.kernels import kernel
+from dflop.plan.passes import BACKWARD
 from dflop.step.compiled import CompiledPlan
 from dflop.step.simulation_kernel import DP, FIRST_NODE, FIRST_WORKER, PARTS, SPAN
 
@@ -50,18 +51,18 @@ def sync_parts(
 def add_syncs(order, seconds, end_s, clocks, syncs, synced_s):
     """Write to `synced_s` [num_workers] when each worker has ended its gradient syncs.
 
-    `order` is the compiled plan's `last_passes`, `stages` and `num_microbatches`; `seconds`, `end_s` and `clocks` are
-    those of `walk`, and `syncs` are `SyncParts`.
+    `order` is the compiled plan's `last_backwards`, `stages` and `num_microbatches`; `seconds`, `end_s` and `clocks`
+    are those of `walk`, and `syncs` are `SyncParts`.
     """
-    last_passes, stages, num_microbatches = order
+    last_backwards, stages, num_microbatches = order
     synced_s[:] = 0.0
-    for place in range(len(last_passes) if len(syncs.early_s) else 0):
-        which, stage, part = last_passes[place]
+    for place in range(len(last_backwards) if len(syncs.early_s) else 0):
+        stage, part = last_backwards[place]
         dp, first_node, span = stages[stage, DP], stages[stage, FIRST_NODE], stages[stage, SPAN]
         first_cell = first_node * num_microbatches + (num_microbatches - 1) * dp
         num_replicas = dp // stages[stage, PARTS]
         for replica in range(part * num_replicas, (part + 1) * num_replicas):
-            begun_s = end_s[which, first_cell + replica] - seconds[which, first_cell + replica]
+            begun_s = end_s[BACKWARD, first_cell + replica] - seconds[BACKWARD, first_cell + replica]
             for lane in range(span):
                 worker = stages[stage, FIRST_WORKER] + replica * span + lane
                 synced_s[worker] = max(synced_s[worker], begun_s) + syncs.early_s[first_node + replica]

@@ -20,13 +20,11 @@ import torch.distributed as dist
 from dflop.config import Config
 from dflop.loading.dataset import LoadedMedia, segments_of
 from dflop.models import ModelSpec, load_runtime
-from dflop.models.deferral import Deferral
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, TextBatch
 from dflop.plan import Plan
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import StepSchedule
 from dflop.step import Program
-from dflop.step.orders import splits_backward
 from dflop.train.feed import samples_of
 from dflop.train.rank_model import NodeModel, RankModel
 from dflop.train.undecodable import Undecodable, without_targets_of
@@ -51,7 +49,6 @@ class _Work(ABC):
         loader: Iterator,
         feature_size: int,
         trained: TrainedSet,
-        splits_backward: bool,
         undecodable: Undecodable,
     ) -> None:
         self.stage, self.program, self.node_index, self.node = own.stage, program, own.index, own.node
@@ -74,7 +71,6 @@ class _Work(ABC):
         self._together = [own.node]
         if own.shared:
             self._together = [node for node in program.nodes if node.module == own.node.module]
-        self._deferral = Deferral(own.stage) if splits_backward else None
 
     def read_from(self, loader: Iterator) -> Iterator:
         """Take inputs from this loader from now on; returns the former loader."""
@@ -89,10 +85,9 @@ class _Work(ABC):
         self.num_undecodable = self.num_dropped_targets = 0
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._inputs: dict[int, EncoderBatch | TextBatch] = {}
-        # By microbatch and edge, what went out and what came in; by microbatch, the deferred weight gradients.
+        # By microbatch and edge, what went out and what came in.
         self._outputs: dict[int, dict[int, torch.Tensor]] = {}
         self._leaves: dict[int, dict[int, torch.Tensor]] = {}
-        self._put_off: dict[int, list] = {}
         self._num_backwards = sum(map(self._runs, range(self.program.num_microbatches)))
         self._own.zero_grad()
 
@@ -137,7 +132,7 @@ class _Work(ABC):
         self._num_backwards -= self._runs(microbatch)
         if self._own.shared:
             self._own.shared.sum_over_copies(self._num_backwards == 0)
-        with self._own.summing(self._is_last(microbatch) and self._deferral is None):
+        with self._own.summing(microbatch == self.program.num_microbatches - 1):
             if wanted:
                 torch.autograd.backward(list(wanted.values()), gradients)
         owed = {edge: leaf.grad for edge, leaf in leaves.items() if leaf.grad is not None}
@@ -146,25 +141,6 @@ class _Work(ABC):
             if (shape := self.edge_shape(microbatch, edge)) is not None:
                 owed[edge] = torch.zeros(shape, dtype=self._dtype, device=self.device)
         return owed
-
-    def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """As `backward`, but with weight gradients deferred until `backward_weight`."""
-        assert self._deferral is not None, "the plan's schedule does not split the backward"
-        with self._deferral.collecting() as put_off:
-            owed = self.backward(microbatch, received)
-        self._put_off[microbatch] = put_off
-        return owed
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Compute the deferred weight gradients of a microbatch."""
-        assert self._deferral is not None, "the plan's schedule does not split the backward"
-        pending = self._put_off.pop(microbatch)
-        parameters = (own for item in pending for own in item.parameters)
-        with self._own.summing(self._is_last(microbatch), parameters) as tell:
-            self._deferral.compute(pending, tell)
-
-    def _is_last(self, microbatch: int) -> bool:
-        return microbatch == self.program.num_microbatches - 1
 
     def _runs(self, microbatch: int) -> bool:
         """Whether the stage runs for a microbatch. Replicas that shard parameters run the same passes."""
@@ -347,7 +323,6 @@ def make_works(
             "feature_size": model.spec.feature_size,
             "trained": config.model.trained,
             "undecodable": undecodable,
-            "splits_backward": splits_backward(plan, own.node.module),
         }
         if own.node.module == "llm":
             works[own.index] = LlmWork(own, **common)

@@ -37,12 +37,10 @@ CORRECTIONS_FILE = "corrections.json"
 SCHEDULE_FILE = "schedule-of-a-step.bin"
 # The name of the first rank's parts with the table `step_seconds`.
 _SECONDS = "seconds"
-# The values of the column `pass`. A backward has a prediction as a whole; the two parts of a split one have none.
+# The values of the column `pass`.
 _PASS = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward_input",
-    Op.BACKWARD_WEIGHT: "backward_weight",
     Op.SYNC_GRADIENTS: "sync",
 }
 OBSERVATIONS_SCHEMA = {

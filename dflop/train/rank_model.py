@@ -1,7 +1,7 @@
 """What a rank holds of the model: the stage of each node that the rank carries, and the stage's optimiser."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.plan import Plan
 from dflop.shapes.text import ChatTokenizer, tokenizer_folder
 from dflop.step import Instruction, Node, Op
-from dflop.step.orders import splits_backward
 from dflop.train.parameter_shards import ParameterShards, SharedPasses, Units
 from dflop.train.sharded_optimizer import ShardedAdamW
 from dflop.train.tied_embedding import TiedEmbedding
@@ -75,20 +74,12 @@ class NodeModel:
         if self.tied:
             self.tied.zero_grad()
 
-    @contextmanager
-    def summing(
-        self, is_last: bool, incomplete: Iterable[nn.Parameter] | None = None
-    ) -> Iterator[Callable[[nn.Parameter], None] | None]:
-        """A context of a backward. In the step's last one, gradients begin to be summed (`ShardedAdamW.summing`), and
-        the context gives what to tell of gradients that are not added by autograd.
+    def summing(self, is_last: bool) -> AbstractContextManager[None]:
+        """A context of a backward. In the step's last one, gradients begin to be summed (`ShardedAdamW.summing`).
 
         Replicas that shard parameters sum gradients inside each pass, and others may sum all of them behind it.
         """
-        if self.shared or not (is_last and self.overlaps):
-            yield None
-            return
-        with self.optimizer.summing(incomplete):
-            yield self.optimizer.is_complete
+        return nullcontext() if self.shared or not (is_last and self.overlaps) else self.optimizer.summing()
 
     def sum_gradients(self) -> None:
         """Sum the gradients over the node's replicas."""
@@ -292,7 +283,6 @@ def _build_stage(
         share=units.share if units else None,
         is_empty=is_empty,
     )
-    can_compile = not is_empty and not splits_backward(plan, node.module)
-    if can_compile and compiles_layers(config.train.compile, topology.device)[0]:
+    if not is_empty and compiles_layers(config.train.compile, topology.device)[0]:
         compile_layers(stage)
     return stage, units

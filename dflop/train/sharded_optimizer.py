@@ -94,7 +94,7 @@ class ShardedAdamW:
         self._gathers: dict[int, dist.Work] = {}
         if self._num_replicas > 1:
             for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(self.is_complete)
+                parameter.register_post_accumulate_grad_hook(self._note_complete)
         # By bucket, the ranges of the own share that are updated: one with weight decay, then one without.
         self._runs = [self._make_runs(number) for number in range(len(self._buckets))]
         self._adamw = AdamW({run.masters: run.decays for runs in self._runs for run in runs}, weight_decay)
@@ -104,27 +104,23 @@ class ShardedAdamW:
             bucket.gradients.zero_()
 
     @contextmanager
-    def summing(self, incomplete: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+    def summing(self) -> Iterator[None]:
         """A context of the step's last backward. Sums begin as their buckets are complete; those of all others but the
         ones with `complete_later` begin at its end. All replicas must enter it at the same place among the collectives
-        of their group. `incomplete` are the parameters whose gradients the context completes, by default all.
-        """
+        of their group."""
         if self._num_replicas == 1:
             yield
             return
-        wanted = self._places.keys() if incomplete is None else set(incomplete)
         self._incomplete = [set() for _ in self._buckets]
         for parameter, (number, _) in self._places.items():
-            if parameter in wanted:
-                self._incomplete[number].add(parameter)
+            self._incomplete[number].add(parameter)
         yield
         self._incomplete = []
         self._begin_sums(len(self._buckets) - self._num_later)
 
-    def is_complete(self, parameter: nn.Parameter) -> None:
-        """Say that a backward has completed a parameter's gradient. This counts in the last backward, and for the
-        parameters of this optimiser."""
-        if not self._incomplete or parameter not in self._places:
+    def _note_complete(self, parameter: nn.Parameter) -> None:
+        """Note that a backward has completed a parameter's gradient. This counts in the step's last backward."""
+        if not self._incomplete:
             return
         number, _ = self._places[parameter]
         self._incomplete[number].discard(parameter)

@@ -16,7 +16,7 @@ from dflop.step import Op, Span
 
 __all__ = ["StepReports"]
 
-_WAY = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}
+_WAY = {Op.FORWARD: 0, Op.BACKWARD: 1}
 # Keys are reused after this many steps, when the first rank has read them long ago.
 _NUM_SLOTS = 2 * REPORT_LAG_STEPS
 
@@ -36,8 +36,7 @@ class StepReports:
     ) -> None:
         """`overlaps` is `NodeModel.overlaps`: syncs run beside the first forward and the last backward."""
         # The passes that are left out: pass and microbatch.
-        last = [(op, num_microbatches - 1) for op, way in _WAY.items() if way == 1]
-        self._left_out = {(Op.FORWARD, 0), *last} if overlaps else set()
+        self._left_out = {(Op.FORWARD, 0), (Op.BACKWARD, num_microbatches - 1)} if overlaps else set()
         self._store, self._rank, self._num_ranks = store.clone(), rank, num_ranks
         self._shape = (2, num_nodes, num_microbatches)
         # By step: the seconds that it took, and the seconds that sending its times took.

@@ -44,10 +44,8 @@ def shared(placement: str, **more) -> Plan:
 
 PLANS = {
     "disjoint, 1f1b": disjoint(),
-    "disjoint, zb_h1": disjoint(schedule="zb_h1"),
     "disjoint, interleaved": disjoint(schedule="interleaved_1f1b", num_chunks=2),
     "colocated, 1f1b": shared("colocated"),
-    "colocated, zb_h1": shared("colocated", schedule="zb_h1"),
     "colocated, interleaved": shared("colocated", schedule="interleaved_1f1b", num_chunks=2),
     "bubble-filled, 1f1b": shared("bubble_filled"),
     "monolithic, 1f1b": shared("monolithic"),

@@ -80,10 +80,6 @@ PLANS = {
             checkpointing=True,
         ),
     ),
-    "7b-zero-bubble": (
-        "llava_ov_7b",
-        plan("disjoint", vision(2), llm(8, tp=2, pp=4, rank_offset=2), 8, schedule="zb_h1"),
-    ),
     "7b-interleaved": (
         "llava_ov_7b",
         plan("colocated", vision(8), llm(8, tp=2, pp=2), 4, schedule="interleaved_1f1b", num_chunks=2),
@@ -93,10 +89,6 @@ PLANS = {
     "78b-disjoint": (
         "internvl_78b",
         plan("disjoint", vision(8, **SHARED), llm(32, tp=8, pp=4, rank_offset=8), 8, checkpointing=True),
-    ),
-    "78b-zero-bubble": (
-        "internvl_78b",
-        plan("disjoint", vision(8, pp=2), llm(64, tp=8, pp=8, rank_offset=8), 8, schedule="zb_h1"),
     ),
     "qwen2.5-shared": ("qwen2_5_vl_7b", plan("colocated", vision(8, **SHARED), llm(8, **SHARED), 2)),
     "qwen2.5-disjoint": ("qwen2_5_vl_7b", plan("disjoint", vision(4, pp=2), llm(4, tp=2, rank_offset=4), 4)),

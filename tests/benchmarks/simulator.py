@@ -21,7 +21,7 @@ from dflop.step import Bridges, CompiledPlan, StageTimes, compile_plan, peak_byt
 
 REPOSITORY = Path(__file__).parents[2]
 MESSAGES_A_BUCKET = 4
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1))
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))
 # Name, ranks of the encoder and of the LLM, tp of both, pp of the LLM, microbatches, batches at a time.
 SIZES = (("20 ranks", 4, 16, 1, 1, 4, 16, 64), ("8,192 ranks", 2048, 6144, 4, 8, 8, 64, 1))
 
@@ -102,7 +102,6 @@ def drawn_times(plan: Plan, compiled: CompiledPlan, num_batches: int) -> StageTi
     return StageTimes(
         forward_s=forward_s,
         backward_s=2 * forward_s,
-        weight_s=forward_s,
         chain_s=rng.exponential(0.1, shape),
         bridges=Bridges(
             source=encoder.first_node + rng.integers(0, encoder.dp, count),

@@ -20,12 +20,10 @@ NUM_STEPS, BATCH_SIZE = 5, 8  # as many as an epoch has
 PASSES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward_input",
-    Op.BACKWARD_WEIGHT: "backward_weight",
     Op.SYNC_GRADIENTS: "sync",
 }
 LAYOUTS = {
-    "disjoint, zb_h1": {"llm_pp": 3, "num_microbatches": 4, "schedule": "zb_h1"},
+    "disjoint, pipelined": {"llm_pp": 3, "num_microbatches": 4},
     "colocated, shared": {"llm_dp": 4, "placement": "colocated", "sharding": "parameters"},
 }
 

@@ -62,6 +62,6 @@ def test_training_goes_on_as_if_it_had_not_been_evaluated_and_its_samples_are_ot
 def test_another_layout_evaluates_alike(held_out, evaluated, tmp_path):
     folder, config = held_out
     _, steps = evaluated
-    plan = plan_file(folder, placement="colocated", llm_pp=2, num_microbatches=4, schedule="zb_h1")
+    plan = plan_file(folder, placement="colocated", llm_pp=2, num_microbatches=4)
     others = train(folder, config, plan, tmp_path / "train", steps=2)
     assert others[1]["evaluation_loss"] == pytest.approx(steps[1]["evaluation_loss"], rel=1e-10)

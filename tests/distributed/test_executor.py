@@ -56,17 +56,16 @@ PLANS = {
         plan_of("disjoint"),
         plan_of("colocated", pp=2),
         plan_of("colocated", dp=2),
-        plan_of("colocated", "zb_h1", pp=2),
         plan_of("colocated", "interleaved_1f1b", pp=2, num_chunks=3),
         plan_of("monolithic", pp=2),
         plan_of("monolithic", "interleaved_1f1b", pp=2, num_chunks=2),
     ],
     3: [
-        plan_of("disjoint", "zb_h1", pp=2, num_microbatches=5),
+        plan_of("disjoint", pp=2, num_microbatches=5),
         plan_of("disjoint", "interleaved_1f1b", pp=2, num_chunks=2),
         plan_of("disjoint", encoders={"vision": 1, "audio": 1}),
         plan_of("colocated", pp=3, num_microbatches=5),
-        plan_of("monolithic", "zb_h1", pp=3),
+        plan_of("monolithic", pp=3),
         plan_of("disjoint", tp=2),
         plan_of("disjoint", encoder_tp=2),
     ],
@@ -90,7 +89,7 @@ PLANS = {
     8: [
         plan_of("colocated", tp=2, dp=4, encoder_tp=4),
         plan_of("colocated", tp=4, dp=2, encoder_tp=2),
-        plan_of("colocated", "zb_h1", tp=4, pp=2, encoder_tp=2),
+        plan_of("colocated", tp=4, pp=2, encoder_tp=2),
     ],
 }
 FROZEN = plan_of("colocated", pp=2), ("vision",)
@@ -165,24 +164,13 @@ class ToyWork:
         return {edge: output.detach() for edge, output in outputs.items()}
 
     def backward(self, microbatch, received):
-        gradients = self.backward_input(microbatch, received)
-        self.backward_weight(microbatch)
-        return gradients
-
-    def backward_input(self, microbatch, received):
-        leaves, outputs = self.kept[microbatch]
-        gradients = [received.get(edge) for edge in outputs]
-        self.kept[microbatch] = leaves, outputs, gradients
-        if not leaves:
+        leaves, outputs = self.kept.pop(microbatch)
+        if not outputs:
             return {}
-        found = torch.autograd.grad(list(outputs.values()), list(leaves.values()), gradients, retain_graph=True)
+        gradients = [received.get(edge) for edge in outputs]
+        of_weight, *found = torch.autograd.grad(list(outputs.values()), [self.weight, *leaves.values()], gradients)
+        self.weight.grad += of_weight
         return dict(zip(leaves, found, strict=True))
-
-    def backward_weight(self, microbatch):
-        _, outputs, gradients = self.kept.pop(microbatch)
-        if outputs:
-            (found,) = torch.autograd.grad(list(outputs.values()), [self.weight], gradients)
-            self.weight.grad += found
 
     def sync_gradients(self):
         dist.all_reduce(self.weight.grad, group=self.replicas)

@@ -95,8 +95,7 @@ PLANS = {
     "disjoint 4+1": disjoint({"num_ranks": 4}, ONE),
     "encoder pp 2": disjoint(PIPELINE, ONE, num_microbatches=4),
     "encoder pp 2 dp 2": disjoint({"num_ranks": 4, "pp": 2}, ONE, checkpointing=True),
-    "zb_h1": disjoint(ONE, PIPELINE, num_microbatches=4, schedule="zb_h1"),
-    "zb_h1, encoder pp 2": disjoint(PIPELINE, {"num_ranks": 3, "pp": 3}, num_microbatches=4, schedule="zb_h1"),
+    "encoder pp 2, LLM pp 3": disjoint(PIPELINE, {"num_ranks": 3, "pp": 3}, num_microbatches=4),
     "interleaved": disjoint(
         {"num_ranks": 1, "recomputed": (0,)},
         PIPELINE | {"recomputed": (1, 1, 0, 1)},
@@ -109,13 +108,11 @@ PLANS = {
     "colocated 2": shared("colocated", TWO),
     "colocated pp 2": shared("colocated", PIPELINE | {"recomputed": (2, 1)}, checkpointing=True),
     "colocated pp 2 dp 2": shared("colocated", {"num_ranks": 4, "pp": 2}, num_microbatches=2),
-    "colocated zb_h1": shared("colocated", PIPELINE, num_microbatches=4, schedule="zb_h1"),
     "colocated interleaved": shared(
         "colocated", PIPELINE, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2
     ),
     "bubble-filled pp 2": shared("bubble_filled", PIPELINE, num_microbatches=4),
     "bubble-filled pp 2 dp 2": shared("bubble_filled", {"num_ranks": 4, "pp": 2}, checkpointing=True),
-    "bubble-filled zb_h1": shared("bubble_filled", PIPELINE, num_microbatches=4, schedule="zb_h1"),
     "bubble-filled interleaved": shared(
         "bubble_filled", PIPELINE, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2
     ),
@@ -125,7 +122,7 @@ PLANS = {
     "disjoint 1+2, LLM tp 2": disjoint(ONE, SHARED),
     "disjoint 2+1, encoder tp 2": disjoint(SHARED, ONE),
     "disjoint 2+2, both tp 2, checkpointing": disjoint(SHARED, SHARED, checkpointing=True),
-    "zb_h1, LLM tp 2 pp 2": disjoint(ONE, SHARED_PIPELINE, num_microbatches=4, schedule="zb_h1"),
+    "disjoint 1+4, LLM tp 2 pp 2": disjoint(ONE, SHARED_PIPELINE, num_microbatches=4),
     "colocated LLM tp 2": shared("colocated", SHARED),
     "colocated encoder tp 2": shared("colocated", TWO, encoder_tp=2),
     "colocated encoder dp 4, LLM tp 2 pp 2": shared("colocated", SHARED_PIPELINE, num_microbatches=2),
@@ -167,7 +164,7 @@ def three(placement: str, vision: dict, audio: dict, llm: dict, num_microbatches
 OMNI_PLANS = {
     "three modules 1+1+1": three("disjoint", ONE, ONE, ONE),
     "three modules 1+2+1, audio pp 2": three("disjoint", ONE, PIPELINE, ONE, num_microbatches=4),
-    "three modules 1+1+2, LLM pp 2": three("disjoint", ONE, ONE, PIPELINE, schedule="zb_h1"),
+    "three modules 1+1+2, LLM pp 2": three("disjoint", ONE, ONE, PIPELINE),
     "three modules 1+1+2, LLM dp 2": three("disjoint", ONE, ONE, TWO, num_microbatches=2, checkpointing=True),
     "three modules colocated 2": three("colocated", TWO, TWO, TWO, num_microbatches=2),
     "three modules colocated pp 2": three("colocated", TWO, TWO, PIPELINE),
@@ -198,29 +195,28 @@ TIED = (
     "disjoint 1+1",
     "disjoint 1+2, LLM pp 2",
     "colocated pp 2 dp 2",
-    "zb_h1",
     "interleaved",
     "disjoint 1+2, LLM tp 2",
-    "zb_h1, LLM tp 2 pp 2",
+    "disjoint 1+4, LLM tp 2 pp 2",
 )
 INTERNVL = (
     "disjoint 2+1",
     "disjoint 1+2, LLM pp 2",
     "encoder pp 2",
-    "colocated zb_h1",
+    "colocated pp 2",
     "colocated encoder tp 2",
     "disjoint 1+2, LLM tp 2",
     "parameters 2, tp 2",  # of InternVL's class token, one row, the second replica has nothing
 )
 QWEN = (
     *INTERNVL,
-    "zb_h1, encoder pp 2",  # an LLM's stage between others
+    "encoder pp 2, LLM pp 3",  # an LLM's stage between others
     "colocated pp 2 dp 2",
     "bubble-filled pp 2",
 )
 QWEN3 = (
     "disjoint 2+1",
-    "zb_h1, encoder pp 2",  # features go along between stages of the encoder, and between stages of the LLM
+    "encoder pp 2, LLM pp 3",  # features go along between stages of the encoder, and between stages of the LLM
     "colocated pp 2 dp 2",
     "colocated encoder tp 2",
     "disjoint 1+2, LLM tp 2",
@@ -230,7 +226,6 @@ DAMAGED = (
     "disjoint 3+2",
     "disjoint 1+2, LLM pp 2",
     "encoder pp 2",
-    "zb_h1",
     "bubble-filled pp 2 dp 2",
     "monolithic tp 2 dp 2",
     "parameters 2",
@@ -240,7 +235,6 @@ TWICE = (
     "disjoint 3+2",
     "disjoint 1+2, LLM tp 2",
     "interleaved",
-    "zb_h1",
     "colocated encoder dp 4, LLM tp 2 pp 2",
     "bubble-filled pp 2 dp 2",
     "monolithic pp 2 dp 2",
@@ -255,7 +249,7 @@ TWICE = (
 VARIED = {
     "disjoint 1+2, LLM pp 2": "tied",
     "interleaved": "tied",
-    "zb_h1, LLM tp 2 pp 2": "tied",
+    "disjoint 1+4, LLM tp 2 pp 2": "tied",
     "parameters of the LLM": "tied",
     "monolithic 2": "frozen vision",
     "colocated pp 2 dp 2": "frozen vision",
@@ -268,11 +262,10 @@ VARIED = {
     "colocated encoder tp 2": "internvl",
     "parameters 2+2": "internvl",  # of the class token, one row, the second replica has nothing
     "encoder pp 2 dp 2": "qwen",
-    "colocated zb_h1": "qwen",
     "disjoint 2+1, encoder tp 2": "qwen",
     "colocated LLM tp 2": "qwen",
     "parameters 4, colocated": "qwen",
-    "zb_h1, encoder pp 2": "qwen3",  # features go along between stages of the encoder, and between stages of the LLM
+    "encoder pp 2, LLM pp 3": "qwen3",  # features go along between stages of the encoder, and of the LLM
     "colocated pp 2": "qwen3",
     "disjoint 2+2, both tp 2, checkpointing": "qwen3",
     "parameters 2x2": "qwen3",

@@ -194,7 +194,7 @@ def test_a_source_without_a_path_is_refused():
     ("key", "value", "choices"),
     [
         ("schedule.policy", "lptt", "by_length, ilp, lpt, random, search"),
-        ("plan.fixed.schedule", "zb", "gpipe, interleaved_1f1b, 1f1b, zb_h1"),
+        ("plan.fixed.schedule", "zb", "gpipe, interleaved_1f1b, 1f1b"),
         ("plan.fixed.placement", "apart", "bubble_filled, colocated, disjoint, monolithic"),
         ("plan.today.placement", "apart", "bubble_filled, colocated, disjoint, monolithic"),
         ("train.precision", "fp8", "fp32, bf16, fp64"),
@@ -203,6 +203,11 @@ def test_a_source_without_a_path_is_refused():
 )
 def test_a_closed_choice_lists_its_values(key, value, choices):
     assert f"`{key}` is {value!r}; it must be one of {choices}" in refusal(nested(key, value))
+
+
+def test_a_schedule_that_was_removed_is_told_from_one_that_never_was():
+    said = refusal({"plan": {"schedules": ["1f1b", "zb_h1"]}})
+    assert "`plan.schedules[1]` is 'zb_h1', which was removed; it must be one of gpipe, interleaved_1f1b, 1f1b" in said
 
 
 def test_a_closed_choice_in_a_list_names_the_entry():

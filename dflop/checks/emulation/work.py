@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dflop.schedule import WEIGHT_SHARE, StepSchedule
+from dflop.schedule import StepSchedule
 from dflop.step import Program
 from dflop.train.feed import samples_of
 
@@ -74,25 +74,14 @@ class EmulatedWork:
         return self._tensors(microbatch, forward=True)
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        self._begin_sync_behind(microbatch)
+        if microbatch == self.program.num_microbatches - 1:
+            self.network.carry(self.early_sync_s)
         _sleep(self.schedule.backward_s[self.index, microbatch])
         return self._tensors(microbatch, forward=False)
-
-    def backward_input(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        _sleep(self.schedule.backward_s[self.index, microbatch] * (1 - WEIGHT_SHARE))
-        return self._tensors(microbatch, forward=False)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self._begin_sync_behind(microbatch)
-        _sleep(self.schedule.backward_s[self.index, microbatch] * WEIGHT_SHARE)
 
     def sync_gradients(self) -> None:
         dist.barrier(self.replicas)
         _sleep(max(0.0, self.network.free_s - time.monotonic()) + self.sync_s - self.early_sync_s - self.late_sync_s)
-
-    def _begin_sync_behind(self, microbatch: int) -> None:
-        if microbatch == self.program.num_microbatches - 1:
-            self.network.carry(self.early_sync_s)
 
     def _tensors(self, microbatch: int, *, forward: bool) -> dict[int, torch.Tensor]:
         """What is sent: over each edge that begins at this node in forward, over each that ends here in backward."""

@@ -16,7 +16,6 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import MONOLITHIC, Plan
 from dflop.search import TODAY, Candidate, GroupedBatches, PlanPricer, enumerate_space, plan_of, search_plans
-from dflop.search.recompute import may_recompute
 from dflop.shapes import SampleShapes
 
 __all__ = ["SYSTEM", "require_todays_layout"]
@@ -64,10 +63,10 @@ def _nearest(
 ) -> tuple[Plan, float]:
     """The plan of the rows that needs least memory, and its bytes; among many rows, those with most microbatches."""
     needs = []
-    pinned = config.plan.today.checkpointing
+    recomputes = config.plan.today.checkpointing is not False
     most = rows.sort("num_microbatches", descending=True, maintain_order=True).head(_MOST_NEEDS)
     for row in most.iter_rows(named=True):
-        plan = plan_of(row, {}, checkpointing=may_recompute(row["schedule"], pinned))
+        plan = plan_of(row, {}, checkpointing=recomputes)
         needs.append((PlanPricer(plan, config, spec, costs, batches, megatron.POLICY).needed_bytes(), plan))
     needed_bytes, plan = min(needs, key=lambda need: need[0])
     return plan, needed_bytes

@@ -37,7 +37,7 @@ class Interleaved(Schedule):
     def microbatches_per_round(self, pp: int) -> int:
         return pp
 
-    def _check_chunks(self, plan: "Plan") -> None:
+    def check(self, plan: "Plan") -> None:
         pp = plan.grid("llm").pp
         if plan.num_chunks < 2 or pp < 2:
             raise UserError(

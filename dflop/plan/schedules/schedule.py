@@ -1,8 +1,7 @@
 """The interface of a pipeline schedule, which fixes in which order each pipeline rank computes its microbatches.
 
 All schedules are instances of one formula. Forwards are numbered in order. Backward k comes right after forward
-`k + ahead`. If the backward is split, its weight part comes right after the input part of backward `k + weight_delay`.
-With chunks, a rank's chunks take turns every `pp` microbatches.
+`k + ahead`. With chunks, a rank's chunks take turns every `pp` microbatches.
 """
 
 from abc import ABC, abstractmethod
@@ -20,23 +19,10 @@ class Schedule(ABC):
     """One pipeline schedule. `stage` is a pipeline rank of the LLM, 0 <= stage < pp."""
 
     name: str
-    # Whether weight gradients are a computation of their own, for which only the gradient sync waits.
-    splits_backward = False
 
     @abstractmethod
     def ahead(self, stage: int, pp: int, num_microbatches: int, num_chunks: int) -> int:
         """The k-th backward comes after the `k + ahead`-th forward; forwards of all of a rank's chunks are counted."""
-
-    def weight_delay(self, place: int) -> int:
-        """The number of input parts by which a backward's weight part is delayed.
-
-        `place` is the stage's index in the chain of all stages with ranks of their own: those of the encoder with the
-        most stages, then the LLM's.
-
-        Raises:
-            NotImplementedError: for a schedule that does not split the backward.
-        """
-        raise NotImplementedError(f"{self.name} does not split the backward")
 
     def most_ahead_of_first(self, pp: int, num_microbatches: int, num_chunks: int) -> int:
         """The largest number of microbatches that the LLM's first stage (or first chunk) has in flight at a time."""
@@ -55,29 +41,12 @@ class Schedule(ABC):
         """The number of microbatches must be a multiple of this."""
         return 1
 
-    @property
-    def allows_checkpointing(self) -> bool:
-        return not self.splits_backward
-
     def check(self, plan: "Plan") -> None:
         """Check that the schedule allows a plan's numbers.
 
         Raises:
             UserError: naming the number that it does not allow, and one that it does.
         """
-        if plan.checkpointing and not self.allows_checkpointing:
-            raise UserError(
-                f"{self.name} with checkpointing would keep recomputed activations, which checkpointing should free, "
-                "until the deferred weight gradients are computed; use schedule: 1f1b, or checkpointing: false"
-            )
-        if plan.grid("llm").gathers and self.splits_backward:
-            raise UserError(
-                f"{self.name} defers weight gradients of the LLM, but sharding={plan.grid('llm').sharding} sums them "
-                "layer by layer; use schedule: 1f1b, or sharding: optimizer"
-            )
-        self._check_chunks(plan)
-
-    def _check_chunks(self, plan: "Plan") -> None:
         if plan.num_chunks != 1:
             raise UserError(
                 f"the plan has num_chunks={plan.num_chunks} with {self.name}; use num_chunks: 1 or "

@@ -47,7 +47,7 @@ def draw_timeline(panels: Sequence[StepPanel], plan: Plan, finding: str) -> Pict
     if len(shown) < num_workers:
         note += f" The first replicas of every stage are drawn ({len(shown)} of {num_workers} workers)."
     colours = {f"{grid.module} {name}": module_colour(grid.module, name) for grid in plan.grids for name in _DIRECTIONS}
-    colours |= {"weight gradients": colour("weight"), "gradient sync": colour("sync")}
+    colours["gradient sync"] = colour("sync")
     tables = [_boxes(panel, shown, plan.num_chunks) for panel in panels]
     present: set[str] = set()
     for panel, table in zip(panels, tables, strict=True):
@@ -70,11 +70,9 @@ def draw_timeline(panels: Sequence[StepPanel], plan: Plan, finding: str) -> Pict
 def _boxes(panel: StepPanel, shown: dict[int, str], num_chunks: int) -> pl.DataFrame:
     """The boxes that are drawn, with what is said of them."""
     loads = _loads(panel.schedule)
-    directions = {"backward_input": "backward", "backward_weight": "weight"}
     table = []
     for worker, module, replica, chunk, direction, microbatch, start_s, end_s in panel.boxes.rows():
-        direction = directions.get(direction, direction)
-        what = {"weight": "weight gradients", "sync": "gradient sync"}.get(direction, f"{module} {direction}")
+        what = "gradient sync" if direction == "sync" else f"{module} {direction}"
         computes = what if direction == "sync" else f"{module} {direction} of microbatch {microbatch}"
         opacity = 1 - 0.4 * chunk / max(1, num_chunks - 1)
         takes = f"{format_seconds(end_s - start_s)}, from {format_seconds(start_s) if start_s else '0'} on"

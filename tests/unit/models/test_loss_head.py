@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from dflop.models.deferral import Deferral
 from dflop.models.llm_work import targets_at_once
 from dflop.models.loss_head import LossHead
 from dflop.models.precision import compute_in
@@ -87,9 +86,7 @@ def test_a_frozen_head_gives_the_hidden_states_their_gradient(is_first_frozen):
     loss = head(hidden, target_ids)
     assert loss.requires_grad == hidden.requires_grad
     if not is_first_frozen:
-        with Deferral(head).collecting() as pending:
-            loss.backward()
-        assert not pending
+        loss.backward()
         assert head.weight.grad is None
         torch.testing.assert_close(hidden.grad, plain(make_head(10), hidden, target_ids)[1])
 
@@ -158,22 +155,6 @@ def test_no_more_than_a_chunk_of_logits_stands(num_at_once):
         head(hidden, target_ids).backward()
     # The transposed matrix is as wide, too, and has as many rows as hidden states are wide.
     assert seen.rows == max(HIDDEN, min(num_at_once, NUM_TARGETS))
-
-
-@pytest.mark.parametrize("num_at_once", CHUNKS)
-def test_a_split_backward_puts_off_the_gradient_of_one_chunk(num_at_once):
-    head, (hidden, target_ids) = make_head(num_at_once), make_targets()
-    expected = plain(head, hidden, target_ids)
-    deferral = Deferral(head)
-    for own in head.parameters():
-        own.grad = torch.zeros_like(own)
-    with deferral.collecting() as pending:
-        head(hidden, target_ids).backward()
-    torch.testing.assert_close(hidden.grad, expected[1])
-    assert [len(own.gradient) for own in pending] == [min(num_at_once, NUM_TARGETS)]
-    deferral.compute(pending)
-    for own, gradient in zip(head.parameters(), expected[2:], strict=True):
-        torch.testing.assert_close(own.grad, gradient)
 
 
 def test_shared_parameters_are_gathered_and_their_gradients_summed_once_a_pass():

@@ -22,7 +22,7 @@ plans = st.builds(
     plan_with,
     st.sampled_from(ENCODERS),
     st.sampled_from(["disjoint", "colocated", "monolithic"]),
-    st.sampled_from(["1f1b", "gpipe", "zb_h1"]),
+    st.sampled_from(["1f1b", "gpipe"]),
     st.integers(1, 3),
 )
 frozen_sets = st.sampled_from([(), ("vision",), ("llm",)])
@@ -121,9 +121,7 @@ def test_a_sample_alone_takes_what_a_batch_of_it_does_wherever_that_takes_least(
                 encoder_rank=np.array([ranks], dtype=np.int64),
             )
             needs.append(max(pricer.memory_bytes(one, assignment).values()))
-        assert own_bytes <= min(needs) * (1 + 1e-9)
-        if plan.schedule != "zb_h1" or plan.placement == "disjoint":  # else weights wait while others come by
-            assert own_bytes == pytest.approx(min(needs), rel=1e-9)
+        assert own_bytes == pytest.approx(min(needs), rel=1e-9)
 
 
 @properties

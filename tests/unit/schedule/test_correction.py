@@ -34,7 +34,6 @@ def make_plan(placement="disjoint", *, vision_dp=2, llm_dp=2, llm_pp=2, num_micr
 
 PLANS = {
     "disjoint": make_plan(),
-    "zero bubble": make_plan(schedule="zb_h1", vision_dp=1),
     "colocated": make_plan("colocated"),
     "monolithic": make_plan("monolithic"),
 }

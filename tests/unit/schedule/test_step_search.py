@@ -58,7 +58,6 @@ PLANS = {
     "encoder in two stages": make_plan(vision_pp=2),
     "gpipe": make_plan(schedule="gpipe", llm_pp=3),
     "interleaved": make_plan(schedule="interleaved_1f1b", num_chunks=2),
-    "zero bubble": make_plan(schedule="zb_h1", vision_dp=1),
     "colocated": make_plan("colocated"),
     "bubble-filled": make_plan("bubble_filled"),
     "monolithic": make_plan("monolithic"),

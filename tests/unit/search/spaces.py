@@ -15,14 +15,14 @@ from dflop.models.loads import Coefficients, Hinge
 from dflop.plan.layout_key import LayoutKey
 from dflop.search import PlanPricer, enumerate_space, plan_of
 from dflop.search.grouped_batches import GroupedBatches
-from dflop.search.recompute import JustEnough, may_recompute
+from dflop.search.recompute import JustEnough
 from dflop.search.splits import balanced_splits
 from dflop.shapes import SampleShapes
 
 ALL_PLACEMENTS = ["disjoint", "colocated", "monolithic"]
 # So much a device that, with `with_quick_tp_2`, tensor-parallel ranks with sharded parameters are the fastest that fit.
 LITTLE_GIB = 0.009
-ALL_SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
+ALL_SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b"]
 ALL_SHARDINGS = ["optimizer", "parameters", "hybrid"]
 
 
@@ -122,7 +122,7 @@ def some_needs(
     needs = []
     for row in rows.gather_every(1 + len(rows) // 200).iter_rows(named=True):
         for recomputes in (False, True):
-            if pinned in (None, recomputes) and not (recomputes and row["schedule"] == "zb_h1"):
+            if pinned in (None, recomputes):
                 plan = plan_of(row, splits, checkpointing=recomputes)
                 needs.append(PlanPricer(plan, config, spec, costs, batches, policy).needed_bytes())
     return np.array(needs)
@@ -132,7 +132,7 @@ def just_enough(nothing: PlanPricer, config: Config, spec: ModelSpec) -> PlanPri
     """A plan that recomputes nothing, with just enough layers recomputed, or all where even that does not fit."""
     limit = config.cluster.memory_gib * 2**30
     pinned = config.plan.fixed.checkpointing if config.plan.fixed else None
-    if pinned is not True and (nothing.needed_bytes() <= limit or not may_recompute(nothing.plan.schedule, pinned)):
+    if pinned is False or (pinned is None and nothing.needed_bytes() <= limit):
         return nothing
     found = None if pinned else JustEnough(spec, config.model.trained, limit).of(nothing)
     return found or nothing.recomputing(dataclasses.replace(nothing.plan, checkpointing=True))

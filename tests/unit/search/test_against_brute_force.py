@@ -83,7 +83,7 @@ def test_the_best_plans_of_models_without_encoder_and_with_several(
     "fixed",
     [
         {"placement": "colocated", "llm": {"pp": 2}},
-        {"schedule": "zb_h1", "vision": {"tp": 2}},
+        {"schedule": "gpipe", "vision": {"tp": 2}},
         {"num_microbatches": 5, "checkpointing": False},
         {"placement": "disjoint", "vision": {"pp": 2, "dp": 1}},
     ],

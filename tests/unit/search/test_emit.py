@@ -99,7 +99,7 @@ def test_torchtitan_is_told_of_sharing_inside_nodes():
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("plan", [PIPELINE, SHARED, replace(PIPELINE, schedule="zb_h1")], ids=str)
+@pytest.mark.parametrize("plan", [PIPELINE, SHARED, replace(PIPELINE, schedule="gpipe")], ids=str)
 def test_what_cannot_be_said_is_named(framework, plan):
     emitted = emit(framework, plan, SPEC, 512)
     said = " ".join(emitted.beyond)
@@ -107,7 +107,7 @@ def test_what_cannot_be_said_is_named(framework, plan):
     assert "BalancedBatchSampler" in said
     assert "packed samples" in said
     assert ("0.2 demands it beside" in said) == (framework == "torchtitan" and plan is not SHARED)
-    assert ("schedule zb_h1" in said) == (plan.schedule == "zb_h1")
+    assert ("schedule gpipe" in said) == (framework == "megatron" and plan.schedule == "gpipe")
     assert ("do not divide" in said) == (512 % plan.num_buckets > 0)
     # Replicas that keep whole parameters share the optimiser's state; torchtitan has no such thing.
     assert ("ZeRO-1" in said) == (framework == "torchtitan" and plan is not SHARED)

@@ -17,20 +17,16 @@ import yaml
 import dflop
 
 EAGER = '''
-"""Like 1F1B with one forward more in flight on every stage, and weight gradients that wait for one backward."""
+"""Like 1F1B with one forward more in flight on every stage."""
 
 from dflop.plan.schedules.schedule import Schedule
 
 
 class Eager(Schedule):
     name = "eager"
-    splits_backward = True
 
     def ahead(self, stage, pp, num_microbatches, num_chunks):
         return pp - stage
-
-    def weight_delay(self, place):
-        return 1
 
 
 SCHEDULE = Eager()
@@ -72,7 +68,7 @@ def step_s(schedule):
     compiled = compile_plan(plan)
     ones = np.ones((compiled.num_nodes, plan.num_microbatches))
     times = StageTimes(
-        forward_s=ones, backward_s=2 * ones, weight_s=ones, chain_s=0.5 * ones,
+        forward_s=ones, backward_s=2 * ones, chain_s=0.5 * ones,
         bridges=Bridges.none(), sync_s=np.zeros(compiled.num_nodes),
     )
     return simulate(compiled, times).step_s

@@ -17,7 +17,7 @@ from dflop.search.encoder_bounds import DealtMedia
 from dflop.search.link_bounds import LeastLinks
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.pipeline_bounds import MeanPipelines
-from dflop.search.recompute import JustEnough, may_recompute, with_recomputed
+from dflop.search.recompute import JustEnough, with_recomputed
 from dflop.search.space import llm_layers
 from dflop.search.step_bounds import lower_bounds
 
@@ -63,7 +63,7 @@ class Case:
         for place, row in enumerate(self.rows.iter_rows(named=True)):
             plan = plan_of(row, self.splits)
             counts = {grid.module: np.zeros(grid.pp, dtype=int) for grid in plan.grids}
-            if may_recompute(plan.schedule, None) and self.rng.random() < 0.7:
+            if self.rng.random() < 0.7:
                 for grid in plan.grids:
                     layers = plan.layers_of(grid.module, self.spec.module(grid.module).num_layers)
                     most = [sum(map(len, layers[device :: grid.pp])) for device in range(grid.pp)]
@@ -115,9 +115,8 @@ def test_no_plan_that_fits_recomputes_fewer_layers_than_it_must(
     case = Case(tiny_spec, shape, seeds, freeze, policy, device_model, weights)
     for _, row, recomputed, pricer in case:
         limit = _SLACK * max(max(pricer.memory_bytes(batch).values()) for batch in range(case.num_batches))
-        if may_recompute(row["schedule"], None):
-            must = case.memory.least_recomputed(row, limit, case.ends(row))
-            assert all(least <= own for least, own in zip(must, recomputed, strict=True)), row
+        must = case.memory.least_recomputed(row, limit, case.ends(row))
+        assert all(least <= own for least, own in zip(must, recomputed, strict=True)), row
         nothing = case.pricer_of(plan_of(row, case.splits))
         found = JustEnough(tiny_spec, TrainedSet(freeze), limit).of(nothing) if pricer.plan.checkpointing else None
         if found is not None and nothing.needed_bytes() > limit:
@@ -135,23 +134,10 @@ def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
     bounds = lower_bounds(rows, batches.shapes, costs, tiny_spec, splits, links)
     pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
     rows = rows.with_row_index("place").filter(pl.col("llm_dp") * 4 <= 8)
-    assert rows["schedule"].n_unique() == 4
+    assert rows["schedule"].n_unique() == 3
     for row in rows.iter_rows(named=True):
         step_s = PlanPricer(plan_of(row, splits), config, tiny_spec, costs, batches, LPT).step_s(0)
         bound_s = bounds.of_pipeline(
             row["place"], *pipelines.of_batches(row, (0,) * row["llm_pp"] * row["num_chunks"])
         )[0]
         assert bound_s == pytest.approx(step_s, rel=1e-9), row
-
-
-def test_an_encoder_of_more_stages_puts_off_the_weights_of_an_llm_that_splits_its_backward(tiny_spec):
-    """So the LLM's mean pipeline is another one behind another encoder, and its bound with it."""
-    config = make_config(8, 8, fixed={"placement": "disjoint", "schedule": "zb_h1", "num_microbatches": 6})
-    costs, samples = bent_costs(5), uneven_samples(40, 6)
-    batches, splits, rows = space_of(config, tiny_spec, costs, samples)
-    links = LeastLinks(costs, tiny_spec, config.cluster, EVERYTHING, 4)
-    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
-    of_encoder: dict[int, set[int]] = {}
-    for row in rows.iter_rows(named=True):
-        of_encoder.setdefault(row["vision_pp"], set()).add(pipelines.num_before(row))
-    assert of_encoder == {1: {1}, 2: {2}, 4: {4}}

@@ -69,7 +69,7 @@ def plans(draw, placements=tuple(PLACEMENTS), schedules=tuple(SCHEDULES), shares
         how = draw(shardings(ranks // encoder_tp)) if may_share else {}
         encoders.append(Grid(module=module, num_ranks=ranks, tp=encoder_tp, pp=encoder_pp, rank_offset=offset, **how))
     offset = sum(grid.num_ranks for grid in encoders) if placement == "disjoint" else 0
-    how = draw(shardings(dp)) if pp == 1 and shares and schedule != "zb_h1" else {}
+    how = draw(shardings(dp)) if pp == 1 and shares else {}
     return Plan(
         placement=placement,
         grids=(*encoders, Grid(module="llm", num_ranks=llm_ranks, tp=tp, pp=pp, rank_offset=offset, **how)),
@@ -98,7 +98,6 @@ def slots_of(draw, plan: Plan, frozen: tuple[str, ...] = ()) -> np.ndarray | Non
     times = StageTimes(
         forward_s=forward_s,
         backward_s=backward_s,
-        weight_s=backward_s * rng.random(shape),
         chain_s=chain_s,
         bridges=Bridges.none(),
         sync_s=np.zeros(len(forward_s)),

@@ -37,7 +37,6 @@ def test_each_computation_begins_when_what_it_waits_for_has_ended(order, seed):
     times = StageTimes(
         forward_s=forward_s,
         backward_s=2 * forward_s,
-        weight_s=forward_s,
         chain_s=chain_s,
         bridges=all_bridges(plan) if compiled.stages[:, 7].max() >= 0 else Bridges.none(),
         sync_s=np.zeros(shape[0]),

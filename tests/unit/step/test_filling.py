@@ -41,7 +41,6 @@ def times_of(plan: Plan, encoder_s: float) -> StageTimes:
     return StageTimes(
         forward_s=forward_s,
         backward_s=2 * forward_s,
-        weight_s=forward_s,
         chain_s=np.zeros_like(forward_s),
         bridges=Bridges.none(),
         sync_s=np.zeros(len(forward_s)),
@@ -74,10 +73,9 @@ def test_without_slots_a_step_is_that_of_the_colocated_plan(plan, seed):
     assert simulate(compile_plan(plan), times).idle == pytest.approx(simulate(colocated, times).idle)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("encoder_s", [0.1, 0.25, 1.0])
-def test_a_step_of_four_stages_and_sixteen_microbatches_gets_shorter(schedule, encoder_s):
-    plan = filled(4, 16, schedule=schedule)
+def test_a_step_of_four_stages_and_sixteen_microbatches_gets_shorter(encoder_s):
+    plan = filled(4, 16)
     times = times_of(plan, encoder_s)
     slots = BubbleFiller(plan).slots(times, 16)
     colocated, own = (simulate(compile_plan(plan, EVERYTHING, given), times) for given in (None, slots))
@@ -86,7 +84,7 @@ def test_a_step_of_four_stages_and_sixteen_microbatches_gets_shorter(schedule, e
 
 
 def test_a_rank_holds_few_microbatches_of_the_encoders_where_it_must():
-    plan = filled(4, 32, schedule="zb_h1")
+    plan = filled(4, 32)
     times = times_of(plan, 0.25)
     one_item = np.zeros_like(times.forward_s)
     one_item[[index for index, node in enumerate(nodes_of(plan)) if node.module == "vision"]] = 1.0

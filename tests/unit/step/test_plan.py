@@ -229,7 +229,7 @@ def test_grids_that_do_not_fit_the_placement_are_refused_with_those_that_would(a
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        ({"schedule": "dualpipe"}, "schedule is 'dualpipe'; it must be one of gpipe, interleaved_1f1b, 1f1b, zb_h1"),
+        ({"schedule": "dualpipe"}, "schedule is 'dualpipe'; it must be one of gpipe, interleaved_1f1b, 1f1b"),
         ({"num_chunks": 2}, "num_chunks=2 with 1f1b; use num_chunks: 1 or schedule: interleaved_1f1b"),
         ({"schedule": "interleaved_1f1b"}, "num_chunks=1 and llm pp=4 interleaves nothing"),
         ({"schedule": "interleaved_1f1b", "num_chunks": 2, "num_microbatches": 6}, "there are 6; use a multiple of 4"),

@@ -32,11 +32,11 @@ from dflop.step import (
     workers_of,
 )
 
-PASS_OF = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 2}
+PASS_OF = {Op.FORWARD: 0, Op.BACKWARD: 1}
 
 
 def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarray, np.ndarray, float]:
-    """Starts and ends [3, num_nodes, num_microbatches] and the step time, one instruction after the other."""
+    """Starts and ends [2, num_nodes, num_microbatches] and the step time, one instruction after the other."""
     program = make_program(plan, TrainedSet(frozen), slots)
     carriers = [
         [w for w, worker in enumerate(program.workers) if node in worker.nodes] for node in range(len(program.nodes))
@@ -53,7 +53,7 @@ def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarr
         )
         for key in [tuple(key)]
     }
-    start_s = np.full((3, len(program.nodes), plan.num_microbatches), np.nan)
+    start_s = np.full((2, len(program.nodes), plan.num_microbatches), np.nan)
     end_s, clocks, early_ends = start_s.copy(), np.zeros(len(program.workers)), np.zeros(len(program.workers))
     nothing, late_ends = np.zeros(len(program.nodes)), np.zeros(len(program.workers))
     early_s = nothing if times.early_sync_s is None else times.early_sync_s
@@ -106,8 +106,6 @@ def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarr
                     seconds = {
                         Op.FORWARD: lambda at: times.forward_s[at],
                         Op.BACKWARD: lambda at: times.backward_s[at],
-                        Op.BACKWARD_INPUT: lambda at: times.backward_s[at] - times.weight_s[at],
-                        Op.BACKWARD_WEIGHT: lambda at: times.weight_s[at],
                     }[item.op]
                     # Who shares parameters waits for each other, and ends together.
                     cells = [(PASS_OF[item.op], node, item.microbatch) for node in peers]
@@ -128,19 +126,13 @@ def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarr
     return start_s, end_s, float(clocks.max())
 
 
-def make_times(
-    compiled: CompiledPlan, forward_s=1.0, backward_s=2.0, weight_s=1.0, chain_s=0.0, sync_s=0.0, bridges=None
-):
+def make_times(compiled: CompiledPlan, forward_s=1.0, backward_s=2.0, chain_s=0.0, sync_s=0.0, bridges=None):
     shape = (compiled.num_nodes, compiled.num_microbatches)
-    full = [
-        np.broadcast_to(np.asarray(value, dtype=float), shape).copy()
-        for value in (forward_s, backward_s, weight_s, chain_s)
-    ]
+    full = [np.broadcast_to(np.asarray(value, dtype=float), shape).copy() for value in (forward_s, backward_s, chain_s)]
     return StageTimes(
         forward_s=full[0],
         backward_s=full[1],
-        weight_s=full[2],
-        chain_s=full[3],
+        chain_s=full[2],
         bridges=bridges or Bridges.none(),
         sync_s=np.broadcast_to(np.asarray(sync_s, dtype=float), shape[:1]).copy(),
     )
@@ -177,11 +169,9 @@ def some_bridges(plan: Plan, seconds_of) -> Bridges:
 
 def draw_times(plan: Plan, rng: np.random.Generator, share: float) -> StageTimes:
     shape = (len(nodes_of(plan)), plan.num_microbatches)
-    backward_s = rng.exponential(2.0, shape) * (rng.random(shape) > 0.2)
     return StageTimes(
         forward_s=rng.exponential(1.0, shape) * (rng.random(shape) > 0.2),
-        backward_s=backward_s,
-        weight_s=backward_s * rng.random(shape),
+        backward_s=rng.exponential(2.0, shape) * (rng.random(shape) > 0.2),
         chain_s=rng.exponential(0.5, shape),
         bridges=some_bridges(plan, lambda *_: rng.exponential(0.5) if rng.random() < share else None),
         sync_s=rng.exponential(0.5, shape[0]),
@@ -225,10 +215,7 @@ def test_idle_is_what_is_left_of_all_ranks_step_after_their_work(case):
         rank_s += worker.num_ranks * work_s
     assert timeline.idle == pytest.approx(1 - rank_s / (plan.world_size * timeline.step_s), abs=1e-9)
     computed = ~np.isnan(timeline.end_s)
-    parts = np.array([times.forward_s, times.backward_s, times.backward_s])
-    if plan.schedule == "zb_h1":
-        parts[1] = np.where(computed[2], times.backward_s - times.weight_s, times.backward_s)
-        parts[2] = times.weight_s
+    parts = np.array([times.forward_s, times.backward_s])
     np.testing.assert_allclose(timeline.busy_s, (parts * computed).sum(axis=(0, 2)))
 
 
@@ -245,10 +232,7 @@ def test_several_batches_at_once_take_what_each_takes_alone(plan, seed, count):
     }
     batch = np.repeat(np.arange(count), [len(times.bridges.source) for times in listed])
     together = StageTimes(
-        **{
-            name: np.stack([getattr(t, name) for t in listed])
-            for name in ("forward_s", "backward_s", "weight_s", "chain_s")
-        },
+        **{name: np.stack([getattr(t, name) for t in listed]) for name in ("forward_s", "backward_s", "chain_s")},
         bridges=Bridges(batch=batch, **messages),
         sync_s=listed[0].sync_s,
     )
@@ -298,25 +282,6 @@ def test_interleaving_divides_the_bubble_by_the_number_of_chunks(pp, rounds, num
     compiled = compile_plan(llm_alone(pp, m, "interleaved_1f1b", num_chunks))
     timeline = simulate(compiled, make_times(compiled, f / num_chunks, b / num_chunks))
     assert timeline.step_s == pytest.approx(m * (f + b) + (pp - 1) * (f + b) / num_chunks)
-
-
-@textbook
-@given(pp=stage_counts, more=st.integers(0, 10), f=seconds, input_s=seconds, w=seconds)
-def test_splitting_the_backward_fills_the_bubble_with_weight_gradients(pp, more, f, input_s, w):
-    """m (f + b) + (p - 1)(f + b - 2w) for w no longer than f and b - w: Qi et al. 2023, on ZB-H1.
-
-    Of 1F1B's bubble, (p - 1) f to fill and (p - 1) b to drain, the drain becomes (p - 1)(b - w), since input parts
-    alone pass through the stages, and weight parts put off until then fill (p - 1) w of it. One longer than a gap, f in
-    the fill or b - w in the drain, delays what comes behind it, so that only as much of it counts.
-    """
-    m, b = pp + more, input_s + w
-    compiled = compile_plan(llm_alone(pp, m, "zb_h1"))
-    timeline = simulate(compiled, make_times(compiled, f, b, w))
-    assert timeline.step_s == pytest.approx(m * (f + b) + (pp - 1) * (f + input_s - min(w, f, input_s)))
-    one_forward_one_backward = compile_plan(llm_alone(pp, m))
-    assert (
-        timeline.step_s <= simulate_step_s(one_forward_one_backward, make_times(one_forward_one_backward, f, b)) + 1e-9
-    )
 
 
 @textbook
@@ -416,7 +381,7 @@ def test_early_parts_of_a_workers_syncs_follow_each_other():
 
 def test_a_step_without_any_work_takes_no_time_and_is_not_idle():
     compiled = compile_plan(disjoint(llm_pp=2))
-    timeline = simulate(compiled, make_times(compiled, 0.0, 0.0, 0.0))
+    timeline = simulate(compiled, make_times(compiled, 0.0, 0.0))
     assert (timeline.step_s, timeline.idle) == (0.0, 0.0)
 
 
@@ -437,9 +402,8 @@ def test_the_peak_is_the_fullest_moment_of_every_workers_list(order, seed):
             if item.op is Op.FORWARD:
                 held[cell] = kept[cell]
             fullest = max(fullest, sum(held.values()) + transient[cell])
-            ends = {Op.BACKWARD, Op.BACKWARD_WEIGHT}
             module = program.nodes[item.node].module
-            if item.op in ends or (module != "llm" and module in frozen):
+            if item.op is Op.BACKWARD or (module != "llm" and module in frozen):
                 del held[cell]
         assert peaks[worker] == pytest.approx(fullest)
         assert not held
@@ -448,17 +412,7 @@ def test_the_peak_is_the_fullest_moment_of_every_workers_list(order, seed):
 def test_1f1b_holds_a_pipelines_depth_and_gpipe_all_microbatches():
     ones, nothing = np.ones((4, 12)), np.zeros((4, 12))
     assert peak_bytes(compile_plan(llm_alone(4, 12)), ones, nothing).tolist() == [4, 3, 2, 1]
-    assert peak_bytes(compile_plan(llm_alone(4, 12, "zb_h1")), ones, nothing).tolist() == [4, 4, 4, 4]
     assert peak_bytes(compile_plan(llm_alone(4, 12, "gpipe")), ones, nothing).tolist() == [12] * 4
-
-
-def test_between_the_parts_of_a_backward_a_share_of_what_a_microbatch_keeps_is_held():
-    compiled, ones, nothing = compile_plan(llm_alone(4, 12, "zb_h1")), np.ones((4, 12)), np.zeros((4, 12))
-    held = [peak_bytes(compiled, ones, nothing, np.full(4, share)).tolist() for share in (1.0, 0.5, 0.0)]
-    # The stage at this place puts off as many weights' parts, and the others are as many as with 1F1B.
-    assert held == [[4, 4, 4, 4], [4, 3.5, 3, 2.5], [4, 3, 2, 1]]
-    plain = compile_plan(llm_alone(4, 12))
-    assert peak_bytes(plain, ones, nothing, np.full(4, 0.5)).tolist() == [4, 3, 2, 1]
 
 
 def test_a_plan_of_thousands_of_ranks_compiles_without_looking_at_each():
