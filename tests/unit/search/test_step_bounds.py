@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spaces import bent_costs, make_config, space_of, uneven_samples
 
 from dflop.balance import LPT, RANDOM
-from dflop.plan.trained import EVERYTHING, TrainedSet
+from dflop.plan.trained import TrainedSet
 from dflop.search import PlanPricer, plan_of
 from dflop.search.encoder_bounds import DealtMedia
 from dflop.search.link_bounds import LeastLinks

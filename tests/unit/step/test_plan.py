@@ -77,6 +77,7 @@ def test_a_file_without_a_plan_says_how_to_make_one(tmp_path, text):
         ({"num_chunks": 0}, "`plan.num_chunks` is 0; it must be a whole number from 1"),
         ({"placement": ["disjoint"]}, r"`plan.placement` is \['disjoint'\]; it must be one of bubble_filled"),
         ({"schedule": None}, "`plan.schedule` is null; it must be one of"),
+        ({"schedule": "zb_h1"}, "`plan.schedule` is 'zb_h1', which was removed; it must be one of gpipe, inter"),
         ({"grids": None}, "`plan.grids` is None; it must hold a grid for each module"),
         ({"num_microbatchs": 2}, "unknown field `plan.num_microbatchs` .*did you mean `plan.num_microbatches`"),
     ],
