@@ -123,7 +123,7 @@ class Plan:
         Raises:
             UserError: naming the field of `plan.yaml` that is more than a stage's layers; also as `layers_of`.
         """
-        layers = [len(own) for own in self.layers_of(module, num_layers)]
+        layers = list(map(len, self.layers_of(module, num_layers)))
         given = self.grid(module).recomputed if self.checkpointing else (0,) * len(layers)
         for stage, (count, most) in enumerate(zip(given, layers, strict=False)):
             if count > most:
@@ -179,8 +179,8 @@ def _joined(counts: Sequence[int]) -> str:
     return "+".join(map(str, counts))
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def split_layers(num_layers: int, pp: int) -> list[range]:

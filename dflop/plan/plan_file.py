@@ -64,8 +64,8 @@ def load_plan(path: Path) -> Plan:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; make it with `dflop plan`") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        what = " ".join(str(error).split())
-        raise UserError(f"{path} holds no plan ({what}); make it again with `dflop plan`") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} holds no plan ({reason}); make it again with `dflop plan`") from None
     if not isinstance(values, Mapping) or not isinstance(values.get("plan"), Mapping):
         raise UserError(f"{path} holds no plan (no section `plan`); make it again with `dflop plan`")
     try:
@@ -90,19 +90,19 @@ def check_layers(path: Path, plan: Plan, num_layers: Mapping[str, int]) -> None:
 
 def _grid(module: str, values: Any) -> Grid:
     where = f"plan.grids.{module}"
-    own = _mapping(values, where, _GRID_FIELDS)
+    fields = _mapping(values, where, _GRID_FIELDS)
     grid = Grid(
         module=module,
-        num_ranks=_whole(own, where, "num_ranks", 1, _MOST_RANKS),
-        tp=_whole(own, where, "tp", 1, _MOST_RANKS),
-        pp=_whole(own, where, "pp", 1, _MOST_RANKS),
-        rank_offset=_whole(own, where, "rank_offset", 0, _MOST_RANKS),
-        layers=_counts(own, where, "layers", 1),
-        recomputed=_counts(own, where, "recomputed", 0),
-        sharding=_choice({"sharding": PLAIN_SHARDING} | own, where, "sharding", SHARDINGS),
-        shards=None if own.get("shards") is None else _whole(own, where, "shards", 1, _MOST_RANKS),
+        num_ranks=_whole(fields, where, "num_ranks", 1, _MOST_RANKS),
+        tp=_whole(fields, where, "tp", 1, _MOST_RANKS),
+        pp=_whole(fields, where, "pp", 1, _MOST_RANKS),
+        rank_offset=_whole(fields, where, "rank_offset", 0, _MOST_RANKS),
+        layers=_counts(fields, where, "layers", 1),
+        recomputed=_counts(fields, where, "recomputed", 0),
+        sharding=_choice({"sharding": PLAIN_SHARDING} | fields, where, "sharding", SHARDINGS),
+        shards=None if fields.get("shards") is None else _whole(fields, where, "shards", 1, _MOST_RANKS),
     )
-    if "dp" in own and (dp := _whole(own, where, "dp", 1, _MOST_RANKS)) != grid.dp:
+    if "dp" in fields and (dp := _whole(fields, where, "dp", 1, _MOST_RANKS)) != grid.dp:
         raise UserError(
             f"`{where}.dp` is {dp}, but num_ranks: {grid.num_ranks} with tp: {grid.tp} and pp: {grid.pp} make "
             f"dp: {grid.dp}; for dp: {dp} use num_ranks: {dp * grid.tp * grid.pp}, or leave dp out"

@@ -40,9 +40,9 @@ class Monolithic(SharedRanks):
         return [merged, *pipeline[1:]]
 
 
-def _places(order: np.ndarray, stage: int, which: int) -> np.ndarray:
+def _places(order: np.ndarray, stage: int, direction: int) -> np.ndarray:
     """Where in the order the stage's pass over each microbatch stands, [num_microbatches]."""
-    places = np.flatnonzero((order[:, 0] == which) & (order[:, 1] == stage))
+    places = np.flatnonzero((order[:, 0] == direction) & (order[:, 1] == stage))
     return places[np.argsort(order[places, 2])]
 
 
