@@ -34,17 +34,17 @@ def predicted_boxes(plan: Plan, timeline: Timeline) -> pl.DataFrame:
     rows = []
     nodes, chunks = nodes_of(plan), _chunks(plan)
     for index, worker in enumerate(workers_of(plan)):
-        own = list(worker.nodes)
-        for node in own:
-            for which, name in enumerate(_PASSES):
-                for microbatch in np.flatnonzero(timeline.end_s[which, node] > timeline.start_s[which, node]):
-                    ends = (float(table[which, node, microbatch]) for table in (timeline.start_s, timeline.end_s))
+        for node in worker.nodes:
+            for direction, name in enumerate(_PASSES):
+                for microbatch in np.flatnonzero(timeline.end_s[direction, node] > timeline.start_s[direction, node]):
+                    ends = (float(table[direction, node, microbatch]) for table in (timeline.start_s, timeline.end_s))
                     rows.append(
                         (index, nodes[node].module, nodes[node].dp_rank, chunks[node], name, int(microbatch), *ends)
                     )
         waits_s = float(timeline.computed_s[index]), float(timeline.synced_s[index])
         if waits_s[1] > waits_s[0]:
-            rows.append((index, nodes[own[-1]].module, nodes[own[-1]].dp_rank, chunks[own[-1]], "sync", -1, *waits_s))
+            last = worker.nodes[-1]
+            rows.append((index, nodes[last].module, nodes[last].dp_rank, chunks[last], "sync", -1, *waits_s))
     return _boxes(rows)
 
 
@@ -56,8 +56,8 @@ def measured_boxes(plan: Plan, observations: pl.DataFrame) -> pl.DataFrame:
     rows = []
     for row in observations.filter(pl.col("rank").is_in(list(worker_of))).iter_rows(named=True):
         chunk = chunks[place[row["module"], row["pp_stage"], row["dp_rank"]]]
-        what = (row["module"], row["dp_rank"], chunk, row["pass"], row["microbatch"])
-        rows.append((worker_of[row["rank"]], *what, row["start_s"], row["start_s"] + row["seconds"]))
+        box = (row["module"], row["dp_rank"], chunk, row["pass"], row["microbatch"])
+        rows.append((worker_of[row["rank"]], *box, row["start_s"], row["start_s"] + row["seconds"]))
     return _boxes(rows)
 
 
@@ -83,19 +83,19 @@ def _boxes(rows: list[tuple]) -> pl.DataFrame:
 def shown_workers(plan: Plan) -> dict[int, str]:
     """The labels of all workers, by index; if there are too many to read, only of each stage's first replicas."""
     nodes, workers = nodes_of(plan), workers_of(plan)
-    owners = [[nodes[node] for node in worker.nodes] for worker in workers]
+    carried = [[nodes[node] for node in worker.nodes] for worker in workers]
     # A worker belongs to the stage of the last module that it carries; for colocated ones that is the LLM.
-    stages = [(own[-1].module, own[-1].pp_stage % plan.grid(own[-1].module).pp) for own in owners]
+    stages = [(stack[-1].module, stack[-1].pp_stage % plan.grid(stack[-1].module).pp) for stack in carried]
     most_replicas = max(1, _MOST_ROWS // len(set(stages)))
     rows, seen = {}, dict.fromkeys(stages, 0)
-    for index, (own, (module, stage)) in enumerate(zip(owners, stages, strict=True)):
+    for index, (stack, (module, stage)) in enumerate(zip(carried, stages, strict=True)):
         seen[module, stage] += 1
         if seen[module, stage] > most_replicas:
             continue
-        label = " + ".join(dict.fromkeys(node.module for node in own))
+        label = " + ".join(dict.fromkeys(node.module for node in stack))
         if plan.grid(module).pp > 1:
             label += f" stage {stage}"
         if stages.count((module, stage)) > 1:
-            label += f" · dp {own[-1].dp_rank}"
+            label += f" · dp {stack[-1].dp_rank}"
         rows[index] = label
     return rows

@@ -70,12 +70,12 @@ def memory_section(
         names = (f"{module} stage {stage}" if module in several else module for module, stage in stages)
         kinds.setdefault(" + ".join(names), []).append(index)
     bars = []
-    for label, own in kinds.items():
-        fullest = max(own, key=lambda index: totals[index])
+    for label, members in kinds.items():
+        fullest = max(members, key=lambda index: totals[index])
         bars.append(
             DeviceBar(
                 label=label,
-                num_devices=sum(workers[index].num_ranks for index in own),
+                num_devices=sum(workers[index].num_ranks for index in members),
                 parts={name: float(sizes[fullest]) / _GIB for name, sizes in held.items()},
                 total_gib=float(totals[fullest]) / _GIB,
             )

@@ -136,7 +136,7 @@ def log_axis(low: float, high: float, zero_at: float | None = None) -> dict[str,
 def layer(mark: str, *, look: dict[str, Any] | None = None, data: Any = None, **channels: Any) -> dict[str, Any]:
     """One mark for each row of the data, or of the view's data if none is given. `look` has the mark's other
     properties; a channel is an encoding or the name of a column."""
-    encoding = {name: {"field": own} if isinstance(own, str) else own for name, own in channels.items()}
+    encoding = {name: {"field": channel} if isinstance(channel, str) else channel for name, channel in channels.items()}
     made = {"mark": {"type": mark} | (look or {}), "encoding": encoding}
     return made if data is None else made | {"data": data}
 
@@ -173,9 +173,9 @@ def write_picture(picture: Picture, path: Path) -> None:
     for first in range(0, len(picture.panels), picture.columns):
         panels = picture.panels[first : first + picture.columns]
         room = inner - _GAP * (len(panels) - 1)
-        left, bottom = _EDGE, top
+        left, bottom, shares = _EDGE, top, sum(panel.share for panel in panels)
         for panel in panels:
-            width = room * panel.share / sum(own.share for own in panels)
+            width = room * panel.share / shares
             lines, below = _lines(panel.title, width, 13, "bold", "ink", left, top)
             drawn, height = _drawn(panel, round(width))
             parts += [*lines, f'<svg x="{left:.0f}" y="{below + 4:.0f}" {drawn}']

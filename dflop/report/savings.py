@@ -109,16 +109,16 @@ def _other(said: dict[str, Any], step_s: float) -> Other:
 
 
 def _finding(others: tuple[Other, ...], source: str) -> str:
-    able = sorted((own for own in others if own.why_not is None), key=lambda own: own.ratio)
+    able = sorted((other for other in others if other.why_not is None), key=lambda other: other.ratio)
     if not able:
         return "Nothing that others would run fits into memory"
     nearest, furthest = able[0], able[-1]
     of_costs = "" if source == "measured" else f" (from {source} costs)"
-    for own in able:
-        if own.name == TODAY:
-            finding = f"Predicted{of_costs}: today's layout would take {own.ratio:.2f}x as long as this plan"
-            if nearest.ratio >= 1 or own.ratio == nearest.ratio:
-                return f"{finding}, so less" if own.ratio < 1 else finding
+    for other in able:
+        if other.name == TODAY:
+            finding = f"Predicted{of_costs}: today's layout would take {other.ratio:.2f}x as long as this plan"
+            if nearest.ratio >= 1 or other.ratio == nearest.ratio:
+                return f"{finding}, so less" if other.ratio < 1 else finding
             return f"{finding}, and {_short(nearest)} {nearest.ratio:.2f}x, so less"
     if nearest.ratio < 1:
         return f"Predicted{of_costs}: {_short(nearest)} would take {nearest.ratio:.2f}x as long as this plan, so less"

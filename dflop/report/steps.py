@@ -45,12 +45,12 @@ def show_step(scheduler: BatchScheduler, policy: str, trained: TrainedRun | None
     step = kept.step if kept else _middle_step(trained) if trained else 0
     ours, other = kept or scheduler.schedule(step), scheduler.at_random(step)
     replayed = replay(scheduler, ours), replay(scheduler, other)
-    (_, own), (_, at_random) = replayed
-    faster = at_random.step_s / own.step_s
+    (_, by_policy), (_, at_random) = replayed
+    faster = at_random.step_s / by_policy.step_s
     policy = ours.policy if kept else policy
     times_as_long = f"{faster:.2f}x as long" + ", in more memory than there is" * bool(other.num_beyond_memory)
     titles = (
-        f"{policy}, predicted: {format_seconds(own.step_s)}, idle {own.idle:.0%}",
+        f"{policy}, predicted: {format_seconds(by_policy.step_s)}, idle {by_policy.idle:.0%}",
         f"random, predicted: {format_seconds(at_random.step_s)}, idle {at_random.idle:.0%}, {times_as_long}",
     )
     panels = [
@@ -59,7 +59,7 @@ def show_step(scheduler: BatchScheduler, policy: str, trained: TrainedRun | None
     ]
     figures = {
         "step": step,
-        f"predicted_s_{policy}": own.step_s,
+        f"predicted_s_{policy}": by_policy.step_s,
         "predicted_s_random": at_random.step_s,
         "lower_bound_s": ours.lower_bound_s,
     }

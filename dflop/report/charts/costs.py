@@ -23,10 +23,10 @@ def draw(facts: Facts) -> Picture:
     points = measured_points(run.measurements, run.costs)
     panels = []
     for module, tp in points.select("module", "tp").unique(maintain_order=True).rows():
-        own = points.filter((pl.col("module") == module) & (pl.col("tp") == tp))
+        layout_points = points.filter((pl.col("module") == module) & (pl.col("tp") == tp))
         errors = run.fit_error.filter((pl.col("module") == module) & (pl.col("tp") == tp))
-        panels += [_parity(own.filter(pl.col("piece") == "whole"), errors, module, tp)]
-        panels += [_throughput(own.filter(pl.col("piece") == "layers"), run.costs, module, tp)]
+        panels += [_parity(layout_points.filter(pl.col("piece") == "whole"), errors, module, tp)]
+        panels += [_throughput(layout_points.filter(pl.col("piece") == "layers"), run.costs, module, tp)]
     seconds = run.fit_error.filter(pl.col("quantity") == "seconds")
     finding = "Costs: nothing was measured"
     if len(seconds):
@@ -36,7 +36,7 @@ def draw(facts: Facts) -> Picture:
         f"Costs are {run.costs_source}, on {run.device_name}. Dots: median of the repeats, bars: their range. "
         "Left: whole stages, from embedding to loss, against the sum of their separately measured parts."
     )
-    return Picture(section="costs", finding=finding, note=note, panels=[own for own in panels if own], columns=2)
+    return Picture(section="costs", finding=finding, note=note, panels=[panel for panel in panels if panel], columns=2)
 
 
 def measured_points(measurements: pl.DataFrame, costs: CostModel) -> pl.DataFrame:
@@ -141,8 +141,8 @@ def _throughput(points: pl.DataFrame, costs: CostModel, module: str, tp: int) ->
     look, said = {"color": module_colour(module)}, hover(form="", source="", load=",.0f", rate=",.0f")
     line = layer("line", look=look | {"strokeWidth": 1.5}, x=x, y=y, strokeDash=dashes)
     dots = layer("point", look=look | _DOT, x=x, y=y, shape=shapes, tooltip=said)
-    for own, source in ((line, "fitted"), (dots, "measured")):
-        own["transform"] = [{"filter": f"datum.source == '{source}'"}]
+    for mark, source in ((line, "fitted"), (dots, "measured")):
+        mark["transform"] = [{"filter": f"datum.source == '{source}'"}]
     view = {"data": rows(pl.concat(tables)), "layer": [line, dots]}
     best, smallest = both.sort("rate").row(-1, named=True), both.row(0, named=True)
     title = (

@@ -141,7 +141,7 @@ def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str
             parts.append(f"{module} {' '.join(sizes)}")
         parts.append(f"{row['num_microbatches']} mb")
         if row["checkpointing"]:
-            counts = [f"{module} {sum(own)}" for module in modules if (own := row.get(f"{module}_recomputed"))]
+            counts = [f"{module} {sum(layers)}" for module in modules if (layers := row.get(f"{module}_recomputed"))]
             parts.append(" ".join(["ckpt", *counts]))
         if candidates["schedule"].n_unique() > 1:
             parts.append(row["schedule"] + (f" x{row['num_chunks']}" if row["num_chunks"] > 1 else ""))

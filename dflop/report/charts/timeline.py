@@ -53,16 +53,16 @@ def draw_timeline(panels: Sequence[StepPanel], plan: Plan, finding: str) -> Pict
     for panel, table in zip(panels, tables, strict=True):
         visible = pl.col("end_s") - pl.col("start_s") > panel.step_s / 1000
         present |= set(table.filter(visible)["what"])
-    colours = {what: own for what, own in colours.items() if what in present}
+    colours = {label: shade for label, shade in colours.items() if label in present}
     longest_s = max(panel.step_s for panel in panels)
     x = number("start_s", scale={"domain": [0, 1.02 * longest_s]}, axis={"grid": False, "format": "~g"})
     height = len(shown) * (17 if len(shown) > 12 else 24)
     drawn = []
     for panel, table in zip(panels, tables, strict=True):
         # The legend stands above the first panel, the title of the axis below the last.
-        what = kind("what", colours, **({"legend": None} if drawn else {}))
+        hue = kind("what", colours, **({"legend": None} if drawn else {}))
         title = {"title": "seconds since the step began"} if panel is panels[-1] else {}
-        view = _view(table, list(shown.values()), panel.step_s, x | title, what)
+        view = _view(table, list(shown.values()), panel.step_s, x | title, hue)
         drawn.append(Panel(title=panel.title, view=view, height=height))
     return Picture(section="step", finding=finding, note=note, panels=drawn)
 
@@ -72,11 +72,11 @@ def _boxes(panel: StepPanel, shown: dict[int, str], num_chunks: int) -> pl.DataF
     loads = _loads(panel.schedule)
     table = []
     for worker, module, replica, chunk, direction, microbatch, start_s, end_s in panel.boxes.rows():
-        what = "gradient sync" if direction == "sync" else f"{module} {direction}"
-        computes = what if direction == "sync" else f"{module} {direction} of microbatch {microbatch}"
+        label = "gradient sync" if direction == "sync" else f"{module} {direction}"
+        computes = label if direction == "sync" else f"{module} {direction} of microbatch {microbatch}"
         opacity = 1 - 0.4 * chunk / max(1, num_chunks - 1)
         takes = f"{format_seconds(end_s - start_s)}, from {format_seconds(start_s) if start_s else '0'} on"
-        words = (shown.get(worker), what, str(microbatch) if microbatch >= 0 else "", computes, takes)
+        words = (shown.get(worker), label, str(microbatch) if microbatch >= 0 else "", computes, takes)
         if worker in shown:
             table.append((*words, loads.get((module, replica, microbatch), ""), opacity, start_s, end_s))
     texts = dict.fromkeys(("worker", "what", "microbatch", "computes", "takes", "holds"), pl.String)
@@ -105,9 +105,9 @@ def _loads(schedule: StepSchedule | None) -> dict[tuple[str, int, int], str]:
 
 
 def _view(
-    table: pl.DataFrame, workers: list[str], step_s: float, x: dict[str, Any], what: dict[str, Any]
+    table: pl.DataFrame, workers: list[str], step_s: float, x: dict[str, Any], hue: dict[str, Any]
 ) -> dict[str, Any]:
-    """One panel; `x` and `what` are the encodings of the time and of the colours."""
+    """One panel; `x` and `hue` are the encodings of the time and of the colours."""
     y = names("worker", scale={"domain": workers})
     look = {"clip": True, "height": {"band": 0.84}}
     waiting = pl.DataFrame({"worker": workers, "start_s": 0.0, "end_s": step_s})
@@ -124,7 +124,7 @@ def _view(
         "layer": [
             layer("rect", look=look | {"color": colour("wait")}, data=rows(waiting), x=x, x2="end_s", y=y)
             | {"params": [_ZOOM]},
-            layer("rect", look=boxes, x=x, x2="end_s", y=y, opacity=shade, color=what, tooltip=said),
+            layer("rect", look=boxes, x=x, x2="end_s", y=y, opacity=shade, color=hue, tooltip=said),
             text | {"transform": [middle]},
             layer("rule", look={"clip": True, "color": colour("ink"), "strokeWidth": 1.5}, data=end, x=x),
         ],

@@ -77,8 +77,8 @@ def _panel(drawn: pl.DataFrame, title: str, unit: str, *columns: str) -> Panel:
     form = {"idle": ".0%", "tokens_per_s": "~s"}.get(columns[0], "~g")
     y = number("value", unit, scale=scale, axis={"labelExpr": f"format(datum.value, '{form}')"})
     legend = {"symbolType": "stroke"} if len(curves) > 1 else None
-    colours = kind("curve", {name: own for name, (_, own, _) in curves.items()}, legend=legend)
-    dashes = kind("curve", {name: own for name, (*_, own) in curves.items()}, legend=legend)
+    colours = kind("curve", {name: shade for name, (_, shade, _) in curves.items()}, legend=legend)
+    dashes = kind("curve", {name: pattern for name, (*_, pattern) in curves.items()}, legend=legend)
     look = {"clip": True, "strokeWidth": 1.6, "point": {"size": 30} if len(drawn) < 12 else False}
     said = hover(curve="", step=",d", value=".1%" if percent else ",.4~g")
     layers = [

@@ -118,8 +118,8 @@ def _recomputed(plan: Plan) -> str:
     """For each module, how many layers of each stage are recomputed, in words."""
     if not plan.checkpointing:
         return "none"
-    each = [f"{grid.module} {' + '.join(map(str, grid.recomputed)) or 'all'}" for grid in plan.grids]
-    return ", ".join(each) if any(grid.recomputed for grid in plan.grids) else "all"
+    counts = [f"{grid.module} {' + '.join(map(str, grid.recomputed)) or 'all'}" for grid in plan.grids]
+    return ", ".join(counts) if any(grid.recomputed for grid in plan.grids) else "all"
 
 
 def _candidates(run: Run) -> tuple[CandidateRow, ...]:

@@ -45,8 +45,8 @@ def training_section(trained: TrainedRun) -> TrainingSection:
     first, last = metrics["loss"].head(width).mean(), metrics["loss"].tail(width).mean()
     tokens_per_s = steady["num_tokens"].sum() / steady["step_s"].sum()
     notes = [
-        f"{count:,} {what}"
-        for key, what in (
+        f"{count:,} {sentence}"
+        for key, sentence in (
             ("num_left_out", "samples were left out, which no device can hold."),
             ("num_unreadable", "media were not as profiled; they were scaled, cut, filled up or left blank."),
             ("num_undecodable", "media could not be decoded; nothing was learned from their samples."),
