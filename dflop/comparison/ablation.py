@@ -32,8 +32,8 @@ class _Ordered(Policy):
         bucket = self._of.buckets(problem, rng)
         loads_s = np.bincount(bucket, weights=problem.loads_s.sum(axis=1), minlength=problem.num_buckets)
         place = np.empty((problem.num_dp_ranks, problem.num_microbatches), dtype=np.int64)
-        for rank, own_s in enumerate(loads_s.reshape(place.shape)):
-            place[rank, small_at_both_ends(own_s)] = rank * place.shape[1] + np.arange(place.shape[1])
+        for rank, rank_loads_s in enumerate(loads_s.reshape(place.shape)):
+            place[rank, small_at_both_ends(rank_loads_s)] = rank * place.shape[1] + np.arange(place.shape[1])
         return place.ravel()[bucket]
 
     def quick(self, drawn: DrawnBatch, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:

@@ -140,14 +140,14 @@ def plans_by_speed(
         plans = system.plans(config, spec, costs, samples)
     except UserError as error:
         return [], str(error)
-    for pricer in [pricer_of(own.plan, config, spec, costs) for own in plans]:
+    for pricer in [pricer_of(candidate.plan, config, spec, costs) for candidate in plans]:
         try:
             steps = [_step_of(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
         except UserError as error:
             why_not = str(error)
             continue
-        tried.append((float(np.mean([own.step_s for own in steps])), pricer))
-    return [pricer for _, pricer in sorted(tried, key=lambda own: own[0])], why_not
+        tried.append((float(np.mean([step.step_s for step in steps])), pricer))
+    return [pricer for _, pricer in sorted(tried, key=lambda pair: pair[0])], why_not
 
 
 def decided_by(
@@ -192,9 +192,9 @@ def _our_row(
         scheduler.schedule(0)  # so that work done once a run is not timed below
         for step in steps:
             decided = scheduler.schedule(step)
-            own = priced(pricer, decided.shapes, decided.assignment, decided.deciding_s, was_fitted=False)
-            assert abs(own.step_s / decided.step_s - 1) < 1e-9
-            found.append(own)
+            priced_step = priced(pricer, decided.shapes, decided.assignment, decided.deciding_s, was_fitted=False)
+            assert abs(priced_step.step_s / decided.step_s - 1) < 1e-9
+            found.append(priced_step)
     return row_of_steps(OURS, plan, found)
 
 
@@ -223,15 +223,15 @@ def priced(
 def _variations(pricer: Pricer, seconds: np.ndarray) -> Iterator[float]:
     """The coefficient of variation of the microbatches' `seconds` [num_nodes, num_microbatches] in each stage."""
     for stage in pricer.stages:
-        own = seconds[stage.first_node : stage.first_node + pricer.plan.grid(stage.module).dp]
-        yield float(own.std() / own.mean()) if own.any() else 0.0
+        stage_s = seconds[stage.first_node : stage.first_node + pricer.plan.grid(stage.module).dp]
+        yield float(stage_s.std() / stage_s.mean()) if stage_s.any() else 0.0
 
 
 def row_of_steps(name: str, plan: Plan, steps: list[PricedStep]) -> SystemRow:
     """The row of a system: means over its steps, and the peak of their memory."""
 
     def mean(column: str) -> float:
-        return float(np.mean([getattr(own, column) for own in steps]))
+        return float(np.mean([getattr(step, column) for step in steps]))
 
     return SystemRow(
         name=name,
@@ -239,9 +239,9 @@ def row_of_steps(name: str, plan: Plan, steps: list[PricedStep]) -> SystemRow:
         step_s=mean("step_s"),
         idle=mean("idle"),
         variation=mean("variation"),
-        memory_bytes=max(own.memory_bytes for own in steps),
+        memory_bytes=max(step.memory_bytes for step in steps),
         deciding_s=mean("deciding_s"),
         gap=mean("gap"),
-        num_fitted=sum(own.was_fitted for own in steps),
-        steps_s=[own.step_s for own in steps],
+        num_fitted=sum(step.was_fitted for step in steps),
+        steps_s=[step.step_s for step in steps],
     )

@@ -71,7 +71,7 @@ def differencing(loads: np.ndarray, num_buckets: int) -> np.ndarray:
         _, _, sums, groups = heapq.heappop(heap)
         _, _, other_sums, other_groups = heapq.heappop(heap)
         sums = sums + other_sums[::-1]
-        groups = [own + other for own, other in zip(groups, reversed(other_groups), strict=True)]
+        groups = [group + other for group, other in zip(groups, reversed(other_groups), strict=True)]
         order = np.argsort(-sums, kind="stable")
         sums = sums[order] - sums[order[-1]]
         heapq.heappush(heap, (-sums[0], next(ticket), sums, [groups[place] for place in order]))

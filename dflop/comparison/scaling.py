@@ -52,11 +52,11 @@ def scaling_text(found: Mapping[int, Sequence[SystemRow]]) -> str:
         cells = []
         for rows in found.values():
             steps_s = {row.name: row.step_s for row in rows}
-            own_s, ours_s = steps_s.get(name), steps_s[OURS]
-            if own_s is None:
+            step_s, ours_s = steps_s.get(name), steps_s[OURS]
+            if step_s is None:
                 cells.append("of another size")
             else:
-                cells.append(f"{own_s:.4g} s  {own_s / ours_s:.3f}x" if math.isfinite(own_s) else "nothing fits")
+                cells.append(f"{step_s:.4g} s  {step_s / ours_s:.3f}x" if math.isfinite(step_s) else "nothing fits")
         lines.append(f"{name:<34}" + "".join(f"{cell:>20}" for cell in cells))
     said = "Predicted: the step, and how many times that of dflop it is. The batch grows with the devices."
     return "\n".join([*lines, "", said])

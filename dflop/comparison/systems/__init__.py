@@ -24,8 +24,8 @@ from dflop.config import Config
 __all__ = ["SYSTEMS", "TODAYS", "baseline_systems", "systems_of"]
 
 SYSTEMS: tuple[System, ...] = tuple(
-    own.SYSTEM
-    for own in (
+    module.SYSTEM
+    for module in (
         megatron,
         fsdp_random,
         fsdp_by_length,
@@ -51,4 +51,4 @@ def systems_of(config: Config) -> tuple[System, ...]:
 def baseline_systems(config: Config) -> tuple[System, ...]:
     """The systems that `dflop plan` prices beside the chosen plan, in the order of `plan.yaml`."""
     usual = (published, megatron, fsdp_random, fsdp_by_length, fsdp_balanced)
-    return (*([today.SYSTEM] if config.plan.today else []), *(own.SYSTEM for own in usual))
+    return (*([today.SYSTEM] if config.plan.today else []), *(module.SYSTEM for module in usual))

@@ -26,8 +26,8 @@ class _DistTrain(Policy):
         drawn = np.arange(len(whole_s)) * num_microbatches // len(whole_s)
         rank = np.empty(len(whole_s), dtype=np.int64)
         for number in range(num_microbatches):
-            own = np.flatnonzero(drawn == number)
-            rank[own] = longest_first(whole_s[own], problem.num_dp_ranks)
+            samples = np.flatnonzero(drawn == number)
+            rank[samples] = longest_first(whole_s[samples], problem.num_dp_ranks)
         order = small_at_both_ends(np.bincount(drawn, weights=whole_s, minlength=num_microbatches))
         place = np.empty_like(order)
         place[order] = np.arange(num_microbatches)

@@ -20,7 +20,7 @@ def whole_on_every_device(spec: ModelSpec) -> PlanConfig:
     return PlanConfig(
         placements=[MONOLITHIC.name],
         schedules=[PLAIN_SCHEDULE],
-        shardings=[own for own, sharding in SHARDINGS.items() if sharding.gathers],
+        shardings=[name for name, sharding in SHARDINGS.items() if sharding.gathers],
         fixed=FixedPlan(modules=whole),
     )
 

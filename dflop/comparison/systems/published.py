@@ -63,18 +63,18 @@ def _mean_stage_s(
     rows: pl.DataFrame, spec: ModelSpec, costs: CostModel, batches: GroupedBatches, module: str
 ) -> np.ndarray:
     """Forward plus backward seconds of one of a module's stages on the mean microbatch, [num_rows]."""
-    each = [loads_of(module, shapes) for shapes in batches.shapes]
-    loads = [np.mean([load.sum() for load in column]) for column in zip(*each, strict=True)]
+    loads_by_batch = [loads_of(module, shapes) for shapes in batches.shapes]
+    loads = [np.mean([load.sum() for load in column]) for column in zip(*loads_by_batch, strict=True)]
     seconds = np.zeros(len(rows))
     keys = (*LayoutKey.columns(f"{module}_"), "checkpointing")
-    for (*sizes, checkpointing), own in rows.with_row_index("place").group_by(*keys):
-        buckets = (own[f"{module}_dp"] * own["num_microbatches"]).to_numpy()
+    for (*sizes, checkpointing), group in rows.with_row_index("place").group_by(*keys):
+        buckets = (group[f"{module}_dp"] * group["num_microbatches"]).to_numpy()
         num_layers = spec.module(module).num_layers
         whole = StageKind.whole(
             module, LayoutKey(*sizes), num_layers, num_recomputed=num_layers if checkpointing else 0
         )
         both = costs.stage_time(whole, Loads(*(load / buckets for load in loads)))
-        seconds[own["place"].to_numpy()] = (both[0] + both[1]) / own[f"{module}_pp"].to_numpy()
+        seconds[group["place"].to_numpy()] = (both[0] + both[1]) / group[f"{module}_pp"].to_numpy()
     return seconds
 
 
