@@ -81,12 +81,12 @@ class CheckedModel:
     @property
     def faults(self) -> list[str]:
         found = [
-            f"packed samples see each other: the loss of {own.sample_id} depends on {', '.join(own.sees)}"
-            for own in self.samples
-            if own.sees
+            f"packed samples see each other: the loss of {sample.sample_id} depends on {', '.join(sample.sees)}"
+            for sample in self.samples
+            if sample.sees
         ]
         for how, right in (("alone", "has_positions_alone"), ("packed", "has_positions_packed")):
-            wrong = [own.sample_id for own in self.samples if not getattr(own, right)]
+            wrong = [sample.sample_id for sample in self.samples if not getattr(sample, right)]
             if wrong:
                 found.append(f"positions of {', '.join(wrong)}, {how}, are not those of transformers")
         for how, differences in (("one by one", self.alone), ("packed", self.packed)):
@@ -127,17 +127,17 @@ def check_model(config: Config, plan: Plan, shapes: Path, *, num_samples: int, p
                 modality=modality,
                 num_tokens=theirs.positions.shape[-1],
                 loss=float(theirs.loss),
-                alone=_apart(own.loss, theirs.loss),
+                alone=_apart(single.loss, theirs.loss),
                 packed=_apart(part.loss, theirs.loss),
-                has_positions_alone=torch.equal(own.positions, theirs.positions),
+                has_positions_alone=torch.equal(single.positions, theirs.positions),
                 has_positions_packed=torch.equal(part.positions, theirs.positions),
                 sees=tuple(str(chosen.sample_id[other]) for other in seen),
             )
-            for sample_id, modality, own, part, theirs, seen in zip(
+            for sample_id, modality, single, part, theirs, seen in zip(
                 chosen.sample_id, modalities, alone, packed, expected, sees, strict=True
             )
         ),
-        num_stages={module: len(own) for module, own in stages.items()},
+        num_stages={module: len(built) for module, built in stages.items()},
         alone=_differences(alone, expected, of_alone, gradients),
         packed=_differences(packed, expected, _gradients(stages), gradients),
         tolerance=TOLERANCES[precision],
@@ -151,17 +151,17 @@ def _chosen(
     modalities."""
     samples, _ = load_samples(path, spec.encoders)
     table = read_table(path, "samples", made_by="merge-shapes").select("sample_id", "modality", "truncated")
-    own = pl.DataFrame({"sample_id": samples.sample_id.astype(str)}).join(table, on="sample_id", maintain_order="left")
-    whole = np.flatnonzero(~own["truncated"].to_numpy() & (samples.target_tokens > 0))
+    rows = pl.DataFrame({"sample_id": samples.sample_id.astype(str)}).join(table, on="sample_id", maintain_order="left")
+    whole = np.flatnonzero(~rows["truncated"].to_numpy() & (samples.target_tokens > 0))
     draw, by_modality = np.random.default_rng(seed), []
-    for modality in sorted(set(own["modality"])):
-        places = whole[own["modality"].to_numpy()[whole] == modality]
+    for modality in sorted(set(rows["modality"])):
+        places = whole[rows["modality"].to_numpy()[whole] == modality]
         shorter = places[np.argsort(samples.llm_tokens[places], kind="stable")][: (len(places) + 1) // 2]
         by_modality.append(draw.permutation(shorter).tolist())
     drawn = [place for row in zip_longest(*by_modality) for place in row if place is not None][:num_samples]
     if not drawn:
         raise UserError(f"{path} has no sample of fewer than {max_llm_tokens} tokens; raise `data.max_llm_tokens`")
-    return samples.take(np.array(drawn)), [own["modality"][place] for place in drawn]
+    return samples.take(np.array(drawn)), [rows["modality"][place] for place in drawn]
 
 
 def _who_sees_whom(whole: Pass, parts: Sequence[Pass], samples: Sequence[PackedSamples]) -> list[list[int]]:
@@ -177,8 +177,8 @@ def _who_sees_whom(whole: Pass, parts: Sequence[Pass], samples: Sequence[PackedS
         seen = set()
         for number, gradient in enumerate(gradients):
             if gradient is not None:
-                of_each = (gradient[0] if number == 0 else gradient).split(lengths[number])
-                seen |= {other for other, own in enumerate(of_each) if other != place and bool((own != 0).any())}
+                pieces = (gradient[0] if number == 0 else gradient).split(lengths[number])
+                seen |= {other for other, piece in enumerate(pieces) if other != place and bool((piece != 0).any())}
         sees.append(sorted(seen))
     return sees
 
@@ -188,21 +188,21 @@ def _gradients(stages: Mapping[str, list]) -> dict[str, torch.Tensor]:
     stages."""
     summed: dict[str, torch.Tensor] = {}
     for stage in each_stage(stages):
-        for name, own in stage.named_hf_parameters().items():
-            if own.grad is not None:
-                summed[name] = summed[name] + own.grad if name in summed else own.grad
-            own.grad = None
+        for name, parameter in stage.named_hf_parameters().items():
+            if parameter.grad is not None:
+                summed[name] = summed[name] + parameter.grad if name in summed else parameter.grad
+            parameter.grad = None
     return summed
 
 
 def _differences(
-    own: Sequence[Pass],
+    passes: Sequence[Pass],
     expected: Sequence[Pass],
     gradients: Mapping[str, torch.Tensor],
     expected_gradients: Mapping[str, torch.Tensor],
 ) -> Differences:
-    """The differences of `own` from `expected`. A gradient that is zero except for rounding, as that of keys' biases,
-    is compared relative to a thousandth of the largest gradient of all."""
+    """The differences of `passes` from `expected`. A gradient may be zero except for rounding, e.g. that of keys'
+    biases; it is then compared relative to a thousandth of the largest gradient of all."""
     floor = 1e-3 * max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     apart = {
         name: float((gradients[name] - theirs).abs().max()) / max(floor, float(theirs.abs().max()))
@@ -211,7 +211,7 @@ def _differences(
         for name, theirs in expected_gradients.items()
     }
     worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
-    pairs = list(zip(own, expected, strict=True))
+    pairs = list(zip(passes, expected, strict=True))
     return Differences(
         loss=max(_apart(ours.loss, theirs.loss) for ours, theirs in pairs),
         logits=max(
@@ -222,5 +222,5 @@ def _differences(
     )
 
 
-def _apart(own: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((own.detach() - expected).abs() / expected.abs())
+def _apart(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value.detach() - expected).abs() / expected.abs())

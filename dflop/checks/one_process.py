@@ -70,7 +70,7 @@ class Pass(NamedTuple):
             self.target_ids.split(num_targets),
             self.positions.split(lengths, dim=-1),
         )
-        return [Pass(*own) for own in zip(*parts, strict=True)]
+        return [Pass(*tensors) for tensors in zip(*parts, strict=True)]
 
 
 class Inputs:
@@ -78,7 +78,7 @@ class Inputs:
 
     def __init__(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> None:
         runtime, checkpoint = load_runtime(spec.family), Path(config.model.path) if config.model.path else None
-        self._dtype, self._encoders = dtype, [own.name for own in spec.encoders]
+        self._dtype, self._encoders = dtype, [encoder.name for encoder in spec.encoders]
         tokenizer = ChatTokenizer(tokenizer_folder(config.model), spec.rules)
         self.hf_config = runtime.make_config(
             spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
@@ -134,10 +134,10 @@ def build_plain(
     spec: ModelSpec, hf_config: PretrainedConfig, stages: Mapping[str, list], dtype: torch.dtype
 ) -> PreTrainedModel:
     """The whole model, whose weights are the stages' own tensors."""
-    own = deepcopy(hf_config)
-    for name in own.sub_configs:
-        getattr(own, name)._attn_implementation = "sdpa"
-    model = load_runtime(spec.family).architecture(own)
+    config = deepcopy(hf_config)
+    for name in config.sub_configs:
+        getattr(config, name)._attn_implementation = "sdpa"
+    model = load_runtime(spec.family).architecture(config)
     weights = {}
     for stage in each_stage(stages):
         weights |= stage.hf_state_dict()
@@ -152,7 +152,7 @@ def pass_stages(stages: Mapping[str, list], sample: PackedSamples) -> Pass:
     """Run a microbatch through the stages, encoders first."""
     feature_size = stages["llm"][0].hidden_shape(1, 0)[-1]
     items, features = {}, []
-    for encoder, own in stages.items():
+    for encoder, encoder_stages in stages.items():
         if encoder == "llm":
             continue
         if encoder not in sample.media:
@@ -160,7 +160,7 @@ def pass_stages(stages: Mapping[str, list], sample: PackedSamples) -> Pass:
             continue
         items[encoder] = sample.media[encoder].items.detach().clone().requires_grad_()
         batch, made = replace(sample.media[encoder], items=items[encoder]), None
-        for stage in own:
+        for stage in encoder_stages:
             made = stage(batch, made)
         features.append(torch.cat(made))
     text, llm, logits = sample.text, stages["llm"], []
@@ -198,7 +198,7 @@ def pass_plain(
         made = Pass(at_targets, text.target_ids, positions[0])
         made.loss.backward()
         passes.append(made.detached())
-    return passes, {name: own.grad for name, own in model.named_parameters() if own.grad is not None}
+    return passes, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def each_stage(stages: Mapping[str, list]) -> Iterator[EncoderStage | LlmStage]:

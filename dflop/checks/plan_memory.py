@@ -77,7 +77,9 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
         rank = program.workers[int(sum(held.values()).argmax())].first_rank
     elif not 0 <= rank < plan.world_size:
         raise UserError(f"rank {rank}: the plan has ranks 0 to {plan.world_size - 1}")
-    (own,) = (index for index, worker in enumerate(program.workers) if 0 <= rank - worker.first_rank < worker.num_ranks)
+    (place,) = (
+        index for index, worker in enumerate(program.workers) if 0 <= rank - worker.first_rank < worker.num_ranks
+    )
     dtype = COMPUTES_IN[config.train.precision]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     try:
@@ -91,8 +93,8 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
         dist.destroy_process_group()
     return CheckedRank(
         rank=rank,
-        nodes=tuple(program.nodes[node] for node in program.workers[own].nodes),
-        predicted={category: float(held[category][own]) for category in MEMORY_CATEGORIES},
+        nodes=tuple(program.nodes[node] for node in program.workers[place].nodes),
+        predicted={category: float(held[category][place]) for category in MEMORY_CATEGORIES},
         tracked=tracked,
     )
 
@@ -101,8 +103,8 @@ def _samples(spec: ModelSpec, plan: Plan, load: MadeUpLoad) -> SampleShapes:
     """The shapes of one sample for each bucket (microbatch and LLM replica)."""
     num_samples = plan.num_buckets
     sees = np.array([["image" in encoder.media for encoder in spec.encoders]])
-    each = spec.rules.image(load.picture_side, load.picture_side, load.num_pictures)
-    items, tokens = load.num_pictures * each.num_items, load.num_pictures * each.num_tokens
+    picture = spec.rules.image(load.picture_side, load.picture_side, load.num_pictures)
+    items, tokens = load.num_pictures * picture.num_items, load.num_pictures * picture.num_tokens
     names = np.array([f"made up {number}" for number in range(num_samples)], dtype=object)
     return SampleShapes(
         encoders=tuple(encoder.name for encoder in spec.encoders),
@@ -110,7 +112,7 @@ def _samples(spec: ModelSpec, plan: Plan, load: MadeUpLoad) -> SampleShapes:
         source=names,
         row=np.arange(num_samples),
         num_items=np.repeat(items * sees, num_samples, axis=0),
-        sum_sq_items=np.repeat(load.num_pictures * each.sum_sq_items * sees, num_samples, axis=0),
+        sum_sq_items=np.repeat(load.num_pictures * picture.sum_sq_items * sees, num_samples, axis=0),
         kept_tokens=np.repeat(tokens * sees, num_samples, axis=0),
         llm_tokens=np.full(num_samples, tokens + load.text_tokens),
         target_tokens=np.full(num_samples, load.text_tokens),
@@ -172,9 +174,9 @@ def _inputs(
 ) -> Iterator[LoadedMedia | TextBatch]:
     """The inputs that loaders would give for those of the rank's forwards that read records."""
     side = load.picture_side
-    each = spec.rules.image(side, side, load.num_pictures)
-    pictures = (MediumLayout("image", each.num_items, side, side, each.grid),) * load.num_pictures
-    stages = {(program.nodes[own.index].module, own.node.pp_stage): own.stage for own in model.nodes}
+    picture = spec.rules.image(side, side, load.num_pictures)
+    pictures = (MediumLayout("image", picture.num_items, side, side, picture.grid),) * load.num_pictures
+    stages = {(program.nodes[built.index].module, built.node.pp_stage): built.stage for built in model.nodes}
     for node, microbatch in forwards:
         if not stages[node.module, node.pp_stage].reads_records:
             continue
@@ -183,7 +185,7 @@ def _inputs(
             yield _text(plan, schedule, chosen)
             continue
         num_samples = int(chosen.sum())
-        shape = (num_samples * len(pictures) * each.num_items, *model.processors[node.module].item_shape)
+        shape = (num_samples * len(pictures) * picture.num_items, *model.processors[node.module].item_shape)
         kept = tuple(schedule.kept_tokens[chosen, schedule.encoders.index(node.module)].tolist())
         # No variable holds the items, which in training are in the host's memory and here would count as the device's.
         yield LoadedMedia(
@@ -213,18 +215,18 @@ def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray) -> TextBatch:
 
 def _tracked(model: RankModel, peak_bytes: int) -> dict[str, float]:
     """The tracked bytes by category, for a step with a peak of `peak_bytes` bytes of tensors."""
-    parameters = _bytes_of(parameter for own in model.nodes for parameter in own.stage.parameters())
+    parameters = _bytes_of(parameter for node in model.nodes for parameter in node.stage.parameters())
     gradients = _bytes_of(
-        parameter.grad for own in model.nodes for parameter in own.stage.parameters() if parameter.grad is not None
+        parameter.grad for node in model.nodes for parameter in node.stage.parameters() if parameter.grad is not None
     )
     pieces = [
         piece
-        for own in model.nodes
-        for parameter in own.parameters.values()
-        for piece in own.optimizer.pieces(parameter)
+        for node in model.nodes
+        for parameter in node.parameters.values()
+        for piece in node.optimizer.pieces(parameter)
     ]
     states = chain.from_iterable((piece.masters, *piece.moments.values()) for piece in pieces)
-    optimizer = _bytes_of(states, but=[parameter for own in model.nodes for parameter in own.stage.parameters()])
+    optimizer = _bytes_of(states, but=[parameter for node in model.nodes for parameter in node.stage.parameters()])
     return {
         "parameters": float(parameters),
         "gradients": float(gradients),
@@ -235,7 +237,7 @@ def _tracked(model: RankModel, peak_bytes: int) -> dict[str, float]:
 
 def _bytes_of(tensors: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> int:
     """The bytes of the tensors' storages, each counted once, without the storages of tensors in `but`."""
-    sizes = {own._cdata: own.nbytes() for own in map(_storage, tensors)}
+    sizes = {storage._cdata: storage.nbytes() for storage in map(_storage, tensors)}
     left_out = {_storage(tensor)._cdata for tensor in but}
     return sum(size for key, size in sizes.items() if key not in left_out)
 

@@ -127,7 +127,7 @@ def _syncs(scheduler: BatchScheduler) -> dict[str, list[float]]:
     pricer = scheduler.pricer
     nothing = 0.0 * pricer.sync_s
     parts = {"early_sync_s": pricer.early_sync_s, "late_sync_s": pricer.late_sync_s}
-    hidden = {name: (nothing if own is None else own).tolist() for name, own in parts.items()}
+    hidden = {name: (nothing if seconds is None else seconds).tolist() for name, seconds in parts.items()}
     return hidden | {"sync_s": pricer.sync_s.tolist()}
 
 
@@ -139,12 +139,13 @@ def _summarise(out: Path, about: dict[str, Any]) -> dict[str, Any]:
     summary = about | {
         "num_steps": len(steps),
         "num_compared": len(steady),
-        **{name: statistics.median(own[name] for own in steady) for name in _SECONDS},
-        "measured_over_predicted": _spread([own["step_s"] / own["predicted_step_s"] for own in steady]),
-        "pipeline_over_predicted": _spread([own["pipeline_s"] / own["predicted_step_s"] for own in steady]),
-        **{name: statistics.fmean(own[name] for own in steady) for name in ("idle", "predicted_idle", "wait_s")},
+        **{name: statistics.median(step[name] for step in steady) for name in _SECONDS},
+        "measured_over_predicted": _spread([step["step_s"] / step["predicted_step_s"] for step in steady]),
+        "pipeline_over_predicted": _spread([step["pipeline_s"] / step["predicted_step_s"] for step in steady]),
+        **{name: statistics.fmean(step[name] for step in steady) for name in ("idle", "predicted_idle", "wait_s")},
         "num_steps_by_policy": {
-            policy: sum(own["policy"] == policy for own in steps) for policy in sorted({own["policy"] for own in steps})
+            policy: sum(step["policy"] == policy for step in steps)
+            for policy in sorted({step["policy"] for step in steps})
         },
     }
     with written_whole(out / "summary.json") as path:

@@ -111,7 +111,13 @@ def _schedule(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, s
 
 def _contender(name: str, pricer: Pricer, schedules: Sequence[StepSchedule], counted: range) -> Contender:
     steps = [
-        priced(pricer, own.shapes, own.assignment, own.deciding_s, was_fitted="made to fit" in own.status)
-        for own in schedules[counted.start : counted.stop]
+        priced(
+            pricer,
+            schedule.shapes,
+            schedule.assignment,
+            schedule.deciding_s,
+            was_fitted="made to fit" in schedule.status,
+        )
+        for schedule in schedules[counted.start : counted.stop]
     ]
     return Contender(row_of_steps(name, pricer.plan, steps), pricer.plan, schedules)

@@ -86,6 +86,6 @@ def measure_rows(
             raise UserError(f"measuring ended early (torchrun's exit code {code}); see the reason above")
         found = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     return {
-        name: Clocked(*(own[counted.start : counted.stop] for own in (seconds, found["cpu_seconds"][name])))
+        name: Clocked(*(times[counted.start : counted.stop] for times in (seconds, found["cpu_seconds"][name])))
         for name, seconds in found["seconds"].items()
     }

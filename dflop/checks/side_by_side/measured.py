@@ -59,13 +59,13 @@ def measured_text(rows: Sequence[SystemRow], clocked: Mapping[str, Clocked]) -> 
 def _measured(row: SystemRow, clocked: Mapping[str, Clocked]) -> dict[str, object]:
     if row.name not in clocked:
         return dict.fromkeys(_COLUMNS)
-    own, ours = clocked[row.name], clocked[OURS]
-    over_ours = _median_ratio(own.seconds, ours.seconds)
-    over_predicted = _median_ratio(own.seconds, row.steps_s) if row.steps_s else None
-    seconds, busy_s = statistics.median(own.seconds), statistics.median(own.cpu_seconds)
-    return dict(zip(_COLUMNS, (seconds, over_ours, over_predicted, busy_s, own.seconds), strict=True))
+    times, ours = clocked[row.name], clocked[OURS]
+    over_ours = _median_ratio(times.seconds, ours.seconds)
+    over_predicted = _median_ratio(times.seconds, row.steps_s) if row.steps_s else None
+    seconds, busy_s = statistics.median(times.seconds), statistics.median(times.cpu_seconds)
+    return dict(zip(_COLUMNS, (seconds, over_ours, over_predicted, busy_s, times.seconds), strict=True))
 
 
 def _median_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
     """The median of ratios step by step, so that other work on the machine slows both times of a ratio."""
-    return statistics.median(own / other for own, other in zip(seconds, others, strict=True))
+    return statistics.median(value / other for value, other in zip(seconds, others, strict=True))

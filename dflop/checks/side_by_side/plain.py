@@ -56,18 +56,18 @@ def plain_side(
     model, plan = _whole_model(config, device)
     (encoder,) = model.spec.encoders
     whole = _Whole(
-        *(own.stage for own in model.nodes),
+        *(node.stage for node in model.nodes),
         model.processors[encoder.name].item_shape,
         model.spec.feature_size,
         encodes_always=shards,
     )
     ddp = _in_shards(whole, device) if shards else DistributedDataParallel(whole, find_unused_parameters=True)
-    decays = {own: has_weight_decay(own) for own in ddp.parameters()}
+    decays = {parameter: has_weight_decay(parameter) for parameter in ddp.parameters()}
     groups = parameter_groups(decays, config.train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.train.lr, fused=True)
     jobs = _Jobs(schedules, num_microbatches)
     records = TrainingRecords(list_sources(config.data), config.seed)
-    dataset = _MediaAndText(*(make_loader(config, model, plan, own, records) for own in model.nodes), padded)
+    dataset = _MediaAndText(*(make_loader(config, model, plan, node, records) for node in model.nodes), padded)
     loader = iter(_data_loader(dataset, jobs, config)) if on_the_fly else map(dataset.__getitem__, jobs)
     dtype = COMPUTES_IN[config.train.precision]
 
@@ -83,9 +83,9 @@ def plain_side(
             with nullcontext() if shards or number + 1 == num_microbatches else ddp.no_sync():
                 ddp(media.to(device, dtype), text.to(device)).backward()
         dist.all_reduce(num_targets)
-        for own in ddp.parameters():
-            if own.grad is not None:
-                own.grad.mul_(dist.get_world_size() / num_targets)
+        for parameter in ddp.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(dist.get_world_size() / num_targets)
         nn.utils.clip_grad_norm_(ddp.parameters(), config.train.grad_clip)
         optimizer.step()
 
@@ -107,8 +107,8 @@ def _whole_model(config: Config, device: torch.device) -> tuple[RankModel, Plan]
         tied={},
     )
     model = build_rank_model(config, plan, place, COMPUTES_IN[config.train.precision])
-    for own in model.nodes:  # parameters are views of the flat buckets of an optimiser that is not used here
-        for parameter in own.stage.parameters():
+    for node in model.nodes:  # parameters are views of the flat buckets of an optimiser that is not used here
+        for parameter in node.stage.parameters():
             parameter.data, parameter.grad = parameter.data.clone(), None
     return model, plan
 
@@ -162,8 +162,8 @@ class _Jobs:
     def __iter__(self) -> Iterator[MicrobatchJob]:
         for step, schedule in enumerate(self.schedules):
             batch = schedule.shapes
-            own = np.array(list(DistributedSampler(range(len(batch)), shuffle=True, seed=step)))
-            for part in np.array_split(own, self.num_microbatches):
+            share = np.array(list(DistributedSampler(range(len(batch)), shuffle=True, seed=step)))
+            for part in np.array_split(share, self.num_microbatches):
                 yield _job_of(batch.take(part))
 
 
@@ -212,7 +212,7 @@ def _padded(text: TextBatch) -> TextBatch:
         token_ids=token_ids,
         position_ids=torch.arange(longest).repeat(len(lengths)),
         segment_ends=[longest * (number + 1) for number in range(len(lengths))],
-        feature_positions=tuple(place[own] for own in text.feature_positions),
+        feature_positions=tuple(place[positions] for positions in text.feature_positions),
         target_positions=place[text.target_positions],
     )
 
