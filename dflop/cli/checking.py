@@ -44,7 +44,7 @@ def check_plan_command(
     held = " + ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in checked.nodes)
     click.echo(f"{plan}\nrank {checked.rank}: {held}\n\n{'GiB':12}{'predicted':>12}{'tracked':>12}{'ratio':>9}")
     rows = [*checked.predicted, "together"]
-    predicted, tracked = (own | {"together": sum(own.values())} for own in (checked.predicted, checked.tracked))
+    predicted, tracked = (sizes | {"together": sum(sizes.values())} for sizes in (checked.predicted, checked.tracked))
     for row in rows:
         ratio = f"{predicted[row] / tracked[row]:9.3f}" if tracked[row] else ""
         click.echo(f"{row:12}{predicted[row] / 2**30:12.4g}{tracked[row] / 2**30:12.4g}{ratio}")
@@ -83,11 +83,11 @@ def check_model_command(configs: tuple[str, ...], plan_path: Path, shapes: Path,
     stages = ", ".join(f"{module} in {count}" for module, count in checked.num_stages.items())
     click.echo(f"{plan}\nstages: {stages}; {precision}; differences from transformers are relative\n")
     click.echo(f"{'sample':32}{'':12}{'tokens':>8}{'loss':>11}{'alone':>10}{'packed':>10}  positions  sees others")
-    for own in checked.samples:
-        positions = "right" if own.has_positions_alone and own.has_positions_packed else "wrong"
+    for sample in checked.samples:
+        positions = "right" if sample.has_positions_alone and sample.has_positions_packed else "wrong"
         click.echo(
-            f"{own.sample_id[-31:]:32}{own.modality:12}{own.num_tokens:8}{own.loss:11.4f}{own.alone:10.1e}"
-            f"{own.packed:10.1e}  {positions:9}  {'yes' if own.sees else 'no'}"
+            f"{sample.sample_id[-31:]:32}{sample.modality:12}{sample.num_tokens:8}{sample.loss:11.4f}{sample.alone:10.1e}"
+            f"{sample.packed:10.1e}  {positions:9}  {'yes' if sample.sees else 'no'}"
         )
     click.echo(f"\n{'largest':14}{'one by one':>12}{'packed':>12}")
     for name in ("loss", "logits", "gradients"):

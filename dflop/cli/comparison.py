@@ -58,7 +58,7 @@ def compare_command(
 
 def _sizes(text: str) -> list[int]:
     try:
-        return [int(own) for own in text.split(",")]
+        return [int(size) for size in text.split(",")]
     except ValueError:
         raise UserError(f"--scale is {text!r}; give numbers of devices with commas between them: 8,64,512") from None
 

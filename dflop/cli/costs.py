@@ -41,8 +41,8 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path |
         _write_analytic_costs(config, spec, module, tp, out)
     else:
         _measure_costs(config, spec, module, tp, bounds, out)
-    what = "analytic points" if config.costs.source == "analytic" else "measurements"
-    click.echo(f"{out}: {len(pl.read_parquet(out))} {what}")
+    kind = "analytic points" if config.costs.source == "analytic" else "measurements"
+    click.echo(f"{out}: {len(pl.read_parquet(out))} {kind}")
 
 
 def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None:
@@ -53,8 +53,8 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
     from dflop.costs import Measured, analytic_points, write_measured
     from dflop.models import digest_of_spec
 
-    own_file = config.cluster.device_models
-    device = load_device(config.cluster.device_model, Path(own_file) if own_file else None)
+    models_file = config.cluster.device_models
+    device = load_device(config.cluster.device_model, Path(models_file) if models_file else None)
     is_frozen = config.model.trained.passes_gradients_on(module)
     points = analytic_points(spec, module, tp, device, config.layers_of_costs, is_frozen=is_frozen)
     about = {

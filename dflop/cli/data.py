@@ -143,7 +143,7 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     if bounds:
         samples = read_table(out, "samples", made_by="merge-shapes")
         num_items = samples.select(pl.max_horizontal("num_items", "num_audio_windows")).to_series()  # of any encoder
-        loads = (own.to_numpy() for own in (num_items, samples["llm_tokens"], samples["target_tokens"]))
+        loads = (column.to_numpy() for column in (num_items, samples["llm_tokens"], samples["target_tokens"]))
         with written_whole(bounds) as path:
             path.write_text(bounds_of_samples(*loads).to_json(), encoding="utf-8")
     shape_summary, reject_summary = (

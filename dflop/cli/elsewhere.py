@@ -115,16 +115,16 @@ def _take(folder: Path) -> None:
     Raises:
         UserError: when the folder holds a run that the workflow made, which is never overwritten.
     """
-    own = folder / _SHAPES_KEY
-    if own.is_file():
+    marker = folder / _SHAPES_KEY
+    if marker.is_file():
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(
             f"{folder} holds a run that the workflow made, and planning from a manifest would replace its files; give "
             "it a name of its own, such as `dflop plan what-if --manifest …`"
         )
-    own.parent.mkdir(parents=True, exist_ok=True)
-    own.touch()
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
 
 
 def _source(manifest: Path) -> dict[str, Any]:

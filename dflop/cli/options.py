@@ -42,7 +42,7 @@ def run_argument(**files: str) -> Callable[[Callable], Callable]:
             missing = [name for name in files if given[name] is None]
             if run is None and missing:
                 context = click.get_current_context()
-                option = next(own.opts[0] for own in context.command.params if own.name == missing[0])
+                option = next(parameter.opts[0] for parameter in context.command.params if parameter.name == missing[0])
                 raise UserError(f"`{context.command_path}` needs {option}, or a run: its name or folder")
             if run is not None:
                 folder = _folder_of(run)
