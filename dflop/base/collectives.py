@@ -12,13 +12,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def reduce_scatter_flat(own: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to sum `values` [num_ranks * size] over the group's ranks; each gets its part in `own` [size]. Both may be
-    used again behind the result's `wait()`."""
-    return _reduce_scatter(own, values, group=group, async_op=True)
+def reduce_scatter_flat(part: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to sum `values` [num_ranks * size] over the group's ranks; each gets its share in `part` [size]. Both may
+    be used again behind the result's `wait()`."""
+    return _reduce_scatter(part, values, group=group, async_op=True)
 
 
-def all_gather_flat(values: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to put each rank's `own` [size], one after the other, into everybody's `values` [num_ranks * size]. Both
+def all_gather_flat(values: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to put each rank's `part` [size], one after the other, into everybody's `values` [num_ranks * size]. Both
     may be used again behind the result's `wait()`."""
-    return _all_gather(values, own, group=group, async_op=True)
+    return _all_gather(values, part, group=group, async_op=True)

@@ -12,7 +12,7 @@ from dflop.base.errors import UserError
 
 __all__ = ["DeviceModel", "find_device", "load_device"]
 
-_OWN = Path(__file__).with_name("devices.yaml")
+_OURS = Path(__file__).with_name("devices.yaml")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ def load_device(name: str, path: Path | None = None) -> DeviceModel:
     if name not in known:
         raise UserError(
             f"`cluster.device_model` is {name!r}, a device of which no data sheet is known; choose one of "
-            f"{', '.join(known)}, or copy an entry of {_OWN} to a YAML file of your own, put your device's numbers in "
+            f"{', '.join(known)}, or copy an entry of {_OURS} to a YAML file of your own, put your device's numbers in "
             "and name the file in `cluster.device_models`"
         )
     where, entry = known[name]
@@ -77,7 +77,7 @@ def find_device(name: str, path: Path | None = None) -> DeviceModel | None:
 
 def _known_entries(path: Path | None) -> dict[str, tuple[str, Any]]:
     """Every device's file and entry; an entry of the user's own file replaces ours of the same name."""
-    read = [_OWN] if path is None else [_OWN, path]
+    read = [_OURS] if path is None else [_OURS, path]
     return {name: (str(file), entry) for file in read for name, entry in _read_entries(file).items()}
 
 
@@ -85,7 +85,7 @@ def _read_entries(path: Any) -> dict[str, Any]:
     try:
         entries = safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, YAMLError) as error:
-        named = "" if path == _OWN else " (`cluster.device_models` names it)"
+        named = "" if path == _OURS else " (`cluster.device_models` names it)"
         raise UserError(f"{path}{named} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(entries, dict):
         found = "nothing" if entries is None else f"a {type(entries).__name__}"
@@ -107,7 +107,7 @@ def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
         if key not in entry and key in optional:
             continue
         if key not in entry:
-            raise UserError(f"{where}.{key}` is missing; {_OWN} explains it")
+            raise UserError(f"{where}.{key}` is missing; {_OURS} explains it")
         try:
             number = float(entry[key]) if not isinstance(entry[key], bool) else math.nan
         except (TypeError, ValueError):

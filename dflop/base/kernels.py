@@ -25,7 +25,7 @@ def kernel(function: Callable | None = None, *, inline: str = "never") -> Any:
     field names of named tuples among its arguments. It notices no changes of `module.NUMBER` and of closures.
     """
     if function is None:
-        return lambda own: kernel(own, inline=inline)
+        return lambda decorated: kernel(decorated, inline=inline)
     compiled = njit(function, inline=inline)
     compiled._cache = _KernelCache(function)
     return compiled
@@ -50,23 +50,23 @@ class _KernelCache(FunctionCache):
 
 def _fields_of(types: Any) -> Iterator[tuple[str, ...]]:
     """The names of the fields of all named tuples among these types, and among those of their fields."""
-    for own in types:
-        if isinstance(own, BaseNamedTuple):
-            yield own.fields
-        if isinstance(own, BaseTuple):
-            yield from _fields_of(own.types)
+    for kind in types:
+        if isinstance(kind, BaseNamedTuple):
+            yield kind.fields
+        if isinstance(kind, BaseTuple):
+            yield from _fields_of(kind.types)
 
 
 def _digest_of(function: Callable) -> str:
     parts, seen, waiting = [], {function}, [function]
     while waiting:
-        own = waiting.pop()
-        parts.append(f"{own.__module__}.{own.__qualname__}{own.__defaults__}")
-        for code in _all_code(own.__code__):
+        callee = waiting.pop()
+        parts.append(f"{callee.__module__}.{callee.__qualname__}{callee.__defaults__}")
+        for code in _all_code(callee.__code__):
             constants = [value for value in code.co_consts if not isinstance(value, CodeType)]
             parts.append(f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}")
             for name in code.co_names:
-                value = own.__globals__.get(name)
+                value = callee.__globals__.get(name)
                 if isinstance(value, Dispatcher):
                     if value.py_func not in seen:
                         seen.add(value.py_func)

@@ -66,9 +66,9 @@ def run_ranks(
         "TOKENIZERS_PARALLELISM": "false",
     }
     meeting = _at_loopback(num_nodes) if is_here else [rendezvous(num_nodes)]
-    own = [f"--nproc-per-node={per_node}", "--module", module, json.dumps(request)]
+    job = [f"--nproc-per-node={per_node}", "--module", module, json.dumps(request)]
     with stop_signals_blocked() if asks_first else contextlib.nullcontext():
-        agents = [_start_agent([*arguments, *own], environment, asks_first) for arguments in meeting]
+        agents = [_start_agent([*arguments, *job], environment, asks_first) for arguments in meeting]
     stopped: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -204,24 +204,24 @@ def _main() -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        print(f"dflop: rank {rank} of {_own_name()} ended first, with {how}", file=sys.stderr, flush=True)
+        print(f"dflop: rank {rank} of {_node_name()} ended first, with {how}", file=sys.stderr, flush=True)
         return 1
     except RendezvousError as error:
         where = next((text for text in arguments if text.startswith("--rdzv-endpoint=")), "").partition("=")[2]
         print(
-            f"dflop: {_own_name()} does not reach the other nodes at {where}, or has lost them: "
+            f"dflop: {_node_name()} does not reach the other nodes at {where}, or has lost them: "
             f"{str(error).splitlines()[0]}",
             file=sys.stderr,
             flush=True,
         )
         return 1
     except SignalException as error:
-        print(f"dflop: the ranks of {_own_name()} were stopped by {error.sigval.name}", file=sys.stderr)
+        print(f"dflop: the ranks of {_node_name()} were stopped by {error.sigval.name}", file=sys.stderr)
         return 1
     return 0
 
 
-def _own_name() -> str:
+def _node_name() -> str:
     """This node's name: Slurm's name for it where there is one, which may differ from the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
