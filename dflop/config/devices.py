@@ -21,7 +21,7 @@ def with_device_figures(config: Config) -> ClusterConfig:
         UserError: for analytic costs of an unknown device, or with more memory than the data sheet says.
     """
     cluster, is_analytic = config.cluster, config.costs.source == "analytic"
-    device = (load_device if is_analytic else find_device)(cluster.device_model, _own_file(cluster))
+    device = (load_device if is_analytic else find_device)(cluster.device_model, _models_file(cluster))
     if is_analytic and cluster.memory_gib is not None and cluster.memory_gib > device.most_memory_gib:
         raise UserError(f"{excess_memory(cluster)}; lower it, leave it out, or choose another `cluster.device_model`")
     given = {name: value for name in _figures(device) if (value := getattr(cluster, name)) is not None}
@@ -51,9 +51,9 @@ def excess_memory(cluster: ClusterConfig) -> str | None:
 
 def most_memory_gib(cluster: ClusterConfig) -> float:
     """The most GiB of memory that the device model's data sheet allows; infinity where it has no data sheet."""
-    device = find_device(cluster.device_model, _own_file(cluster))
+    device = find_device(cluster.device_model, _models_file(cluster))
     return math.inf if device is None else device.most_memory_gib
 
 
-def _own_file(cluster: ClusterConfig) -> Path | None:
+def _models_file(cluster: ClusterConfig) -> Path | None:
     return Path(cluster.device_models) if cluster.device_models else None

@@ -32,7 +32,7 @@ def read_layer(layer: Layer) -> tuple[dict[str, Any], str]:
     """
     values, where = _read(layer)
     values = {str(key): value for key, value in values.items() if not str(key).startswith("x-")}
-    return _with_own_names(_without_dots(values, where), where), where
+    return _with_our_names(_without_dots(values, where), where), where
 
 
 def _read(layer: Layer) -> tuple[dict[str, Any], str]:
@@ -104,7 +104,7 @@ def _without_dots(values: dict[str, Any], where: str) -> dict[str, Any]:
     return nested
 
 
-def _with_own_names(values: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_our_names(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The values with LLaVA-NeXT's names replaced by ours: `data.datasets`, and the keys of its entries."""
     data = values.get("data")
     if not isinstance(data, dict):

@@ -238,10 +238,10 @@ class TrainConfig:
 
     def of_module(self, name: str) -> tuple[float, float]:
         """A module's learning rate and weight decay."""
-        own = self.modules.get(name, ModuleTraining())
+        training = self.modules.get(name, ModuleTraining())
         return (
-            self.lr if own.lr is None else own.lr,
-            self.weight_decay if own.weight_decay is None else own.weight_decay,
+            self.lr if training.lr is None else training.lr,
+            self.weight_decay if training.weight_decay is None else training.weight_decay,
         )
 
 

@@ -53,8 +53,8 @@ def _check_devices(config: Config) -> None:
         )
     for name, pins in _pins(config).items():
         # A placement that `plan.today` does not give is the one of common frameworks, with modules on shared ranks.
-        own = [pins.placement or MONOLITHIC.name] if name == "plan.today" else placements
-        _check_pins(config, name, pins, own)
+        allowed = [pins.placement or MONOLITHIC.name] if name == "plan.today" else placements
+        _check_pins(config, name, pins, allowed)
 
 
 def _pins(config: Config) -> dict[str, FixedPlan]:
@@ -69,9 +69,9 @@ def _check_pins(config: Config, name: str, pins: FixedPlan, placements: list[str
     # An encoder without a pinned grid needs a device, too.
     needed = max(2, sum(least_ranks.values()), least_ranks["llm"] + 1) if is_apart else least_ranks["llm"]
     if needed > cluster.num_devices:
-        own = " (each module its own)" if is_apart else ""
+        remark = " (each module its own)" if is_apart else ""
         raise UserError(
-            f"`{name}` needs {needed} devices{own}, but `cluster` has {cluster.num_devices} "
+            f"`{name}` needs {needed} devices{remark}, but `cluster` has {cluster.num_devices} "
             f"({cluster.num_nodes} x {cluster.devices_per_node}); "
             "ask for fewer ranks or raise `cluster.devices_per_node`"
         )
