@@ -100,16 +100,17 @@ class BalancedBatchSampler(BatchSampler):
         if sync not in get_args(Sync):
             raise UserError(f"sync={sync!r} must be one of {', '.join(map(repr, get_args(Sync)))}")
         self.epoch = 0
-        each = num_samples // self.num_replicas if self.drop_last else -(-num_samples // self.num_replicas)
-        if each < self.batch_size and self.drop_last:
+        num_per_rank = num_samples // self.num_replicas if self.drop_last else -(-num_samples // self.num_replicas)
+        if num_per_rank < self.batch_size and self.drop_last:
             raise UserError(
                 f"{num_samples} samples do not fill one batch of {self.batch_size} on each of {self.num_replicas} "
                 f"ranks, and drop_last=True leaves out what is not full; use "
-                f"{f'batch_size <= {each}' if each else f'num_replicas <= {num_samples}'}, or drop_last=False"
+                f"{f'batch_size <= {num_per_rank}' if num_per_rank else f'num_replicas <= {num_samples}'}, "
+                "or drop_last=False"
             )
         super().__init__(range(num_samples), self.batch_size, self.drop_last)
-        self._num_batches = each // self.batch_size if self.drop_last else -(-each // self.batch_size)
-        self._num_samples_used = self.num_replicas * min(each, self._num_batches * self.batch_size)
+        self._num_batches = num_per_rank // self.batch_size if self.drop_last else -(-num_per_rank // self.batch_size)
+        self._num_samples_used = self.num_replicas * min(num_per_rank, self._num_batches * self.batch_size)
         self.max_batch_bytes = max_batch_bytes
         self._limit = self._byte_limit(sample_bytes)
         self._start = self._num_yielded = 0
@@ -162,16 +163,19 @@ class BalancedBatchSampler(BatchSampler):
         missing = sorted((position | self._stream().keys()) - set(state or ()))
         if missing:
             raise UserError(f"not a state of BalancedBatchSampler: it lacks {', '.join(missing)}")
-        for name, own in self._stream().items():
-            if state[name] != own:
+        for name, value in self._stream().items():
+            if state[name] != value:
                 raise UserError(
-                    f"the state is of {name}={state[name]}, but this sampler has {name}={own}, so that its steps hold "
-                    "other samples; make the sampler as it was when the state was taken, or start without the state"
+                    f"the state is of {name}={state[name]}, but this sampler has {name}={value}, so that its steps "
+                    "hold other samples; make the sampler as it was when the state was taken, or start without the "
+                    "state"
                 )
         epoch, whole, part = (_at_least(0, name, state[name]) for name in ("epoch", "num_steps", "num_batches_of_step"))
         # A state of an earlier version lacks the names that are newer.
         other = [
-            f"{name}={state.get(name)} (now {own})" for name, own in self._division().items() if state.get(name) != own
+            f"{name}={state.get(name)} (now {value})"
+            for name, value in self._division().items()
+            if state.get(name) != value
         ]
         if part and other:
             raise UserError(
@@ -212,11 +216,11 @@ class BalancedBatchSampler(BatchSampler):
         for number in range(start, self._num_batches):
             step, microbatch = divmod(number, self.num_accumulation_steps)
             if begin != step:
-                begin, own = step, self._own_batches(step, order)
+                begin, batches = step, self._batches_of(step, order)
             self._num_yielded = number + 1
-            yield own[microbatch]
+            yield batches[microbatch]
 
-    def _own_batches(self, step: int, order: np.ndarray) -> list[list[int]]:
+    def _batches_of(self, step: int, order: np.ndarray) -> list[list[int]]:
         samples = self._samples_of(step, order)
         limit = None if self._limit is None or self.padded else self._limit.of(samples)
         division = {"padded": self.padded, "sync": self.sync, "limit": limit}
@@ -227,8 +231,8 @@ class BalancedBatchSampler(BatchSampler):
                 f"no way was found to keep the batches of step {step} (epoch {self.epoch}) within max_batch_bytes="
                 f"{self.max_batch_bytes:,}: {self._about_largest(samples)}; raise it, or use a smaller batch_size"
             ) from None
-        own = range(self.rank, int(cell.max()) + 1, self.num_replicas)
-        return [samples[cell == number].tolist() for number in own]
+        cells = range(self.rank, int(cell.max()) + 1, self.num_replicas)
+        return [samples[cell == number].tolist() for number in cells]
 
     def _samples_of(self, step: int, order: np.ndarray) -> np.ndarray:
         size = self.batch_size * self.num_replicas * self.num_accumulation_steps
