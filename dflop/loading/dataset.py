@@ -170,7 +170,7 @@ class MicrobatchLoader(Dataset):
         undecodable: list[int] = []
         for place, (ref, sizes, kept) in enumerate(zip(job.samples, job.media, job.kept_tokens, strict=True)):
             sample = self._profiled(ref, sizes, sum(kept))
-            own = [number for number, medium in enumerate(sample.record.media) if medium.kind in kinds]
+            numbers = [number for number, medium in enumerate(sample.record.media) if medium.kind in kinds]
             layouts.append(
                 tuple(
                     MediumLayout(
@@ -181,7 +181,7 @@ class MicrobatchLoader(Dataset):
                         grid=shape.count.grid,
                         frame_s=shape.frame_us / 1e6,
                     )
-                    for shape in (sample.shapes[number] for number in own)
+                    for shape in (sample.shapes[number] for number in numbers)
                 )
             )
             if self.processor is None:
@@ -193,13 +193,13 @@ class MicrobatchLoader(Dataset):
             decoder = MediaDecoder(self.processor, data.video, data.max_image_pixels, unreadable, blank)
             try:
                 decoded = decoder.items_of(
-                    [sample.record.media[number] for number in own],
-                    [sizes[number] for number in own],
+                    [sample.record.media[number] for number in numbers],
+                    [sizes[number] for number in numbers],
                     sample.media_root,
                 )
             except RecordError as error:
                 raise UserError(_changed(ref, str(error))) from None
-            assert [len(own) for own in decoded] == [medium.num_items for medium in layouts[-1]]
+            assert [len(part) for part in decoded] == [medium.num_items for medium in layouts[-1]]
             items += decoded
             if blank:
                 undecodable.append(place)
@@ -221,8 +221,8 @@ class MicrobatchLoader(Dataset):
             raise UserError(_changed(ref, str(error))) from None
         for medium, now, profiled in zip(sample.record.media, found, sample.shapes, strict=True):
             if now._replace(seconds=profiled.seconds, rate_hz=profiled.rate_hz) != profiled:
-                what = f"{medium.file} has {_said(now)}, it was profiled with {_said(profiled)}"
-                raise UserError(_changed(ref, what))
+                change = f"{medium.file} has {_said(now)}, it was profiled with {_said(profiled)}"
+                raise UserError(_changed(ref, change))
 
     def _text(self, job: MicrobatchJob) -> TextBatch:
         samples = [
@@ -234,8 +234,8 @@ class MicrobatchLoader(Dataset):
         for number, (sample, text) in enumerate(zip(samples, texts, strict=True)):
             token_ids, is_target = expand_text(text, sample.placed.num_tokens, self.max_llm_tokens)
             if len(token_ids) != job.llm_tokens[number]:
-                what = f"{len(token_ids)} tokens, {job.llm_tokens[number]} were profiled"
-                raise UserError(_changed(job.samples[number], what))
+                change = f"{len(token_ids)} tokens, {job.llm_tokens[number]} were profiled"
+                raise UserError(_changed(job.samples[number], change))
             ids.append(token_ids)
             targets.append(is_target)
             if self.reader.rules.num_position_axes > 1:
@@ -258,9 +258,9 @@ class MicrobatchLoader(Dataset):
         positions = []
         for place, encoder in enumerate(self.encoders):
             placeholders = [self.tokenizer.placeholder_ids[kind] for kind in encoder.kinds]
-            own = np.flatnonzero(np.isin(token_ids, placeholders))
-            replica = np.repeat([ranks[place] for ranks in job.encoder_rank], job.llm_tokens)[own]
-            positions += [torch.from_numpy(own[replica == number]) for number in range(encoder.num_replicas)]
+            slots = np.flatnonzero(np.isin(token_ids, placeholders))
+            replica = np.repeat([ranks[place] for ranks in job.encoder_rank], job.llm_tokens)[slots]
+            positions += [torch.from_numpy(slots[replica == number]) for number in range(encoder.num_replicas)]
         return tuple(positions)
 
 
@@ -275,13 +275,13 @@ def microbatch_loader(
     processor: MediaProcessor | None,
 ) -> MicrobatchLoader:
     """The loader of a module's microbatches; `num_replicas` has one number for each encoder."""
-    encoders = [own.name for own in spec.encoders]
+    encoders = [encoder.name for encoder in spec.encoders]
     return MicrobatchLoader(
         records=records,
         reader=ShapeReader(spec.rules, data),
         tokenizer_folder=tokenizer_folder,
         max_llm_tokens=data.max_llm_tokens,
-        encoders=tuple(EncoderFeed(own.media, dp) for own, dp in zip(spec.encoders, num_replicas, strict=True)),
+        encoders=tuple(EncoderFeed(encoder.media, dp) for encoder, dp in zip(spec.encoders, num_replicas, strict=True)),
         encoder=None if module == "llm" else encoders.index(module),
         processor=processor,
     )
@@ -307,8 +307,8 @@ def _said(shape: MediumShape) -> str:
     return f"{shape.num_frames} frames of {pixels}, {shape.frame_us / 1e6:.6g} s apart"
 
 
-def _changed(ref: SampleRef, what: str) -> str:
+def _changed(ref: SampleRef, change: str) -> str:
     return (
-        f"record {ref.row} of source `{ref.source}` has changed since it was profiled ({what}); "
+        f"record {ref.row} of source `{ref.source}` has changed since it was profiled ({change}); "
         "delete results/<run>/shapes and run the workflow again"
     )

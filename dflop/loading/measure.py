@@ -54,14 +54,14 @@ def measure_loading(config: Config, shapes: Path, progress: Callable[[int], None
     rng = np.random.default_rng(config.seed)
     rows = []
     for name in sorted(set(modality)):
-        own = samples.take(np.flatnonzero(modality == name))
-        drawn = own.take(rng.permutation(len(own))[:MOST_SAMPLES])
+        group = samples.take(np.flatnonzero(modality == name))
+        drawn = group.take(rng.permutation(len(group))[:MOST_SAMPLES])
         for module, loader in loaders.items():
-            loads = own.llm_tokens if module == "llm" else own.items_of(module)
+            loads = group.llm_tokens if module == "llm" else group.items_of(module)
             if not loads.sum():
                 continue
             rows.append(
-                {"module": module, "modality": name, "num_samples": len(own)}
+                {"module": module, "modality": name, "num_samples": len(group)}
                 | _measured(module, loader, drawn, float(loads.mean()), progress)
             )
     return pl.DataFrame(rows, schema=LOADING_SCHEMA)

@@ -27,11 +27,11 @@ class LoadingTimes:
 
     def of_batch(self, module: str, global_batch_size: int) -> tuple[float, float]:
         """Expected wall seconds and core seconds in which one process loads a module's part of a global batch."""
-        own = self.frame.filter(pl.col("module") == module)
+        rows = self.frame.filter(pl.col("module") == module)
         # The module's rows lack the modalities that it does not read, so the sums are divided by all samples.
         num_samples = self._num_samples()
         seconds, core_s = (
-            float((own["num_samples"] * own[column]).sum()) / num_samples * global_batch_size
+            float((rows["num_samples"] * rows[column]).sum()) / num_samples * global_batch_size
             for column in ("seconds", "core_s")
         )
         return seconds, core_s
