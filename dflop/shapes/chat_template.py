@@ -145,7 +145,10 @@ class ChatTemplate:
 
     def _run(self, messages: Sequence[_Message], *, prompt: bool = False, marks: str | None = None) -> str:
         """The rendered text, with `marks` around generation blocks."""
-        given = self._given | {"messages": [self._as_given(each) for each in messages], "add_generation_prompt": prompt}
+        given = self._given | {
+            "messages": [self._as_given(message) for message in messages],
+            "add_generation_prompt": prompt,
+        }
         if marks:
             given[MARKS] = marks
         try:

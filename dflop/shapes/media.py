@@ -148,8 +148,8 @@ def _size_by_pillow(medium: Path | Embedded, file: BinaryIO, max_pixels: int) ->
 
 def too_many_pixels(name: str, width: int, height: int, max_pixels: int) -> RecordError:
     """The error for a picture of more than `max_pixels` pixels."""
-    what = f"{width} x {height} are {width * height:,} pixels, over {max_pixels:,} (`data.max_image_pixels`)"
-    return RecordError("unreadable_media", f"{name}: {what}")
+    detail = f"{width} x {height} are {width * height:,} pixels, over {max_pixels:,} (`data.max_image_pixels`)"
+    return RecordError("unreadable_media", f"{name}: {detail}")
 
 
 def _unreadable(medium: Path | Embedded, why: object) -> RecordError:

@@ -50,7 +50,7 @@ class ShapeProfiler:
         """Shapes of all records, in order, as a frame with the columns of `store.SHARD_SCHEMA`."""
         rows: list[dict[str, Any]] = []
         for batch in _batches(map(self._read, raw_records)):
-            counts = iter(_count([each.placed.turns for each in batch if each.is_placed], self.tokenizer))
+            counts = iter(_count([record.placed.turns for record in batch if record.is_placed], self.tokenizer))
             for sample_id, columns, placed in batch:
                 row = {"row": first_row + len(rows), "sample_id": sample_id}
                 outcome = placed if isinstance(placed, RecordError) else next(counts)
@@ -278,12 +278,12 @@ def _frame(rows: Sequence[dict[str, Any]]) -> pl.DataFrame:
     media = {name: columns.pop(name) for name in MEDIA_COLUMNS}
     counts = [len(of_row or ()) for of_row in media[MEDIA_COLUMNS[0]]]
     flat = {name: [value for of_row in lists if of_row for value in of_row] for name, lists in media.items()}
-    each = pl.DataFrame(
+    long_frame = pl.DataFrame(
         {"row": np.repeat(np.array(columns["row"], np.int64), counts), **flat},
         schema={"row": pl.Int64, **dict.fromkeys(flat, pl.Int32)},
     )
     frame = pl.DataFrame(columns, schema={name: SHARD_SCHEMA[name] for name in columns})
-    lists = each.group_by("row", maintain_order=True).agg(pl.all())
+    lists = long_frame.group_by("row", maintain_order=True).agg(pl.all())
     is_used = pl.col("reason").is_null()
     return (
         frame.join(lists, on="row", how="left", maintain_order="left")

@@ -119,7 +119,7 @@ def load_samples(
             f"{path} holds no sample to {'evaluate' if evaluation else 'train'} on{why and f' ({why})'}; "
             f"`from rejects` in it says what became of the records"
         )
-    items, kept = ([_COLUMNS[encoder.media][which] for encoder in encoders] for which in range(2))
+    items, kept = ([_COLUMNS[encoder.media][number] for encoder in encoders] for number in range(2))
     return SampleShapes(
         encoders=tuple(encoder.name for encoder in encoders),
         **{name: frame[name].to_numpy() for name in ("sample_id", "source", "row", "llm_tokens", "target_tokens")},

@@ -95,7 +95,7 @@ def _in_json(path: Path) -> TemplateFile | None:
     """The template in a JSON file: a string, or named strings as an object or as a list of objects."""
     found = _read_json(path).get("chat_template")
     if isinstance(found, list):
-        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
     if isinstance(found, dict):
         if _DEFAULT not in found:
             raise _no_default(path, found)
@@ -127,8 +127,8 @@ def _read_text(path: Path) -> str:
         raise _broken(path, f"is not UTF-8 text ({error})") from None
 
 
-def _broken(path: Path, what: str) -> UserError:
-    return UserError(f"{path} {what}; copy it again from where the checkpoint is from")
+def _broken(path: Path, fault: str) -> UserError:
+    return UserError(f"{path} {fault}; copy it again from where the checkpoint is from")
 
 
 def _no_default(path: Path, templates: Mapping[Any, Any]) -> UserError:

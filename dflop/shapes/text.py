@@ -100,7 +100,7 @@ class ChatTokenizer:
             file.source,
             file=file.path,
             named_tokens=read_named_tokens(self.folder),
-            special_tokens=[each.content for each in added if each.special and each.content not in placeholders],
+            special_tokens=[token.content for token in added if token.special and token.content not in placeholders],
             placeholders=self._placeholders,
         )
 
@@ -151,7 +151,7 @@ class ChatTokenizer:
         """
         rendered = [self._template.render(turns) for turns in conversations]
         counts = self._counter.count(rendered) if self._counter else [None] * len(rendered)
-        uncounted = [each for each, found in zip(rendered, counts, strict=True) if found is None]
+        uncounted = [text for text, found in zip(rendered, counts, strict=True) if found is None]
         encoded = iter(self._encode(uncounted))
         return [_counts_of(next(encoded)) if found is None else found for found in counts]
 

@@ -79,7 +79,7 @@ class WordCounter:
         """The counts of each text, given with its learned spans of characters. None for a text of which a span may
         begin or end inside a token."""
         cut = [self._stretches(text, spans) for text, spans in texts]
-        stretches = [stretch for each in cut if each is not None for stretch in each]
+        stretches = [stretch for pieces in cut if pieces is not None for stretch in pieces]
         behind_space = chain.from_iterable([words for _, words in stretches])
         long = [
             (known, self._learn(known, needed, before))
@@ -88,7 +88,7 @@ class WordCounter:
                 (self._first, [first for first, _ in stretches], ""),
             )
         ]
-        counts = [None if each is None else self._sum_up(each) for each in cut]
+        counts = [None if pieces is None else self._sum_up(pieces) for pieces in cut]
         for known, words in long:
             for word in words:
                 del known[word]
