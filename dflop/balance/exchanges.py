@@ -19,8 +19,8 @@ MAX_COMPARISONS = 20_000_000
 
 @kernel
 def exchange_samples(loads_s, weight, llm_tokens, bucket, filled_s, cap, goal):
-    """Change `bucket` in place by moves and swaps, to lower the larger of largest bucket and goal, and then the sum of
-    squared weighted loads.
+    """Change `bucket` in place by moves and swaps. They lower the largest bucket until it meets the goal, and even out
+    all buckets (lower the sum of squared weighted loads).
 
     Evening out comes first: once buckets are exactly level in the busiest module, hardly any exchange is possible.
     """
@@ -121,7 +121,8 @@ def _even_out(loads_s, weight, llm_tokens, bucket, load, tokens, count, stamps, 
 
 @kernel(inline="always")
 def _after_exchange(loads_s, weight, load, i, j, a, b):
-    """Larger peak of buckets a and b, and the change of the squares, once i went to b and j (-1: nothing) to a."""
+    """If sample i went from bucket a to b, and j (-1: nothing) from b to a: the larger peak of both buckets, and the
+    change of the sum of squares."""
     peak, squares = 0.0, 0.0
     for k in range(load.shape[1]):
         shift = loads_s[i, k]

@@ -181,11 +181,11 @@ def _level_microbatches(shares: np.ndarray, num_replicas: int, size: int, limit:
 def _around_the_dearest(
     shares: np.ndarray, left: np.ndarray, num_replicas: int, size: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """The samples of a microbatch for the dearest sample left, and the others; None if its cell can be an even one.
+    """The samples of one microbatch around the dearest sample in `left`, and the remaining samples.
 
-    Where the cell of the dearest sample exceeds the mean cell whatever else it holds, the other replicas wait for it
-    anyway. So its microbatch takes the dearest samples, as many as the replicas can compute within the time of that
-    cell, and the cheapest ones to fill up.
+    The cell of the dearest sample may exceed the mean cell even when filled with the cheapest samples. Then the other
+    replicas wait for it anyway. So the microbatch takes as many dear samples as the replicas can compute in that time,
+    and the cheapest ones to fill up. Returns None if no cell is too large in this way.
     """
     taken = num_replicas * size
     if len(left) <= taken:

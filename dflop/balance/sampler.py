@@ -265,7 +265,7 @@ class BalancedBatchSampler(BatchSampler):
         return limit
 
     def _check_that_steps_fit(self, order: np.ndarray) -> None:
-        """Find the samples that fit into no batch of their step before anything is computed."""
+        """Raise a UserError for a sample that exceeds the limit even in a batch with the smallest ones of its step."""
         if self._limit is None or self.padded:
             return
         most = self._limit.max_bytes
@@ -287,7 +287,7 @@ class BalancedBatchSampler(BatchSampler):
 
 
 def _checked_numbers(name: str, values: Any) -> np.ndarray:
-    """`[num_samples, num_columns]` as it was given, not copied where it is an array."""
+    """The values as an array `[num_samples, num_columns]`; an array that was given is not copied."""
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()

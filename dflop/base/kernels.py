@@ -49,7 +49,7 @@ class _KernelCache(FunctionCache):
 
 
 def _fields_of(types: Any) -> Iterator[tuple[str, ...]]:
-    """The names of the fields of all named tuples among these types, and among those of their fields."""
+    """The field names of each named tuple among these types, and of each named tuple that one of them contains."""
     for kind in types:
         if isinstance(kind, BaseNamedTuple):
             yield kind.fields

@@ -95,7 +95,7 @@ def _start_agent(arguments: list[str], environment: Mapping[str, str], asks_firs
 
 
 def _code_of_first_failure(agents: list[subprocess.Popen]) -> int:
-    """Wait until all have ended, or one has failed; 0 where none has."""
+    """Wait until all torchruns have ended or one has failed. Returns its exit code, or 0 if none failed."""
     while running := [agent for agent in agents if agent.poll() is None]:
         if failed := [agent.returncode for agent in agents if agent.returncode]:
             return failed[0]
@@ -116,7 +116,7 @@ def _slurm_nodes() -> str | None:
 
 
 def _at_loopback(num_nodes: int) -> list[list[str]]:
-    """How the torchruns of nodes that are all of this machine meet, for each of them."""
+    """torchrun's arguments for the rendezvous of each node, if all nodes are processes of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

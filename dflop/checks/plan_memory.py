@@ -172,7 +172,7 @@ def _inputs(
     forwards: Iterable[tuple[Node, int]],
     program: Program,
 ) -> Iterator[LoadedMedia | TextBatch]:
-    """The inputs that loaders would give for those of the rank's forwards that read records."""
+    """The inputs of the rank's forwards that read records, as loaders would give them."""
     side = load.picture_side
     picture = spec.rules.image(side, side, load.num_pictures)
     pictures = (MediumLayout("image", picture.num_items, side, side, picture.grid),) * load.num_pictures

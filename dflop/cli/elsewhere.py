@@ -31,8 +31,8 @@ _SHAPES_KEY = "shapes/key"
 
 
 def from_manifest(function: Callable) -> Callable:
-    """Add `--manifest` and `--model` to a command on a run: with a manifest, the run is made first, and its report at
-    the end."""
+    """Add `--manifest` and `--model` to a command on a run. With a manifest, the run is made before the command and its
+    report is written after it."""
 
     @click.option(
         "--manifest",

@@ -1,7 +1,7 @@
 """The baselines of `plan.yaml`: some of the systems, on the batches that plans are priced on.
 
-A system's own assignment is not used here: batches are grouped as its plans are searched with, so that a baseline
-stands beside our plan's price, which is also made without the scheduler.
+Batches are grouped as in the search of a system's plans, by the quick form of a policy. Our plan's price is made in the
+same way, without the scheduler, so the two can be compared.
 """
 
 from dflop.base import UserError

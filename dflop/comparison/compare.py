@@ -130,9 +130,10 @@ def plans_by_speed(
     samples: SampleShapes,
     shapes: Mapping[int, SampleShapes],
 ) -> tuple[list[Pricer], str]:
-    """The pricers of a system's plans, the fastest by its own assignments of the first batches in `shapes` first.
+    """The pricers of a system's plans, the fastest first, and why a system without any has none.
 
-    Plans that these do not fit into are left out; also returned is why, for a system that has no other.
+    A plan's speed is its mean step time over the first `NUM_TRIED` batches of `shapes`, assigned by the system's own
+    policy. A plan is left out if an assignment cannot be made to fit into memory.
     """
     tried: list[tuple[float, Pricer]] = []
     why_not = "no plan of the kind fits into memory"

@@ -26,8 +26,8 @@ _NUM_OFFERED = 4
 class PlanChoice(Protocol):
     """Finds the plans that a system may have, with their prices, the preferred one first.
 
-    With `compares`, several are wanted, since a system's assignments may differ from the search's; without, the first.
-    Where no plan fits, it returns none, or raises a UserError that says why.
+    With `compares` it returns several plans, because the system's own assignments may change their order; without, the
+    first is enough. If no plan fits, it returns none, or raises a UserError that says why.
     """
 
     def __call__(

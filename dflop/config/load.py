@@ -80,7 +80,7 @@ def _check() -> TypeAdapter:
 
 
 def _holds(values: Any, place: tuple[int | str, ...]) -> bool:
-    """Whether something stands at a place of a layer, where modules stand beside the other keys of `plan.fixed`."""
+    """Whether a layer has a key, e.g. ("train", "lr"). It has modules beside the other keys of `plan.fixed`."""
     for name in place:
         if name == "modules" and isinstance(values, Mapping) and name not in values:
             continue

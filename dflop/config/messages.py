@@ -51,7 +51,10 @@ def _key_at(place: _Place) -> str:
 
 
 def _section_at(place: _Place) -> type | None:
-    """The section at a place, or that the entries of a list or of a mapping there hold; None for a single value."""
+    """The section that a key holds, e.g. `TrainConfig` for `train`; None for a single value.
+
+    For a list or a mapping of sections it is the section of an entry, e.g. `SourceConfig` for `data.sources`.
+    """
     section: type | None = Config
     for name in place:
         hints = typing.get_type_hints(section) if section else {}

@@ -289,8 +289,11 @@ class Config:
 
     @property
     def layers_of_costs(self) -> str:
-        """How layers are made that the costs are of, in the words of `costs.implementation`: as in training, or of
-        analytic costs what that key says. Data sheets are of GPUs, whatever `cluster.device` is."""
+        """The layers that the costs are of, `eager` or `compiled`.
+
+        They are those of training; only for analytic costs may `costs.implementation` say otherwise. Data sheets are of
+        GPUs, whatever `cluster.device` is.
+        """
         is_analytic = self.costs.source == "analytic"
         if is_analytic and self.costs.implementation != "auto":
             return self.costs.implementation

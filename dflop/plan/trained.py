@@ -1,7 +1,7 @@
 """What of a model is trained, and what follows from that.
 
-A config names what is frozen (`model.freeze`); everything else is trained. Whoever wants to know whether a module has
-a backward, weight gradients, moments or a sync asks this object, and decides nothing of it by itself.
+A config names what is frozen (`model.freeze`); everything else is trained. Only this object decides whether a module
+has a backward, weight gradients, moments or a sync; all other code asks it.
 """
 
 from dataclasses import dataclass

@@ -61,7 +61,7 @@ _CONFIG = {
 class Panel:
     """One view. `height` is that of its data in pixels, `share` its part of a file's width beside its neighbours'.
 
-    What the page shows as a table, it leaves out as a panel (`is_table`).
+    A panel that `is_table` is drawn in files alone, because the page has a table with the same content.
     """
 
     title: str
@@ -114,7 +114,7 @@ def as_given(field: str) -> dict[str, Any]:
 
 
 def hover(**formats: str) -> list[dict[str, Any]]:
-    """What is said of the mark that is pointed at: columns, each with the format of its numbers or "" for text."""
+    """The text beside a mark under the mouse: its columns, with the format of a number (",.0f") or "" for text."""
     return [
         {"field": name, "title": name.replace("_", " ")} | ({"type": "quantitative", "format": form} if form else {})
         for name, form in formats.items()
@@ -191,7 +191,7 @@ def write_picture(picture: Picture, path: Path) -> None:
 def _lines(
     text: str, width: float, size: int, weight: str, name: str, left: float, top: float
 ) -> tuple[list[str], float]:
-    """A text in lines that `width` has room for, and where the next thing below it begins."""
+    """The text in lines of at most `width` pixels, and the height in the picture at which the last line ends."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     drawn = []
     for line in textwrap.wrap(text, max(10, int(width / ((0.53 if weight == "bold" else 0.47) * size)))):

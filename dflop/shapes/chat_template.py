@@ -102,8 +102,11 @@ class ChatTemplate:
         return _take_out_marks(self._run(messages, marks=marks), marks)
 
     def _spans_behind_prompts(self, messages: Sequence[_Message], whole: str) -> list[tuple[int, int]]:
-        """The span of each answer: from where its prompt ends to where the text of all turns up to and including the
-        answer ends. If the whole text does not begin with one of these two, the answer is marked to find that edge."""
+        """The span of each answer in `whole`, found from two shorter renderings.
+
+        The turns before the answer, with a generation prompt, end where it begins. The turns up to and including the
+        answer end where it ends. If `whole` does not begin with one of the two texts, that edge is found by marks.
+        """
         spans = []
         for index, message in enumerate(messages):
             if message.role != "assistant":
@@ -237,7 +240,7 @@ class ChatTemplate:
 
 
 def _extended(text: str, end: int, ending: str) -> int:
-    """The end of a span, after the `ending` if that follows the span."""
+    """The end of a span, moved behind the `ending` if the text goes on with that."""
     return end + len(ending) if text.startswith(ending, end) else end
 
 

@@ -29,7 +29,8 @@ class Lpt(Policy):
 
 @lru_cache(maxsize=64)
 def _places(num_microbatches: int) -> np.ndarray:
-    """Where in its replica's order a microbatch comes, the largest first: those go to the middle."""
+    """The place in a replica's order of its largest microbatch, its second largest and so on: large ones in the
+    middle."""
     places = np.empty(num_microbatches, dtype=np.int64)
     places[small_at_both_ends(-np.arange(num_microbatches))] = np.arange(num_microbatches)
     return places
@@ -37,8 +38,8 @@ def _places(num_microbatches: int) -> np.ndarray:
 
 @kernel
 def _drawn_in_turns(bucket, by_load, dp, places):
-    """Replica and microbatch of each sample. Replicas draw buckets in turns, in alternating directions, so that each
-    gets about the same load; `places` [num_microbatches] says which microbatch the bucket of a turn becomes."""
+    """Replica and microbatch of each sample. Replicas draw buckets in turns, the largest first, in alternating
+    directions, so that all get about the same load. The bucket of turn t becomes microbatch `places[t]`."""
     replica, microbatch = np.empty(len(by_load), dtype=np.int64), np.empty(len(by_load), dtype=np.int64)
     for turn in range(len(places)):
         for place in range(dp):

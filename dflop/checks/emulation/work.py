@@ -21,7 +21,7 @@ class Network:
     free_s: float = 0.0
 
     def carry(self, seconds: float) -> float:
-        """Carry another part of so many seconds; returns when it will have ended."""
+        """Carry a part that takes `seconds`, after the earlier ones. Returns when it ends, on the monotonic clock."""
         self.free_s = max(self.free_s, time.monotonic()) + seconds
         return self.free_s
 
@@ -84,7 +84,7 @@ class EmulatedWork:
         _sleep(max(0.0, self.network.free_s - time.monotonic()) + self.sync_s - self.early_sync_s - self.late_sync_s)
 
     def _tensors(self, microbatch: int, *, forward: bool) -> dict[int, torch.Tensor]:
-        """What is sent: over each edge that begins at this node in forward, over each that ends here in backward."""
+        """The tensors that a pass sends, by edge: outputs over edges from this node, or gradients over edges to it."""
         tensors = {}
         for number, edge in enumerate(self.program.edges):
             if (edge.source if forward else edge.target) != self.index:

@@ -33,7 +33,8 @@ def counted_steps(num_steps: int, *, on_the_fly: bool) -> range:
 
 
 def num_scheduled(num_steps: int, *, on_the_fly: bool) -> int:
-    """How many steps need a schedule: some more than are run, so that loaders have as much to do in the last ones."""
+    """How many steps need a schedule. With `on_the_fly` these are more than are trained, so that loaders still read
+    ahead in the last steps."""
     return counted_steps(num_steps, on_the_fly=on_the_fly).stop + (_NUM_AHEAD if on_the_fly else 0)
 
 

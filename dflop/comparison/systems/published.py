@@ -33,7 +33,7 @@ _WITHIN = PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE], sha
 def _plans(
     config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, *, compares: bool = True
 ) -> list[Candidate]:
-    """Of the plans that fit, the one with the rule's least value; `compares` adds none."""
+    """One plan, with `compares` as well: the one that the rule gives the least value, among plans that fit."""
     batches = GroupedBatches(config, spec, costs, samples)
     try:
         rows = enumerate_space(config, spec, costs.layouts, {}, _WITHIN)

@@ -61,7 +61,7 @@ def _plans(
 def _nearest(
     rows: pl.DataFrame, config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches
 ) -> tuple[Plan, float]:
-    """The plan of the rows that needs least memory, and its bytes; among many rows, those with most microbatches."""
+    """The plan that needs least memory, and its bytes. Of many rows, only those with most microbatches are tried."""
     needs = []
     recomputes = config.plan.today.checkpointing is not False
     most = rows.sort("num_microbatches", descending=True, maintain_order=True).head(_MOST_NEEDS)

@@ -33,8 +33,8 @@ class Schedule(ABC):
         return 0
 
     def chunk_counts(self, pp: int) -> tuple[int, ...]:
-        """The numbers of chunks an LLM rank that the search tries with `pp` stages; empty if the schedule makes no
-        sense with them."""
+        """How many chunks of layers an LLM rank may have in the search, e.g. (2, 4); empty if the schedule makes no
+        sense with `pp` stages."""
         return (1,)
 
     def microbatches_per_round(self, pp: int) -> int:

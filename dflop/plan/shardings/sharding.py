@@ -29,8 +29,8 @@ class Sharding(ABC):
 
     @abstractmethod
     def shards_worth_a_look(self, dp: int, layout: LayoutKey, devices_per_node: int) -> int | None:
-        """The number of shards that the search tries with such a layout; None if the sharding makes no sense with
-        it."""
+        """The number of shards that the search tries for `dp` replicas of this layout, e.g. the 8 replicas of a
+        node; None if the sharding makes no sense with them."""
 
     def check(self, grid: "Grid") -> None:
         """Check that the sharding allows a grid.

@@ -114,8 +114,8 @@ def _window(num_points: int) -> int:
 
 
 def _thinned(metrics: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """Means over neighbouring steps, so that the plot of a long run is a small file; and how many steps each point
-    is of."""
+    """Means over neighbouring steps, so that the plot of a long run is a small file. Also returns the number of steps
+    that a point is the mean of."""
     width = -(-len(metrics) // _MOST_POINTS)
     if width == 1:
         return metrics, 1

@@ -145,7 +145,7 @@ def _candidates(run: Run) -> tuple[CandidateRow, ...]:
 
 
 def _other(said: dict[str, Any] | None, text: dict[str, Any]) -> dict[str, Any] | None:
-    """A plan that was not chosen, with its step time, and that over the chosen plan's."""
+    """A plan that was not chosen. `ratio` is its step time over the chosen plan's, e.g. 1.08."""
     if not said:
         return None
     predicted = said["predicted"]

@@ -156,8 +156,8 @@ class JsonListReader(_JsonReader):
         return None
 
     def _elements(self, begin: int) -> Iterator[tuple[int, int, bytes | None]]:
-        """Start, end and content of the elements from byte `begin` on. An element that is long already, but not at its
-        end, is given with None as its content, and again when more of it is read."""
+        """Start, end and content of the elements from byte `begin` on. While a long element is read, it is given with
+        None as its content: once for each further chunk."""
         from dflop.shapes.manifests.json_cuts import find_cuts  # numba: only scanning needs it
 
         state = np.array([1, 0, 0])  # depth, inside a string, after a backslash

@@ -201,8 +201,8 @@ def _mix(words: np.ndarray) -> np.ndarray:
 def _cut(records: SourceRecords, samples_per_shard: int) -> list[Shard]:
     """Cut after records whose digest falls below a threshold, at about `samples_per_shard` records.
 
-    Shards hold between half and twice that number. After an inserted record, all cuts are the old ones from the first
-    cut on that was chosen by content.
+    Shards hold between half and twice that number. An inserted record moves the cuts behind it up to the next cut that
+    is chosen by content; later ones stay.
     """
     least, most = max(1, samples_per_shard // 2), 2 * samples_per_shard
     cuts = records.cuts_below((1 << 64) // max(1, samples_per_shard - least))

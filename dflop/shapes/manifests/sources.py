@@ -107,7 +107,7 @@ def _tell_apart(choices: Sequence[list[str]]) -> list[str]:
 
 
 def _open_lists(entry: SourceConfig) -> Iterator[tuple[SourceConfig, list[str]]]:
-    """The entry, or the entries of the list of datasets that it names; each with possible names, the shortest first.
+    """The entry with its possible names, the shortest first; for a list of datasets, the entries of that list.
 
     Raises:
         UserError: when a list of datasets cannot be read, or its entry has a sampling of its own.
