@@ -26,24 +26,24 @@ def costs_with(costs: CostModel, encoders: Sequence[str]) -> CostModel:
     for name in ("times", "activations", "transients", "parameter_bytes"):
         table = {key: value for key, value in getattr(costs, name).items() if key[0] == "llm"}
         for number, encoder in enumerate(encoders, start=1):
-            own = {key: value for key, value in getattr(costs, name).items() if key[0] == "vision"}
-            table |= {(encoder, *key[1:]): _times(number, value) for key, value in own.items()}
+            of_vision = {key: value for key, value in getattr(costs, name).items() if key[0] == "vision"}
+            table |= {(encoder, *key[1:]): _times(number, value) for key, value in of_vision.items()}
         tables[name] = table
     return replace(costs, **tables)
 
 
 def samples_with(draw: Callable[..., SampleShapes], encoders: Sequence[str], num_samples: int, seed: int):
     """Drawn samples whose items for one encoder say nothing of those for the next."""
-    own = draw(num_samples, seed)
+    first = draw(num_samples, seed)
     media = [draw(num_samples, seed + 1000 * number) for number in range(len(encoders))]
     nothing = np.zeros((num_samples, 0), dtype=np.int64)
-    kept = np.concatenate([nothing, *(each.kept_tokens for each in media)], axis=1)
+    kept = np.concatenate([nothing, *(samples.kept_tokens for samples in media)], axis=1)
     return replace(
-        own,
+        first,
         encoders=tuple(encoders),
-        num_items=np.concatenate([nothing, *(each.num_items for each in media)], axis=1),
+        num_items=np.concatenate([nothing, *(samples.num_items for samples in media)], axis=1),
         kept_tokens=kept,
-        llm_tokens=own.llm_tokens - own.kept_tokens.sum(axis=1) + kept.sum(axis=1),
+        llm_tokens=first.llm_tokens - first.kept_tokens.sum(axis=1) + kept.sum(axis=1),
     )
 
 

@@ -304,12 +304,12 @@ def test_devices_have_the_memory_of_their_data_sheet_unless_the_config_says_othe
     assert memory_gib(device_model="h100-80g") == 80e9 / 2**30
     assert memory_gib(device_model="h100-80g", memory_gib=60) == 60
     assert memory_gib() == memory_gib(device_model="the big one") == 4
-    own = tmp_path / "own.yaml"
-    own.write_text(
+    sheets = tmp_path / "own.yaml"
+    sheets.write_text(
         (files("dflop.base") / "devices.yaml").read_text().replace("h200-141g", "mine").replace("80e9", "60e9")
     )
-    assert memory_gib(device_model="mine", device_models=str(own)) == 141e9 / 2**30
-    assert memory_gib(device_model="h100-80g", device_models=str(own)) == 60e9 / 2**30
+    assert memory_gib(device_model="mine", device_models=str(sheets)) == 141e9 / 2**30
+    assert memory_gib(device_model="h100-80g", device_models=str(sheets)) == 60e9 / 2**30
     assert "nowhere.yaml (`cluster.device_models` names it) cannot be read" in refusal(
         {"cluster": {"device_models": "nowhere.yaml"}}
     )
@@ -324,10 +324,10 @@ def test_links_are_as_fast_as_the_device_models_unless_the_config_says_otherwise
     assert gbps(device_model="h100-80g") == (3600, 400)
     assert gbps(device_model="h100-80g", inter_node_gbps=100) == (3600, 100)
     assert gbps() == gbps(device_model="the big one") == (100, 50)
-    own = tmp_path / "own.yaml"
+    sheets = tmp_path / "own.yaml"
     known = (files("dflop.base") / "devices.yaml").read_text().replace("h200-141g", "mine")
-    own.write_text("".join(line for line in known.splitlines(keepends=True) if "network" not in line))
-    assert gbps(device_model="mine", device_models=str(own)) == (3600, 50)
+    sheets.write_text("".join(line for line in known.splitlines(keepends=True) if "network" not in line))
+    assert gbps(device_model="mine", device_models=str(sheets)) == (3600, 50)
 
 
 def test_more_memory_than_the_data_sheet_says_is_refused_with_analytic_costs():

@@ -102,14 +102,14 @@ def place_of(dotted: str) -> int:
     return PLACES.get(parts[1], PACKAGE_ITSELF) if len(parts) > 1 else PACKAGE_ITSELF
 
 
-def offences(own: str, source: str, package: str) -> list[str]:
-    """What a module of the folder or top-level module `own` imports against the order."""
+def offences(room: str, source: str, package: str) -> list[str]:
+    """What a module of the folder or top-level module `room` imports against the order."""
     found = []
     for name in sorted(imports_of(source, package)):
         if name.split(".")[0] == "dflop":
             target = name.split(".")[1] if "." in name else ""
-            same_floor = target == own or (own in GROUND_ROOMS and target in GROUND_ROOMS)
-            if not same_floor and place_of(name) >= PLACES[own]:
+            same_floor = target == room or (room in GROUND_ROOMS and target in GROUND_ROOMS)
+            if not same_floor and place_of(name) >= PLACES[room]:
                 found.append(name)
     return found
 
@@ -119,9 +119,9 @@ def modules() -> list[tuple[str, Path]]:
     listed = []
     for path in sorted(PACKAGE.rglob("*.py")):
         relative = path.relative_to(PACKAGE)
-        own = relative.parts[0] if len(relative.parts) > 1 else relative.stem
-        if own != "__init__":
-            listed.append((own, path))
+        room = relative.parts[0] if len(relative.parts) > 1 else relative.stem
+        if room != "__init__":
+            listed.append((room, path))
     return listed
 
 
@@ -130,7 +130,7 @@ def package_of(path: Path) -> str:
 
 
 def test_every_folder_and_top_level_module_has_its_place():
-    assert {own for own, _ in modules()} == set(PLACES)
+    assert {room for room, _ in modules()} == set(PLACES)
 
 
 def test_the_walker_finds_every_form_of_import_and_judges_it():
@@ -151,9 +151,11 @@ def late():
     assert "dflop.costs.CostModel" in imports_of(source, "dflop.schedule")
 
 
-@pytest.mark.parametrize(("own", "path"), modules(), ids=lambda value: value.name if isinstance(value, Path) else value)
-def test_a_folder_imports_only_from_folders_above_it(own, path):
-    assert offences(own, path.read_text(encoding="utf-8"), package_of(path)) == []
+@pytest.mark.parametrize(
+    ("room", "path"), modules(), ids=lambda value: value.name if isinstance(value, Path) else value
+)
+def test_a_folder_imports_only_from_folders_above_it(room, path):
+    assert offences(room, path.read_text(encoding="utf-8"), package_of(path)) == []
 
 
 def test_a_circle_is_found_whether_imports_stand_at_the_top_or_in_a_function_but_not_for_type_checkers():
@@ -231,8 +233,8 @@ def test_no_file_outside_a_familys_folder_names_a_family():
     guilty = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         relative = path.relative_to(PACKAGE)
-        own = relative.parts[1] if relative.parts[0] == "models" and len(relative.parts) > 2 else None
-        if not relative.as_posix().startswith(MAY_NAME_A_FAMILY) and own not in FAMILIES:
+        family = relative.parts[1] if relative.parts[0] == "models" and len(relative.parts) > 2 else None
+        if not relative.as_posix().startswith(MAY_NAME_A_FAMILY) and family not in FAMILIES:
             guilty[str(relative)] = names_a_family(path.read_text(encoding="utf-8"))
     for path in (REPOSITORY / "workflow").rglob("*.smk"):
         text = path.read_text(encoding="utf-8").lower()

@@ -172,7 +172,7 @@ def test_a_share_of_the_samples_is_held_out_by_the_seed_and_whole_sources_where_
 
 def test_samples_that_are_held_out_are_no_part_of_what_is_trained_on(merge, tiny_spec):
     path = merge(("train", 0, [good(row, f"a{row}") for row in range(10)]), held_out=HeldOut(share=0.3))
-    trained, evaluated = (load_samples(path, tiny_spec.encoders, evaluation=which)[0] for which in (False, True))
+    trained, evaluated = (load_samples(path, tiny_spec.encoders, evaluation=held_out)[0] for held_out in (False, True))
     assert (len(trained), len(evaluated)) == (7, 3)
     assert sorted([*trained.row, *evaluated.row]) == list(range(10))
     with pytest.raises(UserError, match="holds no sample to evaluate on"):

@@ -35,7 +35,7 @@ def torch_ranks(num_samples, batch_size, num_replicas, *, epoch=0, shuffle=True,
 
 def samples_of(batches: list[list[list[int]]], begin: int = 0, end: int | None = None) -> list[int]:
     """The samples of these batches of all ranks, sorted."""
-    return sorted(sample for own in batches for batch in own[begin:end] for sample in batch)
+    return sorted(sample for rank_batches in batches for batch in rank_batches[begin:end] for sample in batch)
 
 
 def steps(batches: list[list[list[int]]], num_accumulation_steps: int) -> list[list[int]]:
@@ -82,8 +82,8 @@ def test_every_step_holds_the_samples_that_torch_would_give_it_in_batches_of_the
     for sampler in samplers:
         sampler.set_epoch(layout["epoch"])
     ours = [list(sampler) for sampler in samplers]
-    assert [[len(batch) for batch in own] for own in ours] == [[len(batch) for batch in own] for own in theirs]
-    assert [len(sampler) for sampler in samplers] == [len(own) for own in theirs]
+    assert [list(map(len, batches)) for batches in ours] == [list(map(len, batches)) for batches in theirs]
+    assert [len(sampler) for sampler in samplers] == [len(batches) for batches in theirs]
     assert steps(ours, layout["num_accumulation_steps"]) == steps(theirs, layout["num_accumulation_steps"])
     if not layout["drop_last"] and num_samples % num_replicas == 0:
         assert samples_of(ours) == list(range(num_samples))
@@ -101,7 +101,10 @@ def test_the_unbalanced_cells_are_those_of_torch(layout):
 def step_loads(batches, costs, padded: bool) -> np.ndarray:
     """Cost of every batch of all ranks, `[num_microbatches, num_replicas, num_columns]`, slowly."""
     return np.array(
-        [[len(batch) * costs[batch].max(0) if padded else costs[batch].sum(0) for batch in own] for own in batches]
+        [
+            [len(batch) * costs[batch].max(0) if padded else costs[batch].sum(0) for batch in rank_batches]
+            for rank_batches in batches
+        ]
     ).swapaxes(0, 1)
 
 
@@ -117,7 +120,8 @@ def test_ranks_never_wait_longer_than_with_torch(layout):
     ours, theirs = [list(sampler) for sampler in samplers], torch_ranks(num_samples, batch_size, num_replicas)
     for start in range(0, len(ours[0]), accumulation):
         loads = [
-            step_loads([own[start : start + accumulation] for own in some], costs, padded) for some in (ours, theirs)
+            step_loads([rank_batches[start : start + accumulation] for rank_batches in side], costs, padded)
+            for side in (ours, theirs)
         ]
         samples = samples_of(ours, start, start + accumulation)
         sums = np.maximum(costs[samples].sum(axis=0), 1e-300)
@@ -158,8 +162,10 @@ def test_each_way_of_waiting_has_an_assignment_of_its_own_that_is_better_for_it(
     costs = np.random.default_rng(2).lognormal(6, 1.2, (16 * 2 * 4, 1))
     cells = {sync: balanced_cells(costs, 16, 2, padded=padded, sync=sync) for sync in ("microbatch", "step")}
     for sync, other in (("microbatch", "step"), ("step", "microbatch")):
-        own, others = (waiting_loads(cell_loads(costs, cells[name], 16, padded=padded), sync) for name in (sync, other))
-        assert own < others
+        suited, unsuited = (
+            waiting_loads(cell_loads(costs, cells[name], 16, padded=padded), sync) for name in (sync, other)
+        )
+        assert suited < unsuited
 
 
 @pytest.mark.parametrize("sync", ["microbatch", "step"])
@@ -180,7 +186,7 @@ def test_with_a_limit_steps_still_hold_the_samples_of_torch(sync):
     held = np.random.default_rng(0).integers(1, 1000, 250)
     options = {"num_accumulation_steps": 4, "sync": sync, "sample_bytes": held, "max_batch_bytes": 5000}
     batches = [list(sampler) for sampler in ranks(drawn_costs(250), 8, 4, **options)]
-    assert step_loads([own[:-1] for own in batches], held[:, None], False).max() <= 5000
+    assert step_loads([rank_batches[:-1] for rank_batches in batches], held[:, None], False).max() <= 5000
     assert steps(batches, 4) == steps(torch_ranks(250, 8, 4), 4)
 
 

@@ -79,7 +79,7 @@ def test_packed_samples_are_those_of_transformers_one_by_one(family, checked):
     found = checked(family)
     assert not found.faults
     kinds = {"text", "image", "multi_image", "video"} | ({"audio"} if "omni" in family else set())
-    assert {own.modality for own in found.samples} == kinds
+    assert {sample.modality for sample in found.samples} == kinds
     assert max(*found.alone[:3], *found.packed[:3]) < 1e-10
     assert set(found.num_stages.values()) == {2}
 
@@ -93,9 +93,9 @@ def test_attention_beyond_a_sample_is_found(family, checked, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, PACKED, _sees_all)
     found = checked(family)
     # Attention of the LLM is causal: the first sample sees none, and each other one all before it.
-    names = [own.sample_id for own in found.samples]
+    names = [sample.sample_id for sample in found.samples]
     if "qwen" not in family:  # whose pictures see each other as well
-        assert [own.sees for own in found.samples] == [tuple(names[:place]) for place in range(len(names))]
+        assert [sample.sees for sample in found.samples] == [tuple(names[:place]) for place in range(len(names))]
         assert max(found.alone[:3]) < 1e-10
     assert found.packed.loss > 1e-6
     assert any("packed samples see each other" in fault for fault in found.faults)
@@ -111,8 +111,8 @@ def test_positions_that_run_on_from_sample_to_sample_are_found(checked, monkeypa
 
     monkeypatch.setattr(loading, "segments_of", running_on)
     found = checked("llava_onevision")
-    assert [own.has_positions_packed for own in found.samples] == [True, False, False, False, False]
-    assert all(own.has_positions_alone for own in found.samples)
+    assert [sample.has_positions_packed for sample in found.samples] == [True, False, False, False, False]
+    assert all(sample.has_positions_alone for sample in found.samples)
     assert "packed, are not those of transformers" in found.faults[0]
 
 
@@ -122,9 +122,9 @@ def test_positions_of_pictures_that_are_counted_like_text_are_found(checked, mon
 
     monkeypatch.setattr(Qwen25VlShapes, "run_positions", as_text)
     found = checked("qwen2_5_vl")
-    for own in found.samples:
-        assert own.has_positions_alone == own.has_positions_packed == (own.modality == "text")
-        assert not own.sees
+    for sample in found.samples:
+        assert sample.has_positions_alone == sample.has_positions_packed == (sample.modality == "text")
+        assert not sample.sees
     assert found.alone.loss > 1e-6
     assert len(found.faults) == 4
 

@@ -67,8 +67,8 @@ def write_costs_of(spec: ModelSpec, path: Path, tp_sizes: Sequence[int], frozen:
         for module in spec.modules
         for tp in tp_sizes
     ]
-    measurements = pl.concat([own.measurements for own in points])
-    tables = fit_costs(measurements, pl.concat([own.parameters for own in points]))
+    measurements = pl.concat([measured.measurements for measured in points])
+    tables = fit_costs(measurements, pl.concat([measured.parameters for measured in points]))
     device = {"device": "a card", "overhead_bytes": 0, "allocator_share": 0.0, "model": digest_of_spec(spec)}
     write_costs(path, {"measurements": measurements, "device": pl.DataFrame([device]), **tables}, {})
     return path
@@ -99,7 +99,7 @@ def test_every_module_of_every_family_can_be_checked(family, tmp_path):
     config = load_config(CONFIG | {"model": {"family": family, "preset": "tiny"}})
     spec = load_model_spec(config.model)
     costs = CostModel.load(write_costs_of(spec, tmp_path / "costs.duckdb", (1,)))
-    grids = tuple(Grid(module=own.name, num_ranks=1, rank_offset=place) for place, own in enumerate(spec.modules))
+    grids = tuple(Grid(module=module.name, num_ranks=1, rank_offset=place) for place, module in enumerate(spec.modules))
     plan = Plan(placement="disjoint", grids=grids, num_microbatches=2)
     for rank in range(plan.world_size):
         checked = check_rank(config, plan, costs, LOAD, rank)
@@ -134,7 +134,7 @@ def test_an_encoder_as_wide_as_a_released_one_holds_what_the_memory_model_says(p
     config = load_config(CONFIG | {"model": model})
     spec = load_model_spec(config.model)
     costs = CostModel.load(write_costs_of(spec, tmp_path / "costs.duckdb", (1,)))
-    grids = tuple(Grid(module=own.name, num_ranks=1, rank_offset=place) for place, own in enumerate(spec.modules))
+    grids = tuple(Grid(module=module.name, num_ranks=1, rank_offset=place) for place, module in enumerate(spec.modules))
     # Of a single microbatch, the features' gradients are there at the peak. Of others they are counted too early.
     plan = Plan(placement="disjoint", grids=grids, num_microbatches=1, checkpointing=checkpointing)
     load = MadeUpLoad(num_pictures=4, picture_side=768, text_tokens=100)
@@ -154,7 +154,8 @@ def test_half_precision_alone_has_masters(costs_file):
     config = load_config(CONFIG)
     full = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="fp32"))
     in_half, in_full = (
-        check_rank(own, PLANS["pipelined"], CostModel.load(costs_file), LOAD, 0).tracked for own in (config, full)
+        check_rank(precise, PLANS["pipelined"], CostModel.load(costs_file), LOAD, 0).tracked
+        for precise in (config, full)
     )
     # The encoder's last norm, which no pass reads, stays as it was read.
     num_unread = 2 * load_model_spec(config.model).module("vision").hidden_size

@@ -53,7 +53,7 @@ def test_every_system_puts_each_sample_into_one_bucket_and_leaves_none_empty(inp
     config, spec, costs, samples = inputs
     found = system.plans(config, spec, costs, samples)
     assert found
-    for plan in [own.plan for own in found]:
+    for plan in [candidate.plan for candidate in found]:
         pricer = Pricer(plan, costs, spec, config.cluster)
         shapes = samples.take(np.arange(16))
         buckets = system.policy.buckets(pricer.problem(shapes), np.random.default_rng(0))
@@ -73,7 +73,7 @@ def test_all_are_priced_and_ours_is_last(rows):
 
 
 def test_systems_have_the_plans_of_their_kind(inputs):
-    kinds = {system.name: {own.plan.placement for own in system.plans(*inputs)} for system in SYSTEMS}
+    kinds = {system.name: {candidate.plan.placement for candidate in system.plans(*inputs)} for system in SYSTEMS}
     assert kinds["DistTrain-style"] == kinds["DFLOP as published"] == {"disjoint"}
     assert kinds["OrchMLLM-style"] == kinds["LoongForge-style"] == {"colocated"}
     assert kinds["FSDP, random"] == kinds["Megatron-style, random"] == {"monolithic"}
@@ -87,7 +87,7 @@ def test_the_tables_say_what_was_found(rows, inputs):
     assert by_name[OURS]["over_ours"] == 1.0
     assert by_name[OURS]["speed_up"] == pytest.approx(by_name["Megatron-style, random"]["over_ours"])
     said = json.loads(comparison_json(rows, inputs[0], inputs[2]))
-    assert [own["name"] for own in said["systems"]] == [row.name for row in rows]
+    assert [system["name"] for system in said["systems"]] == [row.name for row in rows]
     text = comparison_text(rows)
     for row in rows:
         assert f"\n{row.name}: {row.plan}" in text
@@ -165,7 +165,8 @@ def test_the_tables_and_the_figure_have_the_layout_of_today(inputs, with_today, 
 def test_a_layout_of_today_that_does_not_fit_says_what_it_needs(inputs):
     _, spec, costs, samples = inputs
     least_bytes = min(
-        max(own.memory_bytes.values()) for own in search_plans(make_config(64.0), spec, costs, samples).candidates
+        max(candidate.memory_bytes.values())
+        for candidate in search_plans(make_config(64.0), spec, costs, samples).candidates
     )
     config = make_config(1.05 * least_bytes / 2**30, {"llm": {"pp": 1}, "num_microbatches": 1, "checkpointing": False})
     rows = compare_systems(config, spec, costs, samples, num_batches=1, systems=systems_of(config)[:1])

@@ -78,7 +78,7 @@ def inputs(costs, tiny_spec, draw_samples):
 @pytest.mark.parametrize("system", ABLATION, ids=lambda system: system.name)
 def test_every_part_alone_fills_every_bucket_and_keeps_to_its_space(inputs, system):
     config, spec, costs, samples = inputs
-    plans = [own.plan for own in system.plans(config, spec, costs, samples)]
+    plans = [candidate.plan for candidate in system.plans(config, spec, costs, samples)]
     assert plans
     for plan in plans:
         if system.name.startswith("only") and system.name != "only plan":
@@ -103,7 +103,7 @@ def test_an_order_changes_no_group_of_samples(inputs):
     groups = []
     for name in ("only order", "Megatron-style, random"):
         cell = by_name[name].policy.buckets(pricer.problem(shapes), np.random.default_rng(0))
-        groups.append({tuple(np.flatnonzero(cell == own)) for own in range(plan.num_buckets)})
+        groups.append({tuple(np.flatnonzero(cell == bucket)) for bucket in range(plan.num_buckets)})
     assert groups[0] == groups[1]
 
 

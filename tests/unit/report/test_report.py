@@ -301,7 +301,7 @@ def test_the_preview_is_priced_as_the_scheduler_priced_it(name, plan, request):
     assert prices.step_s == pytest.approx(np.mean([schedule.step_s for schedule in schedules]))
     assert prices.idle == pytest.approx(np.mean([schedule.idle for schedule in schedules]))
     assert prices.lower_bound_s == pytest.approx(np.mean([schedule.lower_bound_s for schedule in schedules]))
-    held = [max(scheduler.pricer.memory_bytes(own.shapes, own.assignment).values()) for own in schedules]
+    held = [max(scheduler.pricer.memory_bytes(schedule.shapes, schedule.assignment).values()) for schedule in schedules]
     assert prices.memory_bytes == pytest.approx(max(held))
 
 

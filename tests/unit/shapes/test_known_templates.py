@@ -188,9 +188,9 @@ def test_the_answers_are_learned_with_their_end(folders, tokenizers, name):
         learned = learned_texts(folders[name], text)
         if name == "qwen3 thinking":  # the last answer begins with its thoughts, which are none
             learned[-1] = learned[-1].removeprefix("<think>\n\n</think>\n\n")
-        for answer, each in zip(answers, learned, strict=True):
-            assert each.endswith(KNOWN[name].end), conversation
-            assert each.removesuffix(KNOWN[name].end).strip() == answer.strip(), conversation
+        for answer, span in zip(answers, learned, strict=True):
+            assert span.endswith(KNOWN[name].end), conversation
+            assert span.removesuffix(KNOWN[name].end).strip() == answer.strip(), conversation
 
 
 @pytest.mark.parametrize("name", WITH_BLOCKS)

@@ -184,25 +184,31 @@ def test_each_encoder_takes_its_own_kinds_of_media_and_its_features_have_places_
     together = make_job(rows)
     loader = make_loader(demo_data.train_manifest, of_media=True)
     kinds = [[medium.kind for medium in media] for media in loader[together].batch.media]
-    assert {kind for own in kinds for kind in own} == {"image", "video"}, "the drawn samples have both"
+    assert {kind for sample_kinds in kinds for kind in sample_kinds} == {"image", "video"}, (
+        "the drawn samples have both"
+    )
     apart = dataclasses.replace(
         together,
         kept_tokens=tuple(
-            (kept, 0) if "image" in own else (0, kept) for own, (kept,) in zip(kinds, together.kept_tokens, strict=True)
+            (kept, 0) if "image" in sample_kinds else (0, kept)
+            for sample_kinds, (kept,) in zip(kinds, together.kept_tokens, strict=True)
         ),
         encoder_rank=tuple((number % 2, 0) for number in range(len(rows))),
     )
     encoders = (EncoderFeed(("image",), 2), EncoderFeed(("video",), 1))
     of_clips = dataclasses.replace(loader, encoders=encoders, encoder=1)[apart].batch
     assert [[medium.kind for medium in media] for media in of_clips.media] == [
-        [kind for kind in own if kind == "video"] for own in kinds
+        [kind for kind in sample_kinds if kind == "video"] for sample_kinds in kinds
     ]
     assert len(of_clips.items) == sum(medium.num_items for media in of_clips.media for medium in media)
     text = dataclasses.replace(loader, encoders=encoders, encoder=None)[apart]
     num_features = [
         sum(kept[0] for number, kept in enumerate(apart.kept_tokens) if number % 2 == replica) for replica in (0, 1)
     ]
-    assert [len(own) for own in text.feature_positions] == [*num_features, sum(kept[1] for kept in apart.kept_tokens)]
+    assert [len(positions) for positions in text.feature_positions] == [
+        *num_features,
+        sum(kept[1] for kept in apart.kept_tokens),
+    ]
 
 
 def test_a_picture_that_was_exchanged_is_scaled_to_the_profiled_size_and_said(make_loader, profile_records, tmp_path):

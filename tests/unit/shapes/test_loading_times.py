@@ -81,12 +81,12 @@ def table(**seconds: tuple[int, float]) -> LoadingTimes:
             "num_samples": number,
             "num_measured": 1,
             "num_unreadable": 0,
-            "seconds": own_s,
-            "core_s": 2 * own_s,
+            "seconds": total_s,
+            "core_s": 2 * total_s,
             "media_bytes": 0.0,
             "num_cores": 8,
         }
-        for name, (number, own_s) in seconds.items()
+        for name, (number, total_s) in seconds.items()
     ]
     return LoadingTimes(pl.DataFrame(rows, schema=LOADING_SCHEMA))
 

@@ -147,7 +147,9 @@ def of_each_kind(tmp_path_factory, tokenizer):
 def test_texts_are_counted_by_words_where_the_tokenizer_allows_it(of_each_kind):
     turns = [Turn("user", "What is it?"), Turn("assistant", "A word.")]
     rendered = [of_each_kind[0]._template.render(turns)]
-    counted = [each._counter is not None and each._counter.count(rendered) != [None] for each in of_each_kind]
+    counted = [
+        tokenizer._counter is not None and tokenizer._counter.count(rendered) != [None] for tokenizer in of_each_kind
+    ]
     assert counted == [True, True, True, False, False]
 
 
@@ -161,8 +163,8 @@ def test_a_span_that_ends_before_it_begins_is_not_counted_by_words(tokenizer):
 @given(contents=st.lists(scraps, min_size=2, max_size=6))
 def test_tokens_are_counted_as_they_are_made(of_each_kind, contents):
     turns = [Turn(("user", "assistant")[number % 2], content) for number, content in enumerate(contents)]
-    for each in of_each_kind:
-        (text,), (counts,) = each.encode([turns]), each.count([turns])
+    for tokenizer in of_each_kind:
+        (text,), (counts,) = tokenizer.encode([turns]), tokenizer.count([turns])
         made = (len(text.token_ids), text.is_target.sum(), len(text.placeholders))
         assert (counts.num_tokens, counts.num_targets, counts.num_placeholders) == made
 
