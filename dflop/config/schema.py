@@ -178,10 +178,10 @@ class FixedPlan:
 @_section
 class PlanConfig:
     placements: Annotated[list[kinds.Placement], kinds.SOME] = field(
-        default_factory=lambda: ["disjoint", "colocated", "monolithic"]
+        default_factory=lambda: ["disjoint", "colocated", "bubble_filled", "monolithic"]
     )
     schedules: Annotated[list[kinds.ScheduleName], kinds.SOME] = field(
-        default_factory=lambda: ["1f1b", "interleaved_1f1b"]
+        default_factory=lambda: ["1f1b", "interleaved_1f1b", "gpipe"]
     )
     shardings: Annotated[list[kinds.ShardingName], kinds.SOME] = field(
         default_factory=lambda: ["optimizer", "parameters", "hybrid"]

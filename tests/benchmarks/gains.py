@@ -3,10 +3,11 @@
     python tests/benchmarks/gains.py --shapes FOLDER [--only TEXT] [--processes 2]
 
 For each row the fastest plan of all is searched, then the fastest plan without each value that it uses. A value's gain
-in a row is how much longer the step is without it; a value that the fastest plan does not use brings 0. Order is the
-order of a replica's microbatches, on the fastest plan. All steps are predicted, from analytic costs of compiled layers,
-with quick batches. FOLDER and the mix are `planner.py`'s; other mixes have other shares of it. A sample of text alone is
-assumed to be `TEXTS` of the tables' texts. `results/benchmarks/gains.json` has the plans.
+in a row is how much longer the step is without it; a value that the fastest plan does not use brings 0. Order is that
+of a replica's microbatches, on the fastest plan: small ones at both ends, or as they come. All steps are predicted,
+from analytic costs of compiled layers, with quick batches. FOLDER and the mix are `planner.py`'s; other mixes have
+other shares of it. A sample of text alone is assumed to be eight of the tables' texts. `results/benchmarks/gains.json`
+has the plans.
 """
 
 import argparse
@@ -22,14 +23,18 @@ from pathlib import Path
 import planner
 import yaml
 
+from dflop.balance import LPT
 from dflop.base import UserError
 from dflop.comparison.ablation import LPT_ORDERED
-from dflop.config import Config, PlanConfig, load_config
+from dflop.comparison.compare import decided_by
+from dflop.comparison.system import System
+from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel
-from dflop.models import ModelSpec, load_model_spec
+from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, SCHEDULES, SHARDINGS, Plan
+from dflop.schedule import GlobalBatches, Pricer
 from dflop.search import Candidate, search_plans
-from dflop.shapes import SampleShapes, load_samples
+from dflop.shapes import SampleShapes
 
 FAMILIES = {
     "llava_ov_7b": "llava_onevision",
@@ -39,9 +44,7 @@ FAMILIES = {
     "internvl_78b": "internvl",
     "qwen2_5_omni_7b": "qwen2_5_omni_thinker",
 }
-EVERYTHING = PlanConfig(
-    placements=list(PLACEMENTS), schedules=list(SCHEDULES), shardings=[name for name in SHARDINGS if name != "none"]
-)
+EVERYTHING = PlanConfig(placements=list(PLACEMENTS), schedules=list(SCHEDULES), shardings=list(SHARDINGS))
 TEXT_HEAVY = {"text": 0.8, "image": 0.1, "multi_image": 0.05, "video": 0.05}
 VIDEO_HEAVY = {"image": 0.1, "multi_image": 0.1, "video": 0.8}
 
@@ -136,12 +139,11 @@ def gains_of(row: Row, tables: Path) -> dict[str, object]:
         for key, value in values_of(best.plan):
             rest = [other for other in getattr(EVERYTHING, key) if other != value]
             without[value] = fastest(inputs, replace(EVERYTHING, **{key: rest}))
-        ordered = fastest(inputs, pinned(best.plan), policy=LPT_ORDERED)
-        unordered = fastest(inputs, pinned(best.plan))
-    gains = {value: "nothing fits" if isinstance(c, str) else c.step_s / best.step_s - 1 for value, c in without.items()}
-    if not isinstance(ordered, str) and not isinstance(unordered, str):
-        gains["order"] = unordered.step_s / ordered.step_s - 1
-    plans = {value: c if isinstance(c, str) else str(c.plan) for value, c in without.items()}
+        gains, plans = {}, {}
+        for value, other in without.items():
+            gains[value] = "nothing fits" if isinstance(other, str) else other.step_s / best.step_s - 1
+            plans[value] = other if isinstance(other, str) else str(other.plan)
+        gains["order"] = order_gain(best.plan, *inputs)
     return {
         "row": row.name,
         "plan": str(best.plan),
@@ -179,10 +181,10 @@ def inputs_of(row: Row, tables: Path, folder: Path) -> tuple[Config, ModelSpec, 
     return planner.read_inputs(folder, row.preset, 0, 0)
 
 
-def fastest(inputs, within: PlanConfig, **how) -> Candidate | str:
+def fastest(inputs, within: PlanConfig) -> Candidate | str:
     """The fastest plan of a space, or why nothing fits."""
     try:
-        return search_plans(*inputs, within=within, **how).best
+        return search_plans(*inputs, within=within).best
     except UserError as error:
         return str(error)
 
@@ -194,12 +196,20 @@ def values_of(plan: Plan) -> list[tuple[str, str]]:
     return values + [("shardings", name) for name in sorted(shardings)]
 
 
-def pinned(plan: Plan) -> PlanConfig:
-    """The plan's space, as narrow as keys of `PlanConfig` make it."""
-    by_key: dict[str, list[str]] = {}
-    for key, value in values_of(plan):
-        by_key.setdefault(key, []).append(value)
-    return PlanConfig(**by_key)
+def order_gain(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> float:
+    """How much longer the mean step is with balanced groups as they come than with the small ones at both ends."""
+    how = {"trained": config.model.trained, "precision": config.train.precision}
+    pricer = Pricer(plan, costs, spec, config.cluster, **how)
+    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    steps_s = {}
+    for policy in (LPT, LPT_ORDERED):
+        system = System(name=policy.name, plans=lambda *_: [], policy=policy)
+        steps_s[policy.name] = 0.0
+        for step in range(4):
+            shapes = samples.take(batches[step])
+            assignment, _, _ = decided_by(system, pricer, shapes, config.seed, step)
+            steps_s[policy.name] += pricer.step_s(shapes, assignment)
+    return steps_s[LPT.name] / steps_s[LPT_ORDERED.name] - 1
 
 
 def print_row(found: dict) -> None:

@@ -19,7 +19,7 @@ from dflop.search.recompute import JustEnough
 from dflop.search.splits import balanced_splits
 from dflop.shapes import SampleShapes
 
-ALL_PLACEMENTS = ["disjoint", "colocated", "monolithic"]
+ALL_PLACEMENTS = ["disjoint", "colocated", "bubble_filled", "monolithic"]
 # So much a device that, with `with_quick_tp_2`, tensor-parallel ranks with sharded parameters are the fastest that fit.
 LITTLE_GIB = 0.009
 ALL_SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b"]
