@@ -95,13 +95,14 @@ class VisionStage(EncoderStage):
         hidden = torch.cat([outputs[place] for place in self._places()], dim=-1)
         if config.vision_feature_select_strategy == "default":
             hidden = hidden[:, 1:]
-        per_item = model.multi_modal_projector(hidden)
-        features, start = [], 0
+        # One split, whose backward is one copy; that of a slice a medium would fill a tensor of all items each time.
+        sizes = [medium.num_items for media in batch.media for medium in media]
+        per_medium = iter(model.multi_modal_projector(hidden).split(sizes))
+        features = []
         for media, kept in zip(batch.media, batch.kept_tokens, strict=True):
             parts = []
             for medium in media:
-                part = per_item[start : start + medium.num_items]
-                start += medium.num_items
+                part = next(per_medium)
                 if medium.kind == "video":
                     parts += [model.apply_pooling(part).flatten(0, 1), model.image_newline[None].to(part.dtype)]
                 else:
