@@ -50,7 +50,8 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
     import polars as pl
 
     from dflop.base.devices import load_device
-    from dflop.costs import Measured, analytic_points, write_measured
+    from dflop.costs import Measured, write_measured
+    from dflop.costs.analytic import analytic_points
     from dflop.models import digest_of_spec
 
     models_file = config.cluster.device_models

@@ -124,7 +124,7 @@ class ClusterConfig:
 @_section
 class CostsConfig:
     source: Literal["measured", "analytic"] = "measured"
-    implementation: Literal["auto", "eager", "compiled", "fused"] = "auto"
+    implementation: Literal["auto", "eager", "compiled"] = "auto"
     tp_sizes: Annotated[list[kinds.Count], kinds.SOME] = field(default_factory=lambda: [1])
     repeats: kinds.Count = 5
     time_budget_s: kinds.AboveZero = 90.0

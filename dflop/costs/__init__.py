@@ -4,7 +4,6 @@
 `dflop profile-costs` and `dflop profile-links` start.
 """
 
-from dflop.costs.analytic import AnalyticPoints, analytic_points
 from dflop.costs.fit import fit_costs
 from dflop.costs.gradient_sync import hidden_sync_shares, sync_bytes
 from dflop.costs.link_model import Link, LinkModel, fit_links, read_links
@@ -27,7 +26,6 @@ __all__ = [
     "BEYOND_MEASURED",
     "NO_WORKING_BYTES",
     "PARTS",
-    "AnalyticPoints",
     "CostModel",
     "Link",
     "LinkModel",
@@ -38,7 +36,6 @@ __all__ = [
     "ShardedPass",
     "StageKind",
     "StageMemory",
-    "analytic_points",
     "fit_costs",
     "fit_links",
     "hidden_sync_shares",

@@ -1,39 +1,46 @@
-"""Costs from the model's structure and a device's data sheet, for hardware that is not at hand.
+"""Costs from the model's real layers and a device's data sheet, for hardware that is not at hand.
 
-The model's family counts the work of a layer, and of a module's first and last part, in one forward pass.
+The pieces of a module that measuring times are run on fake tensors (`counted.py`), which counts their work and memory.
 `analytic_points` turns the counts into seconds on a device of `devices.yaml`. It returns the same frames as measuring
 does, so that `fit_costs` and everything after it treat both alike.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 
 import numpy as np
 import polars as pl
 
 from dflop.base.devices import DeviceModel
-from dflop.models import ModelSpec, count_work
-from dflop.models.loads import FEATURES, Loads, main_load
-from dflop.models.work import ModuleWork, PartWork
+from dflop.costs.counted import CountedRun, CountedStage, counting
+from dflop.costs.design import Point
+from dflop.models import ModelSpec, check_tp
+from dflop.models.loads import FEATURES
 
-__all__ = ["AnalyticPoints", "analytic_points", "points_of_work"]
+__all__ = ["IMPLEMENTATIONS", "AnalyticPoints", "analytic_points", "points_of_stage"]
 
-# The pieces that are priced: piece, number of layers, whether layers are recomputed. `whole` checks the fit of the
-# other pieces.
+# `eager`: each pointwise operation is a kernel of its own. `compiled`: those of layers are fused, as by torch.compile.
+IMPLEMENTATIONS = ("eager", "compiled")
+# The pieces that are priced: piece, number of layers, whether layers are recomputed.
 _PIECES = (
     ("layers", 1, False),
-    ("layers", 4, False),
+    ("layers", 2, False),
     ("layers", 1, True),
-    ("layers", 4, True),
+    ("layers", 2, True),
     ("first", 0, False),
     ("last", 0, False),
-    ("whole", 2, False),
-    ("whole", 3, True),
 )
+# The loads of the points, and those between which counts are interpolated, as they are all but linear. A head is run
+# for every point: what it holds depends on how many chunks of logits it computes.
 _NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597, 2000)
+_COUNTED_ITEMS = (1, 5, 40, 200)
 # For an encoder whose items attend to each other in runs: numbers of items, and numbers of items in a run.
 _NUM_RUN_ITEMS = tuple(16 << doubling for doubling in range(13))
 _RUN_LENGTHS = (16, 256, 4_096)
+_COUNTED_RUN_ITEMS = (16, 1_024, 16_384)
 _NUM_TOKENS = tuple(64 << doubling for doubling in range(12))
+_COUNTED_TOKENS = (64, 4_096, 131_072)
 # The length of a microbatch's segments in tokens, and the share of its tokens that are targets.
 _TEXT_FORMS = ((16_384, 0.5), (2_048, 0.05), (2_048, 0.5), (256, 0.1))
 
@@ -59,93 +66,67 @@ def analytic_points(
     *,
     is_frozen: bool = False,
 ) -> AnalyticPoints:
-    """Roofline seconds and saved bytes of `module` at two depths and over the loads that real data has.
+    """Roofline seconds and bytes of `module` at two depths and over the loads that real data has.
 
     Matrix products take the time of computing or that of moving their operands, whichever is longer. Attention takes
     its computing time, pointwise kernels the time of moving their bytes, all-reduces that of a ring, and every kernel
-    its launch. `implementation` is one of `models.work.IMPLEMENTATIONS`. With `is_frozen` the weights are not trained,
-    and backward computes gradients of activations only.
+    its launch. `implementation` is one of `IMPLEMENTATIONS`. With `is_frozen` the weights are not trained, and backward
+    computes gradients of activations only.
 
     Raises:
-        UserError: when tp does not divide the module's heads, the config lacks a size, or the work of a part is not
-            known.
+        UserError: when the model's family cannot be run, or tp does not divide the module's heads.
     """
-    work = count_work(spec, module, tp).by(implementation)
-    return points_of_work(work.without_training() if is_frozen else work, module, tp, device)
+    check_tp(spec, module, tp)
+    with counting(tp) as ranks:
+        stage = CountedStage(spec, module, 2, ranks, is_compiled=implementation == "compiled", is_frozen=is_frozen)
+        return points_of_stage(stage, device)
 
 
-def points_of_work(work: ModuleWork, module: str, tp: int, device: DeviceModel) -> AnalyticPoints:
-    """As `analytic_points`, for a module whose parts do this `work` on each of `tp` ranks."""
-    points = _text_points() if main_load(module) == "num_tokens" else _item_points(work)
-    loads = Loads(*(np.array([point[feature] for point in points], dtype=float) for feature in FEATURES))
-    nothing = np.zeros(len(points))
-    kept = {part: getattr(work, part).saved_bytes(loads) for part in ("layer", "first", "last")}
-    frames = []
-    for direction in ("forward", "backward"):
-        seconds = {
-            part: _part_s(getattr(work, part), device, loads, direction, tp) for part in ("layer", "first", "last")
-        }
-        recomputing_s = _part_s(work.layer, device, loads, "forward", tp) if direction == "backward" else nothing
-        if direction == "backward" and work.last.again:
-            beyond = work.last.loads_again(loads)
-            of_beyond_s = _part_s(work.last.again, device, beyond, "forward", tp)
-            seconds["last"] = seconds["last"] + np.where(beyond.num_targets > 0, of_beyond_s, 0.0)
-        for piece, depth, checkpointing in _PIECES:
-            layer_s = depth * (seconds["layer"] + checkpointing * recomputing_s)
-            saved = depth * (work.input_bytes(loads) if checkpointing else kept["layer"])
-            # One layer at a time is recomputed, and holds all its activations during its backward.
-            transient = work.layer.most_passing_bytes(loads) + (kept["layer"] if checkpointing else nothing)
-            if piece in ("first", "last"):
-                transient = nothing
-            if piece == "whole":
-                transient = np.maximum(transient - kept["last"], 0.0)  # the last part's activations are free by then
-            if piece in ("last", "whole"):
-                transient = np.maximum(transient, work.last.most_passing_bytes(loads))
-            if piece != "layers":
-                ends = ("first", "last") if piece == "whole" else (piece,)
-                layer_s = layer_s + sum(seconds[part] for part in ends)
-                saved = saved + sum(kept[part] for part in ends)
-            if piece in ("layers", "whole"):
-                saved = saved + work.stage_bytes(loads)
+def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
+    """As `analytic_points`, for a stage of two layers."""
+    points, counted_loads = _points_of(stage)
+    frame = pl.DataFrame(points, schema=dict.fromkeys(FEATURES, pl.Int64))
+    run, frames = cache(stage.run), []
+    for piece, depth, checkpointing in _PIECES:
+        is_head = piece == "last" and stage.module == "llm"
+        counted_at = points if is_head else [{stage.main_load: load, "num_targets": 1} for load in counted_loads]
+        runs = [run(_point(piece, depth, checkpointing, **loads)) for loads in counted_at]
+        counts = _Counts(stage, runs, frame, None if is_head else np.array(counted_loads, dtype=float))
+        # When the first part has its backward, what the layers kept is free. That is taken to be more than it needs.
+        peak = "saved_bytes" if piece == "first" else "peak_bytes"
+        for direction in ("forward", "backward"):
             frames.append(
-                pl.DataFrame(points).with_columns(
-                    module=pl.lit(module),
-                    tp=pl.lit(tp, pl.Int64),
+                frame.with_columns(
+                    module=pl.lit(stage.module),
+                    tp=pl.lit(stage.tp, pl.Int64),
                     piece=pl.lit(piece),
                     num_layers=pl.lit(depth, pl.Int64),
                     checkpointing=checkpointing,
-                    seconds=pl.Series(layer_s),
-                    peak_bytes=pl.Series(saved + transient).cast(pl.Int64),
-                    saved_bytes=pl.Series(saved).cast(pl.Int64),
+                    seconds=pl.Series(_seconds(counts, direction, stage, device)),
+                    peak_bytes=pl.Series(counts.at_points(peak)).round().cast(pl.Int64),
+                    saved_bytes=pl.Series(counts.at_points("saved_bytes")).round().cast(pl.Int64),
                     repeat=pl.lit(0, pl.Int64),
                     **{"pass": pl.lit(direction)},
                 )
             )
-    sizes = [
-        {
-            "module": module,
-            "tp": tp,
-            "part": part,
-            "parameter_bytes": 4.0 * getattr(work, part).num_parameters,
-            "targets_at_once": getattr(work, part).num_kept,
-        }
-        for part in ("layer", "first", "last")
-    ]
-    return AnalyticPoints(pl.concat(frames), pl.DataFrame(sizes))
+    return AnalyticPoints(pl.concat(frames), stage.parameter_sizes())
 
 
-def _item_points(work: ModuleWork) -> list[dict[str, int]]:
+def _points_of(stage: CountedStage) -> tuple[list[dict[str, int]], tuple[int, ...]]:
+    """The loads of the points, and the main loads at which pieces are run."""
     nothing = dict.fromkeys(FEATURES, 0)
-    if not work.layer.square_flops.per_load[FEATURES.index("sum_sq_tokens")]:
-        return [nothing | {"num_items": num_items} for num_items in _NUM_ITEMS]
+    if stage.module == "llm":
+        return [nothing | loads for loads in _text_loads()], _COUNTED_TOKENS
+    if not stage.has_runs:
+        return [nothing | {"num_items": num_items} for num_items in _NUM_ITEMS], _COUNTED_ITEMS
     loads = {(count, count * min(count, length)) for count in _NUM_RUN_ITEMS for length in _RUN_LENGTHS}
-    return [nothing | {"num_items": count, "sum_sq_tokens": squares} for count, squares in sorted(loads)]
+    points = [nothing | {"num_items": count, "sum_sq_tokens": squares} for count, squares in sorted(loads)]
+    return points, _COUNTED_RUN_ITEMS
 
 
-def _text_points() -> list[dict[str, int]]:
+def _text_loads() -> list[dict[str, int]]:
     return [
         {
-            "num_items": 0,
             "num_tokens": num_tokens,
             "sum_sq_tokens": num_tokens * min(num_tokens, length),
             "num_targets": max(1, int(num_tokens * target_share)),
@@ -155,20 +136,58 @@ def _text_points() -> list[dict[str, int]]:
     ]
 
 
-def _part_s(part: PartWork, device: DeviceModel, loads: Loads, direction: str, tp: int) -> np.ndarray:
-    """Seconds of one part in one direction, an array of the loads' shape.
+def _point(piece: str, depth: int, checkpointing: bool, **loads: int) -> Point:
+    if num_items := loads.get("num_items"):
+        return Point(piece, depth, checkpointing, num_items=num_items)
+    return Point(piece, depth, checkpointing, segments=(loads["num_tokens"],), num_targets=loads["num_targets"])
 
-    Backward adds bf16 gradients to the fp32 gradients of earlier microbatches, which moves 10 bytes a parameter.
-    """
-    times = 1 if direction == "forward" else 2
-    is_trained = direction == "backward" and not part.is_frozen
-    products, added_bytes = (2, 10.0) if is_trained else (1, 0.0)
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Counts of a piece: `runs` at the main loads `counted_at`, and by interpolation at all points of `frame`. If
+    `counted_at` is None, there is a run for each point."""
+
+    stage: CountedStage
+    runs: list[CountedRun]
+    frame: pl.DataFrame
+    counted_at: np.ndarray | None
+
+    def at_points(self, name: str) -> np.ndarray:
+        """The count `name` of runs, such as `forward.product_flops`, at each point."""
+        counts = np.array([attrgetter(name)(run) for run in self.runs], dtype=float)
+        if self.counted_at is None:
+            return counts
+        is_squared = self.stage.is_packed and name.endswith("attention_flops")
+        if is_squared:  # a run has one segment
+            counts = counts / self.counted_at**2
+        start = (np.searchsorted(self.counted_at, self._loads) - 1).clip(0, len(counts) - 2)
+        slopes = np.diff(counts) / np.diff(self.counted_at)
+        found = counts[start] + slopes[start] * (self._loads - self.counted_at[start])
+        return found * self._squares if is_squared else found
+
+    @property
+    def _loads(self) -> np.ndarray:
+        return self.frame[self.stage.main_load].to_numpy().astype(float)
+
+    @property
+    def _squares(self) -> np.ndarray:
+        """The sum of squared lengths of what attends to itself."""
+        has_squares = self.stage.module == "llm" or self.stage.has_runs
+        return self.frame["sum_sq_tokens"].to_numpy().astype(float) if has_squares else self._loads
+
+
+def _seconds(counts: _Counts, direction: str, stage: CountedStage, device: DeviceModel) -> np.ndarray:
+    """Seconds of a pass at each point."""
+
+    def of(name: str) -> np.ndarray:
+        return counts.at_points(f"{direction}.{name}")
+
     memory_rate = device.memory_bytes_per_s * device.memory_share
-    computing_s = products * part.dense_flops(loads) / device.matmul_flops_per_s(part.size(loads))
-    moving_s = products * (part.matmul_bytes(loads) + 2.0 * part.num_matrix_parameters) / memory_rate
-    attention_s = times * part.attention_flops(loads) / (device.peak_flops_per_s * device.attention_share)
-    pointwise_s = (times * part.pointwise_bytes(loads) + added_bytes * part.num_matrix_parameters) / memory_rate
-    on_the_ring = 2 * (tp - 1) / tp * part.reduced_bytes[direction == "backward"](loads)
+    size = counts.at_points("forward.product_rows") * stage.hidden_size / stage.tp
+    product_s = np.maximum(of("product_flops") / device.matmul_flops_per_s(size), of("product_bytes") / memory_rate)
+    attention_s = of("attention_flops") / (device.peak_flops_per_s * device.attention_share)
+    on_the_ring = 2 * (stage.tp - 1) / stage.tp * of("reduced_bytes")
     reducing_s = on_the_ring / (device.link_bytes_per_s * device.link_share)
-    launching_s = times * part.num_kernels * device.launch_s
-    return np.maximum(computing_s, moving_s) + attention_s + pointwise_s + reducing_s + launching_s
+    return (
+        product_s + attention_s + of("pointwise_bytes") / memory_rate + reducing_s + of("num_kernels") * device.launch_s
+    )

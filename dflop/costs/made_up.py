@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ class MadeUpRuns:
         self._spec, self._module, self._stage, self._dtype = spec, module, stage, dtype
         self._device = next(stage.parameters()).device
         self._make_up_media = load_runtime(spec.family).make_up_media
+        # What a piece makes of its leaves before it reads them.
+        self.receive: Callable[[torch.Tensor], torch.Tensor] = lambda leaf: leaf
         self._generator = torch.Generator(device=self._device).manual_seed(0)
 
     def make(self, point: Point) -> Run:
@@ -53,18 +56,19 @@ class MadeUpRuns:
             kept_tokens=(_ALL_TOKENS,) * len(made_up.media),
         )
         if point.piece == "first":
-            return Run(lambda: [encoder.embed(batch)], [])
+            return Run(lambda: [encoder.embed(replace(batch, items=self.receive(batch.items)))], [])
         if point.piece == "whole":
-            return Run(lambda: [torch.cat(encoder(batch))], [])
+            return Run(lambda: [torch.cat(encoder(replace(batch, items=self.receive(batch.items))))], [])
         shape = encoder.hidden_shape(point.num_items, 0)
         if point.piece == "layers":
             leaf = self._random(*shape).requires_grad_()
-            return Run(lambda: [own for own in encoder.encode(leaf, batch) if own is not None], [leaf])
+            return Run(lambda: [own for own in encoder.encode(self.receive(leaf), batch) if own is not None], [leaf])
         # One leaf for the last layer's output, and one for each earlier output that is a feature.
         depth = self._spec.module(self._module).num_layers
         num_read = encoder.hidden_shape(point.num_items, depth)[-1] // shape[-1]
         leaves = [self._random(*shape).requires_grad_() for _ in range(num_read)]
-        return Run(lambda: [torch.cat(encoder.finish(leaves, batch))], leaves)
+        # Earlier outputs are also the inputs of layers, which keep them.
+        return Run(lambda: [torch.cat(encoder.finish([*leaves[:-1], self.receive(leaves[-1])], batch))], leaves)
 
     def _of_llm(self, llm: LlmStage, point: Point) -> Run:
         """Tokens of which the first half are features of an encoder."""
@@ -87,9 +91,9 @@ class MadeUpRuns:
             return Run(lambda: [llm.finish(llm.encode(llm.embed(batch, [features]), batch), batch)], [features])
         if point.piece == "layers":
             leaf = self._random(*llm.hidden_shape(num_tokens, llm.layers.start)).requires_grad_()
-            return Run(lambda: [llm.encode(leaf, batch)], [leaf])
+            return Run(lambda: [llm.encode(self.receive(leaf), batch)], [leaf])
         leaf = self._random(1, num_tokens, config.hidden_size).requires_grad_()
-        return Run(lambda: [llm.finish(leaf, batch)], [leaf])
+        return Run(lambda: [llm.finish(self.receive(leaf), batch)], [leaf])
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self._device, dtype=self._dtype, generator=self._generator)

@@ -6,7 +6,6 @@ layers, its head, or all of them together. Microbatches are made up, but packed 
 
 import ctypes
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +20,10 @@ from dflop.base.process_memory import available_bytes, process_bytes
 from dflop.costs.design import Point
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.made_up import MadeUpRuns, Run
+from dflop.costs.parameter_sizes import parameter_sizes
 from dflop.models import ModelSpec, check_tp, load_runtime
 from dflop.models.compilation import compile_layers
 from dflop.models.precision import COMPUTES_IN, compute_in, held_in
-from dflop.models.stages import LlmStage
 from dflop.models.tensor_group import ALONE, TensorGroup
 
 __all__ = ["Bench"]
@@ -127,24 +126,8 @@ class Bench:
         ]
 
     def parameter_sizes(self) -> pl.DataFrame:
-        """fp32 bytes of the parameters of a layer, the first and the last part on one rank, one row each.
-
-        `targets_at_once` is the number of targets for which the head holds logits at a time (infinite for other parts).
-        """
-        sizes = dict.fromkeys(("layer", "first", "last"), 0.0)
-        for name, parameter in self.stage.named_hf_parameters().items():
-            part = self.stage.part_of(name)
-            sizes[part] += 4.0 * parameter.numel() / (self.depth if part == "layer" else 1)
-        at_once = dict.fromkeys(sizes, math.inf)
-        if isinstance(self.stage, LlmStage):
-            at_once["last"] = float(self.stage.hf.lm_head.num_at_once)
-        of_all = {"module": self.module, "tp": self.tp}
-        return pl.DataFrame(
-            [
-                of_all | {"part": part, "parameter_bytes": size, "targets_at_once": at_once[part]}
-                for part, size in sizes.items()
-            ]
-        )
+        """The parameters' bytes of each part (`parameter_sizes.py`)."""
+        return parameter_sizes(self.stage, self.module, self.tp)
 
     def room_bytes(self) -> float:
         """Bytes that the microbatches of a rank may take, the least over all ranks. Ranks on CPUs share the memory."""

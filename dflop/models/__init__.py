@@ -1,14 +1,13 @@
 """Model families: what a sample becomes in a model, what the model costs, and the model itself cut into stages.
 
 A family is one folder behind one object (`family`); README.md says how to add one. Beside the folders is what families
-share: presets and work counts of LLMs and vision transformers, which are plain Python, and stages, weights, packed
-attention and tensor parallelism, which need torch and transformers and are never imported here.
+share: presets, which are plain Python, and stages, weights, packed attention and tensor parallelism, which need torch
+and transformers and are never imported here.
 """
 
 from dflop.models.family import (
     Family,
     check_runnable,
-    count_work,
     family_for,
     family_names,
     family_of,
@@ -27,7 +26,6 @@ from dflop.models.spec import (
     check_tp,
     digest_of_spec,
 )
-from dflop.models.work import ModuleWork
 
 __all__ = [
     "SOUND_RATE_HZ",
@@ -35,13 +33,11 @@ __all__ = [
     "ItemCount",
     "ModelSpec",
     "ModuleSpec",
-    "ModuleWork",
     "ShapeRules",
     "able_tp_sizes",
     "check_modules",
     "check_runnable",
     "check_tp",
-    "count_work",
     "digest_of_spec",
     "family_for",
     "family_names",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -70,12 +71,11 @@ def packed_attention(
     if isinstance(segment_ends, SegmentEnds):
         segment_ends = segment_ends.ends
     assert attention_mask is None, "packed sequences carry no mask: the segments are the mask"
-    if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
+    # Fake tensors have no values: only what the kernel for all segments computes and keeps matters.
+    is_fake = isinstance(query, (FakeTensor, FunctionalTensor))
+    if is_fake or (query.is_cuda and value.dtype in (torch.bfloat16, torch.float16)):
         assert not dropout, "the variable-length kernels have no dropout"
         return _varlen(query, key, value, segment_ends, scaling, is_causal), None
-    if isinstance(query, FakeTensor):  # it has no values: only the memory that a kernel for all segments keeps matters
-        made = scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scaling, enable_gqa=True)
-        return made.transpose(1, 2), None
     attended, end = [], 0
     # Adjacent segments of the same length, such as windows, are computed as a batch.
     for length, group in itertools.groupby(end - start for start, end in itertools.pairwise([0, *segment_ends])):
@@ -100,10 +100,11 @@ def _varlen(
     scaling: float | None,
     is_causal: bool,
 ) -> torch.Tensor:
-    bounds = _bounds(tuple(segment_ends), query.device)
+    is_fake = isinstance(query, (FakeTensor, FunctionalTensor))
+    bounds = query.new_empty(0, dtype=torch.int32) if is_fake else _bounds(tuple(segment_ends), query.device)
     longest = max(end - start for start, end in itertools.pairwise([0, *segment_ends]))
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    flash = _flash_attention()
+    flash = None if is_fake else _flash_attention()
     if flash is not None:
         attended = flash(*packed, bounds, bounds, longest, longest, softmax_scale=scaling, causal=is_causal)
     else:

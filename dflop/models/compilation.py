@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from dflop.models.attention import PACKED, SegmentEnds, packed_attention
 from dflop.models.stages import Stage
 
-__all__ = ["compile_layers", "compiles_layers"]
+__all__ = ["compile_layers", "compiles_layers", "replace_forwards"]
 
 
 def compiles_layers(wanted: str, device: torch.device) -> tuple[bool, str | None]:
@@ -38,18 +38,25 @@ def compile_layers(stage: Stage) -> None:
     """Have a stage's layers compiled, each when it first runs. A layer that cannot be compiled stays eager."""
     torch._dynamo.config.suppress_errors = True
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+    replace_forwards(stage, partial(torch.compile, dynamic=True))
+
+
+def replace_forwards(stage: Stage, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `compiler(forward)` in the place of the bound method `forward` of each layer of a stage."""
     for name in stage.layer_names:
         layer = stage.hf.get_submodule(name)
-        layer.forward = _compiled_forward(layer)
+        layer.forward = _compiled_forward(layer, compiler)
 
 
-def _compiled_forward(layer: nn.Module) -> Callable[..., Any]:
+def _compiled_forward(
+    layer: nn.Module, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
     """The layer's forward, compiled inside activation checkpointing."""
     forward, checkpoints_outside = type(layer).forward, True
     # transformers wraps the forward of each class of layers, and each class that torch derives from it, once more.
     while forward.__code__.co_name == "forward_with_checkpointing":
         forward, checkpoints_outside = forward.__wrapped__, False
-    of_layer = torch.compile(forward.__get__(layer), dynamic=True)
+    of_layer = compiler(forward.__get__(layer))
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         with _wide_gradients_aside(layer):

@@ -1,9 +1,8 @@
 """Families: each is one folder below `dflop/models/`, and one object by which the rest of dflop knows it.
 
 A folder has the name of Hugging Face's `model_type`, and is found without a list of names. It offers `FAMILY`, an
-instance of `Family`. Two more files hold what only some callers need: `work.py` counts the model's operations, for
-analytic costs; `runtime.py` builds and feeds the model, for measuring and training, and is the only one that imports
-torch and transformers. README.md beside this file says how to add a family.
+instance of `Family`. `runtime.py` builds and feeds the model, for its costs and for training, and is the only file that
+imports torch and transformers. README.md beside this file says how to add a family.
 """
 
 import importlib
@@ -19,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dflop.base import UserError
 from dflop.config import ModelConfig
 from dflop.models.checkpoint import part_of_config, read_hf_config, read_processor
-from dflop.models.spec import ModelSpec, check_tp
-from dflop.models.work import ModuleWork
+from dflop.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from dflop.models.runtime import FamilyRuntime
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Family",
     "check_runnable",
-    "count_work",
     "family_for",
     "family_names",
     "family_of",
@@ -85,19 +82,6 @@ def family_for(model_type: str) -> str | None:
     return next((name for name in names if model_type in family_of(name).part_of), None)
 
 
-def count_work(spec: ModelSpec, module: str, tp: int) -> ModuleWork:
-    """The work of one module in a forward pass, on each of `tp` ranks.
-
-    Raises:
-        UserError: when tp does not divide the module's heads, the config lacks a size, or the family cannot count a
-            part of the model.
-    """
-    check_tp(spec, module, tp)
-    if not _has(spec.family, "work"):
-        raise UserError(f"`model.family` {spec.family!r} has no analytic costs yet; use `costs.source: measured`")
-    return _module(spec.family, "work").count_work(spec, module, tp)
-
-
 def load_runtime(name: str) -> "FamilyRuntime":
     """The half of a family that builds and feeds its models' stages. Importing it imports torch and transformers.
 
@@ -109,13 +93,12 @@ def load_runtime(name: str) -> "FamilyRuntime":
 
 
 def check_runnable(name: str) -> None:
-    """Raise `UserError` for a family whose models cannot be measured and trained."""
+    """Raise `UserError` for a family whose models cannot be built."""
     if not (family_of(name) and _has(name, "runtime")):
         runnable = " or ".join(other for other in family_names() if _has(other, "runtime"))
         raise UserError(
-            f"`model.family` is {name!r}, which cannot be measured or trained yet. Its shapes, its analytic costs "
-            "(`costs.source: analytic`) and a plan can be made: ask for `results/<run>/plan.yaml`. To train, use "
-            f"`model.family: {runnable}`"
+            f"`model.family` is {name!r}, which cannot be measured or trained yet. Its shapes can be profiled. For "
+            f"costs, plans and training, use `model.family: {runnable}`"
         )
 
 
@@ -169,7 +152,7 @@ def model_digest(model: ModelConfig) -> str:
 def _way_out(model_type: Any) -> str:
     """What to do with a checkpoint of this type."""
     if own := family_for(model_type):
-        limits = "" if _has(own, "runtime") else " (for shapes, analytic costs and plans: no training yet)"
+        limits = "" if _has(own, "runtime") else " (for shapes only)"
         return f"use `model.family: {own}`{limits}"
     for name in family_names():
         if advice := family_of(name).other_checkpoints.get(model_type):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FEATURES", "Coefficients", "Hinge", "Loads", "loads_behind", "main_load", "ramp"]
+__all__ = ["FEATURES", "Coefficients", "Hinge", "Loads", "coefficients", "loads_behind", "main_load", "ramp"]
 
 # The loads that a module's cost depends on: items for encoders, packed text for the LLM. `sum_sq_tokens` is the sum of
 # the squared lengths of what attends to itself: the LLM's segments, in tokens, or an encoder's runs, in items (0 if all
@@ -100,6 +100,11 @@ class Coefficients:
             end = 2 * last
             per_load[along] += sum(slope * (end - at) for _, at, slope in self.hinges) / end
         return Coefficients(0.0, tuple(per_load))
+
+
+def coefficients(const: float = 0.0, **per_load: float) -> Coefficients:
+    """A linear function of the named loads (`FEATURES`)."""
+    return Coefficients(float(const), tuple(float(per_load.get(feature, 0.0)) for feature in FEATURES))
 
 
 def ramp(feature: str, start: float, end: float, slope: float) -> Coefficients:

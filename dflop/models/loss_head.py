@@ -12,9 +12,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
-from dflop.models.llm_work import targets_at_once
+__all__ = ["LossHead", "targets_at_once"]
 
-__all__ = ["LossHead"]
+# The logits that are in memory at a time, in fp32. A matrix product of that many rows is as fast as a larger one.
+_LOGITS_BYTES = 512 * 2**20
+# Matrix products are fast for multiples of this number of rows.
+_ROWS = 128
+
+
+def targets_at_once(vocabulary: float) -> int:
+    """For how many targets a rank holds logits at a time, if it has `vocabulary` ids of the vocabulary: at most 512 MiB
+    of them in fp32."""
+    return max(1, int(_LOGITS_BYTES / (4 * vocabulary * _ROWS))) * _ROWS
 
 
 class LossHead(nn.Linear):

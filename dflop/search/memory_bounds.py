@@ -16,8 +16,7 @@ from dflop.base.kernels import kernel
 from dflop.costs import NO_WORKING_BYTES, PARTS, CostModel, StageKind, resident_bytes, stage_kinds, working_bytes
 from dflop.costs.forms import PackedForms, PackedTerms, form_at, largest_at, pack_forms, pack_terms
 from dflop.models import ModelSpec
-from dflop.models.loads import Coefficients
-from dflop.models.work import coefficients
+from dflop.models.loads import Coefficients, coefficients
 from dflop.plan import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet

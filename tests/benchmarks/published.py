@@ -11,7 +11,7 @@ Llamas under Megatron and torchtitan), each with its sources. Every row is price
 - MPT: LayerNorm, a GELU MLP of four times the width, no biases, the head tied to the embedding, eager. Its attention
   has position biases (ALiBi), and its kernels are taken to compute the whole square of a segment, not half of it: the
   rows of 32,768 and 65,536 tokens ask for it on both cards.
-- Megatron's layers are `fused`; a run in fp16 keeps its gradients in 2 bytes, not in 4.
+- Megatron's layers, which are fused, are `compiled`; a run in fp16 keeps its gradients in 2 bytes, not in 4.
 - torchtitan is `eager` or `compiled`. Its selective recomputation keeps every second product and attention's
   result: backward does half of a layer's products again, which is priced between none and all of a layer.
 
@@ -36,15 +36,22 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import polars as pl
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dflop.base.devices import load_device
 from dflop.config.schema import ClusterConfig
 from dflop.costs import CostModel
-from dflop.costs.analytic import points_of_work
+from dflop.costs.analytic import AnalyticPoints, points_of_stage
+from dflop.costs.counted import CountedStage, counting
 from dflop.costs.fit import fit_model, median_points
-from dflop.models.llm_work import llm_work
-from dflop.models.spec import ModelSpec, ModuleSpec
-from dflop.models.work import Layer, ModuleWork, PartWork, coefficients
+from dflop.models import family_of
+from dflop.models.attention import packed_attention
+from dflop.models.spec import ModelSpec
+from dflop.models.stages import LlmStage
 from dflop.plan import Grid, Plan
 from dflop.schedule import Pricer
 from dflop.shapes import SampleShapes
@@ -195,7 +202,7 @@ def single_runs(path: Path) -> Iterator[Run]:
             **{name: row[name] for name in ("tp", "pp", "dp", "seq_len", "microbatch_size")},
             sharding=row.get("sharding", "optimizer"),
             recompute="selective" if uses_titan else "all" if row["recompute_layers"] else "none",
-            implementation=next((name for name in ("eager", "compiled") if name in row["name"]), "fused"),
+            implementation="eager" if "eager" in row["name"] else "compiled",
             num_microbatches=row["global_batch"] // row["dp"] // row["microbatch_size"],
             gradient_bytes=2 if "fp16" in row["implementation"] and "bf16" not in row["implementation"] else 4,
             published_s=row.get("step_s") or tokens / row["tokens_per_s_per_gpu"],
@@ -210,13 +217,23 @@ def predicted(run: Run) -> tuple[float, float, float]:
     if run.recompute != "selective":
         return priced(run, recomputes=run.recompute == "all")
     of_none, of_all = (np.array(priced(run, recomputes=recomputes)) for recomputes in (False, True))
-    layer = layer_of(spec_of(run.sizes), run.tp)
+    text = json.loads(run.sizes)
+    hidden, inner = text["hidden_size"], text["intermediate_size"]
+    key_value = hidden // text["num_attention_heads"] * text["num_key_value_heads"]
     # Of what a layer keeps in all, beyond its input: half of its products' results, and attention's.
-    results = 2 * (layer.qkv + layer.hidden + layer.num_ups * layer.inner + layer.hidden)
-    eager, fused = layer.saved_bytes(run.tp), layer.fused_saved_bytes(run.tp)
-    share = (results / 2 + 2 * layer.query) / (eager if run.implementation == "eager" else fused)
+    results = 2 * (hidden + 2 * key_value + hidden + 2 * inner + hidden)
+    share = (results / 2 + 2 * hidden) / (run.tp * saved_bytes_of_layer(run))
     weights = np.array([0.5, 1 - share, 1 - share])
     return tuple((of_none + weights * (of_all - of_none)).tolist())
+
+
+def saved_bytes_of_layer(run: Run) -> float:
+    """Bytes that a layer keeps for backward, a token."""
+    layers = pl.col("piece") == "layers", ~pl.col("checkpointing"), pl.col("pass") == "forward"
+    largest = points_of(run.sizes, run.tp, run.device, run.implementation).measurements.filter(*layers)
+    largest = largest.filter(pl.col("num_tokens") == pl.col("num_tokens").max())
+    one, two = (largest.filter(num_layers=depth)["saved_bytes"].max() for depth in (1, 2))
+    return (two - one) / largest["num_tokens"].max()
 
 
 def priced(run: Run, *, recomputes: bool) -> tuple[float, float, float]:
@@ -259,66 +276,68 @@ def priced(run: Run, *, recomputes: bool) -> tuple[float, float, float]:
 
 @lru_cache
 def costs_of(sizes: str, tp: int, device: str, implementation: str) -> CostModel:
-    model, spec = load_device(device), spec_of(sizes)
-    points = points_of_work(work_of(spec, tp).by(implementation), "llm", tp, model)
+    model, points = load_device(device), points_of(sizes, tp, device, implementation)
     fitted = fit_model(median_points(points.measurements), points.parameters, "analytic")
     return replace(fitted, overhead_bytes=model.overhead_bytes, allocator_share=model.allocator_share)
 
 
+@lru_cache
+def points_of(sizes: str, tp: int, device: str, implementation: str) -> AnalyticPoints:
+    """Of a Llama, with MPT's own layers where it is one, and with the logits of all targets at once."""
+    with counting(tp) as ranks:
+        stage = CountedStage(spec_of(sizes), "llm", 2, ranks, is_compiled=implementation == "compiled", change=changed)
+        return points_of_stage(stage, load_device(device))
+
+
+def changed(stage: LlmStage) -> None:
+    language_model, head = stage.hf.model.language_model, stage.hf.lm_head
+    head.num_at_once = 1 << 40
+    if head.group is None:
+        stage.hf.lm_head = WholeLogits(head.weight)
+    if stage.hf.config.tie_word_embeddings:  # as of all MPT, and no Llama here
+        sizes = stage.hf.config.get_text_config()
+        for number in stage.layers:
+            language_model.layers[number] = MptLayer(sizes.hidden_size, sizes.num_attention_heads)
+
+
+class WholeLogits(nn.Module):
+    """A head with torch's own loss, which is not cut into chunks."""
+
+    num_at_once = math.inf
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+        return cross_entropy((hidden @ self.weight.T).float(), target_ids, reduction="sum")
+
+
+class MptLayer(GradientCheckpointingLayer):
+    """A layer of MPT, whose attention computes whole squares (see above)."""
+
+    def __init__(self, hidden: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden, bias=False), nn.LayerNorm(hidden, bias=False)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, hidden: torch.Tensor, segment_ends: list[int], **_: object) -> torch.Tensor:
+        qkv = self.qkv(self.norm_1(hidden)).unflatten(-1, (3, self.num_heads, -1))
+        heads = [values.transpose(1, 2) for values in qkv.unbind(2)]
+        attended, _ = packed_attention(self, *heads, None, segment_ends=segment_ends, is_causal=False)
+        hidden = hidden + self.out(attended.flatten(2))
+        return hidden + self.down(nn.functional.gelu(self.up(self.norm_2(hidden))))
+
+
 def spec_of(sizes: str) -> ModelSpec:
-    """The LLM alone."""
+    """A model with this LLM."""
+    family = family_of("llava_onevision")
     text = json.loads(sizes)
-    llm = ModuleSpec(
-        name="llm",
-        num_layers=text["num_hidden_layers"],
-        hidden_size=text["hidden_size"],
-        num_heads=text["num_attention_heads"],
-        num_kv_heads=text["num_key_value_heads"],
-    )
-    return ModelSpec(family="published", name="published", hf_config={"text_config": text}, modules=(llm,), rules=None)
-
-
-def work_of(spec: ModelSpec, tp: int) -> ModuleWork:
-    """As a Llama's, with MPT's own layers where it is one."""
-    if spec.hf_config["text_config"]["model_type"] != "mpt":
-        work = llm_work(spec, tp, is_tied=False)
-    else:
-        layer = layer_of(spec, tp).work(tp, "num_tokens", 1, ("sum_sq_tokens", 1), causal=False, num_kernels=16)
-        work = replace(llm_work(spec, tp, is_tied=True, kind="llama"), layer=layer)
-    return replace(work, last=with_whole_logits(work.last, spec.module("llm").hidden_size, tp))
-
-
-def with_whole_logits(head: PartWork, hidden: int, tp: int) -> PartWork:
-    """The same head with an eager loss over the logits of all targets at once: their log-probabilities are kept in
-    fp32, and backward makes the gradients of these and of the logits, in fp32 as well, before it frees any. Where ranks
-    share the vocabulary, the gradient of the logits is made at once."""
-    vocabulary = head.num_matrix_parameters / hidden
-    return replace(
-        head,
-        saved_bytes=coefficients(num_targets=24.0 + 8.0 * hidden + 4.0 * vocabulary),
-        passing_bytes=(coefficients(num_targets=(8.0 if tp == 1 else 4.0) * vocabulary),),
-        num_kept=math.inf,
-        again=None,
-    )
-
-
-def layer_of(spec: ModelSpec, tp: int) -> Layer:
-    llm, text = spec.module("llm"), spec.hf_config["text_config"]
     is_mpt = text["model_type"] == "mpt"
-    return Layer(
-        hidden=llm.hidden_size,
-        query=llm.hidden_size,
-        key_value=llm.hidden_size // llm.num_heads * llm.num_kv_heads,
-        inner=text["intermediate_size"],
-        num_heads=llm.num_heads,
-        rms_norm=not is_mpt,
-        gated=not is_mpt,
-        rotary=not is_mpt,
-        stacked_qkv=is_mpt,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-    )
+    fields = family.presets["tiny"] | {"text_config": text | {"model_type": "llama"}, "tie_word_embeddings": is_mpt}
+    return family.make_spec("mpt" if is_mpt else "published", fields, {})
 
 
 if __name__ == "__main__":

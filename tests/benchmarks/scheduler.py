@@ -42,7 +42,8 @@ from dflop.base import UserError
 from dflop.base.devices import load_device
 from dflop.comparison.packing import differencing
 from dflop.config import ClusterConfig, ModelConfig, ScheduleConfig
-from dflop.costs import CostModel, analytic_points
+from dflop.costs import CostModel
+from dflop.costs.analytic import analytic_points
 from dflop.costs.fit import fit_model, median_points
 from dflop.models import ModelSpec, load_model_spec
 from dflop.plan import Grid, Plan

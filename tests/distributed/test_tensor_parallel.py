@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whole_model import part_of
 
 from dflop.base import UserError
-from dflop.costs import Loads
-from dflop.costs.analytic import PartWork
-from dflop.models import ModelSpec, check_tp, count_work, family_of, load_runtime
+from dflop.costs.counted import CountedStage, counting
+from dflop.costs.design import Point
+from dflop.models import ModelSpec, check_tp, family_of, load_runtime
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.presets import TINY_LLM
@@ -317,38 +316,32 @@ def test_a_divided_stage_computes_what_the_whole_one_does(divided, name):
 )
 def test_a_rank_holds_the_parameters_that_analytic_costs_count(divided, name):
     case = CASES[name]
-    work = count_work(case.spec, case.module, TP)
+    with counting(TP) as ranks:
+        frame = CountedStage(case.spec, case.module, 2, ranks).parameter_sizes()
+    sizes = dict(frame.select("part", "parameter_bytes").rows())
+    num_parameters = (DEPTH * sizes["layer"] + sizes["first"] + sizes["last"]) / 4
     for rank in (ranks[name] for ranks in divided):
-        ends = work.first.num_parameters + work.last.num_parameters
-        assert rank.num_parameters == DEPTH * work.layer.num_parameters + ends
+        assert rank.num_parameters == num_parameters
         assert rank.held_bytes == 8 * rank.num_parameters, "a shard keeps the whole tensor alive"
 
 
 @pytest.mark.parametrize("name", ["vision in bf16", "internvl vision in bf16", "whole llm in bf16"])
 def test_ranks_keep_and_reduce_what_analytic_costs_count_and_gather_nothing(divided, name):
     case = CASES[name]
-    work = count_work(case.spec, case.module, TP)
-    loads = Loads(*map(np.atleast_1d, (5, 0, 0, 0) if case.module == "vision" else (0, 40, 25**2 + 15**2, 27)))
-
-    def whole(count: Callable[[PartWork], np.ndarray]) -> int:
-        return int((DEPTH * count(work.layer) + count(work.first) + count(work.last)).item())
-
-    # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well;
-    # features, of 7 tokens here, are counted where they came in.
-    uncounted = DEPTH * 2 * 40 * 128 // TP + 7 * 2 * 128
-    # The head itself keeps log-probabilities, and autograd knows nothing of them.
-    uncounted -= 4 * 27 * case.spec.hf_config["text_config"]["vocab_size"] // TP
-    if case.module == "vision":  # GPUs keep LayerNorms' mean and deviation in fp32, CPUs in bf16
-        rules, is_internvl = case.spec.rules, case.family == "internvl"
-        positions = (rules.image_size // rules.patch_size) ** 2 + is_internvl
-        uncounted = -4 * 5 * (2 * DEPTH * positions + (rules.tokens_per_tile if is_internvl else 0))
+    loads = {"num_items": 5} if case.module == "vision" else {"segments": (25, 15), "num_targets": 27}
+    with counting(TP) as ranks:
+        counted = CountedStage(case.spec, case.module, DEPTH, ranks).run(Point("whole", DEPTH, False, **loads))
+    uncounted = 0
+    if case.module == "llm":
+        # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well.
+        uncounted = DEPTH * 2 * 40 * 128 // TP + 7 * 2 * 128  # and features, of 7 tokens here
+        # The head itself keeps log-probabilities, and autograd knows nothing of them.
+        uncounted -= 4 * 27 * case.spec.hf_config["text_config"]["vocab_size"] // TP
     for rank in (ranks[name] for ranks in divided):
         assert {kind for kind, _ in rank.collectives} == {"allreduce_"}
-        assert sum(size for _, size in rank.collectives) == whole(
-            lambda part: sum(reduced(loads) for reduced in part.reduced_bytes)
-        )
-        kept_bytes = whole(lambda part: part.saved_bytes(loads)) + work.stage_bytes(loads).item()
-        assert rank.kept_bytes - uncounted == pytest.approx(kept_bytes, rel=1e-3)
+        reduced_bytes = counted.forward.reduced_bytes + counted.backward.reduced_bytes
+        assert sum(size for _, size in rank.collectives) == reduced_bytes
+        assert rank.kept_bytes - uncounted == pytest.approx(counted.saved_bytes, rel=1e-2)
 
 
 def test_what_ranks_cannot_share_is_refused(divided):

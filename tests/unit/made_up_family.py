@@ -51,37 +51,6 @@ def make_spec(name, hf_config, preprocessor):
 
 FAMILY = Family(name="made_up", presets=PRESETS, make_spec=make_spec)
 ''',
-    "work.py": '''
-"""Both encoders are vision transformers, that of sounds over spectrograms."""
-
-from dflop.models.llm_work import llm_work
-from dflop.models.vit_work import VitWidths, vit_layer, vit_work
-from dflop.models.work import size_of
-
-SIDES = {"vision": 84, "audio": 56}
-
-
-def count_work(spec, module, tp):
-    if module == "llm":
-        return llm_work(spec, tp, is_tied=False)
-    sizes, side = spec.module(module), SIDES[module]
-    inner = size_of(spec, f"{module}_config", "intermediate_size")
-    patches = (side // 14) ** 2
-    widths = VitWidths(
-        layer=vit_layer(hidden=sizes.hidden_size, inner=inner, num_heads=sizes.num_heads),
-        image_size=side,
-        patch_size=14,
-        positions=patches,
-        projected=patches // 4,
-        projector_width=4 * sizes.hidden_size,
-        out=spec.module("llm").hidden_size,
-        in_vectors=sizes.hidden_size,
-        out_vectors=0,
-        has_norm=True,
-        norm_runs=True,
-    )
-    return vit_work(widths, tp)
-''',
 }
 
 

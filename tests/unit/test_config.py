@@ -599,7 +599,7 @@ def test_selected_keys_are_plain_and_load_again():
 
 
 def test_measured_costs_are_of_the_layers_that_train():
-    assert "measured costs are those of the layers that train" in refusal({"costs": {"implementation": "fused"}})
+    assert "measured costs are those of the layers that train" in refusal({"costs": {"implementation": "compiled"}})
     analytic = {"costs": {"source": "analytic", "implementation": "compiled"}, "train": {"precision": "bf16"}}
     load_config({"cluster": {"device": "cuda", "device_model": "a800-80g"}} | analytic)
 
@@ -611,7 +611,7 @@ def test_measured_costs_are_of_the_layers_that_train():
         ("analytic", "cuda", "auto", "on", "compiled"),
         ("analytic", "cuda", "auto", "off", "eager"),
         ("analytic", "cuda", "eager", "auto", "eager"),
-        ("analytic", "cuda", "fused", "off", "fused"),
+        ("analytic", "cuda", "compiled", "off", "compiled"),
         ("analytic", "cpu", "auto", "auto", "compiled"),  # a machine without a GPU plans for GPUs
         ("measured", "cuda", "eager", "auto", "compiled"),
         ("measured", "cpu", "auto", "auto", "eager"),

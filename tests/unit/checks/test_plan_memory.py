@@ -17,7 +17,8 @@ from dflop.base.devices import load_device
 from dflop.checks.plan_memory import MadeUpLoad, check_rank
 from dflop.cli import cli
 from dflop.config import load_config
-from dflop.costs import CostModel, analytic_points, fit_costs
+from dflop.costs import CostModel, fit_costs
+from dflop.costs.analytic import analytic_points
 from dflop.models import ModelSpec, digest_of_spec, family_names, family_of, load_model_spec
 from dflop.plan import Grid, Plan
 from dflop.schedule import MEMORY_CATEGORIES

@@ -13,7 +13,7 @@ from dflop.costs.design import Point, fitted_depths
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS
-from dflop.models import count_work, load_model_spec
+from dflop.models import load_model_spec
 
 COLUMNS = {*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"}
 PIECES = ("layers", "first", "last", "whole")
@@ -198,9 +198,7 @@ def test_live_bytes_are_those_of_new_tensors_while_they_live():
         *(("qwen2_5_omni_thinker", module) for module in ("vision", "audio", "llm")),
     ],
 )
-def test_a_family_is_measured_piece_by_piece_and_has_the_parameters_that_analytic_costs_count(
-    tokenizer, family, module
-):
+def test_a_family_is_measured_piece_by_piece(tokenizer, family, module):
     spec = load_model_spec(ModelConfig(family=family))
     size = tokenizer.vocab_size()
     assert size <= spec.hf_config["text_config"]["vocab_size"]
@@ -218,9 +216,6 @@ def test_a_family_is_measured_piece_by_piece_and_has_the_parameters_that_analyti
     assert kept["whole", 3] - kept["whole", 2] == pytest.approx(a_layer, rel=0.05)
     parts = kept["first", 0] + kept["layers", one] + a_layer + kept["last", 0]
     assert kept["whole", 2] == pytest.approx(parts, rel=0.1)
-    work = count_work(spec, module, 1)
-    sizes = dict(bench.parameter_sizes().select("part", "parameter_bytes").rows())
-    assert sizes == {part: 4 * getattr(work, part).num_parameters for part in ("layer", "first", "last")}
     gc.unfreeze()
 
 

@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from dflop.models.llm_work import targets_at_once
-from dflop.models.loss_head import LossHead
+from dflop.models.loss_head import LossHead, targets_at_once
 from dflop.models.precision import compute_in
 
 HIDDEN, VOCABULARY, NUM_TARGETS = 12, 50, 37

@@ -1,4 +1,5 @@
-"""A family is added by adding its folder: a made-up one, with two encoders, goes from shapes to a plan and schedules.
+"""A family is added by adding its folder: a made-up one, with two encoders, goes from shapes and made-up costs to a
+plan and schedules.
 
 The folder is written as README.md of `dflop/models` says and put on the package's path; no other file changes.
 """
@@ -6,7 +7,6 @@ The folder is written as README.md of `dflop/models` says and put on the package
 import json
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pytest
 from click.testing import CliRunner
@@ -14,10 +14,8 @@ from made_up_family import NAMES
 
 from dflop.cli import cli
 from dflop.config import ModelConfig
-from dflop.costs import CostModel, Loads
 from dflop.models import family_names, load_model_spec
 from dflop.plan import load_plan
-from dflop.plan.layout_key import LayoutKey
 from dflop.shapes import load_samples
 from dflop.store import read_table
 
@@ -38,15 +36,6 @@ def write_shapes(config: dict, folder: Path) -> Path:
     return path
 
 
-def write_costs(config: dict, modules: list[str], folder: Path) -> Path:
-    files = [folder / "costs" / f"{module}.tp1.parquet" for module in modules]
-    for module, file in zip(modules, files, strict=True):
-        run("profile-costs", "--config", json.dumps(config), "--module", module, "--out", file)
-    path = folder / "costs.duckdb"
-    run("fit-costs", *files, "--out", path)
-    return path
-
-
 @pytest.fixture
 def config(made_up, demo_data) -> dict:
     manifests = [demo_data.train_manifest, demo_data.audio_manifest]
@@ -54,14 +43,13 @@ def config(made_up, demo_data) -> dict:
         "data": {"sources": [{"path": str(path), "media_root": str(path.parent)} for path in manifests]},
         "model": {"family": made_up},
         "cluster": {"device": "cuda", "device_model": "h100-80g", "devices_per_node": 4},
-        "costs": {"source": "analytic"},
         "plan": {"search_batches": 2},
         "schedule": {"policy": "lpt"},
         "train": {"precision": "bf16", "global_batch_size": 8},
     }
 
 
-def test_a_new_folder_is_a_family_with_shapes_and_analytic_costs_of_all_its_modules(made_up, config, in_tmp_path):
+def test_a_new_folder_is_a_family_with_shapes_of_all_its_modules(made_up, config, in_tmp_path):
     assert made_up in family_names()
     spec = load_model_spec(ModelConfig(family=made_up))
     names = [module.name for module in spec.modules]
@@ -78,18 +66,16 @@ def test_a_new_folder_is_a_family_with_shapes_and_analytic_costs_of_all_its_modu
     assert samples.encoders == ("vision", "audio")
     assert (samples.num_items.sum(axis=0) > 0).all()
 
-    costs = CostModel.load(write_costs(config, names, in_tmp_path))
-    loads = Loads(*(np.array([1000.0]) for _ in Loads._fields))
-    seconds = {module: float(costs.times[module, LayoutKey(), "layer", False, "forward"](loads)[0]) for module in names}
-    assert 0 < seconds["audio"] < seconds["vision"]
-
     measured = json.dumps({"model": {"family": made_up}})
     refused = CliRunner().invoke(cli, ["profile-costs", "--config", measured, "--module", "llm", "--out", "x.parquet"])
     assert "`model.family` is 'made_up', which cannot be measured or trained yet" in str(refused.exception)
 
 
-def test_it_is_planned_for_and_scheduled_and_files_have_columns_of_all_its_modules(config, in_tmp_path):
-    shapes, costs = write_shapes(config, in_tmp_path), write_costs(config, NAMES, in_tmp_path)
+def test_it_is_planned_for_and_scheduled_and_files_have_columns_of_all_its_modules(
+    config, in_tmp_path, write_made_up_costs
+):
+    shapes, costs = write_shapes(config, in_tmp_path), in_tmp_path / "costs.duckdb"
+    write_made_up_costs(costs, modules=tuple(NAMES))
     files = ["--config", json.dumps(config), "--shapes", shapes, "--costs", costs]
     plan_file, candidates_file = in_tmp_path / "plan.yaml", in_tmp_path / "candidates.parquet"
     run("plan", *files, "--out", plan_file, "--candidates", candidates_file)

@@ -190,10 +190,10 @@ def test_a_family_of_which_only_the_shapes_are_known_says_what_can_be_run(made_u
         check_runnable(made_up)
     message = str(caught.value)
     assert "`model.family` is 'made_up', which cannot be measured or trained yet" in message
-    assert "Its shapes, its analytic costs (`costs.source: analytic`) and a plan can be made" in message
-    assert message.endswith(f"To train, use `model.family: {' or '.join(FAMILIES)}`")
+    assert "Its shapes can be profiled" in message
+    assert message.endswith(f"For costs, plans and training, use `model.family: {' or '.join(FAMILIES)}`")
     folder = str(checkpoint("config.json", {"model_type": made_up}))
-    limits = "(for shapes, analytic costs and plans: no training yet)"
+    limits = "(for shapes only)"
     assert refusal(path=folder).endswith(f"use `model.family: made_up` {limits}")
 
 

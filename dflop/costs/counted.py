@@ -1,0 +1,129 @@
+"""A module's work and memory, counted by running its real layers on fake tensors, which have shapes and no values.
+
+The stage, its made-up microbatches and its pieces are those that are measured on a device (`measure.py`), with weights
+in bf16 and gradients in fp32. There are no other ranks, only torch's `fake` process group.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import polars as pl
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dflop.costs.design import Point
+from dflop.costs.fusing import Fuser
+from dflop.costs.made_up import MadeUpRuns, Run
+from dflop.costs.meter import Meter, Work
+from dflop.costs.parameter_sizes import parameter_sizes
+from dflop.models import ModelSpec, load_runtime
+from dflop.models.compilation import replace_forwards
+from dflop.models.loads import main_load
+from dflop.models.precision import compute_in, held_in
+from dflop.models.stages import Stage
+from dflop.models.tensor_group import ALONE, TensorGroup
+
+__all__ = ["CountedRun", "CountedStage", "counting"]
+
+
+@dataclass(frozen=True, slots=True)
+class CountedRun:
+    """Work of forward and of backward, bytes kept between the two, and the most bytes at any time, parameters and their
+    gradients left out."""
+
+    forward: Work
+    backward: Work
+    saved_bytes: int
+    peak_bytes: int
+
+
+@contextmanager
+def counting(tp: int) -> Iterator[TensorGroup]:
+    """The context in which a stage is built and run: fake tensors, and the first of `tp` ranks."""
+    if tp > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield TensorGroup(tuple(range(tp)), 0, dist.group.WORLD) if tp > 1 else ALONE
+    finally:
+        if tp > 1:
+            dist.destroy_process_group()
+
+
+class CountedStage:
+    """A module of `depth` layers, eager or compiled. To be used inside `counting`. `change` is called with the stage as
+    soon as it is built.
+
+    Raises:
+        UserError: when the model's family cannot be run.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        module: str,
+        depth: int,
+        ranks: TensorGroup,
+        *,
+        is_compiled: bool = False,
+        is_frozen: bool = False,
+        change: Callable[[Stage], None] = lambda stage: None,
+    ) -> None:
+        runtime, dtype = load_runtime(spec.family), torch.bfloat16
+        self.module, self.tp = module, ranks.size
+        self.main_load, self.hidden_size = main_load(module), spec.module(module).hidden_size
+        # Whether all positions are in one row, and whether items attend to each other in runs.
+        self.is_packed = module == "llm" or runtime.packs_media
+        self.has_runs = module != "llm" and runtime.make_up_media(spec, module, 1).sum_sq_items > 0
+        spec = runtime.with_depth(spec, module, depth)
+        placeholders = ("image", "video", "audio", *spec.rules.special_tokens)
+        config = runtime.make_config(spec, {name: place for place, name in enumerate(placeholders)}, 0)
+        self.stage = runtime.build_stage(config, module, layers=range(depth), seed=0, ranks=ranks, is_empty=True)
+        change(self.stage)
+        self.stage.requires_grad_(not is_frozen).train()
+        compute_in(self.stage, dtype)
+        self._fuser = Fuser()
+        if is_compiled:
+            replace_forwards(self.stage, self._fuser)
+        self.runs = MadeUpRuns(spec, module, self.stage, dtype)
+        self.runs.receive = self._receive
+        self._meter: Meter | None = None
+
+    def run(self, point: Point) -> CountedRun:
+        """One forward and backward of a point."""
+        self.stage.layers = range(point.num_layers)
+        self.stage.set_recomputed(point.num_layers if point.checkpointing else 0)
+        for parameter in self.stage.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=held_in(parameter.dtype))
+        run, num_traced = self.runs.make(point), self._fuser.num_traced
+        counted = self._counted(run)
+        # Tracing a layer counts as well, so that the run is repeated.
+        return counted if num_traced == self._fuser.num_traced else self._counted(run)
+
+    def _counted(self, run: Run) -> CountedRun:
+        with Meter() as meter:
+            self._fuser.meter = self._meter = meter
+            outputs = [output for output in run.forward() if output.requires_grad]
+            forward = meter.work
+            edges, gradients = list(map(get_gradient_edge, outputs)), list(map(torch.ones_like, outputs))
+            del outputs  # what a stage returns belongs to the stage that receives it
+            meter.work = Work()
+            saved_bytes = meter.now - sum(gradient.nbytes for gradient in gradients)
+            if edges:
+                torch.autograd.backward(edges, gradients)
+            return CountedRun(forward, meter.work, saved_bytes, meter.peak)
+
+    def _receive(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The leaf as a tensor that is freed where nothing keeps it, as what another stage sent would be."""
+        received = leaf.clone()
+        self._meter.work = Work()
+        return received
+
+    def parameter_sizes(self) -> pl.DataFrame:
+        """As `Bench.parameter_sizes`."""
+        return parameter_sizes(self.stage, self.module, self.tp)

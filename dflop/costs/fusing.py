@@ -1,0 +1,118 @@
+"""Compiled layers on fake tensors: what torch.compile would keep and fuse, without a compiler or a GPU.
+
+AOTAutograd traces a layer's forward and backward and cuts them apart as torch.compile does, which decides what is kept
+(`min_cut_rematerialization_partition`). In both graphs, the operations between matrix products, attention and
+all-reduces become one kernel wherever they depend on each other.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from functorch.compile import aot_function, min_cut_rematerialization_partition
+from torch import fx, nn
+from torch._inductor.decomposition import select_decomp_table
+from torch.func import functional_call
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from dflop.costs.meter import Meter
+
+__all__ = ["Fuser"]
+
+
+class Fuser:
+    """A compiler for `replace_forwards`, whose kernels `meter` counts. Layers of one shape are traced once."""
+
+    def __init__(self) -> None:
+        self.meter: Meter | None = None
+        self._traced: dict[Any, Callable[..., Any]] = {}
+
+    @property
+    def num_traced(self) -> int:
+        return len(self._traced)
+
+    def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        layer = forward.__self__
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            values, form = tree_flatten((args, kwargs))
+            tensors = {place: value for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
+            weights = dict(layer.named_parameters())
+            both = [*weights.values(), *tensors.values()]
+            key = (type(layer), form, *((tensor.shape, tensor.requires_grad) for tensor in both))
+            if key not in self._traced:
+
+                def called(*flat: torch.Tensor) -> Any:
+                    filled = list(values)
+                    for place, value in zip(tensors, flat[len(weights) :], strict=True):
+                        filled[place] = value
+                    args, kwargs = tree_unflatten(filled, form)
+                    return functional_call(layer, dict(zip(weights, flat, strict=False)), args, kwargs)
+
+                self._traced[key] = aot_function(
+                    called,
+                    self._compile,
+                    self._compile,
+                    partition_fn=min_cut_rematerialization_partition,
+                    decompositions=select_decomp_table(),
+                )
+            with _Forward(layer, forward):
+                return self._traced[key](*both)
+
+        return run
+
+    def _compile(self, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        fused = CapabilityBasedPartitioner(graph, _Fusible(), skip_horizontal_fusion=True).partition_and_fuse()
+        for name, piece in list(fused.named_children()):
+            setattr(fused, name, _Kernel(piece, self))
+        fused.graph.set_codegen(fx.graph._BoxedCodeGen())  # inputs are freed once they are read
+        fused.recompile()
+
+        def run(args: list[Any]) -> Any:
+            return fused.forward(args)
+
+        run._boxed_call = True
+        return run
+
+
+class _Fusible(OperatorSupportBase):
+    def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
+        if node.target is operator.getitem:  # of what an operation with several results gave
+            node = node.args[0]
+        packet = getattr(node.target, "overloadpacket", None)
+        if node.op != "call_function" or packet is None:
+            return False
+        namespace = node.target.namespace
+        return namespace in ("aten", "prims") and packet not in flop_registry and "attention" not in str(packet)
+
+
+class _Kernel(nn.Module):
+    def __init__(self, piece: fx.GraphModule, fuser: Fuser) -> None:
+        super().__init__()
+        self.piece, self._fuser = piece, fuser
+
+    def forward(self, *args: Any) -> Any:
+        return self._fuser.meter.one_kernel(self.piece, *args)
+
+
+class _Forward:
+    """A layer with its forward of before, and with all-reduces that can be traced."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        self._layer, self._forward = layer, forward
+
+    def __enter__(self) -> None:
+        self._replaced, self._layer.forward = self._layer.forward, self._forward
+        self._all_reduce, torch.distributed.all_reduce = torch.distributed.all_reduce, _all_reduce
+
+    def __exit__(self, *_: Any) -> None:
+        self._layer.forward, torch.distributed.all_reduce = self._replaced, self._all_reduce
+
+
+def _all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
+    functional = torch.ops._c10d_functional
+    tensor.copy_(functional.wait_tensor(functional.all_reduce(tensor, "sum", group.group_name)))

@@ -1,0 +1,277 @@
+"""What is counted on fake tensors is what torch counts and keeps when the same pieces run on a CPU."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface
+
+from dflop.config import ModelConfig
+from dflop.costs.counted import CountedStage, counting
+from dflop.costs.design import Point
+from dflop.costs.made_up import MadeUpRuns
+from dflop.costs.meter import Meter
+from dflop.models import ModelSpec, family_names, family_of, load_model_spec, load_runtime
+from dflop.models.attention import PACKED, packed_attention
+from dflop.models.compilation import replace_forwards
+from dflop.models.precision import compute_in
+
+FAMILIES = {name: family_of(name) for name in family_names()}
+MODULES = [(name, module.name) for name in FAMILIES for module in load_model_spec(ModelConfig(family=name)).modules]
+PIECES = [("first", 0), ("layers", 1), ("layers", 2), ("last", 0)]
+# Changes to a family's tiny preset that real encoders and LLMs have.
+VARIANTS = {
+    "llama with biases": (
+        "llava_onevision",
+        {},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    ),
+    "qwen3": ("internvl", {}, {"model_type": "qwen3", "head_dim": 40}),
+    "InternViT 6B": (
+        "internvl",
+        {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooling": False},
+        {},
+    ),
+}
+
+
+def variant(name: str) -> ModelSpec:
+    if name in FAMILIES:
+        return load_model_spec(ModelConfig(family=name))
+    family, vision, text = VARIANTS[name]
+    fields = deepcopy(FAMILIES[family].presets["tiny"])
+    fields["vision_config"] |= vision
+    fields["text_config"] |= text
+    return FAMILIES[family].make_spec("tried", fields, {})
+
+
+CASES = [*MODULES, *((name, module) for name in VARIANTS for module in ("vision", "llm"))]
+
+
+def point(module: str, piece: str, depth: int, size: int = 96, *, checkpointing: bool = False) -> Point:
+    if module == "llm":
+        return Point(piece, depth, checkpointing, segments=(size,), num_targets=size // 3)
+    return Point(piece, depth, checkpointing, num_items=size // 16)
+
+
+def counted(spec, module, *points, tp=1, **how):
+    with counting(tp) as ranks:
+        stage = CountedStage(spec, module, 2, ranks, **how)
+        return [stage.run(at) for at in points]
+
+
+class RealStage:
+    """The same pieces on the CPU, with values."""
+
+    def __init__(self, spec: ModelSpec, module: str, *, is_frozen: bool = False) -> None:
+        runtime = load_runtime(spec.family)
+        spec = runtime.with_depth(spec, module, 2)
+        names = ("image", "video", "audio", *spec.rules.special_tokens)
+        config = runtime.make_config(spec, {name: place for place, name in enumerate(names)}, 0)
+        self.stage = runtime.build_stage(config, module, layers=range(2), seed=0).requires_grad_(not is_frozen)
+        compute_in(self.stage, torch.bfloat16)
+        self._runs = MadeUpRuns(spec, module, self.stage, torch.bfloat16)
+
+    def run(self, point: Point):
+        self.stage.layers = range(point.num_layers)
+        return self._runs.make(point)
+
+    def flops(self, point: Point) -> tuple[int, int]:
+        """torch's count of forward and of backward. It does not know the CPU's fused attention."""
+        run = self.run(point)
+        with sdpa_kernel(SDPBackend.MATH):
+            with FlopCounterMode(display=False) as in_forward:
+                outputs = run.forward()
+            with FlopCounterMode(display=False) as in_backward:
+                sum(output.float().sum() for output in outputs).backward()
+        return in_forward.get_total_flops(), in_backward.get_total_flops()
+
+    def saved_bytes(self, point: Point) -> int:
+        """Bytes that autograd keeps between forward and backward, parameters left out."""
+        run = self.run(point)
+        held = {tensor.untyped_storage().data_ptr() for tensor in (*self.stage.parameters(), *self.stage.buffers())}
+        storages, kept = {}, []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if (place := tensor.untyped_storage().data_ptr()) not in held:
+                storages[place] = tensor.untyped_storage().nbytes()
+                kept.append(tensor)  # while it lives, no other storage can take its address
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run.forward()
+        return sum(storages.values())
+
+
+def whole_squares(module: str, work) -> float:
+    """FLOPs as torch counts them, which for causal attention are those of whole squares."""
+    return work.product_flops + work.attention_flops * (2 if module == "llm" else 1)
+
+
+@pytest.mark.parametrize(("name", "module"), CASES)
+def test_flops_are_those_that_torch_counts(name, module):
+    spec, points = variant(name), [point(module, piece, depth) for piece, depth in PIECES]
+    if module != "llm" and load_runtime(spec.family).packs_media:
+        points = [at._replace(num_items=1) for at in points]  # one item: several would be segments
+    real = RealStage(spec, module)
+    for at, run in zip(points, counted(spec, module, *points), strict=True):
+        forward, backward = real.flops(at) if at.piece != "first" or module != "llm" else (0, 0)
+        assert whole_squares(module, run.forward) == pytest.approx(forward, rel=1e-3)
+        assert whole_squares(module, run.backward) == pytest.approx(backward, rel=1e-3)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(("name", "module"), [case for case in CASES if case[1] == "llm"])
+def test_what_an_llm_keeps_is_what_autograd_keeps(name, module, is_frozen):
+    spec, size = variant(name), 96
+    points = [point(module, "layers", depth, size) for depth in (1, 2)]
+    real = RealStage(spec, module, is_frozen=is_frozen)
+    one, two = (run.saved_bytes for run in counted(spec, module, *points, is_frozen=is_frozen))
+    # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well where it
+    # is the input of a matrix that is trained.
+    copied = 0 if is_frozen else 2 * size * real.stage.hf.model.language_model.layers[0].self_attn.o_proj.in_features
+    found = [real.saved_bytes(at) for at in points]
+    assert two - one == pytest.approx(found[1] - found[0] - copied, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llava_onevision", "internvl", "InternViT 6B"])
+def test_what_an_encoder_keeps_is_what_autograd_keeps(name):
+    spec = variant(name)
+    points = [point("vision", piece, depth) for piece, depth in PIECES]
+    real = RealStage(spec, "vision")
+    for at, run in zip(points, counted(spec, "vision", *points), strict=True):
+        assert run.saved_bytes == pytest.approx(real.saved_bytes(at), rel=1e-3)
+
+
+def test_a_head_keeps_a_chunk_of_logits_and_computes_the_others_again(monkeypatch):
+    monkeypatch.setattr("dflop.models.loss_head._LOGITS_BYTES", 1)  # 128 targets at a time
+    spec = variant("llava_onevision")
+    at = [Point("last", 0, False, segments=(1024,), num_targets=count) for count in (64, 128, 256, 512)]
+    runs = counted(spec, "llm", *at)
+    sizes = spec.hf_config["text_config"]
+    of_target = 2 * sizes["hidden_size"] * sizes["vocab_size"]
+    assert [run.forward.product_flops for run in runs] == [count * of_target for count in (64, 128, 256, 512)]
+    again = [run.backward.product_flops - 2 * run.forward.product_flops for run in runs]
+    assert again == [0, 0, 128 * of_target, 384 * of_target]
+    logits = 4 * sizes["vocab_size"]
+    kept = [run.saved_bytes for run in runs]
+    assert (kept[1] - kept[0]) / 64 > logits > 2 * (kept[3] - kept[2]) / 256
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES)
+def test_frozen_layers_compute_gradients_of_inputs_only(name, module):
+    spec, at = variant(name), point(module, "layers", 1)
+    (trained,), (frozen,) = (counted(spec, module, at, is_frozen=is_frozen) for is_frozen in (False, True))
+    assert frozen.forward.product_flops == trained.forward.product_flops
+    assert trained.backward.product_flops == pytest.approx(2 * frozen.backward.product_flops)
+    assert frozen.backward.attention_flops == trained.backward.attention_flops
+    assert frozen.saved_bytes < trained.saved_bytes
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("name", "module"), MODULES)
+def test_recomputed_layers_run_forward_again_and_keep_their_input(name, module, is_compiled):
+    spec = variant(name)
+    points = [point(module, "layers", depth, checkpointing=again) for again in (False, True) for depth in (1, 2)]
+    one, _, again, two_again = counted(spec, module, *points, is_compiled=is_compiled)
+    least = one.forward.product_flops + one.backward.product_flops
+    assert again.backward.product_flops > one.backward.product_flops
+    assert again.backward.product_flops <= least
+    assert again.backward.attention_flops == one.forward.attention_flops + one.backward.attention_flops
+    kept, num_units = two_again.saved_bytes - again.saved_bytes, points[0].num_tokens or points[0].num_items
+    assert kept % (2 * spec.module(module).hidden_size * num_units) == 0, "an input in bf16"
+    assert 0 < kept < one.saved_bytes / 3
+
+
+@pytest.mark.parametrize(("name", "module"), CASES)
+def test_compiled_layers_do_the_same_products_and_move_and_keep_less(name, module):
+    spec, at = variant(name), point(module, "layers", 1, 256)
+    (eager,), (compiled,) = (counted(spec, module, at, is_compiled=is_compiled) for is_compiled in (False, True))
+    for one, other in ((eager.forward, compiled.forward), (eager.backward, compiled.backward)):
+        assert other.product_flops == pytest.approx(one.product_flops, rel=1e-3)
+        assert other.attention_flops == one.attention_flops
+        assert other.pointwise_bytes < one.pointwise_bytes
+        assert other.num_kernels < one.num_kernels
+    assert compiled.saved_bytes <= eager.saved_bytes
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", ["llava_onevision", "llama with biases", "qwen3"])
+def test_a_compiled_layer_keeps_what_torch_compile_keeps(name, is_frozen, monkeypatch):
+    spec, at = variant(name), point("llm", "layers", 1, 256)
+    (run,) = counted(spec, "llm", at, is_compiled=True, is_frozen=is_frozen)
+    real = RealStage(spec, "llm", is_frozen=is_frozen)
+    # The backend that chooses what is kept as torch.compile does, and needs no compiler.
+    replace_forwards(real.stage, lambda forward: torch.compile(forward, backend="aot_eager_decomp_partition"))
+    monkeypatch.setitem(AttentionInterface._global_mapping, PACKED, torch.compiler.disable(packed_attention))
+    copied = 0 if is_frozen else 2 * 256 * real.stage.hf.model.language_model.layers[0].self_attn.o_proj.in_features
+    assert run.saved_bytes == pytest.approx(real.saved_bytes(at) - copied, rel=0.05)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("name", "module"), [case for case in MODULES if case[1] != "audio"])
+def test_two_ranks_halve_products_and_reduce_hidden_states(name, module, is_compiled):
+    spec, at = variant(name), point(module, "layers", 1)
+    (alone,), (shared,) = (counted(spec, module, at, tp=tp, is_compiled=is_compiled) for tp in (1, 2))
+    assert alone.forward.reduced_bytes == 0
+    for one, other in ((alone.forward, shared.forward), (alone.backward, shared.backward)):
+        assert other.product_flops == pytest.approx(one.product_flops / 2, rel=1e-3)
+        assert other.attention_flops == one.attention_flops / 2
+        assert one.pointwise_bytes / 2 < other.pointwise_bytes  # norms are whole on every rank
+    positions = 96 if module == "llm" else shared.forward.product_rows
+    norms = 2 if spec.family == "qwen3_vl" and module == "llm" else 0  # the gradients of the head norms' weights
+    hidden_bytes = 2 * 2 * positions * spec.module(module).hidden_size
+    assert shared.forward.reduced_bytes == hidden_bytes
+    head_dim = spec.hf_config["text_config"].get("head_dim", 0)
+    assert shared.backward.reduced_bytes == hidden_bytes + norms * 2 * head_dim
+    assert alone.saved_bytes / 2 < shared.saved_bytes < alone.saved_bytes
+
+
+@pytest.mark.parametrize(("name", "module"), CASES)
+def test_parts_have_the_parameters_of_the_whole_model(name, module):
+    spec = variant(name)
+    with counting(1) as ranks:
+        sizes = dict(CountedStage(spec, module, 2, ranks).parameter_sizes().select("part", "parameter_bytes").rows())
+    real = RealStage(spec, module).stage
+    assert sizes["first"] + sizes["last"] + 2 * sizes["layer"] == sum(
+        4 * tensor.numel() for tensor in real.parameters()
+    )
+
+
+def metered(function, *args):
+    with Meter() as meter:
+        result = function(*args)
+    del result
+    return meter.work
+
+
+def test_kernels_read_their_inputs_and_write_their_outputs_and_views_are_none():
+    a, b = torch.ones(8, 4), torch.ones(8, 4)
+    assert metered(lambda: a + b).pointwise_bytes == 3 * 128
+    assert metered(lambda: a.add_(b)).pointwise_bytes == 3 * 128
+    assert metered(lambda: a + a).pointwise_bytes == 2 * 128
+    assert metered(lambda: a + torch.ones(1, 4).expand(8, 4)).pointwise_bytes == 16 + 2 * 128 + 16
+    assert metered(lambda: a.T.view(2, 2, 8).detach()[0]).num_kernels == 0
+    assert metered(lambda: torch.empty(100)).num_kernels == 0
+
+
+def test_a_lookup_reads_only_what_it_finds():
+    table, ids = nn.Embedding(1000, 4), torch.arange(8)
+    assert metered(table, ids).pointwise_bytes == 2 * 8 * 4 * 4 + 8 * 8
+
+
+def test_a_product_has_flops_bytes_and_rows():
+    work = metered(lambda: torch.ones(8, 4) @ torch.ones(4, 2))
+    assert (work.product_flops, work.product_rows, work.product_bytes) == (2 * 8 * 4 * 2, 8, 4 * (32 + 8 + 16))
+
+
+def test_a_chain_of_operations_can_count_as_one_kernel():
+    a = torch.ones(8, 4)
+    with Meter() as meter:
+        made = meter.one_kernel(lambda values: (values * 2 + 1).relu(), a)
+        assert (meter.work.num_kernels, meter.work.pointwise_bytes, meter.now) == (1, 2 * 128, made.nbytes)
+        meter.one_kernel(lambda values: values.view(4, 8), a)
+        assert meter.work.num_kernels == 1
