@@ -110,6 +110,6 @@ print(_in_rounds(zero, zero, 2, 2, 0)[0].tolist())
     assert run(tmp_path, script) == "[0, 0, 0]"
     passes = tmp_path / "dflop" / "plan" / "passes.py"
     text = passes.read_text(encoding="utf-8")
-    assert "= 0, 1, 2" in text
-    passes.write_text(text.replace("= 0, 1, 2", "= 10, 11, 12"), encoding="utf-8")
+    assert "= 0, 1" in text
+    passes.write_text(text.replace("= 0, 1", "= 10, 11"), encoding="utf-8")
     assert run(tmp_path, script) == "[0, 2, 0]"
